@@ -1,0 +1,56 @@
+# make install   .venv with Craton and everything its tests need
+# make demo      plan the example jobs and write their reports
+# make test      style, types, imports, tests
+# make bench     predict every published run and print the errors
+# Each target does its own set-up; nothing is done twice.
+
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+CRATON := $(VENV)/bin/craton
+DEMO_JOBS := $(wildcard examples/*.yaml)
+
+.PHONY: install demo test bench clean
+
+install: $(STAMP)
+	@echo "Craton is installed in $(VENV): try $(CRATON) --help"
+
+# ensurepip is what Debian and Ubuntu leave out of python3; without it no virtual environment can hold pip.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Craton needs Python 3.11 or newer; call 'make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)'"; exit 1; }
+	@test -x $(VENV)/bin/pip || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing python3-venv"; apt-get update -qq && apt-get install -y -qq python3-venv; \
+	  else \
+	    echo "Python's venv module is incomplete: install the package python3-venv (Debian, Ubuntu), then call make again"; \
+	    exit 1; \
+	  fi; }
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(STAMP)
+	@mkdir -p reports
+	@for job in $(DEMO_JOBS); do \
+	  report=reports/$$(basename $$job .yaml).html; \
+	  echo; echo "craton plan $$job --html $$report"; \
+	  $(CRATON) plan $$job --html $$report || exit 1; \
+	done
+	@echo; echo "reports: $$(ls reports/*.html | tr '\n' ' ')"
+
+test:
+	@start=$$(date +%s); $(MAKE) --no-print-directory install || exit 1; \
+	installed=$$(date +%s); echo "set-up took $$((installed - start)) s"; \
+	set -x; \
+	$(VENV)/bin/ruff check --quiet . && $(VENV)/bin/ruff format --quiet --check . && \
+	$(VENV)/bin/mypy --no-error-summary && $(VENV)/bin/lint-imports --no-logo || exit 1; \
+	{ set +x; } 2>/dev/null; \
+	echo "checks took $$(($$(date +%s) - installed)) s; now the tests"; \
+	exec $(VENV)/bin/python -m pytest
+
+bench: $(STAMP)
+	$(CRATON) bench plan data/training_results.json
+
+clean:
+	rm -rf $(VENV) reports runs .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

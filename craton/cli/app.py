@@ -1,0 +1,59 @@
+"""The verbs, and how every one of them ends: 0 done, 1 failed, 2 bad input.
+
+A user's mistake is one line `error: ...` on stderr (one line for each problem of a file); with `--json` the same is
+printed as an object on stdout, so that a script reads one thing whatever happened.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import typer
+
+from craton.cli import bench
+from craton.cli.calibrate import calibrate
+from craton.cli.catalog import catalog
+from craton.cli.plan import plan
+from craton.cli.validate import validate
+
+app = typer.Typer(
+    name="craton",
+    help="Predict a foundation-model job before a GPU is rented; run, measure and mend it after.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# A verb whose file is not written yet is not offered.
+app.command()(plan)
+app.command()(validate)
+app.command()(catalog)
+app.command()(calibrate)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """The command `craton`."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        from craton.job import CratonError
+
+        if isinstance(error, CratonError):
+            sys.exit(_report(error, exit_code=2))
+        if isinstance(error, OSError):
+            sys.exit(_report(error, exit_code=1))
+        raise
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _report(error: Exception, exit_code: int) -> int:
+    lines = list(getattr(error, "problems", None) or [str(error)])
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    if "--json" in sys.argv[1:]:
+        print(json.dumps({"error": lines[0], "problems": lines}))
+    return exit_code

@@ -1,0 +1,37 @@
+"""`craton validate JOB`: checks a job file without planning it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from craton.job import Job
+
+
+def validate(
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML).", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Check a job file: keys, model, cluster, batch and layout."""
+    import json
+
+    from craton.job import check_job, load_job
+
+    checked = load_job(job)
+    summary = check_job(checked, num_gpus=_num_gpus(checked))
+    print(json.dumps({"ok": True, **summary.as_dict()}) if as_json else f"ok: {summary}")
+
+
+def _num_gpus(job: Job) -> int:
+    """A local node is one rank, which needs no measurement of this machine; every other name is looked up."""
+    from craton.infrastructure import CatalogError, resolve_cluster
+
+    if job.cluster.is_local:
+        return job.cluster.num_nodes
+    try:
+        return resolve_cluster(job.cluster, job.price).num_gpus
+    except CatalogError as error:
+        raise CatalogError(f"{job.where('cluster')}cluster: {error}") from None

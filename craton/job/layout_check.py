@@ -1,0 +1,152 @@
+"""Whether a layout is possible: world, heads, experts, stages, sequence and batch must divide as they should.
+
+`layout_is_valid` is the yes or no, cheap enough to be asked for every layout of a search; `check_layout` says why not
+and names the nearest value that would do. Both hold the same rules; a property test keeps them equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from craton.job.layout import Layout
+from craton.job.model import ModelShape
+
+
+def layout_is_valid(layout: Layout, shape: ModelShape, world: int, global_batch_sequences: int, sequence: int) -> bool:
+    """Exactly `not check_layout(...)`."""
+    pp, tp, cp, ep, vpp = layout.pp, layout.tp, layout.cp, layout.ep, layout.vpp
+    data_parallel = layout.replicate * layout.fsdp
+    if pp * data_parallel * cp * tp != world or pp * vpp > shape.layers:
+        return False
+    if global_batch_sequences % (data_parallel * layout.micro_batch):
+        return False
+    if tp > 1 and (shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads) or (sequence // cp) % tp):
+        return False
+    if cp > 1 and sequence % (2 * cp):
+        return False
+    if ep > 1 and (shape.experts == 0 or shape.experts % ep or (data_parallel * cp) % ep):
+        return False
+    if layout.schedule == "interleaved":
+        return vpp > 1 and pp > 1
+    return vpp == 1 or (pp > 1 and layout.schedule == "zero-bubble")
+
+
+def check_layout(
+    layout: Layout, shape: ModelShape, world: int, global_batch_sequences: int, sequence: int
+) -> list[str]:
+    """What is wrong with a layout, each with the nearest valid value; empty when it is valid."""
+    return [
+        *_world_problems(layout, world),
+        *_pipeline_problems(layout, shape),
+        *_tensor_problems(layout, shape, sequence),
+        *_expert_problems(layout, shape),
+        *_batch_problems(layout, global_batch_sequences),
+    ]
+
+
+def _world_problems(layout: Layout, world: int) -> list[str]:
+    if layout.world == world:
+        return []
+    others = layout.pp * layout.replicate * layout.cp * layout.tp
+    if world % others == 0:
+        hint = f"fsdp {world // others} would fit"
+    else:
+        nearest = _nearest(others, lambda size: world % size == 0)
+        hint = f"pp · replicate · cp · tp = {others} does not divide {world}; the nearest that does is {nearest}"
+    sizes = " · ".join(f"{name} {getattr(layout, name)}" for name in ("pp", "replicate", "fsdp", "cp", "tp"))
+    return [f"{sizes} = {layout.world} ranks, but the cluster has {world} GPUs; {hint}"]
+
+
+def _pipeline_problems(layout: Layout, shape: ModelShape) -> list[str]:
+    problems = []
+    stages = layout.pp * layout.vpp
+    if stages > shape.layers:
+        hint = (
+            f"use pp ≤ {shape.layers // layout.vpp}"
+            if shape.layers >= layout.vpp
+            else f"use vpp ≤ {shape.layers // layout.pp}"
+        )
+        problems.append(
+            f"pp {layout.pp} · vpp {layout.vpp} = {stages} stages, but the model has {shape.layers} layers; {hint}"
+        )
+    if layout.schedule == "interleaved" and layout.vpp == 1:
+        problems.append("schedule interleaved needs vpp above 1; use vpp 2, or schedule 1f1b")
+    if layout.schedule == "1f1b" and layout.vpp > 1:
+        problems.append(f"vpp {layout.vpp} needs schedule interleaved or zero-bubble; with 1f1b use vpp 1")
+    if layout.pp == 1 and (layout.vpp > 1 or layout.schedule == "interleaved"):
+        problems.append(
+            f"vpp {layout.vpp} with schedule {layout.schedule} needs a pipeline; use pp 2, or vpp 1 and 1f1b"
+        )
+    return problems
+
+
+def _tensor_problems(layout: Layout, shape: ModelShape, sequence: int) -> list[str]:
+    problems = []
+    tp, cp = layout.tp, layout.cp
+    if tp > 1 and shape.heads % tp:
+        nearest = _nearest(tp, lambda size: shape.heads % size == 0)
+        problems.append(f"tp {tp} does not divide the model's {shape.heads} heads; nearest: tp {nearest}")
+    if tp > 1 and shape.kv_heads % tp and tp % shape.kv_heads:
+        nearest = _nearest(tp, lambda size: not (shape.kv_heads % size and size % shape.kv_heads))
+        problems.append(
+            f"tp {tp} neither divides the model's {shape.kv_heads} key-value heads nor is a multiple of them; "
+            f"nearest: tp {nearest}"
+        )
+    if cp > 1 and sequence % (2 * cp):
+        nearest = _nearest(cp, lambda size: size == 1 or sequence % (2 * size) == 0)
+        problems.append(
+            f"cp {cp} needs a sequence divisible by 2·cp = {2 * cp}, which {sequence} is not; nearest: cp {nearest}, "
+            f"or sequence {_nearest_multiple(sequence, 2 * cp)}"
+        )
+    if tp > 1 and (sequence // cp) % tp:
+        problems.append(
+            f"tp {tp} splits the {sequence // cp} tokens of a rank, which it does not divide; "
+            f"nearest: sequence {_nearest_multiple(sequence, tp * cp * (2 if cp > 1 else 1))}"
+        )
+    return problems
+
+
+def _expert_problems(layout: Layout, shape: ModelShape) -> list[str]:
+    problems = []
+    ep = layout.ep
+    if ep == 1:
+        return []
+    if shape.experts == 0:
+        return [f"ep {ep} needs experts, and {shape.name} is dense; use ep 1"]
+    ranks = layout.data_parallel * layout.cp
+    if shape.experts % ep:
+        nearest = _nearest(ep, lambda size: shape.experts % size == 0)
+        problems.append(f"ep {ep} does not divide the model's {shape.experts} experts; nearest: ep {nearest}")
+    if ranks % ep:
+        nearest = _nearest(ep, lambda size: shape.experts % size == 0 and ranks % size == 0)
+        problems.append(f"ep {ep} does not divide replicate · fsdp · cp = {ranks}; nearest: ep {nearest}")
+    return problems
+
+
+def _batch_problems(layout: Layout, global_batch_sequences: int) -> list[str]:
+    ranks = layout.data_parallel
+    together = ranks * layout.micro_batch
+    if global_batch_sequences % together == 0:
+        return []
+    batch = f"the batch of {global_batch_sequences} sequences"
+    shown = f"replicate · fsdp · micro_batch = {layout.replicate} · {layout.fsdp} · {layout.micro_batch} = {together}"
+    multiple = _nearest_multiple(global_batch_sequences, together)
+    hint = f"nearest: {multiple} sequences"
+    if global_batch_sequences % ranks == 0:
+        per_rank = global_batch_sequences // ranks
+        micro_batch = _nearest(layout.micro_batch, lambda size: per_rank % size == 0)
+        hint = f"nearest: micro_batch {micro_batch}, or {multiple} sequences"
+    return [f"{batch} is not divisible by {shown}; {hint}"]
+
+
+def _nearest(value: int, is_valid: Callable[[int], bool]) -> int:
+    """The valid size nearest to `value`, the smaller one of two; 1 is always valid."""
+    for distance in range(value):
+        for size in (value - distance, value + distance):
+            if is_valid(size):
+                return size
+    return 1
+
+
+def _nearest_multiple(number: int, unit: int) -> int:
+    return max(unit, round(number / unit) * unit)

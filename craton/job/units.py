@@ -1,0 +1,132 @@
+"""Numbers as people write them: `15T` tokens, `4k` sequences, `5m`, `80GiB`, `3200Gbps`.
+
+Each `parse_*` takes what YAML gave (a number or a string) and returns a number in the base unit, or raises a ValueError
+that shows how to write it. The annotated types below carry them into the pydantic models.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated
+
+from pydantic import PlainValidator
+
+_NUMBER = r"(?P<number>[0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+)"
+_DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12, "p": 1e15}
+_BINARY = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "b": 2.0**30}
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_SI = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_IEC = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
+
+
+def parse_count(value: object) -> int:
+    """`1000`, `1_000`, `8M`, `1.5B`, `15T`: decimal, and a whole number in the end."""
+    return _whole(value, _DECIMAL, "a count", "4096, 4k, 8M or 15T")
+
+
+def parse_token_count(value: object) -> int:
+    """Tokens of one sequence or one batch, where `4k` has always meant 4096 and `8M` 8 x 1024 x 1024."""
+    return _whole(value, _BINARY, "a number of tokens", "4096, 8k or 4M (k and M are powers of 1024 here)")
+
+
+def parse_seconds(value: object) -> float:
+    """`90`, `90s`, `5m`, `1h30m`, `2d`: seconds."""
+    how = "a duration; write e.g. 30s, 5m, 1h30m or 2d"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _positive(float(value), value, how)
+    text = str(value).replace(" ", "")
+    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)([a-z]*)", text)
+    known = all(unit in _SECONDS for _, unit in parts)
+    if not parts or not known or "".join(number + unit for number, unit in parts) != text:
+        raise ValueError(f"{_shown(value)} is not {how}")
+    return _positive(sum(float(number) * _SECONDS[unit] for number, unit in parts), value, how)
+
+
+def parse_bytes(value: object) -> float:
+    """`80GiB`, `1.2TB`, `4096`: bytes."""
+    how = "a size in bytes; write e.g. 80GiB, 1.2TB or a plain number of bytes"
+    return _scaled(value, r"(?P<prefix>[kKMGTP]i?|)B?", {**_SI, **_IEC}, how)
+
+
+def parse_bytes_per_second(value: object) -> float:
+    """`400GB/s`, `3200Gbps`, `55e9`: bytes per second; `Gbps` are bits."""
+    how = "a rate; write e.g. 400GB/s, 3200Gbps or a plain number of bytes per second"
+    if isinstance(value, str) and (bits := re.fullmatch(rf"{_NUMBER} ?(?P<prefix>[kKMGT]?)(?:bps|bit/s|b/s)", value)):
+        return _positive(_number(bits) * _SI[bits["prefix"]] / 8, value, how)
+    return _scaled(value, r"(?P<prefix>[kKMGTP]i?|)B/s", {**_SI, **_IEC}, how)
+
+
+def parse_flops(value: object) -> float:
+    """`989T`, `989TFLOPS`, `9.89e14`: floating-point operations per second."""
+    how = "a FLOP rate; write e.g. 989T, 989 TFLOPS or 9.89e14"
+    return _scaled(value, r"(?P<prefix>[kKMGTPE]?)(?:FLOPS|FLOP/s|FLOPs)?", _SI, how)
+
+
+Count = Annotated[int, PlainValidator(parse_count)]
+TokenCount = Annotated[int, PlainValidator(parse_token_count)]
+Seconds = Annotated[float, PlainValidator(parse_seconds)]
+Bytes = Annotated[float, PlainValidator(parse_bytes)]
+BytesPerSecond = Annotated[float, PlainValidator(parse_bytes_per_second)]
+Flops = Annotated[float, PlainValidator(parse_flops)]
+
+
+def whole_number(at_least: int = 1, at_most: int | None = None) -> Callable[[object], int]:
+    """A validator of small integers, where `4k` would be a slip rather than a wish."""
+    allowed = f"a whole number from {at_least}" + (f" to {at_most}" if at_most is not None else "")
+
+    def parse(value: object) -> int:
+        number = value
+        if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9]+", value.strip()):
+            number = int(value)
+        if isinstance(value, float) and value.is_integer():
+            number = int(value)
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise ValueError(f"{_shown(value)} is not {allowed}")
+        if number < at_least or (at_most is not None and number > at_most):
+            raise ValueError(f"{_shown(value)} is not {allowed}")
+        return number
+
+    return parse
+
+
+Size = Annotated[int, PlainValidator(whole_number(1))]
+Whole = Annotated[int, PlainValidator(whole_number(0))]
+
+
+def _whole(value: object, scale: Mapping[str, float], what: str, examples: str) -> int:
+    how = f"{what}; write e.g. {examples}"
+    number = _scaled(value, r"(?P<prefix>[kKmMbBgGtTpP]?)", scale, how)
+    if abs(number - round(number)) > 1e-6:
+        raise ValueError(f"{_shown(value)} is {number:g}, not a whole number; write e.g. {examples}")
+    return round(number)
+
+
+def _scaled(value: object, suffix: str, scale: Mapping[str, float], how: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _positive(float(value), value, how)
+    match = re.fullmatch(rf"{_NUMBER} ?{suffix}", str(value).strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"{_shown(value)} is not {how}")
+    prefix = match["prefix"] if match["prefix"] in scale else match["prefix"].lower()
+    if prefix not in scale:
+        raise ValueError(f"{_shown(value)} is not {how}")
+    return _positive(_number(match) * scale[prefix], value, how)
+
+
+def _number(match: re.Match[str]) -> float:
+    return float(match["number"].replace("_", "").replace(",", ""))
+
+
+def _positive(number: float, value: object, how: str) -> float:
+    if not math.isfinite(number) or number <= 0:
+        raise ValueError(f"{_shown(value)} is not above zero; needed is {how}")
+    return number
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "nothing"
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

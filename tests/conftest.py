@@ -1,0 +1,33 @@
+"""Options of the whole suite. `pytest --update-golden` rewrites the golden files from what the code prints now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite golden files instead of comparing with them")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden("name.txt", text)` compares text with golden/name.txt beside the test file."""
+    folder = Path(request.path).parent / "golden"
+    update = bool(request.config.getoption("--update-golden"))
+
+    def compare(name: str, text: str) -> None:
+        path = folder / name
+        if update:
+            folder.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        assert path.exists(), f"no golden file {path.name}: write it with `pytest --update-golden` and read the diff"
+        expected = path.read_text(encoding="utf-8")
+        assert text == expected, (
+            f"{path.name} differs; if the change is meant, `pytest --update-golden` and read the diff"
+        )
+
+    return compare
