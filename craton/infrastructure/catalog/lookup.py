@@ -1,0 +1,89 @@
+"""Names to hardware: exact names and listed aliases, in any case; anything else is an error with the nearest name.
+
+Data-sheet units end here: what comes out is bytes, FLOPs and seconds.
+"""
+
+from __future__ import annotations
+
+from craton.infrastructure.catalog.facts import Catalog, Entry, load_catalog
+from craton.infrastructure.errors import CatalogError
+from craton.infrastructure.hardware import Gpu, Instance
+from craton.job import did_you_mean
+
+TERA, GIGA, MEGA = 1e12, 1e9, 1e6
+GIB, MIB, TIB = 2.0**30, 2.0**20, 2.0**40
+
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "fp4")
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU of that name or alias."""
+    return gpu_of_entry(entry("gpus", name))
+
+
+def gpus() -> tuple[Gpu, ...]:
+    return tuple(gpu_of_entry(found) for found in load_catalog().entries["gpus"].values())
+
+
+def instance(name: str) -> Instance:
+    """The instance of that name or alias (`p5en` is `p5en.48xlarge`)."""
+    return instance_of_entry(entry("instances", name), load_catalog())
+
+
+def instances() -> tuple[Instance, ...]:
+    catalog = load_catalog()
+    return tuple(instance_of_entry(found, catalog) for found in catalog.entries["instances"].values())
+
+
+def entry(section: str, name: str, catalog: Catalog | None = None) -> Entry:
+    """What the catalog says under a name or alias, sources included; `section` is a key of KEYS."""
+    entries = (catalog or load_catalog()).entries[section]
+    by_spelling = {spelling.lower(): found for found in entries.values() for spelling in (*found.aliases, found.name)}
+    found = by_spelling.get(name.strip().lower())
+    if found is None:
+        one = {"gpus": "GPU", "instances": "instance", "storage": "storage service"}.get(section, section)
+        spellings = [spelling for known in entries.values() for spelling in (known.name, *known.aliases)]
+        raise CatalogError(
+            f"unknown {one} {name!r}; known: {', '.join(entries)}, "
+            f"or your own in ~/.config/craton/catalog.toml{did_you_mean(name, spellings)}"
+        )
+    return found
+
+
+def gpu_of_entry(found: Entry) -> Gpu:
+    return Gpu(
+        name=found.name,
+        generation=found.word("generation"),
+        flops={name: found.number(f"{name}_tflops") * TERA for name in PRECISIONS if f"{name}_tflops" in found.facts},
+        achievable_flops={
+            name: found.number(f"achievable_{name}_tflops") * TERA
+            for name in PRECISIONS
+            if f"achievable_{name}_tflops" in found.facts
+        },
+        memory_bytes=found.number("memory_mib") * MIB,
+        memory_bytes_per_second=found.number("memory_terabytes_per_second") * TERA,
+        nvlink_bytes_per_second=found.number("nvlink_gigabytes_per_second") * GIGA,
+        power_watts=found.number("power_watts"),
+    )
+
+
+def instance_of_entry(found: Entry, catalog: Catalog) -> Instance:
+    link = found.word("host_link")
+    return Instance(
+        name=found.name,
+        gpu=gpu_of_entry(entry("gpus", found.word("gpu"), catalog)),
+        num_gpus=int(found.number("num_gpus")),
+        nvlink_domain_gpus=int(found.number("nvlink_domain_gpus")),
+        host_link=link,
+        host_link_bytes_per_second=catalog.entries["host_links"][link].number("gigabytes_per_second") * GIGA,
+        network_bytes_per_second=found.number("network_gigabits_per_second") * GIGA / 8,
+        network_interfaces=int(found.number("network_interfaces")),
+        efa_version=int(found.number("efa_version")),
+        vcpus=int(found.number("vcpus")),
+        host_memory_bytes=found.number("host_memory_gib") * GIB,
+        nvme_bytes=found.number("nvme_terabytes") * TERA,
+        nvme_read_bytes_per_second=found.number("nvme_read_gigabytes_per_second") * GIGA,
+        nvme_write_bytes_per_second=found.number("nvme_write_gigabytes_per_second") * GIGA,
+        prices=found.prices,
+        notes=found.notes,
+    )

@@ -1,0 +1,200 @@
+"""`local`: this machine as an instance, measured once and remembered.
+
+The cache is one JSON file for all machines that share a home; a record is used only by the machine, core count, memory,
+numpy, torch and benchmark version it was measured with. A torn or foreign file is measured over, never fatal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from craton.infrastructure.catalog import entry
+from craton.infrastructure.hardware import Gpu, Instance
+from craton.infrastructure.microbenchmark import BUDGET_SECONDS, Measurement, measure, usable_cores
+
+BENCHMARK_VERSION = 1
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class LocalMachine:
+    """This machine, what it was measured to do, and when."""
+
+    cpu: str
+    cores: int
+    memory_bytes: float
+    measurement: Measurement
+    measured_at: datetime
+
+    @property
+    def was_busy(self) -> bool:
+        """Something else used the processor, so that the rates are too low."""
+        return self.measurement.load_average > self.cores / 2
+
+    def age_days(self, now: datetime) -> int:
+        return (now - self.measured_at).days
+
+
+def local_instance(shares: int = 1) -> Instance:
+    """This machine as an instance of one rank, or one of `shares` equal parts when several local nodes live on it."""
+    return instance_of_machine(local_machine(), shares)
+
+
+def local_machine(
+    again: bool = False,
+    measure: Callable[[], Measurement] = measure,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    cache: Path | None = None,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> LocalMachine:
+    """The remembered measurement of this machine, or a new one (`again`: in any case)."""
+    cache = cache or cache_path()
+    cpu, cores, memory_bytes = cpu_model(), usable_cores(), machine_memory_bytes()
+    key = machine_key(cpu, cores, memory_bytes)
+    records = read_records(cache)
+    if not again and key in records:
+        measured_at, measurement = records[key]
+        return LocalMachine(cpu, cores, memory_bytes, measurement, measured_at)
+    say(
+        f"measuring this machine (matrix products, memory, loopback; up to {BUDGET_SECONDS:.0f} s, then remembered) ..."
+    )
+    machine = LocalMachine(cpu, cores, memory_bytes, measure(), now())
+    if machine.measurement.bf16_method.startswith("fp32 rate"):
+        say(f"bf16 is taken at the {machine.measurement.bf16_method}")
+    if machine.was_busy:
+        busy = f"load {machine.measurement.load_average:.1f} on {cores} cores"
+        say(f"the machine was busy ({busy}), so the rates are low: `craton catalog local --measure` when it is idle")
+    try:
+        write_records(cache, {**records, key: (machine.measured_at, machine.measurement)})
+    except OSError as error:
+        say(f"not remembered: {cache}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written")
+    return machine
+
+
+def instance_of_machine(machine: LocalMachine, shares: int = 1) -> Instance:
+    """An equal share of the machine; loopback stays whole because each node sees the same device."""
+    assert shares >= 1
+    measured = machine.measurement
+    disk = entry("storage", "local-disk")
+    flops = {"fp32": measured.fp32_flops / shares, "bf16": measured.bf16_flops / shares}
+    cpu = Gpu(
+        name=machine.cpu,
+        generation="cpu",
+        flops=flops,
+        achievable_flops=dict(flops),
+        memory_bytes=machine.memory_bytes / shares,
+        memory_bytes_per_second=measured.memory_bytes_per_second / shares,
+        nvlink_bytes_per_second=0.0,
+        power_watts=0.0,
+    )
+    notes = [f"measured on {machine.measured_at:%Y-%m-%d}; bf16: {measured.bf16_method}"]
+    if shares > 1:
+        notes.append(f"one of {shares} nodes on this machine, each with 1/{shares} of its cores and memory")
+    return Instance(
+        name="local",
+        gpu=cpu,
+        num_gpus=1,
+        nvlink_domain_gpus=1,
+        host_link="memory",
+        host_link_bytes_per_second=measured.memory_bytes_per_second / 2 / shares,
+        network_bytes_per_second=measured.loopback_bytes_per_second,
+        network_interfaces=1,
+        efa_version=0,
+        vcpus=max(machine.cores // shares, 1),
+        host_memory_bytes=machine.memory_bytes / shares,
+        nvme_bytes=float(shutil.disk_usage(Path.cwd()).total) / shares,
+        nvme_read_bytes_per_second=disk.number("client_read_gigabytes_per_second") * GIGA / shares,
+        nvme_write_bytes_per_second=disk.number("client_write_gigabytes_per_second") * GIGA / shares,
+        notes=tuple(notes),
+    )
+
+
+def cache_path(environment: Mapping[str, str] = os.environ) -> Path:
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "craton" / "local.json"
+
+
+def machine_key(cpu: str, cores: int, memory_bytes: float) -> str:
+    """What must be the same for a measurement to be used again; memory in GiB, as kernels differ in the last MiB."""
+    parts = (
+        f"benchmark {BENCHMARK_VERSION}",
+        cpu,
+        f"{cores} cores",
+        f"{memory_bytes / 2**30:.0f} GiB",
+        f"numpy {package_version('numpy')}",
+        f"torch {package_version('torch')}",
+    )
+    return " | ".join(parts)
+
+
+def read_records(path: Path) -> dict[str, tuple[datetime, Measurement]]:
+    """Every sound record of the cache; what is torn or not ours is left out."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    records = document.get("machines") if isinstance(document, dict) else None
+    found = {}
+    for key, record in (records if isinstance(records, dict) else {}).items():
+        try:
+            measured_at = datetime.fromisoformat(record["measured_at"]).astimezone(UTC)
+            found[key] = (measured_at, _measurement(record["measurement"]))
+        except (KeyError, TypeError, ValueError):
+            continue
+    return found
+
+
+def write_records(path: Path, records: Mapping[str, tuple[datetime, Measurement]]) -> None:
+    """Replace the cache in one step, so that a reader never sees half of it."""
+    document = {
+        "machines": {
+            key: {"measured_at": measured_at.isoformat(), "measurement": asdict(measurement)}
+            for key, (measured_at, measurement) in records.items()
+        }
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "cpu"
+
+
+def machine_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
+    """Memory of the machine, or of the container when that is less."""
+    total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, float(text)) if text.isdigit() else total
+
+
+def package_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _measurement(record: dict[str, Any]) -> Measurement:
+    """A record of the cache, or KeyError, TypeError or ValueError when it cannot be one of ours."""
+    rates = [record[name] for name in record if name not in ("bf16_method", "load_average")]
+    if not all(isinstance(rate, float) and math.isfinite(rate) and rate > 0 for rate in rates):
+        raise ValueError("a rate is not a positive number")
+    if not isinstance(record["bf16_method"], str) or not isinstance(record["load_average"], float):
+        raise ValueError("bf16_method or load_average has the wrong type")
+    return Measurement(**record)

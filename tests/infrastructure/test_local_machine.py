@@ -1,0 +1,207 @@
+"""This machine is measured once, remembered, and measured again when the memory of it cannot be trusted."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from craton.infrastructure import Measurement, cache_path, local, local_instance, local_machine, microbenchmark
+
+START = datetime(2026, 11, 15, 12, 0, tzinfo=UTC)
+FAKE = Measurement(100e9, 50e9, "torch, in a process of its own", 20e9, 5e9, 0.1)
+
+
+class Bench:
+    """Counts measurements and records what was said; each measurement is a day after the one before."""
+
+    def __init__(self, measurement: Measurement = FAKE) -> None:
+        self.measurement = measurement
+        self.runs = 0
+        self.said: list[str] = []
+
+    def measure(self) -> Measurement:
+        self.runs += 1
+        return self.measurement
+
+    def now(self) -> datetime:
+        return START + timedelta(days=self.runs - 1)
+
+    def machine(self, again: bool = False, cache: Path | None = None) -> local.LocalMachine:
+        return local_machine(again, self.measure, self.now, cache, self.said.append)
+
+
+def test_measured_once_then_remembered() -> None:
+    bench = Bench()
+    first, second = bench.machine(), bench.machine()
+    assert bench.runs == 1
+    assert first == second
+    assert (second.measurement, second.measured_at) == (FAKE, START)
+    assert second.age_days(START + timedelta(days=3, hours=5)) == 3
+    assert bench.said == ["measuring this machine (matrix products, memory, loopback; up to 5 s, then remembered) ..."]
+
+
+def test_again_measures_and_remembers_the_new_date() -> None:
+    bench = Bench()
+    bench.machine()
+    assert bench.machine(again=True).measured_at == START + timedelta(days=1)
+    assert bench.machine().measured_at == START + timedelta(days=1)
+    assert bench.runs == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: '{"machines": 3}',
+        lambda text: text.replace("100000000000.0", "-1.0"),
+        lambda text: text.replace("100000000000.0", "NaN"),
+        lambda text: text.replace("100000000000.0", '"fast"'),
+        lambda text: text.replace('"fp32_flops"', '"fp33_flops"'),
+        lambda text: text.replace("2026-11-15", "yesterday"),
+    ],
+)
+def test_a_damaged_cache_is_measured_over(damage: Callable[[str], str]) -> None:
+    bench = Bench()
+    bench.machine()
+    text = cache_path().read_text()
+    cache_path().write_text(damage(text))
+    assert cache_path().read_text() != text
+    assert bench.machine().measurement == FAKE
+    assert bench.runs == 2
+    bench.machine()
+    assert bench.runs == 2
+
+
+def test_another_machine_in_the_same_home_keeps_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.machine()
+    monkeypatch.setattr(local, "usable_cores", lambda: 999)
+    bench.machine()
+    assert bench.runs == 2
+    assert len(json.loads(cache_path().read_text())["machines"]) == 2
+
+
+@pytest.mark.parametrize("change", ["version", "numpy", "torch"])
+def test_other_software_is_measured_again(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    bench = Bench()
+    bench.machine()
+    if change == "version":
+        monkeypatch.setattr(local, "BENCHMARK_VERSION", 999)
+    else:
+        real = local.package_version
+        monkeypatch.setattr(local, "package_version", lambda name: "9.9" if name == change else real(name))
+    bench.machine()
+    assert bench.runs == 2
+
+
+def test_an_unwritable_cache_is_said_and_not_fatal(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    bench = Bench()
+    machine = bench.machine(cache=blocked / "craton" / "local.json")
+    assert machine.measurement == FAKE
+    assert "not remembered" in bench.said[-1]
+    assert "XDG_CACHE_HOME" in bench.said[-1]
+
+
+def test_falling_back_and_being_busy_are_said_aloud() -> None:
+    bench = Bench(Measurement(1e9, 1e9, "fp32 rate: torch is not installed", 1e9, 1e9, 1e6))
+    machine = bench.machine()
+    assert machine.was_busy
+    assert "bf16 is taken at the fp32 rate: torch is not installed" in bench.said
+    assert "the machine was busy" in bench.said[-1]
+
+
+def test_the_cache_is_readable_json_and_nothing_is_left_beside_it() -> None:
+    Bench().machine()
+    assert [path.name for path in cache_path().parent.iterdir()] == ["local.json"]
+    assert cache_path().stat().st_mode & stat.S_IRUSR
+    (record,) = json.loads(cache_path().read_text())["machines"].values()
+    assert record["measurement"]["fp32_flops"] == 100e9
+
+
+def test_local_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "local_machine", Bench().machine)
+    node = local_instance()
+    assert (node.name, node.num_gpus, node.nvlink_domain_gpus, node.efa_version) == ("local", 1, 1, 0)
+    assert node.gpu.generation == "cpu"
+    assert node.gpu.peak_flops("bf16") == 50e9
+    assert node.network_bytes_per_second == 5e9
+    assert node.gpu.memory_bytes == node.host_memory_bytes > 2**28
+
+
+def test_memory_of_a_container(tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text("1073741824\n")
+    assert local.machine_memory_bytes(limit) == 2**30
+    limit.write_text("max\n")
+    assert local.machine_memory_bytes(limit) == local.machine_memory_bytes(tmp_path / "none") > 2**30
+
+
+def test_the_real_microbenchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(microbenchmark, "MATRIX_SIZE", 256)
+    monkeypatch.setattr(microbenchmark, "COPY_BYTES", 16 * 2**20)
+    measured = microbenchmark.measure(budget_seconds=0.5)
+    assert 1e8 < measured.fp32_flops < 1e14
+    assert 1e8 < measured.memory_bytes_per_second < 1e13
+    assert 1e7 < measured.loopback_bytes_per_second < 1e12
+    assert measured.bf16_flops > 0
+
+
+def test_bf16_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(microbenchmark.importlib.util, "find_spec", lambda name: None)
+    assert microbenchmark.measure_bf16(0.1, 5.0) == (0.0, "fp32 rate: torch is not installed")
+
+
+def torch_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
+    """A package called torch that runs `does` when it is imported, seen by this process and its children."""
+    (tmp_path / "torch.py").write_text(does)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_bf16_with_a_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_that(tmp_path, monkeypatch, "raise ImportError('libcudart.so.13: cannot open')")
+    flops, method = microbenchmark.measure_bf16(0.1, 20.0)
+    assert flops == 0
+    assert method == "fp32 rate: torch is installed but failed: ImportError: libcudart.so.13: cannot open"
+
+
+def test_bf16_with_a_torch_that_never_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_that(tmp_path, monkeypatch, "import threading; threading.Event().wait()")
+    flops, method = microbenchmark.measure_bf16(0.1, 0.5)
+    assert flops == 0
+    assert "torch did not start within 0.5 s" in method
+
+
+def test_bf16_with_something_that_multiplies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child's program and the way its answer is read, with numpy standing in for torch's three functions."""
+    torch_that(
+        tmp_path,
+        monkeypatch,
+        "import numpy\n"
+        "bfloat16 = numpy.float32\n"
+        "class Matrix:\n"
+        "    def __init__(self, data): self.data = data\n"
+        "    def to(self, kind): return Matrix(self.data.astype(kind))\n"
+        "    def __matmul__(self, other): return Matrix(self.data @ other.data)\n"
+        "def rand(*shape): return Matrix(numpy.random.rand(*shape))\n",
+    )
+    monkeypatch.setattr(microbenchmark, "MATRIX_SIZE", 128)
+    flops, method = microbenchmark.measure_bf16(0.05, 20.0)
+    assert 1e7 < flops < 1e14
+    assert method == "torch, in a process of its own"
+
+
+def test_the_light_core_never_imports_torch() -> None:
+    program = "import sys, craton.infrastructure; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
