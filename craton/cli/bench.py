@@ -1,0 +1,107 @@
+"""`craton bench plan CASES.json`: how well the planner predicts published runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(help="Benchmarks of Craton itself.", no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Benchmarks of Craton itself."""
+
+
+@app.command("plan")
+def plan(
+    cases: Annotated[Path, typer.Argument(metavar="CASES", help="Published runs (JSON).", show_default=False)],
+    holdout: Annotated[
+        str,
+        typer.Option(
+            help="What no constant may have seen: group (family, GPU, model), family, or none. Runs that Craton does "
+            "not ship are never in the fit."
+        ),
+    ] = "group",
+    given: Annotated[int, typer.Option(help="With --holdout family: runs of the family handed to calibrate.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print cases, skipped and summary as JSON.")] = False,
+) -> None:
+    """Predict every run of a file and print the errors."""
+    import json
+    from typing import cast
+
+    from rich.console import Console
+
+    from craton.cli.progress import progress
+    from craton.job import CratonError
+    from craton.planning import bench_json, bench_plan
+    from craton.planning import summary as summarise
+
+    if holdout not in ("group", "family", "none"):
+        raise CratonError(f"--holdout {holdout!r} is not allowed; choose group, family or none")
+    if given < 0 or (given and holdout != "family"):
+        raise CratonError("--given takes a number of runs and goes with --holdout family")
+    with progress("fits") as report:
+        result = bench_plan(cases, cast(Any, holdout), given, report)
+    if as_json:
+        print(json.dumps(bench_json(result)))
+        return
+    console = Console()
+    _print(console, summarise(result), len(result.results))
+    if result.skipped:
+        console.print(f"\nskipped {len(result.skipped)}:", highlight=False)
+        for entry in result.skipped:
+            console.print(f"  {entry.quality or '-'}  {entry.id}: {entry.reason}", highlight=False, markup=False)
+
+
+def _print(console: Console, summary: dict[str, Any], count: int) -> None:
+    from rich.table import Table
+
+    title = {"group": "leave one group out", "family": "leave one family out", "none": "in sample"}
+    given = f", {summary['given']} of its runs given" if summary["given"] else ""
+    table = Table(title=f"{count} predictions, {title[summary['holdout']]}{given}", title_justify="left")
+    table.add_column("")
+    for name in ("n", "median", "mean", "p90", "bias", "inside 80 %", "high/low"):
+        table.add_column(name, justify="right")
+    rows = [(name, summary[name]) for name in ("all", "dense quality A", "moe quality A and B", "256 GPUs or more")]
+    for index, (name, entry) in enumerate(rows):
+        _row(table, name, entry, end_section=index == len(rows) - 1)
+    for view, entries in summary["by"].items():
+        for index, (name, entry) in enumerate(entries.items()):
+            _row(
+                table,
+                f"{view}: {name}" if index == 0 else f"{' ' * len(view)}  {name}",
+                entry,
+                index == len(entries) - 1,
+            )
+    console.print(table)
+    for name in ("median of family medians", "dense quality A, median of family medians"):
+        if summary[name] is not None:
+            console.print(f"{name}: {summary[name]:.1%}", highlight=False)
+    choices = summary["decisions"]
+    if choices["groups"]:
+        console.print(
+            f"decisions: the planner's choice is within 5 % of the best measured in {choices['right']} of "
+            f"{choices['groups']} groups with three or more layouts",
+            highlight=False,
+        )
+    console.print(f"skipped of quality A and B: {summary['skipped share of quality A and B']:.1%}", highlight=False)
+
+
+def _row(table: Any, name: str, entry: dict[str, float] | None, end_section: bool = False) -> None:
+    if entry is None:
+        return
+    table.add_row(
+        name,
+        str(entry["n"]),
+        *(f"{entry[key]:.1%}" for key in ("median", "mean", "p90")),
+        f"{entry['bias']:+.1%}",
+        f"{entry['inside']:.0%}",
+        f"{entry['width']:.2f}",
+        end_section=end_section,
+    )

@@ -1,0 +1,273 @@
+"""How well the planner predicts published runs, on rows that no constant was fitted to.
+
+Holdout `group` (the default) predicts a run of the shipped corpus with constants fitted without any run of its group
+(source family, GPU, model); `family` without any run of its family, as for a stranger's cluster, and with `given` of
+that family's runs handed back, as after `craton calibrate`. Runs that repeat a configuration (`dup_group`) never stand
+on both sides. A run that the corpus does not hold is predicted with all of the corpus but its repetitions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from craton.planning.cases import Case, Skipped, load_cases
+from craton.planning.corpus import corpus, row_of
+from craton.planning.fitting import Fit, Prediction
+
+Holdout = Literal["group", "family", "none"]
+Progress = Callable[[int, int], None]
+
+GIVEN_SEEDS = (0, 1, 2)  # which runs are handed back is drawn by these
+SMALLEST_FAMILY = 8  # families with fewer runs leave nothing to test once some are handed back
+MANY_GPUS = 256
+GOOD_CHOICE = 1.05  # a choice is right when it measured within 5 % of the best
+MIN_LAYOUTS = 3
+
+
+@dataclass(frozen=True)
+class Result:
+    case: Case
+    prediction: Prediction
+
+    @property
+    def error(self) -> float:
+        return self.prediction.seconds / self.case.measured_step_seconds - 1.0
+
+    @property
+    def inside(self) -> bool:
+        return self.prediction.low <= self.case.measured_step_seconds <= self.prediction.high
+
+
+@dataclass(frozen=True)
+class Bench:
+    results: list[Result]
+    skipped: list[Skipped]
+    holdout: Holdout
+    given: int
+
+
+@dataclass(frozen=True)
+class Statistics:
+    n: int
+    median: float  # absolute error of step time
+    mean: float
+    p90: float
+    bias: float
+    inside: float  # share of measurements inside the 80 % interval
+    width: float  # median high / low
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Several layouts of one model were measured on one cluster: what the planner would take, against the best."""
+
+    family: str
+    gpu: str
+    num_gpus: int
+    model: str
+    sequence: int
+    layouts: int
+    chosen: str
+    loss: float  # measured seconds a token of the chosen layout over the best one's, minus one
+
+
+def bench_plan(path: str | Path, holdout: Holdout = "group", given: int = 0, progress: Progress | None = None) -> Bench:
+    """Predict every case of a file."""
+    cases, skipped = load_cases(path)
+    if holdout == "none":
+        fit = Fit([row_of(case) for case in corpus()])
+        return Bench([Result(case, _predict(fit, case)) for case in cases], skipped, holdout, given)
+    if given:
+        return Bench(_with_some_given(cases, given, progress), skipped, holdout, given)
+    known = {case.id for case in corpus()}
+    jobs: dict[Hashable, list[Case]] = defaultdict(list)
+    for case in cases:
+        key: Hashable = _holdout_key(case, holdout) if case.id in known else ("new", case.dup_group)
+        jobs[key].append(case)
+    predictions: dict[str, Prediction] = {}
+    for done, (key, members) in enumerate(jobs.items()):
+        repeated = {case.dup_group for case in members}
+        rest = [case for case in corpus() if case.dup_group not in repeated and _holdout_key(case, holdout) != key]
+        fit = _fit_of(tuple(case.id for case in rest))
+        predictions |= {case.id: _predict(fit, case) for case in members}
+        if progress:
+            progress(done + 1, len(jobs))
+    return Bench([Result(case, predictions[case.id]) for case in cases], skipped, holdout, given)
+
+
+def statistics(results: Iterable[Result]) -> Statistics | None:
+    chosen = list(results)
+    if not chosen:
+        return None
+    error = np.array([result.error for result in chosen])
+    size = np.abs(error)
+    return Statistics(
+        n=len(chosen),
+        median=float(np.median(size)),
+        mean=float(size.mean()),
+        p90=float(np.quantile(size, 0.9)),
+        bias=float(error.mean()),
+        inside=float(np.mean([result.inside for result in chosen])),
+        width=float(np.median([result.prediction.high / result.prediction.low for result in chosen])),
+    )
+
+
+def tables(bench: Bench) -> dict[str, dict[str, Statistics]]:
+    """Statistics by source family, hardware, dense or MoE, precision and quality."""
+    views: dict[str, Callable[[Case], str]] = {
+        "family": lambda case: case.family,
+        "hardware": lambda case: case.machine.gpu,
+        "kind": lambda case: case.kind,
+        "precision": lambda case: case.layout.precision,
+        "quality": lambda case: case.quality,
+        "size": lambda case: f"{MANY_GPUS} GPUs or more" if case.machine.num_gpus >= MANY_GPUS else "fewer GPUs",
+    }
+    report: dict[str, dict[str, Statistics]] = {}
+    for view, label in views.items():
+        groups: dict[str, list[Result]] = defaultdict(list)
+        for result in bench.results:
+            groups[label(result.case)].append(result)
+        entries = {name: statistics(members) for name, members in sorted(groups.items())}
+        report[view] = {name: entry for name, entry in entries.items() if entry}
+    return report
+
+
+def family_median(results: Sequence[Result]) -> float | None:
+    """The median of the families' median errors: no large family hides a small one."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        groups[result.case.family].append(abs(result.error))
+    return float(np.median([np.median(errors) for errors in groups.values()])) if groups else None
+
+
+def decisions(results: Sequence[Result]) -> list[Decision]:
+    """Wherever at least three layouts of one model were measured on one cluster."""
+    groups: dict[Hashable, list[Result]] = defaultdict(list)
+    for result in results:
+        case = result.case
+        groups[(case.family, case.machine.gpu, case.machine.num_gpus, case.shape.name, case.sequence)].append(result)
+    found = []
+    for members in groups.values():
+        layouts = {result.case.layout for result in members}
+        if len(layouts) < MIN_LAYOUTS:
+            continue
+        best = min(_per_token(result.case, result.case.measured_step_seconds) for result in members)
+        chosen = min(members, key=lambda result: _per_token(result.case, result.prediction.seconds)).case
+        found.append(
+            Decision(
+                chosen.family,
+                chosen.machine.gpu,
+                chosen.machine.num_gpus,
+                chosen.shape.name,
+                chosen.sequence,
+                len(layouts),
+                chosen.id,
+                _per_token(chosen, chosen.measured_step_seconds) / best - 1.0,
+            )
+        )
+    return found
+
+
+def summary(bench: Bench) -> dict[str, Any]:
+    """Everything above as plain data, the bars of the project among it."""
+    results = bench.results
+    dense_a = [result for result in results if result.case.quality == "A" and not result.case.shape.is_moe]
+    moe = [result for result in results if result.case.quality in "AB" and result.case.shape.is_moe]
+    large = [result for result in results if result.case.machine.num_gpus >= MANY_GPUS]
+    choices = decisions(results)
+    trusted = [entry for entry in bench.skipped if entry.quality in ("A", "B")]
+    trusted_count = len(trusted) + sum(result.case.quality in ("A", "B") for result in results)
+    right = [choice.loss <= GOOD_CHOICE - 1.0 for choice in choices]
+    return {
+        "holdout": bench.holdout,
+        "given": bench.given,
+        "all": _plain(statistics(results)),
+        "dense quality A": _plain(statistics(dense_a)),
+        "dense quality A, median of family medians": family_median(dense_a),
+        "median of family medians": family_median(results),
+        "moe quality A and B": _plain(statistics(moe)),
+        f"{MANY_GPUS} GPUs or more": _plain(statistics(large)),
+        "decisions": {
+            "groups": len(choices),
+            "right": int(sum(right)),
+            "share": float(np.mean(right)) if right else None,
+            "cases": [vars(choice) for choice in choices],
+        },
+        "skipped share of quality A and B": len(trusted) / trusted_count if trusted_count else 0.0,
+        "by": {
+            view: {name: _plain(entry) for name, entry in entries.items()} for view, entries in tables(bench).items()
+        },
+    }
+
+
+def bench_json(bench: Bench) -> dict[str, Any]:
+    return {
+        "cases": [
+            {
+                "id": result.case.id,
+                "family": result.case.family,
+                "measured_step_seconds": result.case.measured_step_seconds,
+                "predicted_step_seconds": result.prediction.seconds,
+                "low": result.prediction.low,
+                "high": result.prediction.high,
+                "error": result.error,
+            }
+            for result in bench.results
+        ],
+        "skipped": [{"id": entry.id, "quality": entry.quality, "reason": entry.reason} for entry in bench.skipped],
+        "summary": summary(bench),
+    }
+
+
+def _with_some_given(cases: Sequence[Case], given: int, progress: Progress | None) -> list[Result]:
+    """Leave each family out, hand `given` of its runs back, predict the others; repeated with several draws."""
+    families = sorted({case.family for case in cases})
+    large = [name for name in families if sum(case.family == name for case in cases) >= max(SMALLEST_FAMILY, given + 1)]
+    results: list[Result] = []
+    total = len(large) * len(GIVEN_SEEDS)
+    for done, (name, seed) in enumerate((name, seed) for name in large for seed in GIVEN_SEEDS):
+        members = [case for case in cases if case.family == name]
+        handed = random.Random(seed).sample(members, given)
+        repeated = {case.dup_group for case in handed}
+        rest = [case for case in corpus() if case.family != name]
+        fit = Fit([row_of(case) for case in (*rest, *handed)])
+        results += [Result(case, _predict(fit, case)) for case in members if case.dup_group not in repeated]
+        if progress:
+            progress(done + 1, total)
+    return results
+
+
+_fits: dict[tuple[str, ...], Fit] = {}
+
+
+def _fit_of(identities: tuple[str, ...]) -> Fit:
+    """One fit per set of rows: many new cases leave the same rows out, namely none."""
+    if identities not in _fits:
+        chosen = set(identities)
+        _fits.clear()
+        _fits[identities] = Fit([row_of(case) for case in corpus() if case.id in chosen])
+    return _fits[identities]
+
+
+def _holdout_key(case: Case, holdout: Holdout) -> Hashable:
+    return case.group if holdout == "group" else case.family
+
+
+def _predict(fit: Fit, case: Case) -> Prediction:
+    row = row_of(case)
+    return fit.predict(row.terms, row.labels, row.prior_log, row.noise)
+
+
+def _per_token(case: Case, seconds: float) -> float:
+    return seconds * case.machine.num_gpus / (case.sequence * case.global_batch_sequences)
+
+
+def _plain(entry: Statistics | None) -> dict[str, float] | None:
+    return vars(entry) if entry else None

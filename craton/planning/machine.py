@@ -1,0 +1,62 @@
+"""What a step runs on: the rates of one GPU and of the links between them, ready for the models that use them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from craton.infrastructure import Cluster, Gpu
+from craton.infrastructure import gpu as catalog_gpu
+from craton.planning.collectives import Network, network
+from craton.planning.kernels import GpuRates, gpu_rates
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    gpu: Gpu
+    rates: GpuRates
+    network: Network
+    node_gpus: int
+
+
+@lru_cache(maxsize=256)
+def machine(
+    gpu_name: str,
+    node_gpus: int,
+    nvlink_domain: int,
+    nic_bytes_per_second: float,
+    efa_version: int,
+) -> Machine:
+    """A machine of catalog GPUs with a given network, as published runs describe theirs."""
+    card = catalog_gpu(gpu_name)
+    links = network(
+        card.generation, card.nvlink_bytes_per_second, nvlink_domain, node_gpus, nic_bytes_per_second, efa_version
+    )
+    return Machine(card, rates_of(card), links, node_gpus)
+
+
+def machine_of(cluster: Cluster) -> Machine:
+    """The machine of a resolved cluster."""
+    instance = cluster.instance
+    links = network(
+        instance.gpu.generation,
+        instance.gpu.nvlink_bytes_per_second,
+        instance.nvlink_domain_gpus,
+        instance.num_gpus,
+        instance.network_bytes_per_second / instance.num_gpus,
+        instance.efa_version,
+        cluster.leaf_nodes * instance.num_gpus,
+        cluster.spine_oversubscription,
+    )
+    return Machine(instance.gpu, rates_of(instance.gpu), links, instance.num_gpus)
+
+
+_rates: dict[int, tuple[Gpu, GpuRates]] = {}
+
+
+def rates_of(card: Gpu) -> GpuRates:
+    """Rates are compared by identity, so a card keeps the ones it got first."""
+    if id(card) not in _rates:
+        rates = gpu_rates(card.generation, card.flops, card.achievable_flops, card.memory_bytes_per_second)
+        _rates[id(card)] = (card, rates)
+    return _rates[id(card)][1]

@@ -1,0 +1,193 @@
+"""Software profiles by name: shipped ones, fitted to published runs, and a team's own from `craton calibrate`.
+
+A profile is looked up for a GPU. Where a stack was never published on that GPU, its constants come from what it does
+elsewhere and from other stacks on that generation; an unknown stack gets the priors of the generation. Either way the
+covariance says how little that is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from craton.infrastructure import Gpu
+from craton.job import CratonError, did_you_mean
+from craton.planning.fitting import QUANTILE_80, Array, Fit, Prediction, linearise
+from craton.planning.software import NAMES, SoftwareProfile, Traits, prior_log
+from craton.planning.training import StepTerms, stack
+
+UNKNOWN = "craton"  # no published run of our own stack: the priors of its traits
+OWN_CLUSTER = 0.07  # spread of log(step) between a publisher's cluster and a reader's with the same software
+ENOUGH_ROWS = 3  # published runs of a stack on a GPU from which its profile counts as calibrated
+FORMAT = 1
+
+
+class ProfileError(CratonError):
+    """A software profile that does not exist or cannot be read."""
+
+
+# What each stack does by default, for planning with it.
+STACKS: dict[str, Traits] = {
+    UNKNOWN: Traits(selective="operators"),
+    "torchtitan": Traits(attention="flash2", selective="operators", tensor_overlap=True),
+    "megatron-bridge": Traits(tensor_overlap=True, dispatcher="deepep", selective="modules", master_gradients=True),
+    "nemo": Traits(tensor_overlap=True, selective="modules", master_gradients=True),
+    "nemo-automodel": Traits(compiled=False, dispatcher="deepep", selective="operators"),
+    "megatron-lm": Traits(tensor_overlap=True, master_gradients=True),
+    "nanotron": Traits(attention="flash2", compiled=False, tensor_overlap=True, master_gradients=True),
+    "llm-foundry": Traits(attention="flash2", compiled=False),
+    "kempnerforge": Traits(attention="flash2", selective="operators"),
+    "fms-fsdp": Traits(attention="flash2", selective="operators"),
+}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    software: str
+    gpu: str
+    generation: str
+    profile: SoftwareProfile
+
+
+def software_names() -> list[str]:
+    return sorted(STACKS)
+
+
+def find_profile(software: str, card: Gpu) -> SoftwareProfile:
+    """The profile of a stack, or of a profile file, on a GPU."""
+    if Path(software).suffix == ".json" or "/" in software:
+        return load_profile(software)
+    if software not in STACKS:
+        raise ProfileError(
+            f"software {software!r} has no profile{did_you_mean(software, STACKS)}; allowed: "
+            f"{', '.join(software_names())}, or the path of a file written by `craton calibrate`"
+        )
+    entries = [entry for entry in _shipped() if entry.software == software]
+    for match in (
+        lambda entry: entry.gpu == card.name,
+        lambda entry: not entry.gpu and entry.generation == card.generation,
+        lambda entry: not entry.gpu and not entry.generation,
+    ):
+        found = next((entry for entry in entries if match(entry)), None)
+        if found:
+            return found.profile
+    raise AssertionError(f"profiles.json has no entry for {software} without a GPU")
+
+
+def predict(profile: SoftwareProfile, terms: StepTerms) -> Prediction:
+    """A step's median and spread under a profile."""
+    value, jacobian = linearise(stack([terms]), np.array(profile.log_constants)[None, :])
+    slope = jacobian[0]
+    variance = float(slope @ np.array(profile.covariance) @ slope) + profile.residual**2
+    return Prediction(math.exp(float(value[0]) + profile.log_scale), math.sqrt(variance))
+
+
+def interval_factor(prediction: Prediction) -> float:
+    return math.exp(QUANTILE_80 * prediction.log_deviation)
+
+
+def profile_from_fit(
+    fit: Fit, software: str, card: str, labels: dict[str, str], traits: Traits, rows: int, source: str
+) -> SoftwareProfile:
+    """What a fit knows of one stack on one GPU."""
+    constants = fit.constants(labels, prior_log(traits))
+    mean, deviation = fit.scale(labels)
+    covariance = fit.covariance(labels)
+    return SoftwareProfile(
+        name=software,
+        gpu=card,
+        traits=traits,
+        log_constants=tuple(float(x) for x in constants),
+        covariance=tuple(tuple(float(x) for x in line) for line in covariance),
+        log_scale=mean,
+        residual=math.hypot(deviation, OWN_CLUSTER),
+        calibrated=rows >= ENOUGH_ROWS,
+        source=source,
+        rows=rows,
+    )
+
+
+def profile_json(profile: SoftwareProfile) -> dict[str, Any]:
+    """A profile as people can read it: constants by name, the covariance as its lower triangle."""
+    matrix = profile.covariance
+    return {
+        "format": FORMAT,
+        "name": profile.name,
+        "gpu": profile.gpu,
+        "calibrated": profile.calibrated,
+        "rows": profile.rows,
+        "source": profile.source,
+        "traits": asdict(profile.traits),
+        "constants": {
+            name: {"value": _short(math.exp(log)), "log_deviation": _short(math.sqrt(max(matrix[i][i], 0.0)))}
+            for i, (name, log) in enumerate(zip(NAMES, profile.log_constants, strict=True))
+        },
+        "log_scale": _short(profile.log_scale),
+        "residual": _short(profile.residual),
+        "unidentified": list(profile.unidentified),
+        "covariance": [[_short(x) for x in line[: i + 1]] for i, line in enumerate(matrix)],
+    }
+
+
+def profile_from_json(entry: dict[str, Any]) -> SoftwareProfile:
+    constants = entry["constants"]
+    missing = [name for name in NAMES if name not in constants]
+    if missing or len(constants) != len(NAMES):
+        raise ValueError(f"constants do not match this version; missing: {', '.join(missing) or 'none'}")
+    triangle = entry["covariance"]
+    matrix = [[triangle[max(i, j)][min(i, j)] for j in range(len(NAMES))] for i in range(len(NAMES))]
+    return SoftwareProfile(
+        name=entry["name"],
+        gpu=entry["gpu"],
+        traits=Traits(**entry["traits"]),
+        log_constants=tuple(math.log(constants[name]["value"]) for name in NAMES),
+        covariance=tuple(tuple(float(x) for x in line) for line in matrix),
+        log_scale=float(entry["log_scale"]),
+        residual=float(entry["residual"]),
+        calibrated=bool(entry["calibrated"]),
+        source=entry["source"],
+        rows=int(entry["rows"]),
+        unidentified=tuple(entry["unidentified"]),
+    )
+
+
+def save_profile(profile: SoftwareProfile, path: str | Path) -> None:
+    Path(path).write_text(json.dumps(profile_json(profile), indent=1) + "\n", encoding="utf-8")
+
+
+def load_profile(path: str | Path) -> SoftwareProfile:
+    try:
+        entry = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(entry, dict) or entry.get("format") != FORMAT:
+            raise ValueError("no software profile; expected a file written by `craton calibrate`")
+        return profile_from_json(entry)
+    except FileNotFoundError:
+        raise ProfileError(f"{path}: no such profile file") from None
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ProfileError(f"{path}: cannot be used as a software profile: {error}") from None
+
+
+def with_wider_prior(profile: SoftwareProfile, share: float, spread: Array) -> SoftwareProfile:
+    """The same constants, less sure: what a new cluster may add to each of them."""
+    matrix = np.array(profile.covariance) + np.diag((share * spread) ** 2)
+    return replace(profile, covariance=tuple(tuple(float(x) for x in line) for line in matrix))
+
+
+@lru_cache(maxsize=1)
+def _shipped() -> tuple[_Entry, ...]:
+    document = json.loads(resources.files("craton.planning").joinpath("profiles.json").read_text(encoding="utf-8"))
+    return tuple(
+        _Entry(entry["name"], entry["gpu"], entry["generation"], profile_from_json(entry))
+        for entry in document["profiles"]
+    )
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -1,0 +1,114 @@
+"""Software profiles: what a training stack does (traits) and how well it does it (constants).
+
+The same layout moves 6 to 26 % between releases of one stack, so constants belong to a stack, a version and a GPU.
+Every constant is positive and is fitted in logs; a prior says where it lies for an unknown stack and how far it may
+be from there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+AttentionKernel = Literal["best", "flash2", "unfused"]
+Dispatcher = Literal["nccl", "deepep", "hybridep", "loop"]
+Selective = Literal["attention", "operators", "every second layer", "modules"]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a stack does, as far as its documentation tells."""
+
+    attention: AttentionKernel = "best"  # unfused: two batched products and a softmax over sequence²
+    compiled: bool = True  # element-wise chains are fused
+    tensor_overlap: bool = False  # tensor-parallel collectives hidden behind their own matrix products
+    expert_overlap: bool = False  # all-to-all of one micro-batch behind the compute of another
+    dispatcher: Dispatcher = "nccl"  # who moves tokens to experts; loop: one product per expert, none moved
+    sequence_parallel: bool = True  # tensor parallelism splits the norms' tokens too
+    gradient_overlap: bool = True  # gradients are reduced during backward
+    selective: Selective = "attention"  # what `recompute: selective` repeats
+    master_gradients: bool = False  # gradients reduced in fp32
+
+
+@dataclass(frozen=True)
+class Constant:
+    name: str
+    prior: float  # the median over stacks
+    spread: float  # standard deviation of its logarithm between stacks
+    meaning: str
+    bound: float = math.inf  # where the formula caps it
+
+
+CONSTANTS: tuple[Constant, ...] = (
+    Constant("gemm_efficiency", 0.90, 0.12, "matrix products in 16 bit, of the measured kernel curve"),
+    Constant("fp8_efficiency", 0.90, 0.12, "the same in fp8 with one scale a tensor or row"),
+    Constant("mxfp8_efficiency", 0.80, 0.12, "the same in fp8 with one scale a block"),
+    Constant("fp4_efficiency", 0.70, 0.25, "the same in nvfp4"),
+    Constant("expert_efficiency", 0.95, 0.25, "grouped matrix products of experts, beside the above"),
+    Constant("attention_efficiency", 0.85, 0.25, "attention, of the measured kernel curve"),
+    Constant("elementwise_passes", 0.95, 0.30, "memory traffic of norms, activations, residuals, casts, of the least"),
+    Constant("launch_seconds", 3e-6, 0.60, "host time no device work hides, a kernel"),
+    Constant("tensor_exposed", 0.95, 0.40, "share of tensor-parallel communication that is not hidden"),
+    Constant("shard_contention", 0.40, 0.50, "compute slowed per second of hidden gather or reduction"),
+    Constant("network_slowdown", 1.15, 0.30, "network collectives inside a step, of the collective alone"),
+    Constant("nvlink_slowdown", 1.10, 0.25, "the same inside an NVLink domain"),
+    Constant("expert_exposed", 0.65, 0.50, "share of the experts' all-to-all that is not hidden"),
+    Constant("permute_passes", 2.5, 0.60, "memory traffic of routing, permutation and combination, of the least"),
+    Constant("dispatch_seconds", 1.2e-3, 1.0, "host time of one dispatch to experts and back that nothing hides"),
+    Constant("recompute_cost", 1.05, 0.15, "time of recomputed operators, of their forward pass"),
+    Constant("bubble", 1.20, 0.30, "pipeline bubble and stage imbalance, of the formula"),
+    Constant("optimizer_passes", 1.35, 0.40, "memory traffic of the optimizer step, of the least"),
+    Constant("step_overhead_seconds", 0.025, 0.80, "per step: clipping, logging, host synchronisation"),
+    Constant("straggle", 0.0055, 0.50, "loss per doubling of the nodes"),
+)
+NAMES: tuple[str, ...] = tuple(constant.name for constant in CONSTANTS)
+INDEX: dict[str, int] = {name: position for position, name in enumerate(NAMES)}
+PRIOR_LOG: tuple[float, ...] = tuple(math.log(constant.prior) for constant in CONSTANTS)
+SPREAD: tuple[float, ...] = tuple(constant.spread for constant in CONSTANTS)
+
+
+# What documented traits say of a constant before anything is measured: factors on the prior.
+TRAIT_FACTORS: dict[str, dict[str, float]] = {
+    "not compiled": {"elementwise_passes": 1.4, "launch_seconds": 1.4},
+    "tensor overlap": {"tensor_exposed": 0.55},
+    "expert overlap": {"expert_exposed": 0.5},
+    "hybridep": {"dispatch_seconds": 0.35, "expert_exposed": 0.7},
+    "loop": {"dispatch_seconds": 10.0, "expert_efficiency": 0.6},
+}
+
+
+def prior_log(traits: Traits) -> tuple[float, ...]:
+    """Where the constants of a stack with these traits are expected, in logs."""
+    labels = [
+        *(() if traits.compiled else ("not compiled",)),
+        *(("tensor overlap",) if traits.tensor_overlap else ()),
+        *(("expert overlap",) if traits.expert_overlap else ()),
+        traits.dispatcher,
+    ]
+    logs = list(PRIOR_LOG)
+    for label in labels:
+        for name, factor in TRAIT_FACTORS.get(label, {}).items():
+            logs[INDEX[name]] += math.log(factor)
+    return tuple(logs)
+
+
+@dataclass(frozen=True)
+class SoftwareProfile:
+    """Constants of one stack and version on one GPU, with how well they are known."""
+
+    name: str
+    gpu: str  # "" for any
+    traits: Traits
+    log_constants: tuple[float, ...]  # in the order of NAMES
+    covariance: tuple[tuple[float, ...], ...]  # of log_constants
+    log_scale: float  # what the constants leave over, on the whole step
+    residual: float  # standard deviation of log(measured / predicted) that constants do not explain
+    calibrated: bool = False
+    source: str = ""
+    rows: int = 0
+    unidentified: tuple[str, ...] = field(default=())
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} on {self.gpu}" if self.gpu else self.name

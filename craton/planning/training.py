@@ -1,0 +1,518 @@
+"""One training step: what its operators and collectives cost (`step_terms`), and how a software stack composes them
+(`compose`).
+
+The terms need no software constant and the composition needs no shape, so a fit evaluates the first once per run and
+the second thousands of times, and a search shares terms between layouts. All parts are exposed seconds and add up to
+`step_seconds`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from craton.job import Layout, ModelShape
+from craton.planning.collectives import (
+    Network,
+    all_gather_seconds,
+    all_reduce_seconds,
+    point_to_point_seconds,
+    reduce_scatter_seconds,
+)
+from craton.planning.compute import LayerTerms, group_of, head_terms, layer_terms
+from craton.planning.kernels import GpuRates
+from craton.planning.software import INDEX, Traits
+
+Array = NDArray[np.float64]
+
+OPTIMIZER_BYTES = 30.0  # Adam with fp32 states: master, two moments and gradient read, three states and weight written
+EARLY_BACKWARD = 0.85  # share of the last backward pass behind which gradients can be reduced
+OVERLAP_SHARPNESS = 4.0
+ZERO_BUBBLE = 1 / 3  # zero-bubble schedules keep about a third of the 1F1B bubble (arXiv:2401.10241)
+# (share of the forward pass repeated, share of attention repeated) by `recompute`, "selective" by the stack's trait
+RECOMPUTED: dict[str, tuple[float, float]] = {
+    "none": (0.0, 0.0),
+    "full": (1.0, 1.0),
+    "attention": (0.0, 1.0),
+    "operators": (0.5, 0.0),
+    "every second layer": (0.5, 0.5),
+    "modules": (0.08, 0.0),  # norms, activations, up-projections
+}
+LORA_SHARE = 0.005  # trainable share of a model with rank-16 adapters
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one step must do, and how it is laid out."""
+
+    shape: ModelShape
+    layout: Layout
+    sequence: int
+    global_batch_sequences: int
+    lora: bool = False
+    imbalance: float = 1.0  # busiest expert over the mean
+
+    @property
+    def micro_batches(self) -> int:
+        return max(1, self.global_batch_sequences // (self.layout.data_parallel * self.layout.micro_batch))
+
+    @property
+    def tokens(self) -> int:
+        return self.global_batch_sequences * self.sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepTerms:
+    """Everything of one step that does not depend on software constants. Per micro-batch where not said otherwise."""
+
+    layer: LayerTerms  # the mean layer of the model
+    head: LayerTerms
+    num_layers: float  # multi-token-prediction layers included
+    num_heads: float  # head passes: 1, and one more per multi-token-prediction layer
+    slowest_layers: float  # layers of the slowest pipeline rank
+    slowest_heads: float
+    pp: int
+    vpp: int
+    micro_batches: float
+    bubble_factor: float
+    send_seconds: float  # one activation to the next stage
+    sends: float  # exposed sends a micro-batch
+    fsdp_passes: tuple[float, float, float]  # gathers forward, gathers backward, scatters: per micro-batch
+    layer_shard: tuple[float, float]  # FSDP: all-gather of a layer's weights, reduce-scatter of its gradients, once
+    head_shard: tuple[float, float]
+    once_gather_seconds: float  # per step: parameters after a sharded optimizer step
+    once_reduce_seconds: float  # per step: gradients
+    optimizer_seconds: float  # least traffic
+    gemm_index: int  # which efficiency the layer products use
+    recompute: float  # share of the forward pass repeated
+    recompute_attention: float  # share of attention repeated
+    gradient_overlap: float  # 1 or 0
+    tensor_far: float  # 1: the group leaves its NVLink domain
+    context_far: float
+    exchange_far: float
+    shard_far: float
+    nodes_log2: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Exposed seconds of one step."""
+
+    gemm: float
+    experts: float
+    attention: float
+    elementwise: float
+    permute: float
+    dispatch: float
+    head: float
+    recompute: float
+    host: float
+    tensor: float
+    context: float
+    exchange: float
+    shard: float
+    gradients: float
+    bubble: float
+    send: float
+    straggle: float
+    optimizer: float
+    overhead: float
+    hidden: float  # communication behind compute: not part of the step
+
+    @property
+    def step_seconds(self) -> float:
+        return (
+            self.gemm
+            + self.experts
+            + self.attention
+            + self.elementwise
+            + self.permute
+            + self.dispatch
+            + self.head
+            + self.recompute
+            + self.host
+            + self.tensor
+            + self.context
+            + self.exchange
+            + self.shard
+            + self.gradients
+            + self.bubble
+            + self.send
+            + self.straggle
+            + self.optimizer
+            + self.overhead
+        )
+
+
+PARTS: tuple[str, ...] = tuple(field.name for field in fields(StepTimes) if field.name != "hidden")
+
+_GEMM_CONSTANT = {
+    "fp32": INDEX["gemm_efficiency"],
+    "fp16": INDEX["gemm_efficiency"],
+    "bf16": INDEX["gemm_efficiency"],
+    "fp8": INDEX["fp8_efficiency"],
+    "mxfp8": INDEX["mxfp8_efficiency"],
+    "nvfp4": INDEX["fp4_efficiency"],
+}
+
+
+class StepModel:
+    """The steps of one job on one machine: what layouts share is evaluated once."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        sequence: int,
+        global_batch_sequences: int,
+        gpu: GpuRates,
+        network: Network,
+        traits: Traits,
+        lora: bool = False,
+        imbalance: float = 1.0,
+    ) -> None:
+        self.shape, self.sequence, self.global_batch_sequences = shape, sequence, global_batch_sequences
+        self.gpu, self.network, self.traits, self.lora, self.imbalance = gpu, network, traits, lora, imbalance
+        self._operators: dict[tuple[int, int, int, int, str], tuple[LayerTerms, LayerTerms]] = {}
+        self._shards: dict[tuple[float, float, int, int, int, int], tuple[float, float]] = {}
+
+    def terms(self, layout: Layout) -> StepTerms:
+        """Evaluate operators and collectives of one step."""
+        shape, network, traits = self.shape, self.network, self.traits
+        layer, head = self._operators_of(layout)
+        pp, vpp = layout.pp, max(1, layout.vpp)
+        micro_batches = max(1, self.global_batch_sequences // (layout.data_parallel * layout.micro_batch))
+        num_layers = float(shape.layers + shape.mtp_layers)
+        num_heads = 1.0 + shape.mtp_layers
+        slowest_layers, slowest_heads = slowest_stage(num_layers, num_heads, layer, head, pp, vpp)
+        send = 0.0
+        if pp > 1:
+            size = 2.0 * layout.micro_batch * self.sequence / layout.cp * shape.hidden / layout.tp
+            send = point_to_point_seconds(size, layout.world // pp < network.nvlink_domain, network)
+
+        parameters = num_layers * layer.parameters / pp + head.parameters
+        expert_parameters = num_layers * layer.expert_parameters / pp
+        sharded = layout.fsdp > 1
+        layer_gather = layer_scatter = head_gather = head_scatter = 0.0
+        passes = (0.0, 0.0, 0.0)
+        if sharded and layout.zero > 1:
+            layer_gather, layer_scatter = self._shard_seconds(layer.parameters, layer.expert_parameters, layout)
+            head_gather, head_scatter = self._shard_seconds(head.parameters, 0.0, layout)
+            if pp > 1:  # weights stay gathered between the micro-batches of a pipeline
+                passes = (1.0 / micro_batches, 0.0, 1.0 / micro_batches)
+            else:
+                passes = (1.0, 1.0 if layout.zero == 3 else 0.0, 1.0)
+        once_gather, once_reduce = self._once_per_step(parameters, expert_parameters, layout)
+        expert_ranks = max(1, layout.fsdp * layout.cp * layout.tp // layout.ep)
+        local = parameters / layout.fsdp + expert_parameters / (expert_ranks if sharded else 1)
+        optimizer_bytes = OPTIMIZER_BYTES * local * (LORA_SHARE if self.lora else 1.0)
+        recompute, recompute_attention = RECOMPUTED[
+            layout.recompute if layout.recompute != "selective" else traits.selective
+        ]
+        domain = network.nvlink_domain
+        return StepTerms(
+            layer=layer,
+            head=head,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            slowest_layers=float(slowest_layers),
+            slowest_heads=float(slowest_heads),
+            pp=pp,
+            vpp=vpp,
+            micro_batches=float(micro_batches),
+            bubble_factor=ZERO_BUBBLE if layout.schedule == "zero-bubble" else 1.0,
+            send_seconds=send,
+            sends=0.0 if pp == 1 else float(vpp) if vpp > 1 else 2.0,  # interleaving hides half of its 2 · vpp sends
+            fsdp_passes=passes,
+            layer_shard=(layer_gather, layer_scatter),
+            head_shard=(head_gather, head_scatter),
+            once_gather_seconds=once_gather,
+            once_reduce_seconds=once_reduce,
+            optimizer_seconds=optimizer_bytes / self.gpu.streaming_bytes_per_second,
+            gemm_index=_GEMM_CONSTANT[layout.precision],
+            recompute=recompute,
+            recompute_attention=recompute_attention,
+            gradient_overlap=float(traits.gradient_overlap),
+            tensor_far=float(layout.tp > domain),
+            context_far=float(layout.tp * layout.cp > domain),
+            exchange_far=float(layout.ep > domain),
+            shard_far=float(layout.tp * layout.cp * layout.data_parallel > domain),
+            nodes_log2=math.log2(max(1.0, layout.world / network.node_gpus)),
+        )
+
+    def _operators_of(self, layout: Layout) -> tuple[LayerTerms, LayerTerms]:
+        """(mean layer, head): the same for all layouts that split the operators alike."""
+        key = (layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.precision)
+        if key not in self._operators:
+            shape = self.shape
+            moe_layers = shape.moe_layers + (shape.mtp_layers if shape.is_moe else 0)
+            dense_layers = shape.layers + shape.mtp_layers - moe_layers
+            kinds = [
+                (
+                    layer_terms(
+                        shape,
+                        layout,
+                        self.sequence,
+                        self.gpu,
+                        self.network,
+                        self.traits,
+                        moe=moe,
+                        lora=self.lora,
+                        imbalance=self.imbalance,
+                    ),
+                    count,
+                )
+                for moe, count in ((False, dense_layers), (True, moe_layers))
+                if count
+            ]
+            head = head_terms(shape, layout, self.sequence, self.gpu, self.network, lora=self.lora)
+            self._operators[key] = (_mean(kinds), head)
+        return self._operators[key]
+
+    def _shard_seconds(self, parameters: float, expert_parameters: float, layout: Layout) -> tuple[float, float]:
+        """FSDP's all-gather of weights and reduce-scatter of gradients; experts shard over what ep leaves."""
+        key = (parameters, expert_parameters, layout.fsdp, layout.cp, layout.tp, layout.ep)
+        if key not in self._shards:
+            network = self.network
+            width = self._gradient_bytes
+            ranks = layout.fsdp * layout.cp
+            group = group_of(ranks, layout.tp, network)
+            gather = all_gather_seconds(2.0 * parameters, group, network)
+            scatter = reduce_scatter_seconds(width * parameters, group, network)
+            if expert_parameters:
+                group = group_of(max(1, ranks * layout.tp // layout.ep), layout.ep, network)
+                gather += all_gather_seconds(2.0 * expert_parameters, group, network)
+                scatter += reduce_scatter_seconds(width * expert_parameters, group, network)
+            self._shards[key] = (gather, 0.0 if self.lora else scatter)
+        return self._shards[key]
+
+    def _once_per_step(self, parameters: float, expert_parameters: float, layout: Layout) -> tuple[float, float]:
+        """(gather of parameters, reduction of gradients) that happen once a step: DDP, a sharded optimizer, HSDP."""
+        network = self.network
+        share = LORA_SHARE if self.lora else 1.0
+        gather = reduce = 0.0
+        if layout.fsdp > 1 and layout.zero == 1:
+            gather, reduce = self._shard_seconds(share * parameters, share * expert_parameters, layout)
+        if layout.replicate > 1 or (layout.fsdp == 1 and layout.cp > 1):
+            ranks = layout.replicate * (layout.cp if layout.fsdp == 1 else 1)
+            spread = layout.tp if layout.fsdp == 1 else layout.tp * layout.cp * layout.fsdp
+            local = share * (parameters + expert_parameters / max(1, layout.ep)) / layout.fsdp
+            reduce += all_reduce_seconds(self._gradient_bytes * local, group_of(ranks, spread, network), network)
+        return gather, reduce
+
+    @property
+    def _gradient_bytes(self) -> float:
+        return 4.0 if self.traits.master_gradients else 2.0
+
+
+def step_terms(work: Workload, gpu: GpuRates, network: Network, traits: Traits) -> StepTerms:
+    """Operators and collectives of a single step."""
+    model = StepModel(
+        work.shape,
+        work.sequence,
+        work.global_batch_sequences,
+        gpu,
+        network,
+        traits,
+        work.lora,
+        work.imbalance,
+    )
+    return model.terms(work.layout)
+
+
+def slowest_stage(
+    num_layers: float, num_heads: float, layer: LayerTerms, head: LayerTerms, pp: int, vpp: int
+) -> tuple[float, float]:
+    """(layers, heads) of the pipeline rank that the others wait for.
+
+    Layers that divide evenly leave the head on top of the last rank's share; otherwise stages are uneven and the rank
+    with the head gets fewer layers.
+    """
+    if pp == 1:
+        return num_layers, num_heads
+    per_rank = math.ceil(num_layers / (pp * vpp)) * vpp
+    if num_layers % (pp * vpp) == 0:
+        return per_rank, num_heads
+    cost = _rough_seconds(head) / max(_rough_seconds(layer), 1e-12)
+    return max(min(per_rank, num_layers), (num_layers + num_heads * cost) / pp), 0.0
+
+
+def compose(terms: StepTerms, constants: Array) -> StepTimes:
+    """Exposed seconds of a step, given the constants of a software profile in the order of `software.NAMES`.
+
+    Works for one step (constants: [constants]) and for many at once (`stack`ed terms; constants: [constants] or
+    [constants, steps]): a search and a fit evaluate thousands of steps in one call.
+    """
+    (
+        gemm_efficiency,
+        _fp8,
+        _mxfp8,
+        _fp4,
+        expert_efficiency,
+        attention_efficiency,
+        elementwise_passes,
+        launch_seconds,
+        tensor_exposed,
+        contention,
+        network_slowdown,
+        nvlink_slowdown,
+        expert_exposed,
+        permute_passes,
+        dispatch_seconds,
+        recompute_cost,
+        bubble_constant,
+        optimizer_passes,
+        overhead,
+        straggle,
+    ) = constants
+    linear = (
+        constants[terms.gemm_index]
+        if constants.ndim == 1
+        else np.take_along_axis(constants, np.reshape(terms.gemm_index, (1, -1)), axis=0)[0]
+    )
+    layer, head = terms.layer, terms.head
+    layers, heads, count = terms.slowest_layers, terms.slowest_heads, terms.micro_batches
+
+    def slowdown(far: float) -> Any:
+        return nvlink_slowdown + far * (network_slowdown - nvlink_slowdown)
+
+    gemm_f, gemm_b = layer.gemm[0] / linear, layer.gemm[1] / linear
+    expert_f = layer.experts[0] / (linear * expert_efficiency)
+    expert_b = layer.experts[1] / (linear * expert_efficiency)
+    attention_f = layer.attention[0] / attention_efficiency
+    attention_b = layer.attention[1] / attention_efficiency
+    element_f = layer.elementwise[0] * elementwise_passes
+    element_b = layer.elementwise[1] * elementwise_passes
+    permute_f, permute_b = layer.permute[0] * permute_passes, layer.permute[1] * permute_passes
+    host_f, host_b = layer.kernels[0] * launch_seconds, layer.kernels[1] * launch_seconds
+    dispatch_f, dispatch_b = layer.dispatches[0] * dispatch_seconds, layer.dispatches[1] * dispatch_seconds
+
+    tensor_scale = tensor_exposed * slowdown(terms.tensor_far)
+    tensor_f, tensor_b = layer.tensor[0] * tensor_scale, layer.tensor[1] * tensor_scale
+    context_scale = slowdown(terms.context_far)
+    ring_f, ring_b = layer.context[0] * context_scale, layer.context[1] * context_scale
+    covered_f, covered_b = _covered(ring_f, attention_f), _covered(ring_b, attention_b)
+    context_f = ring_f - covered_f + contention * covered_f
+    context_b = ring_b - covered_b + contention * covered_b
+    exchange_scale = expert_exposed * slowdown(terms.exchange_far)
+    exchange_f, exchange_b = layer.exchange[0] * exchange_scale, layer.exchange[1] * exchange_scale
+
+    again_f = gemm_f + expert_f + element_f + permute_f + host_f + dispatch_f + tensor_f + exchange_f
+    again = recompute_cost * (terms.recompute * again_f + terms.recompute_attention * attention_f)
+
+    head_f = head.gemm[0] / gemm_efficiency + head.elementwise[0] * elementwise_passes + head.tensor[0] * tensor_scale
+    head_b = head.gemm[1] / gemm_efficiency + head.elementwise[1] * elementwise_passes + head.tensor[1] * tensor_scale
+
+    layer_f = gemm_f + expert_f + attention_f + element_f + permute_f + host_f + dispatch_f
+    layer_f = layer_f + tensor_f + context_f + exchange_f
+    layer_b = gemm_b + expert_b + attention_b + element_b + permute_b + host_b + dispatch_b
+    layer_b = layer_b + tensor_b + context_b + exchange_b + again
+
+    # Sharded weights: gathers run ahead of the layer that needs them, reductions behind; the first cannot be hidden.
+    shard_scale = slowdown(terms.shard_far)
+    gathers_f, gathers_b, scatters = terms.fsdp_passes
+    gather = shard_scale * (layers * terms.layer_shard[0] + heads * terms.head_shard[0])
+    scatter = shard_scale * (layers * terms.layer_shard[1] + heads * terms.head_shard[1])
+    wire_f, wire_b = gathers_f * gather, gathers_b * gather + scatters * scatter
+    hidden_f = _covered(layers * layer_f + heads * head_f, wire_f)
+    hidden_b = _covered(layers * layer_b + heads * head_b, wire_b)
+    edge = shard_scale * (gathers_f * terms.head_shard[0] + scatters * terms.layer_shard[1])
+    shard = wire_f + wire_b - (1.0 - contention) * (hidden_f + hidden_b) + _covered(edge, 0.5 * (wire_f + wire_b))
+
+    # One reduction and one gather a step, behind the last backward and the first forward pass.
+    once_gather = terms.once_gather_seconds * shard_scale
+    once_reduce = terms.once_reduce_seconds * shard_scale
+    covered = _covered(once_gather, layers * layer_f)
+    covered = terms.gradient_overlap * (covered + _covered(once_reduce, EARLY_BACKWARD * layers * layer_b))
+    gradients = once_gather + once_reduce - (1.0 - contention) * covered
+
+    mean = (terms.num_layers * (layer_f + layer_b) + terms.num_heads * (head_f + head_b)) / terms.pp
+    bubble = bubble_constant * terms.bubble_factor * (terms.pp - 1) / terms.vpp * mean
+    send = terms.sends * terms.send_seconds * network_slowdown * (count + terms.pp - 1)
+
+    repeat = count * layers
+    optimizer = terms.optimizer_seconds * optimizer_passes
+    base = repeat * (layer_f + layer_b) + count * (heads * (head_f + head_b) + shard)
+    base = base + gradients + bubble + send + optimizer + overhead
+    return StepTimes(
+        gemm=repeat * (gemm_f + gemm_b),
+        experts=repeat * (expert_f + expert_b),
+        attention=repeat * (attention_f + attention_b),
+        elementwise=repeat * (element_f + element_b),
+        permute=repeat * (permute_f + permute_b),
+        dispatch=repeat * (dispatch_f + dispatch_b),
+        head=count * heads * (head_f + head_b),
+        recompute=repeat * again,
+        host=repeat * (host_f + host_b),
+        tensor=repeat * (tensor_f + tensor_b),
+        context=repeat * (context_f + context_b),
+        exchange=repeat * (exchange_f + exchange_b),
+        shard=count * shard,
+        gradients=gradients,
+        bubble=bubble,
+        send=send,
+        straggle=base * straggle * terms.nodes_log2,
+        optimizer=optimizer,
+        overhead=overhead + 0.0 * base,
+        hidden=count * (hidden_f + hidden_b) + covered,
+    )
+
+
+def stack(steps: Sequence[StepTerms]) -> StepTerms:
+    """Many steps as one object whose fields are arrays, for `compose`."""
+    return StepTerms(
+        **{
+            field.name: (_stack_layers if field.type == "LayerTerms" else _column)(
+                [getattr(step, field.name) for step in steps]
+            )
+            for field in fields(StepTerms)
+        }
+    )
+
+
+def _stack_layers(layers: list[LayerTerms]) -> LayerTerms:
+    """Layouts that split operators alike share one object, so only the different ones are converted."""
+    different = {id(layer): layer for layer in layers}
+    position = {key: index for index, key in enumerate(different)}
+    index = np.array([position[id(layer)] for layer in layers])
+    return LayerTerms(
+        **{
+            field.name: _column([getattr(layer, field.name) for layer in different.values()])[..., index]
+            for field in fields(LayerTerms)
+        }
+    )
+
+
+def _column(values: list[Any]) -> Any:
+    return np.array(values, dtype=np.int64 if isinstance(values[0], int) else np.float64).T
+
+
+def _covered(wire: Any, compute: Any) -> Any:
+    """The part of a transfer that its compute can hide: the smaller of both, rounded off where they are alike,
+    because layers differ and no schedule packs them perfectly."""
+    large = np.maximum(np.maximum(wire, compute), 1e-12)
+    small = np.minimum(wire, compute)
+    return small / (1.0 + (small / large) ** OVERLAP_SHARPNESS) ** (1.0 / OVERLAP_SHARPNESS)
+
+
+def _mean(kinds: list[tuple[LayerTerms, int]]) -> LayerTerms:
+    if len(kinds) == 1:
+        return kinds[0][0]
+    total = sum(count for _, count in kinds)
+
+    def mean(name: str) -> Any:
+        values = [(getattr(terms, name), count / total) for terms, count in kinds]
+        if isinstance(values[0][0], tuple):
+            return (sum(v[0] * w for v, w in values), sum(v[1] * w for v, w in values))
+        return sum(v * w for v, w in values)
+
+    return LayerTerms(**{field.name: mean(field.name) for field in fields(LayerTerms)})
+
+
+def _rough_seconds(terms: LayerTerms) -> float:
+    """Seconds before software constants, good enough to compare a head with a layer."""
+    return sum(sum(pair) for pair in (terms.gemm, terms.experts, terms.attention, terms.elementwise, terms.permute))
