@@ -3,7 +3,8 @@
 Holdout `group` (the default) predicts a run of the shipped corpus with constants fitted without any run of its group
 (source family, GPU, model); `family` without any run of its family, as for a stranger's cluster, and with `given` of
 that family's runs handed back, as after `craton calibrate`. Runs that repeat a configuration (`dup_group`) never stand
-on both sides. A run that the corpus does not hold is predicted with all of the corpus but its repetitions.
+on both sides. With holdout `group`, a run that the corpus does not hold is predicted with all of the corpus but its
+repetitions: that is what a user gets.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from craton.planning.cases import Case, Skipped, load_cases
-from craton.planning.corpus import corpus, row_of
+from craton.planning.corpus import corpus, corpus_fit, row_of
 from craton.planning.fitting import Fit, Prediction
 
 Holdout = Literal["group", "family", "none"]
@@ -82,20 +83,20 @@ def bench_plan(path: str | Path, holdout: Holdout = "group", given: int = 0, pro
     """Predict every case of a file."""
     cases, skipped = load_cases(path)
     if holdout == "none":
-        fit = Fit([row_of(case) for case in corpus()])
-        return Bench([Result(case, _predict(fit, case)) for case in cases], skipped, holdout, given)
+        return Bench([Result(case, _predict(corpus_fit(), case)) for case in cases], skipped, holdout, given)
     if given:
         return Bench(_with_some_given(cases, given, progress), skipped, holdout, given)
     known = {case.id for case in corpus()}
     jobs: dict[Hashable, list[Case]] = defaultdict(list)
     for case in cases:
-        key: Hashable = _holdout_key(case, holdout) if case.id in known else ("new", case.dup_group)
+        left_out = holdout == "family" or case.id in known
+        key: Hashable = _holdout_key(case, holdout) if left_out else ("new", case.dup_group)
         jobs[key].append(case)
     predictions: dict[str, Prediction] = {}
     for done, (key, members) in enumerate(jobs.items()):
         repeated = {case.dup_group for case in members}
         rest = [case for case in corpus() if case.dup_group not in repeated and _holdout_key(case, holdout) != key]
-        fit = _fit_of(tuple(case.id for case in rest))
+        fit = corpus_fit() if len(rest) == len(corpus()) else Fit([row_of(case) for case in rest])
         predictions |= {case.id: _predict(fit, case) for case in members}
         if progress:
             progress(done + 1, len(jobs))
@@ -242,18 +243,6 @@ def _with_some_given(cases: Sequence[Case], given: int, progress: Progress | Non
         if progress:
             progress(done + 1, total)
     return results
-
-
-_fits: dict[tuple[str, ...], Fit] = {}
-
-
-def _fit_of(identities: tuple[str, ...]) -> Fit:
-    """One fit per set of rows: many new cases leave the same rows out, namely none."""
-    if identities not in _fits:
-        chosen = set(identities)
-        _fits.clear()
-        _fits[identities] = Fit([row_of(case) for case in corpus() if case.id in chosen])
-    return _fits[identities]
 
 
 def _holdout_key(case: Case, holdout: Holdout) -> Hashable:

@@ -350,8 +350,16 @@ def traits_of(row: dict[str, Any], family: str, machine: Machine) -> Traits:
         sequence_parallel="no sequence parallel" not in text and (not old or "sequence parallel" in text),
         gradient_overlap=not old,
         selective=selective,  # type: ignore[arg-type]
-        master_gradients="fp32 grad" in str(row.get("precision") or "").lower() or nvidia or old,
+        master_gradients=_reduces_in_fp32(row, family, old, nvidia),
     )
+
+
+def _reduces_in_fp32(row: dict[str, Any], family: str, old: bool, nvidia: bool) -> bool:
+    """Megatron-Bridge's recipes set grad_reduce_in_fp32 to False; TorchTitan's mixed precision reduces in fp32."""
+    if family == "megatron-bridge":
+        return False
+    stated = "fp32 grad" in str(row.get("precision") or "").lower()
+    return stated or old or nvidia or family == "torchtitan"
 
 
 def release_of(row: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ class Traits:
     gradient_overlap: bool = True  # gradients are reduced during backward
     selective: Selective = "attention"  # what `recompute: selective` repeats
     master_gradients: bool = False  # gradients reduced in fp32
+    chunked_head: bool = False  # the loss never holds tokens × vocabulary at once
 
 
 @dataclass(frozen=True)

@@ -207,8 +207,9 @@ class StepModel:
             else:
                 passes = (1.0, 1.0 if layout.zero == 3 else 0.0, 1.0)
         once_gather, once_reduce = self._once_per_step(parameters, expert_parameters, layout)
-        expert_ranks = max(1, layout.fsdp * layout.cp * layout.tp // layout.ep)
-        local = parameters / layout.fsdp + expert_parameters / (expert_ranks if sharded else 1)
+        ranks = layout.fsdp * layout.cp  # context-parallel ranks share the optimizer too
+        expert_ranks = max(1, ranks * layout.tp // layout.ep) if ranks > 1 else 1
+        local = parameters / ranks + expert_parameters / expert_ranks
         optimizer_bytes = OPTIMIZER_BYTES * local * (LORA_SHARE if self.lora else 1.0)
         recompute, recompute_attention = RECOMPUTED[
             layout.recompute if layout.recompute != "selective" else traits.selective
@@ -464,14 +465,11 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
 
 def stack(steps: Sequence[StepTerms]) -> StepTerms:
     """Many steps as one object whose fields are arrays, for `compose`."""
-    return StepTerms(
-        **{
-            field.name: (_stack_layers if field.type == "LayerTerms" else _column)(
-                [getattr(step, field.name) for step in steps]
-            )
-            for field in fields(StepTerms)
-        }
-    )
+    columns: dict[str, Any] = {}
+    for field in fields(StepTerms):
+        values = [getattr(step, field.name) for step in steps]
+        columns[field.name] = _stack_layers(values) if isinstance(values[0], LayerTerms) else _column(values)
+    return StepTerms(**columns)
 
 
 def _stack_layers(layers: list[LayerTerms]) -> LayerTerms:

@@ -1,0 +1,82 @@
+"""`craton calibrate RUNS.json`: a software profile of your own from logged step times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def calibrate(
+    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="Three or more logged runs (JSON).", show_default=False)],
+    software: Annotated[str, typer.Option(help="Profile to start from.")] = "craton",
+    pin: Annotated[
+        Path | None, typer.Option(help="Microbenchmark results that fix constants (JSON).", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path("profile.json"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Fit a software profile to your own logged step times."""
+    import json
+    import math
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from craton.planning import CONSTANTS, CalibrationError, load_pins, load_runs, save_profile
+    from craton.planning import calibrate as fit
+
+    logged = load_runs(runs, software)
+    if not logged:
+        raise CalibrationError(f"{runs}: no runs in it; a profile needs at least 3")
+    result = fit(logged, software, out.stem, load_pins(pin, logged[0].machine) if pin else None)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_profile(result.profile, out)
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "profile": str(out),
+                    "runs": [
+                        {"name": run.name, "measured": run.step_seconds, "before": before, "after": after}
+                        for run, before, after in zip(result.runs, result.before, result.after, strict=True)
+                    ],
+                    "identified": result.identified,
+                    "unidentified": result.unidentified,
+                    "pinned": result.pinned,
+                }
+            )
+        )
+        return
+    console = Console()
+    table = Table(
+        title=f"{len(result.runs)} runs on {result.profile.gpu}, from the profile {software}", title_justify="left"
+    )
+    for name, justify in (("run", "left"), ("measured", "right"), ("before", "right"), ("after", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for run, before, after in zip(result.runs, result.before, result.after, strict=True):
+        table.add_row(
+            run.name,
+            f"{run.step_seconds:.3f} s",
+            f"{before / run.step_seconds - 1:+.1%}",
+            f"{after / run.step_seconds - 1:+.1%}",
+        )
+    console.print(table)
+    values = Table(box=None, pad_edge=False)
+    for name in ("constant", "value", "± 1 σ", ""):
+        values.add_column(name, justify="right" if name in ("value", "± 1 σ") else "left")
+    for index, constant in enumerate(CONSTANTS):
+        told = (
+            "pinned"
+            if constant.name in result.pinned
+            else "from these runs"
+            if constant.name in result.identified
+            else "these runs could not tell"
+            if constant.name in result.unidentified
+            else "does not matter here"
+        )
+        deviation = math.sqrt(max(result.profile.covariance[index][index], 0.0))
+        values.add_row(constant.name, f"{math.exp(result.profile.log_constants[index]):.3g}", f"{deviation:.0%}", told)
+    console.print(values)
+    console.print(f"\nwrote {out}; use it with `software: {out}` in a job file", highlight=False)

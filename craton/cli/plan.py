@@ -1,0 +1,110 @@
+"""`craton plan JOB`: layout, step time, memory, goodput and dollars before a GPU is rented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from craton.job import Job
+    from craton.planning import Plan
+
+
+def plan(
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML).", show_default=False)],
+    instances: Annotated[
+        str, typer.Option(help="Search these instance types too, e.g. p5,p5en,p6-b200.", show_default=False)
+    ] = "",
+    gpus: Annotated[str, typer.Option(help="With --instances: how many GPUs, e.g. 64..1024 or 256,512.")] = "",
+    by: Annotated[str, typer.Option(help="With --instances: choose by time, cost or gpus.")] = "cost",
+    deadline: Annotated[str, typer.Option(help="With --instances: longest run, e.g. 14d.", show_default=False)] = "",
+    budget: Annotated[str, typer.Option(help="With --instances: most dollars, e.g. 2M.", show_default=False)] = "",
+    html: Annotated[Path | None, typer.Option(help="Write a report with plots.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Predict a job: layout, step time, memory, goodput and cost, with intervals."""
+    import json
+    from datetime import date
+
+    from rich.console import Console
+
+    from craton.job import load_job
+    from craton.planning import plan_html, plan_to_json, render_front, render_plan
+
+    found = _plan(load_job(job), instances, gpus, by, deadline, budget)
+    today = date.today()
+    if html:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(plan_html(found, today), encoding="utf-8")
+    if as_json:
+        print(json.dumps(plan_to_json(found)))
+        return
+    console = Console()
+    render_plan(found, console, today)
+    if instances:
+        render_front(found, console)
+    if html:
+        console.print(f"report: {html}", highlight=False)
+
+
+def _plan(job: Job, instances: str, gpus: str, by: str, deadline: str, budget: str) -> Plan:
+    from craton.cli.progress import progress
+    from craton.job import parse_count, parse_seconds
+    from craton.planning import PlanError, plan, plan_clusters
+
+    if by not in ("time", "cost", "gpus"):
+        raise PlanError(f"--by {by!r} is not allowed; choose time, cost or gpus")
+    if not instances:
+        given = [name for name, value in (("--gpus", gpus), ("--deadline", deadline), ("--budget", budget)) if value]
+        if given:
+            raise PlanError(f"{given[0]} goes with --instances, e.g. --instances p5,p5en,p6-b200 --gpus 64..1024")
+        with progress("planning") as report:
+            return plan(job, progress=report)
+    try:
+        deadline_seconds = parse_seconds(deadline) if deadline else None
+        budget_dollars = float(parse_count(budget)) if budget else None
+    except ValueError as error:
+        raise PlanError(f"--deadline or --budget: {error}") from None
+    with progress("clusters") as report:
+        return plan_clusters(
+            job,
+            _instance_names(instances),
+            _gpu_counts(gpus or "64..1024"),
+            by=by,
+            deadline_seconds=deadline_seconds,
+            budget_dollars=budget_dollars,
+            progress=report,
+        )
+
+
+def _instance_names(text: str) -> list[str]:
+    """`p5` stands for the one instance of that family with eight GPUs; full names are taken as they are."""
+    from craton.infrastructure import instances
+
+    by_family = {node.name.split(".")[0]: node.name for node in instances() if node.num_gpus >= 4}
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    return [by_family.get(name, name) for name in names]
+
+
+def _gpu_counts(text: str) -> list[int]:
+    """`64..1024` doubles from the first to the last; `256,512` is taken as it is."""
+    from craton.planning import PlanError
+
+    try:
+        if ".." in text:
+            first, last = (int(part) for part in text.split(".."))
+            counts = []
+            while first <= last and first > 0:
+                counts.append(first)
+                first *= 2
+            if counts:
+                return counts
+        else:
+            counts = [int(part) for part in text.split(",")]
+            if all(count > 0 for count in counts):
+                return counts
+    except ValueError:
+        pass
+    raise PlanError(f"--gpus {text!r} is not a number of GPUs; write 64..1024 or 256,512")

@@ -1,0 +1,69 @@
+"""What a job will do before it runs: layout, step time, memory, storage, goodput, cost, and how sure that is."""
+
+from craton.planning.bench import Bench, bench_json, bench_plan, decisions, statistics, summary, tables
+from craton.planning.calibration import Calibration, CalibrationError, calibrate, load_pins, load_runs
+from craton.planning.cases import Case, CaseFileError, Skipped, load_cases
+from craton.planning.corpus import corpus_path
+from craton.planning.planner import PlanError, plan, plan_clusters
+from craton.planning.profiles import ProfileError, find_profile, load_profile, save_profile, software_names
+from craton.planning.report import render_front, render_plan
+from craton.planning.report_html import plan_html
+from craton.planning.report_json import plan_to_json
+from craton.planning.result import (
+    Alternative,
+    Bottleneck,
+    CostPlan,
+    GoodputPlan,
+    Plan,
+    RecoveryPlan,
+    ScalingPoint,
+    Sensitivity,
+    StoragePlan,
+    TierPlan,
+)
+from craton.planning.software import CONSTANTS, SoftwareProfile, Traits
+
+__all__ = [
+    "CONSTANTS",
+    "Alternative",
+    "Bench",
+    "Bottleneck",
+    "Calibration",
+    "CalibrationError",
+    "Case",
+    "CaseFileError",
+    "CostPlan",
+    "GoodputPlan",
+    "Plan",
+    "PlanError",
+    "ProfileError",
+    "RecoveryPlan",
+    "ScalingPoint",
+    "Sensitivity",
+    "Skipped",
+    "SoftwareProfile",
+    "StoragePlan",
+    "TierPlan",
+    "Traits",
+    "bench_json",
+    "bench_plan",
+    "calibrate",
+    "corpus_path",
+    "decisions",
+    "find_profile",
+    "load_cases",
+    "load_pins",
+    "load_profile",
+    "load_runs",
+    "plan",
+    "plan_clusters",
+    "plan_html",
+    "plan_to_json",
+    "render_front",
+    "render_plan",
+    "save_profile",
+    "software_names",
+    "statistics",
+    "summary",
+    "tables",
+]

@@ -1,0 +1,275 @@
+"""Memory of one GPU during a training step, at the instants that can be the peak, on the worst pipeline rank.
+
+Every part is a whole number of bytes, so parts add up exactly; the total is the largest of the instants, never the sum
+of everything. `footprint` counts tensors one by one; what cannot be counted (the CUDA context, NCCL's buffers, the
+allocator's fragments) are the named constants below, each with its source. docs/memory.md says how far the result is
+from published peaks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from craton.job import Layout
+from craton.planning.footprint import MASTER_BYTES, MOMENT_BYTES, layer_bytes, parameter_bytes
+from craton.planning.software import Traits
+from craton.planning.training import Workload
+
+GIBIBYTE = 2.0**30
+# CUDA context, cuBLAS workspaces and framework before the first collective: 1.06 GB on H100 (NVIDIA/nccl#1685).
+CONTEXT_BYTES = 1.0 * GIBIBYTE
+# NCCL's buffers grow with communicators and channels (NVIDIA/nccl#864, #986); one that leaves the node has network
+# buffers too.
+COMMUNICATOR_BYTES = 0.2 * GIBIBYTE
+NETWORK_COMMUNICATOR_BYTES = 0.4 * GIBIBYTE
+# Peak reserved over peak allocated in nanotron's logs (huggingface.co/nanotron/old_bench): 1.01 to 1.07.
+ALLOCATOR_SLACK = 0.04
+
+BUCKET_PARAMETERS = 40e6  # one gradient bucket (Megatron's default); two are alive
+SAVED_LOGIT_BYTES = 4.0  # of a further head (multi-token prediction) until its backward pass
+CHUNK_LOGITS = 2**27  # values a chunked head holds at once: 1,024 tokens of a 128k vocabulary
+
+INSTANTS = (
+    "start of forward",
+    "end of forward of the last micro-batch in flight",
+    "loss",
+    "first backward layer",
+    "end of the first backward pass",
+    "optimizer step",
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the GPU that needs most."""
+
+    total_bytes: float
+    parts: dict[str, float]  # at the worst instant; add up to total_bytes
+    instants: dict[str, float]  # each on the pipeline rank where it is worst; the largest is total_bytes
+
+
+def memory(work: Workload, traits: Traits, node_gpus: int = 8, *, chunked_head: bool = False) -> Memory:
+    """Bytes at every instant of a step. `chunked_head`: the loss never holds tokens × vocabulary at once."""
+    instants = dict.fromkeys(INSTANTS, 0.0)
+    total_bytes, parts = 0.0, {}
+    for stage in _stages(work, traits, node_gpus, chunked_head):
+        for instant, at_instant in _parts_by_instant(stage).items():
+            size = sum(at_instant.values())
+            instants[instant] = max(instants[instant], size)
+            if size > total_bytes:
+                total_bytes, parts = size, at_instant
+    return Memory(total_bytes, {name: size for name, size in parts.items() if size}, instants)
+
+
+def memory_bytes(work: Workload, traits: Traits, node_gpus: int = 8, *, chunked_head: bool = False) -> float:
+    """The same total without names, for a search."""
+    total_bytes = 0.0
+    for (
+        parameters,
+        optimizer,
+        runtime,
+        gradients,
+        gradients_forward,
+        gradients_backward,
+        activations,
+        later_activations,
+        head_activations,
+        logits,
+        unsharded,
+        unsharded_backward,
+        layer_in_work,
+        buffers,
+        temporaries,
+    ) in _stages(work, traits, node_gpus, chunked_head):
+        forward = activations + unsharded + max(buffers, head_activations + logits if logits else 0.0)
+        backward = unsharded_backward + layer_in_work + buffers
+        first, last = activations + backward, max(later_activations + backward, temporaries)
+        size = max(
+            gradients_forward + forward + forward * ALLOCATOR_SLACK // 1.0,
+            gradients_backward + first + first * ALLOCATOR_SLACK // 1.0,
+            gradients + last + last * ALLOCATOR_SLACK // 1.0,
+        )
+        size += parameters + optimizer + runtime
+        if size > total_bytes:
+            total_bytes = size
+    return total_bytes
+
+
+class _Stage(NamedTuple):
+    """Whole bytes of one pipeline rank."""
+
+    parameters: float
+    optimizer: float
+    runtime: float
+    gradients: float  # once the first backward pass is through
+    gradients_forward: float
+    gradients_backward: float  # at the first backward layer
+    activations: float  # of every micro-batch in flight
+    later_activations: float  # when one of them has been through its backward pass, but for a layer
+    head_activations: float
+    logits: float
+    unsharded: float
+    unsharded_backward: float  # with the gradients of the layer in work
+    layer_in_work: float  # recomputed tensors and gradients of one layer
+    buffers: float
+    temporaries: float  # of the optimizer step
+
+
+def _parts_by_instant(stage: _Stage) -> dict[str, dict[str, float]]:
+    def parts(gradients: float, **dynamic: float) -> dict[str, float]:
+        return {
+            "parameters": stage.parameters,
+            "gradients": gradients,
+            "optimizer states": stage.optimizer,
+            **{name.replace("_", " "): size for name, size in dynamic.items()},
+            "allocator slack": sum(dynamic.values()) * ALLOCATOR_SLACK // 1.0,
+            "runtime and communicators": stage.runtime,
+        }
+
+    backward = {
+        "layer_in_work": stage.layer_in_work,
+        "unsharded_parameters": stage.unsharded_backward,
+        "communication_buffers": stage.buffers,
+    }
+    by_instant = (
+        parts(stage.gradients_forward, unsharded_parameters=stage.unsharded),
+        parts(
+            stage.gradients_forward,
+            activations=stage.activations,
+            unsharded_parameters=stage.unsharded,
+            communication_buffers=stage.buffers,
+        ),
+        parts(
+            stage.gradients_forward,
+            activations=stage.activations + stage.head_activations,
+            logits=stage.logits,
+            unsharded_parameters=stage.unsharded,
+        ),
+        parts(stage.gradients_backward, activations=stage.activations, **backward),
+        parts(stage.gradients, activations=stage.later_activations, **backward),
+        parts(stage.gradients, fp32_gradients=stage.temporaries),
+    )
+    named = dict(zip(INSTANTS, by_instant, strict=True))
+    if not stage.logits:
+        del named["loss"]
+    return named
+
+
+def _stages(work: Workload, traits: Traits, node_gpus: int, chunked_head: bool) -> list[_Stage]:
+    """The pipeline ranks that can be the worst: the first, the last, and the second where leading layers differ."""
+    shape, layout = work.shape, work.layout
+    pp, vpp = layout.pp, layout.vpp
+    tokens = layout.micro_batch * work.sequence / layout.cp
+    micro_batches = work.micro_batches
+    runtime = _runtime_bytes(layout, node_gpus)
+    rates = parameter_bytes(
+        layout.precision,
+        layout.zero,
+        layout.pp > 1,
+        layout.replicate > 1,
+        layout.fsdp,
+        layout.cp,
+        layout.tp,
+        layout.ep,
+        work.lora,
+        layout.offload == "optimizer",
+        traits.master_gradients,
+    )
+    dense, moe, head = layer_bytes(
+        shape, traits, layout.tp, layout.ep, layout.precision, layout.recompute, work.sequence, work.imbalance
+    )
+    layers = shape.layers + shape.mtp_layers
+    per_chunk = -(-layers // (pp * vpp))
+    per_rank = min(per_chunk * vpp, layers)
+    last = max(layers - (pp - 1) * per_rank, layers // pp)  # the rank with the head has fewer where stages are uneven
+    numbers = (0,) if pp == 1 else (0, 1, pp - 1) if pp > 2 and shape.dense_layers else (0, pp - 1)
+    stages = []
+    for number in numbers:
+        is_last = number == pp - 1
+        count = last if is_last else per_rank
+        num_dense = count if not shape.is_moe else min(shape.dense_layers, per_chunk) if number == 0 else 0
+        num_moe = count - num_dense
+        layer = moe if num_moe else dense
+        tables = head.tables_alone if pp == 1 else head.tables_last if is_last else 1.0 if number == 0 else 0.0
+
+        in_flight = _in_flight(layout, micro_batches, number)
+        once = tokens * (num_dense * dense.saved + num_moe * moe.saved)
+        activations = in_flight * once
+        later = (in_flight - 1.0) * once + tokens * layer.kept
+        if layout.offload == "activations":  # one layer on its way, one in work
+            two_layers = 2.0 * tokens * layer.saved
+            activations, later = min(activations, two_layers), min(later, two_layers)
+        logits = 0.0
+        if is_last:
+            values = tokens * head.width
+            if chunked_head:
+                logits = head.logit_bytes * min(values, CHUNK_LOGITS)
+            else:
+                logits = values * (head.logit_bytes + shape.mtp_layers * SAVED_LOGIT_BYTES)
+
+        table = tables * head.parameters
+        body = num_dense * dense.parameters + num_moe * moe.parameters
+        experts = num_moe * moe.expert_parameters
+        shared, inner, full = table + body, body + experts, table + body + experts
+        largest = layer.parameters + layer.expert_parameters
+        gradients = rates.gradient * shared + rates.expert_gradient * experts
+        held = rates.keeps_gradients or micro_batches > in_flight
+        early = gradients if held else min(gradients, rates.gradient * (table if rates.reduced else table + largest))
+        unsharded = rates.gathered_table * table + rates.gathered * inner + rates.fetched * largest
+        buffers = tokens * (layer.buffers + (layer.ring if layout.cp > 1 else 0.0))
+        buffers += 2.0 * rates.bucket * min(BUCKET_PARAMETERS, full) + (tokens * head.sends if pp > 1 else 0.0)
+        optimizer = rates.optimizer * shared + rates.expert_optimizer * experts
+        temporaries = rates.temporary * shared + rates.expert_temporary * experts
+        if layout.offload == "optimizer":  # the host takes gradients and gives weights back, bucket by bucket
+            optimizer = min(optimizer, 2.0 * BUCKET_PARAMETERS * (MASTER_BYTES + MOMENT_BYTES))
+        stages.append(
+            _Stage(
+                (rates.table * table + rates.weight * body + rates.expert_weight * experts) // 1.0,
+                optimizer // 1.0,
+                runtime,
+                gradients // 1.0,
+                gradients // 1.0 if held else 0.0,
+                early // 1.0,
+                activations // 1.0,
+                later // 1.0,
+                tokens * head.saved // 1.0,
+                logits // 1.0,
+                unsharded // 1.0,
+                (unsharded + rates.summed * full + rates.reduced * largest) // 1.0,
+                tokens * layer.work // 1.0,
+                buffers // 1.0,
+                temporaries // 1.0,
+            )
+        )
+    return stages
+
+
+def _in_flight(layout: Layout, micro_batches: int, number: int) -> float:
+    """Micro-batches whose activations are alive, in units of all layers of this pipeline rank."""
+    pp, vpp = layout.pp, layout.vpp
+    if pp == 1:
+        return 1.0
+    if layout.schedule == "zero-bubble":  # inputs wait for the weight gradients (ZB-H1, arXiv:2401.10241)
+        return min(micro_batches, pp)
+    if vpp > 1:  # rank 0 holds 1 + (pp - 1)/(pp · vpp) times pp micro-batches (arXiv:2205.05198)
+        return min(micro_batches * vpp, 2 * (pp - number - 1) + (vpp - 1) * pp + 1) / vpp
+    return min(micro_batches, pp - number)
+
+
+def _runtime_bytes(layout: Layout, node_gpus: int) -> float:
+    """CUDA context and NCCL's buffers: a communicator for each mesh dimension, and two for experts."""
+    inside = outside = 0
+    span = 1
+    for size in (layout.tp, layout.cp, layout.fsdp, layout.replicate, layout.pp):
+        if size > 1:
+            span *= size
+            if span <= node_gpus:
+                inside += 1
+            else:
+                outside += 1
+    if layout.ep > node_gpus:
+        outside += 2
+    elif layout.ep > 1:
+        inside += 2
+    return (CONTEXT_BYTES + inside * COMMUNICATOR_BYTES + outside * NETWORK_COMMUNICATOR_BYTES) // 1.0

@@ -1,0 +1,51 @@
+"""A plan as plain JSON: every field of `Plan` under its own name, numbers in base units, nothing but what JSON allows.
+
+The headline numbers stand at the top level under the names that a run measures them by, so `goodput` and
+`cost_dollars` are numbers and what they rest on is in `goodput_detail` and `cost`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, is_dataclass
+from datetime import date
+from typing import Any
+
+from craton.planning.result import INTERVAL_LEVEL, Plan
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """A dict for `json.dumps`; a number that is infinite or undefined (no failures expected) becomes null."""
+    document: dict[str, Any] = {"schema": 1, "interval_level": INTERVAL_LEVEL, **_plain_fields(plan)}
+    document["fits"] = plan.fits
+    document["layout_text"] = str(plan.layout)
+    document["model"] |= {
+        "parameters": plan.model.parameters,
+        "active_parameters": plan.model.active_parameters,
+    }
+    document["cluster"]["num_gpus"] = plan.cluster.num_gpus
+    document["goodput_detail"] = document.pop("goodput")
+    document["goodput"] = document["goodput_detail"]["goodput"]
+    document["cost_dollars"] = document["cost"]["cost_dollars"] if plan.cost else None
+    return document
+
+
+def _plain_fields(value: Any) -> dict[str, Any]:
+    return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return _plain_fields(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, date):
+        return value.isoformat()
+    # numpy's scalars are floats and ints in all but type; json.dumps takes only the real ones.
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,208 @@
+"""Every layout worth considering on one cluster, evaluated and ranked.
+
+The space: tp over powers of two up to twice the NVLink domain, pp over divisors of the world, cp over powers of two
+that leave a rank 1,024 tokens, every ep that divides the experts and its ranks, DDP, ZeRO-1, ZeRO-2, FSDP and HSDP over
+an NVLink domain, interleaving up to eight stages a rank, micro-batches up to 16. Recompute and offload only cost time,
+so each layout gets the least of them with which it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from craton.job import Layout, ModelShape, Precision, Recompute
+from craton.planning.machine import Machine
+from craton.planning.memory import memory_bytes
+from craton.planning.software import SoftwareProfile
+from craton.planning.training import StepModel, StepTerms, Workload, compose, stack
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+STAGES_A_RANK = (1, 2, 4, 8)
+LEAST_TOKENS_A_RANK = 1024
+SIMPLER = 0.003  # a layout must beat one with a dimension less by this share of the step
+NEARLY_FITS = 1.5  # layouts up to this share over the card's memory are evaluated too, to say what memory costs
+SAFE_SHARE = 0.95  # of the card's memory: what the memory model may be wrong by is left free
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    layout: Layout
+    terms: StepTerms
+    step_seconds: float
+    memory_bytes: float
+    fits: bool
+
+    @property
+    def rank(self) -> float:
+        """Step time with a small price on every dimension of parallelism, so that equals go to the simpler one."""
+        layout = self.layout
+        used = sum(size > 1 for size in (layout.pp, layout.replicate, layout.fsdp, layout.cp, layout.tp, layout.vpp))
+        return self.step_seconds * (1.0 + SIMPLER * used)
+
+
+@dataclass(frozen=True)
+class Search:
+    candidates: list[Candidate]  # those that fit, best first
+    too_large: list[Candidate]  # fastest first
+    evaluated: int
+
+
+def search(
+    model: StepModel,
+    machine: Machine,
+    profile: SoftwareProfile,
+    world: int,
+    precision: Precision,
+    like: Layout | None = None,
+) -> Search:
+    """All layouts of the space on `world` GPUs; `like` keeps that layout's tp, cp and ep (for scaling curves)."""
+    limit = SAFE_SHARE * machine.gpu.memory_bytes
+    fitting: list[tuple[Layout, float]] = []
+    larger: list[tuple[Layout, float]] = []
+    evaluated = 0
+    for base in layouts(model.shape, world, model.global_batch_sequences, model.sequence, precision, machine, like):
+        smallest = None
+        for recompute in RECOMPUTES:
+            layout = base if recompute == "none" else replace(base, recompute=recompute)
+            evaluated += 1
+            need = _need(model, layout, machine)
+            smallest = (layout, need) if smallest is None or need < smallest[1] else smallest
+            if need <= limit:
+                fitting.append((layout, need))
+                break
+        else:
+            assert smallest is not None
+            larger.append(smallest)
+    if not fitting:  # what only just fits, else what fits with the optimizer in host memory
+        fitting = [(layout, need) for layout, need in larger if need <= machine.gpu.memory_bytes]
+    if not fitting:
+        offloaded = [replace(layout, offload="optimizer") for layout, _ in larger]
+        needs = [(layout, _need(model, layout, machine)) for layout in offloaded]
+        fitting = [(layout, need) for layout, need in needs if need <= limit]
+        evaluated += len(needs)
+    near = sorted(larger, key=lambda pair: pair[1])[:2000]
+    near = [pair for pair in near if pair[1] <= NEARLY_FITS * limit] or near[:50]
+    constants = np.exp(np.array(profile.log_constants))
+    candidates = _candidates(model, fitting, constants, fits=True)
+    too_large = _candidates(model, near, constants, fits=False)
+    return Search(
+        sorted(candidates, key=lambda candidate: candidate.rank),
+        sorted(too_large, key=lambda candidate: candidate.memory_bytes if not candidates else candidate.step_seconds),
+        evaluated,
+    )
+
+
+def evaluate(model: StepModel, machine: Machine, profile: SoftwareProfile, layout: Layout) -> Candidate:
+    """One layout, wherever it comes from."""
+    need = _need(model, layout, machine)
+    constants = np.exp(np.array(profile.log_constants))
+    return _candidates(model, [(layout, need)], constants, fits=need <= machine.gpu.memory_bytes)[0]
+
+
+def layouts(
+    shape: ModelShape,
+    world: int,
+    global_batch_sequences: int,
+    sequence: int,
+    precision: Precision,
+    machine: Machine,
+    like: Layout | None = None,
+) -> Iterator[Layout]:
+    """Valid layouts without recompute."""
+    domain = machine.network.nvlink_domain
+    for tp in _tensor_sizes(shape, sequence, min(2 * domain, world)) if like is None else [like.tp]:
+        for cp in _context_sizes(sequence, tp, world // tp) if like is None else [like.cp]:
+            for pp in _divisors(world // (tp * cp)) if world % (tp * cp) == 0 else []:
+                dp = world // (tp * cp * pp)
+                if pp > shape.layers or global_batch_sequences % dp:
+                    continue
+                per_rank = global_batch_sequences // dp
+                micro_batches = [size for size in MICRO_BATCHES if per_rank % size == 0]
+                stages = [v for v in STAGES_A_RANK if pp * v <= shape.layers] if pp > 1 else [1]
+                experts = (
+                    _expert_sizes(shape, dp * cp) if like is None else [like.ep] if (dp * cp) % like.ep == 0 else []
+                )
+                for replicate, fsdp, zero in _shardings(dp, pp, max(1, domain // (tp * cp))):
+                    for ep in experts:
+                        for vpp in stages:
+                            for micro_batch in micro_batches:
+                                yield Layout(
+                                    pp=pp,
+                                    replicate=replicate,
+                                    fsdp=fsdp,
+                                    cp=cp,
+                                    tp=tp,
+                                    ep=ep,
+                                    vpp=vpp,
+                                    micro_batch=micro_batch,
+                                    precision=precision,
+                                    zero=zero,  # type: ignore[arg-type]
+                                    schedule="interleaved" if vpp > 1 else "1f1b",
+                                )
+
+
+def _need(model: StepModel, layout: Layout, machine: Machine) -> float:
+    work = Workload(model.shape, layout, model.sequence, model.global_batch_sequences, model.lora, model.imbalance)
+    return memory_bytes(work, model.traits, machine.node_gpus, chunked_head=model.traits.chunked_head)
+
+
+def _candidates(
+    model: StepModel, pairs: list[tuple[Layout, float]], constants: np.ndarray, fits: bool
+) -> list[Candidate]:
+    if not pairs:
+        return []
+    terms = [model.terms(layout) for layout, _ in pairs]
+    seconds = np.atleast_1d(compose(stack(terms), constants).step_seconds)
+    return [
+        Candidate(layout, term, float(second), need, fits)
+        for (layout, need), term, second in zip(pairs, terms, seconds, strict=True)
+    ]
+
+
+def _tensor_sizes(shape: ModelShape, sequence: int, most: int) -> list[int]:
+    sizes = []
+    tp = 1
+    while tp <= most:
+        whole_heads = shape.heads % tp == 0 and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
+        if tp == 1 or (whole_heads and sequence % tp == 0):
+            sizes.append(tp)
+        tp *= 2
+    return sizes
+
+
+def _context_sizes(sequence: int, tp: int, most: int) -> list[int]:
+    sizes = [1]
+    cp = 2
+    while cp <= most and sequence % (2 * cp) == 0 and sequence // cp >= LEAST_TOKENS_A_RANK:
+        if (sequence // cp) % tp == 0:
+            sizes.append(cp)
+        cp *= 2
+    return sizes
+
+
+def _expert_sizes(shape: ModelShape, ranks: int) -> list[int]:
+    if not shape.is_moe:
+        return [1]
+    return [ep for ep in _divisors(shape.experts) if ranks % ep == 0]
+
+
+def _shardings(dp: int, pp: int, domain_ranks: int) -> list[tuple[int, int, int]]:
+    """(replicate, fsdp, zero). In a pipeline weights stay gathered, so ZeRO-2 stands for FSDP there."""
+    if dp == 1:
+        return [(1, 1, 3)]
+    full = 3 if pp == 1 else 2
+    found = [(dp, 1, 3), (1, dp, 1), (1, dp, full)]
+    if pp == 1:
+        found.append((1, dp, 2))
+    if 1 < domain_ranks < dp and dp % domain_ranks == 0:
+        found.append((dp // domain_ranks, domain_ranks, full))
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
