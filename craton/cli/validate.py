@@ -19,8 +19,10 @@ def validate(
     import json
 
     from craton.job import check_job, load_job
+    from craton.planning import check_software
 
     checked = load_job(job)
+    check_software(checked)
     summary = check_job(checked, num_gpus=_num_gpus(checked))
     print(json.dumps({"ok": True, **summary.as_dict()}) if as_json else f"ok: {summary}")
 

@@ -5,7 +5,14 @@ from craton.planning.calibration import Calibration, CalibrationError, calibrate
 from craton.planning.cases import Case, CaseFileError, Skipped, load_cases
 from craton.planning.corpus import corpus_path
 from craton.planning.planner import PlanError, plan, plan_clusters
-from craton.planning.profiles import ProfileError, find_profile, load_profile, save_profile, software_names
+from craton.planning.profiles import (
+    ProfileError,
+    check_software,
+    find_profile,
+    load_profile,
+    save_profile,
+    software_names,
+)
 from craton.planning.report import render_front, render_plan
 from craton.planning.report_html import plan_html
 from craton.planning.report_json import plan_to_json
@@ -48,6 +55,7 @@ __all__ = [
     "bench_json",
     "bench_plan",
     "calibrate",
+    "check_software",
     "corpus_path",
     "decisions",
     "find_profile",

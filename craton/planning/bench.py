@@ -2,15 +2,15 @@
 
 Holdout `group` (the default) predicts a run of the shipped corpus with constants fitted without any run of its group
 (source family, GPU, model); `family` without any run of its family, as for a stranger's cluster, and with `given` of
-that family's runs handed back, as after `craton calibrate`. Runs that repeat a configuration (`dup_group`) never stand
-on both sides. With holdout `group`, a run that the corpus does not hold is predicted with all of the corpus but its
+that family's runs on one GPU handed to `calibrate`. Runs that repeat a configuration (`dup_group`) never stand on both
+sides. With holdout `group`, a run that the corpus does not hold is predicted with all of the corpus but its
 repetitions: that is what a user gets.
 """
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from craton.planning.calibration import LoggedRun, calibrate_from
 from craton.planning.cases import Case, Skipped, load_cases
-from craton.planning.corpus import corpus, corpus_fit, row_of
+from craton.planning.corpus import case_machine, corpus, corpus_fit, effect_labels, row_of
 from craton.planning.fitting import Fit, Prediction
+from craton.planning.profiles import predict, profile_from_fit
 
 Holdout = Literal["group", "family", "none"]
 Progress = Callable[[int, int], None]
 
 GIVEN_SEEDS = (0, 1, 2)  # which runs are handed back is drawn by these
-SMALLEST_FAMILY = 8  # families with fewer runs leave nothing to test once some are handed back
+SMALLEST_CLUSTER = 8  # with fewer runs of a family on a GPU nothing is left to test once some are handed back
 MANY_GPUS = 256
 GOOD_CHOICE = 1.05  # a choice is right when it measured within 5 % of the best
 MIN_LAYOUTS = 3
@@ -228,20 +230,32 @@ def bench_json(bench: Bench) -> dict[str, Any]:
 
 
 def _with_some_given(cases: Sequence[Case], given: int, progress: Progress | None) -> list[Result]:
-    """Leave each family out, hand `given` of its runs back, predict the others; repeated with several draws."""
-    families = sorted({case.family for case in cases})
-    large = [name for name in families if sum(case.family == name for case in cases) >= max(SMALLEST_FAMILY, given + 1)]
+    """Leave each family out, `calibrate` with some of its runs on one GPU, predict its others on it; several draws."""
+    clusters: dict[tuple[str, str], list[Case]] = defaultdict(list)
+    for case in cases:
+        clusters[(case.family, case.machine.gpu)].append(case)
+    large = {key: members for key, members in clusters.items() if len(members) >= max(SMALLEST_CLUSTER, given + 1)}
+    fits: dict[str, Fit] = {}
     results: list[Result] = []
-    total = len(large) * len(GIVEN_SEEDS)
-    for done, (name, seed) in enumerate((name, seed) for name in large for seed in GIVEN_SEEDS):
-        members = [case for case in cases if case.family == name]
-        handed = random.Random(seed).sample(members, given)
-        repeated = {case.dup_group for case in handed}
-        rest = [case for case in corpus() if case.family != name]
-        fit = Fit([row_of(case) for case in (*rest, *handed)])
-        results += [Result(case, _predict(fit, case)) for case in members if case.dup_group not in repeated]
+    for done, ((family, card), members) in enumerate(sorted(large.items())):
+        if family not in fits:
+            fits[family] = Fit([row_of(case) for case in corpus() if case.family != family])
+        generation = case_machine(members[0]).gpu.generation
+        labels = effect_labels(family="", release="", gpu="", generation=generation)
+        for seed in GIVEN_SEEDS:
+            handed = random.Random(seed).sample(members, given)
+            repeated = {case.dup_group for case in handed}
+            traits = Counter(case.traits for case in handed).most_common(1)[0][0]
+            start = profile_from_fit(fits[family], "unknown", card, labels, traits, 0, "priors")
+            runs = [
+                LoggedRun(case.id, row_of(case).terms, case_machine(case), case.measured_step_seconds)
+                for case in handed
+            ]
+            profile = calibrate_from(start, runs).profile
+            others = [case for case in members if case.dup_group not in repeated]
+            results += [Result(case, predict(profile, row_of(case).terms)) for case in others]
         if progress:
-            progress(done + 1, total)
+            progress(done + 1, len(large))
     return results
 
 

@@ -22,10 +22,10 @@ from craton.job import CratonError, LayoutSpec, check_layout, did_you_mean, load
 from craton.planning.cases import CaseFileError, UnrepresentableError, read_case
 from craton.planning.collectives import Group, all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from craton.planning.corpus import case_machine, case_terms
-from craton.planning.fitting import DAMPING, ITERATIONS, NOISE, TAIL_WIDTH, Array, linearise
+from craton.planning.fitting import DAMPING, ITERATIONS, NOISE, UNSHARED, Array, linearise
 from craton.planning.kernels import attention_seconds, gemm_seconds
 from craton.planning.machine import Machine, machine_of
-from craton.planning.profiles import find_profile, with_wider_prior
+from craton.planning.profiles import find_profile
 from craton.planning.software import CONSTANTS, INDEX, SPREAD, SoftwareProfile
 from craton.planning.training import StepModel, StepTerms, stack
 
@@ -68,50 +68,52 @@ def calibrate(
             f"{len(runs)} run{'s' if len(runs) != 1 else ''} given; a profile needs at least {LEAST_RUNS}, best with "
             "different layouts, models or sizes"
         )
+    return calibrate_from(find_profile(software, runs[0].machine.gpu), runs, name, pins)
+
+
+def calibrate_from(
+    start: SoftwareProfile, runs: Sequence[LoggedRun], name: str = "", pins: Mapping[str, float] | None = None
+) -> Calibration:
+    """The posterior of a profile, given logged runs of one kind of GPU."""
     cards = sorted({run.machine.gpu.name for run in runs})
     if len(cards) > 1:
-        raise CalibrationError(
-            f"the runs are on {' and '.join(cards)}; a profile holds for one GPU: give one file each"
-        )
-    start = with_wider_prior(find_profile(software, runs[0].machine.gpu), NEW_CLUSTER, np.array(SPREAD))
-    mean, covariance = _pin(np.array(start.log_constants), np.array(start.covariance), pins or {})
+        raise CalibrationError(f"the runs are on {' and '.join(cards)}; a profile holds for one GPU: give a file each")
+    widened = np.append((NEW_CLUSTER * np.array(SPREAD)) ** 2, start.own_cluster**2)
+    mean, covariance = _pin(
+        np.append(start.log_constants, start.log_scale), np.array(start.covariance) + np.diag(widened), pins or {}
+    )
     target = np.log([run.step_seconds for run in runs])
     terms = stack([run.terms for run in runs])
     count = len(runs)
-    scale_variance = start.residual**2
     theta = mean.copy()
     for iteration in range(ITERATIONS):
-        value, jacobian = linearise(terms, np.tile(theta, (count, 1)))
-        gap = target - value - start.log_scale + jacobian @ (theta - mean)
-        kernel = jacobian @ covariance @ jacobian.T + scale_variance + np.eye(count) * NOISE**2
-        alpha = np.linalg.solve(kernel, gap)
-        goal = mean + covariance @ jacobian.T @ alpha
+        value, jacobian = _log_steps(terms, theta, count)
+        kernel = jacobian @ covariance @ jacobian.T + np.eye(count) * (NOISE**2 + UNSHARED**2)
+        gain = np.linalg.solve(kernel, jacobian @ covariance).T
+        goal = mean + gain @ (target - value + jacobian @ (theta - mean))
         theta = theta + DAMPING[min(iteration, len(DAMPING) - 1)] * (goal - theta)
-    explained = np.linalg.solve(kernel, jacobian @ covariance)
-    posterior = covariance - covariance @ jacobian.T @ explained
-    log_scale = start.log_scale + scale_variance * float(alpha.sum())
-    left = scale_variance - scale_variance**2 * float(np.linalg.solve(kernel, np.ones(count)).sum())
+    posterior = covariance - gain @ jacobian @ covariance
     identified, unidentified = _told(jacobian, covariance, posterior, pins or {})
     profile = replace(
         start,
-        name=name or software,
+        name=name or start.name,
         gpu=cards[0],
-        log_constants=tuple(float(x) for x in theta),
+        log_constants=tuple(float(x) for x in theta[:-1]),
+        log_scale=float(theta[-1]),
         covariance=tuple(tuple(float(x) for x in line) for line in posterior),
-        log_scale=log_scale,
-        residual=math.sqrt(max(left, 0.0) + (TAIL_WIDTH * NOISE) ** 2),
+        own_cluster=0.0,
         calibrated=True,
         rows=count,
-        source=f"{count} logged runs on {cards[0]}, starting from {software}",
+        source=f"{count} logged runs on {cards[0]}, starting from {start.name}",
         unidentified=tuple(unidentified),
     )
-    before, _ = linearise(terms, np.tile(np.array(start.log_constants), (count, 1)))
-    after, _ = linearise(terms, np.tile(theta, (count, 1)))
+    before, _ = _log_steps(terms, np.append(start.log_constants, start.log_scale), count)
+    after, _ = _log_steps(terms, theta, count)
     return Calibration(
         profile,
         list(runs),
-        [math.exp(x + start.log_scale) for x in before],
-        [math.exp(x + log_scale) for x in after],
+        [math.exp(x) for x in before],
+        [math.exp(x) for x in after],
         identified,
         unidentified,
         sorted(pins or {}),
@@ -249,6 +251,12 @@ def _run_of_job(entry: dict[str, Any], where: str, folder: Path, software: str) 
     )
     name = str(entry.get("name") or f"{job.name}: {layout}")
     return LoggedRun(name, model.terms(layout), machine, float(statistics.median(steps)))
+
+
+def _log_steps(terms: StepTerms, theta: Array, count: int) -> tuple[Array, Array]:
+    """log(step) of every run and its derivative by the log-constants and the scale."""
+    value, jacobian = linearise(terms, np.tile(theta[:-1], (count, 1)))
+    return value + theta[-1], np.hstack([jacobian, np.ones((count, 1))])
 
 
 def _pin(mean: Array, covariance: Array, pins: Mapping[str, float]) -> tuple[Array, Array]:

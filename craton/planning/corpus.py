@@ -14,7 +14,7 @@ import numpy as np
 
 from craton.job import Layout
 from craton.planning.cases import Case, data_folder, load_cases
-from craton.planning.fitting import NOISE, Fit, Row
+from craton.planning.fitting import EXPERT_NOISE, NOISE, OPEN_NOISE, Fit, Row
 from craton.planning.machine import Machine, machine
 from craton.planning.software import prior_log
 from craton.planning.training import StepTerms, Workload, compose, stack, step_terms
@@ -22,9 +22,6 @@ from craton.planning.training import StepTerms, Workload, compose, stack, step_t
 MICRO_BATCHES = (1, 2, 4, 8)
 EXPERT_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
 MOST_STAGES_A_RANK = 12
-# Published steps scatter more where settings are not all stated, and where experts are routed (docs/measurements.md).
-OPEN_NOISE = 1.2
-EXPERT_NOISE = 1.5
 
 
 def corpus_path() -> str:

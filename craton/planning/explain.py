@@ -37,6 +37,7 @@ PARTS: dict[str, dict[str, str]] = {
         "gradients": "gradient reduction",
         "bubble": "pipeline bubble",
         "send": "pipeline sends",
+        "offload": "host offload",
         "straggle": "stragglers",
     },
     "optimizer": {"optimizer": "optimizer step", "overhead": "host overhead"},
@@ -114,6 +115,12 @@ def _advice(part: str, layout: Layout, machine: Machine) -> tuple[str, str, str]
             "sending activations between stages",
             "fewer stages a rank (vpp), or neighbours in one leaf",
         )
+    if part == "offload":
+        return (
+            "infrastructure",
+            f"offload over {machine.host_link}",
+            "more GPUs, or a larger card, so that nothing is offloaded",
+        )
     if part == "straggle":
         return (
             "orchestration",
@@ -190,6 +197,7 @@ def sensitivities(
             model.traits,
             model.lora,
             model.imbalance,
+            model.host_link_bytes_per_second,
         )
         seconds = float(compose(other.terms(candidate.layout), constants).step_seconds)
         found.append(Sensitivity(name, f"−{100 * MOVE:.0f} %", seconds / base - 1.0))

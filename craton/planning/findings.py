@@ -9,13 +9,23 @@ from datetime import date, timedelta
 
 from craton.job import Layout
 from craton.planning import quantities
-from craton.planning.result import INTERVAL_LEVEL, PHASES, Alternative, Plan, RecoveryPlan, ScalingPoint, TierPlan
+from craton.planning.result import (
+    INTERVAL_LEVEL,
+    PHASES,
+    Alternative,
+    Plan,
+    RecoveryPlan,
+    ScalingPoint,
+    Sensitivity,
+    TierPlan,
+)
 
 INTERVAL_NAME = f"{100 * INTERVAL_LEVEL:.0f} % interval"
 STALE_PRICE_DAYS = 90
 _SMALLEST_PART = 0.005  # of the step; smaller parts are shown as one sum
 _KIND_NAMES = {"pretrain": "Pre-training", "sft": "Fine-tuning", "dpo": "Preference tuning", "grpo": "RL tuning"}
 _LAYOUT_SIZES = ("pp", "replicate", "fsdp", "cp", "tp", "ep", "vpp")
+LONGEST_SHOWN_SECONDS = 100 * 365 * 86400
 
 
 def verdict(plan: Plan) -> str:
@@ -51,8 +61,8 @@ def batch_text(plan: Plan) -> str:
 
 
 def end_days(plan: Plan, start: date) -> tuple[date, date, date] | None:
-    """The day a run started on `start` ends, and the interval's; None where hours matter more than days."""
-    if plan.run_seconds < 2 * 86400:
+    """The day a run started on `start` ends, and the interval's; None where hours or centuries count."""
+    if plan.run_seconds < 2 * 86400 or plan.run_seconds_high > LONGEST_SHOWN_SECONDS:
         return None
     best, low, high = (
         start + timedelta(days=round(seconds / 86400))
@@ -278,3 +288,9 @@ def _as_alternative(plan: Plan) -> Alternative:
 
 def _share(plan: Plan, phase: str) -> float:
     return plan.phases.get(phase, 0.0) / plan.step_seconds
+
+
+def effect_text(sensitivity: Sensitivity) -> str:
+    """An uncertainty moves the step both ways, a change one way."""
+    text = quantities.signed_percent(sensitivity.effect)
+    return f"±{text.lstrip('+−')}" if sensitivity.change.startswith("±") else text

@@ -27,7 +27,10 @@ Labels = Mapping[str, str]
 # explains. Chosen once by the evidence of all rows and then rounded; docs/measurements.md shows what they are worth.
 LEVELS: dict[str, float] = {"all": 0.4, "generation": 0.4, "family": 1.0, "release": 0.5, "family-gpu": 0.6}
 SCALES: dict[str, float] = {"family-scale": 0.05, "release-kind": 0.06, "model": 0.05, "group": 0.04}
+UNSHARED = math.sqrt(sum(deviation**2 for name, deviation in SCALES.items() if name != "family-scale"))
 NOISE = 0.035
+OPEN_NOISE = 1.2  # times as much where a source does not state all settings
+EXPERT_NOISE = 1.5  # and where tokens are routed to experts
 TAILS = 4.0  # degrees of freedom of the noise: published tables have outliers
 TAIL_WIDTH = 1.2  # what such tails add to the spread of a new measurement
 ITERATIONS = 14
@@ -109,20 +112,15 @@ class Fit:
         """Posterior mean of the constants of a stack with these labels, in logs."""
         return np.array(prior_log) + self._weights(labels) @ self.alpha
 
-    def covariance(self, labels: Labels) -> Array:
-        """Posterior covariance of those constants, in logs."""
-        prior = np.diag(self.variance) * sum(share**2 for share in LEVELS.values())
-        explained = np.linalg.solve(self.factor, self._weights(labels).T)
-        return np.asarray(prior - explained.T @ explained)
-
-    def scale(self, labels: Labels) -> tuple[float, float]:
-        """(mean, standard deviation) of what no constant explains for a run with these labels, noise included."""
-        cross = np.zeros(len(self.alpha))
-        for name, deviation in SCALES.items():
-            cross += deviation**2 * self._same(name, labels)
-        explained = np.linalg.solve(self.factor, cross)
-        variance = sum(deviation**2 for deviation in SCALES.values()) - float(explained @ explained)
-        return float(cross @ self.alpha), math.sqrt(max(variance, 0.0) + (TAIL_WIDTH * NOISE) ** 2)
+    def posterior(self, labels: Labels, prior_log: Sequence[float]) -> tuple[Array, Array]:
+        """Mean and covariance of the log-constants of a stack with these labels, followed by its log-scale: what the
+        constants leave over on every step of the stack. What differs by release and model is UNSHARED."""
+        scale = SCALES["family-scale"] ** 2
+        weights = np.vstack([self._weights(labels), scale * self._same("family-scale", labels)])
+        prior = np.append(self.variance * sum(share**2 for share in LEVELS.values()), scale)
+        explained = np.linalg.solve(self.factor, weights.T)
+        mean = np.append(np.array(prior_log), 0.0) + weights @ self.alpha
+        return mean, np.diag(prior) - explained.T @ explained
 
     def _weights(self, labels: Labels) -> Array:
         """How far each row's residual moves each constant of a stack with these labels: [constants, rows]."""

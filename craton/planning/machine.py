@@ -17,6 +17,8 @@ class Machine:
     rates: GpuRates
     network: Network
     node_gpus: int
+    host_link: str = "pcie5"
+    host_link_bytes_per_second: float = 50e9  # per GPU
 
 
 @lru_cache(maxsize=256)
@@ -48,7 +50,14 @@ def machine_of(cluster: Cluster) -> Machine:
         cluster.leaf_nodes * instance.num_gpus,
         cluster.spine_oversubscription,
     )
-    return Machine(instance.gpu, rates_of(instance.gpu), links, instance.num_gpus)
+    return Machine(
+        instance.gpu,
+        rates_of(instance.gpu),
+        links,
+        instance.num_gpus,
+        instance.host_link,
+        instance.host_link_bytes_per_second,
+    )
 
 
 _rates: dict[int, tuple[Gpu, GpuRates]] = {}

@@ -22,7 +22,7 @@ from craton.planning.flops import flops_per_token
 from craton.planning.goodput import expected_goodput, goodput_plan
 from craton.planning.machine import Machine, machine_of
 from craton.planning.memory import memory
-from craton.planning.profiles import find_profile, interval_factor, predict
+from craton.planning.profiles import check_software, find_profile, interval_factor, predict
 from craton.planning.quantities import percent
 from craton.planning.result import Alternative, Plan, ScalingPoint, StoragePlan
 from craton.planning.search import SAFE_SHARE, Candidate, Search, evaluate, search
@@ -35,6 +35,7 @@ TOP = 5
 WORTH_SAYING = 0.03  # of the step, from which a better layout than the user's is mentioned
 REAL_IMBALANCE = 1.1  # busiest expert over the mean with a trained router; published runs force balance
 OTHER_HARDWARE = ("p5.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge", "p6-b300.48xlarge")
+DEFAULT_CHECKPOINT_SECONDS = 1800.0  # of a job that names no checkpoint tier
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
 SECONDS_PER_DAY = 86400.0
 
@@ -174,6 +175,7 @@ def _bench(job: Job, cluster: Cluster) -> Bench:
             f"{job.where('train')}the plan needs to know how long the job trains: give train.tokens or train.steps"
         )
     machine = machine_of(cluster)
+    check_software(job)
     profile = find_profile(job.software, machine.gpu)
     model = StepModel(
         shape,
@@ -184,6 +186,7 @@ def _bench(job: Job, cluster: Cluster) -> Bench:
         profile.traits,
         lora=bool(job.train and job.train.lora),
         imbalance=REAL_IMBALANCE if shape.is_moe else 1.0,
+        host_link_bytes_per_second=machine.host_link_bytes_per_second,
     )
     return Bench(job, shape, cluster, machine, profile, model)
 
@@ -241,6 +244,8 @@ def _storage(bench: Bench, candidate: Candidate, step_seconds: float) -> Storage
         name = "object" if tier.to.startswith("s3://") else "shared" if tier.to.startswith("/") else tier.to
         if name in cluster.tiers:
             cadence[name] = min(tier.every, cadence.get(name, math.inf))
+    if not job.checkpoint.tiers and (durable := _durable_tier(cluster)):
+        cadence[durable] = DEFAULT_CHECKPOINT_SECONDS
     if isinstance(job.checkpoint.peer, float | int) and "peer" in cluster.tiers:
         cadence["peer"] = float(job.checkpoint.peer)
     path = str(job.data.path or "")
@@ -256,6 +261,11 @@ def _storage(bench: Bench, candidate: Candidate, step_seconds: float) -> Storage
         replicate=candidate.layout.replicate,
         frozen_bytes=2.0 * shape.parameters if train.lora else 0.0,
     )
+
+
+def _durable_tier(cluster: Cluster) -> str:
+    """Where a job that names no tier is taken to save."""
+    return next((name for name in ("shared", "object", "nvme") if name in cluster.tiers), "")
 
 
 def _outcome(bench: Bench, candidate: Candidate) -> Outcome:
@@ -418,6 +428,11 @@ def _warnings(bench: Bench, candidate: Candidate) -> list[str]:
             f"{bench.machine.gpu.name} has no matrix unit for {candidate.layout.precision}; planned at the next wider "
             "precision's rate"
         )
+    if not bench.job.checkpoint.tiers and (durable := _durable_tier(bench.cluster)):
+        found.append(
+            f"the job names no checkpoint tier: planned as if it saved to {durable} every "
+            f"{DEFAULT_CHECKPOINT_SECONDS / 60:.0f} min"
+        )
     if bench.shape.is_moe:
         share = f"{100 * (REAL_IMBALANCE - 1):.0f} %"
         found.append(
@@ -563,7 +578,7 @@ def _compared(outcome: Outcome, best: Outcome) -> str:
 def _ratio(ratio: float, more: str, less: str, same: str) -> str:
     if 0.99 < ratio < 1.01:
         return same
-    if ratio > 3.0 or ratio < 1 / 3:
+    if ratio > 2.0 or ratio < 0.5:
         return f"{max(ratio, 1 / ratio):.1f} × {more if ratio > 1 else less}"
     return f"{100 * abs(ratio - 1):.0f} % {more if ratio > 1 else less}"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from craton.infrastructure import Gpu
-from craton.job import CratonError, did_you_mean
-from craton.planning.fitting import QUANTILE_80, Array, Fit, Prediction, linearise
+from craton.job import CratonError, Job, did_you_mean
+from craton.planning.fitting import EXPERT_NOISE, NOISE, QUANTILE_80, TAIL_WIDTH, UNSHARED, Fit, Prediction, linearise
 from craton.planning.software import NAMES, SoftwareProfile, Traits, prior_log
 from craton.planning.training import StepTerms, stack
 
@@ -60,15 +60,19 @@ def software_names() -> list[str]:
     return sorted(STACKS)
 
 
+def check_software(job: Job) -> None:
+    """Raises ProfileError, with the line, when a job names a stack that has no profile."""
+    if job.software in STACKS or Path(job.software).suffix == ".json" or "/" in job.software:
+        return
+    raise _unknown(job.software, job.where("software"))
+
+
 def find_profile(software: str, card: Gpu) -> SoftwareProfile:
     """The profile of a stack, or of a profile file, on a GPU."""
     if Path(software).suffix == ".json" or "/" in software:
         return load_profile(software)
     if software not in STACKS:
-        raise ProfileError(
-            f"software {software!r} has no profile{did_you_mean(software, STACKS)}; allowed: "
-            f"{', '.join(software_names())}, or the path of a file written by `craton calibrate`"
-        )
+        raise _unknown(software)
     entries = [entry for entry in _shipped() if entry.software == software]
     for match in (
         lambda entry: entry.gpu == card.name,
@@ -84,8 +88,9 @@ def find_profile(software: str, card: Gpu) -> SoftwareProfile:
 def predict(profile: SoftwareProfile, terms: StepTerms) -> Prediction:
     """A step's median and spread under a profile."""
     value, jacobian = linearise(stack([terms]), np.array(profile.log_constants)[None, :])
-    slope = jacobian[0]
-    variance = float(slope @ np.array(profile.covariance) @ slope) + profile.residual**2
+    slope = np.append(jacobian[0], 1.0)  # the scale moves every step alike
+    noise = TAIL_WIDTH * NOISE * (EXPERT_NOISE if terms.layer.dispatches[0] else 1.0)
+    variance = float(slope @ np.array(profile.covariance) @ slope) + profile.own_cluster**2 + UNSHARED**2 + noise**2
     return Prediction(math.exp(float(value[0]) + profile.log_scale), math.sqrt(variance))
 
 
@@ -97,17 +102,15 @@ def profile_from_fit(
     fit: Fit, software: str, card: str, labels: dict[str, str], traits: Traits, rows: int, source: str
 ) -> SoftwareProfile:
     """What a fit knows of one stack on one GPU."""
-    constants = fit.constants(labels, prior_log(traits))
-    mean, deviation = fit.scale(labels)
-    covariance = fit.covariance(labels)
+    mean, covariance = fit.posterior(labels, prior_log(traits))
     return SoftwareProfile(
         name=software,
         gpu=card,
         traits=traits,
-        log_constants=tuple(float(x) for x in constants),
+        log_constants=tuple(float(x) for x in mean[:-1]),
+        log_scale=float(mean[-1]),
         covariance=tuple(tuple(float(x) for x in line) for line in covariance),
-        log_scale=mean,
-        residual=math.hypot(deviation, OWN_CLUSTER),
+        own_cluster=OWN_CLUSTER,
         calibrated=rows >= ENOUGH_ROWS,
         source=source,
         rows=rows,
@@ -130,7 +133,7 @@ def profile_json(profile: SoftwareProfile) -> dict[str, Any]:
             for i, (name, log) in enumerate(zip(NAMES, profile.log_constants, strict=True))
         },
         "log_scale": _short(profile.log_scale),
-        "residual": _short(profile.residual),
+        "own_cluster": _short(profile.own_cluster),
         "unidentified": list(profile.unidentified),
         "covariance": [[_short(x) for x in line[: i + 1]] for i, line in enumerate(matrix)],
     }
@@ -142,7 +145,8 @@ def profile_from_json(entry: dict[str, Any]) -> SoftwareProfile:
     if missing or len(constants) != len(NAMES):
         raise ValueError(f"constants do not match this version; missing: {', '.join(missing) or 'none'}")
     triangle = entry["covariance"]
-    matrix = [[triangle[max(i, j)][min(i, j)] for j in range(len(NAMES))] for i in range(len(NAMES))]
+    size = len(NAMES) + 1  # the scale is the last
+    matrix = [[triangle[max(i, j)][min(i, j)] for j in range(size)] for i in range(size)]
     return SoftwareProfile(
         name=entry["name"],
         gpu=entry["gpu"],
@@ -150,7 +154,7 @@ def profile_from_json(entry: dict[str, Any]) -> SoftwareProfile:
         log_constants=tuple(math.log(constants[name]["value"]) for name in NAMES),
         covariance=tuple(tuple(float(x) for x in line) for line in matrix),
         log_scale=float(entry["log_scale"]),
-        residual=float(entry["residual"]),
+        own_cluster=float(entry["own_cluster"]),
         calibrated=bool(entry["calibrated"]),
         source=entry["source"],
         rows=int(entry["rows"]),
@@ -174,10 +178,12 @@ def load_profile(path: str | Path) -> SoftwareProfile:
         raise ProfileError(f"{path}: cannot be used as a software profile: {error}") from None
 
 
-def with_wider_prior(profile: SoftwareProfile, share: float, spread: Array) -> SoftwareProfile:
-    """The same constants, less sure: what a new cluster may add to each of them."""
-    matrix = np.array(profile.covariance) + np.diag((share * spread) ** 2)
-    return replace(profile, covariance=tuple(tuple(float(x) for x in line) for line in matrix))
+def _unknown(software: str, where: str = "") -> ProfileError:
+    hint = did_you_mean(software, STACKS)
+    return ProfileError(
+        f"{where}software {software!r} has no profile{hint} (allowed: {', '.join(software_names())}, or the path of a "
+        "file written by `craton calibrate`)"
+    )
 
 
 @lru_cache(maxsize=1)

@@ -115,7 +115,7 @@ def _print_verdict(plan: Plan, console: Console, start: date | None) -> None:
 def _print_step(plan: Plan, console: Console) -> None:
     _print_heading(console, "Step", findings.step_text(plan))
     scale, unit = (1.0, "s") if plan.step_seconds >= 0.1 else (1e3, "ms")
-    bar_width = max(10, min(48, console.width - 54))
+    bar_width = max(10, min(48, console.width - 62))
     longest = max(plan.phases.values())
     table = _table("", f">{unit}", ">share", "")
     for phase in PHASES:
@@ -207,7 +207,7 @@ def _print_sensitivities(plan: Plan, console: Console) -> None:
     _print_heading(console, "Sensitivity", "what moves the step, and by how much")
     largest = sorted(plan.sensitivities, key=lambda each: -abs(each.effect))
     items = [
-        Text.assemble(f"{each.name} {each.change}".strip() + ": ", (quantities.signed_percent(each.effect), "bold"))
+        Text.assemble(f"{each.name} {each.change}".strip() + ": ", (findings.effect_text(each), "bold"))
         for each in largest
     ]
     _print_packed(console, items)

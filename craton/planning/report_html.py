@@ -111,7 +111,7 @@ def _tiles(plan: Plan, start: date | None) -> str:
             "Speed",
             f"{quantities.count(plan.tokens_per_second)} tokens/s",
             f"{quantities.percent(plan.mfu)} MFU",
-            f"{quantities.count(plan.tokens_per_second / plan.cluster.num_gpus)} tokens/s and GPU",
+            f"{quantities.count(plan.tokens_per_second / plan.cluster.num_gpus)} tokens/s per GPU",
         ),
         (
             "Goodput",
@@ -286,7 +286,7 @@ def _sensitivity_section(plan: Plan, figures: dict[str, Figure]) -> str:
         return _absent("Sensitivity", "Nothing was varied.")
     figures["plot-sensitivity"] = report_plots.sensitivity_figure(plan)
     largest = sorted(plan.sensitivities, key=lambda each: -abs(each.effect))
-    rows = [("", [each.name, each.change or "–", quantities.signed_percent(each.effect)]) for each in largest]
+    rows = [("", [each.name, each.change or "–", findings.effect_text(each)]) for each in largest]
     table = _table(["input", ">change", ">step time"], rows)
     return _section("Sensitivity", findings.sensitivity_text(plan), "plot-sensitivity", table)
 

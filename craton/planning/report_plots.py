@@ -248,7 +248,7 @@ def sensitivity_figure(plan: Plan) -> Figure:
     traces, labels = [], []
     for row, each in enumerate(largest):
         name = escape(f"{each.name} {each.change}".strip())
-        effect = quantities.signed_percent(each.effect)
+        effect = findings.effect_text(each)
         labels.append((row, name, f"<b>{effect}</b>"))
         traces.append(_bar(row, 100 * each.effect, "@slower" if each.effect > 0 else "@faster", f"{name}<br>{effect}"))
     widest = max(max(abs(each.effect) for each in largest) * 100, 1.0)

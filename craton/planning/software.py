@@ -38,7 +38,6 @@ class Constant:
     prior: float  # the median over stacks
     spread: float  # standard deviation of its logarithm between stacks
     meaning: str
-    bound: float = math.inf  # where the formula caps it
 
 
 CONSTANTS: tuple[Constant, ...] = (
@@ -102,9 +101,9 @@ class SoftwareProfile:
     gpu: str  # "" for any
     traits: Traits
     log_constants: tuple[float, ...]  # in the order of NAMES
-    covariance: tuple[tuple[float, ...], ...]  # of log_constants
-    log_scale: float  # what the constants leave over, on the whole step
-    residual: float  # standard deviation of log(measured / predicted) that constants do not explain
+    log_scale: float  # what the constants leave over, on every step
+    covariance: tuple[tuple[float, ...], ...]  # of log_constants followed by log_scale
+    own_cluster: float  # standard deviation of log(step) that a cluster unlike the fitted ones may add
     calibrated: bool = False
     source: str = ""
     rows: int = 0

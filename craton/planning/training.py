@@ -31,6 +31,11 @@ from craton.planning.software import INDEX, Traits
 Array = NDArray[np.float64]
 
 OPTIMIZER_BYTES = 30.0  # Adam with fp32 states: master, two moments and gradient read, three states and weight written
+# Offload, where nothing was measured: what an optimizer on the host's CPUs streams for one GPU (an eighth of two
+# sockets), bytes a token and hidden unit that a layer saves (arXiv:2205.05198 without scores), and PCIe 4.
+HOST_OPTIMIZER_BYTES_PER_SECOND = 25e9
+SAVED_BYTES = 34.0
+DEFAULT_HOST_LINK = 25e9
 EARLY_BACKWARD = 0.85  # share of the last backward pass behind which gradients can be reduced
 OVERLAP_SHARPNESS = 4.0
 ZERO_BUBBLE = 1 / 3  # zero-bubble schedules keep about a third of the 1F1B bubble (arXiv:2401.10241)
@@ -88,6 +93,8 @@ class StepTerms:
     once_gather_seconds: float  # per step: parameters after a sharded optimizer step
     once_reduce_seconds: float  # per step: gradients
     optimizer_seconds: float  # least traffic
+    offload_once_seconds: float  # per step: gradients to the host, its optimizer, weights back
+    offload_layer_seconds: float  # one layer's activations to the host, or back
     gemm_index: int  # which efficiency the layer products use
     recompute: float  # share of the forward pass repeated
     recompute_attention: float  # share of attention repeated
@@ -119,6 +126,7 @@ class StepTimes:
     gradients: float
     bubble: float
     send: float
+    offload: float
     straggle: float
     optimizer: float
     overhead: float
@@ -143,6 +151,7 @@ class StepTimes:
             + self.gradients
             + self.bubble
             + self.send
+            + self.offload
             + self.straggle
             + self.optimizer
             + self.overhead
@@ -174,9 +183,11 @@ class StepModel:
         traits: Traits,
         lora: bool = False,
         imbalance: float = 1.0,
+        host_link_bytes_per_second: float = DEFAULT_HOST_LINK,
     ) -> None:
         self.shape, self.sequence, self.global_batch_sequences = shape, sequence, global_batch_sequences
         self.gpu, self.network, self.traits, self.lora, self.imbalance = gpu, network, traits, lora, imbalance
+        self.host_link_bytes_per_second = host_link_bytes_per_second
         self._operators: dict[tuple[int, int, int, int, str], tuple[LayerTerms, LayerTerms]] = {}
         self._shards: dict[tuple[float, float, int, int, int, int], tuple[float, float]] = {}
 
@@ -210,7 +221,8 @@ class StepModel:
         ranks = layout.fsdp * layout.cp  # context-parallel ranks share the optimizer too
         expert_ranks = max(1, ranks * layout.tp // layout.ep) if ranks > 1 else 1
         local = parameters / ranks + expert_parameters / expert_ranks
-        optimizer_bytes = OPTIMIZER_BYTES * local * (LORA_SHARE if self.lora else 1.0)
+        trained = local * (LORA_SHARE if self.lora else 1.0)
+        optimizer_seconds, offload_once, offload_layer = self._optimizer_and_offload(trained, layout)
         recompute, recompute_attention = RECOMPUTED[
             layout.recompute if layout.recompute != "selective" else traits.selective
         ]
@@ -233,7 +245,9 @@ class StepModel:
             head_shard=(head_gather, head_scatter),
             once_gather_seconds=once_gather,
             once_reduce_seconds=once_reduce,
-            optimizer_seconds=optimizer_bytes / self.gpu.streaming_bytes_per_second,
+            optimizer_seconds=optimizer_seconds,
+            offload_once_seconds=offload_once,
+            offload_layer_seconds=offload_layer,
             gemm_index=_GEMM_CONSTANT[layout.precision],
             recompute=recompute,
             recompute_attention=recompute_attention,
@@ -304,6 +318,16 @@ class StepModel:
             local = share * (parameters + expert_parameters / max(1, layout.ep)) / layout.fsdp
             reduce += all_reduce_seconds(self._gradient_bytes * local, group_of(ranks, spread, network), network)
         return gather, reduce
+
+    def _optimizer_and_offload(self, trained: float, layout: Layout) -> tuple[float, float, float]:
+        """(optimizer on the device, optimizer through the host, one layer's activations to the host)"""
+        link = self.host_link_bytes_per_second
+        if layout.offload == "optimizer":
+            moved = (self._gradient_bytes + 2.0) * trained / link
+            return 0.0, moved + OPTIMIZER_BYTES * trained / HOST_OPTIMIZER_BYTES_PER_SECOND, 0.0
+        tokens = layout.micro_batch * self.sequence / layout.cp
+        saved = SAVED_BYTES * tokens * self.shape.hidden / layout.tp if layout.offload == "activations" else 0.0
+        return OPTIMIZER_BYTES * trained / self.gpu.streaming_bytes_per_second, 0.0, saved / link
 
     @property
     def _gradient_bytes(self) -> float:
@@ -435,10 +459,14 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
     bubble = bubble_constant * terms.bubble_factor * (terms.pp - 1) / terms.vpp * mean
     send = terms.sends * terms.send_seconds * network_slowdown * (count + terms.pp - 1)
 
+    away = terms.offload_layer_seconds
+    carried = 2.0 * away - (1.0 - contention) * (_covered(away, layer_f) + _covered(away, layer_b))
+    offload = count * layers * carried + terms.offload_once_seconds
+
     repeat = count * layers
     optimizer = terms.optimizer_seconds * optimizer_passes
     base = repeat * (layer_f + layer_b) + count * (heads * (head_f + head_b) + shard)
-    base = base + gradients + bubble + send + optimizer + overhead
+    base = base + gradients + bubble + send + offload + optimizer + overhead
     return StepTimes(
         gemm=repeat * (gemm_f + gemm_b),
         experts=repeat * (expert_f + expert_b),
@@ -456,6 +484,7 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
         gradients=gradients,
         bubble=bubble,
         send=send,
+        offload=offload,
         straggle=base * straggle * terms.nodes_log2,
         optimizer=optimizer,
         overhead=overhead + 0.0 * base,
