@@ -41,6 +41,7 @@ class ModelShape:
     sliding_window: int = 0  # 0: every layer attends to the whole sequence
     sliding_layers: int = 0  # how many of the layers use the window
     qk_norm: bool = False
+    causal: bool = True  # False: every token attends to all others
     max_sequence: int = 0  # 0: not stated
     source: str = ""
 

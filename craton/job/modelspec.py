@@ -56,6 +56,7 @@ class ModelNumbers(Section):
     sliding_window: Whole = 0
     sliding_layers: Whole = 0
     qk_norm: bool = False
+    causal: bool = True
     max_sequence: Whole = 0
 
     @model_validator(mode="after")

@@ -302,7 +302,7 @@ def _attention(
             kernel=kernel,
         )
 
-    full = (seconds(sequence, True, False), seconds(sequence, True, True))
+    full = (seconds(sequence, shape.causal, False), seconds(sequence, shape.causal, True))
     if not shape.sliding_window or sequence <= shape.sliding_window:
         return full
     share = shape.sliding_layers / shape.layers

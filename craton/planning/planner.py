@@ -428,6 +428,12 @@ def _warnings(bench: Bench, candidate: Candidate) -> list[str]:
             f"{bench.machine.gpu.name} has no matrix unit for {candidate.layout.precision}; planned at the next wider "
             "precision's rate"
         )
+    placement, leaf = bench.job.placement, bench.cluster.leaf_nodes
+    if placement and placement.within == "leaf" and leaf and bench.cluster.num_nodes > leaf:
+        found.append(
+            f"placement within leaf cannot hold: the job has {bench.cluster.num_nodes} nodes, a leaf {leaf}; "
+            "planned across leaves"
+        )
     if not bench.job.checkpoint.tiers and (durable := _durable_tier(bench.cluster)):
         found.append(
             f"the job names no checkpoint tier: planned as if it saved to {durable} every "

@@ -35,8 +35,10 @@ class ProfileError(CratonError):
 
 # What each stack does by default, for planning with it.
 STACKS: dict[str, Traits] = {
-    UNKNOWN: Traits(selective="operators", chunked_head=True),
-    "torchtitan": Traits(attention="flash2", selective="operators", tensor_overlap=True, master_gradients=True),
+    UNKNOWN: Traits(selective="operators", chunked_head=True, zero_bubble=True),
+    "torchtitan": Traits(
+        attention="flash2", selective="operators", tensor_overlap=True, master_gradients=True, zero_bubble=True
+    ),
     "megatron-bridge": Traits(tensor_overlap=True, dispatcher="deepep", selective="modules"),
     "nemo": Traits(tensor_overlap=True, selective="modules", master_gradients=True),
     "nemo-automodel": Traits(compiled=False, dispatcher="deepep", selective="operators"),

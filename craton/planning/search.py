@@ -2,8 +2,8 @@
 
 The space: tp over powers of two up to twice the NVLink domain, pp over divisors of the world, cp over powers of two
 that leave a rank 1,024 tokens, every ep that divides the experts and its ranks, DDP, ZeRO-1, ZeRO-2, FSDP and HSDP over
-an NVLink domain, interleaving up to eight stages a rank, micro-batches up to 16. Recompute and offload only cost time,
-so each layout gets the least of them with which it fits.
+an NVLink domain, interleaving up to eight stages a rank, zero-bubble where the stack has it, micro-batches up to 16.
+Recompute and offload only cost time, so each layout gets the least of them with which it fits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from craton.job import Layout, ModelShape, Precision, Recompute
+from craton.job import Layout, ModelShape, Precision, Recompute, Schedule
 from craton.planning.machine import Machine
 from craton.planning.memory import memory_bytes
 from craton.planning.software import SoftwareProfile
@@ -64,7 +64,17 @@ def search(
     fitting: list[tuple[Layout, float]] = []
     larger: list[tuple[Layout, float]] = []
     evaluated = 0
-    for base in layouts(model.shape, world, model.global_batch_sequences, model.sequence, precision, machine, like):
+    bases = layouts(
+        model.shape,
+        world,
+        model.global_batch_sequences,
+        model.sequence,
+        precision,
+        machine,
+        like,
+        model.traits.zero_bubble,
+    )
+    for base in bases:
         smallest = None
         for recompute in RECOMPUTES:
             layout = base if recompute == "none" else replace(base, recompute=recompute)
@@ -111,6 +121,7 @@ def layouts(
     precision: Precision,
     machine: Machine,
     like: Layout | None = None,
+    zero_bubble: bool = False,
 ) -> Iterator[Layout]:
     """Valid layouts without recompute."""
     domain = machine.network.nvlink_domain
@@ -122,13 +133,13 @@ def layouts(
                     continue
                 per_rank = global_batch_sequences // dp
                 micro_batches = [size for size in MICRO_BATCHES if per_rank % size == 0]
-                stages = [v for v in STAGES_A_RANK if pp * v <= shape.layers] if pp > 1 else [1]
+                pipelines = _pipelines(pp, shape.layers, zero_bubble)
                 experts = (
                     _expert_sizes(shape, dp * cp) if like is None else [like.ep] if (dp * cp) % like.ep == 0 else []
                 )
                 for replicate, fsdp, zero in _shardings(dp, pp, max(1, domain // (tp * cp))):
                     for ep in experts:
-                        for vpp in stages:
+                        for vpp, schedule in pipelines:
                             for micro_batch in micro_batches:
                                 yield Layout(
                                     pp=pp,
@@ -141,7 +152,7 @@ def layouts(
                                     micro_batch=micro_batch,
                                     precision=precision,
                                     zero=zero,  # type: ignore[arg-type]
-                                    schedule="interleaved" if vpp > 1 else "1f1b",
+                                    schedule=schedule,
                                 )
 
 
@@ -201,6 +212,16 @@ def _shardings(dp: int, pp: int, domain_ranks: int) -> list[tuple[int, int, int]
     if 1 < domain_ranks < dp and dp % domain_ranks == 0:
         found.append((dp // domain_ranks, domain_ranks, full))
     return found
+
+
+def _pipelines(pp: int, layers: int, zero_bubble: bool) -> list[tuple[int, Schedule]]:
+    """(stages a rank, schedule)"""
+    if pp == 1:
+        return [(1, "1f1b")]
+    found: list[tuple[int, Schedule]] = [
+        (v, "interleaved" if v > 1 else "1f1b") for v in STAGES_A_RANK if pp * v <= layers
+    ]
+    return [*found, (1, "zero-bubble")] if zero_bubble else found
 
 
 def _divisors(number: int) -> list[int]:

@@ -30,6 +30,7 @@ class Traits:
     selective: Selective = "attention"  # what `recompute: selective` repeats
     master_gradients: bool = False  # gradients reduced in fp32
     chunked_head: bool = False  # the loss never holds tokens × vocabulary at once
+    zero_bubble: bool = False  # has a zero-bubble pipeline schedule
 
 
 @dataclass(frozen=True)
