@@ -1,6 +1,7 @@
 # make install   .venv with Craton and everything its tests need
 # make demo      plan the example jobs and write their reports
 # make test      style, types, imports, tests
+# make test-all  the same with the tests that take minutes
 # make bench     predict every published run and print the errors
 # Each target does its own set-up; nothing is done twice.
 
@@ -10,7 +11,7 @@ STAMP := $(VENV)/.installed
 CRATON := $(VENV)/bin/craton
 DEMO_JOBS := $(wildcard examples/*.yaml)
 
-.PHONY: install demo test bench clean
+.PHONY: install demo test test-all bench clean
 
 install: $(STAMP)
 	@echo "Craton is installed in $(VENV): try $(CRATON) --help"
@@ -47,7 +48,10 @@ test:
 	$(VENV)/bin/mypy --no-error-summary && $(VENV)/bin/lint-imports --no-logo || exit 1; \
 	{ set +x; } 2>/dev/null; \
 	echo "checks took $$(($$(date +%s) - installed)) s; now the tests"; \
-	exec $(VENV)/bin/python -m pytest
+	exec $(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
+
+test-all:
+	@$(MAKE) --no-print-directory test PYTEST_FLAGS='-m "slow or not slow"'
 
 bench: $(STAMP)
 	$(CRATON) bench plan data/training_results.json

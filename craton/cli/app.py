@@ -37,7 +37,13 @@ app.add_typer(bench.app, name="bench")
 def main() -> None:
     """The command `craton`."""
     try:
-        app()
+        # typer prints usage errors itself; here they become JSON too where JSON was asked for
+        code = typer.main.get_command(app).main(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
+    except typer.Abort:
+        sys.exit(130)
     except (ValueError, OSError) as error:
         from craton.job import CratonError
 
@@ -48,6 +54,13 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # not a mistake on the command line
+            raise
+        error.show()  # type: ignore[attr-defined]
+        if "--json" in sys.argv[1:]:
+            print(json.dumps({"error": error.format_message(), "problems": [error.format_message()]}))
+        sys.exit(2)
 
 
 def _report(error: Exception, exit_code: int) -> int:

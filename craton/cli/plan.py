@@ -18,7 +18,9 @@ def plan(
         str, typer.Option(help="Search these instance types too, e.g. p5,p5en,p6-b200.", show_default=False)
     ] = "",
     gpus: Annotated[str, typer.Option(help="With --instances: how many GPUs, e.g. 64..1024 or 256,512.")] = "",
-    by: Annotated[str, typer.Option(help="With --instances: choose by time, cost or gpus.")] = "cost",
+    by: Annotated[
+        str, typer.Option(help="With --instances: choose by time, cost or gpus [default: cost].", show_default=False)
+    ] = "",
     deadline: Annotated[str, typer.Option(help="With --instances: longest run, e.g. 14d.", show_default=False)] = "",
     budget: Annotated[str, typer.Option(help="With --instances: most dollars, e.g. 2M.", show_default=False)] = "",
     html: Annotated[Path | None, typer.Option(help="Write a report with plots.", show_default=False)] = None,
@@ -54,10 +56,11 @@ def _plan(job: Job, instances: str, gpus: str, by: str, deadline: str, budget: s
     from craton.job import parse_count, parse_seconds
     from craton.planning import PlanError, plan, plan_clusters
 
-    if by not in ("time", "cost", "gpus"):
+    if by not in ("", "time", "cost", "gpus"):
         raise PlanError(f"--by {by!r} is not allowed; choose time, cost or gpus")
     if not instances:
-        given = [name for name, value in (("--gpus", gpus), ("--deadline", deadline), ("--budget", budget)) if value]
+        options = (("--gpus", gpus), ("--by", by), ("--deadline", deadline), ("--budget", budget))
+        given = [name for name, value in options if value]
         if given:
             raise PlanError(f"{given[0]} goes with --instances, e.g. --instances p5,p5en,p6-b200 --gpus 64..1024")
         with progress("planning") as report:
@@ -72,7 +75,7 @@ def _plan(job: Job, instances: str, gpus: str, by: str, deadline: str, budget: s
             job,
             _instance_names(instances),
             _gpu_counts(gpus or "64..1024"),
-            by=by,
+            by=by or "cost",
             deadline_seconds=deadline_seconds,
             budget_dollars=budget_dollars,
             progress=report,

@@ -14,7 +14,7 @@ from craton.infrastructure.catalog import (
     load_catalog,
     user_catalog_path,
 )
-from craton.infrastructure.cluster import choose_price, cluster_of, resolve_cluster
+from craton.infrastructure.cluster import choose_price, cluster_of, own_price, resolve_cluster
 from craton.infrastructure.errors import CatalogError
 from craton.infrastructure.hardware import (
     STALE_PRICE_DAYS,
@@ -63,6 +63,7 @@ __all__ = [
     "load_catalog",
     "local_instance",
     "local_machine",
+    "own_price",
     "price_age_days",
     "resolve_cluster",
     "user_catalog_path",

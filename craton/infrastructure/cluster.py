@@ -29,14 +29,14 @@ def resolve_cluster(
     if file is not None:
         num_nodes = min(num_nodes, file.nodes.num_nodes - file.spares)  # spares are part of the cluster's nodes
     node = node_of(ref, num_nodes)
-    listed = tuple(_price(stated) for stated in file.prices) if file else ()
+    listed = tuple(own_price(stated) for stated in file.prices) if file else ()
     cluster = Cluster(
         name=cluster_name(node.name, num_nodes, file),
         instance=node,
         num_nodes=num_nodes,
         min_nodes=min(ref.min_nodes, num_nodes),
         tiers=tiers_of(node, num_nodes, file),
-        price=_price(price) if price else choose_price(listed or node.prices, purchase, node.name),
+        price=own_price(price) if price else choose_price(listed or node.prices, purchase, node.name),
         scheduler="local" if node.name == "local" else "",
     )
     return _with_file(cluster, file) if file else cluster
@@ -165,7 +165,8 @@ def _with_file(cluster: Cluster, file: ClusterFile) -> Cluster:
     )
 
 
-def _price(stated: PriceNumbers | Price) -> Price:
+def own_price(stated: PriceNumbers | Price) -> Price:
+    """A price as the user states it."""
     if isinstance(stated, Price):
         return stated
     return Price(stated.dollars_per_hour, stated.kind, stated.date, source=stated.source or "your own")

@@ -29,12 +29,12 @@ class Gpu:
     def peak_flops(self, precision: str) -> float:
         """Dense peak of the matrix unit for a precision, falling to the nearest wider one the card has."""
         chain = {
-            "nvfp4": ("fp4", "fp8", "bf16"),
-            "mxfp8": ("fp8", "bf16"),
-            "fp8": ("fp8", "bf16"),
+            "nvfp4": ("fp4", "fp8", "bf16", "fp16", "fp32"),
+            "mxfp8": ("fp8", "bf16", "fp16", "fp32"),
+            "fp8": ("fp8", "bf16", "fp16", "fp32"),
             "bf16": ("bf16", "fp16", "fp32"),
             "fp16": ("fp16", "bf16", "fp32"),
-            "fp32": ("fp32",),
+            "fp32": ("fp32", "bf16", "fp16"),
         }[precision]
         for name in chain:
             if self.flops.get(name):

@@ -87,22 +87,23 @@ def bench_plan(path: str | Path, holdout: Holdout = "group", given: int = 0, pro
     if holdout == "none":
         return Bench([Result(case, _predict(corpus_fit(), case)) for case in cases], skipped, holdout, given)
     if given:
-        return Bench(_with_some_given(cases, given, progress), skipped, holdout, given)
+        results, too_few = _with_some_given(cases, given, progress)
+        return Bench(results, [*skipped, *too_few], holdout, given)
     known = {case.id for case in corpus()}
     jobs: dict[Hashable, list[Case]] = defaultdict(list)
     for case in cases:
         left_out = holdout == "family" or case.id in known
         key: Hashable = _holdout_key(case, holdout) if left_out else ("new", case.dup_group)
         jobs[key].append(case)
-    predictions: dict[str, Prediction] = {}
+    predictions: dict[Case, Prediction] = {}
     for done, (key, members) in enumerate(jobs.items()):
         repeated = {case.dup_group for case in members}
         rest = [case for case in corpus() if case.dup_group not in repeated and _holdout_key(case, holdout) != key]
         fit = corpus_fit() if len(rest) == len(corpus()) else Fit([row_of(case) for case in rest])
-        predictions |= {case.id: _predict(fit, case) for case in members}
+        predictions |= {case: _predict(fit, case) for case in members}
         if progress:
             progress(done + 1, len(jobs))
-    return Bench([Result(case, predictions[case.id]) for case in cases], skipped, holdout, given)
+    return Bench([Result(case, predictions[case]) for case in cases], skipped, holdout, given)
 
 
 def statistics(results: Iterable[Result]) -> Statistics | None:
@@ -182,7 +183,7 @@ def summary(bench: Bench) -> dict[str, Any]:
     """Everything above as plain data, the bars of the project among it."""
     results = bench.results
     dense_a = [result for result in results if result.case.quality == "A" and not result.case.shape.is_moe]
-    moe = [result for result in results if result.case.quality in "AB" and result.case.shape.is_moe]
+    moe = [result for result in results if result.case.quality in ("A", "B") and result.case.shape.is_moe]
     large = [result for result in results if result.case.machine.num_gpus >= MANY_GPUS]
     choices = decisions(results)
     trusted = [entry for entry in bench.skipped if entry.quality in ("A", "B")]
@@ -215,7 +216,6 @@ def bench_json(bench: Bench) -> dict[str, Any]:
         "cases": [
             {
                 "id": result.case.id,
-                "family": result.case.family,
                 "measured_step_seconds": result.case.measured_step_seconds,
                 "predicted_step_seconds": result.prediction.seconds,
                 "low": result.prediction.low,
@@ -224,12 +224,14 @@ def bench_json(bench: Bench) -> dict[str, Any]:
             }
             for result in bench.results
         ],
-        "skipped": [{"id": entry.id, "quality": entry.quality, "reason": entry.reason} for entry in bench.skipped],
+        "skipped": [{"id": entry.id, "reason": entry.reason} for entry in bench.skipped],
         "summary": summary(bench),
     }
 
 
-def _with_some_given(cases: Sequence[Case], given: int, progress: Progress | None) -> list[Result]:
+def _with_some_given(
+    cases: Sequence[Case], given: int, progress: Progress | None
+) -> tuple[list[Result], list[Skipped]]:
     """Leave each family out, `calibrate` with some of its runs on one GPU, predict its others on it; several draws."""
     clusters: dict[tuple[str, str], list[Case]] = defaultdict(list)
     for case in cases:
@@ -256,7 +258,9 @@ def _with_some_given(cases: Sequence[Case], given: int, progress: Progress | Non
             results += [Result(case, predict(profile, row_of(case).terms)) for case in others]
         if progress:
             progress(done + 1, len(large))
-    return results
+    tested = {result.case for result in results}
+    reason = f"handed to calibrate, or fewer than {max(SMALLEST_CLUSTER, given + 1)} runs of its family on this GPU"
+    return results, [Skipped(case.id, case.quality, reason) for case in cases if case not in tested]
 
 
 def _holdout_key(case: Case, holdout: Holdout) -> Hashable:

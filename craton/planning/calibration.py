@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from craton.infrastructure import resolve_cluster
-from craton.job import CratonError, LayoutSpec, check_layout, did_you_mean, load_job
-from craton.planning.cases import CaseFileError, UnrepresentableError, read_case
+from craton.job import CratonError, LayoutError, LayoutSpec, check_layout, did_you_mean, load_job
+from craton.planning.cases import CaseFileError, read_case
 from craton.planning.collectives import Group, all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from craton.planning.corpus import case_machine, case_terms
 from craton.planning.fitting import DAMPING, ITERATIONS, NOISE, UNSHARED, Array, linearise
@@ -27,7 +27,7 @@ from craton.planning.kernels import attention_seconds, gemm_seconds
 from craton.planning.machine import Machine, machine_of
 from craton.planning.profiles import find_profile
 from craton.planning.software import CONSTANTS, INDEX, SPREAD, SoftwareProfile
-from craton.planning.training import StepModel, StepTerms, stack
+from craton.planning.training import REAL_IMBALANCE, StepModel, StepTerms, stack
 
 LEAST_RUNS = 3
 NEW_CLUSTER = 0.5  # share of a constant's spread that a new cluster may add to a shipped profile
@@ -133,7 +133,7 @@ def load_runs(path: str | Path, software: str) -> list[LoggedRun]:
         raise CalibrationError(f"{path}: no such file") from None
     except json.JSONDecodeError as error:
         raise CalibrationError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise CalibrationError(f"{path}: cannot be read: {error}") from None
     entries = document
     if isinstance(document, dict):
@@ -156,17 +156,21 @@ def load_pins(path: str | Path, machine: Machine) -> dict[str, float]:
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CalibrationError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise CalibrationError(f"{path}: expected an object with constants, gemm, attention or collectives")
+    sections = ("constants", "gemm", "attention", "collectives")
+    if not isinstance(document, dict) or not isinstance(document.get("constants", {}), dict):
+        raise CalibrationError(f"{path}: expected an object with constants (an object), gemm, attention or collectives")
+    unknown = [key for key in document if key not in sections]
+    if unknown:
+        raise CalibrationError(f"{path}: section {unknown[0]!r} is not known; allowed: {', '.join(sections)}")
     pins: dict[str, float] = {}
-    for name, value in (document.get("constants") or {}).items():
+    for name, value in document.get("constants", {}).items():
         if name not in INDEX:
             raise CalibrationError(
                 f"{path}: constant {name!r} is not known{did_you_mean(name, INDEX)}; allowed: {', '.join(INDEX)}"
             )
-        if not isinstance(value, int | float) or value <= 0:
+        if not _is_positive(value):
             raise CalibrationError(f"{path}: constant {name} must be a positive number, not {value!r}")
         pins[name] = float(value)
     found: dict[str, list[float]] = {}
@@ -193,8 +197,11 @@ def load_pins(path: str | Path, machine: Machine) -> dict[str, float]:
         for entry in document.get("collectives") or []:
             name, slowdown = _collective(entry, machine)
             found.setdefault(name, []).append(slowdown)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CalibrationError(f"{path}: a measurement is malformed: {type(error).__name__}: {error}") from None
+    wrong = next((name for name, values in found.items() if not all(_is_positive(value) for value in values)), None)
+    if wrong:
+        raise CalibrationError(f"{path}: a measurement for {wrong} has seconds or sizes that are not positive")
     return {**{name: statistics.median(values) for name, values in found.items()}, **pins}
 
 
@@ -214,7 +221,7 @@ def _run_of_case(entry: dict[str, Any], where: str) -> LoggedRun:
     name = str(entry.get("id") or where)
     try:
         case = read_case(entry, name)
-    except (UnrepresentableError, CaseFileError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (CaseFileError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CalibrationError(f"{where}: {error}") from None
     return LoggedRun(name, case_terms(case), case_machine(case), case.measured_step_seconds)
 
@@ -225,18 +232,21 @@ def _run_of_job(entry: dict[str, Any], where: str, folder: Path, software: str) 
         raise CalibrationError(f"{where}: key {unknown[0]!r} is not known; allowed: job, step_seconds, layout, name")
     logged = entry.get("step_seconds")
     steps = logged if isinstance(logged, list) else [logged]
-    if not steps or not all(isinstance(step, int | float) and step > 0 for step in steps):
+    if not steps or not all(_is_positive(step) for step in steps):
         raise CalibrationError(f"{where}: step_seconds must be a positive number or a list of them, not {logged!r}")
     job = load_job(folder / str(entry["job"]))
+    shape = job.model_shape
+    if job.train is None or shape is None:
+        raise CalibrationError(f"{where}: {job.name} does not train a model whose numbers are known")
     cluster = resolve_cluster(job.cluster, job.price)
     machine = machine_of(cluster)
-    spec = LayoutSpec(**entry["layout"]) if entry.get("layout") else job.layout
+    spec = _layout_spec(entry["layout"], where) if "layout" in entry else job.layout
     if spec is None:
         raise CalibrationError(f"{where}: {job.name} has layout auto; say which layout the run used under 'layout'")
-    layout = spec.resolve(cluster.num_gpus, job.precision)
-    shape = job.model_shape
-    if shape is None:
-        raise CalibrationError(f"{where}: the model of {job.name} is a function; its numbers are not known")
+    try:
+        layout = spec.resolve(cluster.num_gpus, job.precision)
+    except LayoutError as error:
+        raise CalibrationError(f"{where}: {error}") from None
     problems = check_layout(layout, shape, cluster.num_gpus, job.global_batch_sequences, job.sequence)
     if problems:
         raise CalibrationError(f"{where}: layout: {'; '.join(problems)}")
@@ -247,10 +257,31 @@ def _run_of_job(entry: dict[str, Any], where: str, folder: Path, software: str) 
         machine.rates,
         machine.network,
         find_profile(software, machine.gpu).traits,
-        lora=bool(job.train and job.train.lora),
+        lora=bool(job.train.lora),
+        imbalance=REAL_IMBALANCE if shape.is_moe else 1.0,
+        host_link_bytes_per_second=machine.host_link_bytes_per_second,
     )
     name = str(entry.get("name") or f"{job.name}: {layout}")
     return LoggedRun(name, model.terms(layout), machine, float(statistics.median(steps)))
+
+
+def _layout_spec(stated: object, where: str) -> LayoutSpec:
+    if not isinstance(stated, dict):
+        raise CalibrationError(f'{where}: layout must be an object such as {{"fsdp": 16, "tp": 8}}, not {stated!r}')
+    allowed = list(LayoutSpec.model_fields)
+    for key in stated:
+        if key not in allowed:
+            hint = did_you_mean(str(key), allowed)
+            raise CalibrationError(f"{where}: layout: {key!r} is not known{hint}; allowed: {', '.join(allowed)}")
+    try:
+        return LayoutSpec(**stated)
+    except ValueError as error:
+        first = str(error).splitlines()
+        raise CalibrationError(f"{where}: layout: {' '.join(line.strip() for line in first[1:3])}") from None
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _log_steps(terms: StepTerms, theta: Array, count: int) -> tuple[Array, Array]:

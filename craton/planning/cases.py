@@ -21,6 +21,23 @@ from craton.planning.software import Traits
 # For rows that name a model and no vocabulary: Megatron's GPT default; Nemotron's tokenizer has 256,000 entries.
 DEFAULT_VOCAB = 51200
 NEMOTRON_VOCAB = 256000
+LEAST_SECONDS, MOST_SECONDS = 1e-5, 1e6  # of a credible step
+MOST = 10**8  # of any credible size of a model, batch or cluster
+MODEL_SIZES = (
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn_hidden",
+    "vocab",
+    "experts",
+    "top_k",
+    "moe_ffn_hidden",
+    "shared_experts",
+    "dense_layers",
+    "mtp_layers",
+)
 
 
 class CaseFileError(CratonError):
@@ -80,6 +97,8 @@ def load_cases(path: str | Path) -> tuple[list[Case], list[Skipped]]:
         raise CaseFileError(f"{path}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
         raise CaseFileError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    except RecursionError:
+        raise CaseFileError(f"{path}: nested too deeply to be a list of runs") from None
     rows = document.get("cases") if isinstance(document, dict) else document
     if not isinstance(rows, list) or not rows:
         raise CaseFileError(f"{path}: expected a list of runs, or an object with a list under 'cases'")
@@ -93,7 +112,7 @@ def load_cases(path: str | Path) -> tuple[list[Case], list[Skipped]]:
             cases.append(read_case(row, identity))
         except UnrepresentableError as reason:
             skipped.append(Skipped(identity, str(row.get("quality") or ""), str(reason)))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             skipped.append(
                 Skipped(identity, str(row.get("quality") or ""), f"malformed row: {type(error).__name__}: {error}")
             )
@@ -109,8 +128,8 @@ def read_case(row: dict[str, Any], identity: str) -> Case:
     seconds = step_seconds_of(row)
     shape = shape_of(row.get("model") or {})
     machine = machine_of(row.get("hardware") or {})
-    sequence = number(row.get("seq_len"), "sequence length")
-    batch = number(row.get("global_batch"), "global batch")
+    sequence = whole(row.get("seq_len"), "sequence length")
+    batch = whole(row.get("global_batch"), "global batch")
     layout, open_fields = layout_of(row, machine.num_gpus, batch)
     family = family_of(str(row.get("source") or ""))
     return Case(
@@ -141,12 +160,19 @@ def step_seconds_of(row: dict[str, Any]) -> float:
         seconds = row["global_batch"] * row["seq_len"] / (rate * gpus)
     if not seconds:
         raise UnrepresentableError("no step time and no throughput published")
+    if isinstance(seconds, bool) or not LEAST_SECONDS < seconds < MOST_SECONDS:
+        raise UnrepresentableError(f"a step of {seconds} seconds is not credible")
     return float(seconds)
 
 
-def number(value: Any, what: str) -> int:
-    if not value:
-        raise UnrepresentableError(f"{what} not stated")
+def whole(value: Any, what: str, default: int | None = None) -> int:
+    """A positive whole number of credible size; what is not stated takes the default, if there is one."""
+    if value is None or value == 0 or value == "":
+        if default is None:
+            raise UnrepresentableError(f"{what} not stated")
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MOST or value != int(value):
+        raise UnrepresentableError(f"{what} {value!r} is not a positive whole number")
     return int(value)
 
 
@@ -155,11 +181,16 @@ def shape_of(model: dict[str, Any]) -> ModelShape:
     missing = [key for key in ("layers", "hidden", "heads") if not model.get(key)]
     if not model.get("ffn_hidden") and not model.get("moe_ffn_hidden"):
         missing.append("ffn_hidden")
+    if model.get("experts"):
+        missing += [key for key in ("top_k", "moe_ffn_hidden") if not model.get(key)]
     if missing:
         raise UnrepresentableError(f"architecture of {name} not stated: {', '.join(missing)}")
-    layers, hidden, heads = int(model["layers"]), int(model["hidden"]), int(model["heads"])
-    mla = MlaShape(**model["mla"]) if model.get("mla") else None
-    if mla is None and "mla" in str(model.get("attention") or "").lower():
+    sizes = {key: whole(model.get(key), key, default=0) for key in MODEL_SIZES}
+    layers, hidden, heads = sizes["layers"], sizes["hidden"], sizes["heads"]
+    mla = None
+    if model.get("mla"):
+        mla = MlaShape(**{key: whole(value, f"mla {key}", default=0) for key, value in model["mla"].items()})
+    elif "mla" in str(model.get("attention") or "").lower():
         raise UnrepresentableError(f"latent attention of {name} without its ranks")
     window = re.search(r"(\d+)-token sliding window", str(model.get("attention") or ""))
     alternating = "alternating" in str(model.get("attention") or "")
@@ -167,20 +198,20 @@ def shape_of(model: dict[str, Any]) -> ModelShape:
         name=name,
         layers=layers,
         hidden=hidden,
-        ffn_hidden=int(model.get("ffn_hidden") or model.get("moe_ffn_hidden") or 0),
+        ffn_hidden=sizes["ffn_hidden"] or sizes["moe_ffn_hidden"],
         heads=heads,
-        kv_heads=int(model.get("kv_heads") or heads),
-        head_dim=int(model.get("head_dim") or hidden // heads),
-        vocab=int(model.get("vocab") or (NEMOTRON_VOCAB if "nemotron" in name.lower() else DEFAULT_VOCAB)),
+        kv_heads=sizes["kv_heads"] or heads,
+        head_dim=sizes["head_dim"] or max(1, hidden // heads),
+        vocab=sizes["vocab"] or (NEMOTRON_VOCAB if "nemotron" in name.lower() else DEFAULT_VOCAB),
         tied_embeddings=model.get("tied_embeddings") is not False,
         gated_mlp=bool(model.get("gated_mlp")),
         mla=mla,
-        experts=int(model.get("experts") or 0),
-        top_k=int(model.get("top_k") or 0),
-        moe_ffn_hidden=int(model.get("moe_ffn_hidden") or 0),
-        shared_experts=int(model.get("shared_experts") or 0),
-        dense_layers=int(model.get("dense_layers") or 0),
-        mtp_layers=int(model.get("mtp_layers") or 0),
+        experts=sizes["experts"],
+        top_k=sizes["top_k"],
+        moe_ffn_hidden=sizes["moe_ffn_hidden"],
+        shared_experts=sizes["shared_experts"],
+        dense_layers=min(sizes["dense_layers"], layers),
+        mtp_layers=sizes["mtp_layers"],
         sliding_window=int(window.group(1)) if window else 0,
         sliding_layers=(layers // 2 if alternating else layers) if window else 0,
         source=str(model.get("arch_source") or ""),
@@ -224,13 +255,15 @@ def machine_of(hardware: dict[str, Any]) -> Machine:
         raise UnrepresentableError(f"GPU {label or 'not stated'} is not in the catalog")
     if name == "A100-80-SXM" and hardware.get("gpu_memory_gb") == 40:
         name = "A100-40-SXM"
-    num_gpus = number(hardware.get("num_gpus"), "number of GPUs")
-    node_gpus = min(int(hardware.get("gpus_per_node") or 8), num_gpus)
+    num_gpus = whole(hardware.get("num_gpus"), "number of GPUs")
+    full_node = whole(hardware.get("gpus_per_node"), "GPUs per node", default=8)
+    node_gpus = min(full_node, num_gpus)
     link = str(hardware.get("intra_node_link") or "") + str(hardware.get("product_spec_hint") or "")
     domain = 72 if "NVL72" in link else node_gpus
-    gbps_per_node = hardware.get("inter_node_gbps_per_node")
-    nodes_gpus = int(hardware.get("gpus_per_node") or 8)
-    gbps = gbps_per_node / nodes_gpus if gbps_per_node else USUAL_NIC_GBPS.get(name, 400)
+    per_node = hardware.get("inter_node_gbps_per_node")
+    if per_node is not None and (isinstance(per_node, bool) or not 0 < per_node < MOST):
+        raise UnrepresentableError(f"network of {per_node!r} Gb/s per node is not credible")
+    gbps = per_node / full_node if per_node else USUAL_NIC_GBPS.get(name, 400)
     amazon = re.search(r"p\d\w*-?\w*\.|EFA", label + link)
     efa = {"A": 1, "H": 2, "B": 4, "G": 4}.get(name[0], 0) if amazon else 0
     return Machine(name, num_gpus, node_gpus, domain, gbps * 1e9 / 8, efa)
@@ -240,21 +273,21 @@ def layout_of(row: dict[str, Any], num_gpus: int, batch: int) -> tuple[Layout, t
     stated = row.get("parallelism") or {}
     if not all(stated.get(key) for key in ("dp", "tp", "pp")):
         raise UnrepresentableError("layout not stated")
-    dp, tp, pp, cp = int(stated["dp"]), int(stated["tp"]), int(stated["pp"]), int(stated.get("cp") or 1)
+    dp, tp, pp = (whole(stated[key], key) for key in ("dp", "tp", "pp"))
+    cp = whole(stated.get("cp"), "cp", default=1)
     if dp * tp * pp * cp != num_gpus:
         raise UnrepresentableError(f"layout as printed gives {dp * tp * pp * cp} ranks, the row has {num_gpus} GPUs")
     open_fields: list[str] = []
-    micro_batch = row.get("micro_batch")
+    micro_batch = whole(row.get("micro_batch"), "micro-batch", default=0)
+    if batch % (dp * max(micro_batch, 1)):
+        times = f" x micro-batch {micro_batch}" if micro_batch else ""
+        raise UnrepresentableError(f"global batch {batch} is not a multiple of dp {dp}{times}")
     if not micro_batch:
         open_fields.append("micro_batch")
         micro_batch = 1
-    elif batch % (dp * int(micro_batch)):
-        raise UnrepresentableError(f"global batch {batch} is not a multiple of dp {dp} x micro-batch {micro_batch}")
-    elif batch % dp:
-        raise UnrepresentableError(f"global batch {batch} is not a multiple of dp {dp}")
     notes = f"{stated.get('pp_schedule') or ''} {row.get('notes') or ''}".lower()
     interleaved = "interleaved" in notes or "vpp on" in notes
-    vpp = int(stated.get("virtual_pp") or (2 if interleaved and pp > 1 else 1))
+    vpp = whole(stated.get("virtual_pp"), "virtual stages", default=2 if interleaved and pp > 1 else 1)
     stack = str(row.get("framework") or "")
     if pp > 1 and not stated.get("virtual_pp") and re.match(r"Megatron-Bridge /|Megatron-Core|NeMo \d", stack):
         open_fields.append("vpp")  # these stacks interleave by default and their tables often leave the number out
@@ -268,9 +301,9 @@ def layout_of(row: dict[str, Any], num_gpus: int, batch: int) -> tuple[Layout, t
         fsdp=fsdp,
         cp=cp,
         tp=tp,
-        ep=int(stated.get("ep") or 1),
+        ep=whole(stated.get("ep"), "ep", default=1),
         vpp=vpp,
-        micro_batch=int(micro_batch),
+        micro_batch=micro_batch,
         recompute=recompute_of(row, open_fields),
         precision=precision_of(str(row.get("precision") or "bf16")),
         zero=zero,  # type: ignore[arg-type]

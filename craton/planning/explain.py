@@ -49,11 +49,14 @@ SMALL_EFFECT = 0.002
 
 
 def bottleneck(
-    times: StepTimes, layout: Layout, machine: Machine, memory_share: float, goodput: float, scale: float
+    times: StepTimes, layout: Layout, machine: Machine, memory_share: float, goodput: float, data_share: float
 ) -> Bottleneck:
-    """The largest avoidable part of the step, or the matrix unit itself; failures when they cost more than that."""
-    step = times.step_seconds * scale
-    shares = {name: getattr(times, name) * scale / step for phase in PARTS.values() for name in phase}
+    """The largest avoidable part of the step, or the matrix unit itself; data or failures when they cost more."""
+    shares = {
+        name: (1.0 - data_share) * float(getattr(times, name) / times.step_seconds)
+        for phase in PARTS.values()
+        for name in phase
+    }
     worst = max((name for name in shares if name not in USEFUL), key=lambda name: shares[name])
     if memory_share > 1.0:
         return Bottleneck(
@@ -63,6 +66,15 @@ def bottleneck(
             0.0,
             f"The job does not fit: it needs {percent(memory_share)} of the card's memory.",
             "more GPUs, a larger card, more sharding (fsdp, pp, tp) or a smaller micro-batch",
+        )
+    if data_share > max(shares[worst], LARGE):
+        return Bottleneck(
+            "infrastructure",
+            "data",
+            "waiting for data",
+            data_share,
+            "The data tier cannot feed the job.",
+            "copy the data to a faster tier, or buy throughput",
         )
     if 1.0 - goodput > max(shares[worst], LARGE):
         return Bottleneck(
@@ -174,7 +186,11 @@ def sensitivities(
     found = []
     rates, network = machine.rates, machine.network
     worse = 1.0 - MOVE
-    slower_math = replace(rates, matrix_flops={name: worse * value for name, value in rates.matrix_flops.items()})
+    slower_math = replace(
+        rates,
+        matrix_flops={name: worse * value for name, value in rates.matrix_flops.items()},
+        peak_flops={name: worse * value for name, value in rates.peak_flops.items()},
+    )
     slower_memory = replace(
         rates,
         memory_bytes_per_second=worse * rates.memory_bytes_per_second,

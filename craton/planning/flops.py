@@ -17,4 +17,7 @@ def attention_flops_per_token(shape: ModelShape, sequence: int) -> float:
     width = shape.mla.qk_nope + shape.mla.qk_rope + shape.mla.v_head if shape.mla else 2 * shape.head_dim
     windowed = shape.sliding_layers if shape.sliding_window and sequence > shape.sliding_window else 0
     keys = (shape.layers - windowed) * sequence / (2 if shape.causal else 1) + windowed * shape.sliding_window
+    if windowed:
+        whole = shape.layers * sequence / (2 if shape.causal else 1)
+        keys = min(keys, whole)  # a window longer than half the sequence saves nothing on average
     return 2.0 * shape.heads * width * keys

@@ -21,12 +21,12 @@ AttentionKernel = Literal["best", "flash2"]
 # Bytes of an operand's element with its share of the scales, and the catalog's names of its rate, nearest first.
 OPERAND_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 RATE_NAMES = {
-    "fp32": ("fp32",),
+    "fp32": ("fp32", "bf16", "fp16"),
     "fp16": ("fp16", "bf16", "fp32"),
     "bf16": ("bf16", "fp16", "fp32"),
-    "fp8": ("fp8", "bf16"),
-    "mxfp8": ("fp8", "bf16"),
-    "nvfp4": ("fp4", "fp8", "bf16"),
+    "fp8": ("fp8", "bf16", "fp16", "fp32"),
+    "mxfp8": ("fp8", "bf16", "fp16", "fp32"),
+    "nvfp4": ("fp4", "fp8", "bf16", "fp16", "fp32"),
 }
 OUTPUT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 2.0, "mxfp8": 2.0, "nvfp4": 2.0}
 TILE_ROWS = 128.0  # queries one multiprocessor holds in fused attention

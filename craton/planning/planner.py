@@ -13,8 +13,8 @@ from datetime import date
 
 import numpy as np
 
-from craton.infrastructure import Cluster, cluster_of, instance, resolve_cluster
-from craton.job import CratonError, Job, Layout, ModelShape, check_layout
+from craton.infrastructure import CatalogError, Cluster, cluster_of, instance, own_price, resolve_cluster
+from craton.job import CratonError, Job, Layout, LayoutError, ModelShape, check_layout
 from craton.planning.cost import billed_instances, cost_plan
 from craton.planning.explain import PARTS, bottleneck, sensitivities, why_lost
 from craton.planning.fitting import Prediction
@@ -28,12 +28,11 @@ from craton.planning.result import Alternative, Plan, ScalingPoint, StoragePlan
 from craton.planning.search import SAFE_SHARE, Candidate, Search, evaluate, search
 from craton.planning.software import SoftwareProfile
 from craton.planning.storage import checkpoint_bytes, data_bytes_per_token, storage_plan
-from craton.planning.training import LORA_SHARE, StepModel, StepTimes, Workload, compose
+from craton.planning.training import LORA_SHARE, REAL_IMBALANCE, StepModel, StepTimes, Workload, compose
 
 PLANNED_KINDS = ("pretrain", "sft")
 TOP = 5
 WORTH_SAYING = 0.03  # of the step, from which a better layout than the user's is mentioned
-REAL_IMBALANCE = 1.1  # busiest expert over the mean with a trained router; published runs force balance
 OTHER_HARDWARE = ("p5.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge", "p6-b300.48xlarge")
 DEFAULT_CHECKPOINT_SECONDS = 1800.0  # of a job that names no checkpoint tier
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -78,7 +77,12 @@ class Outcome:
 def plan(job: Job, *, today: date | None = None, progress: Progress | None = None) -> Plan:
     """Predict a job: the layout it names or the best one, and everything that follows from it."""
     today = today or date.today()
-    bench = _bench(job, resolve_cluster(job.cluster, job.price))
+    _check(job)
+    try:
+        cluster = resolve_cluster(job.cluster, job.price)
+    except CatalogError as error:
+        raise PlanError(f"{job.where('cluster')}cluster: {error}") from None
+    bench = _bench(job, cluster)
     if progress:
         progress(0, 3, f"layouts on {bench.cluster.name}")
     found = search(bench.model, bench.machine, bench.profile, bench.world, job.precision)
@@ -115,7 +119,8 @@ def plan_clusters(
 ) -> Plan:
     """Choose the cluster too: the best layout on every instance type and size, then the best of those."""
     today = today or date.today()
-    clusters = _clusters(instances, gpu_counts)
+    _check(job)
+    clusters = _clusters(job, instances, gpu_counts)
     outcomes: list[Outcome] = []
     searches: dict[str, Search] = {}
     problems: list[str] = []
@@ -124,11 +129,16 @@ def plan_clusters(
             progress(done, len(clusters), cluster.name)
         bench = _bench(job, cluster)
         found = search(bench.model, bench.machine, bench.profile, bench.world, job.precision)
-        if not found.candidates:
+        try:
+            candidate = _chosen(bench, found)
+        except PlanError as error:
+            problems.append(f"{cluster.name}: {error}")
+            continue
+        if not candidate.fits:
             problems.append(f"{cluster.name}: {_nothing_fits(bench, found)}")
             continue
         searches[cluster.name] = found
-        outcomes.append(_outcome(bench, found.candidates[0]))
+        outcomes.append(_outcome(bench, candidate))
     if not outcomes:
         raise PlanError("no cluster of the search can run this job: " + "; ".join(problems[:3]))
     allowed = [
@@ -158,24 +168,27 @@ def plan_clusters(
     )
 
 
-def _bench(job: Job, cluster: Cluster) -> Bench:
+def _check(job: Job) -> None:
+    """Whether the job can be planned at all, before anything is measured or searched."""
     if job.kind not in PLANNED_KINDS:
         raise PlanError(
             f"{job.where('kind')}kind {job.kind} cannot be planned; {' and '.join(PLANNED_KINDS)} can. "
             "`craton validate` checks the file"
         )
-    shape = job.model_shape
-    if shape is None:
+    if job.model_shape is None:
         raise PlanError(
             f"{job.where('model')}the model is a function, whose numbers only its author knows; to plan, give a "
             "preset, a config.json or inline numbers"
         )
     if job.total_tokens is None:
-        raise PlanError(
-            f"{job.where('train')}the plan needs to know how long the job trains: give train.tokens or train.steps"
-        )
-    machine = machine_of(cluster)
+        raise PlanError(f"{job.where('train')}how long does the job train? give train.tokens or train.steps")
     check_software(job)
+
+
+def _bench(job: Job, cluster: Cluster) -> Bench:
+    shape = job.model_shape
+    assert shape is not None
+    machine = machine_of(cluster)
     profile = find_profile(job.software, machine.gpu)
     model = StepModel(
         shape,
@@ -193,7 +206,10 @@ def _bench(job: Job, cluster: Cluster) -> Bench:
 
 def _chosen(bench: Bench, found: Search) -> Candidate:
     """The layout the user wrote, else the best that fits; with nothing that fits, the smallest."""
-    fixed = bench.job.fixed_layout(bench.world)
+    try:
+        fixed = bench.job.fixed_layout(bench.world)
+    except LayoutError as error:
+        raise PlanError(f"{bench.job.where('layout')}{error}") from None
     if fixed is not None:
         problems = check_layout(
             fixed, bench.shape, bench.world, bench.model.global_batch_sequences, bench.model.sequence
@@ -359,7 +375,7 @@ def _plan(
         cluster=cluster,
         layout=layout,
         profile=bench.profile.label,
-        calibrated=bench.profile.calibrated,
+        calibrated=bench.profile.calibrated and _same_card(bench),
         sequence=job.sequence,
         global_batch_sequences=job.global_batch_sequences,
         tokens=tokens,
@@ -383,7 +399,9 @@ def _plan(
         run_seconds=run_seconds,
         run_seconds_low=run_seconds / low_factor,
         run_seconds_high=run_seconds * high_factor,
-        bottleneck=bottleneck(times, layout, bench.machine, need.total_bytes / limit, goodput.goodput, 1.0),
+        bottleneck=bottleneck(
+            times, layout, bench.machine, need.total_bytes / limit, goodput.goodput, data / step_seconds
+        ),
         alternatives=_alternatives(bench, candidate, found, constants),
         runner_up=runner_up,
         scaling=_scaling_points([outcome, *scaling]),
@@ -428,6 +446,8 @@ def _warnings(bench: Bench, candidate: Candidate) -> list[str]:
             f"{bench.machine.gpu.name} has no matrix unit for {candidate.layout.precision}; planned at the next wider "
             "precision's rate"
         )
+    if not _same_card(bench):
+        found.append(f"the profile {bench.profile.name} was calibrated on {bench.profile.gpu}, not on this card")
     placement, leaf = bench.job.placement, bench.cluster.leaf_nodes
     if placement and placement.within == "leaf" and leaf and bench.cluster.num_nodes > leaf:
         found.append(
@@ -448,6 +468,10 @@ def _warnings(bench: Bench, candidate: Candidate) -> list[str]:
     return found
 
 
+def _same_card(bench: Bench) -> bool:
+    return bench.profile.gpu in ("", bench.machine.gpu.name)
+
+
 def _better_layout(candidate: Candidate, found: Search) -> list[str]:
     """A layout the user fixed, when the search knows a clearly faster one."""
     best = found.candidates[0] if found.candidates else candidate
@@ -457,7 +481,7 @@ def _better_layout(candidate: Candidate, found: Search) -> list[str]:
 
 def _precisions(bench: Bench) -> set[str]:
     flops = bench.machine.gpu.flops
-    known = {name for name in ("fp32", "fp16", "bf16") if flops.get(name)} | {"fp32"}
+    known = {"fp32"} | ({"fp16", "bf16"} if flops.get("fp16") or flops.get("bf16") else set())
     return known | ({"fp8", "mxfp8"} if flops.get("fp8") else set()) | ({"nvfp4"} if flops.get("fp4") else set())
 
 
@@ -598,12 +622,14 @@ def _cost_key(outcome: Outcome, by: str) -> tuple[float, float]:
     return (cost, outcome.run_seconds)
 
 
-def _clusters(instances: Sequence[str], gpu_counts: Sequence[int]) -> list[Cluster]:
+def _clusters(job: Job, instances: Sequence[str], gpu_counts: Sequence[int]) -> list[Cluster]:
+    """Whole nodes of every instance in every size; the job's own price holds for the instance it names."""
     clusters = []
     for name in instances:
         node = instance(name)
         sizes = [count // node.num_gpus for count in gpu_counts if count % node.num_gpus == 0]
-        clusters += [cluster_of(name, size) for size in sizes]
+        own = job.price if node.name == job.cluster.instance else None
+        clusters += [cluster_of(name, size, price=own_price(own)) if own else cluster_of(name, size) for size in sizes]
     if not clusters:
         raise PlanError(
             f"no cluster to search: {', '.join(map(str, gpu_counts))} GPUs are no whole nodes of {', '.join(instances)}"

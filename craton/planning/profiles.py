@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from craton.infrastructure import Gpu
 from craton.job import CratonError, Job, did_you_mean
 from craton.planning.fitting import EXPERT_NOISE, NOISE, QUANTILE_80, TAIL_WIDTH, UNSHARED, Fit, Prediction, linearise
-from craton.planning.software import NAMES, SoftwareProfile, Traits, prior_log
+from craton.planning.software import (
+    NAMES,
+    AttentionKernel,
+    Dispatcher,
+    Selective,
+    SoftwareProfile,
+    Traits,
+    prior_log,
+)
 from craton.planning.training import StepTerms, stack
 
 UNKNOWN = "craton"  # no published run of our own stack: the priors of its traits
@@ -47,6 +55,17 @@ STACKS: dict[str, Traits] = {
     "llm-foundry": Traits(attention="flash2", compiled=False),
     "kempnerforge": Traits(attention="flash2", selective="operators"),
     "fms-fsdp": Traits(attention="flash2", selective="operators"),
+}
+
+
+# What each trait may be.
+TRAIT_VALUES: dict[str, tuple[object, ...]] = {
+    field.name: {
+        "attention": get_args(AttentionKernel),
+        "dispatcher": get_args(Dispatcher),
+        "selective": get_args(Selective),
+    }.get(field.name, (True, False))
+    for field in fields(Traits)
 }
 
 
@@ -149,10 +168,19 @@ def profile_from_json(entry: dict[str, Any]) -> SoftwareProfile:
     triangle = entry["covariance"]
     size = len(NAMES) + 1  # the scale is the last
     matrix = [[triangle[max(i, j)][min(i, j)] for j in range(size)] for i in range(size)]
+    numbers = [*(constants[name]["value"] for name in NAMES), entry["log_scale"], entry["own_cluster"]]
+    if not all(math.isfinite(float(number)) for line in (numbers, *matrix) for number in line):
+        raise ValueError("a constant, the scale or the covariance is not a finite number")
+    traits = Traits(**entry["traits"])
+    for name, kind in TRAIT_VALUES.items():
+        if getattr(traits, name) not in kind:
+            raise ValueError(
+                f"trait {name} {getattr(traits, name)!r} is not known; allowed: {', '.join(map(str, kind))}"
+            )
     return SoftwareProfile(
         name=entry["name"],
         gpu=entry["gpu"],
-        traits=Traits(**entry["traits"]),
+        traits=traits,
         log_constants=tuple(math.log(constants[name]["value"]) for name in NAMES),
         covariance=tuple(tuple(float(x) for x in line) for line in matrix),
         log_scale=float(entry["log_scale"]),
@@ -176,7 +204,16 @@ def load_profile(path: str | Path) -> SoftwareProfile:
         return profile_from_json(entry)
     except FileNotFoundError:
         raise ProfileError(f"{path}: no such profile file") from None
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise ProfileError(f"{path}: cannot be used as a software profile: {error}") from None
 
 

@@ -75,30 +75,29 @@ def search(
         model.traits.zero_bubble,
     )
     for base in bases:
-        smallest = None
         for recompute in RECOMPUTES:
             layout = base if recompute == "none" else replace(base, recompute=recompute)
             evaluated += 1
             need = _need(model, layout, machine)
-            smallest = (layout, need) if smallest is None or need < smallest[1] else smallest
             if need <= limit:
                 fitting.append((layout, need))
                 break
         else:
-            assert smallest is not None
-            larger.append(smallest)
-    if not fitting:  # what only just fits, else what fits with the optimizer in host memory
-        fitting = [(layout, need) for layout, need in larger if need <= machine.gpu.memory_bytes]
-    if not fitting:
-        offloaded = [replace(layout, offload="optimizer") for layout, _ in larger]
-        needs = [(layout, _need(model, layout, machine)) for layout in offloaded]
-        fitting = [(layout, need) for layout, need in needs if need <= limit]
-        evaluated += len(needs)
+            offloaded = replace(layout, offload="optimizer")
+            evaluated += 1
+            with_host = _need(model, offloaded, machine)
+            if with_host <= limit:
+                fitting.append((offloaded, with_host))
+            larger.append((layout, need))
     near = sorted(larger, key=lambda pair: pair[1])[:2000]
     near = [pair for pair in near if pair[1] <= NEARLY_FITS * limit] or near[:50]
+    if fitting:  # what only just fits is neither a candidate nor too large
+        near = [pair for pair in near if pair[1] > machine.gpu.memory_bytes]
     constants = np.exp(np.array(profile.log_constants))
     candidates = _candidates(model, fitting, constants, fits=True)
-    too_large = _candidates(model, near, constants, fits=False)
+    just = [pair for pair in near if pair[1] <= machine.gpu.memory_bytes]
+    candidates = candidates or _candidates(model, just, constants, fits=True)
+    too_large = _candidates(model, [pair for pair in near if pair not in just], constants, fits=False)
     return Search(
         sorted(candidates, key=lambda candidate: candidate.rank),
         sorted(too_large, key=lambda candidate: candidate.memory_bytes if not candidates else candidate.step_seconds),

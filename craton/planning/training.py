@@ -36,6 +36,7 @@ OPTIMIZER_BYTES = 30.0  # Adam with fp32 states: master, two moments and gradien
 HOST_OPTIMIZER_BYTES_PER_SECOND = 25e9
 SAVED_BYTES = 34.0
 DEFAULT_HOST_LINK = 25e9
+REAL_IMBALANCE = 1.1  # busiest expert over the mean with a trained router (assumed); published runs force balance
 EARLY_BACKWARD = 0.85  # share of the last backward pass behind which gradients can be reduced
 OVERLAP_SHARPNESS = 4.0
 ZERO_BUBBLE = 1 / 3  # zero-bubble schedules keep about a third of the 1F1B bubble (arXiv:2401.10241)
@@ -437,31 +438,34 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
     layer_b = gemm_b + expert_b + attention_b + element_b + permute_b + host_b + dispatch_b
     layer_b = layer_b + tensor_b + context_b + exchange_b + again
 
+    # What already hides a ring cannot hide anything else, so that a faster card never makes a step slower.
+    window_f = layers * (layer_f - covered_f) + heads * head_f
+    window_b = layers * (layer_b - covered_b) + heads * head_b
+
     # Sharded weights: gathers run ahead of the layer that needs them, reductions behind; the first cannot be hidden.
     shard_scale = slowdown(terms.shard_far)
     gathers_f, gathers_b, scatters = terms.fsdp_passes
     gather = shard_scale * (layers * terms.layer_shard[0] + heads * terms.head_shard[0])
     scatter = shard_scale * (layers * terms.layer_shard[1] + heads * terms.head_shard[1])
     wire_f, wire_b = gathers_f * gather, gathers_b * gather + scatters * scatter
-    hidden_f = _covered(layers * layer_f + heads * head_f, wire_f)
-    hidden_b = _covered(layers * layer_b + heads * head_b, wire_b)
+    hidden_f, hidden_b = _covered(wire_f, window_f), _covered(wire_b, window_b)
     edge = shard_scale * (gathers_f * terms.head_shard[0] + scatters * terms.layer_shard[1])
     shard = wire_f + wire_b - (1.0 - contention) * (hidden_f + hidden_b) + _covered(edge, 0.5 * (wire_f + wire_b))
 
     # One reduction and one gather a step, behind the last backward and the first forward pass.
     once_gather = terms.once_gather_seconds * shard_scale
     once_reduce = terms.once_reduce_seconds * shard_scale
-    covered = _covered(once_gather, layers * layer_f)
-    covered = terms.gradient_overlap * (covered + _covered(once_reduce, EARLY_BACKWARD * layers * layer_b))
+    covered = _covered(once_gather, window_f - hidden_f)
+    covered = terms.gradient_overlap * (covered + _covered(once_reduce, EARLY_BACKWARD * (window_b - hidden_b)))
     gradients = once_gather + once_reduce - (1.0 - contention) * covered
 
     mean = (terms.num_layers * (layer_f + layer_b) + terms.num_heads * (head_f + head_b)) / terms.pp
     bubble = bubble_constant * terms.bubble_factor * (terms.pp - 1) / terms.vpp * mean
     send = terms.sends * terms.send_seconds * network_slowdown * (count + terms.pp - 1)
 
-    away = terms.offload_layer_seconds
-    carried = 2.0 * away - (1.0 - contention) * (_covered(away, layer_f) + _covered(away, layer_b))
-    offload = count * layers * carried + terms.offload_once_seconds
+    away = layers * terms.offload_layer_seconds
+    behind = _covered(away, window_f - hidden_f) + _covered(away, window_b - hidden_b)
+    offload = count * (2.0 * away - (1.0 - contention) * behind) + terms.offload_once_seconds
 
     repeat = count * layers
     optimizer = terms.optimizer_seconds * optimizer_passes

@@ -1,0 +1,218 @@
+"""The fit: it finds constants again that it was given, says honestly how sure it is, and learns only from its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from craton.infrastructure import cluster_of
+from craton.job import Layout, model_preset
+from craton.planning.corpus import corpus, effect_labels, row_of
+from craton.planning.fitting import LEVELS, QUANTILE_80, SCALES, Fit, Prediction, Row, linearise
+from craton.planning.machine import machine_of
+from craton.planning.software import INDEX, NAMES, SPREAD, Traits, prior_log
+from craton.planning.training import StepModel, StepTerms, compose, stack
+
+TRAITS = Traits()
+PLACES = {name: machine_of(cluster_of(name, 8)) for name in ("p5.48xlarge", "p4de.24xlarge")}
+LAYOUTS = (
+    Layout(fsdp=64),
+    Layout(fsdp=64, recompute="full"),
+    Layout(fsdp=64, zero=1),
+    Layout(fsdp=16, tp=4),
+    Layout(pp=4, fsdp=16, zero=1),
+    Layout(pp=2, fsdp=8, tp=4, zero=1, recompute="selective"),
+    Layout(replicate=8, fsdp=8, micro_batch=2),
+    Layout(fsdp=32, cp=2),
+)
+MODELS = ("llama-3.2-1b", "llama-3.1-8b", "llama-2-13b")
+
+
+def all_terms(place: str) -> list[StepTerms]:
+    """One step of every model, layout and batch: enough shapes to tell constants apart."""
+    machine = PLACES[place]
+    return [
+        StepModel(model_preset(name), 4096, batch, machine.rates, machine.network, TRAITS).terms(layout)
+        for name in MODELS
+        for layout in LAYOUTS
+        for batch in (128, 512)
+    ]
+
+
+def seconds_of(terms: Sequence[StepTerms], log_constants: np.ndarray) -> np.ndarray:
+    return np.asarray(compose(stack(terms), np.exp(log_constants)).step_seconds)
+
+
+def rows_of(
+    family: str, terms: Sequence[StepTerms], seconds: Sequence[float] | np.ndarray, generation: str = "hopper"
+) -> list[Row]:
+    labels = effect_labels(family=family, release="1", gpu="H100-SXM", generation=generation, model="m", moe=False)
+    return [Row(term, math.log(second), labels, prior_log(TRAITS)) for term, second in zip(terms, seconds, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def h100_terms() -> list[StepTerms]:
+    return all_terms("p5.48xlarge")
+
+
+def test_a_fit_predicts_what_known_constants_made(h100_terms: list[StepTerms]) -> None:
+    """Half of the steps are measured with 2 % noise; the others come out within it, and far better than the prior."""
+    random = np.random.default_rng(7)
+    truth = np.array(prior_log(TRAITS)) + np.array(SPREAD) * np.where(np.arange(len(NAMES)) % 2, 0.8, -0.8)
+    true_seconds = seconds_of(h100_terms, truth)
+    measured = true_seconds * np.exp(0.02 * random.standard_normal(len(true_seconds)))
+    known, unknown = list(range(0, len(h100_terms), 2)), list(range(1, len(h100_terms), 2))
+    fit = Fit(rows_of("ours", [h100_terms[i] for i in known], measured[known]))
+    labels = rows_of("ours", [h100_terms[0]], [1.0])[0].labels
+    errors = [abs(fit.predict(h100_terms[i], labels, prior_log(TRAITS)).seconds / true_seconds[i] - 1) for i in unknown]
+    untold = np.abs(
+        seconds_of([h100_terms[i] for i in unknown], np.array(prior_log(TRAITS))) / true_seconds[unknown] - 1
+    )
+    assert np.median(errors) < 0.015
+    assert max(errors) < 0.06
+    assert np.median(errors) < 0.3 * np.median(untold)
+
+
+def test_constants_that_matter_most_are_found_again(h100_terms: list[StepTerms]) -> None:
+    truth = np.array(prior_log(TRAITS))
+    truth[INDEX["gemm_efficiency"]] = math.log(0.75)
+    truth[INDEX["bubble"]] = math.log(2.4)
+    fit = Fit(rows_of("ours", h100_terms, seconds_of(h100_terms, truth)))
+    labels = rows_of("ours", [h100_terms[0]], [1.0])[0].labels
+    found = np.exp(fit.constants(labels, prior_log(TRAITS)))
+    assert found[INDEX["gemm_efficiency"]] == pytest.approx(0.75, rel=0.06)
+    assert found[INDEX["bubble"]] == pytest.approx(2.4, rel=0.25)
+    assert found[INDEX["fp8_efficiency"]] == pytest.approx(0.9, rel=0.01)  # no row says anything about fp8
+    # and it knows what it knows
+    spread = np.sqrt(np.diag(fit.posterior(labels, prior_log(TRAITS))[1]))
+    prior = np.array(SPREAD) * math.sqrt(sum(share**2 for share in LEVELS.values()))
+    assert spread[INDEX["gemm_efficiency"]] < 0.7 * prior[INDEX["gemm_efficiency"]]
+    assert spread[INDEX["fp8_efficiency"]] == pytest.approx(prior[INDEX["fp8_efficiency"]])
+
+
+def test_80_percent_intervals_hold_80_percent(h100_terms: list[StepTerms]) -> None:
+    """Worlds drawn from the model's own assumptions: the interval must be neither vain nor cowardly."""
+    inside = total = 0
+    random = np.random.default_rng(11)
+    strength = math.sqrt(sum(share**2 for share in LEVELS.values()))
+    scale = math.sqrt(sum(deviation**2 for deviation in SCALES.values()))
+    labels = rows_of("ours", [h100_terms[0]], [1.0])[0].labels
+    for _ in range(6):
+        constants = np.array(prior_log(TRAITS)) + strength * np.array(SPREAD) * random.standard_normal(len(NAMES))
+        noise = 0.035 * random.standard_normal(len(h100_terms))
+        measured = seconds_of(h100_terms, constants) * np.exp(scale * random.standard_normal() + noise)
+        chosen = random.permutation(len(h100_terms))
+        fit = Fit(rows_of("ours", [h100_terms[i] for i in chosen[:8]], measured[chosen[:8]]))
+        for i in chosen[8:]:
+            step = fit.predict(h100_terms[i], labels, prior_log(TRAITS))
+            inside += step.low <= measured[i] <= step.high
+            total += 1
+    assert 0.72 < inside / total < 0.92
+
+
+def test_an_unknown_family_gets_a_wider_interval(h100_terms: list[StepTerms]) -> None:
+    fit = Fit(rows_of("ours", h100_terms[::2], seconds_of(h100_terms[::2], np.array(prior_log(TRAITS)))))
+    known = rows_of("ours", [h100_terms[1]], [1.0])[0].labels
+    stranger = rows_of("theirs", [h100_terms[1]], [1.0])[0].labels
+    other_card = rows_of("theirs", [h100_terms[1]], [1.0], generation="blackwell")[0].labels
+    widths = [
+        fit.predict(h100_terms[1], labels, prior_log(TRAITS)).log_deviation for labels in (known, stranger, other_card)
+    ]
+    assert widths[0] < 0.6 * widths[1]
+    assert widths[1] < widths[2]
+
+
+def test_more_rows_make_the_interval_narrower(h100_terms: list[StepTerms]) -> None:
+    seconds = seconds_of(h100_terms, np.array(prior_log(TRAITS)))
+    labels = rows_of("ours", [h100_terms[0]], [1.0])[0].labels
+    widths = [
+        Fit(rows_of("ours", h100_terms[1:count], seconds[1:count]))
+        .predict(h100_terms[0], labels, prior_log(TRAITS))
+        .log_deviation
+        for count in (3, 8, 40)
+    ]
+    assert widths[0] > widths[1] > widths[2]
+
+
+def test_one_family_says_little_of_another(h100_terms: list[StepTerms]) -> None:
+    """A slow stack drags a stranger's prediction a little, and its own fully."""
+    slow = 1.5 * seconds_of(h100_terms, np.array(prior_log(TRAITS)))
+    fit = Fit(rows_of("ours", h100_terms[::2], slow[::2]))
+    labels = [rows_of(family, [h100_terms[1]], [1.0])[0].labels for family in ("ours", "theirs")]
+    ours, theirs = (fit.predict(h100_terms[1], label, prior_log(TRAITS)).seconds / slow[1] * 1.5 for label in labels)
+    assert ours == pytest.approx(1.5, rel=0.05)
+    assert 1.0 < theirs < 1.3
+
+
+def test_an_empty_label_shares_nothing_with_another_empty_label(h100_terms: list[StepTerms]) -> None:
+    """Two stacks that name no release are not the same release: a slow one drags the other no further than usual."""
+
+    def rows(family: str, terms: Sequence[StepTerms], seconds: np.ndarray, release: str) -> list[Row]:
+        labels = {"release": release, "release-kind": release}
+        return [replace(row, labels={**row.labels, **labels}) for row in rows_of(family, terms, seconds)]
+
+    seconds = seconds_of(h100_terms, np.array(prior_log(TRAITS)))
+
+    def dragged(releases: tuple[str, str]) -> float:
+        """How far a stack that doubled its times moves a prediction of the other."""
+        found = []
+        for factor in (1.0, 2.0):
+            ours = rows("ours", h100_terms[:20], factor * seconds[:20], releases[0])
+            theirs = rows("theirs", h100_terms[20:23], seconds[20:23], releases[1])
+            step = Fit([*ours, *theirs]).predict(h100_terms[30], theirs[0].labels, prior_log(TRAITS))
+            found.append(step.seconds)
+        return found[1] / found[0]
+
+    assert dragged(("", "")) <= dragged(("a", "b")) * 1.005
+
+
+def test_one_wrong_row_does_not_drag_the_others(h100_terms: list[StepTerms]) -> None:
+    seconds = seconds_of(h100_terms, np.array(prior_log(TRAITS)))
+    labels = rows_of("ours", [h100_terms[0]], [1.0])[0].labels
+    spoiled = seconds.copy()
+    spoiled[10] *= 3.0
+    clean, dirty = (
+        Fit(rows_of("ours", h100_terms[2:], values[2:])).predict(h100_terms[1], labels, prior_log(TRAITS)).seconds
+        for values in (seconds, spoiled)
+    )
+    assert dirty == pytest.approx(clean, rel=0.03)
+
+
+def test_order_does_not_matter() -> None:
+    rows = [row_of(case) for case in corpus() if case.family in ("torchtitan", "nanotron", "fms-fsdp")]
+    forwards, backwards = Fit(rows), Fit(rows[::-1])
+    for row in rows[::8]:
+        one, other = (fit.predict(row.terms, row.labels, row.prior_log) for fit in (forwards, backwards))
+        assert one.seconds == pytest.approx(other.seconds, rel=1e-6)
+        assert one.log_deviation == pytest.approx(other.log_deviation, rel=1e-6)
+
+
+def test_removing_a_family_changes_its_predictions() -> None:
+    cases = [case for case in corpus() if case.family in ("torchtitan", "nanotron", "llm-foundry")]
+    everything = Fit([row_of(case) for case in cases])
+    without = Fit([row_of(case) for case in cases if case.family != "nanotron"])
+    for case in [case for case in cases if case.family == "nanotron"][::5]:
+        row = row_of(case)
+        known, unknown = (fit.predict(row.terms, row.labels, row.prior_log) for fit in (everything, without))
+        assert abs(known.seconds / case.measured_step_seconds - 1) < abs(
+            unknown.seconds / case.measured_step_seconds - 1
+        )
+        assert known.log_deviation < unknown.log_deviation
+
+
+def test_the_derivative_is_the_derivative(h100_terms: list[StepTerms]) -> None:
+    theta = np.tile(np.array(prior_log(TRAITS)), (len(h100_terms), 1))
+    value, jacobian = linearise(stack(h100_terms), theta)
+    moved = theta + 1e-3
+    expected = value + 1e-3 * jacobian.sum(axis=1)
+    assert np.log(compose(stack(h100_terms), np.exp(moved.T)).step_seconds) == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_interval_is_the_80_percent_of_a_normal_distribution() -> None:
+    step = Prediction(2.0, 0.1)
+    assert (step.low * step.high, step.high / step.low) == pytest.approx((4.0, math.exp(2 * 0.1 * QUANTILE_80)))
+    assert math.erf(QUANTILE_80 / math.sqrt(2)) == pytest.approx(0.8, abs=1e-4)
