@@ -2,8 +2,8 @@
 
 The space: tp over powers of two up to twice the NVLink domain, pp over divisors of the world, cp over powers of two
 that leave a rank 1,024 tokens, every ep that divides the experts and its ranks, DDP, ZeRO-1, ZeRO-2, FSDP and HSDP over
-an NVLink domain, interleaving up to eight stages a rank, zero-bubble where the stack has it, micro-batches up to 16.
-Recompute and offload only cost time, so each layout gets the least of them with which it fits.
+an NVLink domain, interleaving up to eight stages a rank, zero-bubble where the stack has it, micro-batches up to 16
+and 65,536 tokens. Recompute and offload only cost time, so each layout gets the least of them with which it fits.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from craton.planning.training import StepModel, StepTerms, Workload, compose, st
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 STAGES_A_RANK = (1, 2, 4, 8)
 LEAST_TOKENS_A_RANK = 1024
+MOST_TOKENS_A_RANK = 65536  # of a micro-batch: more fills no matrix unit better
 SIMPLER = 0.003  # a layout must beat one with a dimension less by this share of the step
 NEARLY_FITS = 1.5  # layouts up to this share over the card's memory are evaluated too, to say what memory costs
 SAFE_SHARE = 0.95  # of the card's memory: what the memory model may be wrong by is left free
@@ -131,7 +132,11 @@ def layouts(
                 if pp > shape.layers or global_batch_sequences % dp:
                     continue
                 per_rank = global_batch_sequences // dp
-                micro_batches = [size for size in MICRO_BATCHES if per_rank % size == 0]
+                micro_batches = [
+                    size
+                    for size in MICRO_BATCHES
+                    if per_rank % size == 0 and (size == 1 or size * sequence <= MOST_TOKENS_A_RANK * cp)
+                ]
                 pipelines = _pipelines(pp, shape.layers, zero_bubble)
                 experts = (
                     _expert_sizes(shape, dp * cp) if like is None else [like.ep] if (dp * cp) % like.ep == 0 else []

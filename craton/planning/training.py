@@ -190,7 +190,7 @@ class StepModel:
         self.gpu, self.network, self.traits, self.lora, self.imbalance = gpu, network, traits, lora, imbalance
         self.host_link_bytes_per_second = host_link_bytes_per_second
         self._operators: dict[tuple[int, int, int, int, str], tuple[LayerTerms, LayerTerms]] = {}
-        self._shards: dict[tuple[float, float, int, int, int, int], tuple[float, float]] = {}
+        self._transfers: dict[tuple[int, ...], tuple[tuple[float, float], ...]] = {}
 
     def terms(self, layout: Layout) -> StepTerms:
         """Evaluate operators and collectives of one step."""
@@ -208,17 +208,21 @@ class StepModel:
 
         parameters = num_layers * layer.parameters / pp + head.parameters
         expert_parameters = num_layers * layer.expert_parameters / pp
-        sharded = layout.fsdp > 1
-        layer_gather = layer_scatter = head_gather = head_scatter = 0.0
         passes = (0.0, 0.0, 0.0)
-        if sharded and layout.zero > 1:
-            layer_gather, layer_scatter = self._shard_seconds(layer.parameters, layer.expert_parameters, layout)
-            head_gather, head_scatter = self._shard_seconds(head.parameters, 0.0, layout)
+        if layout.fsdp > 1 and layout.zero > 1:
             if pp > 1:  # weights stay gathered between the micro-batches of a pipeline
                 passes = (1.0 / micro_batches, 0.0, 1.0 / micro_batches)
             else:
                 passes = (1.0, 1.0 if layout.zero == 3 else 0.0, 1.0)
-        once_gather, once_reduce = self._once_per_step(parameters, expert_parameters, layout)
+        key = (pp, layout.replicate, layout.fsdp, layout.cp, layout.tp, layout.ep, layout.zero)
+        if key not in self._transfers:
+            layer_shard = head_shard = (0.0, 0.0)
+            if passes[0]:
+                layer_shard = self._shard_seconds(layer.parameters, layer.expert_parameters, layout)
+                head_shard = self._shard_seconds(head.parameters, 0.0, layout)
+            once = self._once_per_step(parameters, expert_parameters, layout)
+            self._transfers[key] = (layer_shard, head_shard, once)
+        layer_shard, head_shard, (once_gather, once_reduce) = self._transfers[key]
         ranks = layout.fsdp * layout.cp  # context-parallel ranks share the optimizer too
         expert_ranks = max(1, ranks * layout.tp // layout.ep) if ranks > 1 else 1
         local = parameters / ranks + expert_parameters / expert_ranks
@@ -242,8 +246,8 @@ class StepModel:
             send_seconds=send,
             sends=0.0 if pp == 1 else float(vpp) if vpp > 1 else 2.0,  # interleaving hides half of its 2 · vpp sends
             fsdp_passes=passes,
-            layer_shard=(layer_gather, layer_scatter),
-            head_shard=(head_gather, head_scatter),
+            layer_shard=layer_shard,
+            head_shard=head_shard,
             once_gather_seconds=once_gather,
             once_reduce_seconds=once_reduce,
             optimizer_seconds=optimizer_seconds,
@@ -291,20 +295,16 @@ class StepModel:
 
     def _shard_seconds(self, parameters: float, expert_parameters: float, layout: Layout) -> tuple[float, float]:
         """FSDP's all-gather of weights and reduce-scatter of gradients; experts shard over what ep leaves."""
-        key = (parameters, expert_parameters, layout.fsdp, layout.cp, layout.tp, layout.ep)
-        if key not in self._shards:
-            network = self.network
-            width = self._gradient_bytes
-            ranks = layout.fsdp * layout.cp
-            group = group_of(ranks, layout.tp, network)
-            gather = all_gather_seconds(2.0 * parameters, group, network)
-            scatter = reduce_scatter_seconds(width * parameters, group, network)
-            if expert_parameters:
-                group = group_of(max(1, ranks * layout.tp // layout.ep), layout.ep, network)
-                gather += all_gather_seconds(2.0 * expert_parameters, group, network)
-                scatter += reduce_scatter_seconds(width * expert_parameters, group, network)
-            self._shards[key] = (gather, 0.0 if self.lora else scatter)
-        return self._shards[key]
+        network, width = self.network, self._gradient_bytes
+        ranks = layout.fsdp * layout.cp
+        group = group_of(ranks, layout.tp, network)
+        gather = all_gather_seconds(2.0 * parameters, group, network)
+        scatter = reduce_scatter_seconds(width * parameters, group, network)
+        if expert_parameters:
+            group = group_of(max(1, ranks * layout.tp // layout.ep), layout.ep, network)
+            gather += all_gather_seconds(2.0 * expert_parameters, group, network)
+            scatter += reduce_scatter_seconds(width * expert_parameters, group, network)
+        return gather, 0.0 if self.lora else scatter
 
     def _once_per_step(self, parameters: float, expert_parameters: float, layout: Layout) -> tuple[float, float]:
         """(gather of parameters, reduction of gradients) that happen once a step: DDP, a sharded optimizer, HSDP."""
