@@ -1,4 +1,4 @@
-"""Every accuracy number of docs/measurements.md: `python benchmarks/plan_accuracy.py` (about two minutes on two cores).
+"""Every accuracy number of docs/measurements.md: `python benchmarks/plan_accuracy.py` (about a minute).
 
 Prints, as Markdown: the bars, errors by family, hardware, precision and quality for each holdout, the groups of
 decisions, rows that other planners were run on, and vTrain's steps, which no shipped constant has seen.

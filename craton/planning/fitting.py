@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import ThreadpoolController
 
 from craton.planning.software import SPREAD
 from craton.planning.training import StepTerms, compose, stack
@@ -36,6 +37,10 @@ TAIL_WIDTH = 1.2  # what such tails add to the spread of a new measurement
 ITERATIONS = 14
 DAMPING = (1.0, 0.7, 0.5, 0.4)  # full steps overshoot where overlap makes log(step) bend
 QUANTILE_80 = 1.2816
+
+# Matrices of a few hundred rows: threads wait for each other longer than they compute, on a busy machine 40 times as
+# long.
+_BLAS = ThreadpoolController()
 
 
 @dataclass(frozen=True)
@@ -72,23 +77,25 @@ class Fit:
         self.variance = np.array(SPREAD) ** 2
         self.prior = np.array([row.prior_log for row in rows])
         self.labels = {name: np.array([row.labels.get(name, "") for row in rows]) for name in (*LEVELS, *SCALES)}
-        self.shared = {name: values[:, None] == values[None, :] for name, values in self.labels.items()}
+        self.levels = self._shared(LEVELS)
+        self.scales = self._shared(SCALES)
         terms = stack([row.terms for row in rows])
         target = np.array([row.log_measured for row in rows])
         theta = self.prior.copy()
         noise = np.array([row.noise for row in rows])
         weight = np.ones(len(rows))
-        for iteration in range(ITERATIONS):
-            value, self.jacobian = linearise(terms, theta)
-            gap = target - value + np.einsum("ik,ik->i", self.jacobian, theta - self.prior)
-            self.factor = np.asarray(
-                np.linalg.cholesky(self._covariance() + np.diag(noise**2 * weight)), dtype=np.float64
-            )
-            self.alpha = _solve(self.factor, gap)
-            goal = self.prior + self._effects()
-            theta = theta + DAMPING[min(iteration, len(DAMPING) - 1)] * (goal - theta)
-            unexplained = noise * weight * self.alpha
-            weight = np.maximum(1.0, (TAILS + unexplained**2) / (TAILS + 1.0))
+        with _BLAS.limit(limits=1):
+            for iteration in range(ITERATIONS):
+                value, self.jacobian = linearise(terms, theta)
+                gap = target - value + np.einsum("ik,ik->i", self.jacobian, theta - self.prior)
+                covariance = self._covariance() + np.diag(noise**2 * weight)
+                self.alpha: Array = np.linalg.solve(covariance, gap)
+                goal = self.prior + self._effects()
+                theta = theta + DAMPING[min(iteration, len(DAMPING) - 1)] * (goal - theta)
+                unexplained = noise * weight * self.alpha
+                weight = np.maximum(1.0, (TAILS + unexplained**2) / (TAILS + 1.0))
+            # whitens rows: w.T @ w is the inverse of their covariance
+            self.whitener: Array = np.linalg.inv(np.linalg.cholesky(covariance))
 
     def predict(self, terms: StepTerms, labels: Labels, prior_log: Sequence[float], noise: float = NOISE) -> Prediction:
         """The step of a run with these labels, measured or not."""
@@ -104,7 +111,7 @@ class Fit:
             cross = cross + same
             prior_variance += deviation**2
             scale += float(self.alpha @ same)
-        explained = np.linalg.solve(self.factor, cross)
+        explained = self.whitener @ cross
         variance = max(prior_variance - float(explained @ explained), 0.0) + (TAIL_WIDTH * noise) ** 2
         return Prediction(math.exp(float(value[0]) + scale), math.sqrt(variance))
 
@@ -118,7 +125,7 @@ class Fit:
         scale = SCALES["family-scale"] ** 2
         weights = np.vstack([self._weights(labels), scale * self._same("family-scale", labels)])
         prior = np.append(self.variance * sum(share**2 for share in LEVELS.values()), scale)
-        explained = np.linalg.solve(self.factor, weights.T)
+        explained = self.whitener @ weights.T
         mean = np.append(np.array(prior_log), 0.0) + weights @ self.alpha
         return mean, np.diag(prior) - explained.T @ explained
 
@@ -131,15 +138,20 @@ class Fit:
         label = labels.get(name, "")
         return (self.labels[name] == label).astype(np.float64) if label else np.zeros(len(self.alpha))
 
+    def _shared(self, effects: Mapping[str, float]) -> Array:
+        """Variance that rows share through effects of the same label [rows, rows]; an empty label shares nothing."""
+        total = np.zeros((len(self.prior), len(self.prior)))
+        for name, deviation in effects.items():
+            values = self.labels[name]
+            same = (values[:, None] == values[None, :]) & (values != "")[:, None]
+            total += deviation**2 * (same | np.eye(len(values), dtype=bool))
+        return total
+
     def _covariance(self) -> Array:
-        by_constants = (self.jacobian * self.variance) @ self.jacobian.T
-        levels = sum(share**2 * self.shared[name] for name, share in LEVELS.items())
-        scales = sum(deviation**2 * self.shared[name] for name, deviation in SCALES.items())
-        return np.asarray(by_constants * levels + scales)
+        return np.asarray((self.jacobian * self.variance) @ self.jacobian.T * self.levels + self.scales)
 
     def _effects(self) -> Array:
-        weighted = self.jacobian * self.alpha[:, None] * self.variance
-        return np.asarray(sum(share**2 * (self.shared[name] @ weighted) for name, share in LEVELS.items()))
+        return np.asarray(self.levels @ (self.jacobian * self.alpha[:, None] * self.variance))
 
 
 def linearise(terms: StepTerms, theta: Array) -> tuple[Array, Array]:
@@ -154,7 +166,3 @@ def linearise(terms: StepTerms, theta: Array) -> tuple[Array, Array]:
         jacobian[:, j] = (np.log(compose(terms, constants).step_seconds) - value) / step
         constants[j] = kept
     return value, jacobian
-
-
-def _solve(factor: Array, vector: Array) -> Array:
-    return np.asarray(np.linalg.solve(factor.T, np.linalg.solve(factor, vector)))

@@ -507,5 +507,26 @@ def test_hardware_with_one_precision_plans_the_others_at_its_rate(tmp_path: Path
     assert any("no matrix unit for fp8" in warning for warning in answer.warnings)
 
 
+def test_attention_in_fp32_does_not_run_at_the_16_bit_rate() -> None:
+    """With long sequences most of the step is attention; at the rate of bf16 a step in fp32 would beat the card."""
+    text = JOB.replace("8192", "65536").replace("tokens: 100B", "tokens: 100B, precision: fp32")
+    check_sums_and_units(plan_text(text.replace("p5.48xlarge", "p6-b200.48xlarge")))
+
+
+def test_a_run_that_would_never_end_is_told_without_a_traceback() -> None:
+    """Nothing survives a failure and the run is far longer than the time between them."""
+    text = JOB.replace("llama-3.1-8b", "llama-3.1-405b").replace("100B", "10T").replace("x 2", "x 1")
+    text = text.replace("checkpoint: {tiers: [{to: shared", "checkpoint: {peer: off, tiers: [{to: nvme")
+    console = Console(file=io.StringIO(), width=100)
+    try:
+        answer = plan_text(text)
+    except CratonError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+        return
+    render_plan(answer, console, start=TODAY)
+    json.dumps(plan_to_json(answer), allow_nan=False)
+    assert answer.warnings
+
+
 def test_the_same_job_gives_the_same_plan() -> None:
     assert plan_to_json(plan_text(JOB)) == plan_to_json(small())
