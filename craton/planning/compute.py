@@ -279,7 +279,7 @@ def _attention(
     heads = max(shape.heads / layout.tp, 1.0)
     batch, queries = layout.micro_batch, sequence / layout.cp
     if traits.attention == "unfused":
-        precision = layout.precision if layout.precision in ("fp16", "bf16") else "bf16"
+        precision = layout.precision if layout.precision in ("fp32", "fp16", "bf16") else "bf16"
         count = batch * heads
         product = gemm_seconds(queries, sequence, query_dim, precision, gpu, count)
         product += gemm_seconds(queries, value_dim, sequence, precision, gpu, count)
@@ -299,6 +299,7 @@ def _attention(
             causal=causal,
             backward=backward,
             value_dim=value_dim,
+            precision="fp32" if layout.precision == "fp32" else "bf16",
             kernel=kernel,
         )
 

@@ -161,7 +161,8 @@ def attention_seconds(
     width = head_dim + (value_dim or head_dim)
     products = 5.0 if backward else 2.0  # backward repeats the scores and has four gradients
     flops_per_score = products * width
-    flops = gpu.peak_flops["bf16"] * rates.efficiency(0.5 * width, backward)
+    unit = "fp32" if precision == "fp32" else "bf16"
+    flops = gpu.peak_flops[unit] * rates.efficiency(0.5 * width, backward)
     if precision in ("fp8", "mxfp8", "nvfp4"):
         flops *= rates.fp8_gain
     extra = rates.extra_keys_backward if backward else rates.extra_keys_forward
