@@ -4,7 +4,7 @@ from craton.planning.bench import Bench, bench_json, bench_plan, decisions, stat
 from craton.planning.calibration import Calibration, CalibrationError, calibrate, load_pins, load_runs
 from craton.planning.cases import Case, CaseFileError, Skipped, load_cases
 from craton.planning.corpus import corpus_path
-from craton.planning.planner import PlanError, plan, plan_clusters
+from craton.planning.planner import plan, plan_clusters
 from craton.planning.profiles import (
     ProfileError,
     check_software,
@@ -28,6 +28,7 @@ from craton.planning.result import (
     StoragePlan,
     TierPlan,
 )
+from craton.planning.setting import PlanError
 from craton.planning.software import CONSTANTS, SoftwareProfile, Traits
 
 __all__ = [

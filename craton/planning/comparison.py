@@ -1,0 +1,116 @@
+"""What was not chosen, and why: other layouts on the same cluster, and other clusters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from craton.job import Layout
+from craton.planning.explain import why_lost
+from craton.planning.outcome import Outcome, outcome_of
+from craton.planning.result import Alternative, ScalingPoint
+from craton.planning.search import Candidate, Search
+from craton.planning.setting import Setting
+from craton.planning.training import compose
+
+TOP = 5
+
+
+def layout_alternatives(setting: Setting, chosen: Candidate, found: Search, constants: np.ndarray) -> list[Alternative]:
+    """The best layouts that differ in more than a detail, and the best that memory rules out."""
+    winner_times = compose(chosen.terms, constants)
+    seen = {_kind(chosen.layout)}
+    losers = []
+    for candidate in found.candidates:
+        if candidate.layout != chosen.layout and _kind(candidate.layout) not in seen:
+            seen.add(_kind(candidate.layout))
+            losers.append(candidate)
+        if len(losers) == TOP - 1:
+            break
+    faster = [candidate for candidate in found.too_large if candidate.step_seconds < chosen.step_seconds]
+    losers += faster[:1]
+    steps = setting.job.steps or 1
+    outcomes = [outcome_of(setting, loser) for loser in losers]
+    return [
+        Alternative(
+            cluster=setting.cluster.name,
+            layout=loser.layout,
+            step_seconds=outcome.step_seconds,
+            memory_bytes=loser.memory_bytes,
+            run_seconds=outcome.run_seconds if loser.fits else steps * loser.step_seconds,
+            cost_dollars=outcome.cost_dollars,
+            reason=why_lost(loser, chosen, compose(loser.terms, constants), winner_times),
+            fits=loser.fits,
+            goodput=outcome.goodput,
+        )
+        for loser, outcome in zip(losers, outcomes, strict=True)
+    ]
+
+
+def _kind(layout: Layout) -> tuple[int, ...]:
+    return (layout.pp, layout.replicate, layout.fsdp, layout.cp, layout.tp, layout.ep, layout.zero)
+
+
+def cluster_alternative(outcome: Outcome, best: Outcome) -> Alternative:
+    return Alternative(
+        cluster=outcome.setting.cluster.name,
+        layout=outcome.candidate.layout,
+        step_seconds=outcome.step_seconds,
+        memory_bytes=outcome.candidate.memory_bytes,
+        run_seconds=outcome.run_seconds,
+        cost_dollars=outcome.cost_dollars,
+        reason=_compared(outcome, best),
+        fits=outcome.candidate.fits,
+        goodput=outcome.goodput,
+    )
+
+
+def _compared(outcome: Outcome, best: Outcome) -> str:
+    if outcome is best:
+        return "chosen"
+    texts = []
+    time_ratio = outcome.run_seconds / best.run_seconds
+    texts.append(_ratio(time_ratio, "longer", "shorter", "as long"))
+    if outcome.cost_dollars is not None and best.cost_dollars:
+        texts.append(_ratio(outcome.cost_dollars / best.cost_dollars, "dearer", "cheaper", "as dear"))
+    return ", ".join(texts)
+
+
+def _ratio(ratio: float, more: str, less: str, same: str) -> str:
+    if 0.99 < ratio < 1.01:
+        return same
+    if ratio > 2.0 or ratio < 0.5:
+        return f"{max(ratio, 1 / ratio):.1f} × {more if ratio > 1 else less}"
+    return f"{100 * abs(ratio - 1):.0f} % {more if ratio > 1 else less}"
+
+
+def scaling_points(outcomes: Sequence[Outcome]) -> list[ScalingPoint]:
+    points = [
+        ScalingPoint(
+            num_gpus=outcome.setting.world,
+            step_seconds=outcome.step_seconds,
+            tokens_per_second=outcome.setting.job.global_batch_tokens / outcome.step_seconds,
+            run_seconds=outcome.run_seconds,
+            cost_dollars=outcome.cost_dollars,
+            layout=outcome.candidate.layout,
+            cluster=outcome.setting.cluster.name,
+        )
+        for outcome in outcomes
+    ]
+    return sorted(points, key=lambda point: point.num_gpus)
+
+
+def by_run_time(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """All priced candidates in order of run time, to show which ones nothing beats in both time and cost."""
+    return sorted(outcomes, key=lambda outcome: outcome.run_seconds)
+
+
+def preference(outcome: Outcome, by: str) -> tuple[float, float]:
+    cost = outcome.cost_dollars if outcome.cost_dollars is not None else math.inf
+    if by == "time":
+        return (outcome.run_seconds, cost)
+    if by == "gpus":
+        return (float(outcome.setting.world), outcome.run_seconds)
+    return (cost, outcome.run_seconds)

@@ -1,0 +1,103 @@
+"""A job on one cluster: everything that evaluating a layout of it needs, checked before anything is searched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from craton.infrastructure import Cluster
+from craton.job import CratonError, Job, LayoutError, ModelShape, check_layout
+from craton.planning.machine import Machine, machine_of
+from craton.planning.profiles import check_software, find_profile
+from craton.planning.search import Candidate, Search, evaluate
+from craton.planning.software import SoftwareProfile
+from craton.planning.training import REAL_IMBALANCE, StepModel
+
+PLANNED_KINDS = ("pretrain", "sft")
+
+
+class PlanError(CratonError):
+    """A job that cannot be planned, and what to change."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A job on one cluster, ready to evaluate layouts."""
+
+    job: Job
+    shape: ModelShape
+    cluster: Cluster
+    machine: Machine
+    profile: SoftwareProfile
+    model: StepModel
+
+    @property
+    def world(self) -> int:
+        return self.cluster.num_gpus
+
+
+def check_plannable(job: Job) -> None:
+    """Whether the job can be planned at all, before anything is measured or searched."""
+    if job.kind not in PLANNED_KINDS:
+        raise PlanError(
+            f"{job.where('kind')}kind {job.kind} cannot be planned; {' and '.join(PLANNED_KINDS)} can. "
+            "`craton validate` checks the file"
+        )
+    if job.model_shape is None:
+        raise PlanError(
+            f"{job.where('model')}the model is a function, whose numbers only its author knows; to plan, give a "
+            "preset, a config.json or inline numbers"
+        )
+    if job.total_tokens is None:
+        raise PlanError(f"{job.where('train')}how long does the job train? give train.tokens or train.steps")
+    check_software(job)
+
+
+def setting_of(job: Job, cluster: Cluster) -> Setting:
+    shape = job.model_shape
+    assert shape is not None
+    machine = machine_of(cluster)
+    profile = find_profile(job.software, machine.gpu)
+    model = StepModel(
+        shape,
+        job.sequence,
+        job.global_batch_sequences,
+        machine.rates,
+        machine.network,
+        profile.traits,
+        lora=bool(job.train and job.train.lora),
+        imbalance=REAL_IMBALANCE if shape.is_moe else 1.0,
+        host_link_bytes_per_second=machine.host_link_bytes_per_second,
+    )
+    return Setting(job, shape, cluster, machine, profile, model)
+
+
+def chosen_layout(setting: Setting, found: Search) -> Candidate:
+    """The layout the user wrote, else the best that fits; with nothing that fits, the smallest."""
+    try:
+        fixed = setting.job.fixed_layout(setting.world)
+    except LayoutError as error:
+        raise PlanError(f"{setting.job.where('layout')}{error}") from None
+    if fixed is not None:
+        problems = check_layout(
+            fixed, setting.shape, setting.world, setting.model.global_batch_sequences, setting.model.sequence
+        )
+        if problems:
+            raise PlanError(f"{setting.job.where('layout')}layout: " + "; ".join(problems))
+        return evaluate(setting.model, setting.machine, setting.profile, fixed)
+    if found.candidates:
+        return found.candidates[0]
+    if found.too_large:
+        return min(found.too_large, key=lambda candidate: candidate.memory_bytes)
+    raise PlanError(f"{setting.job.where('cluster')}{nothing_fits(setting, found)}")
+
+
+def nothing_fits(setting: Setting, found: Search) -> str:
+    if found.too_large:
+        need = min(candidate.memory_bytes for candidate in found.too_large) / 2**30
+        limit = setting.machine.gpu.memory_bytes / 2**30
+        return f"no layout fits: the smallest needs {need:.0f} of {limit:.0f} GiB a GPU; use more GPUs or a larger card"
+    batch = setting.model.global_batch_sequences
+    return (
+        f"no layout divides the job: {batch} sequences a step on {setting.world} GPUs; "
+        "choose a batch that is a multiple of a divisor of the GPUs"
+    )
