@@ -80,8 +80,8 @@ class StepTerms:
     head: LayerTerms
     num_layers: float  # multi-token-prediction layers included
     num_heads: float  # head passes: 1, and one more per multi-token-prediction layer
-    slowest_layers: float  # layers of the slowest pipeline rank
-    slowest_heads: float
+    full_layers: float  # layers of the fullest pipeline rank
+    full_heads: float
     pp: int
     vpp: int
     micro_batches: float
@@ -200,7 +200,7 @@ class StepModel:
         micro_batches = max(1, self.global_batch_sequences // (layout.data_parallel * layout.micro_batch))
         num_layers = float(shape.layers + shape.mtp_layers)
         num_heads = 1.0 + shape.mtp_layers
-        slowest_layers, slowest_heads = slowest_stage(num_layers, num_heads, layer, head, pp, vpp)
+        full_layers, full_heads = fullest_rank(num_layers, num_heads, pp, vpp)
         send = 0.0
         if pp > 1:
             size = 2.0 * layout.micro_batch * self.sequence / layout.cp * shape.hidden / layout.tp
@@ -237,8 +237,8 @@ class StepModel:
             head=head,
             num_layers=num_layers,
             num_heads=num_heads,
-            slowest_layers=float(slowest_layers),
-            slowest_heads=float(slowest_heads),
+            full_layers=float(full_layers),
+            full_heads=float(full_heads),
             pp=pp,
             vpp=vpp,
             micro_batches=float(micro_batches),
@@ -350,21 +350,16 @@ def step_terms(work: Workload, gpu: GpuRates, network: Network, traits: Traits) 
     return model.terms(work.layout)
 
 
-def slowest_stage(
-    num_layers: float, num_heads: float, layer: LayerTerms, head: LayerTerms, pp: int, vpp: int
-) -> tuple[float, float]:
-    """(layers, heads) of the pipeline rank that the others wait for.
+def fullest_rank(num_layers: float, num_heads: float, pp: int, vpp: int) -> tuple[float, float]:
+    """(layers, heads) of the pipeline rank with the most layers.
 
     Layers that divide evenly leave the head on top of the last rank's share; otherwise stages are uneven and the rank
-    with the head gets fewer layers.
+    with the head gets fewer layers. `compose` takes an even share of everything where that is more.
     """
     if pp == 1:
         return num_layers, num_heads
-    per_rank = math.ceil(num_layers / (pp * vpp)) * vpp
-    if num_layers % (pp * vpp) == 0:
-        return per_rank, num_heads
-    cost = _rough_seconds(head) / max(_rough_seconds(layer), 1e-12)
-    return max(min(per_rank, num_layers), (num_layers + num_heads * cost) / pp), 0.0
+    per_rank = min(math.ceil(num_layers / (pp * vpp)) * vpp, num_layers)
+    return per_rank, num_heads if num_layers % (pp * vpp) == 0 else 0.0
 
 
 def compose(terms: StepTerms, constants: Array) -> StepTimes:
@@ -401,7 +396,7 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
         else np.take_along_axis(constants, np.reshape(terms.gemm_index, (1, -1)), axis=0)[0]
     )
     layer, head = terms.layer, terms.head
-    layers, heads, count = terms.slowest_layers, terms.slowest_heads, terms.micro_batches
+    count = terms.micro_batches
 
     def slowdown(far: float) -> Any:
         return nvlink_slowdown + far * (network_slowdown - nvlink_slowdown)
@@ -438,61 +433,75 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
     layer_b = gemm_b + expert_b + attention_b + element_b + permute_b + host_b + dispatch_b
     layer_b = layer_b + tensor_b + context_b + exchange_b + again
 
-    # What already hides a ring cannot hide anything else, so that a faster card never makes a step slower.
-    window_f = layers * (layer_f - covered_f) + heads * head_f
-    window_b = layers * (layer_b - covered_b) + heads * head_b
-
-    # Sharded weights: gathers run ahead of the layer that needs them, reductions behind; the first cannot be hidden.
-    shard_scale = slowdown(terms.shard_far)
-    gathers_f, gathers_b, scatters = terms.fsdp_passes
-    gather = shard_scale * (layers * terms.layer_shard[0] + heads * terms.head_shard[0])
-    scatter = shard_scale * (layers * terms.layer_shard[1] + heads * terms.head_shard[1])
-    wire_f, wire_b = gathers_f * gather, gathers_b * gather + scatters * scatter
-    hidden_f, hidden_b = _covered(wire_f, window_f), _covered(wire_b, window_b)
-    edge = shard_scale * (gathers_f * terms.head_shard[0] + scatters * terms.layer_shard[1])
-    shard = wire_f + wire_b - (1.0 - contention) * (hidden_f + hidden_b) + _covered(edge, 0.5 * (wire_f + wire_b))
-
-    # One reduction and one gather a step, behind the last backward and the first forward pass.
-    once_gather = terms.once_gather_seconds * shard_scale
-    once_reduce = terms.once_reduce_seconds * shard_scale
-    covered = _covered(once_gather, window_f - hidden_f)
-    covered = terms.gradient_overlap * (covered + _covered(once_reduce, EARLY_BACKWARD * (window_b - hidden_b)))
-    gradients = once_gather + once_reduce - (1.0 - contention) * covered
-
     mean = (terms.num_layers * (layer_f + layer_b) + terms.num_heads * (head_f + head_b)) / terms.pp
-    bubble = bubble_constant * terms.bubble_factor * (terms.pp - 1) / terms.vpp * mean
-    send = terms.sends * terms.send_seconds * network_slowdown * (count + terms.pp - 1)
 
-    away = layers * terms.offload_layer_seconds
-    behind = _covered(away, window_f - hidden_f) + _covered(away, window_b - hidden_b)
-    offload = count * (2.0 * away - (1.0 - contention) * behind) + terms.offload_once_seconds
+    def rank(layers: Any, heads: Any) -> StepTimes:
+        """The step, if all wait for a pipeline rank with these layers and heads."""
+        # What already hides a ring cannot hide anything else, so that a faster card never makes a step slower.
+        window_f = layers * (layer_f - covered_f) + heads * head_f
+        window_b = layers * (layer_b - covered_b) + heads * head_b
 
-    repeat = count * layers
-    optimizer = terms.optimizer_seconds * optimizer_passes
-    base = repeat * (layer_f + layer_b) + count * (heads * (head_f + head_b) + shard)
-    base = base + gradients + bubble + send + offload + optimizer + overhead
+        # Sharded weights: gathers run ahead of the layer that needs them, reductions behind; the first is not hidden.
+        shard_scale = slowdown(terms.shard_far)
+        gathers_f, gathers_b, scatters = terms.fsdp_passes
+        gather = shard_scale * (layers * terms.layer_shard[0] + heads * terms.head_shard[0])
+        scatter = shard_scale * (layers * terms.layer_shard[1] + heads * terms.head_shard[1])
+        wire_f, wire_b = gathers_f * gather, gathers_b * gather + scatters * scatter
+        hidden_f, hidden_b = _covered(wire_f, window_f), _covered(wire_b, window_b)
+        edge = shard_scale * (gathers_f * terms.head_shard[0] + scatters * terms.layer_shard[1])
+        shard = wire_f + wire_b - (1.0 - contention) * (hidden_f + hidden_b) + _covered(edge, 0.5 * (wire_f + wire_b))
+
+        # One reduction and one gather a step, behind the last backward and the first forward pass.
+        once_gather = terms.once_gather_seconds * shard_scale
+        once_reduce = terms.once_reduce_seconds * shard_scale
+        covered = _covered(once_gather, window_f - hidden_f)
+        covered = terms.gradient_overlap * (covered + _covered(once_reduce, EARLY_BACKWARD * (window_b - hidden_b)))
+        gradients = once_gather + once_reduce - (1.0 - contention) * covered
+
+        bubble = bubble_constant * terms.bubble_factor * (terms.pp - 1) / terms.vpp * mean
+        send = terms.sends * terms.send_seconds * network_slowdown * (count + terms.pp - 1)
+
+        away = layers * terms.offload_layer_seconds
+        behind = _covered(away, window_f - hidden_f) + _covered(away, window_b - hidden_b)
+        offload = count * (2.0 * away - (1.0 - contention) * behind) + terms.offload_once_seconds
+
+        repeat = count * layers
+        optimizer = terms.optimizer_seconds * optimizer_passes
+        base = repeat * (layer_f + layer_b) + count * (heads * (head_f + head_b) + shard)
+        base = base + gradients + bubble + send + offload + optimizer + overhead
+        return StepTimes(
+            gemm=repeat * (gemm_f + gemm_b),
+            experts=repeat * (expert_f + expert_b),
+            attention=repeat * (attention_f + attention_b),
+            elementwise=repeat * (element_f + element_b),
+            permute=repeat * (permute_f + permute_b),
+            dispatch=repeat * (dispatch_f + dispatch_b),
+            head=count * heads * (head_f + head_b),
+            recompute=repeat * again,
+            host=repeat * (host_f + host_b),
+            tensor=repeat * (tensor_f + tensor_b),
+            context=repeat * (context_f + context_b),
+            exchange=repeat * (exchange_f + exchange_b),
+            shard=count * shard,
+            gradients=gradients,
+            bubble=bubble,
+            send=send,
+            offload=offload,
+            straggle=base * straggle * terms.nodes_log2,
+            optimizer=optimizer,
+            overhead=overhead + 0.0 * base,
+            hidden=count * (hidden_f + hidden_b) + covered,
+        )
+
+    # The others wait for the fullest rank, or for an even share of layers and heads where that takes longer.
+    full = rank(terms.full_layers, terms.full_heads)
+    even = rank(terms.num_layers / terms.pp, terms.num_heads / terms.pp)
+    is_full = full.step_seconds >= even.step_seconds
     return StepTimes(
-        gemm=repeat * (gemm_f + gemm_b),
-        experts=repeat * (expert_f + expert_b),
-        attention=repeat * (attention_f + attention_b),
-        elementwise=repeat * (element_f + element_b),
-        permute=repeat * (permute_f + permute_b),
-        dispatch=repeat * (dispatch_f + dispatch_b),
-        head=count * heads * (head_f + head_b),
-        recompute=repeat * again,
-        host=repeat * (host_f + host_b),
-        tensor=repeat * (tensor_f + tensor_b),
-        context=repeat * (context_f + context_b),
-        exchange=repeat * (exchange_f + exchange_b),
-        shard=count * shard,
-        gradients=gradients,
-        bubble=bubble,
-        send=send,
-        offload=offload,
-        straggle=base * straggle * terms.nodes_log2,
-        optimizer=optimizer,
-        overhead=overhead + 0.0 * base,
-        hidden=count * (hidden_f + hidden_b) + covered,
+        **{
+            field.name: np.where(is_full, getattr(full, field.name), getattr(even, field.name))[()]
+            for field in fields(StepTimes)
+        }
     )
 
 
@@ -542,8 +551,3 @@ def _mean(kinds: list[tuple[LayerTerms, int]]) -> LayerTerms:
         return sum(v * w for v, w in values)
 
     return LayerTerms(**{field.name: mean(field.name) for field in fields(LayerTerms)})
-
-
-def _rough_seconds(terms: LayerTerms) -> float:
-    """Seconds before software constants, good enough to compare a head with a layer."""
-    return sum(sum(pair) for pair in (terms.gemm, terms.experts, terms.attention, terms.elementwise, terms.permute))

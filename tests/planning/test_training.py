@@ -17,7 +17,7 @@ from craton.planning.flops import attention_flops_per_token, flops_per_token
 from craton.planning.machine import machine_of
 from craton.planning.profiles import predict
 from craton.planning.software import INDEX, NAMES, prior_log
-from craton.planning.training import StepModel, StepTimes, compose, slowest_stage, stack
+from craton.planning.training import StepModel, StepTimes, compose, fullest_rank, stack
 
 EIGHT_B = model_preset("llama-3.1-8b")
 SMALL = ModelShape("small", 6, 512, 1408, 8, 4, 64, 32000)
@@ -260,27 +260,30 @@ def test_tensor_parallel_across_nodes_is_far_slower_than_inside_one() -> None:
     assert outside.tensor > 3 * inside.tensor
 
 
-def test_the_slowest_stage_holds_the_most_work() -> None:
-    model = _model(EIGHT_B, 64, 4096, H100, find_profile("craton", H100.instance.gpu))
-    layer, head = model._operators_of(Layout())
-    assert slowest_stage(32, 1, layer, head, 1, 1) == (32, 1)
-    assert slowest_stage(32, 1, layer, head, 4, 1) == (8, 1)
-    assert slowest_stage(32, 1, layer, head, 4, 2) == (8, 1)
-    layers, heads = slowest_stage(30, 1, layer, head, 4, 1)
-    assert 8 <= layers < 8.5  # one stage of the four has seven layers and the head
-    assert heads == 0
-    assert slowest_stage(30, 1, layer, head, 8, 1)[0] >= 30 / 8
+def test_the_fullest_rank_holds_the_most_layers() -> None:
+    assert fullest_rank(32, 1, 1, 1) == (32, 1)
+    assert fullest_rank(32, 1, 4, 1) == (8, 1)
+    assert fullest_rank(32, 1, 4, 2) == (8, 1)
+    assert fullest_rank(30, 1, 4, 1) == (8, 0)  # one stage of the four has six layers and the head
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(pp=st.integers(1, 32), vpp=st.integers(1, 4), layers=st.integers(4, 126))
-def test_no_stage_has_less_than_its_share(pp: int, vpp: int, layers: int) -> None:
+def test_no_rank_has_less_than_its_share(pp: int, vpp: int, layers: int) -> None:
     assume(pp * vpp <= layers)
-    model = _model(EIGHT_B, 64, 4096, H100, find_profile("craton", H100.instance.gpu))
-    layer, head = model._operators_of(Layout())
-    slowest, heads = slowest_stage(float(layers), 1.0, layer, head, pp, vpp)
-    assert layers / pp <= slowest <= layers
-    assert slowest + heads >= (layers + heads) / pp
+    fullest, _ = fullest_rank(float(layers), 1.0, pp, vpp)
+    assert layers / pp <= fullest <= layers
+
+
+def test_a_pipeline_is_never_faster_than_its_share_of_the_work() -> None:
+    """126 layers on 8 ranks of 16, and a head that is worth several layers: all of it is in the step."""
+    shape = model_preset("llama-3.1-405b")
+    whole = times_of(shape, Layout(), 8)
+    spread = times_of(shape, Layout(pp=8), 8)
+    for name in ("gemm", "attention", "head"):
+        assert getattr(spread, name) <= getattr(whole, name)
+    work = whole.gemm + whole.attention + whole.head
+    assert spread.gemm + spread.attention + spread.head >= 0.99 * work / 8
 
 
 def test_many_steps_at_once_give_what_each_gives_alone() -> None:
@@ -378,7 +381,7 @@ def better(what: str, factor: float, nodes: int) -> Cluster:
 
 
 @pytest.mark.parametrize("what", ["network", "nvlink", "memory", "flops"])
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     job=jobs(),
     factor=st.sampled_from([1.1, 2.0, 30.0]),
@@ -400,7 +403,7 @@ def test_better_hardware_never_makes_a_step_slower(
     assert after <= before * (1 + 1e-9), f"{what} x {factor}: {before:.6g} s became {after:.6g} s"
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(job=jobs(), software=st.sampled_from(["craton", "nanotron", "llm-foundry"]))
 def test_every_step_is_finite_and_its_interval_holds_it(
     job: tuple[ModelShape, Layout, int, int], software: str
