@@ -454,15 +454,16 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
         # One reduction and one gather a step, behind the last backward and the first forward pass.
         once_gather = terms.once_gather_seconds * shard_scale
         once_reduce = terms.once_reduce_seconds * shard_scale
-        covered = _covered(once_gather, window_f - hidden_f)
-        covered = terms.gradient_overlap * (covered + _covered(once_reduce, EARLY_BACKWARD * (window_b - hidden_b)))
+        early_f = terms.gradient_overlap * _covered(once_gather, window_f - hidden_f)
+        early_b = terms.gradient_overlap * _covered(once_reduce, EARLY_BACKWARD * (window_b - hidden_b))
+        covered = early_f + early_b
         gradients = once_gather + once_reduce - (1.0 - contention) * covered
 
         bubble = bubble_constant * terms.bubble_factor * (terms.pp - 1) / terms.vpp * mean
         send = terms.sends * terms.send_seconds * network_slowdown * (count + terms.pp - 1)
 
         away = layers * terms.offload_layer_seconds
-        behind = _covered(away, window_f - hidden_f) + _covered(away, window_b - hidden_b)
+        behind = _covered(away, window_f - hidden_f - early_f) + _covered(away, window_b - hidden_b - early_b)
         offload = count * (2.0 * away - (1.0 - contention) * behind) + terms.offload_once_seconds
 
         repeat = count * layers

@@ -390,6 +390,7 @@ def better(what: str, factor: float, nodes: int) -> Cluster:
 @example(job=(EIGHT_B, Layout(replicate=8, fsdp=8), 64, 1024), factor=1.5, software="nanotron")
 @example(job=(UNEVEN, Layout(pp=4, tp=16), 8, 4096), factor=2.0, software="craton")
 @example(job=(SMALL, Layout(pp=4, offload="activations"), 1, 4096), factor=30.0, software="craton")
+@example(job=(EIGHT_B, Layout(fsdp=2, tp=8, zero=1, offload="activations"), 2, 1024), factor=1.1, software="nanotron")
 def test_better_hardware_never_makes_a_step_slower(
     what: str, job: tuple[ModelShape, Layout, int, int], factor: float, software: str
 ) -> None:
