@@ -200,6 +200,12 @@ def test_equals_go_to_the_simpler_layout() -> None:
     assert plain.rank < busy.rank < 1.03
 
 
+def test_micro_batches_reach_sixteen_short_sequences() -> None:
+    """Short sequences need many of them to fill a card."""
+    sizes = {layout.micro_batch for layout in layouts(DENSE, 8, 256, 512, "bf16", place("p5.48xlarge", 1))}
+    assert sizes == {1, 2, 4, 8, 16}
+
+
 def test_tensor_parallelism_stays_where_heads_and_tokens_divide() -> None:
     odd = replace(DENSE, heads=6, kv_heads=3)
     sizes = {layout.tp for layout in layouts(odd, 16, 16, 4096, "bf16", place("p5.48xlarge", 2))}

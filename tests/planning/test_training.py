@@ -219,6 +219,15 @@ def test_a_layout_pays_for_what_it_uses_and_for_nothing_else(layout: Layout, par
     assert {name for name in communication if getattr(times, name) > 0} == parts
 
 
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2), Layout(pp=2), Layout(fsdp=2)], ids=str)
+@pytest.mark.parametrize("shape", [EIGHT_B, EXPERTS], ids=lambda shape: shape.name)
+def test_two_ranks_share_the_work(shape: ModelShape, layout: Layout) -> None:
+    """However a layout splits the model or the batch, each rank multiplies and attends for about half as long."""
+    alone, shared = times_of(shape, Layout(), 16), times_of(shape, layout, 16)
+    for part in ("gemm", "attention", "experts") if shape.is_moe else ("gemm", "attention"):
+        assert 0.45 < getattr(shared, part) / getattr(alone, part) < 0.8, part
+
+
 def test_only_experts_pay_for_experts() -> None:
     dense, moe = times_of(EIGHT_B, Layout(fsdp=64), 256), times_of(EXPERTS, Layout(fsdp=64, ep=8), 256)
     for part in ("experts", "permute", "dispatch", "exchange"):
@@ -237,6 +246,15 @@ def test_recompute_costs_time_full_most() -> None:
     )
     assert none < selective < full
     assert 1.15 < full / none < 1.45  # one more forward pass beside three
+
+
+@pytest.mark.parametrize("layout", [Layout(fsdp=64), Layout(fsdp=64, zero=1), Layout(replicate=64)], ids=str)
+def test_no_more_is_hidden_than_there_is_to_hide_behind(layout: Layout) -> None:
+    slow = replace(H100, instance=replace(H100.instance, network_bytes_per_second=1e9))
+    times = times_of(EIGHT_B, layout, 64, cluster=slow)
+    compute = times.gemm + times.attention + times.elementwise + times.head + times.host
+    assert 0.5 * compute < times.hidden < compute
+    assert times.shard + times.gradients > 10 * compute
 
 
 def test_more_micro_batches_shrink_the_bubble() -> None:
