@@ -99,5 +99,5 @@ def nothing_fits(setting: Setting, found: Search) -> str:
     batch = setting.model.global_batch_sequences
     return (
         f"no layout divides the job: {batch} sequences a step on {setting.world} GPUs; "
-        "choose a batch that is a multiple of a divisor of the GPUs"
+        "choose a batch that shares more divisors with the GPUs"
     )

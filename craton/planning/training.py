@@ -496,6 +496,8 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
 
     # The others wait for the fullest rank, or for an even share of layers and heads where that takes longer.
     full = rank(terms.full_layers, terms.full_heads)
+    if np.max(terms.pp) == 1:
+        return full
     even = rank(terms.num_layers / terms.pp, terms.num_heads / terms.pp)
     is_full = full.step_seconds >= even.step_seconds
     return StepTimes(

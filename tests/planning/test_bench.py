@@ -117,7 +117,7 @@ def test_a_run_that_was_handed_over_does_not_reach_its_own_prediction(
     small_corpus: tuple[Case, ...], write_cases: WriteCases
 ) -> None:
     """In draws that hand it to `calibrate` it is not predicted; in the others it is unknown."""
-    names = [case.id for case in small_corpus if case.family == "nanotron"]
+    names = [case.id for case in small_corpus if case.family == "nanotron"][:9]
     moved = names[3]
     predictions: list[dict[str, list[float]]] = []
     for factor in (1.0, 2.0):
@@ -139,7 +139,8 @@ def test_no_case_is_dropped_silently_when_rows_are_handed_over(
     small_corpus: tuple[Case, ...], write_cases: WriteCases
 ) -> None:
     """Too few runs of a family to hand any over: skipped with that reason, not forgotten."""
-    names = [case.id for case in small_corpus if case.family in ("nanotron", "fms-fsdp")]
+    names = [case.id for case in small_corpus if case.family == "nanotron"][:9]
+    names += [case.id for case in small_corpus if case.family == "fms-fsdp"]
     result = bench_plan(write_cases(*(BY_ID[name] for name in names)), "family", given=5)
     named = {entry.case.id for entry in result.results} | {entry.id for entry in result.skipped}
     assert named == set(names)

@@ -101,7 +101,7 @@ def test_80_percent_intervals_hold_80_percent(h100_terms: list[StepTerms]) -> No
     strength = math.sqrt(sum(share**2 for share in LEVELS.values()))
     scale = math.sqrt(sum(deviation**2 for deviation in SCALES.values()))
     labels = rows_of("ours", [h100_terms[0]], [1.0])[0].labels
-    for _ in range(6):
+    for _ in range(4):
         constants = np.array(prior_log(TRAITS)) + strength * np.array(SPREAD) * random.standard_normal(len(NAMES))
         noise = 0.035 * random.standard_normal(len(h100_terms))
         measured = seconds_of(h100_terms, constants) * np.exp(scale * random.standard_normal() + noise)
