@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-
-class CratonError(ValueError):
-    """What was given, what is allowed, what to do: in one sentence."""
+from craton.errors import CratonError
 
 
 class JobError(CratonError):

@@ -1,0 +1,54 @@
+"""`python -m craton.agent RUN --node K`: one node's agent for one generation.
+
+Exit codes: 0 done or stopped, 1 failed, 2 nothing was started because of what was given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+
+from craton.agent.errors import LaunchError
+from craton.agent.launch import read_launch
+from craton.agent.lock import NodeLock
+from craton.agent.supervisor import Supervisor
+from craton.telemetry import RunDirectory
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m craton.agent", description="Supervises one node of a run.")
+    parser.add_argument("run", metavar="RUN", help="the run directory")
+    parser.add_argument("--node", metavar="K", type=int, required=True, help="position of this node in launch.json")
+    given = parser.parse_args(arguments)
+    run = RunDirectory(given.run)
+    if not run.looks_like_a_run():
+        return _refuse(f"{run.path} is not a run directory: `craton run` makes one")
+    try:
+        launch = read_launch(run)
+    except LaunchError as error:
+        with contextlib.suppress(OSError):
+            run.mark("FATAL", str(error))
+        return _refuse(str(error))
+    if not 0 <= given.node < len(launch.nodes):
+        return _refuse(f"--node {given.node}: {run.launch_path} names {len(launch.nodes)} nodes, counted from 0")
+    node = launch.nodes[given.node]
+    lock = NodeLock(run, node)
+    if not lock.acquire():
+        return _refuse(f"an agent of {node} is already at work in {run.path}")
+    if run.has("FATAL"):
+        return _refuse(f"{run.path} has failed (see FATAL there): `craton resume {run.name}` clears it and goes on")
+    if run.has("DONE") or run.has("STOP"):
+        print(f"craton agent: nothing to start, {run.name} is {'done' if run.has('DONE') else 'stopped'}")
+        return 0
+    return Supervisor(run, launch, given.node, lock).supervise()
+
+
+def _refuse(text: str) -> int:
+    print(f"craton agent: {text}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

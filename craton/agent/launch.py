@@ -1,0 +1,123 @@
+"""launch.json: what the agents of one generation start. Written whole, and not changed while they run.
+
+A launch that could not be started is refused when it is made, with everything that is wrong about it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from craton.agent.errors import LaunchError
+from craton.telemetry import RunDirectory
+
+_NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One generation of a run: which nodes, how many ranks on each, and the command of a rank."""
+
+    generation: int
+    nodes: list[str]  # names; their position is the `--node K` of an agent
+    ranks_per_node: int
+    command: list[str]  # argv of every rank
+    env: dict[str, str] = field(default_factory=dict)  # added to the agent's own environment
+    master_address: str = "127.0.0.1"
+    master_port: int = 29500
+    threads_per_rank: int = 1
+    gpus: bool = False  # False hides the node's GPUs from its ranks
+    track: list[str] = field(default_factory=list)  # sinks that the first node's agent starts
+    metrics_port: int = 0  # of the Prometheus endpoint; 0 takes any free one
+    leaves: dict[str, str] = field(default_factory=dict)  # node → the switch it hangs on, for the metrics' label
+    stop_grace_seconds: float = 120.0  # from SIGTERM to SIGKILL when a run is stopped: time to checkpoint
+    failure_grace_seconds: float = 5.0  # the same for the other ranks of a run that failed
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {getattr(self, name)!r}: {allowed}"
+            for name, (is_fine, allowed) in _RULES.items()
+            if not is_fine(getattr(self, name))
+        ]
+        if problems:
+            raise LaunchError("; ".join(problems))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.nodes) * self.ranks_per_node
+
+
+def write_launch(run: RunDirectory, launch: Launch) -> None:
+    """Replaces the run's launch.json as a whole."""
+    fresh = run.launch_path.with_name(f".launch.json.{os.getpid()}")
+    fresh.write_text(json.dumps(asdict(launch), indent=1) + "\n", encoding="utf-8")
+    os.replace(fresh, run.launch_path)
+
+
+def read_launch(run: RunDirectory) -> Launch:
+    """LaunchError names the file and everything that is wrong in it."""
+    path = run.launch_path
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise LaunchError(f"{path} does not exist: `craton run` and `craton resume` write it") from error
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{path} cannot be read as JSON ({error}): `craton resume` writes it anew") from error
+    if not isinstance(document, dict):
+        raise LaunchError(f"{path} holds a {type(document).__name__}: a JSON object is needed")
+    known = [each.name for each in fields(Launch)]
+    unknown = sorted(set(document) - set(known))
+    missing = [name for name in ("generation", "nodes", "ranks_per_node", "command") if name not in document]
+    if unknown or missing:
+        said = [f"{name!r} is missing" for name in missing] + [f"{name!r} is not known" for name in unknown]
+        raise LaunchError(f"{path}: {', '.join(said)}; allowed are {', '.join(known)}")
+    try:
+        return Launch(**document)
+    except LaunchError as error:
+        raise LaunchError(f"{path}: {error}") from error
+
+
+def _is_integer(low: int, high: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_text_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_text_table(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(part, str) for pair in value.items() for part in pair)
+
+
+def _are_nodes(value: Any) -> bool:
+    return (
+        _is_text_list(value)
+        and 0 < len(value) == len(set(value))
+        and all(_NODE_NAME.fullmatch(name) is not None for name in value)
+    )
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "generation": (_is_integer(0, 2**31), "a whole number from 0"),
+    "nodes": (_are_nodes, "a list of different names of letters, digits, '.', '_' and '-'"),
+    "ranks_per_node": (_is_integer(1, 4096), "a whole number from 1"),
+    "command": (lambda value: _is_text_list(value) and bool(value), "a list of words, the program first"),
+    "env": (_is_text_table, "an object of texts"),
+    "master_address": (lambda value: isinstance(value, str) and bool(value), "a host name or address"),
+    "master_port": (_is_integer(1, 65535), "a port from 1 to 65535"),
+    "threads_per_rank": (_is_integer(1, 4096), "a whole number from 1"),
+    "gpus": (lambda value: isinstance(value, bool), "true or false"),
+    "track": (_is_text_list, "a list of sink names"),
+    "metrics_port": (_is_integer(0, 65535), "a port, 0 for any free one"),
+    "leaves": (_is_text_table, "an object of node names and leaf names"),
+    "stop_grace_seconds": (_is_seconds, "seconds from 0"),
+    "failure_grace_seconds": (_is_seconds, "seconds from 0"),
+}

@@ -1,0 +1,32 @@
+"""One agent a node: a lock in the run directory that goes with the process holding it, however that ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+
+from craton.telemetry import RunDirectory
+
+
+class NodeLock:
+    def __init__(self, run: RunDirectory, node: str) -> None:
+        self._path = run.heartbeat_path(f".{node}.lock")
+        self._descriptor: int | None = None
+
+    def acquire(self) -> bool:
+        """False when another agent of this node is alive. A file system without locks is warned about and trusted."""
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            return False
+        except OSError as error:
+            print(f"craton agent: no lock on {self._path} ({error.strerror}); going on without", file=sys.stderr)
+        return True
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

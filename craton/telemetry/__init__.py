@@ -1,0 +1,86 @@
+"""The run directory, what is recorded in it, and how to read it; the lowest layer, without torch.
+
+In a rank:      `Recorder.from_environment()`, `LedgerClock()`
+In any verb:    `find_run(name)`, `list_runs()`, `summarize(run)`, `read_lines(path, offset)`
+In the agent:   `LineWriter`, `MetricsEndpoint`, `Heartbeat`
+
+What a rank does not need (the metric table, summaries, the endpoint) is loaded when first asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from craton.telemetry.errors import RunError, RunExistsError, RunNotFoundError, SinkError
+from craton.telemetry.heartbeat import (
+    LOST_SECONDS,
+    Heartbeat,
+    NodeState,
+    read_heartbeat,
+    touch_heartbeat,
+    write_heartbeat,
+)
+from craton.telemetry.ledger import LEDGER_KINDS, LedgerClock, LedgerReader
+from craton.telemetry.lines import LineWriter, parse_line, read_lines, tail_lines
+from craton.telemetry.recorder import Recorder
+from craton.telemetry.rundirectory import MARKERS, Marker, RunDirectory, find_run, list_runs, runs_root
+
+if TYPE_CHECKING:
+    from craton.telemetry.endpoint import MetricsEndpoint
+    from craton.telemetry.summary import RunState, RunSummary, Summarizer, summarize
+    from craton.telemetry.vocabulary import METRICS, TWINS, Metric, plan_twins
+
+__all__ = [
+    "LEDGER_KINDS",
+    "LOST_SECONDS",
+    "MARKERS",
+    "METRICS",
+    "TWINS",
+    "Heartbeat",
+    "LedgerClock",
+    "LedgerReader",
+    "LineWriter",
+    "Marker",
+    "Metric",
+    "MetricsEndpoint",
+    "NodeState",
+    "Recorder",
+    "RunDirectory",
+    "RunError",
+    "RunExistsError",
+    "RunNotFoundError",
+    "RunState",
+    "RunSummary",
+    "SinkError",
+    "Summarizer",
+    "find_run",
+    "list_runs",
+    "parse_line",
+    "plan_twins",
+    "read_heartbeat",
+    "read_lines",
+    "runs_root",
+    "summarize",
+    "tail_lines",
+    "touch_heartbeat",
+    "write_heartbeat",
+]
+
+_LATER = {
+    "METRICS": "vocabulary",
+    "Metric": "vocabulary",
+    "MetricsEndpoint": "endpoint",
+    "RunState": "summary",
+    "RunSummary": "summary",
+    "Summarizer": "summary",
+    "TWINS": "vocabulary",
+    "plan_twins": "vocabulary",
+    "summarize": "summary",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module 'craton.telemetry' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"craton.telemetry.{_LATER[name]}"), name)

@@ -1,0 +1,63 @@
+"""A node's sign of life: `heartbeat/NODE`, touched every second by the node's agent.
+
+Its age says whether the agent lives, its text what became of the generation. The text is replaced as a whole, so a
+reader sees the old or the new one. A heartbeat older than LOST_SECONDS while running means a lost node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from craton.telemetry.rundirectory import RunDirectory
+
+LOST_SECONDS = 10.0
+NodeState = Literal["running", "done", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a node's agent says of itself."""
+
+    generation: int
+    state: NodeState
+    pid: int
+    metrics_port: int  # 0: no endpoint
+    moment: float = 0.0  # epoch seconds of the last touch
+
+    def is_lost(self, now: float | None = None) -> bool:
+        return self.state == "running" and (time.time() if now is None else now) - self.moment > LOST_SECONDS
+
+
+def write_heartbeat(run: RunDirectory, node: str, heartbeat: Heartbeat) -> None:
+    """Replaces the node's heartbeat; OSError when the disk is full or the run is gone."""
+    path = run.heartbeat_path(node)
+    document = asdict(heartbeat)
+    del document["moment"]
+    fresh = path.with_name(f".{node}.{os.getpid()}")
+    fresh.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    os.replace(fresh, path)
+
+
+def touch_heartbeat(run: RunDirectory, node: str) -> None:
+    os.utime(run.heartbeat_path(node))
+
+
+def read_heartbeat(run: RunDirectory, node: str) -> Heartbeat | None:
+    """None where the node has no readable heartbeat."""
+    path = run.heartbeat_path(node)
+    try:
+        moment = path.stat().st_mtime
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return Heartbeat(
+            generation=int(document["generation"]),
+            state=document["state"],
+            pid=int(document["pid"]),
+            metrics_port=int(document["metrics_port"]),
+            moment=moment,
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

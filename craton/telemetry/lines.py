@@ -1,0 +1,124 @@
+"""Append-only files of JSON lines: one writer, any number of readers, at any time.
+
+A reader never sees half a line: what has no newline yet is left for the next read, and what is not a JSON object is
+skipped. A writer that cannot write (full disk, vanished folder) counts what it lost and leaves no half line behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# NaN and infinity are not JSON, but Python's own writer lets them through: read as null, like those we write.
+_decode = json.JSONDecoder(parse_constant=lambda name: None).decode
+
+
+def read_lines(path: Path, offset: int = 0, max_bytes: int | None = None) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines that begin at or after `offset` (the end of an earlier read), and the offset to go on from.
+
+    A file that does not exist yet has no lines. `max_bytes` bounds how much is read at once (but never cuts a line).
+    """
+    try:
+        with open(path, "rb") as handle:
+            new_bytes = max(0, handle.seek(0, os.SEEK_END) - offset)
+            handle.seek(offset)
+            if max_bytes is None or new_bytes <= max_bytes:
+                data = handle.read(new_bytes)
+            else:
+                data = handle.read(max_bytes) + handle.readline()
+    except (FileNotFoundError, NotADirectoryError):
+        return [], offset
+    end = data.rfind(b"\n") + 1
+    return parse_lines(data[:end]), offset + end
+
+
+def tail_lines(path: Path, max_bytes: int) -> list[dict[str, Any]]:
+    """The whole lines among the last `max_bytes` of a file, oldest first."""
+    try:
+        with open(path, "rb") as handle:
+            size = handle.seek(0, os.SEEK_END)
+            # One byte earlier: a line that begins exactly at the border is whole and must not be thrown away.
+            start = max(0, size - max_bytes - 1)
+            handle.seek(start)
+            data = handle.read(size - start)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    begin = data.find(b"\n") + 1 if start else 0
+    return parse_lines(data[begin : data.rfind(b"\n") + 1])
+
+
+def parse_lines(data: bytes) -> list[dict[str, Any]]:
+    """The JSON objects among lines of text; anything else is skipped."""
+    found = []
+    for line in data.split(b"\n"):
+        document = parse_line(line)
+        if document is not None:
+            found.append(document)
+    return found
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The JSON object a line holds, or None."""
+    if not line.startswith(b"{"):
+        return None
+    try:
+        document = _decode(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+class LineWriter:
+    """Appends lines to one file; never raises, `lost_lines` counts what could not be written and `error` says why."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lost_lines = 0
+        self.error: OSError | None = None
+        self._descriptor: int | None = None
+
+    def append(self, lines: Sequence[bytes]) -> bool:
+        """Writes lines (each without its newline) in one call; False when they are lost."""
+        if not lines:
+            return True
+        try:
+            self._write(b"\n".join(lines) + b"\n")
+        except OSError as error:
+            self.error = error
+            self.lost_lines += len(lines)
+            return False
+        return True
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _write(self, data: bytes) -> None:
+        if self._descriptor is None:
+            self._descriptor = self._open()
+        before = os.fstat(self._descriptor).st_size
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+        except OSError:
+            # A disk that fills up takes part of a write: without this, the next line would be glued to the half one.
+            if written:
+                os.ftruncate(self._descriptor, before)
+            raise
+
+    def _open(self) -> int:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(descriptor).st_size
+        try:
+            # An earlier writer may have been killed in the middle of a line.
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                os.write(descriptor, b"\n")
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor

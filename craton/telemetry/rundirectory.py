@@ -1,0 +1,178 @@
+"""A run is a directory; this file knows the name of everything in it.
+
+    job.yaml  plan.json  launch.json                 what was asked, predicted and started
+    events/NODE.jsonl  metrics/NODE.jsonl  ledger/NODE.jsonl   what happened; one writer per node
+    logs/rank-00007.log                              what a rank printed
+    heartbeat/NODE                                   touched every second by the node's agent
+    checkpoints/TIER/step-N/
+    STOP  DONE  FATAL                                markers
+
+Making a run is atomic: of two that want the same name, one gets it. Runs live under $CRATON_RUNS, else ./runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Literal, get_args
+
+from craton.telemetry.errors import RunError, RunExistsError, RunNotFoundError
+
+Marker = Literal["STOP", "DONE", "FATAL"]
+MARKERS: tuple[Marker, ...] = get_args(Marker)
+FOLDERS = ("events", "metrics", "ledger", "logs", "heartbeat", "checkpoints")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class RunDirectory:
+    """The paths and markers of one run. Holds no state of its own: any process may make one for the same path."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+
+    @classmethod
+    def create(cls, root: str | os.PathLike[str], name: str) -> RunDirectory:
+        """A new, empty run under `root`; RunExistsError when the name is taken."""
+        if not _NAME.fullmatch(name):
+            raise RunError(
+                f"a run cannot be named {name!r}: letters, digits, '.', '_' and '-' are allowed, the first being a "
+                "letter or a digit; change `name` in the job file"
+            )
+        run = cls(Path(root) / name)
+        try:
+            run.path.parent.mkdir(parents=True, exist_ok=True)
+            run.path.mkdir()
+        except FileExistsError as error:
+            if not run.path.parent.is_dir():
+                raise RunError(f"runs cannot be kept in {run.path.parent}: it is not a folder") from error
+            raise RunExistsError(
+                f"a run named {name!r} exists already in {run.path.parent}: `craton resume {name}` goes on with it, "
+                "another `name` in the job file starts a new one"
+            ) from error
+        except OSError as error:
+            raise RunError(
+                f"cannot make the run directory {run.path} ({error.strerror}): set CRATON_RUNS to a folder you may "
+                "write to"
+            ) from error
+        for folder in FOLDERS:
+            (run.path / folder).mkdir()
+        return run
+
+    def __repr__(self) -> str:
+        return f"RunDirectory({str(self.path)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunDirectory) and other.path == self.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def job_path(self) -> Path:
+        return self.path / "job.yaml"
+
+    @property
+    def plan_path(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def launch_path(self) -> Path:
+        return self.path / "launch.json"
+
+    def events_path(self, node: str) -> Path:
+        return self.path / "events" / f"{node}.jsonl"
+
+    def metrics_path(self, node: str) -> Path:
+        return self.path / "metrics" / f"{node}.jsonl"
+
+    def ledger_path(self, node: str) -> Path:
+        return self.path / "ledger" / f"{node}.jsonl"
+
+    def heartbeat_path(self, node: str) -> Path:
+        return self.path / "heartbeat" / node
+
+    def log_path(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank-{rank:05d}.log"
+
+    def checkpoints(self, tier: str) -> Path:
+        return self.path / "checkpoints" / tier
+
+    def mark(self, marker: Marker, text: str = "") -> None:
+        """Sets a marker. Marking again adds to its text, so that every node can say why it failed."""
+        descriptor = os.open(self._marker_path(marker), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            if text:
+                os.write(descriptor, (text.rstrip("\n") + "\n").encode(errors="replace"))
+        finally:
+            os.close(descriptor)
+
+    def unmark(self, marker: Marker) -> None:
+        self._marker_path(marker).unlink(missing_ok=True)
+
+    def has(self, marker: Marker) -> bool:
+        return self._marker_path(marker).exists()
+
+    def marker_text(self, marker: Marker) -> str:
+        """What was written with the marker; nothing when it is not set."""
+        try:
+            return self._marker_path(marker).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def looks_like_a_run(self) -> bool:
+        return (self.path / "events").is_dir() and (self.path / "ledger").is_dir()
+
+    def _marker_path(self, marker: Marker) -> Path:
+        assert marker in MARKERS, marker
+        return self.path / marker
+
+
+def runs_root() -> Path:
+    """$CRATON_RUNS, else ./runs."""
+    return Path(os.environ.get("CRATON_RUNS") or "runs").absolute()
+
+
+def list_runs(root: str | os.PathLike[str] | None = None) -> list[RunDirectory]:
+    """The runs under a root, newest first; none when the root does not exist."""
+    folder = Path(root) if root is not None else runs_root()
+    try:
+        entries = [RunDirectory(each) for each in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((run for run in entries if run.looks_like_a_run()), key=_made_at, reverse=True)
+
+
+def find_run(name_or_path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> RunDirectory:
+    """The run of this name under the root, else the run directory at this path."""
+    given = os.fspath(name_or_path)
+    folder = Path(root) if root is not None else runs_root()
+    candidates = [Path(given)] if os.sep in given else [folder / given, Path(given)]
+    for candidate in candidates:
+        run = RunDirectory(candidate)
+        if given and run.looks_like_a_run():
+            return run
+    from difflib import get_close_matches
+
+    names = [run.name for run in list_runs(folder)]
+    near = get_close_matches(given, names, n=1, cutoff=0.6)
+    if near:
+        advice = f"did you mean {near[0]!r}?"
+    elif names:
+        advice = "there is " + ", ".join(names[:10]) + (" ..." if len(names) > 10 else "")
+    else:
+        advice = f"there are no runs in {folder}; CRATON_RUNS names another folder"
+    raise RunNotFoundError(f"no run named {given!r}: {advice}")
+
+
+def _made_at(run: RunDirectory) -> float:
+    for path in (run.job_path, run.path):
+        try:
+            return path.stat().st_mtime
+        except OSError:
+            continue
+    return 0.0

@@ -1,0 +1,133 @@
+"""Trackers that a run's metrics are sent to: TensorBoard, Weights & Biases, MLflow. Each is loaded only when asked for.
+
+A sink takes scalars by step under their names in the vocabulary, and what was predicted (`plan_X`) once. `state` is a
+small dict that survives from one generation to the next, so that a resumed run goes on in the tracker where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Protocol
+
+from craton.telemetry.errors import SinkError
+from craton.telemetry.rundirectory import RunDirectory
+
+State = dict[str, Any]
+MLFLOW_BATCH = 1000  # metrics a request may hold, by MLflow's REST API
+
+
+class Sink(Protocol):
+    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
+        """Scalars of one step, measured at `moment` (epoch seconds)."""
+
+    def flush(self) -> None:
+        """What was logged so far outlives this process."""
+
+    def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """Event files in RUN/tensorboard, one more per generation; `tensorboard --logdir` shows them as one curve."""
+
+    def __init__(self, run: RunDirectory, plan: Mapping[str, float], state: State) -> None:
+        self._event = _load("tensorboard.compat.proto.event_pb2").Event
+        self._summary = _load("tensorboard.compat.proto.summary_pb2").Summary
+        files = _load("tensorboard.summary.writer.event_file_writer")
+        self._writer = files.EventFileWriter(str(run.path / "tensorboard"))
+        if not state.get("planned"):
+            self.log(0, run.path.stat().st_mtime, plan)
+            state["planned"] = True
+
+    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(self._event(wall_time=moment, step=step, summary=self._summary(value=scalars)))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run named like ours, in $WANDB_PROJECT or "craton"; $WANDB_MODE=offline keeps it here."""
+
+    def __init__(self, run: RunDirectory, plan: Mapping[str, float], state: State) -> None:
+        wandb = _load("wandb")
+        state.setdefault("id", secrets.token_hex(4))
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "craton"),
+            name=run.name,
+            id=state["id"],
+            resume="allow",
+            dir=str(run.path / "track"),
+            config=dict(plan),
+        )
+        # Its own step counter only goes forward; a run that rolls back goes over some steps again.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, "time": moment, **values})
+
+    def flush(self) -> None:
+        """Its own process writes what was logged at once."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowSink:
+    """An MLflow run named like ours in the experiment $MLFLOW_EXPERIMENT_NAME or "craton".
+
+    It is kept at $MLFLOW_TRACKING_URI, else in RUN/track/mlflow.db.
+    """
+
+    def __init__(self, run: RunDirectory, plan: Mapping[str, float], state: State) -> None:
+        entities = _load("mlflow.entities")
+        client = _load("mlflow.tracking").MlflowClient
+        self._metric = entities.Metric
+        self._client = client(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.path}/track/mlflow.db")
+        if "id" not in state:
+            experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "craton")
+            experiment = self._client.get_experiment_by_name(experiment_name)
+            identity = experiment.experiment_id if experiment else self._client.create_experiment(experiment_name)
+            state["id"] = self._client.create_run(identity, run_name=run.name).info.run_id
+            self._client.log_batch(
+                state["id"], params=[entities.Param(name, repr(value)) for name, value in plan.items()]
+            )
+        self._id = state["id"]
+        self._pending: list[Any] = []
+        self._client.update_run(self._id, status="RUNNING")
+
+    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
+        self._pending += [self._metric(name, value, int(moment * 1000), step) for name, value in values.items()]
+
+    def flush(self) -> None:
+        while self._pending:
+            self._client.log_batch(self._id, metrics=self._pending[:MLFLOW_BATCH])
+            del self._pending[:MLFLOW_BATCH]
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+SINKS: dict[str, Callable[[RunDirectory, Mapping[str, float], State], Sink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "mlflow": MlflowSink,
+}
+
+
+def _load(module: str) -> ModuleType:
+    package = module.split(".")[0]
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise SinkError(
+            f"`track: [{package}]` needs the package {package} ({error}): `pip install {package}`, or take it out of "
+            "`track` in the job file"
+        ) from error

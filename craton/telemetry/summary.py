@@ -1,0 +1,248 @@
+"""What `ps` and the live view show of a run, from its directory alone.
+
+Reads only the tails of the metric files (the numbers of the last steps) and all of the ledger; a `Summarizer` kept from
+one look to the next reads only what the ledger gained. Step time, tokens per second and MFU are medians over the last
+WINDOW_STEPS steps of rank 0, so that one slow step does not swing them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
+
+from craton.telemetry.heartbeat import Heartbeat, read_heartbeat
+from craton.telemetry.ledger import LedgerReader
+from craton.telemetry.lines import tail_lines
+from craton.telemetry.rundirectory import RunDirectory
+from craton.telemetry.vocabulary import TWINS, plan_twins
+
+RunState = Literal["starting", "running", "stopping", "stopped", "done", "failed", "lost"]
+WINDOW_STEPS = 20
+START_SECONDS = 30.0  # from launch.json to the first heartbeat; after that the agents are taken for lost
+TAIL_BYTES = 64 << 10
+MAX_TAIL_BYTES = 4 << 20
+SECONDS_PER_DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One look at a run. None: not known (yet)."""
+
+    name: str
+    path: Path
+    state: RunState
+    message: str  # why it failed, was lost or stopped; empty otherwise
+    step: int  # steps done
+    steps: int | None
+    loss: float | None
+    step_seconds: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    eta_seconds: float | None
+    goodput: float | None
+    cost_dollars: float | None  # until now
+    wall_seconds: float
+    ledger: dict[str, float]  # wall seconds by kind
+    plan: dict[str, float]  # X → what was predicted, X of TWINS
+    measured: dict[str, float]  # X → what was measured
+    nodes: int
+    ranks: int
+    generation: int
+    updated_at: float | None  # epoch seconds of the newest metric
+    metrics_ports: dict[str, int]  # node → port of its Prometheus endpoint
+
+    @property
+    def progress(self) -> float | None:
+        """Share of the steps that are done."""
+        return self.step / self.steps if self.steps else None
+
+    @property
+    def against_plan(self) -> float | None:
+        """Measured over predicted speed: 0.9 is 10 % slower than planned."""
+        planned = self.plan.get("step_seconds")
+        return planned / self.step_seconds if planned and self.step_seconds else None
+
+
+def summarize(run: RunDirectory, now: float | None = None) -> RunSummary:
+    """One look at a run."""
+    return Summarizer(run).summary(now)
+
+
+class Summarizer:
+    """Looks at one run again and again, reading only what is new in the ledger."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self._ledger = LedgerReader(run)
+
+    def summary(self, now: float | None = None) -> RunSummary:
+        now = time.time() if now is None else now
+        launch, plan = _read_json(self.run.launch_path), _read_json(self.run.plan_path)
+        nodes = [str(node) for node in launch.get("nodes") or []]
+        generation = int(launch.get("generation") or 0)
+        recent = _Recent(self.run, nodes)
+        heartbeats = {node: read_heartbeat(self.run, node) for node in nodes}
+        state, message = _state(self.run, generation, heartbeats, recent.generation, now)
+        ledger = self._ledger.totals()
+        wall_seconds = sum(ledger.values())
+        steps = int(plan["steps"]) if isinstance(plan.get("steps"), int | float) else None
+        measured = recent.medians()
+        if wall_seconds > 0:
+            measured["goodput"] = ledger.get("productive", 0.0) / wall_seconds
+            dollars_per_day = (plan.get("cost") or {}).get("dollars_per_day")
+            if dollars_per_day is not None:
+                measured["cost_dollars"] = dollars_per_day / SECONDS_PER_DAY * wall_seconds
+        step_seconds = measured.get("step_seconds")
+        is_moving = state in ("starting", "running", "stopping")
+        return RunSummary(
+            name=self.run.name,
+            path=self.run.path,
+            state=state,
+            message=message,
+            step=recent.step,
+            steps=steps,
+            loss=recent.loss,
+            step_seconds=step_seconds,
+            tokens_per_second=measured.get("tokens_per_second"),
+            mfu=measured.get("mfu"),
+            eta_seconds=max(0, steps - recent.step) * step_seconds if steps and step_seconds and is_moving else None,
+            goodput=measured.get("goodput"),
+            cost_dollars=measured.get("cost_dollars"),
+            wall_seconds=wall_seconds,
+            ledger=ledger,
+            plan=plan_twins(plan),
+            measured=measured,
+            nodes=len(nodes),
+            ranks=len(nodes) * int(launch.get("ranks_per_node") or 0),
+            generation=generation,
+            updated_at=recent.updated_at,
+            metrics_ports={node: beat.metrics_port for node, beat in heartbeats.items() if beat and beat.metrics_port},
+        )
+
+
+class _Recent:
+    """The last steps of a run: rank 0's own lines, and the largest memory of any rank."""
+
+    def __init__(self, run: RunDirectory, nodes: list[str]) -> None:
+        self._lines: list[dict[str, Any]] = []
+        self._memory_bytes = 0.0
+        for node in nodes:
+            path = run.metrics_path(node)
+            # Rank 0 is on the first node; of the others only the newest lines matter.
+            lines = _last_steps(path) if node == nodes[0] else tail_lines(path, TAIL_BYTES // 4)
+            self._lines += [line for line in lines if line.get("rank") == 0]
+            values = [line.get("run_memory_bytes") for line in lines]
+            self._memory_bytes = max([self._memory_bytes, *(float(each) for each in values if _is_number(each))])
+        last = self._lines[-1] if self._lines else {}
+        self.step = int(last.get("step") or 0)
+        self.generation = last.get("generation")
+        self.updated_at: float | None = last.get("time")
+
+    @property
+    def loss(self) -> float | None:
+        """The newest loss; NaN where it was not a number."""
+        for line in reversed(self._lines):
+            if "run_loss" in line:
+                value = line["run_loss"]
+                return float(value) if _is_number(value) else math.nan
+        return None
+
+    def medians(self) -> dict[str, float]:
+        """X → median of run_X over the last steps of the newest generation."""
+        found = {}
+        for name in TWINS:
+            values = [
+                float(line[f"run_{name}"])
+                for line in self._lines
+                if line.get("generation") == self.generation and _is_number(line.get(f"run_{name}"))
+            ]
+            if values:
+                found[name] = _median(values[-WINDOW_STEPS:])
+        if self._memory_bytes:
+            found["memory_bytes"] = self._memory_bytes
+        return found
+
+
+def _median(values: list[float]) -> float:
+    """The median; `statistics` has one too, but takes as long to import as the rest of this package."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def _last_steps(path: Path) -> list[dict[str, Any]]:
+    """Enough of the end of a metric file to hold WINDOW_STEPS steps of rank 0."""
+    size = TAIL_BYTES
+    while True:
+        lines = tail_lines(path, size)
+        timed = sum(1 for line in lines if line.get("rank") == 0 and "run_step_seconds" in line)
+        if timed >= WINDOW_STEPS or size >= MAX_TAIL_BYTES or size >= _file_bytes(path):
+            return lines
+        size *= 4
+
+
+def _state(
+    run: RunDirectory,
+    generation: int,
+    heartbeats: dict[str, Heartbeat | None],
+    metrics_generation: int | None,
+    now: float,
+) -> tuple[RunState, str]:
+    beats = {node: beat for node, beat in heartbeats.items() if beat and beat.generation == generation}
+    if run.has("FATAL"):
+        # Not failed before its last agent is gone: then it can be resumed.
+        is_ending = any(beat.state == "running" and not beat.is_lost(now) for beat in beats.values())
+        return ("stopping" if is_ending else "failed"), run.marker_text("FATAL").strip()
+    if run.has("DONE"):
+        return "done", ""
+    wants_stop = run.has("STOP")
+    lost = [node for node, beat in beats.items() if beat.is_lost(now)]
+    if lost:
+        return "lost", f"no sign of life from {', '.join(lost)} for {now - min(beats[n].moment for n in lost):.0f} s"
+    if any(beat.state == "running" for beat in beats.values()):
+        if wants_stop:
+            return "stopping", ""
+        return ("running" if metrics_generation == generation else "starting"), ""
+    if beats and all(beat.state in ("stopped", "done") for beat in beats.values()):
+        if wants_stop:
+            return "stopped", run.marker_text("STOP").strip()
+        if len(beats) == len(heartbeats):
+            return "done", ""
+    launched_seconds_ago = now - _modified_at(run.launch_path)
+    if heartbeats and launched_seconds_ago > START_SECONDS:
+        missing = [node for node, beat in heartbeats.items() if node not in beats]
+        if wants_stop and not beats:
+            return "stopped", run.marker_text("STOP").strip()
+        return "lost", f"no agent was ever seen on {', '.join(missing)}"
+    return ("stopping" if wants_stop else "starting"), ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing where it does not exist or is not to be read (`ps` shows the rest)."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _file_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _modified_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return math.inf

@@ -1,0 +1,57 @@
+"""The metric vocabulary: names, units and meanings, read from metrics.toml.
+
+`METRICS` maps every name to its `Metric`. For each X in `TWINS` there are `plan_X` (predicted) and `run_X` (measured).
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+PREFIX = "craton_"
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    unit: str
+    help: str
+    kind: Literal["gauge", "counter"]
+    scope: Literal["run", "rank"]
+
+    @property
+    def prometheus_name(self) -> str:
+        """The sample's name on the endpoint."""
+        return f"{PREFIX}{self.name}_total" if self.kind == "counter" else f"{PREFIX}{self.name}"
+
+
+def plan_twins(plan: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a plan.json that a run measures too, by their names in TWINS; what it lacks is left out."""
+    phases = plan.get("phases")
+    found = {}
+    for name in TWINS:
+        value = plan.get(name)
+        if value is None and isinstance(phases, Mapping):
+            value = phases.get(name.removesuffix("_seconds"))
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            found[name] = float(value)
+    return found
+
+
+def _read() -> tuple[dict[str, Metric], tuple[str, ...]]:
+    table = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
+    metrics, twins = [], []
+    for name, row in table.items():
+        is_twin = row.pop("twin", False)
+        if is_twin:
+            twins.append(name)
+        names = (f"plan_{name}", f"run_{name}") if is_twin else (name,)
+        metrics += [Metric(name=each, **row) for each in names]
+    return {metric.name: metric for metric in metrics}, tuple(twins)
+
+
+METRICS, TWINS = _read()

@@ -1,0 +1,61 @@
+"""launch.json is written and read back equal, and refused with everything that is wrong about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from craton.agent import Launch, LaunchError, read_launch, write_launch
+from craton.agent.peers import Peers
+from craton.telemetry import Heartbeat, RunDirectory, write_heartbeat
+
+
+def test_a_launch_is_read_back_equal(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    with pytest.raises(LaunchError, match="does not exist"):
+        read_launch(run)
+    launch = Launch(
+        generation=3,
+        nodes=["a", "b"],
+        ranks_per_node=4,
+        command=["python", "-m", "x"],
+        env={"A": "b"},
+        master_address="10.0.0.1",
+        master_port=1234,
+        threads_per_rank=2,
+        gpus=True,
+        track=["tensorboard"],
+        metrics_port=9100,
+        leaves={"a": "leaf-1"},
+    )
+    write_launch(run, launch)
+    assert read_launch(run) == launch
+    assert launch.world_size == 8
+
+
+def test_a_launch_says_everything_that_is_wrong() -> None:
+    with pytest.raises(LaunchError) as caught:
+        Launch(generation=-1, nodes=["a", "a"], ranks_per_node=1, command=[], master_port=70000, env={"A": 1})  # type: ignore[dict-item]
+    for name in ("generation", "nodes", "command", "master_port", "env"):
+        assert f"{name} is" in str(caught.value)
+    assert "ranks_per_node" not in str(caught.value)
+
+
+def test_a_silent_peer_is_seen_by_this_machines_clock(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    moment = [0.0]
+    peers = Peers(run, ["b", "c"], 1, now=lambda: moment[0])
+    write_heartbeat(run, "b", Heartbeat(1, "running", 1, 0))
+    write_heartbeat(run, "c", Heartbeat(0, "running", 1, 0))  # of an earlier generation
+    peers.look()
+    moment[0] = 29
+    peers.look()
+    assert peers.silent() == []
+    moment[0] = 31
+    assert peers.silent() == ["b"]
+    assert not peers.heard_of(["b", "c"])
+    write_heartbeat(run, "b", Heartbeat(1, "done", 1, 0))
+    peers.look()
+    assert peers.silent() == []
+    assert peers.unfinished() == ["c"]

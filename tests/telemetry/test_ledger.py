@@ -1,0 +1,95 @@
+"""Every second is booked once, and the books of a run add up over ranks and generations."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from craton.telemetry import LEDGER_KINDS, LedgerClock, LedgerReader, RunDirectory
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(st.lists(st.tuples(st.sampled_from(LEDGER_KINDS), st.floats(0, 1e4), st.booleans()), max_size=40))
+def test_the_kinds_sum_to_wall_time(steps: list[tuple[str, float, bool]]) -> None:
+    watch = Watch()
+    clock = LedgerClock(started=time.time(), now=watch)
+    begin, taken = clock._since, 0.0
+    for kind, seconds, takes in steps:
+        clock.switch(kind)
+        watch.now += seconds
+        if takes:
+            taken += sum(clock.take().values())
+    taken += sum(clock.take().values())
+    assert taken == pytest.approx(watch.now - begin, abs=1e-6)
+
+
+def test_a_block_is_booked_and_the_kind_before_comes_back() -> None:
+    watch = Watch()
+    clock = LedgerClock(started=time.time() + 10, now=watch)  # a clock that runs behind must not book negative time
+    clock.switch("productive")
+    watch.now += 1
+    with contextlib.suppress(RuntimeError), clock.kind("data"):
+        watch.now += 2
+        with clock.kind("checkpoint"):
+            watch.now += 4
+        raise RuntimeError
+    watch.now += 8
+    assert clock.current == "productive"
+    assert clock.take() == {"start": 0.0, "productive": 9.0, "data": 2.0, "checkpoint": 4.0}
+    assert clock.take() == {"productive": 0.0}
+
+
+def test_the_clock_began_when_the_agent_spawned_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CRATON_STARTED", repr(time.time() - 50))
+    clock = LedgerClock()
+    assert clock.take()["start"] == pytest.approx(50, abs=5)
+
+
+def book(run: RunDirectory, rank: int, generation: int, moment: float, ended: str = "", **seconds: float) -> None:
+    line = {"time": moment, "step": 1, "generation": generation, "rank": rank, "seconds": seconds}
+    with run.ledger_path("n").open("a") as handle:
+        handle.write(json.dumps({**line, "ended": ended} if ended else line) + "\n")
+
+
+def test_a_run_is_the_mean_over_ranks(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    reader = LedgerReader(run)
+    assert reader.totals() == {}
+    book(run, 0, 1, 110, start=4, productive=6)
+    book(run, 1, 1, 110, start=2, productive=8)
+    assert reader.totals() == {"start": 3, "productive": 7}
+    book(run, 0, 1, 120, productive=10)
+    book(run, 1, 1, 120, data=10)
+    assert reader.totals() == LedgerReader(run).totals() == {"start": 3, "productive": 12, "data": 5}
+
+
+@pytest.mark.parametrize(("ended", "idle"), [("", 1000), ("failed", 1000), ("stopped", 0), ("done", 0)])
+def test_a_gap_counts_unless_it_was_asked_for(tmp_path: Path, ended: str, idle: float) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    book(run, 0, 1, 110, productive=10)
+    book(run, 0, 1, 115, ended, detect=5)
+    book(run, 0, 2, 1120, start=5)  # its rank was spawned at 1115
+    totals = LedgerReader(run).totals()
+    assert totals.get("idle", 0) == idle
+    assert sum(totals.values()) == 20 + idle
+
+
+def test_foreign_lines_in_the_books_are_ignored(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    run.ledger_path("n").write_text(
+        '{"generation":1}\n{"generation":1,"rank":0,"time":1,"seconds":{"lunch":5,"productive":2}}\nrubbish\n'
+    )
+    assert LedgerReader(run).totals() == {"productive": 2}

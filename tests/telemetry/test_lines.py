@@ -1,0 +1,92 @@
+"""Files of JSON lines survive readers in the middle of a write, killed writers and full disks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from craton.telemetry import LineWriter, read_lines, tail_lines
+
+
+def test_a_torn_last_line_is_left_for_the_next_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    assert read_lines(path) == ([], 0)
+    path.write_text('{"step":1}\n{"st')
+    lines, offset = read_lines(path)
+    assert lines == [{"step": 1}]
+    with path.open("a") as handle:
+        handle.write('ep":2}\n')
+    assert read_lines(path, offset) == ([{"step": 2}], path.stat().st_size)
+
+
+def test_what_is_not_a_json_object_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"step":1}\n[1]\nnull\n{"half\n\xff\xfe\n\n' + b'{"a":' * 100_000 + b'\n{"loss":NaN}\n')
+    assert read_lines(path)[0] == [{"step": 1}, {"loss": None}]
+
+
+def test_reading_in_pieces_gives_every_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    expected = [{"step": step, "text": "x" * (step % 50)} for step in range(200)]
+    LineWriter(path).append([json.dumps(line).encode() for line in expected])
+    found, offset = [], 0
+    while True:
+        lines, next_offset = read_lines(path, offset, max_bytes=100)
+        found += lines
+        if next_offset == offset:
+            break
+        offset = next_offset
+    assert found == expected
+
+
+@given(count=st.integers(0, 30), max_bytes=st.integers(1, 400))
+def test_a_tail_is_the_end_of_the_file(tmp_path_factory: object, count: int, max_bytes: int) -> None:
+    path = Path(tmp_path_factory.mktemp("tail")) / "a.jsonl"  # type: ignore[attr-defined]
+    lines = [{"step": step} for step in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole, size = [], 0
+    for line in reversed(lines):
+        size += len(json.dumps(line)) + 1
+        if size > max_bytes:
+            break
+        whole.insert(0, line)
+    assert tail_lines(path, max_bytes) == whole
+
+
+def test_a_writer_that_follows_a_killed_one_starts_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"step":1}\n{"step":2,"lo')
+    LineWriter(path).append([b'{"step":3}'])
+    assert read_lines(path)[0] == [{"step": 1}, {"step": 3}]
+
+
+def test_a_disk_that_fills_up_leaves_whole_lines_and_a_count(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    # A file size limit makes the kernel take part of a write and then refuse, just as a full disk does.
+    code = f"""
+import resource
+from pathlib import Path
+from craton.telemetry import LineWriter
+writer = LineWriter(Path({str(path)!r}))
+line = b'{{"text":"' + b"x" * 80 + b'"}}'
+resource.setrlimit(resource.RLIMIT_FSIZE, (250, resource.RLIM_INFINITY))
+print([writer.append([line]) for _ in range(4)], writer.lost_lines)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(writer.append([line]))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[True, True, False, False] 2\nTrue\n"
+    assert len(read_lines(path)[0]) == 3
+    assert path.read_bytes().count(b"\n") == 3
+
+
+def test_a_folder_that_is_not_there_loses_lines_only(tmp_path: Path) -> None:
+    writer = LineWriter(tmp_path / "gone" / "a.jsonl")
+    assert not writer.append([b"{}", b"{}"])
+    assert writer.lost_lines == 2
+    assert isinstance(writer.error, FileNotFoundError)

@@ -1,0 +1,131 @@
+"""What `ps` shows of a run, from its directory alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from craton.telemetry import Heartbeat, Recorder, RunDirectory, Summarizer, summarize, write_heartbeat
+
+PLAN = {
+    "steps": 100,
+    "step_seconds": 0.5,
+    "tokens_per_second": 1000.0,
+    "mfu": 0.4,
+    "memory_bytes": 1e9,
+    "phases": {"data": 0.1, "compute": 0.4},
+    "goodput": 0.99,
+    "cost": {"cost_dollars": 12.0, "dollars_per_day": 8640.0},
+    "cost_dollars": 12.0,
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory.create(tmp_path, "a")
+    run.plan_path.write_text(json.dumps(PLAN))
+    run.launch_path.write_text(json.dumps({"nodes": ["x", "y"], "ranks_per_node": 2, "generation": 1}))
+    return run
+
+
+def record(run: RunDirectory, node: str, rank: int, step: int, **values: Any) -> None:
+    recorder = Recorder(node, rank, 1, run=run)
+    recorder.metrics(step, **values)
+    recorder.close()
+
+
+def beat(run: RunDirectory, node: str, state: Any, generation: int = 1) -> None:
+    write_heartbeat(run, node, Heartbeat(generation, state, os.getpid(), 9100))
+
+
+def test_numbers_of_a_running_run(run: RunDirectory) -> None:
+    beat(run, "x", "running"), beat(run, "y", "running")
+    for step in range(1, 31):
+        slow = 100.0 if step in (3, 29) else 1.0  # one far back, one in the window: neither moves a median
+        record(run, "x", 0, step, run_loss=5.0 - step / 10, run_step_seconds=slow, run_tokens_per_second=500.0)
+        record(run, "x", 1, step, run_step_seconds=7.0, run_memory_bytes=3e8)
+    record(run, "y", 2, 30, run_memory_bytes=5e8)
+    Recorder("x", 0, 1, run=run).ledger(30, {"start": 10.0, "productive": 30.0})
+    summary = summarize(run)
+    assert (summary.state, summary.step, summary.steps, summary.progress) == ("running", 30, 100, 0.3)
+    assert (summary.loss, summary.step_seconds, summary.eta_seconds) == (2.0, 1.0, 70.0)
+    assert (summary.tokens_per_second, summary.mfu, summary.against_plan) == (500.0, None, 0.5)
+    assert (summary.nodes, summary.ranks, summary.generation) == (2, 4, 1)
+    assert (summary.goodput, summary.wall_seconds, summary.cost_dollars) == (0.75, 40.0, 4.0)
+    assert summary.plan["data_seconds"] == 0.1
+    assert summary.plan["cost_dollars"] == 12.0
+    assert summary.measured["memory_bytes"] == 5e8
+    assert summary.metrics_ports == {"x": 9100, "y": 9100}
+
+
+def test_a_loss_that_is_not_a_number_shows(run: RunDirectory) -> None:
+    record(run, "x", 0, 1, run_loss=math.nan)
+    loss = summarize(run).loss
+    assert loss is not None
+    assert math.isnan(loss)
+
+
+def test_the_states_of_a_run(run: RunDirectory) -> None:
+    assert summarize(run).state == "starting"  # launched a moment ago
+    lost = summarize(run, now=time.time() + 60)
+    assert (lost.state, lost.message) == ("lost", "no agent was ever seen on x, y")
+    beat(run, "x", "done", generation=0), beat(run, "y", "failed", generation=0)
+    assert summarize(run).state == "starting"  # an earlier generation's heartbeat says nothing
+    beat(run, "x", "running"), beat(run, "y", "running")
+    assert summarize(run).state == "starting"
+    record(run, "x", 0, 1, run_loss=1.0)
+    assert summarize(run).state == "running"
+    assert summarize(run, now=time.time() + 9).state == "running"
+    assert summarize(run, now=time.time() + 12).state == "lost"
+    run.mark("STOP")
+    assert summarize(run).state == "stopping"
+    beat(run, "y", "stopped")
+    assert summarize(run).state == "stopping"
+    beat(run, "x", "stopped")
+    assert summarize(run, now=time.time() + 1e6).state == "stopped"
+    run.unmark("STOP")
+    beat(run, "x", "done"), beat(run, "y", "done")
+    run.mark("DONE")
+    assert summarize(run).state == "done"
+    run.unmark("DONE")
+    run.mark("FATAL", "rank 0 on x exited with code 1")
+    beat(run, "x", "running")
+    assert summarize(run).state == "stopping"  # its other ranks are being ended
+    beat(run, "x", "failed")
+    failed = summarize(run)
+    assert (failed.state, failed.message, failed.eta_seconds) == ("failed", "rank 0 on x exited with code 1", None)
+
+
+def test_a_run_that_has_only_been_made(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    summary = summarize(run, now=time.time() + 1e6)  # its data may be tokenized for hours
+    assert (summary.state, summary.step, summary.steps, summary.ranks) == ("starting", 0, None, 0)
+    assert summary.goodput is None
+    run.plan_path.write_text("{torn")
+    run.launch_path.write_text("[]")
+    assert summarize(run).plan == {}
+
+
+def test_a_long_run_is_summarized_fast(run: RunDirectory) -> None:
+    stamp = {"time": 1.0, "generation": 1, "node": "x"}
+    with run.metrics_path("x").open("w") as metrics, run.ledger_path("x").open("w") as ledger:
+        for step in range(1, 20_001):
+            for rank in (0, 1):
+                line = {**stamp, "step": step, "rank": rank, "run_loss": 1.0, "run_step_seconds": 2.0, "pad": "x" * 200}
+                metrics.write(json.dumps(line) + "\n")
+            ledger.write(json.dumps({**stamp, "step": step, "rank": 0, "seconds": {"productive": 2.0}}) + "\n")
+    summarizer = Summarizer(run)
+    begin = time.process_time()
+    first = summarizer.summary()
+    first_seconds, begin = time.process_time() - begin, time.process_time()
+    second = summarizer.summary()
+    second_seconds = time.process_time() - begin
+    assert (first.step, first.wall_seconds) == (second.step, second.wall_seconds) == (20_000, 40_000.0)
+    assert first_seconds < 2.0
+    assert second_seconds < 0.1

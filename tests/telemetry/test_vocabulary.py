@@ -1,0 +1,57 @@
+"""A plan speaks the language of measurement: one table of names, each prediction with its measured twin."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from craton.planning import Plan
+from craton.telemetry import METRICS, TWINS, plan_twins
+
+
+def test_every_prediction_has_its_twin() -> None:
+    assert set(TWINS) == {
+        "step_seconds",
+        "data_seconds",
+        "compute_seconds",
+        "communication_seconds",
+        "optimizer_seconds",
+        "checkpoint_seconds",
+        "memory_bytes",
+        "tokens_per_second",
+        "mfu",
+        "goodput",
+        "cost_dollars",
+    }
+    for name in TWINS:
+        planned, measured = METRICS[f"plan_{name}"], METRICS[f"run_{name}"]
+        assert (planned.unit, planned.kind) == (measured.unit, measured.kind)
+    assert {name.removeprefix("plan_") for name in METRICS if name.startswith("plan_")} == set(TWINS)
+
+
+def test_every_metric_says_its_unit_and_meaning() -> None:
+    for name, metric in METRICS.items():
+        assert metric.name == name
+        assert metric.help
+        assert not metric.help.endswith(".")
+        assert metric.unit in ("seconds", "bytes", "tokens_per_second", "ratio", "dollars", "1")
+        assert metric.kind in ("gauge", "counter")
+        assert metric.scope in ("run", "rank")
+        if metric.unit in ("seconds", "bytes", "dollars", "tokens_per_second"):
+            assert name.endswith(metric.unit)
+    assert METRICS["run_loss"].prometheus_name == "craton_run_loss"
+    assert METRICS["run_skipped_steps"].prometheus_name == "craton_run_skipped_steps_total"
+
+
+def test_the_planner_predicts_what_the_table_names() -> None:
+    """plan.json holds each twin under its own name or in its phases; the names must not drift apart."""
+    fields = {field.name for field in dataclasses.fields(Plan)}
+    phases = {"data", "compute", "communication", "optimizer", "checkpoint"}
+    # goodput and cost_dollars are put at the top level of plan.json beside their details.
+    for name in TWINS:
+        assert name in fields | {"cost_dollars"} or name.removesuffix("_seconds") in phases
+
+
+def test_what_a_plan_does_not_know_is_left_out() -> None:
+    plan = {"step_seconds": 2, "mfu": None, "phases": {"data": 0.25}, "goodput": {"goodput": 1}, "cost_dollars": True}
+    assert plan_twins(plan) == {"step_seconds": 2.0, "data_seconds": 0.25}
+    assert plan_twins({}) == {}
