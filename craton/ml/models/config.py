@@ -1,0 +1,34 @@
+"""What a decoder is built from: the shape the planner counts with, and the few numbers that change no count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from craton.job import ModelShape
+from craton.ml.models.rope import RopeConfig
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    """How a token chooses its experts, and how they are kept busy alike."""
+
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_top_k: bool = True  # the chosen weights sum to one
+    routed_scale: float = 1.0
+    groups: int = 1  # experts are chosen within `top_groups` of so many groups (DeepSeek-V3)
+    top_groups: int = 1
+    auxiliary_loss: float = 0.0  # weight of the load-balancing loss (arXiv:2101.03961); 0: off
+    bias_update: float = 0.0  # step of the balancing bias (arXiv:2408.15664); 0: off
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """One decoder. Every count (parameters, FLOPs, bytes) follows from `shape` alone."""
+
+    shape: ModelShape
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    norm_epsilon: float = 1e-5
+    qkv_bias: bool = False
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    initializer_range: float = 0.02

@@ -1,0 +1,314 @@
+"""Weights from and to Hugging Face folders of safetensors.
+
+Loading checks every name and shape before it changes a parameter, and reads of a sharded parameter only the rows that
+this rank holds. Saving writes beside the target and renames at the end: a folder that is there is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from craton.errors import CratonError
+from craton.ml.models.config import DecoderConfig
+from craton.ml.models.huggingface import config_to_huggingface, huggingface_family
+from craton.ml.models.weight_names import Entry, experts_named, their_shapes, weight_entries
+
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float16: "float16"}
+_SHOWN = 8  # names in one message
+
+
+class WeightsError(CratonError):
+    """Weights do not fit the model, or cannot be read or written."""
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether a folder holds all the safetensors files it speaks of."""
+    folder = Path(folder)
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        return all((folder / file).is_file() for file in set(index["weight_map"].values()))
+    except FileNotFoundError:
+        return any(folder.glob("*.safetensors"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, folder: str | Path, config: DecoderConfig | None = None) -> tuple[str, ...]:
+    """Fills a decoder's parameters, sharded or not, from a folder; returns the tensors there that it has no use for.
+
+    `config` is needed where a wrapper hides `model.config`.
+    """
+    config = config or model.config  # type: ignore[assignment]
+    assert isinstance(config, DecoderConfig)
+    with ExitStack() as stack:
+        files = _open(Path(folder), stack)
+        entries = weight_entries(config, experts_named(files))
+        unused = _check(files, entries, config, str(folder))
+        targets = _targets(model, entries)
+
+        def part(name: str, slices: tuple[slice, ...]) -> Tensor:
+            rows: Tensor = files[name].get_slice(name)[slices]
+            return rows
+
+        for entry in entries:
+            _fill(targets[entry.ours], entry, part)
+    return unused
+
+
+@torch.no_grad()
+def save_folder(
+    state: Mapping[str, Tensor],
+    config: DecoderConfig,
+    folder: str | Path,
+    tokenizer_folder: str | Path | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: int = 5_000_000_000,
+) -> Path:
+    """Writes whole tensors under the decoder's names as a folder that transformers loads.
+
+    `state` is asked for one tensor at a time, so it may read them from elsewhere; one file's worth is held in memory.
+    """
+    folder = Path(folder)
+    if dtype not in _DTYPES:
+        raise WeightsError(f"weights cannot be saved as {dtype}; allowed: {', '.join(_DTYPES.values())}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WeightsError(f"{folder} exists and is not an empty folder; choose another name, or remove it first")
+    names = "mixtral" if huggingface_family(config) == "mixtral" else "each"
+    entries = weight_entries(config, names)  # type: ignore[arg-type]
+    _check_state(state, entries)
+    shards = _plan_shards(entries, dtype, max_shard_bytes)
+    fields = config_to_huggingface(config) | {"dtype": _DTYPES[dtype]}
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        if tokenizer_folder is not None:
+            fields |= _copy_tokenizer(Path(tokenizer_folder), partial)
+        (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        _write_shards(state, entries, shards, partial, dtype)
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except (OSError, SafetensorError) as error:
+        needed = sum(_bytes(entry, dtype) for entry in entries)
+        raise WeightsError(f"{folder} cannot be written ({error}); it needs {needed / 1e9:.2f} GB") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Every tensor's name and the open file that holds it."""
+    if not folder.is_dir():
+        raise WeightsError(f"{folder} is not a folder; give one with *.safetensors")
+    index = folder / INDEX
+    if index.exists():
+        try:
+            listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise WeightsError(f"{index} cannot be read as an index of weights: {error!r}") from None
+        if missing := [file for file in listed if not (folder / file).is_file()]:
+            raise WeightsError(f"{folder}: {INDEX} names files that are not there: {_listing(missing)}; fetch them")
+        paths = [folder / file for file in listed]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        others = sorted(file.name for file in folder.glob("*.bin"))
+        hint = f" (only {_listing(others)}, which is not read: it can run code)" if others else ""
+        raise WeightsError(f"{folder} holds no *.safetensors{hint}")
+    tensors: dict[str, Any] = {}
+    for path in paths:
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{path} is truncated or not a safetensors file ({error}); fetch it again") from None
+        tensors |= dict.fromkeys(file.keys(), file)
+    return tensors
+
+
+def _check(files: Mapping[str, Any], entries: Sequence[Entry], config: DecoderConfig, folder: str) -> tuple[str, ...]:
+    """Names of no use; a WeightsError when something is missing, left over or of another shape."""
+    expected = their_shapes(entries)
+    slices = {name: files[name].get_slice(name) for name in expected if name in files}
+    shapes = {name: tuple(piece.get_shape()) for name, piece in slices.items()}
+    quantized = [name for name, piece in slices.items() if piece.get_dtype() not in ("F32", "BF16", "F16", "F64")]
+    if quantized:
+        raise WeightsError(
+            f"{folder}: quantized weights cannot be trained from: {_listing(quantized)}; give a folder in bf16 or fp32"
+        )
+    problems = []
+    if missing := [name for name in expected if name not in files]:
+        problems.append(f"missing: {_listing(missing)}")
+    if wrong := [
+        f"{name} is {list(shape)}, needed {list(expected[name])}"
+        for name, shape in shapes.items()
+        if shape != expected[name]
+    ]:
+        problems.append(f"of another shape: {_listing(wrong)}")
+    left = [name for name in files if name not in expected]
+    unused = tuple(name for name in left if _is_unused(name, config))
+    if extra := [name for name in left if name not in unused]:
+        problems.append(f"not part of the model: {_listing(extra)}")
+    if problems:
+        raise WeightsError(f"{folder}: the weights do not fit model {config.shape.name!r}; {'; '.join(problems)}")
+    return unused
+
+
+def _is_unused(name: str, config: DecoderConfig) -> bool:
+    """Left-overs that are right to be there: old tables, a copy of a tied head, layers that predict further tokens."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    if name == "lm_head.weight":
+        return config.shape.tied_embeddings
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    first = config.shape.layers
+    return layer is not None and first <= int(layer[1]) < first + config.shape.mtp_layers
+
+
+def _targets(model: nn.Module, entries: Sequence[Entry]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {_WRAPPERS.sub("", name): tensor for name, tensor in model.named_parameters()}
+    tensors |= {_WRAPPERS.sub("", name): tensor for name, tensor in model.named_buffers() if "router_bias" in name}
+    names = [entry.ours for entry in entries]
+    absent = [name for name in names if name not in tensors]
+    unfilled = sorted(set(tensors) - set(names))
+    if absent or unfilled:
+        lists = [f"absent: {_listing(absent)}"] * bool(absent) + [f"unknown: {_listing(unfilled)}"] * bool(unfilled)
+        raise WeightsError(
+            f"the model's own parameters are not those of its config; {'; '.join(lists)}; load before adding adapters"
+        )
+    return tensors
+
+
+def _fill(target: Tensor, entry: Entry, part: Any) -> None:
+    rows = entry.shape[0]
+    if not isinstance(target, DTensor):
+        target.copy_(entry.read(part, 0, rows))
+        return
+    local = target.to_local()
+    sharded = [axis for axis, placement in enumerate(target.placements) if placement != Replicate()]
+    if not sharded:
+        local.copy_(entry.read(part, 0, rows))
+    elif len(sharded) == 1 and target.placements[sharded[0]] == Shard(0):
+        mesh = target.device_mesh
+        # equal parts rounded up, the last ones shorter or empty, as torch.chunk cuts
+        start = min(-(-rows // mesh.size(sharded[0])) * mesh.get_local_rank(sharded[0]), rows)
+        local.copy_(entry.read(part, start, start + local.shape[0]))
+    else:
+        whole = entry.read(part, 0, rows).to(local.device)
+        own = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+        local.copy_(own.to_local())
+
+
+def _check_state(state: Mapping[str, Tensor], entries: Sequence[Entry]) -> None:
+    names = {entry.ours for entry in entries}
+    missing, extra = sorted(names - set(state)), sorted(set(state) - names)
+    if missing or extra:
+        lists = [f"missing: {_listing(missing)}"] * bool(missing) + [f"unknown: {_listing(extra)}"] * bool(extra)
+        raise WeightsError(f"the weights to save are not those of the model's config; {'; '.join(lists)}")
+
+
+def _bytes(entry: Entry, dtype: torch.dtype) -> int:
+    size = 4 if entry.is_fp32 else dtype.itemsize
+    return size * torch.Size(entry.shape).numel()
+
+
+def _plan_shards(entries: Sequence[Entry], dtype: torch.dtype, max_shard_bytes: int) -> dict[str, int]:
+    """The number of the file, from 0, of each published tensor, in the order in which they are written."""
+    shards: dict[str, int] = {}
+    number = used = 0
+    for entry in entries:
+        size = 4 if entry.is_fp32 else dtype.itemsize
+        for name, shape in entry.their_shapes.items():
+            needed = size * torch.Size(shape).numel()
+            if used and used + needed > max_shard_bytes:
+                number, used = number + 1, 0
+            shards[name] = number
+            used += needed
+    return shards
+
+
+def _write_shards(
+    state: Mapping[str, Tensor], entries: Sequence[Entry], shards: Mapping[str, int], folder: Path, dtype: torch.dtype
+) -> None:
+    count = max(shards.values()) + 1
+    files = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+    if count == 1:
+        files = ["model.safetensors"]
+    held: dict[str, Tensor] = {}
+    number = 0
+
+    def write() -> None:
+        save_file(held, folder / files[number], metadata={"format": "pt"})
+        held.clear()
+
+    for entry in entries:
+        tensor = state[entry.ours]
+        if isinstance(tensor, DTensor):
+            raise WeightsError(f"{entry.ours} is sharded; gather it before saving")
+        if tuple(tensor.shape) != entry.shape:
+            raise WeightsError(f"{entry.ours} is {list(tensor.shape)}; the model's config needs {list(entry.shape)}")
+        for name, published in entry.split(tensor.detach().cpu(), dtype):
+            if shards[name] != number:
+                write()
+                number = shards[name]
+            held[name] = published
+    write()
+    if count > 1:
+        total = sum(_bytes(entry, dtype) for entry in entries)
+        places = {name: files[shard] for name, shard in sorted(shards.items())}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
+    """Copies the tokenizer; returns the ids of its first and last tokens for the configuration."""
+    found = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    if not found:
+        raise WeightsError(f"{source} holds no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
+    for file in found:
+        shutil.copyfile(file, target / file.name)
+    try:
+        settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
+        tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+    special = {}
+    for key in ("bos_token", "eos_token", "pad_token"):
+        token = settings.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        if text in ids:
+            special[key + "_id"] = ids[text]
+    return special
+
+
+def _listing(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
