@@ -1,0 +1,127 @@
+"""`craton data tokenize`: text to token shards, with a progress bar on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from craton.ml.data import Tokenized
+
+app = typer.Typer(help="Turn text into token shards.", no_args_is_help=True)
+
+
+@app.callback()
+def _data() -> None:
+    """Turn text into token shards."""
+
+
+@app.command()
+def tokenize(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUTS...",
+            help="Text, JSONL or Parquet (also .gz, .zst), folders of them, or `stdlib`: this Python's own sources.",
+            show_default=False,
+        ),
+    ],
+    to: Annotated[Path, typer.Option(help="Folder to write; must not exist yet.", show_default=False)],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder with a tokenizer.json, or a Hub id.", show_default=False)
+    ] = None,
+    train_bpe: Annotated[
+        int | None, typer.Option(help="Train a byte-level BPE with this many ids instead.", show_default=False)
+    ] = None,
+    field: Annotated[str, typer.Option(help="JSONL field or Parquet column that holds the text.")] = "text",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes [default: one a core].", show_default=False)
+    ] = None,
+    validation: Annotated[float, typer.Option(help="Share of the documents to hold out in FOLDER/validation.")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Tokenize text once, in parallel, into shards that training maps into memory."""
+    import json
+
+    from craton.ml.data import tokenize as run
+
+    with _progress() as report:
+        done = run(
+            inputs,
+            to,
+            tokenizer=tokenizer,
+            bpe_vocabulary=train_bpe,
+            field=field,
+            workers=workers,
+            validation=validation,
+            progress=report,
+        )
+    if as_json:
+        print(json.dumps(_document(done)))
+    else:
+        _show(done)
+
+
+def _document(done: Tokenized) -> dict[str, object]:
+    return {
+        "folder": str(done.folder),
+        "documents": done.documents,
+        "tokens": done.tokens,
+        "validation_documents": done.validation_documents,
+        "validation_tokens": done.validation_tokens,
+        "vocab_size": done.vocab_size,
+        "text_bytes": done.text_bytes,
+        "bytes_per_token": done.bytes_per_token,
+        "seconds": done.seconds,
+        "tokens_per_second": done.tokens_per_second,
+        "left_out": list(done.left_out),
+    }
+
+
+def _show(done: Tokenized) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_row("documents", f"{done.documents:,}")
+    table.add_row("tokens", f"{done.tokens:,}")
+    if done.validation_documents:
+        table.add_row("held out", f"{done.validation_documents:,} documents, {done.validation_tokens:,} tokens")
+    table.add_row("vocabulary", f"{done.vocab_size:,}")
+    table.add_row("bytes/token", f"{done.bytes_per_token:.2f}")
+    table.add_row("seconds", f"{done.seconds:.1f}")
+    table.add_row("tokens/s", f"{done.tokens_per_second:,.0f}")
+    if done.left_out:
+        table.add_row("left out", f"{len(done.left_out):,} files that are not UTF-8")
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"{done.folder}", soft_wrap=True, markup=False)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("tokenize"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[what]}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("tokenize", total=None, what="")
+
+        def report(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, what=what)
+
+        yield report

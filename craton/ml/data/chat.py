@@ -1,0 +1,181 @@
+"""Chats to tokens by the tokenizer's own template, with what the assistant said marked as what is to be learnt.
+
+A line of JSONL has `messages` (role and content each; `tools` beside them where the template takes them), or `prompt`
+and `completion`, each a text or a list of messages. Where the template marks the assistant's words with
+`{% generation %}` these marks are used. Else the conversation is rendered up to and including each of its turns, and
+what a turn adds to its prompt is the assistant's. A template that renders earlier turns differently once later ones
+follow (as those that drop old reasoning) gives one sample for each turn of the assistant, each exactly what the model
+would see.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from craton.ml.data.documents import Piece, records
+from craton.ml.data.encoding import Encoded
+from craton.ml.data.errors import DataError, first_problems
+
+DEFAULT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' -%}
+{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
+{%- else -%}
+{{ message['content'] + '<|im_end|>' }}
+{%- endif -%}
+{{ '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+TEMPLATE = "chat_template.jinja"
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Turn = tuple[str, list[tuple[int, int]]]  # a rendered text, and the spans of it that the assistant said
+Messages = list[dict[str, Any]]
+
+logger = logging.getLogger("craton.data")
+
+
+def ensure_template(folder: Path) -> None:
+    """Gives a tokenizer without a chat template the default one, and says so."""
+    if (folder / TEMPLATE).is_file() or _config(folder).get("chat_template"):
+        return
+    (folder / TEMPLATE).write_text(DEFAULT_TEMPLATE, encoding="utf-8")
+    logger.warning(
+        "the tokenizer has no chat template; using <|im_start|>role … <|im_end|>. Put a %s beside its tokenizer.json "
+        "to use another",
+        TEMPLATE,
+    )
+
+
+class ChatEncoder:
+    """Lines of chat to ids and marks."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        template = self._tokenizer.get_chat_template()
+        self._is_marked = _MARKS.search(template) is not None
+
+    def __call__(self, pieces: Sequence[Piece]) -> Encoded:
+        ids: list[int] = []
+        loss: list[int] = []
+        ends: list[int] = []
+        text_bytes = 0
+        problems: list[str] = []
+        for piece in pieces:
+            if piece.kind != "jsonl":
+                raise DataError(f"{piece.name}: is not a chat file; needed: JSONL with `messages` in each line")
+            text_bytes += len(piece.data)
+            for where, record in records(piece):
+                try:
+                    for tokens, learnt in self.encode(record):
+                        ids += tokens
+                        loss += learnt
+                        ends.append(len(ids))
+                except DataError as error:
+                    problems.append(f"{where}: {error}")
+        if problems:
+            raise first_problems(problems, pieces[0].name)
+        return Encoded(np.array(ids, np.uint32), np.array(ends, np.int64), text_bytes, np.array(loss, np.uint8))
+
+    def encode(self, record: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
+        """(ids, 1 where learnt) of each sample a conversation gives, mostly one."""
+        messages = messages_of(record)
+        options: dict[str, Any] = {"tools": record["tools"]} if record.get("tools") else {}
+        try:
+            if self._is_marked:
+                found = self._tokenizer.apply_chat_template(
+                    messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
+                )
+                yield list(found["input_ids"]), [int(mark) for mark in found["assistant_masks"]]
+                return
+            turns = self._turns(messages, options)
+        except DataError:
+            raise
+        except Exception as error:  # noqa: BLE001  (a template is a program: it may raise anything about its input)
+            raise DataError(f"the chat template refuses it: {type(error).__name__}: {error}") from None
+        for text, spans in turns:
+            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            starts = [start for start, _ in found["offset_mapping"]]
+            yield list(found["input_ids"]), [int(any(a <= start < b for a, b in spans)) for start in starts]
+
+    def _turns(self, messages: Messages, options: dict[str, Any]) -> list[Turn]:
+        """The conversation with the assistant's spans; or, where a later turn changes an earlier one, each turn."""
+
+        def render(upto: int, prompt: bool = False) -> str:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages[:upto], tokenize=False, add_generation_prompt=prompt, **options
+                )
+            )
+
+        turns: list[Turn] = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            text = render(number + 1)
+            start = _common(render(number, prompt=True), text) if number else 0
+            if number and start < _common(render(number), text):
+                raise DataError(
+                    "what the assistant says cannot be told from the rest; add {% generation %} to the template"
+                )
+            turns.append((text, [(start, len(text))]))
+        whole = render(len(messages))
+        if all(whole.startswith(text) for text, _ in turns):
+            return [(whole, [span for _, spans in turns for span in spans])]
+        return turns
+
+
+def messages_of(record: dict[str, Any]) -> Messages:
+    """The messages of one line, checked."""
+    if "messages" in record:
+        messages = record["messages"]
+    elif "prompt" in record and "completion" in record:
+        messages = _as_messages(record["prompt"], "user") + _as_messages(record["completion"], "assistant")
+    else:
+        names = ", ".join(map(repr, list(record)[:8])) or "none"
+        raise DataError(f"has neither `messages` nor `prompt` and `completion`; its fields are {names}")
+    if not isinstance(messages, list) or not messages:
+        raise DataError("`messages` is not a list of messages")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"message {number} has no role; each needs `role` and `content`")
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise DataError(f"message {number} has content of type {type(content).__name__}; only texts are taken")
+    if all(message["role"] != "assistant" for message in messages):
+        raise DataError("nothing is said by the role `assistant`, so there is nothing to learn")
+    return messages
+
+
+def _as_messages(value: Any, role: str) -> Messages:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, list):
+        return value
+    raise DataError("`prompt` and `completion` must be texts or lists of messages")
+
+
+def _common(first: str, second: str) -> int:
+    """How many characters two texts have in common at their beginnings."""
+    pairs = zip(first, second, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,253 @@
+"""Raw text as documents: files and folders of text, JSONL and Parquet, plain or compressed.
+
+Everything is cut into pieces of about a megabyte, always at the same places, so that whoever works on them in whatever
+number gets the same documents. A text file is one document; a line of JSONL or a row of Parquet is one. A text file
+that is not UTF-8 is left out and named; a line that cannot be used is an error with its number.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+from craton.ml.data.errors import DataError, first_problems
+
+STANDARD_LIBRARY = "stdlib"  # as an input: the running interpreter's own Python sources
+PIECE_BYTES = 1 << 20
+
+# fmt: off
+_TEXT = frozenset((
+    ".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".csv", ".tsv", ".log", ".json", ".yaml", ".yml",
+    ".toml", ".ini", ".cfg", ".py", ".pyi", ".ipynb", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".kt",
+    ".scala", ".js", ".jsx", ".ts", ".tsx", ".go", ".rs", ".rb", ".php", ".pl", ".lua", ".jl", ".r", ".m", ".swift",
+    ".cs", ".hs", ".ml", ".clj", ".ex", ".erl", ".sh", ".bash", ".sql", ".css",
+))
+# fmt: on
+_LINES = (".jsonl", ".ndjson")
+_COMPRESSED = (".gz", ".zst")
+
+PieceKind = Literal["text", "jsonl", "parquet"]
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file to read."""
+
+    path: Path
+    kind: PieceKind
+    size: int  # bytes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one file. Only a text file's pieces go on: `first` begins the document, `last` ends it."""
+
+    kind: PieceKind
+    name: str
+    took: int  # bytes of the file, for progress
+    data: bytes = b""
+    number: int = 0  # of the first line (JSONL, from 1), of the row group (Parquet, from 0)
+    first: bool = True
+    last: bool = True
+
+
+def find_files(inputs: Sequence[str | Path]) -> list[InputFile]:
+    """Every file of the inputs, in an order that depends only on names; nothing found is an error."""
+    found: list[InputFile] = []
+    for given in inputs:
+        files = _standard_library() if str(given) == STANDARD_LIBRARY else _files_of(Path(given).expanduser())
+        if not any(file.size for file in files):
+            raise DataError(
+                f"{given}: holds no text; allowed: text files (.txt .md .py …), .jsonl, .parquet, the first two also "
+                f"as .gz or .zst, folders of them, or `{STANDARD_LIBRARY}`"
+            )
+        found += files
+    return found
+
+
+def pieces_of(files: Iterable[InputFile], field: str) -> Iterator[Piece]:
+    """The files in pieces."""
+    for file in files:
+        if file.kind == "parquet":
+            yield from _row_groups(file, field)
+        else:
+            yield from _blocks(file)
+
+
+def tasks_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in heaps worth sending to another process."""
+    heap: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        heap.append(piece)
+        size += max(len(piece.data), piece.took)
+        if size >= PIECE_BYTES:
+            yield heap
+            heap, size = [], 0
+    if heap:
+        yield heap
+
+
+def records(piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(`file:line`, object) of each line of a JSONL piece. All lines are read before a bad one is told."""
+    problems: list[str] = []
+    for number, line in enumerate(piece.data.split(b"\n"), piece.number):
+        if not line.strip():
+            continue
+        where = f"{piece.name}:{number}"
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            problems.append(f"{where}: is not JSON: {error}; one JSON object a line is needed")
+            continue
+        if isinstance(value, dict):
+            yield where, value
+        else:
+            problems.append(f"{where}: is a {type(value).__name__}, not a JSON object")
+    if problems:
+        raise first_problems(problems, piece.name)
+
+
+def texts_of(piece: Piece, field: str) -> list[str]:
+    """The documents of a piece; a text file that is not UTF-8 has none."""
+    if piece.kind == "text":
+        try:
+            return [piece.data.decode("utf-8")]
+        except UnicodeDecodeError as error:
+            if piece.first and piece.last:
+                return []
+            raise DataError(f"{piece.name}: is not UTF-8 ({error.reason}); convert it, or leave it out") from None
+    if piece.kind == "parquet":
+        return [text for text in _column(piece, field) if text]
+    texts, problems = [], []
+    for where, value in records(piece):
+        text = value.get(field)
+        if isinstance(text, str):
+            texts.append(text)
+        else:
+            problems.append(_wrong_field(where, value, field))
+    if problems:
+        raise first_problems(problems, piece.name)
+    return [text for text in texts if text]
+
+
+def _wrong_field(where: str, value: dict[str, Any], field: str) -> str:
+    if field in value:
+        return f"{where}: field {field!r} is a {type(value[field]).__name__}, not a text"
+    chat = "; chats are for jobs of kind sft" if "messages" in value else ""
+    names = ", ".join(map(repr, list(value)[:8])) or "none"
+    return f"{where}: has no field {field!r}; its fields are {names}: choose with --field{chat}"
+
+
+def _standard_library() -> list[InputFile]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return [file for file in _walk(root, leave_out=("site-packages", "dist-packages")) if file.path.suffix == ".py"]
+
+
+def _files_of(path: Path) -> list[InputFile]:
+    if path.is_dir():
+        return _walk(path)
+    if "://" in str(path) or not path.exists():
+        raise DataError(f"{path}: does not exist on this machine; give a file, a folder, or `{STANDARD_LIBRARY}`")
+    return [InputFile(path, _kind(path) or "text", path.stat().st_size)]
+
+
+def _walk(root: Path, leave_out: Sequence[str] = ()) -> list[InputFile]:
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in ("__pycache__", *leave_out)]
+        for name in names:
+            path = Path(folder, name)
+            if not name.startswith(".") and (kind := _kind(path)) and path.is_file():
+                found.append(InputFile(path, kind, path.stat().st_size))
+    return sorted(found, key=lambda file: file.path.relative_to(root).as_posix())
+
+
+def _kind(path: Path) -> PieceKind | None:
+    """By the name; None for what is not known to be text."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
+    last = suffixes[-1] if suffixes else ""
+    if last in _LINES:
+        return "jsonl"
+    if last == ".parquet":
+        return "parquet"
+    return "text" if last in _TEXT else None
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix.lower() == ".gz":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    if path.suffix.lower() == ".zst":
+        import io
+
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), PIECE_BYTES)
+    return path.open("rb")
+
+
+def _blocks(file: InputFile) -> Iterator[Piece]:
+    """A file cut after a line end every PIECE_BYTES; a text without line ends, between two characters."""
+    longest = -1 if file.kind == "jsonl" else PIECE_BYTES
+    number, tail, left = 1, b"", file.size
+    is_jsonl = file.kind == "jsonl"
+    try:
+        with _open(file.path) as stream:
+            data = stream.read(PIECE_BYTES)
+            first = True
+            while data:
+                if len(data) >= PIECE_BYTES and not data.endswith(b"\n"):
+                    data += stream.readline(longest)
+                following = stream.read(PIECE_BYTES)
+                tail = b"" if is_jsonl or not following or data.endswith(b"\n") else _half_character(data)
+                data = data[: len(data) - len(tail)]
+                took = min(left, len(data)) if following else left
+                yield Piece(file.kind, str(file.path), took, data, number, is_jsonl or first, is_jsonl or not following)
+                left -= took
+                number += data.count(b"\n")
+                data, first = tail + following, False
+    except (OSError, EOFError) as error:
+        raise DataError(f"{file.path}: cannot be read: {error}; copy it again, or leave it out") from None
+
+
+def _half_character(data: bytes) -> bytes:
+    """The beginning of a UTF-8 character at the end of the data, if it is cut there."""
+    for length in range(1, min(4, len(data)) + 1):
+        byte = data[-length]
+        if byte & 0xC0 != 0x80:  # not a continuation: the character begins here
+            needed = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return data[-length:] if needed > length else b""
+    return b""
+
+
+def _row_groups(file: InputFile, field: str) -> Iterator[Piece]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        opened = parquet.ParquetFile(file.path)
+        groups, columns = opened.num_row_groups, opened.schema_arrow.names
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{file.path}: cannot be read as Parquet: {error}") from None
+    if field not in columns:
+        raise DataError(f"{file.path}: has no column {field!r}; its columns are {columns}: choose with --field")
+    for number in range(groups):
+        took = file.size * (number + 1) // groups - file.size * number // groups
+        yield Piece("parquet", str(file.path), took, number=number)
+
+
+def _column(piece: Piece, field: str) -> list[str]:
+    from pyarrow import parquet
+
+    table = parquet.ParquetFile(piece.name).read_row_group(piece.number, columns=[field])
+    rows: list[str] = table.column(0).to_pylist()
+    if any(not isinstance(text, str | None) for text in rows):
+        raise DataError(f"{piece.name}: column {field!r} does not hold texts; choose with --field")
+    return rows

@@ -1,0 +1,70 @@
+"""What a worker does with a piece of the input: documents to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from craton.ml.data.documents import Piece, texts_of
+from craton.ml.data.tokenizer import end_of_document, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The documents of one task, in the order of the input."""
+
+    tokens: NDArray[np.uint32]
+    ends: NDArray[np.int64]  # of the documents that end here; what follows the last one goes on in the next task
+    text_bytes: int
+    loss: NDArray[np.uint8] | None = None  # chats: 1 where a token is to be learnt
+    left_out: tuple[str, ...] = ()  # files that are not UTF-8
+
+
+class TextEncoder:
+    """Texts to ids, each ended by the tokenizer's end of text where it has one."""
+
+    def __init__(self, folder: Path, field: str) -> None:
+        self._tokenizer = load_tokenizer(folder)
+        self._end = end_of_document(folder, self._tokenizer)
+        self._field = field
+
+    def __call__(self, pieces: Sequence[Piece]) -> Encoded:
+        texts, begins, ends, left_out, text_bytes = [], [], [], [], 0
+        for piece in pieces:
+            found = texts_of(piece, self._field)
+            if piece.kind == "text" and not found:
+                left_out.append(piece.name)
+                continue
+            texts += found
+            begins += [piece.first] * len(found)
+            ends += [piece.last] * len(found)
+            text_bytes += len(piece.data) if piece.kind == "text" else sum(len(text.encode()) for text in found)
+        return self._join(self._encode(texts, begins), ends, text_bytes, tuple(left_out))
+
+    def _encode(self, texts: list[str], begins: list[bool]) -> list[list[int]]:
+        """Ids of each text; only the beginning of a document gets what the tokenizer puts in front of one."""
+        if all(begins):
+            return [found.ids for found in self._tokenizer.encode_batch_fast(texts)]
+        return [
+            self._tokenizer.encode(text, add_special_tokens=begin).ids
+            for text, begin in zip(texts, begins, strict=True)
+        ]
+
+    def _join(self, ids: list[list[int]], ends: list[bool], text_bytes: int, left_out: tuple[str, ...]) -> Encoded:
+        parts: list[list[int]] = []
+        places: list[int] = []
+        length = 0
+        for document, ended in zip(ids, ends, strict=True):
+            if ended and self._end is not None and (not document or document[-1] != self._end):
+                document.append(self._end)
+            if document:
+                parts.append(document)
+                length += len(document)
+            if ended and length > (places[-1] if places else 0):
+                places.append(length)
+        tokens = np.concatenate([np.array(part, np.uint32) for part in parts]) if parts else np.zeros(0, np.uint32)
+        return Encoded(tokens, np.array(places, np.int64), text_bytes, left_out=left_out)

@@ -1,0 +1,144 @@
+"""A user's own data: `data.source: package.module:function`.
+
+`function(job)` returns a callable that gives the sample of a global index: a `Sample`, a mapping of arrays with
+`tokens` and what else there is, or just up to `sequence` + 1 token ids. A function that also takes `split` is asked for
+"validation" too. Whatever it does wrong is an error that names it and the index.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from craton.job import Job
+from craton.ml.data.errors import DataError
+from craton.ml.data.sample import IGNORED, Sample
+
+_OWN = {"tokens": np.int64, "labels": np.int64, "positions": np.int64, "weight": np.float32, "documents": np.int32}
+
+
+class FunctionSource:
+    """Samples of a user's callable, checked."""
+
+    epoch_samples = None
+
+    def __init__(self, name: str, give: Callable[[int], Any], sequence: int, vocab: int | None = None) -> None:
+        self.name, self.sequence = name, sequence
+        self._give, self._vocab = give, vocab
+
+    @classmethod
+    def of_job(cls, job: Job, split: str, vocab: int | None) -> FunctionSource:
+        name = job.data.source
+        assert name is not None
+        function = _imported(name)
+        takes_split = "split" in inspect.signature(function).parameters
+        if split != "train" and not takes_split:
+            raise DataError(
+                f"data.source {name} gives training data only; write `def {name.partition(':')[2]}(job, split)` and "
+                'return other samples for split "validation", or give data.validation'
+            )
+        try:
+            give = function(job, split=split) if takes_split else function(job)
+        except Exception as error:
+            raise DataError(f"data.source {name} raised {_told(error)}") from error
+        if not callable(give):
+            raise DataError(
+                f"data.source {name} returned {type(give).__name__}; it must return a callable that takes a sample's "
+                "index, e.g. `return lambda index: rows[index % len(rows)]`"
+            )
+        return cls(name, give, job.sequence, vocab)
+
+    def sample(self, index: int) -> Sample:
+        try:
+            given = self._give(index)
+        except Exception as error:
+            raise DataError(f"data.source {self.name}: sample {index} raised {_told(error)}") from error
+        try:
+            sample = self._sample(given)
+            self._check(sample)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise DataError(f"data.source {self.name}: sample {index} {error}") from error
+        return sample
+
+    def _sample(self, given: Any) -> Sample:
+        if isinstance(given, Sample):
+            return given
+        if not isinstance(given, Mapping):
+            return self._from_ids(_ids(given), {})
+        arrays = {str(name): np.asarray(value) for name, value in given.items()}
+        if "tokens" not in arrays:
+            raise ValueError(f"has no 'tokens', only {sorted(arrays)}")
+        extra = {name: array for name, array in arrays.items() if name not in _OWN}
+        if "labels" not in arrays:
+            if own := set(arrays) & {"positions", "weight", "documents"}:
+                raise ValueError(f"has {sorted(own)} but no 'labels'; give labels too, each the token after its token")
+            return self._from_ids(_ids(arrays["tokens"]), extra)
+        own_arrays = {name: arrays[name].astype(kind) for name, kind in _OWN.items() if name in arrays}
+        own_arrays.setdefault("positions", np.arange(self.sequence))
+        own_arrays.setdefault("weight", (own_arrays["labels"] != IGNORED).astype(np.float32))
+        return Sample(**own_arrays, extra=extra)
+
+    def _from_ids(self, ids: NDArray[np.int64], extra: Mapping[str, NDArray]) -> Sample:
+        """Ids become tokens and the labels after them; a short row is filled with what no loss looks at."""
+        if not 2 <= len(ids) <= self.sequence + 1:
+            raise ValueError(
+                f"has {len(ids)} token ids; allowed: 2 to {self.sequence + 1} (data.sequence and the token after)"
+            )
+        tokens = np.zeros(self.sequence, np.int64)
+        labels = np.full(self.sequence, IGNORED, np.int64)
+        tokens[: len(ids) - 1], labels[: len(ids) - 1] = ids[:-1], ids[1:]
+        return Sample(
+            tokens, labels, np.arange(self.sequence), (labels != IGNORED).astype(np.float32), extra=dict(extra)
+        )
+
+    def _check(self, sample: Sample) -> None:
+        for name in _OWN:
+            array = getattr(sample, name)
+            if name == "documents" and array is None:
+                continue
+            if np.shape(array) != (self.sequence,):
+                raise ValueError(f"has {name} of shape {np.shape(array)}; needed: ({self.sequence},), data.sequence")
+        limit = self._vocab or np.iinfo(np.int64).max
+        for name, array in (("tokens", sample.tokens), ("labels", sample.labels[sample.labels != IGNORED])):
+            wrong = np.flatnonzero((array < 0) | (array >= limit))
+            if len(wrong):
+                raise ValueError(
+                    f"has token id {int(array[wrong[0]])} among its {name}, outside the vocabulary of {limit:,}"
+                )
+
+
+def _ids(given: Any) -> NDArray[np.int64]:
+    array = np.asarray(given)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(
+            f"is {type(given).__name__}{f' of {array.dtype}' if array.ndim else ''}; needed: a Sample, a mapping with "
+            "'tokens', or a flat sequence of token ids"
+        )
+    return array.astype(np.int64)
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise DataError(
+            f"data.source {name}: importing {module_name} raised {_told(error)}; the module must be on the Python "
+            "path, e.g. a file beside the job file"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise DataError(f"data.source {name}: {module.__file__} has no function {attribute!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def _told(error: Exception) -> str:
+    """`ValueError: text (file.py:12)`, the line where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error} ({frames[-1].filename}:{frames[-1].lineno})"

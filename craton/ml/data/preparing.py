@@ -1,0 +1,265 @@
+"""From a job to its samples: raw text is tokenized once and remembered, then every rank opens the same shards.
+
+`prepare` runs before the ranks and may take minutes; `open_source` runs in each rank and only opens files. What was
+prepared is found again by the names, sizes and times of the input files and by the tokenizer, so that changed text is
+tokenized anew. A validation path that is also a training path means: hold a hundredth of its documents out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from craton.job import Job
+from craton.ml.data.conversations import ChatSource
+from craton.ml.data.documents import STANDARD_LIBRARY, find_files
+from craton.ml.data.errors import DataError
+from craton.ml.data.function import FunctionSource
+from craton.ml.data.order import key_of
+from craton.ml.data.sample import Source
+from craton.ml.data.shards import FORMAT, ShardKind, Shards, is_shard_folder
+from craton.ml.data.tokenizer import TOKENIZER, check_same_tokenizer, find_tokenizer, mark_of
+from craton.ml.data.tokenizing import VALIDATION, Progress, Tokenized, tokenize, train_tokenizer
+from craton.ml.data.tokens import Mixture, TokenSource
+
+HELD_OUT_SHARE = 0.01
+
+Split = Literal["train", "validation"]
+
+logger = logging.getLogger("craton.data")
+
+
+def prepare(job: Job, cache: Path | None = None, progress: Progress | None = None) -> dict[str, Path]:
+    """Tokenizes what is not tokenized yet. Returns the folder of shards for each path under `data:`, all of which fit
+    the job's model."""
+    places = _Places.of_job(job, cache or default_cache())
+    if places.trains_tokenizer and not (places.tokenizer / TOKENIZER).is_file():
+        raw = [path for path in places.training if path in places.raw]
+        train_tokenizer(raw, places.bpe_vocabulary, places.tokenizer, progress=progress)
+    shape = job.model_shape
+    for path in places.raw:
+        folder = places.folder(path)
+        if is_shard_folder(folder):
+            continue
+        if shape is not None:
+            _check_vocabulary_before(places.tokenizer, shape.vocab)
+        share = HELD_OUT_SHARE if path in places.held_out else 0.0
+        done = tokenize(
+            [path], folder, tokenizer=places.tokenizer, validation=share, progress=progress, kind=places.kind
+        )
+        _say_left_out(path, done)
+    folders = {path: places.folder(path) for path in (*places.training, *places.validation)}
+    _check_tokenizers(job, folders, places)
+    if places.kind == "chat":
+        _say_rows(job, folders)
+    return folders
+
+
+def open_source(
+    job: Job, split: Split = "train", paths: Mapping[str, Path] | None = None, vocab: int | None = None
+) -> Source:
+    """The samples of a job. `paths` is what `prepare` returned, by default what it would find now; `vocab` is the
+    model's, for models whose shape the job does not tell."""
+    shape = job.model_shape
+    vocab = vocab or (shape.vocab if shape else None)
+    parts = job.data.mixture if split == "train" else job.data.validation_mixture
+    if job.data.source and not parts:
+        return FunctionSource.of_job(job, split, vocab)
+    if not parts:
+        raise DataError(f"the job has no data.{'path' if split == 'train' else 'validation'}; name what to read")
+    assert job.train is not None, f"kind {job.kind} does not train"
+    folders = paths if paths is not None else _found(job)
+    make = ChatSource if job.kind == "sft" else TokenSource
+    sources: list[Source] = []
+    for number, (path, _) in enumerate(parts):
+        folder = Path(folders[path])
+        if split == "validation" and path in dict(job.data.mixture):
+            folder = _held_out(folder, path)
+        sources.append(make(Shards(folder), job.sequence, key_of(job.train.seed, number), job.data.pack, vocab))
+    if len(sources) == 1:
+        return sources[0]
+    return Mixture(sources, [weight for _, weight in parts])
+
+
+def tokenizer_folder(job: Job, paths: Mapping[str, Path] | None = None) -> Path | None:
+    """Where the tokenizer of a job's data is; None for a user's own source."""
+    folders = paths if paths is not None else _found(job) if job.data.mixture else {}
+    return next((Path(folder) for folder in folders.values() if (Path(folder) / TOKENIZER).is_file()), None)
+
+
+def default_cache() -> Path:
+    """CRATON_CACHE, else where caches go on this system."""
+    if cache := os.environ.get("CRATON_CACHE"):
+        return Path(cache).expanduser() / "data"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "craton" / "data"
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where everything of a job's data is or will be; computed without reading any of it."""
+
+    cache: Path
+    kind: ShardKind
+    training: tuple[str, ...]
+    validation: tuple[str, ...]
+    raw: Mapping[str, str]  # path -> key of its files
+    tokenizer_name: str | None
+
+    @classmethod
+    def of_job(cls, job: Job, cache: Path) -> _Places:
+        training = tuple(path for path, _ in job.data.mixture)
+        validation = tuple(path for path, _ in job.data.validation_mixture)
+        raw = {path: _files_key(path) for path in dict.fromkeys((*training, *validation)) if not _is_shards(path)}
+        kind: ShardKind = "chat" if job.kind == "sft" else "text"
+        folder = model_tokenizer(job)
+        name = job.data.tokenizer or (str(folder) if folder else None)
+        if raw and name is None:
+            raise DataError(
+                f"{next(iter(raw))}: is raw text, and no tokenizer is named; give data.tokenizer: a folder with a "
+                f"{TOKENIZER}, a Hub id, or bpe:4096 to train one on the text"
+            )
+        if name and name.startswith("bpe:") and not any(path in raw for path in training):
+            raise DataError(
+                f"data.tokenizer {name} is trained on raw text, but data.path holds token shards; remove it, for the "
+                "shards bring their own"
+            )
+        if name and name.startswith("bpe:") and kind == "chat":
+            raise DataError(
+                f"data.tokenizer {name}: sft needs the tokenizer of the model it goes on with; name its folder"
+            )
+        return cls(cache, kind, training, validation, raw, name)
+
+    @property
+    def held_out(self) -> tuple[str, ...]:
+        return tuple(path for path in self.validation if path in self.training)
+
+    @property
+    def trains_tokenizer(self) -> bool:
+        return self.tokenizer_name is not None and self.tokenizer_name.startswith("bpe:")
+
+    @property
+    def bpe_vocabulary(self) -> int:
+        assert self.tokenizer_name is not None
+        return int(self.tokenizer_name.removeprefix("bpe:"))
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of the tokenizer; a trained one is named by its size and the text it is trained on."""
+        assert self.tokenizer_name is not None
+        if not self.trains_tokenizer:
+            return find_tokenizer(self.tokenizer_name)
+        texts = [self.raw[path] for path in self.training if path in self.raw]
+        return self.cache / f"bpe-{self.bpe_vocabulary}-{_key(FORMAT, texts)}"
+
+    def folder(self, path: str) -> Path:
+        if path not in self.raw:
+            return Path(path)
+        if self.trains_tokenizer:
+            tokenizer = self.tokenizer.name
+        else:
+            tokenizer = hashlib.sha256((self.tokenizer / TOKENIZER).read_bytes()).hexdigest()
+        key = _key(FORMAT, self.kind, self.raw[path], tokenizer, path in self.held_out)
+        return self.cache / f"{Path(path).name.split('.')[0]}-{key}"
+
+
+def model_tokenizer(job: Job) -> Path | None:
+    """The folder of the tokenizer beside the job's model, if there is one on this machine."""
+    if not isinstance(job.model, str):
+        return None
+    path = Path(job.model)
+    if path.exists():
+        folder = path if path.is_dir() else path.parent
+        return folder if (folder / TOKENIZER).is_file() else None
+    if job.model.count("/") != 1:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(job.model, TOKENIZER)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _found(job: Job) -> dict[str, Path]:
+    """The folders of a job that was prepared."""
+    places = _Places.of_job(job, default_cache())
+    folders = {path: places.folder(path) for path in (*places.training, *places.validation)}
+    for path, folder in folders.items():
+        if not is_shard_folder(folder):
+            raise DataError(
+                f"{path}: is not tokenized yet, or was changed since; `craton run` does it before it starts the ranks, "
+                "craton.ml.data.prepare(job) does it by itself"
+            )
+    return folders
+
+
+def _held_out(folder: Path, path: str) -> Path:
+    if is_shard_folder(folder / VALIDATION):
+        return folder / VALIDATION
+    raise DataError(
+        f"data.validation {path} is the training data, and no documents of it were held out (there were too few, or "
+        "the shards were made without); tokenize with `--validation 0.01`, or name other data"
+    )
+
+
+def _check_tokenizers(job: Job, folders: Mapping[str, Path], places: _Places) -> None:
+    """All shards were made by one tokenizer, which is the model's and fits its vocabulary."""
+    opened = [Shards(folder) for folder in folders.values()]
+    shape = job.model_shape
+    beside = model_tokenizer(job)
+    # A model that starts from random weights may be given any tokenizer, when the job says which.
+    must_match = beside is not None and (job.data.tokenizer is None or job.weights_folder is not None)
+    for shards in opened:
+        mark, first = shards.index.tokenizer, opened[0].index.tokenizer
+        if mark.fingerprint != first.fingerprint:
+            raise DataError(
+                f"{shards.folder}: made with tokenizer {mark.name}, but {opened[0].folder} with {first.name}; one job "
+                "needs one tokenizer: tokenize one of them again"
+            )
+        if must_match:
+            assert beside is not None
+            check_same_tokenizer(mark, shards.folder, beside, "the one beside the model")
+        if shape is not None:
+            shards.check_vocabulary(shape.vocab, f"model {shape.name}")
+        if places.tokenizer_name and not places.trains_tokenizer:
+            check_same_tokenizer(mark, shards.folder, places.tokenizer, "data.tokenizer")
+
+
+def _check_vocabulary_before(tokenizer: Path, vocab: int) -> None:
+    mark = mark_of(tokenizer)
+    if mark.vocab_size > vocab:
+        raise DataError(
+            f"tokenizer {tokenizer} has {mark.vocab_size:,} ids, but the model has a vocabulary of {vocab:,}; choose "
+            "the model's own tokenizer, or a model with a larger `vocab`"
+        )
+
+
+def _say_left_out(path: str, done: Tokenized) -> None:
+    if done.left_out and path != STANDARD_LIBRARY:
+        logger.warning("%s: %d files left out, they are not UTF-8, e.g. %s", path, len(done.left_out), done.left_out[0])
+
+
+def _say_rows(job: Job, folders: Mapping[str, Path]) -> None:
+    """Makes the plan of rows for every rank, and tells what does not fit."""
+    for path, folder in folders.items():
+        rows = ChatSource(Shards(folder), job.sequence, 0, job.data.pack).rows
+        for count, what in ((rows.truncated, "cut to"), (rows.dropped, "dropped: nothing to learn within")):
+            if count:
+                logger.warning("%s: %d conversations %s data.sequence %d", path, count, what, job.sequence)
+
+
+def _is_shards(path: str) -> bool:
+    return path != STANDARD_LIBRARY and Path(path).is_dir() and is_shard_folder(Path(path))
+
+
+def _files_key(path: str) -> str:
+    files = [(str(file.path), file.size, file.path.stat().st_mtime_ns) for file in find_files([path])]
+    return _key(files)
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

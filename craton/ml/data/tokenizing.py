@@ -1,0 +1,289 @@
+"""Text to token shards, in parallel, the same whatever the number of workers.
+
+The parent reads the input in pieces, hands them out in order, takes the results back in order and is the only writer.
+Workers are spawned, take no Ctrl-C of their own and end when the parent does.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from craton.ml.data.chat import ChatEncoder, ensure_template
+from craton.ml.data.documents import InputFile, Piece, find_files, pieces_of, tasks_of, texts_of
+from craton.ml.data.encoding import Encoded, TextEncoder
+from craton.ml.data.errors import DataError
+from craton.ml.data.order import key_of
+from craton.ml.data.shards import ShardKind
+from craton.ml.data.tokenizer import copy_tokenizer, find_tokenizer, mark_of, train_bpe
+from craton.ml.data.writer import SHARD_TOKENS, ShardWriter, new_folder
+
+VALIDATION = "validation"  # the held-out documents, a folder of shards inside the folder of shards
+BPE_TRAINING_BYTES_PER_ID = 2048  # of text; merges hardly change with more, and training takes as long as its text
+
+Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what is going on
+Encoder = Callable[[Sequence[Piece]], Encoded]
+
+logger = logging.getLogger("craton.data")
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """What was written."""
+
+    folder: Path
+    documents: int
+    tokens: int
+    validation_documents: int
+    validation_tokens: int
+    text_bytes: int
+    vocab_size: int
+    seconds: float  # in all
+    tokenizing_seconds: float  # without finding the input and training a tokenizer
+    left_out: tuple[str, ...] = ()  # files that are not UTF-8
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.text_bytes / (self.tokens + self.validation_tokens)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return (self.tokens + self.validation_tokens) / self.tokenizing_seconds
+
+
+def tokenize(
+    inputs: Sequence[str | Path],
+    to: Path,
+    tokenizer: str | Path | None = None,
+    bpe_vocabulary: int | None = None,
+    field: str = "text",
+    workers: int | None = None,
+    validation: float = 0.0,
+    progress: Progress | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    kind: ShardKind = "text",
+) -> Tokenized:
+    """Writes `to`, a folder of shards made of the inputs, with a tokenizer or with a BPE trained on them."""
+    if (tokenizer is None) == (bpe_vocabulary is None):
+        raise DataError("give a tokenizer (folder or Hub id), or train one (--train-bpe 4096), not both or neither")
+    if not 0 <= validation <= 0.5:
+        raise DataError(f"validation {validation} is not a share of the documents to hold out; allowed: 0 to 0.5")
+    started = time.monotonic()
+    files = find_files(inputs)
+    report = _Report(sum(file.size for file in files), progress)
+    with new_folder(Path(to)) as folder:
+        if bpe_vocabulary is not None:
+            report.say("training the tokenizer")
+            train_bpe(_sampled_texts(files, field, bpe_vocabulary), bpe_vocabulary, folder)
+            name = f"bpe:{bpe_vocabulary}"
+        else:
+            source = find_tokenizer(str(tokenizer))
+            copy_tokenizer(source, folder)
+            name = str(tokenizer)
+        mark = mark_of(folder, name)
+        tokenizing = time.monotonic()
+        if kind == "chat":
+            ensure_template(folder)
+        train = ShardWriter(folder, mark, kind, shard_tokens)
+        held_out = ShardWriter(folder / VALIDATION, mark, kind, shard_tokens) if validation else None
+        text_bytes = 0
+        left_out: list[str] = []
+        split = _Split(train, held_out, validation)
+        make = _encoder_maker(kind, folder, field)
+        for encoded, took in _encode_all(tasks_of(pieces_of(files, field)), make, workers or usable_cores(), files):
+            split.append(encoded)
+            text_bytes += encoded.text_bytes
+            left_out += encoded.left_out
+            report.add(took, len(encoded.tokens))
+        if not train.tokens:
+            raise DataError(f"{', '.join(map(str, inputs))}: gave no tokens to train on; give more text")
+        train.close()
+        if held_out is not None:
+            _close_held_out(held_out, folder)
+    return Tokenized(
+        Path(to),
+        train.documents,
+        train.tokens,
+        held_out.documents if held_out else 0,
+        held_out.tokens if held_out else 0,
+        text_bytes,
+        mark.vocab_size,
+        time.monotonic() - started,
+        time.monotonic() - tokenizing,
+        tuple(left_out),
+    )
+
+
+def train_tokenizer(
+    inputs: Sequence[str | Path], vocabulary: int, to: Path, field: str = "text", progress: Progress | None = None
+) -> None:
+    """A folder with a byte-level BPE trained on the inputs."""
+    files = find_files(inputs)
+    _Report(sum(file.size for file in files), progress).say("training the tokenizer")
+    with new_folder(to) as folder:
+        train_bpe(_sampled_texts(files, field, vocabulary), vocabulary, folder)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Split:
+    """Deals documents to training and validation by a hash of their first tokens, so that a text that occurs twice is
+    on one side only, and the same side whatever else is tokenized with it."""
+
+    def __init__(self, train: ShardWriter, held_out: ShardWriter | None, share: float) -> None:
+        self._train, self._held_out, self._share = train, held_out, share
+        self._open: ShardWriter | None = None  # of a document that goes on in the next task
+
+    def append(self, encoded: Encoded) -> None:
+        if self._held_out is None:
+            self._train.append(encoded.tokens, encoded.ends, encoded.loss)
+            return
+        stops = encoded.ends.tolist()
+        if not stops or stops[-1] < len(encoded.tokens):
+            stops.append(len(encoded.tokens))
+        heaps: dict[int, list[tuple[int, int, bool]]] = {0: [], 1: []}
+        start = 0
+        for number, stop in enumerate(stops):
+            writer = self._open or self._side(encoded.tokens[start:stop])
+            ended = number < len(encoded.ends)
+            heaps[int(writer is self._held_out)].append((start, stop, ended))
+            self._open = None if ended else writer
+            start = stop
+        for writer, heap in zip((self._train, self._held_out), heaps.values(), strict=True):
+            _append_parts(writer, encoded, heap)
+
+    def _side(self, tokens: NDArray[np.uint32]) -> ShardWriter:
+        assert self._held_out is not None
+        chance = key_of(zlib.crc32(tokens[:4096].tobytes())) / 2**64
+        return self._held_out if chance < self._share else self._train
+
+
+def _append_parts(writer: ShardWriter, encoded: Encoded, parts: list[tuple[int, int, bool]]) -> None:
+    if not parts:
+        return
+    tokens = np.concatenate([encoded.tokens[start:stop] for start, stop, _ in parts])
+    places = np.cumsum([stop - start for start, stop, _ in parts])
+    ends = places[[ended for _, _, ended in parts]]
+    loss = None if encoded.loss is None else np.concatenate([encoded.loss[start:stop] for start, stop, _ in parts])
+    writer.append(tokens, ends, loss)
+
+
+def _close_held_out(held_out: ShardWriter, folder: Path) -> None:
+    if held_out.tokens:
+        copy_tokenizer(folder, held_out.folder)
+        held_out.close()
+    else:
+        held_out.folder.rmdir()
+        logger.warning("too few documents to hold any out for validation")
+
+
+class _Report:
+    """Progress in bytes of the input, with the rate in tokens."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress = total, progress
+        self._done = self._tokens = 0
+        self._started = time.monotonic()
+
+    def say(self, what: str) -> None:
+        if self._progress:
+            self._progress(self._done, self._total, what)
+        self._started = time.monotonic()
+
+    def add(self, done: int, tokens: int) -> None:
+        self._done += done
+        self._tokens += tokens
+        if self._progress:
+            rate = self._tokens / max(time.monotonic() - self._started, 1e-9)
+            self._progress(self._done, self._total, f"{self._tokens / 1e6:,.1f} M tokens, {rate / 1e6:,.2f} M/s")
+
+
+def _sampled_texts(files: Sequence[InputFile], field: str, vocabulary: int) -> Iterator[str]:
+    """As much text as a vocabulary of this size needs, from all over the input, the same each time."""
+    total = sum(file.size for file in files)
+    every = max(1, -(-total // (vocabulary * BPE_TRAINING_BYTES_PER_ID)))
+    for number, piece in enumerate(pieces_of(files, field)):
+        if number % every == 0:
+            yield from texts_of(piece, field)
+
+
+def _encoder_maker(kind: ShardKind, folder: Path, field: str) -> Callable[[], Encoder]:
+    if kind == "chat":
+        return partial(ChatEncoder, folder)
+    return partial(TextEncoder, folder, field)
+
+
+def _encode_all(
+    tasks: Iterable[list[Piece]], make: Callable[[], Encoder], workers: int, files: Sequence[InputFile]
+) -> Iterator[tuple[Encoded, int]]:
+    """(result, bytes of input) of each task, in order."""
+    if workers == 1 or sum(file.size for file in files) < 1 << 20:
+        encoder = make()
+        for task in tasks:
+            yield encoder(task), _bytes(task)
+        return
+    # Spawned, not forked: the parent may hold threads of tokenizers, torch or a progress bar.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(make,))
+    waiting: deque[tuple[Future[Encoded], int]] = deque()
+    try:
+        for task in tasks:
+            waiting.append((pool.submit(_work, task), _bytes(task)))
+            if len(waiting) > 3 * workers:
+                future, took = waiting.popleft()
+                yield future.result(), took
+        while waiting:
+            future, took = waiting.popleft()
+            yield future.result(), took
+    except BrokenProcessPool:
+        raise DataError(
+            "a tokenizing worker died, most often for lack of memory; try again with fewer --workers"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _bytes(task: list[Piece]) -> int:
+    return sum(piece.took for piece in task)
+
+
+_encoder: Encoder | None = None
+
+
+def _begin_worker(make: Callable[[], Encoder]) -> None:
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends the pool
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is enough
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _encoder = make()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _work(task: list[Piece]) -> Encoded:
+    assert _encoder is not None
+    return _encoder(task)
