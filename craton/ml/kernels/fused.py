@@ -39,9 +39,7 @@ class SplitAndRotate(torch.autograd.Function):
     """The fused projection [tokens, …] → rotated query and key, and value, [tokens, heads, head_dim] each."""
 
     @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, cosine: Tensor, sine: Tensor, heads: int, kv_heads: int
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, qkv: Tensor, cosine: Tensor, sine: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cosine, sine)
         return triton_rope.split_and_rotate(qkv, cosine, sine, heads, kv_heads)
 

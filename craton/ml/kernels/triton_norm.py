@@ -71,9 +71,7 @@ class AddNorm(torch.autograd.Function):
     """(x, delta, weight) → (x + delta, norm of it); without delta the sum is x itself."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx, x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         columns = x.shape[-1]
         rows = x.numel() // columns
         x = x.contiguous()

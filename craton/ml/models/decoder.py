@@ -32,6 +32,11 @@ class Block(nn.Module):
         has_experts = shape.is_moe and index >= shape.dense_layers
         self.mlp = MoE(config) if has_experts else Mlp(shape.hidden, shape.ffn_hidden)
 
+    @property
+    def has_own_kernels(self) -> bool:
+        """Whether the fused kernels cover all of it: plain grouped-query attention and a dense MLP."""
+        return isinstance(self.attention, Attention) and self.attention.q_norm is None and isinstance(self.mlp, Mlp)
+
     def forward(
         self, residual: Tensor, delta: Tensor | None, rope: tuple[Tensor, Tensor], documents: Documents | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -81,7 +86,7 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def initialize(self, seed: int = 0) -> None:
         """Normal weights of the config's width, those that write to the residual stream narrower by √(2 · layers)
-        (GPT-2, section 2.3); norms one, biases zero. The same whatever device or sharding the model has."""
+        (GPT-2, section 2.3); norms one, biases zero. The same for every sharding, on one kind of device."""
         width = self.config.initializer_range
         narrow = width / (2 * self.config.shape.layers) ** 0.5
         for index, (name, parameter) in enumerate(self.named_parameters()):

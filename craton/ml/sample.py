@@ -1,0 +1,200 @@
+"""Texts from a trained model: `python -m craton.ml.sample RUN_OR_FOLDER --prompt "def "`.
+
+For a look at what was learnt. Every token runs the whole text through the model once more, so nothing here can differ
+from training; serving has its own engine. The same seed gives the same text on the same device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from craton.errors import CratonError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class SampleError(CratonError):
+    """A prompt or a setting with which no text can be made."""
+
+
+def sample(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    max_tokens: int = 80,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+    end: int | None = None,
+) -> list[str]:
+    """What the model writes after each prompt; temperature 0 takes the likeliest token, top_k 0 leaves all in."""
+    rows = [encode(tokenizer, prompt) for prompt in prompts]
+    texts: list[list[int]] = [[] for _ in rows]
+    for tokens in generate(model, rows, max_tokens, temperature, top_k, seed, end):
+        for text, token in zip(texts, tokens, strict=True):
+            if token is not None:
+                text.append(token)
+    return [tokenizer.decode(text) for text in texts]
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    rows: Sequence[Sequence[int]],
+    max_tokens: int = 80,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+    end: int | None = None,
+) -> Iterator[list[int | None]]:
+    """The next token of every row, again and again; None for a row that has reached `end`."""
+    _check(model, rows, max_tokens, temperature, top_k)
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    texts = [list(row) for row in rows]
+    open_rows = [True] * len(rows)
+    training = model.training
+    model.eval()
+    try:
+        for _ in range(max_tokens):
+            logits = _next_logits(model, texts, device)  # [rows, vocabulary]
+            chosen = choose(logits, temperature, top_k, generator).tolist()
+            open_rows = [is_open and token != end for is_open, token in zip(open_rows, chosen, strict=True)]
+            if not any(open_rows):
+                return
+            for text, token in zip(texts, chosen, strict=True):
+                text.append(token)
+            yield [token if is_open else None for token, is_open in zip(chosen, open_rows, strict=True)]
+    finally:
+        model.train(training)
+
+
+def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
+    """One token a row, drawn from softmax(logits / temperature) over the `top_k` likeliest."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    if 0 < top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+
+
+def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The prompt as the beginning of a document."""
+    tokens: list[int] = tokenizer.encode(prompt).ids
+    if not tokens:
+        raise SampleError(f"the prompt {prompt!r} has no tokens; give at least one letter")
+    return tokens
+
+
+def _next_logits(model: nn.Module, texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    # Rows are filled up on the right, where causal attention never looks.
+    longest = max(len(text) for text in texts)
+    tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
+    positions = torch.arange(longest, device=device).expand(tokens.shape)
+    hidden = model(tokens, positions)  # [rows, sequence, hidden]
+    last = hidden[torch.arange(len(texts)), [len(text) - 1 for text in texts]]
+    logits: Tensor = last @ _head(model).T.to(last.dtype)
+    return logits.float().cpu()
+
+
+def _check(model: nn.Module, rows: Sequence[Sequence[int]], max_tokens: int, temperature: float, top_k: int) -> None:
+    for name, value in (("max_tokens", max_tokens), ("temperature", temperature), ("top_k", top_k)):
+        if not 0 <= value < float("inf"):
+            raise SampleError(f"{name} is {value}; it must be 0 or more")
+    vocabulary = _head(model).shape[0]
+    outside = max((token for row in rows for token in row), default=0)
+    if outside >= vocabulary:
+        raise SampleError(
+            f"the tokenizer makes token {outside} of the prompt and the model has {vocabulary}; give the tokenizer "
+            "that the model was trained with"
+        )
+
+
+def _head(model: nn.Module) -> Tensor:
+    weight = model.head_weight  # [vocabulary, hidden]
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 2 when what was given cannot be used."""
+    parser = argparse.ArgumentParser(prog="python -m craton.ml.sample", description="Let a trained model write.")
+    parser.add_argument("model", metavar="RUN_OR_FOLDER", help="a run (its newest checkpoint) or a Hugging Face folder")
+    parser.add_argument("--prompt", action="append", help="how the text begins; may be given more than once")
+    parser.add_argument("--max-tokens", type=int, default=80)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--top-k", type=int, default=0, help="0: all tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--step", type=int, help="of a run; default: the newest")
+    parser.add_argument("--tokenizer", help="folder or Hub id; default: that of the run or folder")
+    parser.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
+    options = parser.parse_args(arguments)
+    try:
+        _write(options)
+    except (CratonError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
+def _write(options: argparse.Namespace) -> None:
+    from craton.ml.data.tokenizer import end_of_document, find_tokenizer, load_tokenizer
+    from craton.ml.export import open_model
+
+    opened = open_model(options.model, options.step)
+    folder = find_tokenizer(options.tokenizer) if options.tokenizer else opened.tokenizer_folder()
+    tokenizer = load_tokenizer(folder)
+    end = end_of_document(folder, tokenizer)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = opened.model(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    answers = []
+    for prompt in options.prompt or [""]:
+        row = encode(tokenizer, prompt) if prompt else [_beginning(end)]
+        began = time.perf_counter()
+        steps = generate(model, [row], options.max_tokens, options.temperature, options.top_k, options.seed, end)
+        made: list[int] = []
+        shown = "" if options.json else _show("", prompt)
+        for (token,) in steps:
+            assert token is not None
+            made.append(token)
+            if not options.json:
+                shown = _show(shown, prompt + tokenizer.decode(made).rstrip("\ufffd"))  # a letter may lack bytes yet
+        text = tokenizer.decode(made)
+        if not options.json:
+            _show(shown, prompt + text + "\n")
+        seconds = time.perf_counter() - began
+        answers.append({"prompt": prompt, "text": text, "tokens": len(made), "seconds": seconds})
+    if options.json:
+        print(json.dumps({"model": str(options.model), "step": opened.step, "samples": answers}))
+
+
+def _show(shown: str, text: str) -> str:
+    """Prints what is new in the text; returns what has been printed."""
+    if not text.startswith(shown):
+        return shown
+    print(text[len(shown) :], end="", flush=True)
+    return text
+
+
+def _beginning(end: int | None) -> int:
+    if end is None:
+        raise SampleError(
+            "the tokenizer names no token that ends a text, so a text cannot begin from nothing; --prompt"
+        )
+    return end
+
+
+if __name__ == "__main__":
+    sys.exit(main())

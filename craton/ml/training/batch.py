@@ -1,0 +1,66 @@
+"""One packed batch: the only thing that a data source hands to the loop, whatever the objective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from craton.ml.kernels import Documents
+
+IGNORED = -100  # a label that no loss looks at
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of packed documents. `labels[t]` is the token after `tokens[t]`, IGNORED where the next one is another
+    document's; `documents` says which tokens belong together, None when each row is one document."""
+
+    tokens: Tensor  # int64 [rows, sequence]
+    labels: Tensor  # int64 [rows, sequence]
+    positions: Tensor  # int64 [rows, sequence], from 0 in every document
+    weight: Tensor  # float32 [rows, sequence], of each label in the loss
+    documents: Documents | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)  # what a user's source hands to a user's objective
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Batch:
+        """From the arrays of one micro-batch; names that are not ours become `extra`."""
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+        own = {name: tensors.pop(name) for name in ("tokens", "labels", "positions", "weight")}
+        documents = Documents.of(tensors.pop("documents", None))
+        return cls(**own, documents=documents, extra=tensors)
+
+    @property
+    def count(self) -> Tensor:
+        """What the loss is divided by, before it is summed over ranks and micro-batches."""
+        return self.weight.sum()
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same on a device; from pinned memory the copy runs beside the computation."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return Batch(
+            move(self.tokens),
+            move(self.labels),
+            move(self.positions),
+            move(self.weight),
+            None if self.documents is None else self.documents.to(device),
+            {name: move(tensor) for name, tensor in self.extra.items()},
+        )
+
+    def pin(self) -> Batch:
+        """The same in page-locked memory, for a copy that does not wait."""
+        return Batch(
+            self.tokens.pin_memory(),
+            self.labels.pin_memory(),
+            self.positions.pin_memory(),
+            self.weight.pin_memory(),
+            None if self.documents is None else self.documents.pin(),
+            {name: tensor.pin_memory() for name, tensor in self.extra.items()},
+        )

@@ -1,0 +1,208 @@
+"""From a run directory and the environment of a rank to everything that trains.
+
+The run directory says what (job.yaml) and how (plan.json); RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT say who.
+Without them there is one rank, so a training can be started by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from craton.errors import CratonError
+from craton.job import Job, Layout, load_job
+from craton.ml.data import Loader, Source, open_source
+from craton.ml.models import Decoder, config_from_shape, load_weights
+from craton.ml.training import float8
+from craton.ml.training.checkpoint import Checkpointer, TierFolder
+from craton.ml.training.functions import load_function, search_folder, user_code
+from craton.ml.training.loop import Parts
+from craton.ml.training.lora import add_adapters, base_only, initialize_adapters
+from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
+from craton.ml.training.meter import Meter, Prediction
+from craton.ml.training.objectives import objective_of
+from craton.ml.training.optimizer import AdamW
+from craton.ml.training.parallel import Ranks, make_ranks, parallelize, parameter_dtype
+from craton.ml.training.schedule import Schedule
+from craton.telemetry import LedgerClock, Recorder, RunDirectory
+
+
+class SetupError(CratonError):
+    """The run cannot be trained as it is."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who this process is among the ranks."""
+
+    rank: int
+    world: int
+    local_rank: int
+    job_folder: Path  # where a user's own functions are looked for
+    stop_at: int | None = None  # the step after which training stops with a checkpoint, before its end
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        def number(name: str, default: int) -> int:
+            return int(os.environ.get(name, default))
+
+        folder = Path(os.environ.get("CRATON_JOB_FOLDER") or ".").absolute()
+        stop_at = number("CRATON_STOP_AT", 0) or None
+        return cls(number("RANK", 0), number("WORLD_SIZE", 1), number("LOCAL_RANK", 0), folder, stop_at)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerClock) -> Parts:
+    """Everything that `Trainer` needs. Starts the process group when there is more than one rank."""
+    job = load_job(run.job_path)
+    if job.train is None:
+        raise SetupError(f"{run.job_path}: kind {job.kind} does not train")
+    search_folder(place.job_folder)
+    schedule = Schedule.of(job)
+    objective = objective_of(job)
+    device = place.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if place.world > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    ranks = make_ranks(layout_of(job, run, place.world), device, place.rank, place.world)
+    prediction = Prediction.read(run.plan_path)
+    try:
+        model = build_model(job, ranks)
+        optimizer = build_optimizer(job, ranks, model)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise describe_out_of_memory("start", ranks, job.train, prediction) from error
+    vocabulary = cast("Tensor", model.head_weight).shape[0]
+    source = open_source(job, vocab=vocabulary)
+    return Parts(
+        job=job,
+        ranks=ranks,
+        model=model,
+        optimizer=optimizer,
+        objective=objective,
+        schedule=schedule,
+        open_loader=lambda start: _loader(job, source, ranks, start),
+        validation=open_source(job, "validation", vocab=vocabulary) if job.train.evaluate else None,
+        checkpointer=Checkpointer(tier_folders(job, run), place.rank, place.world),
+        recorder=recorder,
+        clock=clock,
+        meter=Meter(recorder, ranks, schedule.steps, job.global_batch_tokens, prediction),
+    )
+
+
+def layout_of(job: Job, run: RunDirectory, world: int) -> Layout:
+    """The layout that was planned, else the one the job names, else FSDP over all ranks."""
+    if run.plan_path.is_file():
+        plan = json.loads(run.plan_path.read_text(encoding="utf-8"))
+        return Layout(**plan["layout"])
+    return job.fixed_layout(world) or Layout(fsdp=world, precision=job.precision)
+
+
+def build_model(job: Job, ranks: Ranks) -> nn.Module:
+    """The job's model, spread over the ranks, with random or published weights. A decoder is made without memory and
+    filled once each rank holds only its own part; a user's model comes as its author made it."""
+    assert job.train is not None
+    dtype = parameter_dtype(ranks.layout, job.train.weights)
+    shape = job.model_shape
+    if shape is None:
+        assert isinstance(job.model, str)
+        function = load_function(job.model)
+        with user_code(function, job.model):
+            torch.manual_seed(job.train.seed)
+            model = function(job)
+            if not isinstance(model, nn.Module):
+                raise TypeError(f"returned a {type(model).__name__}, not a torch.nn.Module")
+            for name in ("blocks", "head_weight"):
+                if not hasattr(model, name):
+                    raise TypeError(f"returned a model without `{name}`; see examples/custom_model.py")
+        _adapt(model, job, ranks)
+        initialize_adapters(model, job.train.seed)
+        return parallelize(model.to(ranks.device, dtype), ranks, compiles(model, job, ranks))
+    weights = job.weights_folder
+    if job.kind == "sft" and weights is None and job.train.initialize != "random":
+        raise SetupError(
+            f"{job.where('model')}kind sft starts from a trained model, and {shape.name} has no weights here; give a "
+            "folder or a Hub id that is in the local cache, or train.initialize: random"
+        )
+    with torch.device("meta"):
+        model = Decoder(config_from_shape(shape))
+        _adapt(model, job, ranks)
+    parallelize(model.to(dtype), ranks, compiles(model, job, ranks))
+    model.to_empty(device=ranks.device)
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.zero_()
+    with base_only(model):
+        if weights is None:
+            model.initialize(job.train.seed)
+        else:
+            load_weights(model, weights)
+    initialize_adapters(model, job.train.seed)
+    return model
+
+
+def build_optimizer(job: Job, ranks: Ranks, model: nn.Module) -> AdamW:
+    """AdamW over what is trained; in fp32 there is nothing to keep masters of."""
+    assert job.train is not None
+    return AdamW(
+        model.named_parameters(),
+        job.train.betas,
+        job.train.epsilon,
+        job.train.weight_decay,
+        job.train.weights if ranks.layout.precision != "fp32" else "fp32",
+        job.train.seed,
+    )
+
+
+def compiles(model: nn.Module, job: Job, ranks: Ranks) -> bool:
+    """Whether blocks are compiled. Left to us, on a GPU, and only those that our own kernels do not cover: these start
+    at once, keep less for the backward pass and are as fast (docs/measurements.md)."""
+    assert job.train is not None
+    if job.train.compile != "auto":
+        return job.train.compile
+    covered = isinstance(model, Decoder) and all(block.has_own_kernels for block in model.blocks)
+    return ranks.device.type == "cuda" and not covered
+
+
+def tier_folders(job: Job, run: RunDirectory) -> list[TierFolder]:
+    """Where the job's checkpoint tiers lie for this run."""
+    folders = []
+    for tier in job.checkpoint.places:
+        if tier.to == "object" or "://" in tier.to:
+            raise SetupError(
+                f"checkpoint tier {tier.to} can be planned but not written yet; allowed: nvme, shared, an absolute path"
+            )
+        is_path = tier.to.startswith("/")
+        path = Path(tier.to) / run.name if is_path else run.checkpoints(tier.to)
+        folders.append(TierFolder(tier.to, path, tier.every, tier.every_steps, tier.keep))
+    return folders
+
+
+def _adapt(model: nn.Module, job: Job, ranks: Ranks) -> None:
+    """Layers that are not plain ones, as the job says; before the model is spread."""
+    assert job.train is not None
+    if job.train.lora and job.fp8:
+        raise SetupError("train.lora and precision fp8 cannot be trained together; use precision bf16 with adapters")
+    if job.train.lora:
+        add_adapters(model, job.train.lora)
+    if job.fp8:
+        float8.check_device(ranks.device)
+        float8.convert(model, job.fp8)
+
+
+def _loader(job: Job, source: Source, ranks: Ranks, start: int) -> Loader:
+    return Loader(
+        source, job.global_batch_sequences, ranks.data_rank, ranks.data_world, ranks.layout.micro_batch, start
+    )

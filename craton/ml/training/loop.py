@@ -1,0 +1,354 @@
+"""The training loop: one for every objective, any number of ranks.
+
+A step never waits for the device. The label count is summed over the ranks and used where it is; loss, gradient norm
+and times are read one step later, when they have long arrived. A stop is agreed on by all ranks with that same sum, so
+all end after the same step, with a checkpoint. The state beside the tensors is two integers, the step and the next
+global sample, so any number of ranks goes on exactly.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from craton.job import Job
+from craton.ml.data import Loader, Source
+from craton.ml.training.batch import Batch
+from craton.ml.training.checkpoint import Checkpointer, CheckpointError
+from craton.ml.training.evaluate import evaluate
+from craton.ml.training.guard import Fault, Guard, TrainingStoppedError
+from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
+from craton.ml.training.meter import Meter
+from craton.ml.training.objectives import Objective, batch_loss
+from craton.ml.training.optimizer import AdamW
+from craton.ml.training.parallel import Ranks, accumulate_gradients
+from craton.ml.training.schedule import Schedule
+from craton.ml.training.timing import StepTimer, StepTimes
+from craton.telemetry import LedgerClock, Recorder
+
+COLLECT_STEPS = 100  # between two garbage collections, the same on every rank so that none waits for another's
+
+LEDGER_SECONDS = 1.0  # between two lines of the ledger: what a crash may lose
+
+Outcome = Literal["done", "stopped"]
+
+
+@dataclass
+class Parts:
+    """All that a training is made of."""
+
+    job: Job
+    ranks: Ranks
+    model: nn.Module
+    optimizer: AdamW
+    objective: Objective
+    schedule: Schedule
+    open_loader: Callable[[int], Loader]  # from a global sample on
+    validation: Source | None
+    checkpointer: Checkpointer
+    recorder: Recorder
+    clock: LedgerClock
+    meter: Meter
+
+
+class Trainer:
+    """Trains until the last step, or until `stop` was called on any rank, or until the step `stop_at` is done."""
+
+    def __init__(self, parts: Parts, stop_at: int | None = None) -> None:
+        assert parts.job.train is not None
+        self.parts = parts
+        self.train = parts.job.train
+        self.last_step = min(parts.schedule.steps, stop_at or parts.schedule.steps)
+        self.step = 0  # the last one begun
+        self.loader: Loader | None = None
+        self.guard = Guard(self.train)
+        self.timer = StepTimer(parts.ranks.device)
+        self.timer.watch(parts.model)
+        self._doing = "start"
+        self._stop_asked = False
+        self._unread: _Readout | None = None  # the numbers of the step before, on their way to the host
+        self._first_step = 0
+        self._redo_until = 0
+        self._booked = 0.0
+        self._balanced: list[Any] = [module for module in parts.model.modules() if hasattr(module, "update_bias")]
+        self._auxiliary: list[Any] = [module for module in parts.model.modules() if hasattr(module, "aux_loss")]
+
+    def stop(self) -> None:
+        """Asks for an end after the step in progress; safe in a signal handler."""
+        self._stop_asked = True
+
+    def fit(self) -> Outcome:
+        """Restores what there is, trains, and leaves a checkpoint of the last step."""
+        try:
+            return self._fit()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            prediction = self.parts.meter.prediction
+            raise describe_out_of_memory(self._doing, self.parts.ranks, self.train, prediction) from error
+        finally:
+            gc.enable()
+            gc.unfreeze()
+            if self.loader is not None:
+                self.loader.close()
+
+    def _fit(self) -> Outcome:
+        parts = self.parts
+        self._begin(self._restore())
+        self._first_step = self.step + 1
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        stopping = False
+        self.timer.begin()
+        while self.step < self.last_step and not stopping:
+            stopping = self._train_step()
+            if stopping or self.step == self.last_step:
+                self._read_late(None)  # the numbers of the last step may still send the training back
+        outcome: Outcome = "done" if self.step >= parts.schedule.steps else "stopped"
+        self._checkpoint(wait=True)
+        self._report_checkpoints()
+        parts.meter.summary(self.step, outcome)
+        parts.recorder.ledger(self.step, parts.clock.take())
+        return outcome
+
+    def _train_step(self) -> bool:
+        """One step; True when any rank was asked to stop."""
+        parts, clock = self.parts, self.parts.clock
+        self.step += 1
+        clock.switch("data")
+        batches = self._load()
+        self.timer.mark("data")
+
+        clock.switch(self._kind_of_step())
+        count, agreed = self._agree(batches)
+        loss, report = self._forward_backward(batches, count)
+        self.timer.mark("compute")
+
+        rate = parts.schedule.learning_rate(self.step)
+        numbers = self._update(rate, loss, report)
+        self.timer.mark("optimizer")
+
+        if parts.checkpointer.due(self.step):
+            self._checkpoint()
+        self.timer.mark("checkpoint")
+
+        assert self.loader is not None
+        self._read_late(_Readout(self.step, self.loader.state, rate, numbers, list(report), self.timer.finish()))
+        self._evaluate_when_due()
+        self._keep_house()
+        return bool(agreed.read()[1])
+
+    def _load(self) -> list[Batch]:
+        self._doing = "data"
+        assert self.loader is not None
+        batches = [Batch.from_arrays(arrays) for arrays in self.loader.next()]
+        if self.parts.ranks.device.type == "cuda":
+            batches = [batch.pin().to(self.parts.ranks.device) for batch in batches]
+        return batches
+
+    def _agree(self, batches: list[Batch]) -> tuple[Tensor, _HostCopy]:
+        """The weight of all labels of the step, for the loss; and how many ranks were asked to stop, for the host."""
+        count = torch.stack([batch.count for batch in batches]).double().sum()
+        numbers = torch.stack((count, torch.full_like(count, float(self._stop_asked))))
+        with self.timer.waiting():
+            self.parts.ranks.sum(numbers)
+        return numbers[0].clamp(min=1.0).float(), _HostCopy(numbers)
+
+    def _forward_backward(self, batches: list[Batch], count: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradient of the step; its loss and what the objective reports, summed over micro-batches and ranks."""
+        parts = self.parts
+        totals: dict[str, Tensor] = {}
+        for index, batch in enumerate(batches):
+            accumulate_gradients(parts.model, parts.ranks.layout, last=index == len(batches) - 1)
+            self._doing = "forward"
+            loss, report = batch_loss(parts.model, batch, parts.objective, count)
+            for name, value in (("loss", loss.detach()), *report.items()):
+                totals[name] = totals[name] + value if name in totals else value
+            for module in self._auxiliary:
+                if module.aux_loss is not None:  # a mean over the tokens of the micro-batch
+                    loss = loss + module.aux_loss * (batch.count / count)
+            self._doing = "backward"
+            loss.backward()
+            if index < len(batches) - 1:
+                parts.optimizer.accumulate()
+        sums = torch.stack([value.float() for value in totals.values()])
+        with self.timer.waiting():
+            parts.ranks.sum(sums)
+        summed = dict(zip(totals, sums, strict=True))
+        return summed.pop("loss"), summed
+
+    def _update(self, rate: float, loss: Tensor, report: dict[str, Tensor]) -> _HostCopy:
+        """One optimizer step, which the device skips when the loss or the gradient is bad; the step's numbers."""
+        self._doing = "optimizer"
+        parts = self.parts
+        good = loss < self.guard.highest_loss
+        norm = parts.optimizer.step(rate, self.train.clip, good)
+        parts.optimizer.zero_grad()
+        for module in self._balanced:
+            module.update_bias()
+        return _HostCopy(torch.stack((loss, norm, good.float(), *report.values())))
+
+    def _read_late(self, readout: _Readout | None) -> None:
+        """Records and judges the step before, whose numbers the device has sent meanwhile."""
+        late, self._unread = self._unread, readout
+        if late is None:
+            return
+        loss, norm, good, *report = late.numbers.read()
+        fault = self.guard.judge(late.step, loss, norm, bool(good))
+        shared = {"loss": loss, "gradient_norm": norm, "learning_rate": late.learning_rate}
+        shared |= {"skipped_steps": self.guard.skipped_steps, **dict(zip(late.report_names, report, strict=True))}
+        self.parts.meter.step(late.step, late.times.seconds(), shared)
+        if fault is not None:
+            self._answer(fault, late.next_sample)
+
+    def _answer(self, fault: Fault, next_sample: int) -> None:
+        self._event("bad_step", fault.step, reason=fault.reason, policy=fault.policy)
+        self._say(f"step {fault.step}: {fault.reason}; the job says {fault.policy}")
+        if fault.policy == "rollback":
+            self._roll_back(fault, next_sample)
+        elif fault.policy == "stop":
+            advice = "the last checkpoint before it is what `craton resume` starts from"
+            if not fault.counted:  # then the weights are as they were before the bad step
+                self._checkpoint(wait=True)
+                advice = f"the weights before it are saved as step {self.step}"
+            raise TrainingStoppedError(f"step {fault.step}: {fault.reason}, and the job says stop; {advice}")
+
+    def _roll_back(self, fault: Fault, next_sample: int) -> None:
+        """Returns to the last checkpoint and goes on behind the samples of the bad step."""
+        reached = self.step
+        with self.parts.clock.kind("restore"):
+            self.parts.checkpointer.wait()
+            counters = self._restore()
+        if counters is None:
+            self._say(f"step {fault.step}: there is no checkpoint to return to yet; training goes on")
+            return
+        self.guard.rolled_back(counters["step"], fault)
+        self._redo_until = max(self._redo_until, reached)
+        self._unread = None
+        self._begin({**counters, "next_sample": next_sample})
+        self._event("rolled_back", self.step, reached=reached, reason=fault.reason)
+        self.timer.begin()
+
+    def _restore(self) -> dict[str, Any] | None:
+        with self.parts.clock.kind("restore"):
+            self._doing = "restore"
+            counters = self.parts.checkpointer.restore(self.tensors())
+            if counters is not None:
+                self.parts.optimizer.loaded(counters["step"])
+                self._event("restored", counters["step"], next_sample=counters["next_sample"])
+        return counters
+
+    def _begin(self, counters: dict[str, Any] | None) -> None:
+        """Goes on from these counters; None: from the beginning."""
+        if self.loader is not None:
+            self.loader.close()
+        self.step = counters["step"] if counters else 0
+        self.loader = self.parts.open_loader(counters["next_sample"] if counters else 0)
+
+    def _checkpoint(self, wait: bool = False) -> None:
+        """A checkpoint in the background, whose failure costs that checkpoint; with `wait` one that must succeed."""
+        self._doing = "checkpoint"
+        try:
+            with self.parts.clock.kind("checkpoint"):
+                self.parts.checkpointer.save(self.step, self.tensors(), self.counters(), wait=wait)
+        except CheckpointError as error:
+            if wait:
+                raise
+            self._say(f"step {self.step}: {error}; training goes on")
+
+    def _report_checkpoints(self) -> None:
+        for report in self.parts.checkpointer.reports():
+            name = "checkpoint_saved" if report.error is None else "checkpoint_failed"
+            fields = {"tier": report.tier, "bytes": report.bytes, "seconds": report.seconds, "reason": report.error}
+            self._event(name, report.step, **fields)
+
+    def _keep_house(self) -> None:
+        """What is done beside the steps, at its own pace."""
+        self._report_checkpoints()
+        if self.step % COLLECT_STEPS == 0:
+            gc.collect(1)
+        now = time.monotonic()
+        if now - self._booked >= LEDGER_SECONDS:
+            self._booked = now
+            self.parts.recorder.ledger(self.step, self.parts.clock.take())
+
+    def _evaluate_when_due(self) -> None:
+        wanted, source = self.train.evaluate, self.parts.validation
+        if wanted is None or source is None:
+            return
+        if self.step % wanted.every_steps and self.step != self.last_step:
+            return
+        self._doing = "evaluation"
+        parts = self.parts
+        with parts.clock.kind("evaluate"):
+            loss = evaluate(parts.model, source, parts.objective, parts.ranks, wanted.sequences)
+        parts.meter.evaluation(self.step, loss)
+        self.timer.begin()
+
+    def _kind_of_step(self) -> str:
+        if self.step == self._first_step:
+            return "compile"
+        return "redo" if self.step <= self._redo_until else "productive"
+
+    def _event(self, name: str, step: int, **fields: Any) -> None:
+        """What happens to all ranks is recorded once."""
+        if self.parts.ranks.rank == 0:
+            self.parts.recorder.event(name, step=step, **fields)
+
+    def _say(self, text: str) -> None:
+        if self.parts.ranks.rank == 0:
+            print(text, flush=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, under names that neither layout nor precision changes: trained weights (fp32 masters
+        where there are any), the model's buffers, and the optimizer's states."""
+        optimizer, model = self.parts.optimizer, self.parts.model
+        state = optimizer.state()
+        weights = {name: state.pop(f"master.{name}", value) for name, value in optimizer.parameters.items()}
+        persistent = model.state_dict().keys()
+        buffers = {name: value for name, value in model.named_buffers() if name in persistent}
+        return {
+            **{f"model.{name}": value.detach() for name, value in {**weights, **buffers}.items()},
+            **{f"optimizer.{name}": value for name, value in state.items()},
+        }
+
+    def counters(self) -> dict[str, int]:
+        assert self.loader is not None
+        return {"step": self.step, "next_sample": self.loader.state}
+
+
+class _HostCopy:
+    """A tensor on its way to the host; on a GPU only `read` waits, and only for what was asked before."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        self._values = tensor
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.tolist()
+
+
+@dataclass
+class _Readout:
+    """What is known of a step once the device has done it."""
+
+    step: int
+    next_sample: int
+    learning_rate: float
+    numbers: _HostCopy
+    report_names: list[str]
+    times: StepTimes

@@ -1,0 +1,71 @@
+"""What is minimised: a function of the log-probabilities of the labels, whatever the model behind them.
+
+An objective returns sums over tokens; the loop divides them by the weight of all labels of the step, over all ranks and
+micro-batches, so that the loss does not depend on how a batch was cut up. One that is linear in the log-probabilities
+says so with `coefficients`: its gradient is then known before the forward pass and made in it, logits never kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor, nn
+
+from craton.errors import CratonError
+from craton.job import Job
+from craton.ml.training.batch import Batch
+from craton.ml.training.functions import load_function, user_code
+from craton.ml.training.head import linear_log_prob_loss, log_probs
+
+LossFunction = Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
+
+
+class ObjectiveError(CratonError):
+    """The job's kind has no objective."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`function(log_probs [rows, sequence], batch) -> (sum to minimise, sums to report)`; `coefficients(batch)`, where
+    given, is d sum / d log_probs."""
+
+    name: str
+    function: LossFunction
+    coefficients: Callable[[Batch], Tensor] | None = None
+
+
+def cross_entropy(log_probs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """-Σ w · log p(label): pretraining with w = 1, supervised fine-tuning with w = 1 on the answers only."""
+    return -(batch.weight * log_probs).sum(), {}
+
+
+CROSS_ENTROPY = Objective("cross_entropy", cross_entropy, coefficients=lambda batch: -batch.weight)
+OBJECTIVES = {"pretrain": CROSS_ENTROPY, "sft": CROSS_ENTROPY}
+
+
+def objective_of(job: Job) -> Objective:
+    """The user's own where the job names one, else that of the job's kind."""
+    if job.objective:
+        return Objective(job.objective, load_function(job.objective))
+    if job.kind not in OBJECTIVES:
+        raise ObjectiveError(
+            f"kind {job.kind} has no objective yet; allowed: {', '.join(OBJECTIVES)}, or `objective: module:function`"
+        )
+    return OBJECTIVES[job.kind]
+
+
+def batch_loss(model: nn.Module, batch: Batch, objective: Objective, count: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The share of one micro-batch in the step's loss, and in what is reported beside it."""
+    hidden = model(batch.tokens, batch.positions, batch.documents)  # [rows, sequence, hidden]
+    flat, labels = hidden.flatten(0, 1), batch.labels.flatten()
+    head = cast("Tensor", model.head_weight)
+    if objective.coefficients is not None:
+        coefficients = objective.coefficients(batch).flatten() / count
+        loss, _ = linear_log_prob_loss(flat, head, labels, coefficients)
+        return loss, {}
+    values = log_probs(flat, head, labels).view_as(batch.labels)
+    with user_code(objective.function, objective.name):
+        total, report = objective.function(values, batch)
+        return total / count, {name: value.detach() / count for name, value in report.items()}

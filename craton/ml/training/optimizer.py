@@ -1,0 +1,225 @@
+"""AdamW (arXiv:1711.05101) over any mix of whole and sharded parameters, without a wait for the device.
+
+Weights are kept in one of two ways. "fp32": every parameter has an fp32 master, its own storage where it is fp32, a
+copy beside it where it is bf16. "bf16": weights and both states are bf16 and rounded stochastically, so that updates
+smaller than the spacing of bf16 are not lost but taken with the right probability. Clipping and the skip of a step
+whose gradient is not finite happen on the device.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+Weights = Literal["fp32", "bf16"]
+
+
+class AdamW:
+    """The update of named parameters. A parameter of one dimension (norms, biases) does not decay."""
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        betas: tuple[float, float] = (0.9, 0.95),
+        epsilon: float = 1e-8,
+        weight_decay: float = 0.1,
+        weights: Weights = "fp32",
+        seed: int = 0,
+    ) -> None:
+        self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        self.betas, self.epsilon, self.weight_decay, self.weights, self.seed = (
+            betas,
+            epsilon,
+            weight_decay,
+            weights,
+            seed,
+        )
+        self.steps = 0
+        self._sums: dict[str, Tensor] = {}  # fp32 gradients of the micro-batches so far, of bf16 parameters
+        state_dtype = torch.float32 if weights == "fp32" else torch.bfloat16
+        self.average = {name: torch.zeros_like(p, dtype=state_dtype) for name, p in self.parameters.items()}
+        self.square = {name: torch.zeros_like(p, dtype=state_dtype) for name, p in self.parameters.items()}
+        self.master = {
+            name: parameter.detach().to(torch.float32, copy=True)
+            for name, parameter in self.parameters.items()
+            if weights == "fp32" and parameter.dtype != torch.float32
+        }
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Between micro-batches: with fp32 masters, gradients of bf16 parameters are summed in fp32, so that the
+        small ones of many micro-batches are not rounded away."""
+        for name in self.master:
+            parameter = self.parameters[name]
+            gradient = _gradient(parameter)
+            if name in self._sums:
+                self._sums[name] += gradient
+            else:
+                self._sums[name] = gradient.float()
+            parameter.grad = None
+
+    def gradient_norm(self) -> Tensor:
+        """Of all gradients of all ranks, fp32, on the device."""
+        gradients = [self._gradient(name) for name in self.parameters]
+        squares: dict[object, list[Tensor]] = {}
+        locals_ = torch._foreach_norm([_local(gradient) for gradient in gradients], dtype=torch.float32)
+        for gradient, norm in zip(gradients, locals_, strict=True):
+            squares.setdefault(_shard_groups(gradient), []).append(norm)
+        total = torch.zeros((), dtype=torch.float32, device=locals_[0].device)
+        for groups, norms in squares.items():
+            part = torch.stack(norms).square().sum()
+            for group in groups:  # type: ignore[attr-defined]
+                torch.distributed.all_reduce(part, group=group)
+            total += part
+        return total.sqrt()
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, clip: float = 1.0, finite: Tensor | None = None) -> Tensor:
+        """One update; returns the norm of the gradient before clipping (NaN when it was not asked for).
+
+        With `clip` 0 no norm is taken, and `finite` (a flag on the device, such as the loss being finite) alone decides
+        whether the step counts.
+        """
+        self.steps += 1
+        if self._sums:
+            self.accumulate()
+        norm = self.gradient_norm() if clip else None
+        control = self._control(norm, clip, finite)
+        if control.is_cuda:
+            for name, parameter in self.parameters.items():
+                self._update(name, parameter, learning_rate, control)
+        else:
+            self._update_on_cpu(learning_rate, control)
+        return torch.full((), float("nan"), device=control.device) if norm is None else norm
+
+    def zero_grad(self) -> None:
+        self._sums.clear()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor of the optimizer, to be saved and filled in place."""
+        return {
+            **{f"exp_avg.{name}": tensor for name, tensor in self.average.items()},
+            **{f"exp_avg_sq.{name}": tensor for name, tensor in self.square.items()},
+            **{f"master.{name}": tensor for name, tensor in self.master.items()},
+        }
+
+    def load(self, state: Mapping[str, Tensor], steps: int) -> None:
+        """Takes over a state of the same names, and how many updates it has seen."""
+        for name, tensor in self.state().items():
+            if tensor is not state[name]:
+                tensor.copy_(state[name])
+        self.loaded(steps)
+
+    @torch.no_grad()
+    def loaded(self, steps: int) -> None:
+        """To be called when the tensors were filled in place: masters are cast into the parameters once more."""
+        self.steps = steps
+        for name, master in self.master.items():
+            self.parameters[name].copy_(master)
+
+    def _control(self, norm: Tensor | None, clip: float, finite: Tensor | None) -> Tensor:
+        """[multiplier of the gradient, 1 when the step counts else 0], on the device."""
+        if norm is None:
+            device = _local(next(iter(self.parameters.values()))).device
+            one = torch.ones((), dtype=torch.float32, device=device)
+            return torch.stack((one, one if finite is None else finite.to(torch.float32)))
+        good = norm.isfinite() if finite is None else norm.isfinite() & finite
+        scale = (clip / (norm + 1e-6)).clamp(max=1.0).nan_to_num(0.0)
+        return torch.stack((scale, good.to(torch.float32)))
+
+    def _update(self, name: str, parameter: Tensor, learning_rate: float, control: Tensor) -> None:
+        from craton.ml.kernels.triton_adamw import adamw_
+
+        weight = _local(parameter)
+        if weight.numel() == 0:
+            return
+        master = self.master.get(name)
+        adamw_(
+            weight,
+            _local(self._gradient(name)).contiguous(),
+            _local(self.average[name]),
+            _local(self.square[name]),
+            None if master is None else _local(master),
+            control,
+            learning_rate,
+            self._decay(parameter),
+            self.betas,
+            self.epsilon,
+            self.steps,
+            seed=(self.seed * 0x9E3779B1 + self.steps * 0x85EBCA77 + zlib.crc32(name.encode())) & 0x7FFFFFFF,
+            stochastic=self.weights == "bf16" and weight.dtype == torch.bfloat16,
+        )
+
+    def _gradient(self, name: str) -> Tensor:
+        return self._sums[name] if name in self._sums else _gradient(self.parameters[name])
+
+    def _decay(self, parameter: Tensor) -> float:
+        return self.weight_decay if parameter.ndim > 1 else 0.0
+
+    def _update_on_cpu(self, learning_rate: float, control: Tensor) -> None:
+        """PyTorch's own fused update, in fp32; what is kept in bf16 passes through fp32 copies."""
+        scale, good = control.tolist()
+        if not good:
+            return
+        for decay in {self._decay(parameter) for parameter in self.parameters.values()}:
+            names = [name for name, parameter in self.parameters.items() if self._decay(parameter) == decay]
+            kept = [
+                [_local(self.master.get(name, self.parameters[name])) for name in names],
+                [_local(self.average[name]) for name in names],
+                [_local(self.square[name]) for name in names],
+            ]
+            full = [[tensor.float() for tensor in tensors] for tensors in kept]
+            gradients = [_local(self._gradient(name)).float() for name in names]
+            torch._fused_adamw_(
+                full[0],
+                gradients,
+                full[1],
+                full[2],
+                [],
+                [torch.tensor(float(self.steps))] * len(names),
+                lr=learning_rate,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                weight_decay=decay,
+                eps=self.epsilon,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=None if scale == 1.0 else torch.tensor(1.0 / scale),
+            )
+            for tensors, values in zip(kept, full, strict=True):
+                for tensor, value in zip(tensors, values, strict=True):
+                    if tensor.dtype == torch.bfloat16:
+                        tensor.copy_(round_stochastically(value))
+        for name, master in self.master.items():
+            _local(self.parameters[name]).copy_(_local(master))
+
+
+def round_stochastically(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """fp32 → bf16, up with the probability of what is cut off: 16 random bits are added below the last kept one."""
+    bits = torch.randint(0, 1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=generator)
+    raw = (value.view(torch.int32) + bits) & -65536
+    return raw.view(torch.float32).to(torch.bfloat16)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "a parameter was given no gradient; freeze it, or use it in the loss"
+    return parameter.grad
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _shard_groups(gradient: Tensor) -> tuple[object, ...]:
+    """The process groups over which a gradient is cut; copies count once."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    mesh = gradient.device_mesh
+    return tuple(mesh.get_group(axis) for axis, placement in enumerate(gradient.placements) if placement.is_shard())

@@ -1,0 +1,183 @@
+"""Where the seconds of a step go, measured without making the device wait.
+
+A step is cut by marks into phases that add up to its length. On a CPU a mark is the clock; on a GPU it is an event on
+the compute stream, read a step later, so what counts is when the device did the work and not when it was asked to.
+Communication is what the computation waited for: on a CPU every second inside FSDP2's collectives, on a GPU what the
+compute stream waits for gathered parameters, and at the end of the backward pass for the last reduction. A reduction
+that holds up the middle of a backward pass on a GPU is booked as compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
+
+Stamp = Any  # float seconds on a CPU, torch.cuda.Event on a GPU
+
+
+@dataclass
+class StepTimes:
+    """The stamps of one step; to ask for their `seconds` before the device has passed them is to wait for it."""
+
+    start: Stamp
+    marks: list[tuple[str, Stamp]] = field(default_factory=list)
+    waits: list[tuple[Stamp, Stamp]] = field(default_factory=list)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of every phase; they add up to the step."""
+        last = self.marks[-1][1]
+        if isinstance(last, torch.cuda.Event):
+            last.synchronize()  # it lies a moment behind the numbers that were waited for
+        phases = dict.fromkeys(PHASES, 0.0)
+        before = self.start
+        for phase, stamp in self.marks:
+            phases[phase] += _between(before, stamp)
+            before = stamp
+        waited = min(sum(_between(*wait) for wait in self.waits), phases["compute"])
+        phases["compute"] -= waited
+        phases["communication"] += waited
+        return phases
+
+
+class StepTimer:
+    """Marks the end of a phase; everything since the mark before belongs to it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._times = StepTimes(self.stamp())
+
+    def stamp(self) -> Stamp:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin(self) -> None:
+        """What lies between the last step and this call belongs to neither."""
+        self._times = StepTimes(self.stamp())
+
+    def mark(self, phase: str) -> None:
+        self._times.marks.append((phase, self.stamp()))
+
+    def finish(self) -> StepTimes:
+        """The step's times; the next step begins where they end."""
+        done = self._times
+        self._times = StepTimes(done.marks[-1][1])
+        return done
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What runs inside is a wait for other ranks, in the phase `compute`."""
+        begin = self.stamp()
+        yield
+        self.waited(begin)
+
+    def waited(self, since: Stamp) -> None:
+        self._times.waits.append((since, self.stamp()))
+
+    def watch(self, model: nn.Module) -> None:
+        """Measures the communication of a model that FSDP2 wraps; nothing to do for any other."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                if self._on_gpu:
+                    _GpuWaits(self).attach(module, is_root=module is model)
+                else:
+                    _CpuWaits(self).attach(module)
+
+
+class _CpuWaits:
+    """On gloo every collective blocks its caller, so its length is what the computation waits."""
+
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer = timer
+
+    def attach(self, module: FSDPModule) -> None:
+        scatter = _TimedReduceScatter(self._timer)
+        module.set_custom_all_gather(_TimedAllGather(self._timer))
+        module.set_custom_reduce_scatter(scatter)
+        module.set_all_reduce_hook(scatter.reduced)
+
+
+class _TimedAllGather(DefaultAllGather):
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer = timer
+
+    def __call__(self, *arguments: Any, **options: Any) -> dist.Work | None:
+        with self._timer.waiting():
+            return super().__call__(*arguments, **options)
+
+
+class _TimedReduceScatter(DefaultReduceScatter):
+    """FSDP2 calls `allocate` for the output, then this, then all-reduces over the replicas itself, then calls
+    `reduced`: the all-reduce is what lies between."""
+
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer = timer
+        self._since: Stamp = timer.stamp()
+
+    def allocate(self, *arguments: Any, **options: Any) -> Tensor:
+        buffer = super().allocate(*arguments, **options)
+        self._since = self._timer.stamp()
+        return buffer
+
+    def __call__(self, *arguments: Any, **options: Any) -> dist.Work:
+        with self._timer.waiting():
+            work = super().__call__(*arguments, **options)
+        self._since = self._timer.stamp()
+        return work
+
+    def reduced(self, _gradient: Tensor) -> None:
+        self._timer.waited(self._since)
+
+
+class _GpuWaits:
+    """FSDP2 makes the compute stream wait in its hooks before a module's forward and backward, and in a callback at the
+    end of the whole backward pass; ours stand around them."""
+
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer = timer
+        self._since: Stamp = None
+
+    def attach(self, module: nn.Module, is_root: bool) -> None:
+        module.register_forward_pre_hook(self._begins, prepend=True)
+        module.register_forward_pre_hook(self._ends)
+        module.register_forward_hook(partial(self._around_backward, self._begins, is_root), prepend=True)
+        module.register_forward_hook(partial(self._around_backward, self._ends, is_root))
+
+    def _begins(self, *_: Any) -> None:
+        self._since = self._timer.stamp()
+
+    def _ends(self, *_: Any) -> None:
+        self._timer.waited(self._since)
+
+    def _around_backward(
+        self, stamp: Callable[..., None], is_root: bool, _module: nn.Module, _inputs: Any, output: Any
+    ) -> None:
+        def hook(_gradient: Tensor) -> None:
+            stamp()
+            if is_root:  # callbacks run in the order they are asked for, and FSDP2 asks between our two hooks
+                Variable._execution_engine.queue_callback(stamp)
+
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if tensor.requires_grad:
+                tensor.register_hook(hook)
+
+
+def _between(begin: Stamp, end: Stamp) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    return float(begin.elapsed_time(end)) / 1000

@@ -1,0 +1,168 @@
+"""One training, whatever the layout: DDP, FSDP and HSDP of 1, 2 and 4 ranks against a plain loop."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from gang import Gang
+from tiny import GLOBAL_BATCH, Text, make_trainer, moe_config, tiny_job
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import cross_entropy
+
+from craton.job import Layout
+from craton.ml.data.sample import collate
+from craton.ml.models.config import DecoderConfig
+from craton.ml.models.decoder import Decoder
+from craton.ml.training.batch import Batch
+from craton.ml.training.parallel import ParallelError, make_ranks
+from craton.ml.training.schedule import Schedule
+
+STEPS = 6
+
+
+def plain_losses() -> list[float]:
+    """The same training in a dozen lines: whole batches, PyTorch's own AdamW and cross entropy, no parallelism."""
+    from tiny import SHAPE
+
+    job = tiny_job(STEPS)
+    model = Decoder(DecoderConfig(SHAPE))
+    model.initialize(0)
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95), eps=1e-8
+    )
+    losses = []
+    for step in range(1, STEPS + 1):
+        first = (step - 1) * GLOBAL_BATCH
+        batch = Batch.from_arrays(collate([Text().sample(index) for index in range(first, first + GLOBAL_BATCH)]))
+        hidden = model(batch.tokens, batch.positions, batch.documents)
+        logits = (hidden @ model.head_weight.t()).flatten(0, 1)
+        loss = cross_entropy(logits, batch.labels.flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = Schedule.of(job).learning_rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train(sizes: dict[str, Any], options: dict[str, Any] | None = None, moe: bool = False) -> list[float]:
+    torch.manual_seed(0)
+    job = tiny_job(STEPS, **(options or {}))
+    layout = Layout(**{"precision": job.precision, **sizes})
+    trainer, records = make_trainer(job, layout, config=moe_config() if moe else None)
+    assert trainer.fit() == "done"
+    return list(records.losses.values())
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    return plain_losses()
+
+
+LAYOUTS = {
+    "one rank": {"micro_batch": 8},
+    "one rank, accumulated": {"micro_batch": 2},
+    "ddp 2": {"replicate": 2, "micro_batch": 4},
+    "fsdp 2": {"fsdp": 2, "micro_batch": 4},
+    "fsdp 2, zero 2, accumulated": {"fsdp": 2, "zero": 2},
+    "fsdp 2, zero 1, accumulated": {"fsdp": 2, "zero": 1},
+    "ddp 4, accumulated": {"replicate": 4},
+    "fsdp 4": {"fsdp": 4, "micro_batch": 2},
+    "hsdp 2 x 2, accumulated": {"replicate": 2, "fsdp": 2},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_as_a_plain_loop_does(gang: Gang, name: str, expected: list[float]) -> None:
+    sizes = LAYOUTS[name]
+    results = gang.run(train, sizes, ranks=Layout(**sizes).world)
+    assert results[0] == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] < expected[0] - 0.3
+    assert all(not other for other in results[1:]), "only rank 0 records the loss"
+
+
+def test_the_same_seed_and_world_give_the_same_bits(gang: Gang) -> None:
+    first, again = (gang.run(train, {"fsdp": 2, "micro_batch": 2})[0] for _ in range(2))
+    assert first == again
+    assert gang.run(train, {"fsdp": 2, "micro_batch": 2}, {"seed": 1})[0] != first
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_changes_no_number(gang: Gang, recompute: str) -> None:
+    kept = gang.run(train, {"fsdp": 2, "micro_batch": 4})[0]
+    assert gang.run(train, {"fsdp": 2, "micro_batch": 4, "recompute": recompute})[0] == kept
+
+
+def test_low_precision_follows_fp32(gang: Gang, expected: list[float]) -> None:
+    low = {"precision": "bf16"}
+    for ranks, sizes, options in (
+        (1, {"micro_batch": 8}, {}),
+        (2, {"fsdp": 2, "micro_batch": 4}, {}),
+        (1, {"micro_batch": 8}, {"weights": "bf16"}),
+        (2, {"fsdp": 2, "micro_batch": 4}, {"weights": "bf16"}),
+    ):
+        losses = gang.run(train, {**sizes, **low}, {**options, **low}, ranks=ranks)[0]
+        assert losses == pytest.approx(expected, rel=0.02), (sizes, options)
+
+
+def test_experts_train_the_same_on_one_rank_and_two(gang: Gang) -> None:
+    one = gang.run(train, {"micro_batch": 4}, None, True, ranks=1)[0]
+    two = gang.run(train, {"fsdp": 2, "micro_batch": 4}, None, True, ranks=2)[0]
+    assert one == pytest.approx(two, rel=1e-5)
+    assert math.isfinite(one[-1])
+
+
+def phases(sizes: dict[str, Any]) -> dict[str, float]:
+    trainer, records = make_trainer(tiny_job(STEPS), Layout(precision="fp32", **sizes))
+    trainer.fit()
+    return {**records.metrics_by_step[STEPS], "ledger": sum(records.seconds.values())}
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"replicate": 2}, {"replicate": 2, "fsdp": 2}])
+def test_phases_add_up_to_the_step_and_communication_is_seen(gang: Gang, sizes: dict[str, int]) -> None:
+    for measured in gang.run(phases, {**sizes, "micro_batch": 2}, ranks=math.prod(sizes.values())):
+        names = ("data", "compute", "communication", "optimizer", "checkpoint")
+        assert sum(measured[f"run_{name}_seconds"] for name in names) == pytest.approx(measured["run_step_seconds"])
+        assert 0 < measured["run_communication_seconds"] < measured["run_step_seconds"]
+        assert measured["run_compute_seconds"] > 0
+
+
+def waits_as_on_a_gpu() -> tuple[float, float]:
+    """(seconds the hooks of the GPU path saw, seconds the collectives took), both on one CPU training."""
+    from craton.ml.training.timing import StepTimer, _GpuWaits
+
+    trainer, records = make_trainer(tiny_job(STEPS), Layout(fsdp=2, precision="fp32", micro_batch=4))
+    hooks = StepTimer(torch.device("cpu"))
+    for module in trainer.parts.model.modules():
+        if isinstance(module, FSDPModule):
+            _GpuWaits(hooks).attach(module, is_root=module is trainer.parts.model)
+    trainer.fit()
+    hooks.mark("compute")
+    collectives = sum(each["run_communication_seconds"] for each in records.metrics_by_step.values())
+    return hooks.finish().seconds()["communication"], collectives
+
+
+def test_the_hooks_for_gpus_stand_where_fsdp_waits(gang: Gang) -> None:
+    for hooks, collectives in gang.run(waits_as_on_a_gpu):
+        assert 0.2 * collectives < hooks < 5 * collectives
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (Layout(tp=2, pp=2), "pp 2, tp 2, which can be planned but not trained yet; allowed: replicate and fsdp"),
+        (Layout(fsdp=2), "takes 2 ranks .*, but 1 were started"),
+        (Layout(precision="mxfp8"), "precision mxfp8 can be planned but not trained yet; allowed: fp32, bf16, fp8"),
+        (Layout(offload="optimizer"), "offload optimizer can be planned but not trained yet"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(layout: Layout, said: str) -> None:
+    with pytest.raises(ParallelError, match=said):
+        make_ranks(layout, torch.device("cpu"), 0, 1)

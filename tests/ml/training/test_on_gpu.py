@@ -1,0 +1,63 @@
+"""The loop on a GPU: it learns as on the CPU, and a step makes the host wait for nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import VOCABULARY, make_trainer, tiny_job
+
+from craton.job import Layout, ModelShape
+from craton.ml.models import DecoderConfig
+from craton.ml.training.loop import Trainer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SHAPE = ModelShape("small", 2, 256, 512, 4, 2, 64, VOCABULARY, tied_embeddings=True)
+
+
+def trainer_on(device: str, **options: str) -> tuple[Trainer, dict[int, float]]:
+    job = tiny_job(12, precision="bf16", learning_rate="1e-3", **options)
+    trainer, records = make_trainer(job, Layout(micro_batch=4), config=DecoderConfig(SHAPE), device=device)
+    trainer.fit()
+    step = records.metrics_by_step[12]
+    names = ("data", "compute", "communication", "optimizer", "checkpoint")
+    assert sum(step[f"run_{name}_seconds"] for name in names) == pytest.approx(step["run_step_seconds"])
+    return trainer, records.losses
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_a_gpu_learns_what_a_cpu_learns(weights: str) -> None:
+    (_, on_cpu), (_, on_gpu) = (trainer_on(device, weights=weights) for device in ("cpu", "cuda"))
+    # random weights differ between the devices' generators, the way down does not
+    assert on_gpu[1] == pytest.approx(on_cpu[1], rel=0.05)
+    assert on_gpu[12] == pytest.approx(on_cpu[12], rel=0.05)
+    assert on_gpu[12] < on_gpu[1] - 0.3
+
+
+def test_a_step_makes_the_host_wait_for_nothing() -> None:
+    job = tiny_job(20, precision="bf16", learning_rate="1e-3")
+    trainer, _ = make_trainer(job, Layout(micro_batch=4), config=DecoderConfig(SHAPE), device="cuda")
+    trainer._begin(None)
+    trainer.timer.begin()
+    for _ in range(4):
+        trainer._train_step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            trainer._train_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        assert trainer.loader is not None
+        trainer.loader.close()
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_changes_no_bit(recompute: str) -> None:
+    losses = []
+    for chosen in ("none", recompute):
+        job = tiny_job(6, precision="bf16", learning_rate="1e-3")
+        layout = Layout(micro_batch=4, recompute=chosen)
+        trainer, records = make_trainer(job, layout, config=DecoderConfig(SHAPE), device="cuda")
+        trainer.fit()
+        losses.append(records.losses)
+    assert losses[0] == losses[1]
