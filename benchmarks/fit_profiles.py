@@ -1,6 +1,6 @@
-"""Fit the shipped software profiles to the published runs: `python benchmarks/fit_profiles.py` writes
+"""Fit the shipped software profiles to the published runs and our own: `python benchmarks/fit_profiles.py` writes
 craton/planning/profiles.json. Takes about two seconds; run it after any change of the step model, the kernel or
-collective curves, the priors or the corpus.
+collective curves, the priors, data/training_results.json or data/craton_runs.json.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections import Counter
 from pathlib import Path
 
 from craton.infrastructure import gpu, gpus
-from craton.planning.corpus import corpus, corpus_fit, effect_labels
-from craton.planning.profiles import STACKS, profile_from_fit, profile_json
+from craton.planning.corpus import corpus_fit, effect_labels, fitted_cases
+from craton.planning.profiles import STACKS, UNKNOWN, profile_from_fit, profile_json
 
 OUTPUT = Path(__file__).parent.parent / "craton" / "planning" / "profiles.json"
 
 
 def main() -> None:
     fit = corpus_fit()
-    cases = corpus()
+    cases = fitted_cases()
     counts = Counter((case.family, case.machine.gpu) for case in cases)
     newest = {
         family: max((case.release for case in cases if case.family == family), default="")
@@ -39,10 +39,11 @@ def main() -> None:
         ]:
             labels = effect_labels(family=software, release=release, gpu=name, generation=generation)
             rows = counts[(software, name)] if name else 0
+            kind = "our own" if software == UNKNOWN else "published"
             source = (
-                f"fitted to {rows} published runs of {software} on {name}"
+                f"fitted to {rows} {kind} runs of {software} on {name}"
                 if rows
-                else f"fitted to published runs of {software} on other GPUs"
+                else f"fitted to {kind} runs of {software} on other GPUs"
                 if measured
                 else "priors: no published run of this stack"
             )

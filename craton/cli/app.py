@@ -14,7 +14,14 @@ import typer
 from craton.cli import bench
 from craton.cli.calibrate import calibrate
 from craton.cli.catalog import catalog
+from craton.cli.export import export
+from craton.cli.logs import logs
 from craton.cli.plan import plan
+from craton.cli.ps import ps
+from craton.cli.resume import resume
+from craton.cli.run import run
+from craton.cli.sample import sample
+from craton.cli.stop import stop
 from craton.cli.validate import validate
 
 app = typer.Typer(
@@ -28,6 +35,13 @@ app = typer.Typer(
 
 # A verb whose file is not written yet is not offered.
 app.command()(plan)
+app.command()(run)
+app.command()(ps)
+app.command()(logs)
+app.command()(stop)
+app.command()(resume)
+app.command()(export)
+app.command()(sample)
 app.command()(validate)
 app.command()(catalog)
 app.command()(calibrate)

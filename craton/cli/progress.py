@@ -7,16 +7,23 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Callable[..., None]]:
+def progress(title: str, in_bytes: bool = False) -> Iterator[Callable[..., None]]:
     """Yields a function (done, total, what) that moves the bar."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        DownloadColumn() if in_bytes else MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[what]}"),
         console=console,

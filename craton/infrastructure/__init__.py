@@ -1,5 +1,6 @@
 """The hardware of a job: a catalog of GPUs, instances, prices and storage, and the clusters they form."""
 
+from craton.infrastructure.accelerators import Accelerator, visible_accelerators
 from craton.infrastructure.catalog import (
     KEYS,
     Catalog,
@@ -38,6 +39,7 @@ from craton.infrastructure.microbenchmark import Measurement
 __all__ = [
     "KEYS",
     "STALE_PRICE_DAYS",
+    "Accelerator",
     "Catalog",
     "CatalogError",
     "Cluster",
@@ -67,4 +69,5 @@ __all__ = [
     "price_age_days",
     "resolve_cluster",
     "user_catalog_path",
+    "visible_accelerators",
 ]

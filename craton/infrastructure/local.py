@@ -1,4 +1,4 @@
-"""`local`: this machine as an instance, measured once and remembered.
+"""`local`: this machine as an instance: its GPUs where it has some, else its processor, measured once and remembered.
 
 The cache is one JSON file for all machines that share a home; a record is used only by the machine, core count, memory,
 numpy, torch and benchmark version it was measured with. A torn or foreign file is measured over, never fatal.
@@ -19,12 +19,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from craton.infrastructure.accelerators import Accelerator, catalog_gpu, visible_accelerators
 from craton.infrastructure.catalog import entry
+from craton.infrastructure.errors import CatalogError
 from craton.infrastructure.hardware import Gpu, Instance
 from craton.infrastructure.microbenchmark import BUDGET_SECONDS, Measurement, measure, usable_cores
 
-BENCHMARK_VERSION = 1
+BENCHMARK_VERSION = 2
 GIGA = 1e9
+LOOPBACK_BYTES_PER_SECOND = 5e9  # between nodes of one GPU machine; assumed: nothing is measured where GPUs compute
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class LocalMachine:
 
     @property
     def was_busy(self) -> bool:
-        """Something else used the processor, so that the rates are too low."""
+        """Something else used the processor, so that what depends on the clock, the loopback, is too slow."""
         return self.measurement.load_average > self.cores / 2
 
     def age_days(self, now: datetime) -> int:
@@ -47,8 +50,41 @@ class LocalMachine:
 
 
 def local_instance(shares: int = 1) -> Instance:
-    """This machine as an instance of one rank, or one of `shares` equal parts when several local nodes live on it."""
-    return instance_of_machine(local_machine(), shares)
+    """This machine as an instance, or one of `shares` equal parts when several local nodes live on it.
+
+    With GPUs each part has its share of those; without, it is one rank on its share of the processor.
+    """
+    cards = visible_accelerators()
+    return instance_of_gpus(cards, shares) if cards else instance_of_machine(local_machine(), shares)
+
+
+def instance_of_gpus(cards: list[Accelerator], shares: int = 1) -> Instance:
+    """An equal share of this machine's GPUs; nothing is measured, the catalog knows them."""
+    card = catalog_gpu(cards)
+    if len(cards) % shares:
+        raise CatalogError(
+            f"local x {shares} cannot share {len(cards)} GPU{'s' if len(cards) > 1 else ''} equally; write local x 1, "
+            "which uses all of them, or set CUDA_VISIBLE_DEVICES= to use the CPU"
+        )
+    num_gpus = len(cards) // shares
+    link, disk = "pcie5", entry("storage", "local-disk")
+    return Instance(
+        name="local",
+        gpu=card,
+        num_gpus=num_gpus,
+        nvlink_domain_gpus=num_gpus if card.nvlink_bytes_per_second else 1,
+        host_link=link,
+        host_link_bytes_per_second=entry("host_links", link).number("gigabytes_per_second") * GIGA,
+        network_bytes_per_second=LOOPBACK_BYTES_PER_SECOND,
+        network_interfaces=1,
+        efa_version=0,
+        vcpus=max(usable_cores() // shares, 1),
+        host_memory_bytes=machine_memory_bytes() / shares,
+        nvme_bytes=float(shutil.disk_usage(Path.cwd()).total) / shares,
+        nvme_read_bytes_per_second=disk.number("client_read_gigabytes_per_second") * GIGA / shares,
+        nvme_write_bytes_per_second=disk.number("client_write_gigabytes_per_second") * GIGA / shares,
+        notes=(f"{len(cards)} x {cards[0].name} as nvidia-smi reports them",),
+    )
 
 
 def local_machine(
@@ -74,7 +110,7 @@ def local_machine(
         say(f"bf16 is taken at the {machine.measurement.bf16_method}")
     if machine.was_busy:
         busy = f"load {machine.measurement.load_average:.1f} on {cores} cores"
-        say(f"the machine was busy ({busy}), so the rates are low: `craton catalog local --measure` when it is idle")
+        say(f"the machine was busy ({busy}), so rates may be low: `craton catalog local --measure` when it is idle")
     try:
         write_records(cache, {**records, key: (machine.measured_at, machine.measurement)})
     except OSError as error:
@@ -192,9 +228,10 @@ def package_version(name: str) -> str:
 
 def _measurement(record: dict[str, Any]) -> Measurement:
     """A record of the cache, or KeyError, TypeError or ValueError when it cannot be one of ours."""
-    rates = [record[name] for name in record if name not in ("bf16_method", "load_average")]
+    rates = [record[name] for name in record if name not in ("fp32_method", "bf16_method", "load_average")]
     if not all(isinstance(rate, float) and math.isfinite(rate) and rate > 0 for rate in rates):
         raise ValueError("a rate is not a positive number")
-    if not isinstance(record["bf16_method"], str) or not isinstance(record["load_average"], float):
-        raise ValueError("bf16_method or load_average has the wrong type")
+    texts = (record["fp32_method"], record["bf16_method"])
+    if not all(isinstance(text, str) for text in texts) or not isinstance(record["load_average"], float):
+        raise ValueError("a method or load_average has the wrong type")
     return Measurement(**record)

@@ -1,7 +1,9 @@
-"""What this machine's processor, memory and loopback can do, measured in at most five seconds.
+"""What this machine's processor, memory and loopback can do, measured in a few seconds.
 
-Everything here really runs; only bf16 needs torch, which is started in a child process so that the caller stays light.
-Where bf16 cannot be measured the fp32 rate stands in and `bf16_method` says so.
+Everything here really runs, the way training will: matrix products by torch, one thread a core, all cores at once.
+Torch is started in a child process so that the caller stays light; without it numpy multiplies, and bf16 is taken at
+the fp32 rate, which the methods say. Rates count processor time, so that a busy machine is not taken for a slow one;
+only the loopback, which waits for others, counts the clock.
 """
 
 from __future__ import annotations
@@ -19,23 +21,29 @@ from threading import Thread
 
 import numpy
 
-BUDGET_SECONDS = 5.0
+BUDGET_SECONDS = 12.0  # most of it for a torch that starts slowly; five are usual
+PART_SECONDS = 0.5  # of each measurement
 MATRIX_SIZE = 1024  # large enough for every BLAS to reach its plateau, 20 to 200 ms on a laptop core
 COPY_BYTES = 128 * 2**20  # beyond the last-level cache of everything up to a large server
 MESSAGE_BYTES = 2**20
 
-# Runs in the child: the same product in bf16, best of as many as fit.
+# Runs in the child: the product in fp32, then in bf16, on every core at once; the best time of each core counts.
 TORCH_PROGRAM = """
 import sys, time, torch
-size, seconds = int(sys.argv[1]), float(sys.argv[2])
-a = torch.rand(size, size).to(torch.bfloat16)
-a @ a
-best, end = float("inf"), time.perf_counter() + seconds
-while time.perf_counter() < end:
-    start = time.perf_counter()
+from concurrent.futures import ThreadPoolExecutor
+size, seconds, cores = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+def rate(kind):
+    a = torch.rand(size, size).to(kind)
     a @ a
-    best = min(best, time.perf_counter() - start)
-print(best)
+    best, end = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < end:
+        start = time.thread_time()
+        a @ a
+        best = min(best, time.thread_time() - start)
+    return 2 * size**3 / best
+with ThreadPoolExecutor(cores) as pool:
+    for kind in (torch.float32, torch.bfloat16):
+        print(sum(pool.map(rate, [kind] * cores)))
 """
 
 
@@ -43,25 +51,29 @@ print(best)
 class Measurement:
     fp32_flops: float
     bf16_flops: float
-    bf16_method: str  # "torch 2.9.0", or why the fp32 rate stands in
+    bf16_method: str  # "torch, one thread a core", or why the fp32 rate stands in
     memory_bytes_per_second: float  # copies: read and write counted
     loopback_bytes_per_second: float  # TCP over 127.0.0.1, one direction
-    load_average: float  # of the last minute before; near or above the number of cores, the rates are too low
+    load_average: float  # of the last minute before; near or above the number of cores, the loopback is too slow
+    fp32_method: str = "torch, one thread a core"
 
 
 def measure(budget_seconds: float = BUDGET_SECONDS) -> Measurement:
-    """All four numbers; numpy's parts take 30 % of the budget, the torch child what is left of it."""
+    """All four numbers; the torch child gets what memory and loopback leave of the budget."""
     deadline = time.perf_counter() + budget_seconds
     load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    part_seconds = budget_seconds / 10
-    fp32_flops = measure_matrix_product(part_seconds)
+    part_seconds = min(PART_SECONDS, budget_seconds / 10)
     memory_bytes_per_second = measure_copy(part_seconds)
     loopback_bytes_per_second = measure_loopback(part_seconds)
-    bf16_flops, bf16_method = measure_bf16(part_seconds, deadline - time.perf_counter())
+    flops, method = measure_torch(part_seconds, deadline - time.perf_counter())
+    fp32_flops, fp32_method = (
+        (flops[0], method) if flops else (measure_matrix_product(part_seconds), "numpy, all cores")
+    )
     return Measurement(
         fp32_flops=fp32_flops,
-        bf16_flops=bf16_flops or fp32_flops,
-        bf16_method=bf16_method,
+        fp32_method=fp32_method,
+        bf16_flops=flops[1] if flops else fp32_flops,
+        bf16_method=method,
         memory_bytes_per_second=memory_bytes_per_second,
         loopback_bytes_per_second=loopback_bytes_per_second,
         load_average=load_average,
@@ -84,17 +96,15 @@ def measure_matrix_product(seconds: float) -> float:
 
 def measure_copy(seconds: float) -> float:
     """Bytes read and written per second when all cores copy at once."""
-    source = numpy.ones(COPY_BYTES // 8)
-    target = numpy.empty_like(source)
     cores = usable_cores()
-    bounds = [len(source) * part // cores for part in range(cores + 1)]
 
-    def copy(part: int) -> None:
-        piece = slice(bounds[part], bounds[part + 1])
-        numpy.copyto(target[piece], source[piece])
+    def copy(part: int) -> float:
+        source = numpy.ones(COPY_BYTES // 8 // cores)
+        target = numpy.empty_like(source)
+        return 2 * source.nbytes / _best(lambda: numpy.copyto(target, source), seconds, time.thread_time)
 
     with ThreadPoolExecutor(cores) as pool:
-        return 2 * source.nbytes / _best(lambda: list(pool.map(copy, range(cores))), seconds)
+        return sum(pool.map(copy, range(cores)))
 
 
 def measure_loopback(seconds: float) -> float:
@@ -113,32 +123,40 @@ def measure_loopback(seconds: float) -> float:
     return received / elapsed
 
 
-def measure_bf16(seconds: float, allowed_seconds: float) -> tuple[float, str]:
-    """FLOP/s of torch's best bf16 product and how it was got; 0 and the reason when it cannot be measured."""
+def measure_torch(seconds: float, allowed_seconds: float) -> tuple[tuple[float, float] | None, str]:
+    """FLOP/s of torch's fp32 and bf16 products and how they were got; None and the reason when they cannot be."""
     if importlib.util.find_spec("torch") is None:
-        return 0.0, "fp32 rate: torch is not installed"
-    command = [sys.executable, "-c", TORCH_PROGRAM, str(MATRIX_SIZE), str(seconds)]
+        return None, "fp32 rate: torch is not installed"
+    command = [sys.executable, "-c", TORCH_PROGRAM, str(MATRIX_SIZE), str(seconds), str(usable_cores())]
     try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=max(allowed_seconds, 0.1), check=False)
+        child = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=max(allowed_seconds, 0.1),
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        )
     except subprocess.TimeoutExpired:
-        return 0.0, f"fp32 rate: torch did not start within {allowed_seconds:.1f} s; measure again now that it is warm"
+        return None, f"fp32 rate: torch did not start within {allowed_seconds:.1f} s; measure again now that it is warm"
     if child.returncode != 0:
         reason = (child.stderr.strip().splitlines() or [f"exit {child.returncode}"])[-1]
-        return 0.0, f"fp32 rate: torch is installed but failed: {reason}"
-    best = float(child.stdout)
-    assert 0 < best < float("inf"), child.stdout
-    return 2 * MATRIX_SIZE**3 / best, "torch, in a process of its own"
+        return None, f"fp32 rate: torch is installed but failed: {reason}"
+    fp32, bf16 = (float(line) for line in child.stdout.split())
+    assert 0 < fp32 < float("inf"), child.stdout
+    assert 0 < bf16 < float("inf"), child.stdout
+    return (fp32, bf16), "torch, one thread a core"
 
 
-def _best(work: Callable[[], object], seconds: float) -> float:
+def _best(work: Callable[[], object], seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
     """Shortest time of a piece of work, run as often as fits after a first time that warms caches and threads."""
     work()
     times: list[float] = []
     end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
-        start = time.perf_counter()
+        start = clock()
         work()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return min(times)
 
 

@@ -1,5 +1,6 @@
 """What the user wrote: the job file, the cluster file, the model's shape and the layout algebra."""
 
+from craton.job.checkpoint import Checkpoint, CheckpointTier
 from craton.job.clusterfile import (
     LEVELS,
     ClusterFile,
@@ -10,22 +11,11 @@ from craton.job.clusterfile import (
     StorageNumbers,
     load_cluster,
 )
+from craton.job.data import STANDARD_LIBRARY, Data, WeightedPath
+from craton.job.dump import dump_job
 from craton.job.errors import ContentError, CratonError, FileError, JobError, LayoutError, ModelError, did_you_mean
 from craton.job.huggingface import model_from_config
-from craton.job.jobfile import (
-    TRAINING_KINDS,
-    Checkpoint,
-    CheckpointTier,
-    Data,
-    Job,
-    LayoutSpec,
-    Lora,
-    Placement,
-    Run,
-    Train,
-    load_job,
-    parse_job,
-)
+from craton.job.jobfile import TRAINING_KINDS, Job, LayoutSpec, Placement, Run, load_job, parse_job
 from craton.job.layout import (
     OFFLOADS,
     PRECISIONS,
@@ -41,6 +31,7 @@ from craton.job.layout_check import check_layout, layout_is_valid
 from craton.job.model import MlaShape, ModelShape
 from craton.job.presets import model_preset, model_presets
 from craton.job.summary import JobSummary, check_job
+from craton.job.train import Evaluate, FaultPolicy, LearningRateSchedule, Lora, Spike, Train, Weights
 from craton.job.units import parse_count, parse_seconds
 
 __all__ = [
@@ -49,6 +40,7 @@ __all__ = [
     "PRECISIONS",
     "RECOMPUTES",
     "SCHEDULES",
+    "STANDARD_LIBRARY",
     "TRAINING_KINDS",
     "Checkpoint",
     "CheckpointTier",
@@ -57,6 +49,8 @@ __all__ = [
     "ContentError",
     "CratonError",
     "Data",
+    "Evaluate",
+    "FaultPolicy",
     "FileError",
     "GpuNumbers",
     "HardwareNumbers",
@@ -66,6 +60,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "LayoutSpec",
+    "LearningRateSchedule",
     "Lora",
     "MlaShape",
     "ModelError",
@@ -77,11 +72,15 @@ __all__ = [
     "Recompute",
     "Run",
     "Schedule",
+    "Spike",
     "StorageNumbers",
     "Train",
+    "WeightedPath",
+    "Weights",
     "check_job",
     "check_layout",
     "did_you_mean",
+    "dump_job",
     "layout_is_valid",
     "load_cluster",
     "load_job",

@@ -245,8 +245,9 @@ class ClusterRef(Section):
     def _as_written(self) -> object:
         if self.file is None:
             return str(self)
+        written = {**self.file.model_dump(mode="json", exclude_none=True), "nodes": str(self.file.nodes)}
         nodes = NodeCount(min_nodes=self.min_nodes, num_nodes=self.num_nodes)
-        return {**self.file.model_dump(mode="json", exclude_none=True), "nodes": str(nodes)}
+        return written if nodes == self.file.nodes else {**written, "take": str(nodes)}
 
 
 def load_cluster(path: Path | str) -> ClusterFile:
@@ -255,31 +256,35 @@ def load_cluster(path: Path | str) -> ClusterFile:
 
 
 def parse_cluster(value: object, info: ValidationInfo) -> ClusterRef:
-    """`NAME x N`, `NAME x 2..8`, `local x N`, the path of a cluster file (`x N` takes a part of it), or a mapping."""
+    """`NAME x N`, `NAME x 2..8`, `local x N`, the path of a cluster file (`x N` takes a part of it), or a mapping.
+
+    A mapping is a cluster file written inline, where `take: N` is what `x N` is behind a path.
+    """
     if isinstance(value, ClusterRef):
         return value
     if isinstance(value, dict):
-        return _whole_cluster(ClusterFile.parse(value, info))
+        file = ClusterFile.parse({key: item for key, item in value.items() if key != "take"}, info)
+        return _part_of_cluster(file, value.get("take"), "the cluster")
     match = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         raise ValueError(
             f"{value!r} is not a cluster; write e.g. `p5en.48xlarge x 16`, `p5.48xlarge x 2..8`, `local x 2`, "
             "the path of a cluster file, or a mapping"
         )
-    min_nodes, num_nodes = parse_nodes(match["nodes"] or "1")
     name = match["name"]
     if not name.endswith((".yaml", ".yml")) and "/" not in name:
+        min_nodes, num_nodes = parse_nodes(match["nodes"] or "1")
         return ClusterRef(instance=name, num_nodes=num_nodes, min_nodes=min_nodes)
     file = load_cluster(Path((info.context or {}).get("folder", ".")) / Path(name).expanduser())
-    if match["nodes"] is None:
-        return _whole_cluster(file)
-    if num_nodes > file.nodes.num_nodes:
-        raise ValueError(f"{num_nodes} nodes are asked for, but {name} has {file.nodes.num_nodes}")
-    return ClusterRef(instance=file.machine, num_nodes=num_nodes, min_nodes=min_nodes, file=file)
+    return _part_of_cluster(file, match["nodes"], name)
 
 
 ClusterSpec = Annotated[ClusterRef, BeforeValidator(parse_cluster)]
 
 
-def _whole_cluster(file: ClusterFile) -> ClusterRef:
-    return ClusterRef(instance=file.machine, num_nodes=file.nodes.num_nodes, min_nodes=file.nodes.min_nodes, file=file)
+def _part_of_cluster(file: ClusterFile, nodes: object, name: str) -> ClusterRef:
+    """Some of a cluster's nodes, or all when `nodes` is None."""
+    min_nodes, num_nodes = parse_nodes(nodes) if nodes is not None else (file.nodes.min_nodes, file.nodes.num_nodes)
+    if num_nodes > file.nodes.num_nodes:
+        raise ValueError(f"{num_nodes} nodes are asked for, but {name} has {file.nodes.num_nodes}")
+    return ClusterRef(instance=file.machine, num_nodes=num_nodes, min_nodes=min_nodes, file=file)

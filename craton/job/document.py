@@ -78,6 +78,11 @@ def parse_document(text: str, name: str = "job.yaml", folder: Path | str = ".") 
     return Document(name=name, folder=Path(folder), data=data, lines=lines)
 
 
+def reads_as_text(text: str) -> bool:
+    """Whether a text without quotes is read as itself, not as a number, a boolean or nothing."""
+    return isinstance(_plain_scalar(text), str)
+
+
 def _code_point(error: yaml.reader.ReaderError) -> int:
     character = error.character
     return character if isinstance(character, int) else ord(character)

@@ -16,25 +16,30 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    PlainValidator,
     PrivateAttr,
     ValidationInfo,
     model_validator,
 )
 
+from craton.job.checkpoint import Checkpoint
 from craton.job.clusterfile import ClusterSpec, PriceNumbers, SchedulerKind
-from craton.job.document import Document, Location, parse_document, read_document
+from craton.job.data import Data, Function
+from craton.job.document import Document, parse_document, read_document
 from craton.job.errors import ContentError, JobError, LayoutError
 from craton.job.layout import Layout, Offload, Precision, Recompute, Schedule
 from craton.job.model import ModelShape
-from craton.job.modelspec import ModelSpec, is_function, model_shape
+from craton.job.modelspec import ModelSpec, model_shape, weights_folder
 from craton.job.section import ConflictError, Section, parse_section
-from craton.job.units import Count, Seconds, Size, TokenCount, Whole, parse_seconds
+from craton.job.train import Float8Recipe, Train
+from craton.job.units import Seconds, Size
 
 Kind = Literal["pretrain", "sft", "dpo", "grpo", "serve", "command"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 TRAINING_KINDS = ("pretrain", "sft", "dpo", "grpo")
 DEFAULT_SEQUENCE = 8192  # of a model that could see more: long contexts are asked for, not stumbled into
+DEFAULT_LEARNING_RATES: dict[str, float] = {"pretrain": 3e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}
+FINAL_LEARNING_RATE_SHARE = 0.1
+MAX_WARMUP_STEPS = 2000
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _NO_SEQUENCE = "data.sequence is missing, and the model does not say how long its sequences are"
@@ -57,12 +62,6 @@ def _check_name(value: str) -> str:
     return value
 
 
-def _check_function(value: str) -> str:
-    if not is_function(value):
-        raise ValueError(f"{value!r} is not a function; write package.module:function")
-    return value
-
-
 def _check_variable(value: str) -> str:
     if not _VARIABLE.fullmatch(value):
         raise ValueError(f"{value!r} is not the name of an environment variable")
@@ -80,46 +79,8 @@ def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Function = Annotated[str, AfterValidator(_check_function)]
 Text = Annotated[str, BeforeValidator(_text)]
 Variable = Annotated[str, AfterValidator(_check_variable)]
-
-
-class Data(Section):
-    """Where the tokens come from."""
-
-    path: str | None = None
-    sequence: TokenCount | None = None
-    source: Function | None = None
-
-
-class Lora(Section):
-    """Low-rank adapters (arXiv:2106.09685): the base weights stay frozen."""
-
-    rank: Size
-    alpha: Annotated[float, Field(gt=0)] | None = None  # default: the rank
-    targets: Literal["attention", "mlp", "all"] = "all"
-
-
-class Train(Section):
-    """How much is trained, and how."""
-
-    global_batch_tokens: TokenCount | None = None
-    global_batch_sequences: Count | None = None
-    tokens: Count | None = None
-    steps: Count | None = None
-    precision: Precision = "bf16"
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: Annotated[float, Field(gt=0)] | None = None
-    seed: Whole = 0
-    lora: Lora | None = None
-
-    @model_validator(mode="after")
-    def _never_both_of_a_pair(self) -> Self:
-        for first, second in (("global_batch_tokens", "global_batch_sequences"), ("tokens", "steps")):
-            if getattr(self, first) is not None and getattr(self, second) is not None:
-                raise ConflictError(f"train: {first} and {second} are both given; keep one", (first,), (second,))
-        return self
 
 
 class LayoutSpec(Section):
@@ -170,50 +131,6 @@ class Placement(Section):
     """How close together the nodes must be."""
 
     within: Literal["node", "leaf", "spine", "zone"]
-
-
-class CheckpointTier(Section):
-    """One place checkpoints go to."""
-
-    to: str
-    every: Seconds
-    keep: Size | None = None  # newest ones kept; default: all
-
-    @model_validator(mode="after")
-    def _place_is_known(self) -> Self:
-        if self.to not in ("nvme", "shared", "object") and not self.to.startswith(("s3://", "/")):
-            raise ConflictError(
-                f"checkpoint: {self.to!r} is not a tier; allowed: nvme, shared, object, an s3:// prefix or an "
-                "absolute path",
-                ("to",),
-            )
-        return self
-
-
-def _parse_peer(value: object) -> object:
-    if value in ("auto", "off"):
-        return value
-    try:
-        return parse_seconds(value)
-    except ValueError:
-        raise ValueError(f"{value!r} is not allowed; write auto, off, or a duration such as 2m") from None
-
-
-class Checkpoint(Section):
-    """How state survives. `peer`: a copy in another node's memory, `auto` as often as costs under 2 %."""
-
-    peer: Annotated[Literal["auto", "off"] | float, PlainValidator(_parse_peer)] = "auto"
-    tiers: tuple[CheckpointTier, ...] = ()
-
-    @model_validator(mode="after")
-    def _places_differ(self) -> Self:
-        places = [tier.to for tier in self.tiers]
-        for index, place in enumerate(places):
-            if place in places[:index]:
-                first: Location = ("tiers", places.index(place), "to")
-                second: Location = ("tiers", index, "to")
-                raise ConflictError(f"checkpoint: tier {place!r} is given twice; keep one", first, second)
-        return self
 
 
 class Run(Section):
@@ -308,6 +225,38 @@ class Job(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _training_goes_together(self) -> Self:
+        train = self.train
+        if train is None:
+            return self
+        if train.fp8 is not None and self.precision != "fp8":
+            raise ConflictError(
+                f"train: fp8 {train.fp8} needs precision fp8, not {self.precision}",
+                ("train", "fp8"),
+                ("train", "precision"),
+            )
+        if train.weights == "bf16" and self.precision in ("fp32", "fp16"):
+            raise ConflictError(
+                f"train: weights bf16 cannot be computed with in {self.precision}; use precision bf16 or fp8, or "
+                "weights fp32",
+                ("train", "weights"),
+                ("train", "precision"),
+            )
+        if train.evaluate and not (self.data.validation or self.data.source):
+            raise ConflictError("train: evaluate needs `validation:` under data", ("train", "evaluate"))
+        steps = self.steps
+        if steps is not None and train.warmup_steps is not None and train.warmup_steps > steps:
+            raise ConflictError(
+                f"train: {train.warmup_steps:,} warmup_steps are more than the {steps:,} steps of the job",
+                ("train", "warmup_steps"),
+            )
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        """Jobs that say the same are equal, whatever file they were read from."""
+        return isinstance(other, Job) and self.__dict__ == other.__dict__
+
     @property
     def model_shape(self) -> ModelShape | None:
         """None when there is no model, or when it is a function that only its author knows."""
@@ -360,6 +309,48 @@ class Job(Section):
         if self.layout and self.layout.precision:
             return self.layout.precision
         return self.train.precision if self.train else "bf16"
+
+    @property
+    def learning_rate(self) -> float:
+        """The highest of the schedule."""
+        assert self.train is not None, f"kind {self.kind} does not train"
+        return self.train.learning_rate or DEFAULT_LEARNING_RATES[self.kind]
+
+    @property
+    def warmup_steps(self) -> int:
+        """A tenth of the steps, at most MAX_WARMUP_STEPS, unless written; none where the job does not end."""
+        assert self.train is not None, f"kind {self.kind} does not train"
+        if self.train.warmup_steps is not None:
+            return self.train.warmup_steps
+        return min((self.steps or 0) // 10, MAX_WARMUP_STEPS)
+
+    @property
+    def final_learning_rate(self) -> float:
+        """What the schedule ends with."""
+        assert self.train is not None, f"kind {self.kind} does not train"
+        if self.train.final_learning_rate is not None:
+            return self.train.final_learning_rate
+        return self.learning_rate * (1.0 if self.train.schedule == "constant" else FINAL_LEARNING_RATE_SHARE)
+
+    @property
+    def fp8(self) -> Float8Recipe | None:
+        """How matrix products are scaled in fp8; None in any other precision."""
+        return (self.train and self.train.fp8) or "tensorwise" if self.precision == "fp8" else None
+
+    @property
+    def weights_folder(self) -> Path | None:
+        """The folder whose weights training starts from; None where it starts from random ones.
+
+        A JobError when weights are asked for and there are none.
+        """
+        initialize = self.train.initialize if self.train else "auto"
+        folder = weights_folder(self.model) if isinstance(self.model, str) and initialize != "random" else None
+        if folder is None and initialize == "weights":
+            raise JobError(
+                f"{self.where('train', 'initialize')}train.initialize is weights, but the model holds none that can be "
+                "found here; give a folder or a Hub id in the local cache with *.safetensors, or initialize: random"
+            )
+        return folder
 
     def where(self, *location: str | int) -> str:
         """`job.yaml:7: `, the beginning of a message about a key; nothing for a job that was not read from a file."""

@@ -104,7 +104,7 @@ def model_shape(model: str | ModelNumbers) -> ModelShape | None:
     if (preset := find_preset(model)) is not None:
         return preset
     path = Path(model).expanduser()
-    if path.exists() or _looks_like_path(model):
+    if path.exists() or looks_like_path(model):
         return read_config(path)
     if _HUB_ID.fullmatch(model):
         return read_config(cached_config(model), name=model)
@@ -112,6 +112,22 @@ def model_shape(model: str | ModelNumbers) -> ModelShape | None:
         f"{model!r} is not a model preset, a Hub id (organisation/name), a folder with a config.json or "
         f"package.module:function; `craton catalog models` lists the presets{did_you_mean(model, preset_names())}"
     )
+
+
+def weights_folder(model: str) -> Path | None:
+    """The folder with the weights of a folder or a cached Hub id; None when there are none on this machine."""
+    if is_function(model):
+        return None
+    path = Path(model).expanduser()
+    if not path.exists():
+        if not _HUB_ID.fullmatch(model):
+            return None
+        try:
+            path = cached_config(model)
+        except ModelError:
+            return None
+    folder = path if path.is_dir() else path.parent
+    return folder if any(folder.glob("*.safetensors")) else None
 
 
 def _parse_model(value: object, info: ValidationInfo) -> str | ModelNumbers:
@@ -125,7 +141,7 @@ def _parse_model(value: object, info: ValidationInfo) -> str | ModelNumbers:
     model = value.strip()
     if not is_function(model) and find_preset(model) is None:
         path = (Path((info.context or {}).get("folder", ".")) / Path(model).expanduser()).resolve()
-        if path.exists() or _looks_like_path(model):
+        if path.exists() or looks_like_path(model):
             model = str(path)
     model_shape(model)
     return model
@@ -134,5 +150,6 @@ def _parse_model(value: object, info: ValidationInfo) -> str | ModelNumbers:
 ModelSpec = Annotated[str | ModelNumbers, BeforeValidator(_parse_model)]
 
 
-def _looks_like_path(text: str) -> bool:
+def looks_like_path(text: str) -> bool:
+    """Whether a text can only be a path, even of something that is not there."""
     return text.startswith((".", "/", "~")) or text.endswith((".json", "/"))

@@ -33,11 +33,12 @@ class Section(BaseModel):
 
 
 class SectionError(ValueError):
-    """Problems inside a section that a validator parsed by itself."""
+    """Problems inside a section that a validator parsed by itself; `at`: where in the validator's own value."""
 
-    def __init__(self, section: type[Section], error: ValidationError) -> None:
+    def __init__(self, section: type[Section], error: ValidationError, at: Location = ()) -> None:
         self.section = section
         self.error = error
+        self.at = at
         super().__init__(str(error))
 
 
@@ -81,7 +82,7 @@ def _problems(
         location = (*prefix, *(part for part in finding["loc"] if part != "[key]"))
         cause = finding.get("ctx", {}).get("error")
         if isinstance(cause, SectionError):
-            yield from _problems(cause.section, cause.error, document, location)
+            yield from _problems(cause.section, cause.error, document, (*location, *cause.at))
         elif isinstance(cause, ContentError):  # of another file, which names its own lines
             yield from ((document.line(location), problem) for problem in cause.problems)
         else:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from craton.job import CratonError, Layout, MlaShape, ModelShape
+from craton.job import CratonError, Layout, MlaShape, ModelShape, Weights
 from craton.planning.software import Traits
 
 # For rows that name a model and no vocabulary: Megatron's GPT default; Nemotron's tokenizer has 256,000 entries.
@@ -73,6 +73,7 @@ class Case:
     traits: Traits
     measured_step_seconds: float
     open_fields: tuple[str, ...] = ()
+    weights: Weights = "fp32"
 
     @property
     def group(self) -> tuple[str, str, str]:

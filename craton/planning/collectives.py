@@ -72,11 +72,14 @@ def network(
     """Rates of a machine joined with the constants of its GPU generation and of its fabric.
 
     Without NVLink (rate 0 or a domain of one) the node's PCIe takes its place. An unknown generation or a newer EFA
-    takes the nearest one's constants.
+    takes the nearest one's constants. CPUs talk by gloo, over the rate measured on their own network.
     """
-    if nvlink_bytes_per_second <= 0 or nvlink_domain <= 1:
+    if generation == "cpu":
+        nvlink_bytes_per_second, nvlink_domain = nvlink_bytes_per_second or nic_bytes_per_second, node_gpus
+    elif nvlink_bytes_per_second <= 0 or nvlink_domain <= 1:
         generation, nvlink_bytes_per_second, nvlink_domain = "pcie", PCIE_BYTES_PER_SECOND, node_gpus
-    inside, across = link_constants(generation), fabric_constants(efa_version)
+    inside = link_constants(generation)
+    across = fabric_constants(efa_version) if generation != "cpu" else _table()["fabric"]["gloo"]
     return Network(
         nvlink_bytes_per_second=nvlink_bytes_per_second,
         nvlink_domain=nvlink_domain,

@@ -18,7 +18,7 @@ from craton.planning.collectives import (
     all_to_all_seconds,
     reduce_scatter_seconds,
 )
-from craton.planning.kernels import GpuRates, attention_seconds, gemm_seconds, grouped_gemm_seconds
+from craton.planning.kernels import OUTPUT_BYTES, GpuRates, attention_seconds, gemm_seconds, grouped_gemm_seconds
 from craton.planning.software import Traits
 
 # Kernels a layer launches forward; backward launches about twice as many. Counted from profiles of a Llama block in
@@ -66,8 +66,12 @@ def layer_terms(
     moe: bool,
     lora: bool = False,
     imbalance: float = 1.0,
+    expert_stride: int = 1,
 ) -> LayerTerms:
-    """One transformer layer on one rank. Of the layout only tp, cp, ep, micro_batch and precision count here."""
+    """One transformer layer on one rank. Of the layout only tp, cp, ep, micro_batch and precision count here.
+
+    `expert_stride`: how far apart the ranks of an expert exchange are.
+    """
     tp, cp = layout.tp, layout.cp
     hidden = shape.hidden
     tokens = layout.micro_batch * sequence / cp  # a tensor-parallel group's tokens in one micro-batch
@@ -109,11 +113,11 @@ def layer_terms(
         moved = rows * hidden * 2.0
         # permute and un-permute: each assignment is read and written once before and once after its expert
         permute_bytes = 4.0 * moved + rows * (up + inner) * 2.0
-        rate = gpu.streaming_bytes_per_second
+        rate = gpu.elementwise_bytes_per_second
         permute = (permute_bytes / rate, 1.5 * permute_bytes / rate)
         kernels += KERNELS["experts"] if traits.dispatcher != "loop" else KERNELS["expert loop"] * local_experts
         if layout.ep > 1:
-            group = group_of(layout.ep, 1, network)
+            group = group_of(layout.ep, expert_stride, network)
             copies = distinct_nodes_share(routed, group) if traits.dispatcher in ("deepep", "hybridep") else 1.0
             one_way = all_to_all_seconds(copies * moved, group, network)
             exchange = (2.0 * one_way, 2.0 * one_way)
@@ -131,8 +135,8 @@ def layer_terms(
 
     heads_width = (shape.heads + shape.kv_heads) * query_dim / tp
     elements = 10.0 * tokens * hidden / tp + 2.0 * tokens * heads_width + ffn_elements
-    traffic = 2.0 * elements + (3.0 * activations if low else 0.0)
-    rate = gpu.streaming_bytes_per_second
+    traffic = OUTPUT_BYTES[layout.precision] * elements + (3.0 * activations if low else 0.0)
+    rate = gpu.elementwise_bytes_per_second
     scores = 0.0 if traits.attention != "unfused" else SCORE_BYTES * tokens * sequence * shape.heads / tp
     elementwise = ((traffic + scores) / rate, (2.0 * traffic + 1.5 * scores) / rate)
 
@@ -186,8 +190,8 @@ def head_terms(
     width = shape.vocab / layout.tp
     precision = "fp32" if layout.precision == "fp32" else "bf16"
     gemm = linear_seconds(tokens, width, shape.hidden, precision, gpu, lora)
-    rate = gpu.streaming_bytes_per_second
-    logits = tokens * width
+    rate = gpu.elementwise_bytes_per_second
+    logits = tokens * width * OUTPUT_BYTES[precision] / 2.0
     tensor = (0.0, 0.0)
     if layout.tp > 1:
         one = all_gather_seconds(2.0 * tokens * shape.hidden, group_of(layout.tp, 1, network), network)
@@ -198,7 +202,7 @@ def head_terms(
         gemm=gemm,
         experts=zero,
         attention=zero,
-        # logits written in 16 bit, read and upcast by the softmax, its gradient written and read again
+        # logits written, read and upcast by the softmax, its gradient written and read again: bytes at 16 bit
         elementwise=(logits * 10.0 / rate, logits * 8.0 / rate),
         permute=zero,
         kernels=(8.0, 10.0),

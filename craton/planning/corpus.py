@@ -16,6 +16,7 @@ from craton.job import Layout
 from craton.planning.cases import Case, data_folder, load_cases
 from craton.planning.fitting import EXPERT_NOISE, NOISE, OPEN_NOISE, Fit, Row
 from craton.planning.machine import Machine, machine
+from craton.planning.own_runs import own_runs
 from craton.planning.software import prior_log
 from craton.planning.training import StepTerms, Workload, compose, stack, step_terms
 
@@ -46,9 +47,15 @@ def row_of(case: Case) -> Row:
 
 
 @lru_cache(maxsize=1)
+def fitted_cases() -> tuple[Case, ...]:
+    """What the shipped profiles are fitted to: the published runs, and our own."""
+    return (*corpus(), *(run.case() for run in own_runs()))
+
+
+@lru_cache(maxsize=1)
 def corpus_fit() -> Fit:
-    """Everything that was published, as one posterior."""
-    return Fit([row_of(case) for case in corpus()])
+    """Everything that was measured, as one posterior."""
+    return Fit([row_of(case) for case in fitted_cases()])
 
 
 def case_machine(case: Case) -> Machine:
@@ -100,9 +107,21 @@ def case_terms(case: Case) -> StepTerms:
     return candidates[int(np.argmin(seconds))]
 
 
+def case_workload(case: Case, layout: Layout) -> Workload:
+    return Workload(
+        case.shape,
+        layout,
+        case.sequence,
+        case.global_batch_sequences,
+        case.lora,
+        weights=case.weights,
+        adjacent_experts=True,
+    )
+
+
 def _terms(case: Case, layout: Layout) -> StepTerms:
     place = case_machine(case)
-    work = Workload(case.shape, layout, case.sequence, case.global_batch_sequences, case.lora)
+    work = case_workload(case, layout)
     return step_terms(work, place.rates, place.network, case.traits)
 
 

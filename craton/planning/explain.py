@@ -195,6 +195,7 @@ def sensitivities(
         rates,
         memory_bytes_per_second=worse * rates.memory_bytes_per_second,
         streaming_bytes_per_second=worse * rates.streaming_bytes_per_second,
+        elementwise_bytes_per_second=worse * rates.elementwise_bytes_per_second,
     )
     slower_network = replace(network, nic_bytes_per_second=worse * network.nic_bytes_per_second)
     slower_nvlink = replace(network, nvlink_bytes_per_second=worse * network.nvlink_bytes_per_second)
@@ -214,6 +215,8 @@ def sensitivities(
             model.lora,
             model.imbalance,
             model.host_link_bytes_per_second,
+            model.weights,
+            model.adjacent_experts,
         )
         seconds = float(compose(other.terms(candidate.layout), constants).step_seconds)
         found.append(Sensitivity(name, f"−{100 * MOVE:.0f} %", seconds / base - 1.0))

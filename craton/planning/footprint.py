@@ -16,6 +16,7 @@ from craton.planning.software import Traits
 
 MASTER_BYTES = 4.0  # fp32 weights
 MOMENT_BYTES = 8.0  # Adam's two moments, fp32
+BF16_MOMENT_BYTES = 4.0  # the same in bf16
 LORA_SHARE = 0.005  # trainable share of a model with rank-16 adapters
 # Transformer Engine keeps a weight twice in the low precision, by rows and by columns (on Hopper a transposed copy);
 # block scales are a byte in 32 (mxfp8) or in 16 values (nvfp4). An assumption: these are the weights, with no 16-bit
@@ -63,9 +64,10 @@ def parameter_bytes(
     lora: bool,
     offloaded: bool,
     master_gradients: bool,
+    weights: str = "fp32",
 ) -> ParameterBytes:
     """What sharding and precision make of a parameter. `pipeline`: pp > 1; `replicas`: replicate > 1; `offloaded`: the
-    optimizer and its fp32 weights are in host memory."""
+    optimizer and its fp32 weights are in host memory; `weights` bf16: no fp32 weights, and states in bf16."""
     shards = fsdp * cp
     # Without fsdp, context-parallel ranks still reduce gradients once a step: for the same bytes on the wire they can
     # share the optimizer, but neither parameters nor gradients.
@@ -78,9 +80,11 @@ def parameter_bytes(
     copy = WEIGHT_COPY_BYTES.get(precision, 0.0)
     trained = LORA_SHARE if lora else 1.0
     gradient = trained * (4.0 if master_gradients or precision == "fp32" else 2.0)
+    narrow = weights == "bf16"
+    moment_bytes = BF16_MOMENT_BYTES if narrow else MOMENT_BYTES
     if zero == 3:  # FSDP2: fp32 shards are weight and master in one, gathered in 16 bit
-        weight = value if lora or offloaded else MASTER_BYTES
-        moments, landed = trained * MOMENT_BYTES, gradient if offloaded else trained * MASTER_BYTES
+        weight = value if lora or offloaded or narrow else MASTER_BYTES
+        moments, landed = trained * moment_bytes, gradient if offloaded or narrow else trained * MASTER_BYTES
         # in a pipeline gathered once a step, and gradients summed before they are scattered; else the tables stay,
         # one layer is in work and one fetched ahead
         return ParameterBytes(
@@ -101,10 +105,10 @@ def parameter_bytes(
             reduced=0.0 if pipeline else trained * value + gradient,
             keeps_gradients=False,
         )
-    states = trained * (MOMENT_BYTES if precision == "fp32" else MASTER_BYTES + MOMENT_BYTES)
+    states = trained * (moment_bytes if precision == "fp32" or narrow else MASTER_BYTES + moment_bytes)
     scattered = zero == 2 and not pipeline  # a pipeline sums its gradients first
     # a sharded optimizer copies its shard of 16-bit gradients
-    fp32 = 4.0 * trained if gradient < 4.0 * trained and not offloaded else 0.0
+    fp32 = 4.0 * trained if gradient < 4.0 * trained and not offloaded and not narrow else 0.0
     return ParameterBytes(
         table=value,
         weight=copy or value,
@@ -245,6 +249,8 @@ def _layer(
     ups = 2.0 if shape.gated_mlp else 1.0
     up, product = ups * value * width, kept_input * width
     mlp_gradients = (ups + 1.0) * value * width + 2.0 * value * routed * hidden
+    if traits.repeats_gate:
+        mlp_gradients, product = mlp_gradients + product, 0.0
     # fp32 input of both norms, output of the activation before its gate
     separate = 2.0 * 4.0 * stream + value * width if plain else 0.0
 

@@ -47,16 +47,19 @@ class AttentionRates:
     extra_keys_backward: float
     longest_tile: float
     fp8_gain: float
+    narrow_level: float
 
     def efficiency(self, width: float, backward: bool) -> float:
-        """Of the 16-bit peak, between the measured head widths; narrow heads fill the matrix unit in proportion."""
+        """Of the 16-bit peak, between the measured head widths; below 32 they fill the matrix unit in proportion."""
         narrow, middle, wide = (
             (self.backward_64, self.backward_128, self.backward_160)
             if backward
             else (self.forward_64, self.forward_128, self.forward_160)
         )
+        if width <= 32.0:
+            return narrow * self.narrow_level * width / 32.0
         if width <= 64.0:
-            return narrow * width / 64.0
+            return narrow * (self.narrow_level + (1.0 - self.narrow_level) * (width - 32.0) / 32.0)
         if width <= 128.0:
             return narrow + (middle - narrow) * (width - 64.0) / 64.0
         return middle + (wide - middle) * min(1.0, (width - 128.0) / 32.0)
@@ -71,6 +74,7 @@ class GpuRates:
     matrix_flops: Mapping[str, float]  # what a large product reaches, by precision
     memory_bytes_per_second: float  # data sheet
     streaming_bytes_per_second: float  # what a long pass over memory reaches
+    elementwise_bytes_per_second: float  # what norms, activations and casts reach
     kernel_launch_seconds: float
     output_passes: float
     step_seconds: float
@@ -109,6 +113,9 @@ def gpu_rates(
         matrix_flops=reached,
         memory_bytes_per_second=memory_bytes_per_second,
         streaming_bytes_per_second=memory_bytes_per_second * matrix["memory_efficiency"],
+        elementwise_bytes_per_second=memory_bytes_per_second
+        * matrix["memory_efficiency"]
+        * matrix["elementwise_level"],
         kernel_launch_seconds=matrix["launch_seconds"],
         output_passes=matrix["output_passes"],
         step_seconds=matrix["step_seconds"],

@@ -19,6 +19,8 @@ from craton.planning.training import Workload
 GIBIBYTE = 2.0**30
 # CUDA context, cuBLAS workspaces and framework before the first collective: 1.06 GB on H100 (NVIDIA/nccl#1685).
 CONTEXT_BYTES = 1.0 * GIBIBYTE
+# Python, torch and the loop in a rank without a GPU: 0.6 to 0.7 GiB resident beside the tensors, torch 2.13.0.
+PROCESS_BYTES = 0.65 * GIBIBYTE
 # NCCL's buffers grow with communicators and channels (NVIDIA/nccl#864, #986); one that leaves the node has network
 # buffers too.
 COMMUNICATOR_BYTES = 0.2 * GIBIBYTE
@@ -28,7 +30,9 @@ ALLOCATOR_SLACK = 0.04
 
 BUCKET_PARAMETERS = 40e6  # one gradient bucket (Megatron's default); two are alive
 SAVED_LOGIT_BYTES = 4.0  # of a further head (multi-token prediction) until its backward pass
-CHUNK_LOGITS = 2**27  # values a chunked head holds at once: 1,024 tokens of a 128k vocabulary
+# A chunked head holds this much of the logits at once, turns them into their gradient in place, and makes the gradients
+# of its weights and its input in the same pass (craton/ml/training/head.py).
+CHUNK_BYTES = 2.0 * GIBIBYTE
 
 INSTANTS = (
     "start of forward",
@@ -162,7 +166,8 @@ def _stages(work: Workload, traits: Traits, node_gpus: int, chunked_head: bool) 
     pp, vpp = layout.pp, layout.vpp
     tokens = layout.micro_batch * work.sequence / layout.cp
     micro_batches = work.micro_batches
-    runtime = _runtime_bytes(layout, node_gpus)
+    expert_span = layout.ep * (1 if work.adjacent_experts else layout.tp)
+    runtime = PROCESS_BYTES if work.on_cpu else _runtime_bytes(layout, node_gpus, expert_span)
     rates = parameter_bytes(
         layout.precision,
         layout.zero,
@@ -175,6 +180,7 @@ def _stages(work: Workload, traits: Traits, node_gpus: int, chunked_head: bool) 
         work.lora,
         layout.offload == "optimizer",
         traits.master_gradients,
+        work.weights,
     )
     dense, moe, head = layer_bytes(
         shape, traits, layout.tp, layout.ep, layout.precision, layout.recompute, work.sequence, work.imbalance
@@ -204,7 +210,8 @@ def _stages(work: Workload, traits: Traits, node_gpus: int, chunked_head: bool) 
         if is_last:
             values = tokens * head.width
             if chunked_head:
-                logits = head.logit_bytes * min(values, CHUNK_LOGITS)
+                value = 4.0 if layout.precision == "fp32" else 2.0
+                logits = min(value * values, CHUNK_BYTES) + value * (head.parameters + tokens * shape.hidden)
             else:
                 logits = values * (head.logit_bytes + shape.mtp_layers * SAVED_LOGIT_BYTES)
 
@@ -257,7 +264,7 @@ def _in_flight(layout: Layout, micro_batches: int, number: int) -> float:
     return min(micro_batches, pp - number)
 
 
-def _runtime_bytes(layout: Layout, node_gpus: int) -> float:
+def _runtime_bytes(layout: Layout, node_gpus: int, expert_span: int) -> float:
     """CUDA context and NCCL's buffers: a communicator for each mesh dimension, and two for experts."""
     inside = outside = 0
     span = 1
@@ -268,8 +275,9 @@ def _runtime_bytes(layout: Layout, node_gpus: int) -> float:
                 inside += 1
             else:
                 outside += 1
-    if layout.ep > node_gpus:
-        outside += 2
-    elif layout.ep > 1:
-        inside += 2
+    if layout.ep > 1:
+        if expert_span > node_gpus:
+            outside += 2
+        else:
+            inside += 2
     return (CONTEXT_BYTES + inside * COMMUNICATOR_BYTES + outside * NETWORK_COMMUNICATOR_BYTES) // 1.0

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from craton.infrastructure import Cluster, cluster_of, instance
 from craton.planning.cost import billed_instances
 from craton.planning.fitting import Prediction
@@ -15,7 +17,7 @@ from craton.planning.result import StoragePlan
 from craton.planning.search import Candidate, search
 from craton.planning.setting import Setting, setting_of
 from craton.planning.storage import checkpoint_bytes, data_bytes_per_token, storage_plan
-from craton.planning.training import LORA_SHARE
+from craton.planning.training import LORA_SHARE, compose, evaluation_terms
 
 OTHER_HARDWARE = ("p5.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge", "p6-b300.48xlarge")
 DEFAULT_CHECKPOINT_SECONDS = 1800.0  # of a job that names no checkpoint tier
@@ -42,6 +44,7 @@ def outcome_of(setting: Setting, candidate: Candidate) -> Outcome:
     data, blocked = stalls(setting, storage, prediction.seconds)
     steps = setting.job.steps or 1
     productive = prediction.seconds + data
+    evaluate = evaluate_seconds(setting, candidate, prediction.seconds)
     share = expected_goodput(
         setting.cluster,
         setting.cluster.num_nodes,
@@ -51,12 +54,22 @@ def outcome_of(setting: Setting, candidate: Candidate) -> Outcome:
         peer=setting.job.checkpoint.peer != "off",
         replicate=candidate.layout.replicate,
     )
-    run_seconds = steps * productive / max(share, 1e-6)
+    run_seconds = steps * (productive + evaluate) / max(share, 1e-6)
     cost = None
     if setting.cluster.price:
         count = billed_instances(setting.cluster.instance, setting.cluster.num_nodes)
         cost = setting.cluster.price.dollars_per_hour * count * run_seconds / 3600.0
     return Outcome(setting, candidate, prediction, productive + blocked, share, run_seconds, cost)
+
+
+def evaluate_seconds(setting: Setting, candidate: Candidate, step_seconds: float) -> float:
+    """Seconds of evaluation a step, in the mean; `step_seconds` as predicted, scale included."""
+    evaluate = setting.job.train and setting.job.train.evaluate
+    if not evaluate:
+        return 0.0
+    constants = np.exp(np.array(setting.profile.log_constants))
+    once = compose(evaluation_terms(candidate.terms, candidate.layout, evaluate.sequences), constants).step_seconds
+    return float(once) * step_seconds / candidate.step_seconds / evaluate.every_steps
 
 
 def storage_of(setting: Setting, candidate: Candidate, step_seconds: float) -> StoragePlan:
@@ -67,21 +80,29 @@ def storage_of(setting: Setting, candidate: Candidate, step_seconds: float) -> S
     cadence: dict[str, float] = {}
     for tier in job.checkpoint.tiers:
         name = "object" if tier.to.startswith("s3://") else "shared" if tier.to.startswith("/") else tier.to
-        if name in cluster.tiers:
-            cadence[name] = min(tier.every, cadence.get(name, math.inf))
+        every_seconds = tier.every or (tier.every_steps * step_seconds if tier.every_steps else 0.0)
+        if name in cluster.tiers and every_seconds:
+            cadence[name] = min(every_seconds, cadence.get(name, math.inf))
     if not job.checkpoint.tiers and (durable := durable_tier(cluster)):
         cadence[durable] = DEFAULT_CHECKPOINT_SECONDS
     if isinstance(job.checkpoint.peer, float | int) and "peer" in cluster.tiers:
         cadence["peer"] = float(job.checkpoint.peer)
-    path = str(job.data.path or "")
+    streamed = any(path.startswith("s3://") for path, _ in job.data.mixture)
     return storage_plan(
         cluster,
         cluster.num_nodes,
-        checkpoint_bytes(shape.parameters, job.precision, train.optimizer, lora_parameters),
+        checkpoint_bytes(
+            shape.parameters,
+            job.precision,
+            train.optimizer,
+            lora_parameters,
+            weights=train.weights,
+            both_widths=setting.profile.traits.saves_both_widths,
+        ),
         cadence,
         tokens_per_second=job.global_batch_tokens / step_seconds,
         bytes_per_token=data_bytes_per_token(shape.vocab),
-        data_tier="object" if path.startswith("s3://") and "object" in cluster.tiers else "",
+        data_tier="object" if streamed and "object" in cluster.tiers else "",
         peer=job.checkpoint.peer != "off",
         replicate=candidate.layout.replicate,
         frozen_bytes=2.0 * shape.parameters if train.lora else 0.0,

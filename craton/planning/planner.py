@@ -13,7 +13,7 @@ from datetime import date
 import numpy as np
 
 from craton.infrastructure import CatalogError, Cluster, cluster_of, instance, own_price, resolve_cluster
-from craton.job import Job, Layout
+from craton.job import Job
 from craton.planning.comparison import (
     by_run_time,
     cluster_alternative,
@@ -30,6 +30,7 @@ from craton.planning.outcome import (
     DEFAULT_CHECKPOINT_SECONDS,
     Outcome,
     durable_tier,
+    evaluate_seconds,
     other_hardware,
     outcome_of,
     scaling_outcomes,
@@ -41,7 +42,7 @@ from craton.planning.quantities import percent
 from craton.planning.result import Alternative, Plan
 from craton.planning.search import SAFE_SHARE, Candidate, Search, search
 from craton.planning.setting import PlanError, Setting, check_plannable, chosen_layout, nothing_fits, setting_of
-from craton.planning.training import REAL_IMBALANCE, StepTimes, Workload, compose
+from craton.planning.training import REAL_IMBALANCE, StepTimes, compose
 
 WORTH_SAYING = 0.03  # of the step, from which a better layout than the user's is mentioned
 SECONDS_PER_DAY = 86400.0
@@ -202,7 +203,8 @@ def _plan(
         peer=job.checkpoint.peer != "off",
         replicate=layout.replicate,
     )
-    run_seconds = steps * productive / goodput.goodput
+    evaluate = evaluate_seconds(setting, candidate, prediction.seconds)
+    run_seconds = steps * (productive + evaluate) / goodput.goodput
     spread = interval_factor(prediction)
     low_factor = math.exp(math.hypot(math.log(spread), math.log(goodput.goodput_high / goodput.goodput)))
     high_factor = math.exp(math.hypot(math.log(spread), math.log(goodput.goodput / max(goodput.goodput_low, 1e-9))))
@@ -217,7 +219,7 @@ def _plan(
         today,
     )
     traits = setting.profile.traits
-    need = memory(_workload(setting, layout), traits, setting.machine.node_gpus, chunked_head=traits.chunked_head)
+    need = memory(setting.model.workload(layout), traits, setting.machine.node_gpus, chunked_head=traits.chunked_head)
     parts = _parts(times, scale, data, blocked)
     step_seconds = sum(sum(entries.values()) for entries in parts.values())
     flops = flops_per_token(shape, job.sequence, setting.model.lora)
@@ -264,6 +266,7 @@ def _plan(
         front=front,
         sensitivities=sensitivities(setting.model, setting.machine, setting.profile, candidate),
         layouts_evaluated=found.evaluated,
+        evaluate_seconds=evaluate,
         warnings=[
             *_warnings(setting, candidate),
             *_better_layout(candidate, found),
@@ -283,11 +286,6 @@ def _parts(times: StepTimes, scale: float, data: float, blocked: float) -> dict[
         parts[phase] = {text: value for text, value in seconds.items() if value > 0}
     parts["checkpoint"] = {"blocked by saves": blocked} if blocked > 0 else {}
     return parts
-
-
-def _workload(setting: Setting, layout: Layout) -> Workload:
-    model = setting.model
-    return Workload(model.shape, layout, model.sequence, model.global_batch_sequences, model.lora, model.imbalance)
 
 
 def _warnings(setting: Setting, candidate: Candidate) -> list[str]:
@@ -312,7 +310,7 @@ def _warnings(setting: Setting, candidate: Candidate) -> list[str]:
         )
     if not setting.job.checkpoint.tiers and (durable := durable_tier(setting.cluster)):
         found.append(
-            f"the job names no checkpoint tier: planned as if it saved to {durable} every "
+            f"the job names no checkpoint tier and saves only at its end: planned as if it saved to {durable} every "
             f"{DEFAULT_CHECKPOINT_SECONDS / 60:.0f} min"
         )
     if setting.shape.is_moe:

@@ -31,7 +31,7 @@ from craton.planning.software import (
 )
 from craton.planning.training import StepTerms, stack
 
-UNKNOWN = "craton"  # no published run of our own stack: the priors of its traits
+UNKNOWN = "craton"  # our own stack: fitted to data/craton_runs.json where it has rows, else the priors of its traits
 OWN_CLUSTER = 0.07  # spread of log(step) between a publisher's cluster and a reader's with the same software
 ENOUGH_ROWS = 3  # published runs of a stack on a GPU from which its profile counts as calibrated
 FORMAT = 1
@@ -43,7 +43,9 @@ class ProfileError(CratonError):
 
 # What each stack does by default, for planning with it.
 STACKS: dict[str, Traits] = {
-    UNKNOWN: Traits(selective="operators", chunked_head=True, zero_bubble=True),
+    UNKNOWN: Traits(
+        selective="operators", chunked_head=True, zero_bubble=True, repeats_gate=True, saves_both_widths=False
+    ),
     "torchtitan": Traits(
         attention="flash2", selective="operators", tensor_overlap=True, master_gradients=True, zero_bubble=True
     ),

@@ -169,6 +169,7 @@ class Plan:
     front: list[Alternative] = field(default_factory=list)  # cost-time front over clusters
     sensitivities: list[Sensitivity] = field(default_factory=list)
     layouts_evaluated: int = 0
+    evaluate_seconds: float = 0.0  # a step in the mean, beside step_seconds: part of the run, not of the step
     warnings: list[str] = field(default_factory=list)
 
     @property

@@ -17,7 +17,7 @@ from craton.job import Layout, ModelShape, Precision, Recompute, Schedule
 from craton.planning.machine import Machine
 from craton.planning.memory import memory_bytes
 from craton.planning.software import SoftwareProfile
-from craton.planning.training import StepModel, StepTerms, Workload, compose, stack
+from craton.planning.training import StepModel, StepTerms, compose, stack
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 STAGES_A_RANK = (1, 2, 4, 8)
@@ -161,8 +161,7 @@ def layouts(
 
 
 def _need(model: StepModel, layout: Layout, machine: Machine) -> float:
-    work = Workload(model.shape, layout, model.sequence, model.global_batch_sequences, model.lora, model.imbalance)
-    return memory_bytes(work, model.traits, machine.node_gpus, chunked_head=model.traits.chunked_head)
+    return memory_bytes(model.workload(layout), model.traits, machine.node_gpus, chunked_head=model.traits.chunked_head)
 
 
 def _candidates(

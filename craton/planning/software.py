@@ -31,6 +31,8 @@ class Traits:
     master_gradients: bool = False  # gradients reduced in fp32
     chunked_head: bool = False  # the loss never holds tokens × vocabulary at once
     zero_bubble: bool = False  # has a zero-bubble pipeline schedule
+    repeats_gate: bool = False  # the MLP's gated product is made again in the backward pass, not kept
+    saves_both_widths: bool = True  # checkpoints hold 16-bit weights beside the fp32 ones
 
 
 @dataclass(frozen=True)

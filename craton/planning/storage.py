@@ -43,20 +43,31 @@ OPTIMIZER_BYTES = {
 
 
 def checkpoint_bytes(
-    parameters: float, precision: str = "bf16", optimizer: str = "adamw", lora_parameters: float = 0.0
+    parameters: float,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    lora_parameters: float = 0.0,
+    *,
+    weights: str = "fp32",
+    both_widths: bool = True,
 ) -> float:
     """Bytes of one checkpoint: the weights as trained, their fp32 master copy and the optimizer's state.
 
-    14 bytes a parameter for bf16 with AdamW. With LoRA only the adapters are saved; the frozen weights are where they
-    were published (`frozen_bytes` of `storage_plan` adds them to the restart).
+    14 bytes a parameter for bf16 with AdamW, 12 where a stack saves no narrow weights beside the fp32 ones
+    (`both_widths`), 6 with `weights` bf16, which has no fp32 copy and states in bf16. With LoRA only the adapters are
+    saved; the frozen weights are where they were published (`frozen_bytes` of `storage_plan` adds them to the restart).
     """
     if precision not in WEIGHT_BYTES:
         raise CratonError(f"unknown precision {precision!r}; a checkpoint is sized for {', '.join(WEIGHT_BYTES)}")
     if optimizer not in OPTIMIZER_BYTES:
         raise CratonError(f"unknown optimizer {optimizer!r}; a checkpoint is sized for {', '.join(OPTIMIZER_BYTES)}")
-    master = MASTER_BYTES if WEIGHT_BYTES[precision] < MASTER_BYTES else 0.0
     trained = lora_parameters or parameters
-    return trained * (WEIGHT_BYTES[precision] + master + OPTIMIZER_BYTES[optimizer])
+    narrow = WEIGHT_BYTES[precision]
+    if weights == "bf16":
+        return trained * (narrow + OPTIMIZER_BYTES[optimizer] / 2.0)
+    if narrow < MASTER_BYTES:
+        return trained * ((narrow if both_widths else 0.0) + MASTER_BYTES + OPTIMIZER_BYTES[optimizer])
+    return trained * (narrow + OPTIMIZER_BYTES[optimizer])
 
 
 def data_bytes_per_token(vocab: int) -> float:

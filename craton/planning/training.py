@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from craton.job import Layout, ModelShape
+from craton.job import Layout, ModelShape, Weights
 from craton.planning.collectives import (
+    Group,
     Network,
     all_gather_seconds,
     all_reduce_seconds,
@@ -25,12 +26,15 @@ from craton.planning.collectives import (
     reduce_scatter_seconds,
 )
 from craton.planning.compute import LayerTerms, group_of, head_terms, layer_terms
-from craton.planning.kernels import GpuRates
+from craton.planning.kernels import OUTPUT_BYTES, GpuRates
 from craton.planning.software import INDEX, Traits
 
 Array = NDArray[np.float64]
 
-OPTIMIZER_BYTES = 30.0  # Adam with fp32 states: master, two moments and gradient read, three states and weight written
+# Bytes a parameter that Adam reads and writes: master and two moments in fp32, on top of which come the gradient and,
+# where there is one, the 16-bit weight; with weights and states in bf16 four values read and three written.
+MASTER_OPTIMIZER_BYTES = 24.0
+BF16_OPTIMIZER_BYTES = 14.0
 # Offload, where nothing was measured: what an optimizer on the host's CPUs streams for one GPU (an eighth of two
 # sockets), bytes a token and hidden unit that a layer saves (arXiv:2205.05198 without scores), and PCIe 4.
 HOST_OPTIMIZER_BYTES_PER_SECOND = 25e9
@@ -62,6 +66,9 @@ class Workload:
     global_batch_sequences: int
     lora: bool = False
     imbalance: float = 1.0  # busiest expert over the mean
+    weights: Weights = "fp32"  # bf16: no fp32 master weights, states in bf16
+    adjacent_experts: bool = False  # expert ranks next to each other, as published runs place them, not tp apart
+    on_cpu: bool = False
 
     @property
     def micro_batches(self) -> int:
@@ -100,6 +107,7 @@ class StepTerms:
     recompute: float  # share of the forward pass repeated
     recompute_attention: float  # share of attention repeated
     gradient_overlap: float  # 1 or 0
+    overlap: float  # 0 where the cores that compute also communicate: nothing is hidden
     tensor_far: float  # 1: the group leaves its NVLink domain
     context_far: float
     exchange_far: float
@@ -185,12 +193,29 @@ class StepModel:
         lora: bool = False,
         imbalance: float = 1.0,
         host_link_bytes_per_second: float = DEFAULT_HOST_LINK,
+        weights: Weights = "fp32",
+        adjacent_experts: bool = False,
     ) -> None:
         self.shape, self.sequence, self.global_batch_sequences = shape, sequence, global_batch_sequences
         self.gpu, self.network, self.traits, self.lora, self.imbalance = gpu, network, traits, lora, imbalance
         self.host_link_bytes_per_second = host_link_bytes_per_second
+        self.weights, self.adjacent_experts = weights, adjacent_experts
         self._operators: dict[tuple[int, int, int, int, str], tuple[LayerTerms, LayerTerms]] = {}
         self._transfers: dict[tuple[int, ...], tuple[tuple[float, float], ...]] = {}
+
+    def workload(self, layout: Layout) -> Workload:
+        """What memory is counted for."""
+        return Workload(
+            self.shape,
+            layout,
+            self.sequence,
+            self.global_batch_sequences,
+            self.lora,
+            self.imbalance,
+            self.weights,
+            self.adjacent_experts,
+            self.gpu.generation == "cpu",
+        )
 
     def terms(self, layout: Layout) -> StepTerms:
         """Evaluate operators and collectives of one step."""
@@ -214,7 +239,8 @@ class StepModel:
                 passes = (1.0 / micro_batches, 0.0, 1.0 / micro_batches)
             else:
                 passes = (1.0, 1.0 if layout.zero == 3 else 0.0, 1.0)
-        key = (pp, layout.replicate, layout.fsdp, layout.cp, layout.tp, layout.ep, layout.zero)
+        wide = layout.precision == "fp32"
+        key = (pp, layout.replicate, layout.fsdp, layout.cp, layout.tp, layout.ep, layout.zero, wide)
         if key not in self._transfers:
             layer_shard = head_shard = (0.0, 0.0)
             if passes[0]:
@@ -257,9 +283,10 @@ class StepModel:
             recompute=recompute,
             recompute_attention=recompute_attention,
             gradient_overlap=float(traits.gradient_overlap),
+            overlap=0.0 if self.gpu.generation == "cpu" else 1.0,
             tensor_far=float(layout.tp > domain),
             context_far=float(layout.tp * layout.cp > domain),
-            exchange_far=float(layout.ep > domain),
+            exchange_far=float(layout.ep * self._expert_stride(layout) > domain),
             shard_far=float(layout.tp * layout.cp * layout.data_parallel > domain),
             nodes_log2=math.log2(max(1.0, layout.world / network.node_gpus)),
         )
@@ -283,6 +310,7 @@ class StepModel:
                         moe=moe,
                         lora=self.lora,
                         imbalance=self.imbalance,
+                        expert_stride=self._expert_stride(layout),
                     ),
                     count,
                 )
@@ -295,14 +323,14 @@ class StepModel:
 
     def _shard_seconds(self, parameters: float, expert_parameters: float, layout: Layout) -> tuple[float, float]:
         """FSDP's all-gather of weights and reduce-scatter of gradients; experts shard over what ep leaves."""
-        network, width = self.network, self._gradient_bytes
+        network, value, width = self.network, OUTPUT_BYTES[layout.precision], self._gradient_bytes(layout)
         ranks = layout.fsdp * layout.cp
         group = group_of(ranks, layout.tp, network)
-        gather = all_gather_seconds(2.0 * parameters, group, network)
+        gather = all_gather_seconds(value * parameters, group, network)
         scatter = reduce_scatter_seconds(width * parameters, group, network)
         if expert_parameters:
-            group = group_of(max(1, ranks * layout.tp // layout.ep), layout.ep, network)
-            gather += all_gather_seconds(2.0 * expert_parameters, group, network)
+            group = self._expert_group(max(1, ranks * layout.tp // layout.ep), layout)
+            gather += all_gather_seconds(value * expert_parameters, group, network)
             scatter += reduce_scatter_seconds(width * expert_parameters, group, network)
         return gather, 0.0 if self.lora else scatter
 
@@ -314,25 +342,78 @@ class StepModel:
         if layout.fsdp > 1 and layout.zero == 1:
             gather, reduce = self._shard_seconds(share * parameters, share * expert_parameters, layout)
         if layout.replicate > 1 or (layout.fsdp == 1 and layout.cp > 1):
-            ranks = layout.replicate * (layout.cp if layout.fsdp == 1 else 1)
-            spread = layout.tp if layout.fsdp == 1 else layout.tp * layout.cp * layout.fsdp
-            local = share * (parameters + expert_parameters / max(1, layout.ep)) / layout.fsdp
-            reduce += all_reduce_seconds(self._gradient_bytes * local, group_of(ranks, spread, network), network)
+            width = share * self._gradient_bytes(layout)
+            shards = layout.fsdp * layout.cp if layout.fsdp > 1 else 1
+            copies = layout.replicate * layout.cp if shards == 1 else layout.replicate
+            group = group_of(copies, layout.tp * shards, network)
+            reduce += all_reduce_seconds(width * parameters / shards, group, network)
+            # An expert is on every ep-th rank; those among the shards hold a piece of it each, the others a copy.
+            expert_shards = max(1, shards * layout.tp // layout.ep) if shards > 1 else 1
+            copies = max(1, layout.data_parallel * layout.cp * layout.tp // layout.ep) // expert_shards
+            group = group_of(copies, layout.tp * shards, network) if shards > 1 else self._expert_group(copies, layout)
+            reduce += all_reduce_seconds(width * expert_parameters / expert_shards, group, network)
         return gather, reduce
+
+    def _expert_stride(self, layout: Layout) -> int:
+        """How far apart the ranks are that share the experts of a layer."""
+        return 1 if self.adjacent_experts else layout.tp
+
+    def _expert_group(self, size: int, layout: Layout) -> Group:
+        """Ranks with the same experts: every ep-th, or all of a tensor-parallel group and then every ep-th of those."""
+        network = self.network
+        if self.adjacent_experts or layout.tp == 1:
+            return group_of(size, layout.ep, network)
+        tp, span = layout.tp, layout.tp * layout.ep
+
+        def together(ranks: int) -> int:
+            return max(1, min(size, tp * max(1, ranks // span), ranks))
+
+        spans = bool(network.leaf_gpus) and size * layout.ep > network.leaf_gpus
+        concurrent = min(layout.ep, network.node_gpus)
+        return Group(size, together(network.nvlink_domain), together(network.node_gpus), spans, concurrent)
 
     def _optimizer_and_offload(self, trained: float, layout: Layout) -> tuple[float, float, float]:
         """(optimizer on the device, optimizer through the host, one layer's activations to the host)"""
         link = self.host_link_bytes_per_second
         if layout.offload == "optimizer":
-            moved = (self._gradient_bytes + 2.0) * trained / link
-            return 0.0, moved + OPTIMIZER_BYTES * trained / HOST_OPTIMIZER_BYTES_PER_SECOND, 0.0
+            moved = (self._gradient_bytes(layout) + OUTPUT_BYTES[layout.precision]) * trained / link
+            return 0.0, moved + self._optimizer_bytes(layout) * trained / HOST_OPTIMIZER_BYTES_PER_SECOND, 0.0
         tokens = layout.micro_batch * self.sequence / layout.cp
         saved = SAVED_BYTES * tokens * self.shape.hidden / layout.tp if layout.offload == "activations" else 0.0
-        return OPTIMIZER_BYTES * trained / self.gpu.streaming_bytes_per_second, 0.0, saved / link
+        return self._optimizer_bytes(layout) * trained / self.gpu.streaming_bytes_per_second, 0.0, saved / link
 
-    @property
-    def _gradient_bytes(self) -> float:
-        return 4.0 if self.traits.master_gradients else 2.0
+    def _gradient_bytes(self, layout: Layout) -> float:
+        return 4.0 if self.traits.master_gradients or layout.precision == "fp32" else 2.0
+
+    def _optimizer_bytes(self, layout: Layout) -> float:
+        if self.weights == "bf16":
+            return BF16_OPTIMIZER_BYTES
+        copy = 0.0 if layout.precision == "fp32" else 2.0  # the narrow weight that is written too
+        return MASTER_OPTIMIZER_BYTES + copy + self._gradient_bytes(layout)
+
+
+def evaluation_terms(terms: StepTerms, layout: Layout, sequences: int) -> StepTerms:
+    """The forward pass of `sequences` alone, laid out as a step is: what an evaluation costs."""
+
+    def forward(layer: LayerTerms) -> LayerTerms:
+        both: dict[str, Any] = {field.name: getattr(layer, field.name) for field in fields(layer)}
+        forwards: dict[str, Any] = {name: (pair[0], 0.0) for name, pair in both.items() if isinstance(pair, tuple)}
+        return replace(layer, **forwards)
+
+    gathers = terms.fsdp_passes[0]
+    return replace(
+        terms,
+        layer=forward(terms.layer),
+        head=forward(terms.head),
+        micro_batches=float(max(1, -(-sequences // (layout.data_parallel * layout.micro_batch)))),
+        fsdp_passes=(gathers, 0.0, 0.0),
+        once_gather_seconds=0.0,
+        once_reduce_seconds=0.0,
+        optimizer_seconds=0.0,
+        offload_once_seconds=0.0,
+        recompute=0.0,
+        recompute_attention=0.0,
+    )
 
 
 def step_terms(work: Workload, gpu: GpuRates, network: Network, traits: Traits) -> StepTerms:
@@ -346,6 +427,8 @@ def step_terms(work: Workload, gpu: GpuRates, network: Network, traits: Traits) 
         traits,
         work.lora,
         work.imbalance,
+        weights=work.weights,
+        adjacent_experts=work.adjacent_experts,
     )
     return model.terms(work.layout)
 
@@ -447,15 +530,16 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
         gather = shard_scale * (layers * terms.layer_shard[0] + heads * terms.head_shard[0])
         scatter = shard_scale * (layers * terms.layer_shard[1] + heads * terms.head_shard[1])
         wire_f, wire_b = gathers_f * gather, gathers_b * gather + scatters * scatter
-        hidden_f, hidden_b = _covered(wire_f, window_f), _covered(wire_b, window_b)
+        hidden_f, hidden_b = terms.overlap * _covered(wire_f, window_f), terms.overlap * _covered(wire_b, window_b)
         edge = shard_scale * (gathers_f * terms.head_shard[0] + scatters * terms.layer_shard[1])
-        shard = wire_f + wire_b - (1.0 - contention) * (hidden_f + hidden_b) + _covered(edge, 0.5 * (wire_f + wire_b))
+        shard = wire_f + wire_b - (1.0 - contention) * (hidden_f + hidden_b)
+        shard = shard + terms.overlap * _covered(edge, 0.5 * (wire_f + wire_b))
 
         # One reduction and one gather a step, behind the last backward and the first forward pass.
         once_gather = terms.once_gather_seconds * shard_scale
         once_reduce = terms.once_reduce_seconds * shard_scale
-        early_f = terms.gradient_overlap * _covered(once_gather, window_f - hidden_f)
-        early_b = terms.gradient_overlap * _covered(once_reduce, EARLY_BACKWARD * (window_b - hidden_b))
+        early_f = terms.overlap * terms.gradient_overlap * _covered(once_gather, window_f - hidden_f)
+        early_b = terms.overlap * terms.gradient_overlap * _covered(once_reduce, EARLY_BACKWARD * (window_b - hidden_b))
         covered = early_f + early_b
         gradients = once_gather + once_reduce - (1.0 - contention) * covered
 

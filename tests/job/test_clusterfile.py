@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from craton.job import ClusterRef, ContentError, CratonError, GpuNumbers, load_cluster, parse_job
+from craton.job import ClusterRef, ContentError, CratonError, GpuNumbers, Job, dump_job, load_cluster, parse_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 
@@ -24,6 +24,10 @@ prices: [{dollars_per_hour: 41.5, kind: capacity-block, date: 2026-09-19}]
 spares: 2
 health: {failures_per_node_day: 0.004, policy: drain}
 """
+
+
+def job_with(cluster: str) -> Job:
+    return parse_job(f"kind: command\ncommand: ls\ncluster: {cluster}\n")
 
 
 def cluster_of(text: str, folder: Path | str = ".") -> ClusterRef:
@@ -71,6 +75,16 @@ def test_a_cluster_file_is_found_beside_the_job(tmp_path: Path) -> None:
 def test_the_same_inline() -> None:
     reference = cluster_of("{name: lab, instance: p5.48xlarge, nodes: 2..4}")
     assert (reference.instance, reference.min_nodes, reference.num_nodes) == ("p5.48xlarge", 2, 4)
+
+
+def test_some_nodes_of_an_inline_cluster() -> None:
+    inline = "{name: lab, instance: p5.48xlarge, nodes: 16, spares: 2, take: %s}"
+    job = job_with(inline % 2)
+    assert (str(job.cluster), job.cluster.file and job.cluster.file.nodes.num_nodes) == ("lab (p5.48xlarge) x 2", 16)
+    assert parse_job(dump_job(job)) == job
+    assert str(job_with(inline % "4..8").cluster) == "lab (p5.48xlarge) x 4..8"
+    with pytest.raises(ContentError, match="17 nodes are asked for, but the cluster has 16"):
+        job_with(inline % 17)
 
 
 def test_own_hardware_with_measured_numbers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from datetime import date
@@ -14,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from craton.job import ContentError, Layout, check_job, load_job, parse_job
+from craton.job import ContentError, JobError, Layout, check_job, dump_job, load_job, parse_job
 from craton.job.section import Section
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -83,8 +84,7 @@ def test_examples_load_and_mean_the_same_after_a_round_trip(file: Path) -> None:
     job = load_job(file)
     assert job.name == file.stem
     assert job.steps
-    written = yaml.safe_dump(job.model_dump(mode="json", exclude_none=True))
-    assert parse_job(written).model_dump() == job.model_dump()
+    assert parse_job(dump_job(job), folder="/elsewhere") == job
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,71 @@ def test_defaults() -> None:
     assert job.sequence == 8192  # the model could see 131,072
     assert (job.precision, job.software, job.layout, job.checkpoint.peer) == ("bf16", "craton", None, "auto")
     assert parse_job(with_lines(model="llama-2-7b", data="")).sequence == 4096
+
+
+def test_what_training_uses_when_the_job_does_not_say() -> None:
+    job = parse_job(with_lines(train="{global_batch_sequences: 8, steps: 300}"))
+    assert job.train is not None
+    assert (job.learning_rate, job.final_learning_rate, job.warmup_steps) == (3e-4, pytest.approx(3e-5), 30)
+    assert (job.train.weights, job.train.schedule, job.train.weight_decay) == ("fp32", "cosine", 0.1)
+    assert (job.train.betas, job.train.epsilon, job.train.clip) == ((0.9, 0.95), 1e-8, 1.0)
+    assert (job.train.compile, job.train.initialize, job.train.on_nan) == ("auto", "auto", "skip")
+    assert (job.train.evaluate, job.train.on_spike, job.fp8, job.data.pack) == (None, None, None, True)
+    assert [(tier.to, tier.every, tier.every_steps) for tier in job.checkpoint.places] == [("shared", None, None)]
+
+    tuned = parse_job(with_lines(kind="sft", data="{path: /d}", train="{global_batch_sequences: 8, tokens: 15T}"))
+    assert (tuned.learning_rate, tuned.warmup_steps) == (2e-5, 2000)
+    constant = parse_job(with_lines(train="{global_batch_sequences: 8, schedule: constant, warmup_steps: 0}"))
+    assert (constant.final_learning_rate, constant.warmup_steps) == (3e-4, 0)
+    assert parse_job(with_lines(train="{global_batch_sequences: 8, precision: fp8}")).fp8 == "tensorwise"
+
+
+def test_how_training_is_done_can_be_written() -> None:
+    train = (
+        "{global_batch_sequences: 8, steps: 100, precision: fp8, weights: bf16, fp8: rowwise, schedule: wsd, "
+        "warmup_steps: 5, final_learning_rate: 0, weight_decay: 0, betas: [0.8, 0.99], epsilon: 1e-6, clip: 0, "
+        "compile: false, evaluate: {every_steps: 50, sequences: 16}, on_nan: rollback, "
+        "on_spike: {factor: 3, policy: stop}, initialize: random}"
+    )
+    job = parse_job(with_lines(train=train, data="{sequence: 128, validation: stdlib}"))
+    assert job.train is not None
+    assert job.train.evaluate is not None
+    assert job.train.on_spike is not None
+    assert (job.train.weights, job.fp8, job.warmup_steps, job.final_learning_rate) == ("bf16", "rowwise", 5, 0)
+    assert (job.train.betas, job.train.clip, job.train.compile) == ((0.8, 0.99), 0, False)
+    assert (job.train.evaluate.every_steps, job.train.evaluate.sequences) == (50, 16)
+    assert (job.train.on_nan, job.train.on_spike.factor, job.train.on_spike.policy) == ("rollback", 3, "stop")
+
+
+def test_data_paths_start_at_the_job_file_and_words_stay(tmp_path: Path) -> None:
+    (tmp_path / "words").mkdir()
+    data = "{path: tokens, validation: ../held, tokenizer: words, sequence: 8}"
+    job = parse_job(with_lines(data=data), folder=tmp_path)
+    assert job.data.mixture == ((str(tmp_path / "tokens"), 1.0),)
+    assert job.data.validation_mixture == ((str(tmp_path.parent / "held"), 1.0),)
+    assert job.data.tokenizer == str(tmp_path / "words")
+
+    data = "{path: [{path: stdlib, weight: 3}, {path: s3://b/t}, more.jsonl], tokenizer: bpe:4096, sequence: 8}"
+    job = parse_job(with_lines(data=data), folder=tmp_path)
+    assert job.data.mixture == (("stdlib", 3.0), ("s3://b/t", 1.0), (str(tmp_path / "more.jsonl"), 1.0))
+    assert (job.data.validation_mixture, job.data.tokenizer) == ((), "bpe:4096")
+    hub = parse_job(with_lines(data="{tokenizer: Qwen/Qwen3-8B, sequence: 8}"), folder=tmp_path)
+    assert hub.data.tokenizer == "Qwen/Qwen3-8B"
+
+
+def test_weights_are_loaded_where_there_are_some(tmp_path: Path) -> None:
+    config = '{"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8}'
+    (tmp_path / "config.json").write_text(config)
+    text = with_lines(model=str(tmp_path), data="{sequence: 8}")
+    wanted = text.replace("steps: 10", "steps: 10, initialize: weights")
+    assert parse_job(text).weights_folder is None
+    with pytest.raises(JobError, match=r"job\.yaml:4: train\.initialize is weights, but the model holds none"):
+        _ = parse_job(wanted).weights_folder
+
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert parse_job(text).weights_folder == parse_job(wanted).weights_folder == tmp_path
+    assert parse_job(text.replace("steps: 10", "steps: 10, initialize: random")).weights_folder is None
+    assert parse_job(with_lines()).weights_folder is None
 
 
 def test_a_written_layout_is_filled_on_the_cluster() -> None:
@@ -152,7 +217,7 @@ MISTAKES: list[tuple[dict[str, str], int, str]] = [
         4,
         "key 'learning_rte' is not known under train; allowed:",
     ),
-    ({"train": "{global_batch_sequences: 8, learning_rte: 1}"}, 4, "seed, lora; did you mean 'learning_rate'?"),
+    ({"train": "{global_batch_sequences: 8, learning_rte: 1}"}, 4, "on_spike, lora; did you mean 'learning_rate'?"),
     (
         {"train": "{global_batch_sequences: 8, precision: bf17}"},
         4,
@@ -193,6 +258,47 @@ MISTAKES: list[tuple[dict[str, str], int, str]] = [
     ),
     ({"checkpoint": "{tiers: [{to: moon, every: 5m}]}"}, 6, "checkpoint: 'moon' is not a tier; allowed: nvme, "),
     ({"checkpoint": "{tiers: [{to: nvme, every: 5m}, {to: nvme, every: 1m}]}"}, 6, "tier 'nvme' is given twice"),
+    (
+        {"checkpoint": "{tiers: [{to: nvme, every: 5m, every_steps: 9}]}"},
+        6,
+        "every and every_steps are both given; keep",
+    ),
+    ({"train": "{global_batch_sequences: 8, fp8: rowwise}"}, 4, "train: fp8 rowwise needs precision fp8, not bf16"),
+    (
+        {"train": "{global_batch_sequences: 8, weights: bf16, precision: fp32}"},
+        4,
+        "train: weights bf16 cannot be computed with in fp32; use precision bf16 or fp8, or weights fp32",
+    ),
+    (
+        {"train": "{global_batch_sequences: 8, evaluate: {every_steps: 5}}"},
+        4,
+        "evaluate needs `validation:` under data",
+    ),
+    ({"train": "{global_batch_sequences: 8, evaluate: 5}"}, 4, "train.evaluate: 5 is not a mapping of `key: value`"),
+    (
+        {"train": "{global_batch_sequences: 8, steps: 10, warmup_steps: 11}"},
+        4,
+        "train: 11 warmup_steps are more than the 10 steps of the job",
+    ),
+    (
+        {"train": "{global_batch_sequences: 8, schedule: constant, final_learning_rate: 0}"},
+        4,
+        "train: a constant schedule has no final_learning_rate; remove one of the two",
+    ),
+    ({"train": "{global_batch_sequences: 8, betas: 0.9}"}, 4, "train.betas: 0.9 is not a pair; write two numbers"),
+    ({"train": "{global_batch_sequences: 8, betas: [0.9, 1]}"}, 4, "train.betas[1]: 1: input should be less than 1"),
+    ({"train": "{global_batch_sequences: 8, compile: fast}"}, 4, "train.compile: 'fast' is not allowed; allowed: auto"),
+    ({"train": "{global_batch_sequences: 8, on_nan: skp}"}, 4, "skip, rollback, stop; did you mean 'skip'?"),
+    ({"train": "{global_batch_sequences: 8, on_spike: {factor: 1}}"}, 4, "train.on_spike.factor: 1: input should be"),
+    ({"data": "{sequence: 8, tokenizer: bpe:9}"}, 3, "data.tokenizer: 'bpe:9' is not a tokenizer to train; write bpe:"),
+    ({"data": "{sequence: 8, path: 7}"}, 3, "data.path: 7 is not a path; write a file, a folder, an s3:// prefix or"),
+    ({"data": "{sequence: 8, path: []}"}, 3, "data.path: the list is empty; write a path, or a list of {path, weight}"),
+    (
+        {"data": "{sequence: 8, path: [stdlib, {path: x, wait: 1}]}"},
+        3,
+        "key 'wait' is not known under data.path[1]; allowed: path, weight; did you mean 'weight'?",
+    ),
+    ({"data": "{sequence: 8, path: [{path: x, weight: 0}]}"}, 3, "data.path[0].weight: 0: input should be greater"),
     ({"checkpoint": "{peer: never}"}, 6, "checkpoint.peer: 'never' is not allowed; write auto, off, or a duration"),
     ({"name": "a b"}, 6, "name: 'a b' is not a name"),
     ({"reward": "exact"}, 6, "reward: 'exact' is not a function; write package.module:function"),
@@ -268,7 +374,13 @@ def _jobs() -> st.SearchStrategy[dict[str, Any]]:
             "name": st.just("a-job"),
             "layout": st.sampled_from(["auto", {"tp": 2, "recompute": "full"}, {"pp": 2, "micro_batch": 2}]),
             "placement": st.sampled_from([{"within": "leaf"}, {"within": "zone"}]),
-            "checkpoint": st.sampled_from([{"peer": "off"}, {"tiers": [{"to": "nvme", "every": "5m", "keep": 2}]}]),
+            "checkpoint": st.sampled_from(
+                [
+                    {"peer": "off"},
+                    {"peer": 90, "tiers": [{"to": "nvme", "every": "5m", "keep": 2}]},
+                    {"tiers": [{"to": "shared", "every_steps": 100}, {"to": "/a", "every": "1h30m"}, {"to": "object"}]},
+                ]
+            ),
             "run": st.sampled_from([{"on": "slurm", "partition": "p"}, {"time_limit": "2d", "image": "x"}]),
             "track": st.just(["wandb"]),
             "price": st.just({"dollars_per_hour": 3.5, "kind": "own"}),
@@ -280,14 +392,45 @@ def _jobs() -> st.SearchStrategy[dict[str, Any]]:
             "model": st.sampled_from(
                 ["llama-3.1-8b", {"layers": 2, "hidden": 64, "heads": 4, "ffn_hidden": 128, "vocab": 100}]
             ),
-            "data": st.sampled_from([{"sequence": 128}, {"sequence": "4k", "path": "/data"}]),
-            "train": st.sampled_from([{"global_batch_sequences": 8, "steps": 5}, {"global_batch_tokens": "4M"}]),
+            "data": st.sampled_from(
+                [
+                    {"sequence": 128},
+                    {"sequence": "4k", "path": "/data", "tokenizer": "bpe:4096"},
+                    {"sequence": 64, "path": [{"path": "stdlib", "weight": 2}, {"path": "t"}], "pack": False},
+                ]
+            ),
+            "train": st.sampled_from(
+                [
+                    {"global_batch_sequences": 8, "steps": 5},
+                    {"global_batch_tokens": "4M"},
+                    {"global_batch_sequences": 8, "weights": "bf16", "on_spike": {"factor": 2.5}, "compile": True},
+                    {"global_batch_sequences": 8, "betas": [0.9, 0.999], "epsilon": 1e-6, "lora": {"rank": 8}},
+                ]
+            ),
             "cluster": st.sampled_from(
                 ["p5.48xlarge x 2", {"name": "c", "instance": "p5", "nodes": 4, "levels": {"leaf": {"nodes": 2}}}]
             ),
         }
     )
     return st.builds(lambda first, second: {**first, **second}, required, optional)
+
+
+_TEXTS = st.one_of(
+    st.text(max_size=30).filter(lambda text: not any(0xD800 <= ord(letter) < 0xE000 for letter in text)),
+    st.sampled_from(
+        ["3e-4", "off", "1_000", "1:30", "~", "null", "2026-10-01", "a: b", "#x", "'", "- y", "x\n y\n", "é"]
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_jobs(), st.dictionaries(st.from_regex(r"[A-Z_]{1,8}", fullmatch=True), _TEXTS, max_size=3), _TEXTS)
+def test_any_job_is_read_back_as_it_was_written(job: dict[str, Any], env: dict[str, str], image: str) -> None:
+    run = {**job.get("run", {}), "env": env, "image": image}
+    first = parse_job(json.dumps({**job, "run": run}))
+    again = parse_job(dump_job(first), name="other.yaml", folder="/elsewhere")
+    assert again == first
+    assert dump_job(again) == dump_job(first)
 
 
 def _keys(data: Any, location: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:

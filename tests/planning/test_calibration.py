@@ -68,11 +68,10 @@ def simulated(constants: dict[str, float], layouts: list[Layout], batch: int = 2
     for name, value in constants.items():
         logs[INDEX[name]] = math.log(value)
     model = StepModel(model_preset("llama-3.1-8b"), 8192, batch, H100.rates, H100.network, profile.traits)
+    scale = math.exp(profile.log_scale)
     return [
-        LoggedRun(
-            str(layout), model.terms(layout), H100, float(compose(model.terms(layout), np.exp(logs)).step_seconds)
-        )
-        for layout in layouts
+        LoggedRun(str(layout), terms, H100, scale * float(compose(terms, np.exp(logs)).step_seconds))
+        for layout, terms in ((layout, model.terms(layout)) for layout in layouts)
     ]
 
 
@@ -120,7 +119,7 @@ def test_what_was_logged_is_met_and_the_interval_narrows() -> None:
     runs += simulated({"gemm_efficiency": 0.7, "attention_efficiency": 0.6}, [Layout(pp=2, fsdp=32, zero=1)])
     result = calibrate(runs, "craton", name="ours")
     measured = [run.step_seconds for run in runs]
-    assert result.after == pytest.approx(measured, rel=0.05)
+    assert result.after == pytest.approx(measured, rel=0.07)
     assert max(abs(before / now - 1) for before, now in zip(result.before, measured, strict=True)) > 0.1
     profile = result.profile
     assert (profile.name, profile.gpu, profile.calibrated, profile.rows) == ("ours", "H100-SXM", True, 3)

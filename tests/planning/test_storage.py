@@ -41,6 +41,12 @@ def test_bytes_of_a_checkpoint(precision: str, optimizer: str, bytes_per_paramet
     assert checkpoint_bytes(8e9, precision, optimizer) == 8e9 * bytes_per_parameter
 
 
+def test_a_checkpoint_of_our_own() -> None:
+    assert checkpoint_bytes(8e9, both_widths=False) == 8e9 * 12
+    assert checkpoint_bytes(8e9, weights="bf16") == checkpoint_bytes(8e9, "fp8", weights="bf16") == 8e9 * 6
+    assert checkpoint_bytes(8e9, "fp32", both_widths=False) == 8e9 * 12
+
+
 def test_lora_saves_the_adapters_only_and_reads_the_base_too() -> None:
     adapters = checkpoint_bytes(70e9, lora_parameters=200e6)
     assert adapters == 200e6 * 14

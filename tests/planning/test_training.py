@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from craton.infrastructure import Cluster, cluster_of
 from craton.job import Layout, MlaShape, ModelShape, layout_is_valid, model_preset
 from craton.planning import SoftwareProfile, Traits, find_profile
+from craton.planning.collectives import all_reduce_seconds
+from craton.planning.compute import group_of
 from craton.planning.flops import attention_flops_per_token, flops_per_token
 from craton.planning.machine import machine_of
 from craton.planning.profiles import predict
@@ -344,6 +346,32 @@ def test_traits_move_the_prior_where_they_say() -> None:
     eager = dict(zip(NAMES, prior_log(Traits(compiled=False)), strict=True))
     assert {name for name in NAMES if eager[name] != plain[name]} == {"elementwise_passes", "launch_seconds"}
     assert eager["launch_seconds"] > plain["launch_seconds"]
+
+
+def exchange_seconds(tp: int, *, adjacent: bool) -> float:
+    place = machine_of(H100)
+    profile = find_profile("craton", H100.instance.gpu)
+    model = StepModel(EXPERTS, 4096, 64, place.rates, place.network, profile.traits, adjacent_experts=adjacent)
+    terms = model.terms(Layout(fsdp=64 // tp, tp=tp, ep=8))
+    return float(compose(terms, np.exp(np.array(profile.log_constants))).exchange)
+
+
+def test_expert_ranks_are_tp_apart_and_pay_for_leaving_the_node() -> None:
+    assert exchange_seconds(1, adjacent=False) == exchange_seconds(1, adjacent=True)
+    # 8 expert ranks, 2 apart, lie on two nodes; published runs keep them on one
+    assert exchange_seconds(2, adjacent=False) > 3 * exchange_seconds(2, adjacent=True)
+
+
+def test_gradients_of_experts_are_reduced_once_and_whole() -> None:
+    """Under DDP a rank reduces its experts' gradients with the others that hold them, and all of them."""
+    place = machine_of(H100)
+    model = StepModel(EXPERTS, 4096, 64, place.rates, place.network, Traits())
+    terms = model.terms(Layout(replicate=64, ep=8))
+    experts = EXPERTS.moe_layers * EXPERTS.expert_parameters * EXPERTS.experts / 8
+    others = EXPERTS.layers * terms.layer.parameters + terms.head.parameters
+    expected = all_reduce_seconds(2 * others, group_of(64, 1, place.network), place.network)
+    expected += all_reduce_seconds(2 * experts, group_of(8, 8, place.network), place.network)
+    assert terms.once_reduce_seconds == pytest.approx(expected)
 
 
 def test_lora_is_faster_than_full_training_and_slower_than_two_thirds_of_it() -> None:

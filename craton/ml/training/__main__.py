@@ -38,6 +38,8 @@ def main(arguments: list[str]) -> int:
         if asked:
             trainer.stop()
         outcome = trainer.fit()
+        if outcome == "stopped" and place.rank == 0 and not run.has("STOP"):
+            run.mark("STOP", f"stopped after step {trainer.step}, as asked")
     except CratonError as error:
         recorder.event("failed", reason=str(error))
         if isinstance(error, FunctionError | DataError) and error.__cause__ is not None:

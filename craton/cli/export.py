@@ -1,0 +1,36 @@
+"""`craton export RUN FOLDER`: the newest checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder to write.", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="Another checkpoint than the newest.", show_default=False)] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: bf16 or fp32.")] = "bf16",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or Hub id [default: that of the run].", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Save a run's model as a Hugging Face folder: weights, config and tokenizer."""
+    from craton.telemetry import find_run
+
+    find_run(run)  # a wrong name is said before torch is loaded
+    options = {"--step": step, "--dtype": dtype, "--tokenizer": tokenizer}
+    start_module("craton.ml.export", [run, str(folder)], options, as_json)
+
+
+def start_module(module: str, arguments: list[str], options: dict[str, Any], as_json: bool) -> None:
+    """Run `python -m MODULE` on this terminal and exit as it does: torch stays out of the command line's process."""
+    import subprocess
+    import sys
+
+    words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
+    command = [sys.executable, "-m", module, *arguments, *words, *(["--json"] if as_json else [])]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)

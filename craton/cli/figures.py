@@ -1,0 +1,118 @@
+"""How the verbs that show runs write numbers: short, three digits, the unit always said, `–` for what is not known."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime
+from itertools import pairwise
+
+NONE = "–"
+_THOUSANDS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+_BARS = "▁▂▃▄▅▆▇█"
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def digits(value: float | None) -> str:
+    """Three significant digits without an exponent: 5.12, 51.2, 5,120, 0.00512."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 99.95:
+        return f"{value:,.0f}"
+    decimals = 1 if size >= 9.995 else 2 if size >= 0.995 else 2 - math.floor(math.log10(size))
+    return f"{value:.{min(decimals, 6)}f}"
+
+
+def amount(value: float | None) -> str:
+    """4.59k, 1.2M, 850."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    for unit, scale in _THOUSANDS:
+        if abs(value) >= scale * 0.9995:
+            return f"{digits(value / scale)}{unit}"
+    return digits(value)
+
+
+def duration(seconds: float | None) -> str:
+    """12 µs, 865 ms, 12.1 s, 1 min 44 s, 3 h 12 min, 4 d 3 h."""
+    if seconds is None or not math.isfinite(seconds):
+        return NONE
+    if seconds == 0:
+        return "0 s"
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 0.9995:
+        return f"{digits(seconds * 1e3)} ms"
+    if seconds < 59.95:
+        return f"{digits(seconds)} s"
+    for small, large, unit_seconds, limit in (("s", "min", 1, 3600), ("min", "h", 60, 86400), ("h", "d", 3600, 0)):
+        units = round(seconds / unit_seconds)
+        if not limit or units * unit_seconds < limit:
+            per_large = 24 if small == "h" else 60
+            return f"{units // per_large} {large} {units % per_large} {small}"
+    raise AssertionError("every duration has a unit")
+
+
+def remaining(seconds: float | None) -> str:
+    """A duration that counts down, without digits that only flicker."""
+    return f"{seconds:.0f} s" if seconds is not None and seconds < 59.5 else duration(seconds)
+
+
+def size(num_bytes: float | None) -> str:
+    """1.73 GiB, 512 MiB."""
+    if num_bytes is None or not math.isfinite(num_bytes):
+        return NONE
+    return f"{digits(num_bytes / 2**30)} GiB" if num_bytes >= 2**30 else f"{digits(num_bytes / 2**20)} MiB"
+
+
+def percent(share: float | None) -> str:
+    """70 %, 99.9 %; what would round up to a false 100 % keeps a decimal."""
+    if share is None or not math.isfinite(share):
+        return NONE
+    text = f"{100 * share:.0f}" if share < 0.995 or share >= 1 else f"{min(100 * share, 99.9):.1f}"
+    return f"{text} %"
+
+
+def change(measured: float | None, planned: float | None) -> str:
+    """How far a measured number is from the planned one: +3 %, −12 %, ±0 %, ×3.1."""
+    if not measured or not planned or not math.isfinite(measured / planned):
+        return NONE
+    ratio = measured / planned
+    if ratio >= 2:
+        return f"×{ratio:.1f}"
+    rounded = round(100 * (ratio - 1))
+    return f"{'+' if rounded > 0 else '−' if rounded < 0 else '±'}{abs(rounded)} %"
+
+
+def dollars(amount_dollars: float | None) -> str:
+    if amount_dollars is None or not math.isfinite(amount_dollars):
+        return NONE
+    return f"${amount_dollars:,.2f}" if amount_dollars < 1000 else f"${amount(amount_dollars)}"
+
+
+def clock(time: float) -> str:
+    return f"{datetime.fromtimestamp(time):%H:%M:%S}"
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """A curve of `width` characters; where there are more values than characters, each is a mean."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2 or width < 1:
+        return ""
+    count = min(width, len(finite))
+    edges = [round(index * len(finite) / count) for index in range(count + 1)]
+    means = [sum(finite[low:high]) / (high - low) for low, high in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of at most `width` characters, to an eighth of one."""
+    eighths = round(max(0.0, min(share, 1.0)) * width * 8)
+    if share > 0 and eighths == 0:
+        eighths = 1
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (_EIGHTHS[rest] if rest else "")

@@ -1,0 +1,115 @@
+"""How a run ended: in a terminal the table of predicted against measured, for scripts one JSON object."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from craton.cli import figures
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from craton.telemetry import RunDirectory, RunSummary
+
+_TITLES = {"tokens_per_second": "tokens/s", "mfu": "MFU", "memory_bytes": "memory", "cost_dollars": "cost"}
+_WRITERS = {
+    "memory_bytes": figures.size,
+    "tokens_per_second": figures.amount,
+    "mfu": figures.percent,
+    "goodput": figures.percent,
+    "cost_dollars": figures.dollars,
+}
+
+
+def exit_code(summary: RunSummary) -> int:
+    """0: done, or stopped as asked; 1: failed or lost."""
+    return 1 if summary.state in ("failed", "lost") else 0
+
+
+def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> None:
+    """What became of the run, what was predicted and measured, and what to do next."""
+    from rich.text import Text
+
+    from craton.orchestration import newest_checkpoint
+
+    if summary.state in ("done", "stopped") and summary.step and summary.plan:
+        print_comparison(run, summary, console)
+    saved = newest_checkpoint(run)
+    at = f"; checkpoint of step {saved.step:,} in {shown(saved.path)}" if saved else ""
+    name = summary.name
+    if summary.state == "done":
+        took = f" in {figures.duration(summary.wall_seconds)}" if summary.wall_seconds else ""
+        console.print(Text.assemble((f"{name} is done", "bold green"), f"{took}{at}"))
+        if saved and summary.plan:
+            console.print(f"next: craton export {name} FOLDER · craton sample {name} --prompt '...'", style="dim")
+    elif summary.state == "stopped":
+        of = f" of {summary.steps:,}" if summary.steps else ""
+        console.print(Text.assemble((f"{name} stopped", "bold yellow"), f" after step {summary.step:,}{of}{at}"))
+        console.print(f"next: craton resume {name}", style="dim")
+    else:
+        console.print(Text(f"{name} {'failed' if summary.state == 'failed' else 'is lost'}{at}", style="bold red"))
+        console.print(Text(summary.message or "it left no message"))
+        console.print(f"logs: {shown(run.path / 'logs')} · craton logs {name}", style="dim", soft_wrap=True)
+        if saved or not summary.step:
+            console.print(f"next: craton resume {name}", style="dim")
+
+
+def print_comparison(run: RunDirectory, summary: RunSummary, console: Console) -> None:
+    """The table of predicted against measured."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from craton.cli.live import change_style
+    from craton.orchestration import compare
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Predicted against measured", title_justify="left")
+    table.title_style = "bold"
+    for column in ("", "predicted", "80 % interval", "measured", "ratio", ""):
+        table.add_column(column, justify="left" if column == "" else "right", no_wrap=True)
+    for each in compare(run, summary):
+        write = _WRITERS.get(each.name, figures.duration)
+        interval = "" if each.low is None else f"{write(each.low)} – {write(each.high)}"
+        ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
+        style = change_style(figures.change(each.measured, each.predicted)) if ratio and each.measured else ""
+        inside = {None: "", True: "inside", False: "outside"}[each.is_inside]
+        table.add_row(
+            _TITLES.get(each.name, each.name.removesuffix("_seconds")),
+            write(each.predicted),
+            interval,
+            Text(write(each.measured), style="bold"),
+            Text(ratio, style=style),
+            Text(inside, style={"outside": "yellow"}.get(inside, "dim")),
+        )
+    console.print(table, highlight=False)
+
+
+def outcome_json(run: RunDirectory, summary: RunSummary) -> dict[str, Any]:
+    from craton.orchestration import compare, newest_checkpoint
+
+    saved = newest_checkpoint(run)
+    rows = compare(run, summary)
+    return {
+        **summary_json(summary),
+        "checkpoint_step": saved.step if saved else None,
+        "comparison": [{**asdict(each), "ratio": each.ratio, "is_inside": each.is_inside} for each in rows],
+    }
+
+
+def summary_json(summary: RunSummary) -> dict[str, Any]:
+    """Every field of a summary as JSON allows it: paths as text, what is not a number as null."""
+    document = asdict(summary)
+    document["path"] = str(summary.path)
+    document["against_plan"] = summary.against_plan
+    loss = summary.loss
+    document["loss"] = None if loss is None or loss != loss else loss
+    return document
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be written from here."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") else str(path)

@@ -1,0 +1,65 @@
+"""`craton ps`: every run with its state, progress, speed against its plan, goodput and dollars."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from craton.telemetry import RunSummary
+
+
+def ps(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the runs as JSON.")] = False,
+) -> None:
+    """List the runs, newest first."""
+    import json
+
+    from craton.cli.live import make_console
+    from craton.cli.outcome import summary_json
+    from craton.telemetry import list_runs, runs_root, summarize
+
+    summaries = [summarize(run) for run in list_runs()]
+    if as_json:
+        print(json.dumps([summary_json(summary) for summary in summaries]))
+        return
+    console = make_console()
+    if not summaries:
+        console.print(f"no runs in {runs_root()}; `craton run JOB` starts one", soft_wrap=True)
+        return
+    console.print(_table(summaries))
+    for summary in summaries:
+        if summary.state in ("failed", "lost") and summary.message:
+            reason = summary.message.splitlines()[0]
+            console.print(f"{summary.name}: {reason}", style="red", soft_wrap=True, markup=False)
+
+
+def _table(summaries: list[RunSummary]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from craton.cli import figures
+    from craton.cli.live import STATE_STYLES, change_style
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("RUN", "STATE", "STEP", "%", "ETA", "TOK/S", "vs PLAN", "GOODPUT", "$"):
+        table.add_column(column, justify="left" if column in ("RUN", "STATE") else "right", no_wrap=column != "RUN")
+    for each in summaries:
+        change = figures.change(each.tokens_per_second, each.plan.get("tokens_per_second"))
+        of = f"/{each.steps:,}" if each.steps else ""
+        table.add_row(
+            each.name,
+            Text(each.state, style=STATE_STYLES[each.state]),
+            f"{each.step:,}{of}",
+            figures.percent(each.progress).removesuffix(" %"),
+            figures.remaining(each.eta_seconds),
+            figures.amount(each.tokens_per_second),
+            Text(change, style="" if change == figures.NONE else change_style(change)),
+            figures.percent(each.goodput),
+            figures.dollars(each.cost_dollars),
+        )
+    return table

@@ -1,0 +1,44 @@
+"""`craton resume RUN`: the next generation of a run, from its newest checkpoint, on the same or other nodes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def resume(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
+    cluster: Annotated[
+        str | None, typer.Option(help="Other nodes than before, e.g. 'local x 1'.", show_default=False)
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Train up to this step.", show_default=False)] = None,
+    stop_at: Annotated[
+        str | None, typer.Option(help="Stop with a checkpoint after this step (120, or 60%).", show_default=False)
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before spending money.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Start it and return at once.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")] = False,
+) -> None:
+    """Go on with a run that stopped, failed or was lost: plan it again and start from the newest checkpoint."""
+    from craton.cli.live import make_console
+    from craton.cli.progress import progress
+    from craton.cli.run import confirm, follow, prepare, print_field, print_plan, stop_step
+    from craton.orchestration import check_machine, draft_resume, newest_checkpoint, resume_run, resumed_job
+    from craton.telemetry import find_run
+
+    console = make_console(as_json)
+    found = find_run(run)
+    job = resumed_job(found, cluster, steps)
+    with progress("planning") as report:
+        draft = draft_resume(found, job, stop_at=stop_step(stop_at, job), progress=report)
+    check_machine(draft.launch)
+    saved = newest_checkpoint(found)
+    if not as_json:
+        print_plan(draft, console, saved)
+        at = f"step {saved.step:,} in {saved.tier}" if saved else "the beginning: there is no checkpoint"
+        print_field(console, "from", at)
+    confirm(draft, yes, saved)
+    draft = prepare(draft, console)
+    resume_run(found, draft)
+    follow(found, draft, console, detach=detach, as_json=as_json)

@@ -1,0 +1,235 @@
+"""`craton run JOB`: plan it, write the run directory, start it, and watch."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from craton.cli.outcome import shown
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from craton.job import Job
+    from craton.orchestration import Draft, SavedStep
+    from craton.planning import CostPlan, Plan
+    from craton.telemetry import RunDirectory
+
+TITLE_WIDTH = 11
+
+
+def run(
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML).", show_default=False)],
+    on: Annotated[
+        str | None, typer.Option(help="Where to run: local (slurm and kubernetes are to come).", show_default=False)
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run [default: the job's].", show_default=False)] = None,
+    stop_at: Annotated[
+        str | None,
+        typer.Option(help="Stop with a checkpoint after this step (120, or 60%); resume goes on.", show_default=False),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written and started.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before spending money.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Start it and return at once.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")] = False,
+) -> None:
+    """Run a job: plan, prepare the data, start the ranks, and show how it goes against the plan."""
+    from craton.cli.live import make_console
+    from craton.cli.progress import progress
+    from craton.job import load_job
+    from craton.orchestration import (
+        check_machine,
+        check_name_is_free,
+        draft_run,
+        free_port,
+        named_job,
+        start_run,
+    )
+    from craton.telemetry import runs_root
+
+    console = make_console(as_json)
+    wanted = named_job(load_job(job), name)
+    root = runs_root()
+    if not dry_run:
+        check_name_is_free(root, wanted.name)
+    with progress("planning") as report:
+        draft = draft_run(
+            wanted,
+            root / wanted.name,
+            on=on,
+            stop_at=stop_step(stop_at, wanted),
+            job_folder=job.parent,
+            port=free_port(),
+            progress=report,
+        )
+    if dry_run:
+        print_draft(draft, root / wanted.name, as_json)
+        return
+    check_machine(draft.launch)
+    if not as_json:
+        print_plan(draft, console)
+    confirm(draft, yes)
+    draft = prepare(draft, console)
+    follow(start_run(draft, root), draft, console, detach=detach, as_json=as_json)
+
+
+def follow(run: RunDirectory, draft: Draft, console: Console, *, detach: bool, as_json: bool) -> None:
+    """Watch a started run to its end and exit as it did; or with `detach` say where to look."""
+    from craton.cli.live import watch
+    from craton.cli.outcome import exit_code, outcome_json, print_outcome
+    from craton.orchestration import wait_for_agents
+    from craton.telemetry import summarize
+
+    name = run.name
+    if not as_json:
+        print_field(console, "run", f"{shown(run.path)}, {_ranks(draft)}")
+    if detach:
+        if as_json:
+            print(json.dumps(outcome_json(run, summarize(run))))
+        else:
+            console.print(f"{name} runs on its own: {_way_back(name)}")
+        return
+    try:
+        view = watch(run, console, steps=draft.job.steps, quiet=as_json)
+    except KeyboardInterrupt:
+        console.print(f"\nleft the view; {name} goes on. {_way_back(name)}")
+        raise typer.Exit(130) from None
+    wait_for_agents(run)
+    if as_json:
+        print(json.dumps(outcome_json(run, view.summary)))
+    else:
+        print_outcome(run, view.summary, console)
+    raise typer.Exit(exit_code(view.summary))
+
+
+def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -> None:
+    """The layout and what it is predicted to do, in a few lines; `craton plan` tells all."""
+    from rich.text import Text
+
+    from craton.cli import figures
+    from craton.orchestration import STOP_AT
+
+    job, plan = draft.job, draft.plan
+    model = "" if plan is None else f" · {plan.model.name}, {figures.amount(plan.model.parameters)} parameters"
+    console.print(Text.assemble((job.name, "bold"), f"  {job.kind}{model} · {job.cluster}"))
+    if draft.note:
+        console.print(Text(draft.note, style="yellow"))
+    if plan is None:
+        return
+    between = f"{figures.duration(plan.step_seconds_low)} – {figures.duration(plan.step_seconds_high)}"
+    print_field(console, "layout", str(plan.layout))
+    print_field(
+        console,
+        "predicted",
+        f"{figures.duration(plan.step_seconds)} a step ({between}) · {figures.amount(plan.tokens_per_second)} tokens/s"
+        f" · {figures.size(plan.memory_bytes)} of {figures.size(plan.memory_limit_bytes)} a rank",
+    )
+    left = _share_left(plan, begin)
+    low, middle, high = (figures.duration(left * seconds) for seconds in _run_seconds(plan))
+    steps = f"{plan.steps - begin.step:,} of {plan.steps:,} steps" if begin else f"{plan.steps:,} steps"
+    stop_at = draft.launch.env.get(STOP_AT)
+    stop = f"; stops with a checkpoint after step {stop_at}" if stop_at else ""
+    print_field(console, "to do", f"{steps} in {middle} ({low} – {high}){stop}")
+    if plan.cost is not None:
+        low, middle, high = (figures.dollars(left * dollars) for dollars in _run_dollars(plan.cost))
+        print_field(console, "cost", f"{middle} ({low} – {high}), {plan.cost.purchase}")
+
+
+def print_field(console: Console, title: str, text: str) -> None:
+    """`title       text`, the lines of a long text below one another."""
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(min_width=TITLE_WIDTH, no_wrap=True)
+    grid.add_column()
+    grid.add_row(Text(title, style="dim"), Text(text))
+    console.print(grid)
+
+
+def _share_left(plan: Plan, begin: SavedStep | None) -> float:
+    return 1.0 - begin.step / plan.steps if begin else 1.0
+
+
+def _run_seconds(plan: Plan) -> tuple[float, float, float]:
+    return plan.run_seconds_low, plan.run_seconds, plan.run_seconds_high
+
+
+def _run_dollars(cost: CostPlan) -> tuple[float, float, float]:
+    return cost.cost_dollars_low, cost.cost_dollars, cost.cost_dollars_high
+
+
+def prepare(draft: Draft, console: Console) -> Draft:
+    """The draft with its data prepared, which takes a while the first time; says how much there is."""
+    from craton.cli import figures
+    from craton.cli.progress import progress
+    from craton.orchestration import prepare_data
+
+    with progress("data", in_bytes=True) as report:
+        draft, tokens = prepare_data(draft, report)
+    for path, count in tokens.items():
+        where = path if path.partition("/")[0] else shown(Path(path))
+        print_field(console, "data", f"{where}, {figures.amount(count)} tokens")
+    return draft
+
+
+def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
+    """On a priced cluster nothing starts without a yes."""
+    from craton.cli import figures
+    from craton.orchestration import StartError
+
+    plan = draft.plan
+    if plan is None or plan.cost is None or yes:
+        return
+    dollars = figures.dollars(_share_left(plan, begin) * plan.cost.cost_dollars)
+    if not sys.stdin.isatty():
+        raise StartError(f"this run costs about {dollars} and there is no terminal to ask on; give --yes to start it")
+    typer.confirm(f"Start it for about {dollars}?", abort=True)
+
+
+def print_draft(draft: Draft, run: Path, as_json: bool) -> None:
+    """What a launch would write and start."""
+    from craton.orchestration import agent_command
+
+    commands = [agent_command(run, node) for node in range(len(draft.launch.nodes))]
+    if as_json:
+        print(json.dumps({"run": str(run), "files": draft.files(), "commands": commands}))
+        return
+    for name, text in draft.files().items():
+        print(f"# {run / name}\n{text}")
+    print("# would be started, each on its own")
+    for command in commands:
+        print(shlex.join(command))
+
+
+def stop_step(text: str | None, job: Job) -> int | None:
+    """`120`, or `60%` of the job's steps."""
+    from craton.orchestration import StartError
+
+    if text is None:
+        return None
+    number, sign, rest = text.partition("%")
+    try:
+        if not sign:
+            return int(number)
+        if rest or job.steps is None:
+            raise ValueError
+        return round(float(number) / 100 * job.steps)
+    except ValueError:
+        raise StartError(f"--stop-at {text!r} is not a step; give a step such as 120, or a share such as 60%") from None
+
+
+def _ranks(draft: Draft) -> str:
+    launch = draft.launch
+    ranks, nodes = f"{draft.num_ranks} ranks", f"{len(launch.nodes)} nodes"
+    each = f"{launch.threads_per_rank} thread{'s' if launch.threads_per_rank > 1 else ''} each"
+    return f"{ranks if draft.num_ranks > 1 else '1 rank'} on {nodes if len(launch.nodes) > 1 else '1 node'}, {each}"
+
+
+def _way_back(name: str) -> str:
+    return f"`craton logs {name} -f` follows it, `craton stop {name}` stops it with a checkpoint"

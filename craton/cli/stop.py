@@ -1,0 +1,55 @@
+"""`craton stop RUN`: the ranks checkpoint and leave; `--now` ends them without."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def stop(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
+    now: Annotated[bool, typer.Option("--now", help="Kill it: what came after the last checkpoint is lost.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Stop a run with a checkpoint, and wait until it has."""
+    import json
+
+    from craton.cli.live import make_console, wait_for_stop
+    from craton.cli.outcome import outcome_json
+    from craton.orchestration import kill_run, newest_checkpoint, stop_run, wait_for_agents
+    from craton.telemetry import find_run, summarize
+
+    console = make_console(as_json)
+    found = find_run(run)
+    before = newest_checkpoint(found)
+    if now:
+        kill_run(found)
+    else:
+        stop_run(found)
+        try:
+            wait_for_stop(found, console)
+        except KeyboardInterrupt:
+            console.print(f"\nnot waiting any longer; {found.name} still stops by itself")
+            raise typer.Exit(130) from None
+    wait_for_agents(found)
+    summary = summarize(found)
+    if as_json:
+        print(json.dumps(outcome_json(found, summary)))
+        raise typer.Exit(1 if summary.state == "failed" else 0)
+    if summary.state == "failed":
+        console.print(f"{found.name} failed while it stopped:\n{summary.message}", style="red", markup=False)
+        raise typer.Exit(1)
+    if summary.state == "done":
+        console.print(f"{found.name} was done before it could be stopped")
+        return
+    saved = newest_checkpoint(found)
+    if saved is None:
+        text = "there is no checkpoint to go on from"
+    elif now or (before and before.step == saved.step):
+        text = f"its newest checkpoint is of step {saved.step:,}"
+    else:
+        text = f"checkpoint of step {saved.step:,} saved"
+    console.print(f"{found.name} stopped after step {summary.step:,}; {text}")
+    if saved is not None:
+        console.print(f"next: craton resume {found.name}", style="dim")

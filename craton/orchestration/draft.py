@@ -1,0 +1,259 @@
+"""From a job to what would be written and started: nothing here touches a disk, a process or a network.
+
+A draft that comes back is one that may be launched: its backend exists, its plan fits the memory and its layout is one
+that the training loop knows. `--dry-run` prints a draft and a launch starts it; both use the same texts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+from craton.agent import Launch
+from craton.infrastructure import resolve_cluster, visible_accelerators
+from craton.job import RECOMPUTES, TRAINING_KINDS, Job, Layout, LayoutSpec, dump_job, parse_job
+from craton.orchestration.errors import StartError
+from craton.planning import Plan, plan, plan_to_json
+
+BACKENDS = ("local", "slurm", "kubernetes")
+KINDS = ("pretrain", "sft", "command")
+TRAINED_PRECISIONS = ("fp32", "bf16", "fp8")
+JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment of the ranks: where a user's own functions are looked for
+STOP_AT = "CRATON_STOP_AT"  # and the step after which the loop saves, sets the STOP marker and ends
+NOT_TRAINED_YET = ("pp", "cp", "tp", "ep", "offload")
+MICRO_BATCHES = (8, 4, 2, 1)
+GIBIBYTE = 2**30
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A job as it would run: the plan it was given, and how its processes are started."""
+
+    job: Job
+    plan: Plan | None  # None: a command, or a model whose numbers only its author knows
+    launch: Launch
+    note: str = ""  # why there is no plan, or what had to differ from the best one
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.launch.nodes) * self.launch.ranks_per_node
+
+    def files(self) -> dict[str, str]:
+        """Name → text of every file that a launch writes into the run directory."""
+        texts = {"job.yaml": dump_job(self.job)}
+        if self.plan is not None:
+            texts["plan.json"] = json.dumps(plan_to_json(self.plan), indent=1) + "\n"
+        texts["launch.json"] = json.dumps(asdict(self.launch), indent=1) + "\n"
+        return texts
+
+
+def named_job(job: Job, name: str | None) -> Job:
+    """The job under another name."""
+    if name is None:
+        return job
+    renamed = job.model_copy(update={"name": name})
+    parse_job(dump_job(renamed), "--name")  # a copy is not checked
+    return renamed
+
+
+def draft_run(
+    job: Job,
+    run: Path,
+    *,
+    on: str | None = None,
+    generation: int = 0,
+    stop_at: int | None = None,
+    job_folder: Path | str = ".",
+    port: int = 29500,
+    progress: Progress | None = None,
+) -> Draft:
+    """Plan the job and lay out its processes, or say what keeps it from running as the directory `run`.
+
+    `job_folder` is where a user's own functions are looked for; `port` is that of the ranks' rendezvous.
+    """
+    check_backend(job, on)
+    check_precision(job)
+    check_secrets(job, os.environ)
+    if stop_at is not None:
+        check_stop(job, stop_at)
+    found, note = None, ""
+    if job.kind == "command":
+        note = "a command is run as it is, without a plan"
+    elif job.model_shape is None:
+        note = "no plan: the model is a function, whose numbers only its author knows"
+    else:
+        found, note = runnable_plan(job, progress)
+        check_memory(job, found)
+    environment = {**job.run.env, JOB_FOLDER: str(Path(job_folder).absolute())}
+    if stop_at is not None:
+        environment[STOP_AT] = str(stop_at)
+    return Draft(job, found, launch_of(job, found, run, generation, environment, port), note)
+
+
+def agent_command(run: Path, node: int) -> list[str]:
+    return [sys.executable, "-m", "craton.agent", str(run), "--node", str(node)]
+
+
+def rank_command(job: Job, run: Path) -> list[str]:
+    """A job's own command (a single text goes to the shell), else the training loop."""
+    if job.kind != "command":
+        return [sys.executable, "-m", "craton.ml.training", str(run)]
+    return ["/bin/sh", "-c", job.command[0]] if len(job.command) == 1 else list(job.command)
+
+
+def launch_of(
+    job: Job, found: Plan | None, run: Path, generation: int, environment: Mapping[str, str], port: int
+) -> Launch:
+    """Nodes, ranks and their command."""
+    num_nodes, ranks_per_node, gpus = ranks_of(job, found)
+    return Launch(
+        generation=generation,
+        nodes=[f"node-{number}" for number in range(num_nodes)],
+        ranks_per_node=ranks_per_node,
+        command=rank_command(job, run),
+        env=dict(environment),
+        master_address="127.0.0.1",
+        master_port=port,
+        threads_per_rank=max(1, usable_cores() // (num_nodes * ranks_per_node)),
+        gpus=gpus,
+        track=list(job.track),
+        metrics_port=0,
+    )
+
+
+def ranks_of(job: Job, found: Plan | None) -> tuple[int, int, bool]:
+    """(nodes, ranks on each, whether they have GPUs): a rank for every GPU, one for a node without."""
+    if found is None and job.cluster.is_local:  # without a plan there is no need to measure this machine
+        cards, num_nodes = len(visible_accelerators()), job.cluster.num_nodes
+        if cards % num_nodes:
+            raise StartError(
+                f"{job.where('cluster')}local x {num_nodes} cannot share {cards} GPUs equally; write local x 1, or set "
+                "CUDA_VISIBLE_DEVICES= to use the processor"
+            )
+        return num_nodes, max(1, cards // num_nodes), cards > 0
+    cluster = found.cluster if found else resolve_cluster(job.cluster, job.price)
+    return cluster.num_nodes, cluster.instance.num_gpus, cluster.instance.gpu.generation != "cpu"
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_backend(job: Job, on: str | None) -> None:
+    """Runs start on this machine only, so far."""
+    scheduler = job.cluster.file.scheduler if job.cluster.file else None
+    backend = on or job.run.on or (scheduler.kind if scheduler else "local")
+    if backend not in BACKENDS:
+        raise StartError(f"--on {backend!r} is not a backend; allowed: {', '.join(BACKENDS)}")
+    if backend != "local":
+        said = "--on" if on else "run.on" if job.run.on else "the cluster file"
+        raise StartError(
+            f"{said} names {backend}, where runs cannot be started yet; `--on local` runs this job on this machine"
+        )
+    if job.kind not in KINDS:
+        raise StartError(f"{job.where('kind')}kind {job.kind} cannot be run yet; {', '.join(KINDS)} can")
+    if not job.cluster.is_local and job.cluster.num_nodes > 1:
+        raise StartError(
+            f"{job.where('cluster')}{job.cluster} is more than this machine, and runs start only on this machine so "
+            "far; write e.g. `cluster: local x 2` to run it here in small, or `craton plan` it"
+        )
+
+
+def check_precision(job: Job) -> None:
+    if job.kind in TRAINING_KINDS and job.precision not in TRAINED_PRECISIONS:
+        raise StartError(
+            f"{job.where('train', 'precision')}precision {job.precision} can be planned but not trained yet; "
+            f"{', '.join(TRAINED_PRECISIONS)} can"
+        )
+
+
+def check_secrets(job: Job, environment: Mapping[str, str]) -> None:
+    missing = [name for name in job.run.secrets if name not in environment]
+    if missing:
+        raise StartError(
+            f"{job.where('run', 'secrets')}run.secrets names {', '.join(missing)}, which this shell does not have; "
+            f"`export {missing[0]}=...` and start again"
+        )
+
+
+def check_stop(job: Job, stop_at: int) -> None:
+    if job.kind not in TRAINING_KINDS:
+        raise StartError(f"--stop-at belongs to a job that trains; kind {job.kind} has no steps")
+    last = (job.steps or stop_at + 1) - 1
+    if not 1 <= stop_at <= last:
+        raise StartError(
+            f"--stop-at {stop_at} is not inside the job, which has {job.steps:,} steps; give a step from 1 to {last:,}"
+        )
+
+
+def runnable_plan(job: Job, progress: Progress | None = None) -> tuple[Plan, str]:
+    """The job's plan; where `auto` prefers what cannot be trained yet, the best that can, and a note that says so."""
+    found = plan(job, progress=progress)
+    if is_trainable(found.layout):
+        return found, ""
+    if job.layout is not None:
+        beyond = ", ".join(name for name in NOT_TRAINED_YET if getattr(found.layout, name) not in (1, "none"))
+        raise StartError(
+            f"{job.where('layout')}layout: {beyond} can be planned but not trained yet; replicate and fsdp can, e.g. "
+            f"layout: {{fsdp: {found.cluster.num_gpus}}}"
+        )
+    again = trainable_plan(job, found)
+    return again, f"planned best is {found.layout}, which cannot be trained yet; {again.layout} instead"
+
+
+def trainable_plan(job: Job, found: Plan) -> Plan:
+    """Of the layouts that can be trained: the best one the search kept, else the first that fits with as large a
+    micro-batch and as little recompute as memory allows, else the smallest."""
+    kept = next((layout for layout in _fitting_layouts(found) if is_trainable(layout)), None)
+    if kept is not None:
+        sizes = {key: getattr(kept, key) for key in ("replicate", "fsdp", "micro_batch", "recompute", "zero")}
+        return plan(job.model_copy(update={"layout": LayoutSpec(**sizes)}))
+    world = found.cluster.num_gpus
+    micro_batches = [size for size in MICRO_BATCHES if job.global_batch_sequences % (world * size) == 0] or [1]
+    for recompute, micro_batch in product(RECOMPUTES, micro_batches):
+        spec = LayoutSpec.model_validate({"fsdp": world, "micro_batch": micro_batch, "recompute": recompute})
+        smallest = plan(job.model_copy(update={"layout": spec}))
+        if smallest.fits:
+            break
+    return smallest
+
+
+def is_trainable(layout: Layout) -> bool:
+    return all(getattr(layout, name) in (1, "none") for name in NOT_TRAINED_YET)
+
+
+def check_memory(job: Job, found: Plan) -> None:
+    """Refuse before launch what would run out of memory, with what to change."""
+    if found.fits:
+        return
+    need, limit = found.memory_bytes / GIBIBYTE, found.memory_limit_bytes / GIBIBYTE
+    largest = sorted(found.memory_parts.items(), key=lambda part: -part[1])[:2]
+    parts = " and ".join(f"{name} {size / GIBIBYTE:.3g} GiB" for name, size in largest)
+    raise StartError(
+        f"{job.where('layout' if job.layout else 'cluster')}{job.name} does not fit {found.cluster.name}: a rank needs "
+        f"{need:.3g} of {limit:.3g} GiB ({parts}); use {' or '.join(_relief(job, found))}"
+    )
+
+
+def _relief(job: Job, found: Plan) -> list[str]:
+    """What would make the job fit, the nearest first."""
+    fitting = [layout for layout in _fitting_layouts(found) if is_trainable(layout)]
+    if fitting:
+        return [f"the layout {fitting[0]}"]
+    relief = []
+    if found.layout.micro_batch > 1:
+        relief.append("layout: {micro_batch: 1}")
+    if found.layout.recompute != "full":
+        relief.append("layout: {recompute: full}")
+    return [*relief, "a shorter data.sequence", "a smaller model", "more or larger machines"]
+
+
+def _fitting_layouts(found: Plan) -> list[Layout]:
+    return [each.layout for each in found.alternatives if each.fits and each.cluster == found.cluster.name]

@@ -1,0 +1,222 @@
+"""Runs begin, stop and go on: what the verbs `run`, `stop` and `resume` do to a run directory.
+
+Nothing is lost by a mistake here: a name that is taken is refused, a run that lives is never started a second time, and
+a resume changes only the files that say how the next generation runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from craton.agent import read_launch
+from craton.job import TRAINING_KINDS, Job, dump_job, load_job, parse_job
+from craton.orchestration.draft import JOB_FOLDER, Draft, Progress, draft_run
+from craton.orchestration.errors import RunStateError, StartError
+from craton.orchestration.local import MOVING, free_port, kill_agents, living_agents, start_agents
+from craton.telemetry import Heartbeat, RunDirectory, RunExistsError, summarize, write_heartbeat
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """The newest whole checkpoint of a run."""
+
+    step: int
+    tier: str
+    path: Path
+
+
+def check_name_is_free(root: Path, name: str) -> None:
+    """Refuse early, before anything is planned or tokenized, a name that is taken or a root that cannot be written."""
+    if (root / name).exists():
+        raise RunExistsError(_taken(root, name))
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise StartError(
+            f"runs cannot be kept in {root} ({error.strerror}); set CRATON_RUNS to a folder you may write to"
+        ) from None
+
+
+def start_run(draft: Draft, root: Path) -> RunDirectory:
+    """Create the run directory, write what it holds, and start the agents."""
+    try:
+        run = RunDirectory.create(root, draft.job.name)
+    except RunExistsError:
+        raise RunExistsError(_taken(root, draft.job.name)) from None
+    with _launching(run):
+        _launch(run, draft)
+    return run
+
+
+def prepare_data(draft: Draft, progress: Progress | None = None) -> tuple[Draft, dict[str, int]]:
+    """Tokenize raw text once, before any rank waits for it; what is prepared already costs nothing. Returns the draft
+    with the prepared folders in place of the text, so that the run and its resumes read the same tokens even when the
+    text changes, and the tokens to train on behind each path as it was written."""
+    job = draft.job
+    if job.kind not in TRAINING_KINDS or not job.data.mixture:
+        return draft, {}
+    from craton.ml import data
+
+    folders = data.prepare(job, progress=progress)
+    tokens = {path: data.Shards(folders[path]).tokens for path, _ in job.data.mixture}
+    return replace(draft, job=_with_prepared_data(job, folders)), tokens
+
+
+def _with_prepared_data(job: Job, folders: Mapping[str, Path]) -> Job:
+    document = yaml.safe_load(dump_job(job))
+    section = document["data"]
+    for key in ("path", "validation"):
+        written = section.get(key)
+        if isinstance(written, str):
+            section[key] = str(folders[written])
+        for part in written if isinstance(written, list) else ():
+            part["path"] = str(folders[part["path"]])
+    if str(section.get("tokenizer", "")).startswith("bpe:"):
+        del section["tokenizer"]  # it was trained, and lies beside the tokens
+    return parse_job(yaml.safe_dump(document, sort_keys=False), f"{job.name}/job.yaml")
+
+
+def stop_run(run: RunDirectory) -> None:
+    """Ask the ranks to checkpoint and leave; returns at once."""
+    check_running(run)
+    run.mark("STOP", "craton stop")
+
+
+def kill_run(run: RunDirectory) -> int:
+    """End every process of the run at once, without a checkpoint. Returns how many agents lived."""
+    check_running(run)
+    run.mark("STOP", "craton stop --now")
+    killed = kill_agents(run)
+    generation = read_launch(run).generation
+    for agent in killed:  # they cannot say it any more
+        write_heartbeat(run, agent.node, Heartbeat(generation, "stopped", agent.pid, metrics_port=0))
+    return len(killed)
+
+
+def resumed_job(run: RunDirectory, cluster: str | None = None, steps: int | None = None) -> Job:
+    """The job of a run as its next generation has it. On another cluster the layout is chosen anew."""
+    check_not_running(run)
+    job = load_job(run.job_path)
+    if cluster is None and steps is None:
+        return job
+    document = yaml.safe_load(dump_job(job))
+    if cluster is not None:
+        document["cluster"] = cluster
+        document["layout"] = "auto"
+    if steps is not None:
+        if job.train is None:
+            raise RunStateError(f"{run.name} is of kind {job.kind}, which has no steps; leave out --steps")
+        document["train"].pop("tokens", None)
+        document["train"]["steps"] = steps
+    return parse_job(yaml.safe_dump(document, sort_keys=False), f"{run.name}/job.yaml", run.path)
+
+
+def draft_resume(run: RunDirectory, job: Job, *, stop_at: int | None = None, progress: Progress | None = None) -> Draft:
+    """The next generation of a run, planned again."""
+    saved = newest_checkpoint(run, job)
+    if saved and job.steps is not None and saved.step >= job.steps:
+        raise RunStateError(
+            f"{run.name} is at step {saved.step:,} of {job.steps:,} already; `--steps {2 * saved.step}` trains on, "
+            f"`craton export {run.name} FOLDER` saves the model"
+        )
+    if run.has("DONE") and job.kind == "command":
+        raise RunStateError(f"{run.name} is done; `craton run` with another --name starts its command again")
+    last = read_launch(run)
+    return draft_run(
+        job,
+        run.path,
+        on="local",
+        generation=last.generation + 1,
+        stop_at=stop_at,
+        job_folder=last.env.get(JOB_FOLDER, "."),
+        port=free_port(),
+        progress=progress,
+    )
+
+
+def resume_run(run: RunDirectory, draft: Draft) -> None:
+    """Start the next generation; it restores the newest checkpoint by itself."""
+    with _launching(run):
+        check_not_running(run)
+        for marker in ("STOP", "FATAL", "DONE"):
+            run.unmark(marker)
+        _launch(run, draft)
+
+
+def wait_for_agents(run: RunDirectory, seconds: float = 10.0) -> None:
+    """Until the agents of a run that has ended are gone too, so that it may be resumed at once."""
+    deadline = time.monotonic() + seconds
+    while living_agents(run) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def check_running(run: RunDirectory) -> None:
+    if not living_agents(run):
+        state = summarize(run).state
+        raise RunStateError(
+            f"{run.name} does not run here ({'lost' if state in MOVING else state}); `craton resume {run.name}` goes on"
+        )
+
+
+def check_not_running(run: RunDirectory) -> None:
+    alive = living_agents(run)
+    if alive:
+        raise RunStateError(
+            f"{run.name} is running ({', '.join(agent.node for agent in alive)}); `craton logs {run.name} -f` follows "
+            f"it, `craton stop {run.name}` stops it with a checkpoint"
+        )
+
+
+def newest_checkpoint(run: RunDirectory, job: Job | None = None) -> SavedStep | None:
+    """The newest step with a COMPLETE marker in any tier of this machine."""
+    job = job or load_job(run.job_path)
+    names = [tier.to for tier in job.checkpoint.places]
+    folders = {name: Path(name) / run.name if name.startswith("/") else run.checkpoints(name) for name in names}
+    found = [
+        SavedStep(int(marker.parent.name.removeprefix("step-")), name, marker.parent)
+        for name, folder in folders.items()
+        for marker in folder.glob("step-*/COMPLETE")
+        if marker.parent.name.removeprefix("step-").isdecimal()
+    ]
+    return max(found, key=lambda saved: saved.step, default=None)
+
+
+def _launch(run: RunDirectory, draft: Draft) -> None:
+    ready = replace(draft, launch=replace(draft.launch, master_port=free_port()))
+    for name, text in ready.files().items():
+        partial = run.path / f"{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, run.path / name)
+    start_agents(run, ready.launch)
+
+
+@contextmanager
+def _launching(run: RunDirectory) -> Iterator[None]:
+    """One command at a time starts processes for a run."""
+    with open(run.path / "launch.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunStateError(f"{run.name} is being started by another command; `craton ps` shows it") from None
+        yield
+
+
+def _taken(root: Path, name: str) -> str:
+    number = 2
+    while (root / f"{name}-{number}").exists():
+        number += 1
+    return (
+        f"the run {name} exists already ({root / name}); `craton resume {name}` goes on with it, "
+        f"`--name {name}-{number}` starts another"
+    )

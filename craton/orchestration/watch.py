@@ -1,0 +1,124 @@
+"""Following a run by its files alone: what the live view shows, read a little further at every look.
+
+A look costs what was written since the last one, however long the run is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from craton.orchestration.local import MOVING, living_agents, read_agents
+from craton.telemetry import RunDirectory, RunSummary, Summarizer, read_lines
+
+PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
+RECENT_LINES = 20  # a phase is shown as the mean of so many of the newest measurements
+MOST_POINTS = 4096  # of the loss curve; a longer one is thinned to every second point
+SHOWN_EVENTS = 6
+LAST_LINES = 5
+ROUTINE = ("agent_started", "metrics_served", "agent_ended", "predicted", "summary")  # events that every run has
+
+
+@dataclass(frozen=True)
+class View:
+    """A run at one moment."""
+
+    summary: RunSummary
+    losses: list[float]  # over the steps, thinned
+    evaluation_loss: float | None
+    phases: dict[str, float]  # measured seconds of a step, recent mean; without what was not measured
+    events: list[dict[str, Any]]  # the newest, oldest first
+
+    @property
+    def is_moving(self) -> bool:
+        """Not yet at its end, whichever that is."""
+        return self.summary.state in MOVING
+
+    @property
+    def planned_phases(self) -> dict[str, float]:
+        plan = self.summary.plan
+        return {phase: plan[key] for phase in PHASES if (key := f"{phase}_seconds") in plan}
+
+
+class Follower:
+    """Reads a run's metrics and events as they are written."""
+
+    def __init__(self, run: RunDirectory, steps: int | None = None) -> None:
+        self.run = run
+        self._steps = steps  # of a run without a plan
+        self._summarizer = Summarizer(run)
+        self._offsets: dict[Path, int] = {}
+        self._losses: dict[int, float] = {}
+        self._evaluation_loss: float | None = None
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_LINES)
+        self._events: deque[dict[str, Any]] = deque(maxlen=SHOWN_EVENTS)
+
+    def look(self) -> View:
+        """What has been written since the last look, added to what was seen before."""
+        for line in self._new_lines("metrics"):
+            self._take(line)
+        for line in sorted(self._new_lines("events"), key=lambda line: float(line.get("time", 0.0))):
+            if _is_news(line):
+                self._events.append(line)
+        losses = [self._losses[step] for step in sorted(self._losses)]
+        summary = self._summarizer.summary()
+        if summary.state in MOVING and self._agents_are_gone():
+            # They may have written how it ended since the summary was made.
+            summary = self._summarizer.summary()
+            if summary.state in MOVING:
+                summary = replace(summary, state="lost", message=self._last_words())
+        if summary.steps is None:
+            summary = replace(summary, steps=self._steps)
+        return View(summary, losses, self._evaluation_loss, self._phases(), list(self._events))
+
+    def _agents_are_gone(self) -> bool:
+        return bool(read_agents(self.run)) and not living_agents(self.run)
+
+    def _last_words(self) -> str:
+        words = ["every agent of the run is gone without a word of how it ended"]
+        for agent in read_agents(self.run):
+            path = self.run.path / agent.log
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+            words += [f"{agent.node}: {line}" for line in lines[-LAST_LINES:]]
+        return "\n".join(words)
+
+    def _new_lines(self, kind: str) -> list[dict[str, Any]]:
+        found = []
+        for path in sorted((self.run.path / kind).glob("*.jsonl")):
+            lines, self._offsets[path] = read_lines(path, self._offsets.get(path, 0))
+            found += lines
+        return found
+
+    def _take(self, line: dict[str, Any]) -> None:
+        if line.get("rank", 0) != 0:
+            return
+        if isinstance(loss := line.get("run_loss"), int | float):
+            self._losses[int(line.get("step", 0))] = float(loss)
+            if len(self._losses) > MOST_POINTS:
+                self._losses = {step: self._losses[step] for step in sorted(self._losses)[::2]}
+        if isinstance(loss := line.get("run_evaluation_loss"), int | float):
+            self._evaluation_loss = float(loss)
+        if "run_step_seconds" in line:
+            if self._recent and self._recent[-1].get("generation") != line.get("generation"):
+                self._recent.clear()
+            self._recent.append(line)
+
+    def _phases(self) -> dict[str, float]:
+        found = {}
+        for phase in PHASES:
+            values = [
+                line[key] for line in self._recent if isinstance(line.get(key := f"run_{phase}_seconds"), int | float)
+            ]
+            if values:
+                found[phase] = sum(values) / len(values)
+        return found
+
+
+def _is_news(event: dict[str, Any]) -> bool:
+    """Not what every run does, and not what every rank says in the same words as rank 0."""
+    name = event.get("event")
+    if name == "rank_ended":
+        return event.get("code") != 0
+    return name not in ROUTINE and (event.get("rank", 0) == 0 or name == "failed")

@@ -1,0 +1,70 @@
+"""The verbs of runs as a user has them, on jobs of stand-in ranks that count steps (tests/orchestration/rank.py)."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from craton.cli import main
+from craton.telemetry import RunDirectory, summarize
+
+RANK = Path(__file__).parents[1] / "orchestration" / "rank.py"
+
+
+@dataclass(frozen=True)
+class Result:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Verbs:
+    """`verbs("run", ...)` does what `craton run ...` does in a shell, in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+        self.monkeypatch, self.capfd = monkeypatch, capfd
+        self.folder = folder
+        self.root = folder / "runs"
+        monkeypatch.setenv("CRATON_RUNS", str(self.root))
+        monkeypatch.chdir(folder)
+
+    def __call__(self, *arguments: object) -> Result:
+        self.monkeypatch.setattr(sys, "argv", ["craton", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        output = self.capfd.readouterr()
+        return Result(int(caught.value.code or 0), output.out, output.err)
+
+    def json(self, *arguments: object, code: int = 0) -> Any:
+        result = self(*arguments, "--json")
+        assert result.returncode == code, result.stderr
+        assert result.stdout.count("\n") == 1
+        return json.loads(result.stdout)
+
+    def job(self, nodes: int = 2, **environment: object) -> Path:
+        """A job file of ranks that count steps."""
+        env = ", ".join(f"{key}: '{value}'" for key, value in environment.items())
+        path = self.folder / "count.yaml"
+        path.write_text(
+            f"kind: command\ncommand: [{sys.executable}, {RANK}]\ncluster: local x {nodes}\nrun: {{env: {{{env}}}}}\n"
+        )
+        return path
+
+    def run(self, name: str = "count") -> RunDirectory:
+        return RunDirectory(self.root / name)
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen in time"
+            time.sleep(0.02)
+
+    def wait_for_step(self, step: int, name: str = "count") -> None:
+        self.wait_for(lambda: summarize(self.run(name)).step >= step)

@@ -1,0 +1,125 @@
+"""`ps`, `logs`, `stop`, `resume`: runs of stand-in ranks from start to end, and every mistake one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from run_verbs import Verbs
+
+from craton.orchestration import living_agents, read_agents
+
+LONG = {"STEPS": 100_000}
+
+
+def test_ps_lists_the_newest_first_with_state_and_step(verbs: Verbs) -> None:
+    assert "craton run JOB" in verbs("ps").stdout
+    assert verbs.json("ps") == []
+    verbs("run", verbs.job(STEPS=3))
+    verbs("run", verbs.job(STEPS=1000, FAIL_RANK=1), "--name", "bad")
+    listed = verbs("ps")
+    assert listed.returncode == 0
+    for word in ("RUN", "STATE", "STEP", "ETA", "TOK/S", "vs PLAN", "GOODPUT", "$"):
+        assert word in listed.stdout
+    rows = [line.split()[:2] for line in listed.stdout.splitlines() if line.strip().startswith(("bad ", "count "))]
+    assert rows == [["bad", "failed"], ["count", "done"]]
+    assert "bad: rank 1 on node-1 exited with code 1" in listed.stdout
+    assert [(run["name"], run["state"]) for run in verbs.json("ps")] == [("bad", "failed"), ("count", "done")]
+
+
+def test_logs_of_all_ranks_of_some_and_of_the_agents(verbs: Verbs) -> None:
+    verbs("run", verbs.job(STEPS=3))
+    both = verbs("logs", "count").stdout
+    assert "rank-00000  rank 0 leaves after step 3" in both
+    assert "rank-00001  rank 1 leaves after step 3" in both
+    assert verbs("logs", "count", "--rank", "1").stdout.splitlines()[-1] == "rank 1 leaves after step 3"
+    lines = [json.loads(line) for line in verbs("logs", "count", "--json").stdout.splitlines()]
+    assert {line["source"] for line in lines} == {"rank-00000", "rank-00001"}
+    assert verbs("logs", "count", "--agent").returncode == 0
+    wrong = verbs("logs", "count", "--rank", "7")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "its ranks are 0 to 1" in wrong.stderr
+    assert "0,7" in verbs("logs", "count", "--rank", "first").stderr
+    assert "did you mean 'count'" in verbs("logs", "cuont").stderr
+
+
+def test_following_ends_with_the_run(verbs: Verbs) -> None:
+    verbs("run", verbs.job(STEPS=40), "--detach")
+    followed = verbs("logs", "count", "-f")
+    assert followed.returncode == 0
+    assert "rank 0 leaves after step 40" in followed.stdout
+
+
+def test_ctrl_c_on_logs_leaves_the_run_alone(verbs: Verbs) -> None:
+    verbs("run", verbs.job(**LONG), "--detach")
+    command = [sys.executable, "-m", "craton", "logs", "count", "-f"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "craton stop count" in errors
+    assert len(living_agents(verbs.run())) == 2
+
+
+def test_stop_tells_the_saved_step_and_resume_goes_on_from_it(verbs: Verbs) -> None:
+    verbs("run", verbs.job(**LONG), "--detach")
+    verbs.wait_for_step(2)
+    stopped = verbs("stop", "count")
+    assert stopped.returncode == 0
+    assert "checkpoint of step" in stopped.stdout
+    assert "next: craton resume count" in stopped.stdout
+    saved = verbs.json("ps")[0]["step"]
+    resumed = verbs.json("resume", "count", "--cluster", "local x 1", "--detach")
+    assert (resumed["generation"], resumed["ranks"]) == (1, 1)
+    verbs.wait_for_step(saved + 1)
+    assert f"of 1 starts after step {saved}" in verbs.run().log_path(0).read_text()
+    assert verbs.json("stop", "count")["state"] == "stopped"
+
+
+def test_stop_now_kills_and_says_what_is_left(verbs: Verbs) -> None:
+    verbs("run", verbs.job(**LONG), "--detach")
+    verbs.wait_for_step(2)
+    result = verbs("stop", "count", "--now")
+    assert result.returncode == 0
+    assert "there is no checkpoint to go on from" in result.stdout
+    assert living_agents(verbs.run()) == []
+    assert verbs.json("ps")[0]["state"] == "stopped"
+
+
+def test_a_run_whose_agents_are_killed_can_be_resumed_at_once(verbs: Verbs) -> None:
+    verbs("run", verbs.job(**LONG), "--detach")
+    verbs.wait_for_step(1)
+    for agent in read_agents(verbs.run()):
+        os.kill(agent.pid, signal.SIGKILL)
+    verbs.wait_for(lambda: not living_agents(verbs.run()))
+    resumed = verbs("resume", "count", "--detach")
+    assert resumed.returncode == 0
+    assert "the beginning: there is no checkpoint" in resumed.stdout
+
+
+@pytest.mark.parametrize("verb", ["stop", "resume", "logs", "export", "sample"])
+def test_a_run_that_is_not_there_is_bad_input(verbs: Verbs, verb: str) -> None:
+    more = {"export": ["folder"], "sample": ["--prompt", "def"]}.get(verb, [])
+    result = verbs(verb, "nowhere", *more)
+    assert result.returncode == 2
+    assert "nowhere" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_wrong_verb_for_a_state_says_the_right_one(verbs: Verbs) -> None:
+    verbs("run", verbs.job(**LONG), "--detach")
+    running = verbs("resume", "count")
+    assert running.returncode == 2
+    assert "count is running" in running.stderr
+    verbs("stop", "count", "--now")
+    again = verbs("stop", "count")
+    assert again.returncode == 2
+    assert "does not run here (stopped)" in again.stderr
+    assert verbs("resume", "count", "--cluster", "local x many").returncode == 2
+    assert verbs("resume", "count", "--steps", "9").returncode == 2

@@ -1,0 +1,167 @@
+"""The live view and the table at the end, from the files of a run alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from craton.cli import figures
+from craton.cli.live import describe, line, panel
+from craton.cli.outcome import outcome_json, print_outcome
+from craton.orchestration import Follower
+from craton.telemetry import Heartbeat, Recorder, RunDirectory, write_heartbeat
+
+PLAN: dict[str, Any] = {
+    "steps": 100,
+    "step_seconds": 0.5,
+    "step_seconds_low": 0.4,
+    "step_seconds_high": 0.625,
+    "phases": {"data": 0.0, "compute": 0.4, "communication": 0.05, "optimizer": 0.05, "checkpoint": 0.0},
+    "tokens_per_second": 6000.0,
+    "mfu": 0.5,
+    "memory_bytes": 2.0**30,
+    "goodput": 0.99,
+    "goodput_detail": {"goodput_low": 0.9, "goodput_high": 0.999},
+    "cost_dollars": 12.0,
+    "cost": {"cost_dollars_low": 10.0, "cost_dollars_high": 15.0, "dollars_per_day": 100.0},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run of two ranks at step 40 of 100, a tenth slower than planned."""
+    made = RunDirectory.create(tmp_path, "demo")
+    made.plan_path.write_text(json.dumps(PLAN))
+    made.launch_path.write_text(json.dumps({"generation": 0, "nodes": ["node-0", "node-1"], "ranks_per_node": 1}))
+    made.job_path.write_text("kind: command\ncommand: train\ncluster: local x 2\n")
+    for rank in (0, 1):
+        write_heartbeat(made, f"node-{rank}", Heartbeat(0, "running", pid=1, metrics_port=0))
+        recorder = Recorder(f"node-{rank}", rank, generation=0, run=made)
+        for step in range(1, 41):
+            phases = {"data": 0.01, "compute": 0.42, "communication": 0.07, "optimizer": 0.05, "checkpoint": 0.0}
+            seconds = {f"run_{phase}_seconds": value for phase, value in phases.items()}
+            shared = {"run_loss": 8.0 - step / 10, "run_tokens_per_second": 5454.5, "run_mfu": 0.4545}
+            recorder.metrics(step, run_step_seconds=0.55, **seconds, **(shared if rank == 0 else {}))
+        recorder.event("checkpoint_saved", step=40, tier="shared", blocked_seconds=0.021, size_bytes=28_000_000)
+        recorder.ledger(40, {"start": 3.0, "productive": 22.0})
+        recorder.close()
+    return made
+
+
+def shown(renderable: object, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(renderable)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_the_panel_says_what_one_asks_and_fits_the_terminal(run: RunDirectory, width: int) -> None:
+    text = shown(panel(Follower(run).look(), width), width)
+    assert max(map(len, text.splitlines())) <= width
+    for words in ("demo · running · 2 ranks", "step 40/100", "40 %", "ETA 33 s", "550 ms", "+10 %", "5.45k", "45 %"):
+        assert words in text
+    for words in ("88 %", "communication", "70.0 ms", "50.0 ms", "Ctrl-C leaves the view", "checkpoint saved"):
+        assert words in text
+    assert text.count("checkpoint saved") == 1  # one rank says it for all
+
+
+def test_a_look_reads_on_where_the_last_one_ended(run: RunDirectory) -> None:
+    follower = Follower(run)
+    assert len(follower.look().losses) == 40
+    recorder = Recorder("node-0", 0, generation=0, run=run)
+    recorder.metrics(41, run_loss=3.5, run_step_seconds=0.5)
+    recorder.metrics(41, run_evaluation_loss=3.9)
+    view = follower.look()
+    assert (len(view.losses), view.losses[-1], view.evaluation_loss) == (41, 3.5, 3.9)
+
+
+def test_without_a_terminal_it_is_one_line(run: RunDirectory) -> None:
+    assert line(Follower(run).look()) == (
+        "demo: step 40/100  loss 4.00  5.45k tokens/s  MFU 45 %  step 550 ms (+10 % against plan)  ETA 33 s"
+    )
+
+
+def test_the_table_at_the_end_holds_every_twin_with_its_interval(run: RunDirectory) -> None:
+    run.mark("DONE")
+    view = Follower(run).look()
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    print_outcome(run, view.summary, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= 80
+    rows = {row.split()[0]: row for row in text.splitlines() if row.strip()}
+    assert "500 ms   400 ms – 625 ms     550 ms    1.10   inside" in rows["step"]
+    assert "0.91   inside" in rows["tokens/s"]
+    assert "0.89   outside" in rows["goodput"]
+    assert "$10.00 – $15.00" in rows["cost"]
+    for name in ("data", "compute", "communication", "optimizer", "checkpoint", "memory", "MFU"):
+        assert name in rows
+    assert "demo is done" in text
+
+    document = outcome_json(run, view.summary)
+    compared = {row["name"]: row for row in document["comparison"]}
+    assert compared["step_seconds"]["ratio"] == pytest.approx(1.1)
+    assert compared["step_seconds"]["is_inside"] is True
+    assert json.loads(json.dumps(document))["state"] == "done"
+
+
+def test_a_run_without_a_plan_has_no_empty_columns(run: RunDirectory) -> None:
+    run.plan_path.unlink()
+    view = Follower(run, steps=100).look()
+    text = shown(panel(view, 100), 100)
+    assert "step 40/100" in text
+    assert "plan" not in text
+
+
+def test_events_are_told_in_words() -> None:
+    event = {"time": time.time(), "generation": 0, "node": "node-0", "rank": 0, "step": 1200}
+    told = describe({**event, "event": "checkpoint_saved", "tier": "nvme", "blocked_seconds": 0.02})
+    assert told == "step 1,200 · checkpoint saved · tier nvme · blocked 20.0 ms"
+    assert (
+        describe({**event, "step": 0, "event": "sink_failed", "message": "no wandb\nat all"})
+        == "sink failed · no wandb"
+    )
+
+
+DURATIONS = {
+    0: "0 s",
+    12e-6: "12 µs",
+    0.0123: "12.3 ms",
+    0.99999: "1.00 s",
+    59.96: "1 min 0 s",
+    104: "1 min 44 s",
+    3599.7: "1 h 0 min",
+    11_520: "3 h 12 min",
+    86_399: "1 d 0 h",
+    356_400: "4 d 3 h",
+    None: "–",
+}
+
+
+def test_durations() -> None:
+    assert {seconds: figures.duration(seconds) for seconds in DURATIONS} == DURATIONS
+
+
+def test_numbers() -> None:
+    assert [figures.amount(value) for value in (0, 850, 4590, 999_999, 1.2e9)] == [
+        "0",
+        "850",
+        "4.59k",
+        "1.00M",
+        "1.20B",
+    ]
+    assert [figures.percent(share) for share in (0, 0.7, 0.9996, 1.0, None)] == ["0 %", "70 %", "99.9 %", "100 %", "–"]
+    assert [figures.change(measured, 1.0) for measured in (1.03, 0.88, 1.001, 3.1)] == ["+3 %", "−12 %", "±0 %", "×3.1"]
+    assert figures.change(None, 1.0) == figures.change(1.0, 0.0) == "–"
+    assert figures.sparkline([3.0, 2.0, 1.0], 10) == "█▅▁"
+    assert len(figures.sparkline([float(value) for value in range(1000)], 30)) == 30
+    assert figures.sparkline([1.0], 10) == ""
+    assert figures.bar(0.5, 4) == "██"
+    assert figures.bar(1e-9, 4) == "▏"

@@ -1,0 +1,38 @@
+"""Jobs of stand-in ranks that count steps (rank.py), and waiting for what they do."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from craton.job import Job, parse_job
+from craton.orchestration import draft_run, free_port, start_run
+from craton.telemetry import RunDirectory, RunSummary, summarize
+
+RANK = Path(__file__).with_name("rank.py")
+
+
+def counting_job(nodes: int = 2, name: str = "count", **environment: object) -> Job:
+    env = ", ".join(f"{key}: '{value}'" for key, value in environment.items())
+    return parse_job(
+        f"name: {name}\nkind: command\ncommand: [{sys.executable}, {RANK}]\ncluster: local x {nodes}\n"
+        f"run: {{env: {{{env}}}}}\n"
+    )
+
+
+def start(root: Path, job: Job) -> RunDirectory:
+    return start_run(draft_run(job, root / job.name, port=free_port()), root)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def wait_for_state(run: RunDirectory, *states: str) -> RunSummary:
+    wait_for(lambda: summarize(run).state in states)
+    return summarize(run)

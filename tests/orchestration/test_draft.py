@@ -1,0 +1,146 @@
+"""A draft is something that can run, or one line that says what to change."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from counting import counting_job, wait_for_state
+
+from craton.job import parse_job
+from craton.orchestration import StartError, check_machine, draft_run, free_port, named_job, start_run
+from craton.telemetry import RunError
+
+TRAIN = """\
+name: small
+kind: pretrain
+model: llama-3.2-1b
+data: {sequence: 4096}
+train: {global_batch_sequences: 32, steps: 100}
+cluster: p5.48xlarge x 1
+"""
+RUN = Path("/runs/small")
+
+
+def test_a_training_job_gets_its_plan_and_a_rank_for_each_gpu() -> None:
+    draft = draft_run(parse_job(TRAIN), RUN, port=4321)
+    assert draft.plan is not None
+    assert draft.plan.fits
+    assert draft.num_ranks == draft.plan.layout.world == 8
+    assert draft.launch.gpus
+    assert draft.launch.master_port == 4321
+    assert draft.launch.command[-3:] == ["-m", "craton.ml.training", "/runs/small"]
+
+
+def test_the_files_are_what_the_ranks_and_ps_will_read() -> None:
+    job = parse_job(TRAIN)
+    files = draft_run(job, RUN).files()
+    assert list(files) == ["job.yaml", "plan.json", "launch.json"]
+    assert parse_job(files["job.yaml"]) == job
+    assert json.loads(files["plan.json"])["steps"] == 100
+    assert json.loads(files["launch.json"])["nodes"] == ["node-0"]
+
+
+def test_a_command_is_not_planned_but_runs_on_every_node() -> None:
+    draft = draft_run(counting_job(nodes=3, STEPS=7), RUN)
+    assert draft.plan is None
+    assert "without a plan" in draft.note
+    assert draft.num_ranks == 3
+    assert draft.launch.env["STEPS"] == "7"
+    assert set(draft.files()) == {"job.yaml", "launch.json"}
+
+
+def test_a_single_text_goes_to_the_shell() -> None:
+    job = parse_job("kind: command\ncommand: echo $RANK\ncluster: local x 1\n")
+    assert draft_run(job, RUN).launch.command == ["/bin/sh", "-c", "echo $RANK"]
+
+
+def test_a_model_that_is_a_function_runs_without_a_plan() -> None:
+    draft = draft_run(parse_job(TRAIN.replace("llama-3.2-1b", "my.models:build")), RUN, job_folder="/work")
+    assert draft.plan is None
+    assert "only its author knows" in draft.note
+    assert draft.launch.env["CRATON_JOB_FOLDER"] == "/work"
+
+
+def test_where_auto_prefers_what_cannot_be_trained_yet_the_best_that_can_is_taken() -> None:
+    adapters = TRAIN.replace("llama-3.2-1b", "llama-3.1-70b").replace("100}", "100, lora: {rank: 8}}")
+    draft = draft_run(parse_job(adapters), RUN)
+    assert draft.plan is not None
+    assert draft.plan.fits
+    layout = draft.plan.layout
+    assert (layout.fsdp, layout.pp, layout.cp, layout.tp, layout.ep) == (8, 1, 1, 1, 1)
+    assert "cannot be trained yet" in draft.note
+
+
+def test_a_stop_inside_the_job_reaches_the_ranks() -> None:
+    assert draft_run(parse_job(TRAIN), RUN, stop_at=60).launch.env["CRATON_STOP_AT"] == "60"
+
+
+REFUSED = {
+    "slurm by option": (TRAIN, {"on": "slurm"}, ["--on names slurm", "cannot be started yet", "--on local"]),
+    "kubernetes by file": (TRAIN + "run: {on: kubernetes}\n", {}, ["run.on names kubernetes"]),
+    "an unknown backend": (TRAIN, {"on": "laptop"}, ["laptop", "local, slurm, kubernetes"]),
+    "more than this machine": (TRAIN.replace("x 1", "x 4"), {}, ["job.yaml:6", "p5.48xlarge x 4", "local x 2"]),
+    "a secret that is not there": (TRAIN + "run: {secrets: [NO_SUCH]}\n", {}, ["NO_SUCH", "export NO_SUCH=..."]),
+    "a stop behind the end": (TRAIN, {"stop_at": 100}, ["--stop-at 100", "1 to 99"]),
+    "a stop before the first step": (TRAIN, {"stop_at": 0}, ["--stop-at 0"]),
+    "a precision for later": (TRAIN.replace("100}", "100, precision: nvfp4}"), {}, ["nvfp4", "fp32, bf16, fp8"]),
+    "tensor parallel": (TRAIN + "layout: {tp: 2}\n", {}, ["job.yaml:7", "tp", "not trained yet", "{fsdp: 8}"]),
+    "a kind for later": ("kind: serve\nmodel: llama-3.2-1b\ncluster: p5.48xlarge x 1\n", {}, ["kind serve"]),
+    "too little memory": (
+        TRAIN.replace("llama-3.2-1b", "llama-3.1-405b"),
+        {},
+        ["does not fit p5.48xlarge x 1", "GiB", "use "],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_run_is_refused_with_what_to_change(case: str) -> None:
+    text, options, words = REFUSED[case]
+    with pytest.raises(StartError) as caught:
+        draft_run(parse_job(text), RUN, **options)  # type: ignore[arg-type]
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_another_name_is_checked_as_the_job_files_own() -> None:
+    assert named_job(counting_job(), "again-2").name == "again-2"
+    assert named_job(counting_job(), None).name == "count"
+    with pytest.raises(ValueError, match="is not a name"):
+        named_job(counting_job(), "not a name")
+    assert issubclass(StartError, RunError)
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which nvidia-smi sees two H100s."""
+    tool = tmp_path / "nvidia-smi"
+    cards = "0, GPU-aaaa, NVIDIA H100 80GB HBM3, 81559\n1, GPU-bbbb, NVIDIA H100 80GB HBM3, 81559"
+    tool.write_text(f"#!/bin/sh\ncat <<END\n{cards}\nEND\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_local_nodes_share_the_gpus_and_each_sees_its_own(root: Path) -> None:
+    job = parse_job("name: cards\nkind: command\ncommand: echo sees $CUDA_VISIBLE_DEVICES\ncluster: local x 2\n")
+    draft = draft_run(job, root / "cards", port=free_port())
+    assert (draft.launch.gpus, draft.launch.ranks_per_node) == (True, 1)
+    check_machine(draft.launch)
+    run = start_run(draft, root)
+    wait_for_state(run, "done")
+    assert [run.log_path(rank).read_text() for rank in (0, 1)] == ["sees GPU-aaaa\n", "sees GPU-bbbb\n"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_more_gpus_than_there_are_is_refused_before_the_start() -> None:
+    draft = draft_run(parse_job(TRAIN), RUN)
+    with pytest.raises(StartError, match="needs 8 GPUs, and this machine shows 2"):
+        check_machine(draft.launch)
+    three = parse_job("kind: command\ncommand: x\ncluster: local x 3\n")
+    with pytest.raises(StartError, match="cannot share 2 GPUs equally"):
+        draft_run(three, RUN)

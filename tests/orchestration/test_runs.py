@@ -1,0 +1,182 @@
+"""Runs begin, stop, break and go on, with real agents and ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from counting import counting_job, start, wait_for, wait_for_state
+
+from craton.orchestration import (
+    Follower,
+    RunStateError,
+    StartError,
+    check_name_is_free,
+    draft_resume,
+    kill_run,
+    living_agents,
+    newest_checkpoint,
+    read_agents,
+    resume_run,
+    resumed_job,
+    stop_run,
+    wait_for_agents,
+)
+from craton.telemetry import RunDirectory, RunExistsError, summarize
+
+LONG = {"STEPS": 100_000}
+
+
+def resume(run: RunDirectory, cluster: str | None = None) -> None:
+    resume_run(run, draft_resume(run, resumed_job(run, cluster)))
+
+
+def test_a_run_ends_by_itself_and_leaves_its_story(root: Path) -> None:
+    run = start(root, counting_job(STEPS=5))
+    summary = wait_for_state(run, "done", "failed", "lost")
+    assert (summary.state, summary.step, summary.ranks) == ("done", 5, 2)
+    wait_for_agents(run)
+    assert living_agents(run) == []
+    assert "leaves after step 5" in run.log_path(1).read_text()
+    saved = newest_checkpoint(run)
+    assert saved is not None
+    assert (saved.step, saved.tier) == (5, "shared")
+
+
+def test_agents_have_a_session_of_their_own_and_no_terminal(root: Path) -> None:
+    run = start(root, counting_job(**LONG))
+    agents = read_agents(run)
+    assert len(agents) == 2
+    for agent in agents:
+        assert os.getsid(agent.pid) == agent.pid != os.getsid(0)
+        assert os.readlink(f"/proc/{agent.pid}/fd/0") == "/dev/null"
+
+
+def test_a_name_is_taken_once(root: Path) -> None:
+    start(root, counting_job(STEPS=1))
+    (root / "count-2").mkdir()
+    for attempt in (lambda: start(root, counting_job()), lambda: check_name_is_free(root, "count")):
+        with pytest.raises(RunExistsError, match=r"`craton resume count` goes on .* `--name count-3` starts another"):
+            attempt()
+
+
+def test_a_stop_saves_and_a_resume_goes_on_there_on_other_ranks(root: Path) -> None:
+    run = start(root, counting_job(**LONG))
+    wait_for(lambda: summarize(run).step >= 2)
+    stop_run(run)
+    assert wait_for_state(run, "stopped", "failed", "lost").state == "stopped"
+    wait_for_agents(run)
+    saved = newest_checkpoint(run)
+    assert saved is not None
+    assert saved.step >= 2
+
+    resume(run, "local x 3")
+    wait_for(lambda: summarize(run).step > saved.step)
+    summary = summarize(run)
+    assert (summary.state, summary.generation, summary.ranks) == ("running", 1, 3)
+    wait_for(lambda: f"of 3 starts after step {saved.step}" in run.log_path(2).read_text())
+
+
+def test_a_run_that_runs_is_not_started_again(root: Path) -> None:
+    run = start(root, counting_job(**LONG))
+    with pytest.raises(RunStateError, match=r"count is running \(node-0, node-1\).*craton stop count"):
+        resumed_job(run)
+
+
+def test_what_does_not_run_cannot_be_stopped(root: Path) -> None:
+    run = start(root, counting_job(STEPS=1))
+    wait_for_state(run, "done")
+    wait_for_agents(run)
+    for stop in (stop_run, kill_run):
+        with pytest.raises(RunStateError, match=r"does not run here \(done\)"):
+            stop(run)
+    with pytest.raises(RunStateError, match="count is done"):
+        resume(run)
+
+
+def test_a_killed_agent_takes_its_ranks_along_and_the_run_can_be_resumed(root: Path) -> None:
+    run = start(root, counting_job(nodes=1, **LONG))
+    follower = Follower(run)
+    wait_for(lambda: follower.look().summary.step >= 2)
+    os.kill(read_agents(run)[0].pid, signal.SIGKILL)
+    wait_for(lambda: not living_agents(run))
+    view = follower.look()
+    assert view.summary.state == "lost"
+    assert "gone" in view.summary.message
+    wait_for(lambda: not ranks_of(run))
+    resume(run)
+    wait_for(lambda: follower.look().summary.state == "running")
+
+
+def test_sigterm_to_one_agent_stops_the_whole_run_in_order(root: Path) -> None:
+    run = start(root, counting_job(**LONG))
+    wait_for(lambda: summarize(run).step >= 1)
+    os.kill(read_agents(run)[1].pid, signal.SIGTERM)
+    assert wait_for_state(run, "stopped", "failed", "lost").state == "stopped"
+    assert newest_checkpoint(run) is not None
+
+
+def test_a_kill_leaves_no_process_behind_and_says_stopped_at_once(root: Path) -> None:
+    run = start(root, counting_job(CHILD=4321, **LONG))
+    wait_for(lambda: summarize(run).step >= 1)
+    assert kill_run(run) == 2
+    assert summarize(run).state == "stopped"
+    wait_for(lambda: not ranks_of(run))
+    assert not subprocess.run(["pgrep", "-f", "sleep 4321"], capture_output=True, text=True, check=False).stdout
+
+
+def test_a_rank_that_fails_fails_the_run_with_its_last_words(root: Path) -> None:
+    run = start(root, counting_job(FAIL_RANK=1, **LONG))
+    summary = wait_for_state(run, "failed", "done", "lost")
+    assert summary.state == "failed"
+    assert "rank 1 on node-1 exited with code 1" in summary.message
+    assert "the reward function broke" in summary.message
+    wait_for_agents(run)
+    resume(run)
+    assert not run.has("FATAL")
+
+
+def test_an_agent_that_cannot_start_is_seen_at_once(root: Path) -> None:
+    run = start(root, counting_job(STEPS=1))
+    wait_for_state(run, "done")
+    wait_for_agents(run)
+    run.unmark("DONE")
+    run.launch_path.write_text("{")
+    (run.path / "heartbeat" / "node-0").unlink()
+    view = Follower(run).look()
+    assert view.summary.state == "lost"
+
+
+def test_a_process_number_given_to_somebody_else_is_not_an_agent(root: Path) -> None:
+    run = start(root, counting_job(STEPS=1))
+    wait_for_state(run, "done")
+    wait_for_agents(run)
+    agents = json.loads((run.path / "agents.json").read_text())
+    agents[0]["pid"] = os.getpid()
+    (run.path / "agents.json").write_text(json.dumps(agents))
+    assert living_agents(run) == []
+    (run.path / "agents.json").write_text("[{")
+    assert read_agents(run) == []
+
+
+@pytest.mark.parametrize("place", ["file/runs", "file"])
+def test_a_root_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StartError, match="set CRATON_RUNS to a folder you may write to"):
+        check_name_is_free(tmp_path / place, "count")
+
+
+def ranks_of(run: RunDirectory) -> list[str]:
+    """Processes whose environment names this run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"CRATON_RUN={run.path}\0".encode() in (folder / "environ").read_bytes():
+                found.append(folder.name)
+        except OSError:
+            continue
+    return found
