@@ -1,5 +1,6 @@
 # make install   .venv with Craton and everything its tests need
-# make demo      plan the example jobs and write their reports
+# make demo      train a small model on this machine: plan, run, stop, resume on other ranks, export, sample
+# make plans     plan the example jobs and write their reports
 # make test      style, types, imports, tests
 # make test-all  the same with the tests that take minutes
 # make bench     predict every published run and print the errors
@@ -8,28 +9,36 @@
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
+TRAIN_STAMP := $(VENV)/.trains
 CRATON := $(VENV)/bin/craton
-DEMO_JOBS := $(wildcard examples/*.yaml)
+PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PLANNED_JOBS := $(filter-out $(wildcard examples/custom-*.yaml), $(wildcard examples/*.yaml))
 
-.PHONY: install browser demo test test-all bench clean
+.PHONY: install browser demo plans test test-all bench clean
 
 install: $(STAMP)
 	@echo "Craton is installed in $(VENV): try $(CRATON) --help"
 
+$(STAMP): $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(PIP_INSTALL) -e '.[test]'
+	@touch $@ $(TRAIN_STAMP)
+
+$(TRAIN_STAMP): $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(PIP_INSTALL) -e '.[train]'
+	@touch $@
+
 # ensurepip is what Debian and Ubuntu leave out of python3; without it no virtual environment can hold pip.
-$(STAMP): pyproject.toml constraints.txt
+$(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Craton needs Python 3.11 or newer; call 'make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)'"; exit 1; }
-	@test -x $(VENV)/bin/pip || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    echo "installing python3-venv"; apt-get update -qq && apt-get install -y -qq python3-venv; \
 	  else \
 	    echo "Python's venv module is incomplete: install the package python3-venv (Debian, Ubuntu), then call make again"; \
 	    exit 1; \
 	  fi; }
-	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
-	@touch $@
+	@$(PYTHON) -m venv $(VENV)
 
 # The report is tested in a real browser; where none can be had, that test is skipped and says so.
 browser:
@@ -39,9 +48,26 @@ browser:
 	    || echo "chromium could not be installed: the browser test will be skipped"; \
 	fi
 
-demo: $(STAMP)
+# The runs of the demo live apart from yours, and each demo starts anew.
+DEMO := CRATON_RUNS=runs/demo $(CRATON)
+demo: $(TRAIN_STAMP)
+	@rm -rf runs/demo; start=$$(date +%s); set -e; \
+	say() { echo; echo "\$$ $$*"; }; \
+	say craton run examples/quickstart.yaml --stop-at 60%; \
+	$(DEMO) run examples/quickstart.yaml --stop-at 60%; \
+	say "craton resume quickstart --cluster 'local x 1'"; \
+	$(DEMO) resume quickstart --cluster 'local x 1'; \
+	say craton ps; \
+	$(DEMO) ps; \
+	say craton export quickstart runs/demo/model; \
+	$(DEMO) export quickstart runs/demo/model; \
+	say "craton sample runs/demo/model --prompt 'class Test' --prompt 'def test_' --temperature 0.6"; \
+	$(DEMO) sample runs/demo/model --prompt 'class Test' --prompt 'def test_' --max-tokens 60 --temperature 0.6; \
+	echo; echo "the demo took $$(($$(date +%s) - start)) s; the run is runs/demo/quickstart, the model runs/demo/model"
+
+plans: $(TRAIN_STAMP)
 	@mkdir -p reports
-	@for job in $(DEMO_JOBS); do \
+	@for job in $(PLANNED_JOBS); do \
 	  report=reports/$$(basename $$job .yaml).html; \
 	  echo; echo "craton plan $$job --html $$report"; \
 	  $(CRATON) plan $$job --html $$report || exit 1; \

@@ -39,7 +39,7 @@ def main() -> None:
         ]:
             labels = effect_labels(family=software, release=release, gpu=name, generation=generation)
             rows = counts[(software, name)] if name else 0
-            kind = "our own" if software == UNKNOWN else "published"
+            kind = "own" if software == UNKNOWN else "published"
             source = (
                 f"fitted to {rows} {kind} runs of {software} on {name}"
                 if rows

@@ -1,7 +1,7 @@
 """Craton predicts, runs, measures and mends foundation-model jobs.
 
-`from craton import load_job, plan` is the same face the command line uses. Names are loaded when first asked for, so
-that `import craton` costs nothing.
+`from craton import load_job, plan, run` is the same face the command line uses. Names are loaded when first asked for,
+so that `import craton` costs nothing.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from craton.job import CratonError, Job, Layout, ModelShape, load_job, model_preset
+    from craton.orchestration import run
     from craton.planning import Plan, plan
 
 __version__ = "0.1.0"
-__all__ = ["CratonError", "Job", "Layout", "ModelShape", "Plan", "load_job", "model_preset", "plan"]
+__all__ = ["CratonError", "Job", "Layout", "ModelShape", "Plan", "load_job", "model_preset", "plan", "run"]
 
 _HOMES = {
     "CratonError": "craton.job",
@@ -25,6 +26,7 @@ _HOMES = {
     "model_preset": "craton.job",
     "Plan": "craton.planning",
     "plan": "craton.planning",
+    "run": "craton.orchestration",
 }
 
 

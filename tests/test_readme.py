@@ -6,6 +6,7 @@ What stands between `<!-- NAME: made by tests/test_readme.py -->` and `<!-- end 
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
@@ -19,18 +20,25 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+import typer
 from pydantic import BaseModel
 from rich.console import Console
 
+from craton.agent.process import start_rank
+from craton.cli.app import app
 from craton.infrastructure import gpu, resolve_cluster
 from craton.job import ClusterFile, CratonError, Job, check_job, load_job, parse_job
+from craton.orchestration.local import AGENTS_FILE
 from craton.planning import CONSTANTS, load_pins, load_runs, plan, render_plan, software_names
 from craton.planning.fitting import LEVELS, NOISE, SCALES
 from craton.planning.machine import machine
+from craton.telemetry import LEDGER_KINDS, MARKERS, METRICS, TWINS, RunDirectory, RunState, read_lines
+from craton.telemetry.rundirectory import FOLDERS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *(ROOT / "docs" / name for name in ("architecture.md", "planning.md", "job-file.md"))]
+DOCS = ROOT / "docs"
+PAGES = [README, *(DOCS / name for name in ("architecture.md", "planning.md", "job-file.md", "training.md", "runs.md"))]
 DAY = date(2026, 11, 15)  # of the plan in the README: prices are as old as they were on that day
 
 Generated = Callable[[Path, str, str], None]
@@ -43,6 +51,19 @@ def blocks(page: Path, language: str) -> list[str]:
 def readme_commands() -> list[str]:
     lines = "".join(blocks(README, "sh")).splitlines()
     return [line.partition("#")[0].strip() for line in lines if line.startswith("craton ")]
+
+
+def page_commands() -> list[str]:
+    """Those of pages other than the README, where they may take minutes."""
+    lines = "".join(text for page in PAGES[1:] for text in blocks(page, "sh")).splitlines()
+    return [line.partition("#")[0].strip() for line in lines if line.startswith("craton ")]
+
+
+def table_of(page: Path, section: str) -> set[str]:
+    """What stands in backticks in the first column of a section's tables."""
+    text = page.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    return set(re.findall(r"`([^`]+)`", " ".join(cells)))
 
 
 @pytest.fixture(autouse=True)
@@ -86,12 +107,23 @@ def run_in(folder: Path, *arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("command", readme_commands())
+SAID = {"validate": "ok: llama-8b", "catalog": "p5en.48xlarge", "plan": "FITS", "calibrate": "wrote profile.json"}
+
+
+@pytest.mark.parametrize("command", [command for command in readme_commands() if command.split()[1] in SAID])
 def test_a_command_of_the_readme_runs(command: str, checkout: Path) -> None:
+    """Those that train are run by `tests/cli/test_run_training.py` and by `make demo`."""
     verb, *arguments = shlex.split(command)[1:]
-    output = run_in(checkout, "-m", "craton", verb, *arguments)
-    said = {"validate": "ok: llama-8b", "catalog": "p5en.48xlarge", "plan": "FITS", "calibrate": "wrote profile.json"}
-    assert said[verb] in output
+    assert SAID[verb] in run_in(checkout, "-m", "craton", verb, *arguments)
+
+
+@pytest.mark.parametrize("command", [*page_commands(), *readme_commands()])
+def test_a_command_of_a_page_has_verbs_and_options_that_exist(command: str) -> None:
+    found: typing.Any = typer.main.get_command(app)
+    words = shlex.split(command)[1:]
+    while hasattr(found, "commands"):
+        found = found.commands[words.pop(0)]
+    found.make_context(command, words)  # parses, runs nothing
 
 
 def test_the_plan_of_the_readme_is_there_as_json(checkout: Path) -> None:
@@ -201,6 +233,46 @@ def test_the_levels_on_the_page_are_the_fits(generated: Generated) -> None:
     assert len(left) == len(right)
     rows = "".join(f"| {one} | | {other} |\n" for one, other in zip(left, right, strict=True))
     generated(ROOT / "docs" / "planning.md", "levels", table + rows)
+
+
+def test_the_metrics_on_the_page_are_the_vocabulary(generated: Generated) -> None:
+    table = "| name | unit | scope | kind | meaning |\n|---|---|---|---|---|\n"
+    for name, metric in METRICS.items():
+        if name.startswith("plan_"):
+            continue
+        twin = name.removeprefix("run_") in TWINS
+        names = f"`{name.replace('run_', 'plan_', 1)}`, `{name}`" if twin else f"`{name}`"
+        table += f"| {names} | {metric.unit} | {metric.scope} | {metric.kind} | {metric.help} |\n"
+    generated(DOCS / "runs.md", "metrics", table)
+
+
+def test_the_tables_of_a_run_are_the_codes() -> None:
+    runs = DOCS / "runs.md"
+    assert table_of(runs, "The ledger") == set(LEDGER_KINDS)
+    assert table_of(runs, "States") == {*typing.get_args(RunState), *MARKERS}
+    files = {name.partition("/")[0] for name in table_of(runs, "The directory")}
+    assert {*FOLDERS, *MARKERS, "job.yaml", "plan.json", "launch.json", AGENTS_FILE} <= files
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "craton").rglob("*.py"))
+    events = table_of(runs, "Events")
+    assert set(re.findall(r'(?:\.event|_event|_warn)\(\s*"(\w+)"', source)) <= events
+    assert all(f'"{name}"' in source for name in events)
+    variables = set(re.findall(r'"([A-Z]+(?:_[A-Z]+)+|RANK)": ', inspect.getsource(start_rank)))
+    assert variables - {"PYTHONUNBUFFERED"} <= table_of(runs, "Agents and ranks")
+
+
+def test_the_families_on_the_page_are_the_decoders() -> None:
+    huggingface = pytest.importorskip("craton.ml.models.huggingface")
+    text = (DOCS / "training.md").read_text(encoding="utf-8").partition("\n### Kernels\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(huggingface.FAMILIES)
+
+
+def test_the_python_of_the_page_on_runs_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory.create(tmp_path, "mine")
+    monkeypatch.setenv("CRATON_RUN", str(run.path))
+    (code,) = blocks(DOCS / "runs.md", "python")
+    run_in(tmp_path, "-c", code)
+    (line,) = read_lines(run.metrics_path("node-0"))[0]
+    assert (line["step"], line["run_loss"], line["run_accuracy"]) == (1, 2.5, 0.4)
 
 
 def test_calibration_files_on_the_page_are_read(tmp_path: Path) -> None:

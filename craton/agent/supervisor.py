@@ -299,11 +299,18 @@ class Supervisor:
     def _failure_text(self) -> str:
         """Which rank broke the run: one that a signal ended rather than one that then saw its connection break."""
         guilty = next((rank for rank in self._failed if rank.code < 0), self._failed[0])
-        text = [f"{guilty.name} on {self._node} {_how_ended(guilty.code)} (generation {self._launch.generation})"]
+        last_lines = guilty.last_lines()
+        headline = f"{guilty.name} on {self._node} {_how_ended(guilty.code)} (generation {self._launch.generation})"
+        if guilty.code > 0 and last_lines:  # it ended by itself: what it said last is most likely why
+            headline += f": {last_lines[-1].strip().removeprefix('craton: ')}"
+        text = [headline]
+        if guilty.code == -signal.SIGKILL:
+            text.append("less memory is needed with a smaller layout.micro_batch, more layout.recompute or more ranks")
         others = [f"{rank.name} {_how_ended(rank.code)}" for rank in self._failed if rank is not guilty]
         if others:
             text.append("also " + ", ".join(others))
-        last_lines = guilty.last_lines()
+        if self._run.has("FATAL"):  # another node was first, and this one most likely only saw its connection break
+            return "\n".join(text)
         text.append(f"the end of {guilty.log_path.name}:" if last_lines else f"{guilty.log_path.name} is empty")
         return "\n".join([*text, *(f"  {line}" for line in last_lines)])
 

@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from craton.cli import bench
+from craton.cli import bench, data
 from craton.cli.calibrate import calibrate
 from craton.cli.catalog import catalog
 from craton.cli.export import export
@@ -45,6 +45,7 @@ app.command()(sample)
 app.command()(validate)
 app.command()(catalog)
 app.command()(calibrate)
+app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")
 
 

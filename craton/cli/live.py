@@ -38,6 +38,8 @@ PHASE_STYLES = {
 }
 
 
+# Events that a log does without: every checkpoint, and what the outcome tells at length.
+_UNTOLD_EVENTS = ("checkpoint_saved", "failed", "rank_ended", "ranks_told_to_end")
 _SILENT_FIELDS = ("time", "generation", "event", "node", "step", "rank", "pid")
 
 
@@ -130,8 +132,14 @@ def line(view: View) -> str:
 
 def _watch_plainly(look: Callable[[], View], console: Console | None) -> View:
     printed, printed_at = "", -PLAIN_SECONDS
+    seen: list[dict[str, Any]] = []
     while True:
         view = look()
+        news = [event for event in view.events if event.get("generation") == view.summary.generation]
+        for event in news:
+            if console and event not in seen and event.get("event") not in _UNTOLD_EVENTS:
+                console.print(f"{view.summary.name}: {describe(event)}", soft_wrap=True, markup=False)
+        seen = news
         over, text = not view.is_moving, line(view)
         if console and text != printed and (over or time.monotonic() - printed_at >= PLAIN_SECONDS):
             console.print(text, soft_wrap=True, markup=False)

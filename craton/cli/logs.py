@@ -33,6 +33,8 @@ def logs(
 
     found = find_run(run)
     ranks = _ranks(rank)
+    if not follow and not _files(found, ranks, agent):
+        print(f"{found.name} has no logs yet; `craton logs {found.name} -f` waits for them", file=sys.stderr)
     alone = not agent and len(ranks) == 1
     try:
         for source, text in _lines(found, ranks, agent, follow):

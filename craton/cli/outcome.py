@@ -53,8 +53,9 @@ def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> N
         console.print(Text(f"{name} {'failed' if summary.state == 'failed' else 'is lost'}{at}", style="bold red"))
         console.print(Text(summary.message or "it left no message"))
         console.print(f"logs: {shown(run.path / 'logs')} · craton logs {name}", style="dim", soft_wrap=True)
-        if saved or not summary.step:
-            console.print(f"next: craton resume {name}", style="dim")
+        begin = "" if saved else ", from the beginning"
+        job = shown(run.job_path)
+        console.print(f"next: mend the cause (the job is {job}), then craton resume {name}{begin}", style="dim")
 
 
 def print_comparison(run: RunDirectory, summary: RunSummary, console: Console) -> None:

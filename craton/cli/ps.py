@@ -22,11 +22,19 @@ def ps(
     from craton.cli.outcome import summary_json
     from craton.telemetry import list_runs, runs_root, summarize
 
-    summaries = [summarize(run) for run in list_runs()]
+    summaries, unreadable = [], {}
+    for run in list_runs():
+        try:
+            summaries.append(summarize(run))
+        except (ValueError, TypeError, AttributeError, OSError) as error:  # one broken folder hides no other run
+            unreadable[run.name] = f"{run.path} cannot be read: {error}"
     if as_json:
-        print(json.dumps([summary_json(summary) for summary in summaries]))
+        broken = [{"name": name, "state": "unreadable", "message": text} for name, text in unreadable.items()]
+        print(json.dumps([*(summary_json(summary) for summary in summaries), *broken]))
         return
     console = make_console()
+    for text in unreadable.values():
+        console.print(text, style="red", soft_wrap=True, markup=False)
     if not summaries:
         console.print(f"no runs in {runs_root()}; `craton run JOB` starts one", soft_wrap=True)
         return

@@ -45,11 +45,11 @@ def stop(
         return
     saved = newest_checkpoint(found)
     if saved is None:
-        text = "there is no checkpoint to go on from"
+        text = "there is no checkpoint yet"
     elif now or (before and before.step == saved.step):
         text = f"its newest checkpoint is of step {saved.step:,}"
     else:
         text = f"checkpoint of step {saved.step:,} saved"
     console.print(f"{found.name} stopped after step {summary.step:,}; {text}")
-    if saved is not None:
-        console.print(f"next: craton resume {found.name}", style="dim")
+    begin = "" if saved else " (from the beginning)"
+    console.print(f"next: craton resume {found.name}{begin}", style="dim")

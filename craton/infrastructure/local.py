@@ -12,11 +12,11 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from craton.infrastructure.accelerators import Accelerator, catalog_gpu, visible_accelerators
@@ -212,11 +212,25 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine() or "cpu"
 
 
-def machine_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
-    """Memory of the machine, or of the container when that is less."""
+def machine_memory_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Memory of the machine, or of the container, service or batch job around this process when that is less."""
     total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(total, float(text)) if text.isdigit() else total
+    texts = [path.read_text().strip() for path in _memory_limits(groups, own) if path.is_file()]
+    return min([total, *(float(text) for text in texts if text.isdigit())])
+
+
+def _memory_limits(groups: Path, own: Path) -> Iterator[Path]:
+    """Where a limit may stand: in this process's control group or any that holds it, of either version (cgroups(7))."""
+    for line in own.read_text().splitlines() if own.is_file() else ["0::/"]:
+        _, controllers, place = line.split(":", 2)
+        if not controllers:
+            folder, name = groups, "memory.max"
+        elif "memory" in controllers.split(","):
+            folder, name = groups / controllers, "memory.limit_in_bytes"
+        else:
+            continue
+        group = PurePosixPath(place)
+        yield from (folder / each.relative_to("/") / name for each in (group, *group.parents))
 
 
 def package_version(name: str) -> str:

@@ -19,7 +19,7 @@ from craton.job.section import Section, SectionError
 from craton.job.units import TokenCount
 
 STANDARD_LIBRARY = "stdlib"  # as a data path: the interpreter's own Python sources
-MIN_BPE_VOCABULARY = 257  # every byte, and one token that ends a document
+MIN_BPE_VOCABULARY = 259  # every byte, the token that ends a document and the two around a chat's turn
 
 _BPE = re.compile(r"bpe:(?P<size>.*)")
 

@@ -338,10 +338,15 @@ class Job(Section):
         return (self.train and self.train.fp8) or "tensorwise" if self.precision == "fp8" else None
 
     @property
+    def folder(self) -> Path:
+        """Where relative paths in the job start, and where a user's own functions are looked for first."""
+        return self._document.folder if self._document else Path()
+
+    @property
     def weights_folder(self) -> Path | None:
         """The folder whose weights training starts from; None where it starts from random ones.
 
-        A JobError when weights are asked for and there are none.
+        A JobError when weights are asked for and there are none; sft asks for them unless `initialize` is random.
         """
         initialize = self.train.initialize if self.train else "auto"
         folder = weights_folder(self.model) if isinstance(self.model, str) and initialize != "random" else None
@@ -349,6 +354,11 @@ class Job(Section):
             raise JobError(
                 f"{self.where('train', 'initialize')}train.initialize is weights, but the model holds none that can be "
                 "found here; give a folder or a Hub id in the local cache with *.safetensors, or initialize: random"
+            )
+        if folder is None and self.kind == "sft" and initialize != "random" and self.model_shape is not None:
+            raise JobError(
+                f"{self.where('model')}kind sft starts from a trained model, and {self.model_shape.name} has no "
+                "weights here; give a folder or a Hub id that is in the local cache, or train.initialize: random"
             )
         return folder
 

@@ -210,6 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         step = export(options.run, options.folder, options.step, options.dtype, options.tokenizer)
     except (CratonError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        if options.json:
+            print(json.dumps({"error": str(error), "problems": [str(error)]}))
         return 2
     if options.json:
         print(json.dumps({"folder": str(options.folder), "step": step, "dtype": options.dtype}))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from craton.errors import CratonError
+from craton.ml.training.functions import user_code
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -101,7 +102,8 @@ def _next_logits(model: nn.Module, texts: Sequence[Sequence[int]], device: torch
     longest = max(len(text) for text in texts)
     tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
     positions = torch.arange(longest, device=device).expand(tokens.shape)
-    hidden = model(tokens, positions)  # [rows, sequence, hidden]
+    with user_code(type(model).forward, type(model).__name__):
+        hidden = model(tokens, positions, None)  # [rows, sequence, hidden]
     last = hidden[torch.arange(len(texts)), [len(text) - 1 for text in texts]]
     logits: Tensor = last @ _head(model).T.to(last.dtype)
     return logits.float().cpu()
@@ -143,9 +145,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _write(options)
     except (CratonError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        if options.json:
+            print(json.dumps({"error": str(error), "problems": [str(error)]}))
         return 2
     except KeyboardInterrupt:
         print()
+        return 130
     return 0
 
 

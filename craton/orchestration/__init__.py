@@ -17,6 +17,7 @@ from craton.orchestration.runs import (
     stop_run,
     wait_for_agents,
 )
+from craton.orchestration.start import run
 from craton.orchestration.watch import Follower, View
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "read_agents",
     "resume_run",
     "resumed_job",
+    "run",
     "start_run",
     "stop_run",
     "wait_for_agents",

@@ -27,6 +27,11 @@ JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment of the ranks: where a user's own
 STOP_AT = "CRATON_STOP_AT"  # and the step after which the loop saves, sets the STOP marker and ends
 NOT_TRAINED_YET = ("pp", "cp", "tp", "ep", "offload")
 MICRO_BATCHES = (8, 4, 2, 1)
+STATES = (
+    "parameters",
+    "gradients",
+    "optimizer states",
+)  # parts of memory that no batch or sequence changes
 GIBIBYTE = 2**30
 
 Progress = Callable[[int, int, str], None]
@@ -80,6 +85,9 @@ def draft_run(
     """
     check_backend(job, on)
     check_precision(job)
+    check_optimizer(job)
+    check_weights(job)
+    check_tiers(job)
     check_secrets(job, os.environ)
     if stop_at is not None:
         check_stop(job, stop_at)
@@ -174,6 +182,30 @@ def check_precision(job: Job) -> None:
         )
 
 
+def check_optimizer(job: Job) -> None:
+    if job.train is not None and job.train.optimizer != "adamw":
+        raise StartError(
+            f"{job.where('train', 'optimizer')}optimizer {job.train.optimizer} can be planned but not trained yet; "
+            "write optimizer: adamw"
+        )
+
+
+def check_weights(job: Job) -> None:
+    """What the job starts from is on this machine: told before its data is prepared."""
+    if job.kind in TRAINING_KINDS:
+        _ = job.weights_folder
+
+
+def check_tiers(job: Job) -> None:
+    """Refuse here what the ranks would refuse, after the data is prepared and all of them have started."""
+    for number, tier in enumerate(job.checkpoint.tiers):
+        if job.kind in TRAINING_KINDS and (tier.to == "object" or "://" in tier.to):
+            raise StartError(
+                f"{job.where('checkpoint', 'tiers', number)}checkpoint tier {tier.to} can be planned but not written "
+                "yet; allowed: nvme, shared, an absolute path"
+            )
+
+
 def check_secrets(job: Job, environment: Mapping[str, str]) -> None:
     missing = [name for name in job.run.secrets if name not in environment]
     if missing:
@@ -252,7 +284,9 @@ def _relief(job: Job, found: Plan) -> list[str]:
         relief.append("layout: {micro_batch: 1}")
     if found.layout.recompute != "full":
         relief.append("layout: {recompute: full}")
-    return [*relief, "a shorter data.sequence", "a smaller model", "more or larger machines"]
+    if sum(found.memory_parts.get(name, 0.0) for name in STATES) < found.memory_limit_bytes:
+        relief.append("a shorter data.sequence")
+    return [*relief, "a smaller model", "more or larger machines"]
 
 
 def _fitting_layouts(found: Plan) -> list[Layout]:

@@ -130,6 +130,11 @@ def draft_resume(run: RunDirectory, job: Job, *, stop_at: int | None = None, pro
             f"{run.name} is at step {saved.step:,} of {job.steps:,} already; `--steps {2 * saved.step}` trains on, "
             f"`craton export {run.name} FOLDER` saves the model"
         )
+    if saved and stop_at is not None and stop_at <= saved.step:
+        raise RunStateError(
+            f"--stop-at {stop_at} is not ahead of {run.name}, whose newest checkpoint is of step {saved.step:,}; give "
+            "a later step, or leave it out"
+        )
     if run.has("DONE") and job.kind == "command":
         raise RunStateError(f"{run.name} is done; `craton run` with another --name starts its command again")
     last = read_launch(run)
@@ -164,6 +169,8 @@ def wait_for_agents(run: RunDirectory, seconds: float = 10.0) -> None:
 def check_running(run: RunDirectory) -> None:
     if not living_agents(run):
         state = summarize(run).state
+        if state == "done":
+            raise RunStateError(f"{run.name} is done already: there is nothing to stop")
         raise RunStateError(
             f"{run.name} does not run here ({'lost' if state in MOVING else state}); `craton resume {run.name}` goes on"
         )
@@ -216,7 +223,8 @@ def _taken(root: Path, name: str) -> str:
     number = 2
     while (root / f"{name}-{number}").exists():
         number += 1
-    return (
-        f"the run {name} exists already ({root / name}); `craton resume {name}` goes on with it, "
-        f"`--name {name}-{number}` starts another"
-    )
+    run = RunDirectory(root / name)
+    is_running = bool(living_agents(run))
+    there = "is running" if is_running else "exists already"
+    verb = f"`craton logs {name} -f` follows it" if is_running else f"`craton resume {name}` goes on with it"
+    return f"the run {name} {there} ({run.path}); {verb}, `--name {name}-{number}` starts another"

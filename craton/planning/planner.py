@@ -37,7 +37,8 @@ from craton.planning.outcome import (
     stalls,
     storage_of,
 )
-from craton.planning.profiles import interval_factor
+from craton.planning.own_runs import own_runs
+from craton.planning.profiles import UNKNOWN, interval_factor
 from craton.planning.quantities import percent
 from craton.planning.result import Alternative, Plan
 from craton.planning.search import SAFE_SHARE, Candidate, Search, search
@@ -302,6 +303,13 @@ def _warnings(setting: Setting, candidate: Candidate) -> list[str]:
         )
     if not _same_card(setting):
         found.append(f"the profile {setting.profile.name} was calibrated on {setting.profile.gpu}, not on this card")
+    if setting.profile.name == UNKNOWN and setting.profile.calibrated:
+        largest = max(run.gpus for run in own_runs())
+        if candidate.layout.world > largest:
+            found.append(
+                f"the profile {UNKNOWN} was measured on {largest} GPU{'s' if largest > 1 else ''}: its communication "
+                "is taken from other stacks"
+            )
     placement, leaf = setting.job.placement, setting.cluster.leaf_nodes
     if placement and placement.within == "leaf" and leaf and setting.cluster.num_nodes > leaf:
         found.append(

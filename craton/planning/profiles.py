@@ -44,7 +44,12 @@ class ProfileError(CratonError):
 # What each stack does by default, for planning with it.
 STACKS: dict[str, Traits] = {
     UNKNOWN: Traits(
-        selective="operators", chunked_head=True, zero_bubble=True, repeats_gate=True, saves_both_widths=False
+        selective="operators",
+        chunked_head=True,
+        zero_bubble=True,
+        repeats_gate=True,
+        saves_both_widths=False,
+        no_host_waits=True,
     ),
     "torchtitan": Traits(
         attention="flash2", selective="operators", tensor_overlap=True, master_gradients=True, zero_bubble=True

@@ -99,6 +99,6 @@ def nothing_fits(setting: Setting, found: Search) -> str:
         return f"no layout fits: the smallest needs {need:.0f} of {limit:.0f} GiB a GPU; use more GPUs or a larger card"
     batch = setting.model.global_batch_sequences
     return (
-        f"no layout divides the job: {batch} sequences a step on {setting.world} GPUs; "
-        "choose a batch that shares more divisors with the GPUs"
+        f"no layout divides the job: {batch} sequences a step on {setting.world} GPUs; choose a batch or a number of "
+        "GPUs that share more divisors"
     )

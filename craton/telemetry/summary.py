@@ -195,8 +195,13 @@ def _state(
     beats = {node: beat for node, beat in heartbeats.items() if beat and beat.generation == generation}
     if run.has("FATAL"):
         # Not failed before its last agent is gone: then it can be resumed.
-        is_ending = any(beat.state == "running" and not beat.is_lost(now) for beat in beats.values())
-        return ("stopping" if is_ending else "failed"), run.marker_text("FATAL").strip()
+        running = {node: beat for node, beat in beats.items() if beat.state == "running"}
+        if any(not beat.is_lost(now) for beat in running.values()):
+            return "stopping", run.marker_text("FATAL").strip()
+        text = run.marker_text("FATAL").strip()
+        if running:  # what the other nodes saw of this one is only that it no longer answers
+            text = f"the agent of {', '.join(running)} ended without a word: killed, or its machine is gone\n{text}"
+        return "failed", text
     if run.has("DONE"):
         return "done", ""
     wants_stop = run.has("STOP")

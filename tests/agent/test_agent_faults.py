@@ -39,7 +39,8 @@ raise RuntimeError("token 99999 is outside the vocabulary")
     assert gang.finish() == 1
     assert not is_alive(int(gang.said("ready", 0)))
     fatal = gang.run.marker_text("FATAL")
-    assert fatal.startswith("rank 1 on node-0 exited with code 1 (generation 1)\n")
+    why = "RuntimeError: token 99999 is outside the vocabulary"
+    assert fatal.startswith(f"rank 1 on node-0 exited with code 1 (generation 1): {why}\n")
     assert fatal.rstrip().endswith("RuntimeError: token 99999 is outside the vocabulary")
     assert "loading the data" in fatal
     assert "rank 0" not in fatal  # killed by us, not the cause
@@ -59,8 +60,9 @@ def test_a_rank_killed_by_a_signal(gang: Gang) -> None:
     gang.said("ready", 0)
     os.kill(int(gang.said("ready", 1)), signal.SIGKILL)
     assert agent.wait(DEADLINE_SECONDS) == 1
-    first_line = gang.run.marker_text("FATAL").splitlines()[0]
+    first_line, advice = gang.run.marker_text("FATAL").splitlines()[:2]
     assert first_line.startswith("rank 1 on node-0 was killed by SIGKILL; the kernel does that when memory runs out")
+    assert "smaller layout.micro_batch" in advice
 
 
 def test_a_rank_command_that_does_not_exist(gang: Gang) -> None:

@@ -42,6 +42,10 @@ def test_from_a_job_file_to_a_sample(verbs: Verbs, monkeypatch: pytest.MonkeyPat
     assert compared["step_seconds"]["measured"] > 0
     assert compared["memory_bytes"]["ratio"] > 0
 
+    behind = verbs("resume", "words", "--stop-at", "50%")
+    assert behind.returncode == 2
+    assert "--stop-at 12 is not ahead of words, whose newest checkpoint is of step 12" in behind.stderr
+
     resumed = verbs("resume", "words", "--cluster", "local x 1")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     for words in (

@@ -12,6 +12,7 @@ import pytest
 from run_verbs import Verbs
 
 from craton.orchestration import living_agents, read_agents
+from craton.telemetry import RunDirectory
 
 LONG = {"STEPS": 100_000}
 
@@ -29,6 +30,29 @@ def test_ps_lists_the_newest_first_with_state_and_step(verbs: Verbs) -> None:
     assert rows == [["bad", "failed"], ["count", "done"]]
     assert "bad: rank 1 on node-1 exited with code 1" in listed.stdout
     assert [(run["name"], run["state"]) for run in verbs.json("ps")] == [("bad", "failed"), ("count", "done")]
+
+
+def test_a_broken_run_directory_hides_no_other(verbs: Verbs) -> None:
+    verbs("run", verbs.job(nodes=1, STEPS=1))
+    RunDirectory.create(verbs.root, "broken").launch_path.write_text('{"nodes": 5}')
+    (verbs.root / "not-a-run").mkdir()
+    listed = verbs("ps")
+    assert listed.returncode == 0
+    assert f"{verbs.root / 'broken'} cannot be read" in listed.stdout
+    assert "count" in listed.stdout
+    states = {run["name"]: run["state"] for run in verbs.json("ps")}
+    assert states == {"count": "done", "broken": "unreadable"}
+    silent = verbs("logs", "broken")
+    assert (silent.returncode, silent.stdout) == (0, "")
+    assert "broken has no logs yet" in silent.stderr
+
+
+def test_what_failed_says_why_and_how_to_go_on(verbs: Verbs) -> None:
+    failed = verbs("run", verbs.job(nodes=1, STEPS=1000, FAIL_RANK=0))
+    assert failed.returncode == 1
+    assert "rank 0 on node-0 exited with code 1 (generation 0): the reward function broke" in failed.stdout
+    assert "next: mend the cause (the job is runs/count/job.yaml), then craton resume count" in failed.stdout
+    assert "count: rank 0 on node-0 exited with code 1 (generation 0): the reward" in verbs("ps").stdout
 
 
 def test_logs_of_all_ranks_of_some_and_of_the_agents(verbs: Verbs) -> None:
@@ -87,7 +111,8 @@ def test_stop_now_kills_and_says_what_is_left(verbs: Verbs) -> None:
     verbs.wait_for_step(2)
     result = verbs("stop", "count", "--now")
     assert result.returncode == 0
-    assert "there is no checkpoint to go on from" in result.stdout
+    assert "there is no checkpoint yet" in result.stdout
+    assert "next: craton resume count (from the beginning)" in result.stdout
     assert living_agents(verbs.run()) == []
     assert verbs.json("ps")[0]["state"] == "stopped"
 

@@ -140,12 +140,25 @@ def test_local_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     assert node.gpu.memory_bytes == node.host_memory_bytes > 2**28
 
 
-def test_memory_of_a_container(tmp_path: Path) -> None:
-    limit = tmp_path / "memory.max"
-    limit.write_text("1073741824\n")
-    assert local.machine_memory_bytes(limit) == 2**30
-    limit.write_text("max\n")
-    assert local.machine_memory_bytes(limit) == local.machine_memory_bytes(tmp_path / "none") > 2**30
+@pytest.mark.parametrize(
+    ("own", "limit"),
+    [
+        ("0::/", "memory.max"),  # a container
+        ("0::/system.slice/job_7/step_0", "system.slice/job_7/memory.max"),  # a batch job
+        ("4:memory:/docker/ab12\n0::/", "memory/memory.limit_in_bytes"),  # a container, the older way
+        ("3:cpuset:/\n2:memory:/job_7\n0::/", "memory/job_7/memory.limit_in_bytes"),
+    ],
+)
+def test_memory_of_a_container_or_a_batch_job(tmp_path: Path, own: str, limit: str) -> None:
+    group, groups = tmp_path / "cgroup", tmp_path / "groups"
+    group.write_text(f"{own}\n")
+    path = groups / limit
+    path.parent.mkdir(parents=True)
+    path.write_text("1073741824\n")
+    assert local.machine_memory_bytes(groups, group) == 2**30
+    path.write_text("max\n")
+    whole = local.machine_memory_bytes(groups, group)
+    assert whole == local.machine_memory_bytes(tmp_path / "none", tmp_path / "none") > 2**30
 
 
 def test_the_real_microbenchmark(monkeypatch: pytest.MonkeyPatch) -> None:

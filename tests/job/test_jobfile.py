@@ -291,6 +291,7 @@ MISTAKES: list[tuple[dict[str, str], int, str]] = [
     ({"train": "{global_batch_sequences: 8, on_nan: skp}"}, 4, "skip, rollback, stop; did you mean 'skip'?"),
     ({"train": "{global_batch_sequences: 8, on_spike: {factor: 1}}"}, 4, "train.on_spike.factor: 1: input should be"),
     ({"data": "{sequence: 8, tokenizer: bpe:9}"}, 3, "data.tokenizer: 'bpe:9' is not a tokenizer to train; write bpe:"),
+    ({"data": "{sequence: 8, tokenizer: bpe:258}"}, 3, "data.tokenizer: 'bpe:258' is not a tokenizer to train"),
     ({"data": "{sequence: 8, path: 7}"}, 3, "data.path: 7 is not a path; write a file, a folder, an s3:// prefix or"),
     ({"data": "{sequence: 8, path: []}"}, 3, "data.path: the list is empty; write a path, or a list of {path, weight}"),
     (

@@ -115,6 +115,7 @@ class Gang:
 def _member(rank: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     connection.send_bytes(pickle.dumps((True, None)))
@@ -133,4 +134,5 @@ def _member(rank: int, connection: Connection) -> None:
             answer = pickle.dumps((False, traceback.format_exc()))
         with suppress(Exception):  # a broken group may refuse to go; the next call makes its own
             dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it remembers the meshes of groups that are gone, and takes equal ones for them
         connection.send_bytes(answer)

@@ -87,12 +87,18 @@ REFUSED = {
     "a stop behind the end": (TRAIN, {"stop_at": 100}, ["--stop-at 100", "1 to 99"]),
     "a stop before the first step": (TRAIN, {"stop_at": 0}, ["--stop-at 0"]),
     "a precision for later": (TRAIN.replace("100}", "100, precision: nvfp4}"), {}, ["nvfp4", "fp32, bf16, fp8"]),
+    "an optimizer for later": (TRAIN.replace("100}", "100, optimizer: sgd}"), {}, ["sgd", "optimizer: adamw"]),
+    "a tier for later": (
+        TRAIN + "checkpoint: {tiers: [{to: s3://b/r}]}\n",
+        {},
+        ["job.yaml:7", "s3://b/r", "nvme, shared"],
+    ),
     "tensor parallel": (TRAIN + "layout: {tp: 2}\n", {}, ["job.yaml:7", "tp", "not trained yet", "{fsdp: 8}"]),
     "a kind for later": ("kind: serve\nmodel: llama-3.2-1b\ncluster: p5.48xlarge x 1\n", {}, ["kind serve"]),
     "too little memory": (
         TRAIN.replace("llama-3.2-1b", "llama-3.1-405b"),
         {},
-        ["does not fit p5.48xlarge x 1", "GiB", "use "],
+        ["does not fit p5.48xlarge x 1", "GiB", "use a smaller model"],
     ),
 }
 

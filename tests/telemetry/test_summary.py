@@ -100,6 +100,13 @@ def test_the_states_of_a_run(run: RunDirectory) -> None:
     beat(run, "x", "failed")
     failed = summarize(run)
     assert (failed.state, failed.message, failed.eta_seconds) == ("failed", "rank 0 on x exited with code 1", None)
+    beat(run, "y", "running")  # and then nothing more: what broke rank 0 is most likely that this node is gone
+    gone = summarize(run, now=time.time() + 60)
+    assert gone.state == "failed"
+    assert gone.message.splitlines() == [
+        "the agent of y ended without a word: killed, or its machine is gone",
+        "rank 0 on x exited with code 1",
+    ]
 
 
 def test_a_run_that_has_only_been_made(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import IO, Any, Literal, cast
 from craton.ml.data.errors import DataError, first_problems
 
 STANDARD_LIBRARY = "stdlib"  # as an input: the running interpreter's own Python sources
+LEFT_OUT = ("site-packages", "dist-packages", "encodings")  # of those: other people's, and tables that are no text
 PIECE_BYTES = 1 << 20
 
 # fmt: off
@@ -147,7 +148,7 @@ def _wrong_field(where: str, value: dict[str, Any], field: str) -> str:
 
 def _standard_library() -> list[InputFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    return [file for file in _walk(root, leave_out=("site-packages", "dist-packages")) if file.path.suffix == ".py"]
+    return [file for file in _walk(root, leave_out=LEFT_OUT) if file.path.suffix == ".py"]
 
 
 def _files_of(path: Path) -> list[InputFile]:

@@ -1,8 +1,9 @@
 """From a job to its samples: raw text is tokenized once and remembered, then every rank opens the same shards.
 
-`prepare` runs before the ranks and may take minutes; `open_source` runs in each rank and only opens files. What was
-prepared is found again by the names, sizes and times of the input files and by the tokenizer, so that changed text is
-tokenized anew. A validation path that is also a training path means: hold a hundredth of its documents out.
+`prepare` runs before the ranks and may take minutes; `open_source` runs in each rank and only opens files, which
+`prepare` has tried. What was prepared is found again by the names, sizes and times of the input files and by the
+tokenizer, so that changed text is tokenized anew. A validation path that is also a training path means: hold a
+hundredth of its documents out.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ def prepare(job: Job, cache: Path | None = None, progress: Progress | None = Non
     _check_tokenizers(job, folders, places)
     if places.kind == "chat":
         _say_rows(job, folders)
+    if places.training:  # whatever keeps the ranks from opening it is told before they are started
+        open_source(job, "train", folders)
+    if places.validation and job.train is not None and job.train.evaluate:
+        open_source(job, "validation", folders)
     return folders
 
 
@@ -202,7 +207,7 @@ def _held_out(folder: Path, path: str) -> Path:
         return folder / VALIDATION
     raise DataError(
         f"data.validation {path} is the training data, and no documents of it were held out (there were too few, or "
-        "the shards were made without); tokenize with `--validation 0.01`, or name other data"
+        "the shards were made without); `craton data tokenize --validation 0.1` holds a tenth out, or name other data"
     )
 
 

@@ -292,7 +292,8 @@ def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
     found = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
     if not found:
         raise WeightsError(f"{source} holds no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
-    for file in found:
+    generation = source / "generation_config.json"  # names every token that ends an answer, the tokenizer's only one
+    for file in (*found, generation) if generation.is_file() else found:
         shutil.copyfile(file, target / file.name)
     try:
         settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))

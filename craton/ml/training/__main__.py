@@ -18,7 +18,7 @@ from craton.ml.data import DataError
 from craton.ml.training.build import Place, build
 from craton.ml.training.functions import FunctionError
 from craton.ml.training.loop import Trainer
-from craton.telemetry import LedgerClock, Recorder, RunDirectory
+from craton.telemetry import LedgerClock, Recorder, RunDirectory, summarize
 
 
 def main(arguments: list[str]) -> int:
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
     try:
         place = Place.from_environment()
-        trainer = Trainer(build(run, place, recorder, clock), place.stop_at)
+        trainer = Trainer(build(run, place, recorder, clock), place.stop_at, reached=summarize(run).step)
         signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
         if asked:
             trainer.stop()

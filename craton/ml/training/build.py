@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -22,7 +24,7 @@ from craton.ml.data import Loader, Source, open_source
 from craton.ml.models import Decoder, config_from_shape, load_weights
 from craton.ml.training import float8
 from craton.ml.training.checkpoint import Checkpointer, TierFolder
-from craton.ml.training.functions import load_function, search_folder, user_code
+from craton.ml.training.functions import FunctionError, load_function, search_folder, user_code
 from craton.ml.training.loop import Parts
 from craton.ml.training.lora import add_adapters, base_only, initialize_adapters
 from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
@@ -67,6 +69,8 @@ def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerCloc
     job = load_job(run.job_path)
     if job.train is None:
         raise SetupError(f"{run.job_path}: kind {job.kind} does not train")
+    tiers = tier_folders(job, run)
+    check_tiers(tiers)
     search_folder(place.job_folder)
     schedule = Schedule.of(job)
     objective = objective_of(job)
@@ -95,7 +99,7 @@ def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerCloc
         schedule=schedule,
         open_loader=lambda start: _loader(job, source, ranks, start),
         validation=open_source(job, "validation", vocab=vocabulary) if job.train.evaluate else None,
-        checkpointer=Checkpointer(tier_folders(job, run), place.rank, place.world),
+        checkpointer=Checkpointer(tiers, place.rank, place.world),
         recorder=recorder,
         clock=clock,
         meter=Meter(recorder, ranks, schedule.steps, job.global_batch_tokens, prediction),
@@ -122,20 +126,15 @@ def build_model(job: Job, ranks: Ranks) -> nn.Module:
         with user_code(function, job.model):
             torch.manual_seed(job.train.seed)
             model = function(job)
-            if not isinstance(model, nn.Module):
-                raise TypeError(f"returned a {type(model).__name__}, not a torch.nn.Module")
-            for name in ("blocks", "head_weight"):
-                if not hasattr(model, name):
-                    raise TypeError(f"returned a model without `{name}`; see examples/custom_model.py")
+        if not isinstance(model, nn.Module):
+            raise FunctionError(f"{job.model} returned {type(model).__name__}, not a torch.nn.Module")
+        for name in ("blocks", "head_weight"):
+            if not hasattr(model, name):
+                raise FunctionError(f"{job.model} returned a model without `{name}`; see examples/custom_model.py")
         _adapt(model, job, ranks)
         initialize_adapters(model, job.train.seed)
         return parallelize(model.to(ranks.device, dtype), ranks, compiles(model, job, ranks))
     weights = job.weights_folder
-    if job.kind == "sft" and weights is None and job.train.initialize != "random":
-        raise SetupError(
-            f"{job.where('model')}kind sft starts from a trained model, and {shape.name} has no weights here; give a "
-            "folder or a Hub id that is in the local cache, or train.initialize: random"
-        )
     with torch.device("meta"):
         model = Decoder(config_from_shape(shape))
         _adapt(model, job, ranks)
@@ -156,6 +155,8 @@ def build_model(job: Job, ranks: Ranks) -> nn.Module:
 def build_optimizer(job: Job, ranks: Ranks, model: nn.Module) -> AdamW:
     """AdamW over what is trained; in fp32 there is nothing to keep masters of."""
     assert job.train is not None
+    if job.train.optimizer != "adamw":
+        raise SetupError(f"optimizer {job.train.optimizer} can be planned but not trained yet; write optimizer: adamw")
     return AdamW(
         model.named_parameters(),
         job.train.betas,
@@ -188,6 +189,20 @@ def tier_folders(job: Job, run: RunDirectory) -> list[TierFolder]:
         path = Path(tier.to) / run.name if is_path else run.checkpoints(tier.to)
         folders.append(TierFolder(tier.to, path, tier.every, tier.every_steps, tier.keep))
     return folders
+
+
+def check_tiers(tiers: Sequence[TierFolder]) -> None:
+    """Training is not begun whose first checkpoint would fail, perhaps after hours."""
+    for tier in tiers:
+        try:
+            tier.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=tier.path):
+                pass
+        except OSError as error:
+            raise SetupError(
+                f"checkpoint tier {tier.name} cannot be written: {tier.path}: {error.strerror}; give checkpoint.tiers "
+                "a folder that every rank may write to"
+            ) from None
 
 
 def _adapt(model: nn.Module, job: Job, ranks: Ranks) -> None:

@@ -148,7 +148,7 @@ class Checkpointer:
             if staged is None:
                 problem = self._finish()
         if problem or (earlier and not wait):
-            raise CheckpointError("\n".join(text for text in (earlier, problem) if text))
+            raise CheckpointError("\n".join(text for text in dict.fromkeys((earlier, problem)) if text))
         if earlier:
             warnings.warn(earlier, stacklevel=2)
         return time.perf_counter() - began

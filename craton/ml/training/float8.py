@@ -49,6 +49,10 @@ def convert(model: nn.Module, recipe: Recipe) -> list[str]:
                 child.__class__ = Float8Linear
                 child.recipe = recipe  # type: ignore[assignment]
                 converted.append(f"{name}.{part}")
+    if not converted:
+        raise Float8Error(
+            "precision fp8: the model has no attention or MLP layers of Craton's decoder to convert; use precision bf16"
+        )
     return converted
 
 

@@ -39,7 +39,7 @@ def load_function(name: str) -> Callable[..., Any]:
         raise FunctionError(
             f"{name}: there is no module {error.name!r} in {sys.path[0]} nor elsewhere on the Python path; write the "
             "name of a file beside the job file, without its .py"
-        ) from error
+        ) from None
     except Exception as error:
         raise FunctionError(f"{name}: {module_name} raised {_describe(error)} on import{_place(error)}") from error
     function = getattr(module, attribute, None)

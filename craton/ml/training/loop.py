@@ -60,7 +60,8 @@ class Parts:
 class Trainer:
     """Trains until the last step, or until `stop` was called on any rank, or until the step `stop_at` is done."""
 
-    def __init__(self, parts: Parts, stop_at: int | None = None) -> None:
+    def __init__(self, parts: Parts, stop_at: int | None = None, reached: int = 0) -> None:
+        """`reached` is the last step that an earlier generation recorded: up to it, steps are done again."""
         assert parts.job.train is not None
         self.parts = parts
         self.train = parts.job.train
@@ -74,7 +75,7 @@ class Trainer:
         self._stop_asked = False
         self._unread: _Readout | None = None  # the numbers of the step before, on their way to the host
         self._first_step = 0
-        self._redo_until = 0
+        self._redo_until = reached
         self._booked = 0.0
         self._balanced: list[Any] = [module for module in parts.model.modules() if hasattr(module, "update_bias")]
         self._auxiliary: list[Any] = [module for module in parts.model.modules() if hasattr(module, "aux_loss")]
@@ -217,7 +218,8 @@ class Trainer:
             advice = "the last checkpoint before it is what `craton resume` starts from"
             if not fault.counted:  # then the weights are as they were before the bad step
                 self._checkpoint(wait=True)
-                advice = f"the weights before it are saved as step {self.step}"
+                self._report_checkpoints()
+                advice = f"the weights without it are saved as step {self.step}"
             raise TrainingStoppedError(f"step {fault.step}: {fault.reason}, and the job says stop; {advice}")
 
     def _roll_back(self, fault: Fault, next_sample: int) -> None:
@@ -242,6 +244,9 @@ class Trainer:
             counters = self.parts.checkpointer.restore(self.tensors())
             if counters is not None:
                 self.parts.optimizer.loaded(counters["step"])
+                report = self.parts.checkpointer.restored
+                for reason in report.passed_over if report else ():
+                    self._event("checkpoint_passed_over", counters["step"], reason=reason)
                 self._event("restored", counters["step"], next_sample=counters["next_sample"])
         return counters
 

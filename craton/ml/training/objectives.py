@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from craton.errors import CratonError
 from craton.job import Job
 from craton.ml.training.batch import Batch
-from craton.ml.training.functions import load_function, user_code
+from craton.ml.training.functions import FunctionError, load_function, user_code
 from craton.ml.training.head import linear_log_prob_loss, log_probs
 
 LossFunction = Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
@@ -67,5 +68,25 @@ def batch_loss(model: nn.Module, batch: Batch, objective: Objective, count: Tens
         return loss, {}
     values = log_probs(flat, head, labels).view_as(batch.labels)
     with user_code(objective.function, objective.name):
-        total, report = objective.function(values, batch)
-        return total / count, {name: value.detach() / count for name, value in report.items()}
+        returned = objective.function(values, batch)
+    total, report = _checked(returned, objective.name)
+    return total / count, {name: value.detach() / count for name, value in report.items()}
+
+
+def _checked(returned: Any, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a user's objective returned, or what it should have returned."""
+    match returned:
+        case (Tensor() as total, dict() as report) if all(isinstance(value, Tensor) for value in report.values()):
+            shapes = {"the sum": total, **report}
+            wrong = next((f"{key} has shape {list(each.shape)}" for key, each in shapes.items() if each.ndim), None)
+            if wrong is None and torch.is_grad_enabled() and not total.requires_grad:
+                wrong = "the sum does not depend on log_probs"
+        case _:
+            parts = returned if isinstance(returned, tuple) else (returned,)
+            wrong = "it returned " + " and ".join(type(part).__name__ for part in parts)
+    if wrong is not None:
+        raise FunctionError(
+            f"{name} must return (sum over tokens to minimise, {{name: sum to report}}), all of them tensors without "
+            f"dimensions; {wrong}. See examples/custom_objective.py"
+        )
+    return total, report

@@ -153,12 +153,16 @@ class AdamW:
             self.betas,
             self.epsilon,
             self.steps,
-            seed=(self.seed * 0x9E3779B1 + self.steps * 0x85EBCA77 + zlib.crc32(name.encode())) & 0x7FFFFFFF,
+            seed=self._rounding_seed(name),
             stochastic=self.weights == "bf16" and weight.dtype == torch.bfloat16,
         )
 
     def _gradient(self, name: str) -> Tensor:
         return self._sums[name] if name in self._sums else _gradient(self.parameters[name])
+
+    def _rounding_seed(self, name: str) -> int:
+        """Of seed, step and parameter, so that a step that is done again rounds the same way."""
+        return (self.seed * 0x9E3779B1 + self.steps * 0x85EBCA77 + zlib.crc32(name.encode())) & 0x7FFFFFFF
 
     def _decay(self, parameter: Tensor) -> float:
         return self.weight_decay if parameter.ndim > 1 else 0.0
@@ -193,10 +197,11 @@ class AdamW:
                 maximize=False,
                 grad_scale=None if scale == 1.0 else torch.tensor(1.0 / scale),
             )
-            for tensors, values in zip(kept, full, strict=True):
-                for tensor, value in zip(tensors, values, strict=True):
-                    if tensor.dtype == torch.bfloat16:
-                        tensor.copy_(round_stochastically(value))
+            for position, name in enumerate(names):
+                generator = torch.Generator().manual_seed(self._rounding_seed(name))
+                for tensors, values in zip(kept, full, strict=True):
+                    if tensors[position].dtype == torch.bfloat16:
+                        tensors[position].copy_(round_stochastically(values[position], generator))
         for name, master in self.master.items():
             _local(self.parameters[name]).copy_(_local(master))
 

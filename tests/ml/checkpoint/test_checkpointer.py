@@ -303,6 +303,10 @@ def test_room_is_looked_for_before_the_save(small_disk: Path) -> None:
     checkpointer.wait()  # the save whose call told of it went on
     assert sorted(entry.name for entry in small_disk.iterdir()) == ["step-00000001", "step-00000003"]
     assert [report.error is None for report in checkpointer.reports()] == [True, False, True]
+    checkpointer.save(4, large, {})
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer.save(4, large, {}, wait=True)
+    assert str(caught.value).count("step 4 was not saved") == 1, "two attempts that fail the same way are told once"
 
 
 def fill_the_disk_in_the_middle(path: Path) -> tuple[str, list[str], dict[str, Any] | None]:

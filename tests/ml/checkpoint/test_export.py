@@ -16,6 +16,7 @@ from craton.ml import export, sample
 from craton.ml.data import tokenize
 from craton.ml.models import Decoder, config_from_shape, save_folder
 from craton.ml.training.checkpoint import Checkpointer, TierFolder
+from craton.ml.training.functions import FunctionError
 from craton.telemetry import RunDirectory
 
 JOB = """\
@@ -94,6 +95,8 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path, data: Path, capsys: pyt
     run = a_run(tmp_path, data)
     assert export.main([str(run.path), str(tmp_path / "out")]) == 2
     assert "there is no checkpoint yet" in capsys.readouterr().err
+    assert export.main([str(run.path), str(tmp_path / "out"), "--json"]) == 2
+    assert "there is no checkpoint yet" in json.loads(capsys.readouterr().out)["error"]
     save(run, 2, weights(decoder(run, 0)))
     assert export.main([str(run.path), str(tmp_path / "out"), "--step", "3"]) == 2
     assert "there is no checkpoint of step 3; there are 2" in capsys.readouterr().err
@@ -141,7 +144,7 @@ class Counting(nn.Module):
         super().__init__()
         self.head_weight = nn.Parameter(torch.eye(vocabulary) * 8)
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, documents: None) -> Tensor:
         assert torch.equal(positions[0], torch.arange(tokens.shape[1]))
         return nn.functional.one_hot((tokens + 1) % len(self.head_weight), len(self.head_weight)).float()
 
@@ -151,6 +154,15 @@ def test_rows_of_different_length_end_each_at_its_own_time() -> None:
     steps = list(sample.generate(model, [[0, 1, 2], [5]], max_tokens=10, temperature=0, end=8))
     assert steps == [[3, 6], [4, 7], [5, None], [6, None], [7, None]]
     assert list(sample.generate(model, [[0]], max_tokens=2, temperature=0)) == [[1], [2]]
+
+
+def test_what_a_users_model_raises_names_it_and_its_line() -> None:
+    class Short(Counting):
+        def forward(self, tokens: Tensor, positions: Tensor, documents: None) -> Tensor:
+            return super().forward(tokens, positions, documents)[:, [3]]
+
+    with pytest.raises(FunctionError, match=r"Short raised IndexError: .*\(.*test_export.py:\d+\)"):
+        list(sample.generate(Short(10), [[0]], max_tokens=1))
 
 
 def test_temperature_top_k_and_seed_do_what_they_say() -> None:

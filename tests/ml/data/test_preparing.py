@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from craton.cli.data import app
-from craton.job import Job, parse_job
+from craton.job import Evaluate, Job, parse_job
 from craton.ml.data import DataError, Shards, open_source, prepare, tokenize
 from craton.ml.data.tokenizer import train_bpe
 
@@ -123,9 +123,19 @@ def test_a_tokenizer_that_does_not_fit_is_refused(texts: Path, bpe: Path, tmp_pa
         prepare(make_job(f"path: {texts}"))
     with pytest.raises(DataError, match="bring their own"):
         prepare(make_job(f"path: {tmp_path / 'shards'}, tokenizer: 'bpe:300'"))
+
+
+def test_what_the_ranks_could_not_open_is_told_before_they_start(texts: Path, bpe: Path, tmp_path: Path) -> None:
+    tokenize([texts], tmp_path / "shards", tokenizer=bpe)
     job = make_job(f"path: {tmp_path / 'shards'}, validation: {tmp_path / 'shards'}")
+    prepare(job)  # it names validation data but does not evaluate
+    assert job.train is not None
+    evaluated = job.model_copy(update={"train": job.train.model_copy(update={"evaluate": Evaluate(every_steps=1)})})
     with pytest.raises(DataError, match="no documents of it were held out"):
-        open_source(job, "validation")
+        prepare(evaluated)
+    (tmp_path / "short.txt").write_text("only this")
+    with pytest.raises(DataError, match=r"too few for one sample of data\.sequence 16"):
+        prepare(make_job(f"path: {tmp_path / 'short.txt'}, tokenizer: {bpe}"))
 
 
 def test_sft_reads_chats(bpe: Path, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch.nn.functional import rms_norm, silu
@@ -11,8 +9,6 @@ from torch.nn.functional import rms_norm, silu
 from craton.ml.kernels import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton", reason="Triton is not installed")
 
 

@@ -18,7 +18,7 @@ from tiny import Records
 
 from craton.job import dump_job, load_job, parse_job
 from craton.ml.training import Trainer
-from craton.ml.training.build import Place, build
+from craton.ml.training.build import Place, SetupError, build
 from craton.telemetry import LedgerClock, RunDirectory
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -99,6 +99,14 @@ def test_a_function_that_raises_shows_its_traceback_and_one_line(tmp_path: Path)
     place = f"({tmp_path}/own_objective.py:2)"
     assert err.splitlines()[-1].startswith("craton: own_objective:wrong raised AttributeError: 'Tensor' object has no")
     assert err.splitlines()[-1].endswith(place)
+
+
+def test_a_tier_that_cannot_be_written_is_said_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    text = adder(3).replace("cluster:", f"checkpoint: {{tiers: [{{to: {tmp_path}/file}}]}}\n        cluster:")
+    run = make_run(tmp_path / "runs", text, "nowhere")
+    with pytest.raises(SetupError, match=r"tier .*/file cannot be written: .*: Not a directory; give checkpoint.tiers"):
+        build(run, Place(0, 1, 0, EXAMPLES), Records(), LedgerClock())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["model", "objective", "source"])

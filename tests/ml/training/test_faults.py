@@ -104,6 +104,19 @@ def test_stop_saves_the_weights_of_the_last_good_step(tmp_path: Path) -> None:
     assert (tmp_path / "step-00000011" / "COMPLETE").exists()
 
 
+def test_a_damaged_checkpoint_that_is_passed_over_is_an_event(tmp_path: Path) -> None:
+    layout = Layout(micro_batch=8, precision="fp32")
+    fit(tmp_path, nan=True)
+    (damaged,) = (tmp_path / f"step-{STEPS:08d}").glob("*.distcp")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    trainer, records = make_trainer(tiny_job(STEPS), layout, tmp_path, Poisoned(nan=True), HEAVY, every_steps=4)
+    with pytest.warns(UserWarning, match="trying an older checkpoint"):
+        trainer.fit()
+    ((step, fields),) = [(step, fields) for name, step, fields in records.events if name == "checkpoint_passed_over"]
+    assert step < STEPS
+    assert f"step {STEPS} cannot be used" in fields["reason"]
+
+
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_a_spike_is_measured_against_the_recent_loss(tmp_path: Path, policy: str) -> None:
     records = fit(tmp_path, nan=False, on_spike=f"{{factor: 3, policy: {policy}}}")

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from tiny import SHAPE
 
+from craton.ml.models.config import DecoderConfig
+from craton.ml.models.decoder import Decoder
+from craton.ml.training.batch import Batch
 from craton.ml.training.functions import FunctionError, load_function, search_folder, user_code
+from craton.ml.training.objectives import Objective, batch_loss
 
 
 @pytest.fixture
@@ -43,3 +51,23 @@ def test_what_a_function_raises_names_it_with_file_and_line(folder: Path) -> Non
 def test_a_function_that_cannot_be_loaded_says_why(name: str, said: str) -> None:
     with pytest.raises(FunctionError, match=said):
         load_function(name)
+
+
+RETURNED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "no report": (lambda log_probs: -log_probs.sum(), r"it returned Tensor\."),
+    "a number to report": (lambda log_probs: (-log_probs.sum(), {"a": 1.0}), "it returned Tensor and dict"),
+    "no sum": (lambda log_probs: (-log_probs, {}), r"the sum has shape \[1, 4\]"),
+    "a reported row": (lambda log_probs: (-log_probs.sum(), {"a": log_probs}), r"a has shape \[1, 4\]"),
+    "nothing to learn": (lambda log_probs: (torch.zeros(()), {}), "does not depend on log_probs"),
+}
+
+
+@pytest.mark.parametrize("case", RETURNED)
+def test_an_objective_that_returns_something_else_is_told_what_to_return(case: str) -> None:
+    function, said = RETURNED[case]
+    model = Decoder(DecoderConfig(SHAPE))
+    model.initialize(0)
+    row = torch.arange(4)[None]
+    batch = Batch(tokens=row, labels=row, positions=row, documents=None, weight=torch.ones(1, 4))
+    with pytest.raises(FunctionError, match=f"own:loss must return .*{said}"):
+        batch_loss(model, batch, Objective("own:loss", lambda log_probs, _: function(log_probs)), torch.tensor(4.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -98,6 +99,16 @@ def test_the_same_seed_and_world_give_the_same_bits(gang: Gang) -> None:
 def test_recompute_changes_no_number(gang: Gang, recompute: str) -> None:
     kept = gang.run(train, {"fsdp": 2, "micro_batch": 4})[0]
     assert gang.run(train, {"fsdp": 2, "micro_batch": 4, "recompute": recompute})[0] == kept
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_as_they_do_uncompiled(gang: Gang, expected: list[float]) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler")
+    compiled = {"compile": "true"}
+    assert gang.run(train, {"micro_batch": 8}, compiled, ranks=1)[0] == pytest.approx(expected, rel=1e-5)
+    sizes = {"fsdp": 2, "micro_batch": 2, "recompute": "full"}
+    assert gang.run(train, sizes, compiled)[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_low_precision_follows_fp32(gang: Gang, expected: list[float]) -> None:

@@ -101,6 +101,19 @@ def test_stochastic_rounding_has_the_right_mean_and_keeps_exact_numbers() -> Non
     assert torch.equal(round_stochastically(exact.to(torch.bfloat16).float()), exact.to(torch.bfloat16))
 
 
+def test_rounding_is_the_same_when_a_step_is_done_again() -> None:
+    results = []
+    for _ in range(2):
+        low = parameters(torch.bfloat16)
+        optimizer = AdamW(low.items(), weights="bf16", seed=3)
+        for parameter in low.values():
+            parameter.grad = torch.ones_like(parameter)
+        torch.rand(7)  # whatever else draws random numbers
+        optimizer.step(1e-4)
+        results.append(low["weight"].detach().clone())
+    assert torch.equal(*results)
+
+
 def test_state_goes_over_to_another_optimizer() -> None:
     first, second = parameters(torch.bfloat16), parameters(torch.bfloat16)
     one, two = AdamW(first.items(), weights="fp32"), AdamW(second.items(), weights="fp32")

@@ -1,0 +1,42 @@
+"""A run from Python: `from craton import load_job, run`, with the checks and the order of `craton run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from craton.job import Job
+from craton.orchestration.draft import Progress, draft_run, named_job
+from craton.orchestration.local import check_machine, free_port
+from craton.orchestration.runs import check_name_is_free, prepare_data, start_run
+from craton.telemetry import RunDirectory, runs_root
+
+
+def run(
+    job: Job,
+    name: str | None = None,
+    *,
+    on: str | None = None,
+    stop_at: int | None = None,
+    root: Path | str | None = None,
+    progress: Progress | None = None,
+) -> RunDirectory:
+    """Plan a job, prepare its data and start its ranks, which outlive this process; returns once they are started.
+
+    Nobody is asked about money: `plan(job).cost` tells it before. `craton.telemetry.summarize(run)` says how it goes,
+    `craton.orchestration.wait_for_agents(run, seconds)` waits for its end.
+    """
+    wanted = named_job(job, name)
+    folder = Path(root) if root is not None else runs_root()
+    check_name_is_free(folder, wanted.name)
+    draft = draft_run(
+        wanted,
+        folder / wanted.name,
+        on=on,
+        stop_at=stop_at,
+        job_folder=job.folder,
+        port=free_port(),
+        progress=progress,
+    )
+    check_machine(draft.launch)
+    prepared, _ = prepare_data(draft, progress)
+    return start_run(prepared, folder)
