@@ -46,7 +46,7 @@ def tail_lines(path: Path, max_bytes: int) -> list[dict[str, Any]]:
             data = handle.read(size - start)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    begin = data.find(b"\n") + 1 if start else 0
+    begin = data.find(b"\n") + 1 if size > max_bytes else 0
     return parse_lines(data[begin : data.rfind(b"\n") + 1])
 
 

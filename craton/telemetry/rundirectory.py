@@ -12,10 +12,11 @@ Making a run is atomic: of two that want the same name, one gets it. Runs live u
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from craton.telemetry.errors import RunError, RunExistsError, RunNotFoundError
 
@@ -176,3 +177,12 @@ def _made_at(run: RunDirectory) -> float:
         except OSError:
             continue
     return 0.0
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a JSON file of a run holds; nothing where it does not exist or is not to be read (`ps` shows the rest)."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}

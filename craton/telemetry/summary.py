@@ -7,7 +7,6 @@ WINDOW_STEPS steps of rank 0, so that one slow step does not swing them.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, Literal, TypeGuard
 from craton.telemetry.heartbeat import Heartbeat, read_heartbeat
 from craton.telemetry.ledger import LedgerReader
 from craton.telemetry.lines import tail_lines
-from craton.telemetry.rundirectory import RunDirectory
+from craton.telemetry.rundirectory import RunDirectory, read_json
 from craton.telemetry.vocabulary import TWINS, plan_twins
 
 RunState = Literal["starting", "running", "stopping", "stopped", "done", "failed", "lost"]
@@ -81,7 +80,7 @@ class Summarizer:
 
     def summary(self, now: float | None = None) -> RunSummary:
         now = time.time() if now is None else now
-        launch, plan = _read_json(self.run.launch_path), _read_json(self.run.plan_path)
+        launch, plan = read_json(self.run.launch_path), read_json(self.run.plan_path)
         nodes = [str(node) for node in launch.get("nodes") or []]
         generation = int(launch.get("generation") or 0)
         recent = _Recent(self.run, nodes)
@@ -224,15 +223,6 @@ def _state(
             return "stopped", run.marker_text("STOP").strip()
         return "lost", f"no agent was ever seen on {', '.join(missing)}"
     return ("stopping" if wants_stop else "starting"), ""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing where it does not exist or is not to be read (`ps` shows the rest)."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:

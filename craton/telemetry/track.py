@@ -24,7 +24,7 @@ from typing import Any
 from craton.telemetry.errors import SinkError
 from craton.telemetry.heartbeat import read_heartbeat
 from craton.telemetry.lines import read_lines
-from craton.telemetry.rundirectory import RunDirectory
+from craton.telemetry.rundirectory import RunDirectory, read_json
 from craton.telemetry.sinks import SINKS, Sink, State
 from craton.telemetry.vocabulary import plan_twins
 
@@ -56,8 +56,8 @@ def follow(run: RunDirectory, sink_name: str, wait: Callable[[float], bool]) -> 
         raise SinkError(f"no tracker named {sink_name!r}: `track` takes {', '.join(SINKS)}")
     state_path = run.path / "track" / f"{sink_name}.json"
     state_path.parent.mkdir(exist_ok=True)
-    state = _read_json(state_path)
-    plan = {f"plan_{name}": value for name, value in plan_twins(_read_json(run.plan_path)).items()}
+    state = read_json(state_path)
+    plan = {f"plan_{name}": value for name, value in plan_twins(read_json(run.plan_path)).items()}
     sink = SINKS[sink_name](run, plan, state)
     try:
         _write_json(state_path, state)
@@ -107,14 +107,6 @@ def _number(value: Any) -> float | None:
     if value is None:
         return math.nan
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from craton.telemetry import LineWriter, read_lines, tail_lines
@@ -45,6 +45,7 @@ def test_reading_in_pieces_gives_every_line_once(tmp_path: Path) -> None:
 
 
 @given(count=st.integers(0, 30), max_bytes=st.integers(1, 400))
+@example(count=28, max_bytes=353)  # one byte less than the file
 def test_a_tail_is_the_end_of_the_file(tmp_path_factory: object, count: int, max_bytes: int) -> None:
     path = Path(tmp_path_factory.mktemp("tail")) / "a.jsonl"  # type: ignore[attr-defined]
     lines = [{"step": step} for step in range(count)]
