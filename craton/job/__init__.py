@@ -14,7 +14,7 @@ from craton.job.clusterfile import (
 from craton.job.data import STANDARD_LIBRARY, Data, WeightedPath
 from craton.job.dump import dump_job
 from craton.job.errors import ContentError, CratonError, FileError, JobError, LayoutError, ModelError, did_you_mean
-from craton.job.huggingface import model_from_config
+from craton.job.huggingface import load_config, model_from_config
 from craton.job.jobfile import TRAINING_KINDS, Job, LayoutSpec, Placement, Run, load_job, parse_job
 from craton.job.layout import (
     OFFLOADS,
@@ -83,6 +83,7 @@ __all__ = [
     "dump_job",
     "layout_is_valid",
     "load_cluster",
+    "load_config",
     "load_job",
     "model_from_config",
     "model_preset",

@@ -41,6 +41,12 @@ def model_from_config(config: Mapping[str, Any], name: str = "", source: str = "
 
 def read_config(path: Path, name: str = "") -> ModelShape:
     """The shape of a folder that holds a config.json, or of the file itself."""
+    config, file = load_config(path)
+    return model_from_config(config, name or file.resolve().parent.name, str(file))
+
+
+def load_config(path: Path) -> tuple[dict[str, Any], Path]:
+    """What stands in the config.json of a folder, or in the file itself; and that file."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -50,7 +56,7 @@ def read_config(path: Path, name: str = "") -> ModelShape:
         raise ModelError(f"{file}: cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"{file}: must be a JSON object, the config.json of a Hugging Face model")
-    return model_from_config(config, name or file.resolve().parent.name, str(file))
+    return config, file
 
 
 def cached_config(hub_id: str) -> Path:
@@ -112,7 +118,8 @@ def _decoder(reader: _Reader, family: str, name: str, source: str) -> ModelShape
     window, sliding_layers = _sliding_window(reader, family, layers)
     experts = dense_layers = moe_ffn_hidden = 0
     if family in _MOE:
-        experts = reader.size("num_experts" if family == "qwen3_moe" else "num_local_experts")
+        # Qwen3-MoE said num_experts before transformers 5, which writes the name that the others have
+        experts = reader.size("num_experts" if "num_experts" in reader.config else "num_local_experts")
         moe_ffn_hidden = reader.size("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size")
         dense_layers = _leading_dense_layers(reader, layers)
     return ModelShape(

@@ -39,6 +39,9 @@ QWEN3_30B = {
     "tie_word_embeddings": False,
     "vocab_size": 151936,
 }
+QWEN3_30B_OF_TRANSFORMERS_5 = {
+    "num_local_experts" if key == "num_experts" else key: value for key, value in QWEN3_30B.items()
+}
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
     "first_k_dense_replace": 3,
@@ -132,6 +135,7 @@ def test_a_misspelt_preset_names_the_nearest() -> None:
     [
         (LLAMA_8B, "llama-3.1-8b"),
         (QWEN3_30B, "qwen3-30b-a3b"),
+        (QWEN3_30B_OF_TRANSFORMERS_5, "qwen3-30b-a3b"),
         (DEEPSEEK_V3, "deepseek-v3"),
         ({**DEEPSEEK_V3, "model_type": "kimi_k2"}, "deepseek-v3"),
         (GPT_OSS_20B, "gpt-oss-20b"),

@@ -5,7 +5,6 @@ A field that would change the arithmetic and that the decoder does not have is a
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from craton.job import ModelError, ModelShape, model_from_config
+from craton.job import ModelError, ModelShape, load_config, model_from_config
 from craton.ml.models.config import DecoderConfig, RoutingConfig
 from craton.ml.models.rope import RopeConfig
 
@@ -39,16 +38,7 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> DecoderCo
     """From a folder with a config.json, the file itself, or what stands in it."""
     if isinstance(source, Mapping):
         return _read(source, "config.json", "")
-    path = Path(source).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: has no config.json; give a folder or file of a Hugging Face model") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{file}: cannot be read as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{file}: must be a JSON object, the config.json of a Hugging Face model")
+    config, file = load_config(Path(source).expanduser())
     return _read(config, str(file), file.resolve().parent.name)
 
 
@@ -188,8 +178,6 @@ def _read(config: Mapping[str, Any], source: str, name: str) -> DecoderConfig:
             f"{source}: model_type {family!r} cannot be built by Craton's decoder; allowed: {', '.join(FAMILIES)}"
         )
     fields = dict(config)
-    if family == "qwen3_moe":  # transformers 5 writes it under the name that Mixtral has
-        fields.setdefault("num_experts", fields.get("num_local_experts"))
     latent = family in ("deepseek_v3", "kimi_k2")
     # defaults of the classes in transformers that differ from those of the format
     fields.setdefault("rope_theta", 1_000_000.0 if family == "mixtral" else None)
