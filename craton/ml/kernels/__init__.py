@@ -9,7 +9,17 @@ from torch import Tensor
 from craton.ml.kernels import reference
 from craton.ml.kernels.attention import Documents, attention
 
-__all__ = ["Documents", "add_norm", "attention", "gated_mlp", "is_fused", "reference", "split_and_rotate"]
+__all__ = [
+    "Documents",
+    "add_norm",
+    "attention",
+    "gated_mlp",
+    "is_fused",
+    "reference",
+    "split_and_rotate",
+    "swiglu",
+    "swiglu_backward",
+]
 
 
 def is_fused(x: Tensor) -> bool:
@@ -54,3 +64,22 @@ def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return out.view(x.shape)
     linear = torch.nn.functional.linear
     return linear(reference.swiglu(linear(x, gate), linear(x, up)), down)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, for autograd functions that write their own backward pass."""
+    if is_fused(gate):
+        from craton.ml.kernels import triton_swiglu
+
+        return triton_swiglu.swiglu(gate, up)
+    return reference.swiglu(gate, up)
+
+
+def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(silu(gate) · up once more, gradient of gate, gradient of up). The fused kernel writes them over its inputs."""
+    if is_fused(gate):
+        from craton.ml.kernels import triton_swiglu
+
+        triton_swiglu.swiglu_backward_(gate, up, gradient)
+        return gradient, gate, up
+    return reference.swiglu_backward(gate, up, gradient)

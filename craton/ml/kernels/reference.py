@@ -35,6 +35,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
+def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(silu(gate) · up, gradient of gate, gradient of up)."""
+    sigmoid = gate.sigmoid()
+    silu_of_gate = gate * sigmoid
+    return silu_of_gate * up, gradient * up * sigmoid * (1 + gate * (1 - sigmoid)), gradient * silu_of_gate
+
+
 def log_probs_and_gradient(logits: Tensor, labels: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
     """(log-probability of each label, d Σ coefficient · log p / d logits); a label of -100 counts for nothing."""
     known = labels >= 0

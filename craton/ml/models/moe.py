@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear
 
-from craton.ml.kernels import is_fused, reference
+from craton.ml.kernels import reference, swiglu, swiglu_backward
 from craton.ml.models.config import DecoderConfig, RoutingConfig
 from craton.ml.models.mlp import Mlp
 
@@ -195,10 +195,6 @@ class _GroupedMlp(torch.autograd.Function):
         gated = grouped_mm(x, gate.transpose(-2, -1), offs=ends)
         lifted = grouped_mm(x, up.transpose(-2, -1), offs=ends)
         ctx.save_for_backward(x, gated, lifted, gate, up, down, ends)
-        if is_fused(x):
-            from craton.ml.kernels.triton_swiglu import swiglu
-        else:
-            swiglu = reference.swiglu
         return grouped_mm(swiglu(gated, lifted), down.transpose(-2, -1), offs=ends)
 
     @staticmethod
@@ -206,12 +202,7 @@ class _GroupedMlp(torch.autograd.Function):
         x, gated, lifted, gate, up, down, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
         product = grouped_mm(gradient, down, offs=ends)  # its gradient first, then itself
-        if is_fused(x):
-            from craton.ml.kernels.triton_swiglu import swiglu_backward_
-
-            swiglu_backward_(gated, lifted, product)
-        else:
-            gated, lifted, product = _swiglu_backward(gated, lifted, product)
+        product, gated, lifted = swiglu_backward(gated, lifted, product)
 
         def of_weight(rows: Tensor, inputs: Tensor, is_needed: bool) -> Tensor | None:
             return grouped_mm(rows.t(), inputs, offs=ends) if is_needed else None
@@ -221,10 +212,3 @@ class _GroupedMlp(torch.autograd.Function):
         del product
         grad_x = grouped_mm(gated, gate, offs=ends).add_(grouped_mm(lifted, up, offs=ends)) if needs_x else None
         return grad_x, of_weight(gated, x, needs_gate), of_weight(lifted, x, needs_up), grad_down, None
-
-
-def _swiglu_backward(gate: Tensor, up: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate and up, and the product itself."""
-    sigmoid = gate.sigmoid()
-    silu = gate * sigmoid
-    return slope * up * (sigmoid + silu * (1 - sigmoid)), slope * silu, silu * up

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from craton.errors import CratonError
-from craton.ml.kernels import reference
+from craton.ml.kernels import swiglu, swiglu_backward
 from craton.ml.models.mlp import Mlp
 
 Recipe = Literal["tensorwise", "rowwise"]
@@ -120,7 +120,7 @@ class _GatedMlp(torch.autograd.Function):
         x8 = quantize(x, recipe, VALUES)
         gated = product(x8, quantize(gate, recipe, VALUES, transposed=False), x.dtype)
         lifted = product(x8, quantize(up, recipe, VALUES, transposed=False), x.dtype)
-        product8 = quantize(_swiglu(gated, lifted), recipe, VALUES, transposed=False)
+        product8 = quantize(swiglu(gated, lifted), recipe, VALUES, transposed=False)
         ctx.save_for_backward(x8.transposed, x8.transposed_inverse, gated, lifted, gate, up, down)
         ctx.recipe = recipe
         return product(product8, quantize(down, recipe, VALUES, transposed=False), x.dtype)
@@ -131,7 +131,7 @@ class _GatedMlp(torch.autograd.Function):
         recipe, dtype = ctx.recipe, gradient.dtype
         gradient8 = quantize(gradient.contiguous(), recipe, GRADIENTS)
         hidden = product_with_transposed(gradient8, quantize(down, recipe, VALUES, straight=False), dtype)
-        hidden, gated, lifted = _swiglu_backward(gated, lifted, hidden)  # the forward product, and both gradients
+        hidden, gated, lifted = swiglu_backward(gated, lifted, hidden)  # the forward product, and both gradients
         hidden8 = quantize(hidden, recipe, VALUES, straight=False)
         assert hidden8.transposed is not None
         grad_down = weight_gradient(gradient8, hidden8.transposed, hidden8.transposed_inverse, dtype)
@@ -198,23 +198,3 @@ def _multiply(
         left, right.t(), left_inverse, right_inverse, out_dtype=dtype, use_fast_accum=not exact
     )
     return out
-
-
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    if gate.is_cuda:
-        from craton.ml.kernels.triton_swiglu import swiglu
-
-        return swiglu(gate, up)
-    return reference.swiglu(gate, up)
-
-
-def _swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(silu(gate) · up, gradient of gate, gradient of up)."""
-    if gate.is_cuda:
-        from craton.ml.kernels.triton_swiglu import swiglu_backward_
-
-        swiglu_backward_(gate, up, gradient)
-        return gradient, gate, up
-    sigmoid = gate.sigmoid()
-    silu = gate * sigmoid
-    return silu * up, gradient * up * sigmoid * (1 + gate * (1 - sigmoid)), gradient * silu
