@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,9 +45,10 @@ def tokenize(
     """Tokenize text once, in parallel, into shards that training maps into memory."""
     import json
 
+    from craton.cli.progress import progress
     from craton.ml.data import tokenize as run
 
-    with _progress() as report:
+    with progress("tokenize", in_bytes=True) as report:
         done = run(
             inputs,
             to,
@@ -102,26 +101,3 @@ def _show(done: Tokenized) -> None:
     console = Console(highlight=False)
     console.print(table)
     console.print(f"{done.folder}", soft_wrap=True, markup=False)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("tokenize"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[what]}"),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("tokenize", total=None, what="")
-
-        def report(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, what=what)
-
-        yield report

@@ -17,6 +17,7 @@ def progress(title: str, in_bytes: bool = False) -> Iterator[Callable[..., None]
         Progress,
         TextColumn,
         TimeElapsedColumn,
+        TimeRemainingColumn,
     )
 
     console = Console(stderr=True)
@@ -25,6 +26,7 @@ def progress(title: str, in_bytes: bool = False) -> Iterator[Callable[..., None]
         BarColumn(),
         DownloadColumn() if in_bytes else MofNCompleteColumn(),
         TimeElapsedColumn(),
+        *((TimeRemainingColumn(),) if in_bytes else ()),
         TextColumn("{task.fields[what]}"),
         console=console,
         transient=True,

@@ -93,8 +93,8 @@ class RunModel:
 
     def _model_of_training(self) -> nn.Module:
         """As the loop builds it: with a user's own code, or with adapters, which are merged."""
+        from craton.ml.functions import search_folder
         from craton.ml.training.build import build_model
-        from craton.ml.training.functions import search_folder
         from craton.ml.training.lora import merge_adapters
         from craton.ml.training.parallel import make_ranks
 

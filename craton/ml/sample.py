@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from craton.errors import CratonError
-from craton.ml.training.functions import user_code
+from craton.ml.functions import user_code
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

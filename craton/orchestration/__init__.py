@@ -1,7 +1,7 @@
 """Where runs happen: drafts of what would be started, the backend `local` that starts it, and following it."""
 
 from craton.orchestration.comparison import Compared, compare
-from craton.orchestration.draft import BACKENDS, STOP_AT, Draft, agent_command, draft_run, named_job
+from craton.orchestration.draft import STOP_AT, Draft, agent_command, draft_run, named_job
 from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import AgentProcess, agent_log, check_machine, free_port, living_agents, read_agents
 from craton.orchestration.runs import (
@@ -21,7 +21,6 @@ from craton.orchestration.start import run
 from craton.orchestration.watch import Follower, View
 
 __all__ = [
-    "BACKENDS",
     "STOP_AT",
     "AgentProcess",
     "Compared",

@@ -17,15 +17,15 @@ from pathlib import Path
 from craton.agent import Launch
 from craton.infrastructure import resolve_cluster, visible_accelerators
 from craton.job import RECOMPUTES, TRAINING_KINDS, Job, Layout, LayoutSpec, dump_job, parse_job
+from craton.ml import TRAINED_PRECISIONS, UNTRAINED_DIMENSIONS
 from craton.orchestration.errors import StartError
 from craton.planning import Plan, plan, plan_to_json
 
 BACKENDS = ("local", "slurm", "kubernetes")
 KINDS = ("pretrain", "sft", "command")
-TRAINED_PRECISIONS = ("fp32", "bf16", "fp8")
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment of the ranks: where a user's own functions are looked for
 STOP_AT = "CRATON_STOP_AT"  # and the step after which the loop saves, sets the STOP marker and ends
-NOT_TRAINED_YET = ("pp", "cp", "tp", "ep", "offload")
+NOT_TRAINED_YET = (*UNTRAINED_DIMENSIONS, "offload")
 MICRO_BATCHES = (8, 4, 2, 1)
 STATES = (
     "parameters",

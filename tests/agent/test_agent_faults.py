@@ -174,7 +174,7 @@ def test_nothing_a_rank_started_outlives_it(gang: Gang) -> None:
     gang.launch(
         """
 import subprocess
-program = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+program = [sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"]
 helper = subprocess.Popen(program, stdout=subprocess.PIPE)
 helper.stdout.readline()
 say("helper", str(helper.pid))

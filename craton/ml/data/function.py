@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from craton.job import Job
 from craton.ml.data.errors import DataError
 from craton.ml.data.sample import IGNORED, Sample
+from craton.ml.functions import load_function
 
 _OWN = {"tokens": np.int64, "labels": np.int64, "positions": np.int64, "weight": np.float32, "documents": np.int32}
 
@@ -36,7 +36,7 @@ class FunctionSource:
     def of_job(cls, job: Job, split: str, vocab: int | None) -> FunctionSource:
         name = job.data.source
         assert name is not None
-        function = _imported(name)
+        function = load_function(name)
         takes_split = "split" in inspect.signature(function).parameters
         if split != "train" and not takes_split:
             raise DataError(
@@ -121,21 +121,6 @@ def _ids(given: Any) -> NDArray[np.int64]:
             "'tokens', or a flat sequence of token ids"
         )
     return array.astype(np.int64)
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise DataError(
-            f"data.source {name}: importing {module_name} raised {_told(error)}; the module must be on the Python "
-            "path, e.g. a file beside the job file"
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise DataError(f"data.source {name}: {module.__file__} has no function {attribute!r}")
-    return function  # type: ignore[no-any-return]
 
 
 def _told(error: Exception) -> str:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from craton.errors import CratonError
 from craton.ml.data import DataError
+from craton.ml.functions import FunctionError
 from craton.ml.training.build import Place, build
-from craton.ml.training.functions import FunctionError
 from craton.ml.training.loop import Trainer
 from craton.telemetry import LedgerClock, Recorder, RunDirectory, summarize
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from craton.errors import CratonError
 from craton.job import Job, Layout, load_job
 from craton.ml.data import Loader, Source, open_source
+from craton.ml.functions import FunctionError, load_function, search_folder, user_code
 from craton.ml.models import Decoder, config_from_shape, load_weights
 from craton.ml.training import float8
 from craton.ml.training.checkpoint import Checkpointer, TierFolder
-from craton.ml.training.functions import FunctionError, load_function, search_folder, user_code
 from craton.ml.training.loop import Parts
 from craton.ml.training.lora import add_adapters, base_only, initialize_adapters
 from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory

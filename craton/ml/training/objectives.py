@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from craton.errors import CratonError
 from craton.job import Job
+from craton.ml.functions import FunctionError, load_function, user_code
 from craton.ml.training.batch import Batch
-from craton.ml.training.functions import FunctionError, load_function, user_code
 from craton.ml.training.head import linear_log_prob_loss, log_probs
 
 LossFunction = Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from craton.errors import CratonError
 from craton.job import Layout
+from craton.ml import TRAINED_PRECISIONS, UNTRAINED_DIMENSIONS
 
 DIMENSIONS = ("pp", "replicate", "fsdp", "cp", "tp")
-TRAINED_PRECISIONS = ("fp32", "bf16", "fp8")
 
 # What selective recompute keeps: products and attention cost the most time for the memory of their outputs.
 KEPT_OPERATIONS = (
@@ -79,7 +79,7 @@ class Ranks:
 
 def make_ranks(layout: Layout, device: torch.device, rank: int, world: int) -> Ranks:
     """The mesh of a layout; the process group must exist when there is more than one rank."""
-    unbuilt = [f"{name} {getattr(layout, name)}" for name in ("pp", "cp", "tp", "ep") if getattr(layout, name) > 1]
+    unbuilt = [f"{name} {getattr(layout, name)}" for name in UNTRAINED_DIMENSIONS if getattr(layout, name) > 1]
     if unbuilt:
         raise ParallelError(
             f"the layout has {', '.join(unbuilt)}, which can be planned but not trained yet; allowed: replicate and "

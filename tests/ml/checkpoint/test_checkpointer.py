@@ -239,7 +239,7 @@ def test_a_step_that_is_reached_again_after_a_rollback_is_written_again(tmp_path
 
 
 SAVE_THEN_HANG = """
-import os, sys, time, torch
+import os, signal, sys, threading, torch
 from pathlib import Path
 from craton.ml.training.checkpoint import Checkpointer, TierFolder
 
@@ -248,12 +248,12 @@ checkpointer.save(1, {"model.a": torch.ones(64, 32), "optimizer.exp_avg.a": torc
 
 def never_done(descriptor):
     print("in the middle", flush=True)
-    time.sleep(600)
+    threading.Event().wait()
 
 os.fsync = never_done
 checkpointer.save(2, {"model.a": torch.ones(64, 32), "optimizer.exp_avg.a": torch.ones(64, 32)}, {})
 print("training goes on", flush=True)
-time.sleep(600)
+signal.pause()
 """
 
 

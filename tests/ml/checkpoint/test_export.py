@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from craton.job import load_job
 from craton.ml import export, sample
 from craton.ml.data import tokenize
+from craton.ml.functions import FunctionError
 from craton.ml.models import Decoder, config_from_shape, save_folder
 from craton.ml.training.checkpoint import Checkpointer, TierFolder
-from craton.ml.training.functions import FunctionError
 from craton.telemetry import RunDirectory
 
 JOB = """\

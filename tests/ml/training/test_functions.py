@@ -11,10 +11,10 @@ import pytest
 import torch
 from tiny import SHAPE
 
+from craton.ml.functions import FunctionError, load_function, search_folder, user_code
 from craton.ml.models.config import DecoderConfig
 from craton.ml.models.decoder import Decoder
 from craton.ml.training.batch import Batch
-from craton.ml.training.functions import FunctionError, load_function, search_folder, user_code
 from craton.ml.training.objectives import Objective, batch_loss
 
 
