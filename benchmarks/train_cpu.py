@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
-from craton.job import ModelShape, load_job
+from craton.job import Job, ModelShape, load_job
 from craton.ml.data import prepare
 from craton.ml.training.build import Place, build
 from craton.ml.training.loop import Trainer
@@ -77,7 +77,7 @@ def rank(number: int, run: str, rounds: int, steps: int, queue: multiprocessing.
     trainer = Trainer(build(directory, place, Recorder.from_environment(directory), LedgerClock()))
     trainer._begin(None)
     trainer.timer.begin()
-    step = bare_loop(trainer.parts.job.model_shape, trainer.parts.job.sequence, rows=trainer.parts.ranks.layout)
+    step = bare_loop(trainer.parts.job, trainer.parts.ranks.layout.micro_batch)
     for _ in range(3):
         trainer._train_step()
         step()
@@ -149,10 +149,10 @@ def turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
 
 
-def bare_loop(shape: ModelShape, sequence: int, rows: object) -> Callable[[], None]:
-    job = load_job(JOB)
+def bare_loop(job: Job, micro_batch: int) -> Callable[[], None]:
+    shape, sequence = job.model_shape, job.sequence
+    assert shape is not None
     count = job.global_batch_sequences // RANKS
-    micro_batch = min(rows.micro_batch, count)
     model = Model(shape)
     for layer in model.layers:
         fully_shard(layer)

@@ -29,7 +29,7 @@ SHAPES = {  # layers, hidden, ffn (of one expert), heads, kv heads
     "1b": (16, 2048, 8192, 32, 8),
     "3b": (28, 3072, 8192, 24, 8),
     "8b": (32, 4096, 14336, 32, 8),
-    "moe": (16, 2048, 768, 16, 4),  # as Qwen3-MoE is built, 64 experts of which 8 see a token: 5.5B, 1.2B active
+    "moe": (16, 2048, 768, 16, 4),  # as Qwen3-MoE is built, 64 experts of which 8 see a token: 5.5B, 1.3B active
 }
 EXPERTS, TOP_K, HEAD_DIM = 64, 8, 128  # of "moe"
 

@@ -21,13 +21,14 @@ from craton.infrastructure import resolve_cluster
 from craton.job import CratonError, LayoutError, LayoutSpec, check_layout, did_you_mean, load_job
 from craton.planning.cases import CaseFileError, read_case
 from craton.planning.collectives import Group, all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
+from craton.planning.composition import StepTerms, stack
 from craton.planning.corpus import case_machine, case_terms
 from craton.planning.fitting import DAMPING, ITERATIONS, NOISE, UNSHARED, Array, linearise
 from craton.planning.kernels import attention_seconds, gemm_seconds
 from craton.planning.machine import Machine, machine_of
 from craton.planning.profiles import find_profile
 from craton.planning.software import CONSTANTS, INDEX, SPREAD, SoftwareProfile
-from craton.planning.training import REAL_IMBALANCE, StepModel, StepTerms, stack
+from craton.planning.training import REAL_IMBALANCE, StepModel
 
 LEAST_RUNS = 3
 NEW_CLUSTER = 0.5  # share of a constant's spread that a new cluster may add to a shipped profile

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from craton.job import Layout
+from craton.planning.composition import compose
 from craton.planning.explain import why_lost
 from craton.planning.outcome import Outcome, outcome_of
 from craton.planning.result import Alternative, ScalingPoint
 from craton.planning.search import Candidate, Search
 from craton.planning.setting import Setting
-from craton.planning.training import compose
 
 TOP = 5
 

@@ -14,11 +14,12 @@ import numpy as np
 
 from craton.job import Layout
 from craton.planning.cases import Case, data_folder, load_cases
+from craton.planning.composition import StepTerms, compose, stack
 from craton.planning.fitting import EXPERT_NOISE, NOISE, OPEN_NOISE, Fit, Row
 from craton.planning.machine import Machine, machine
 from craton.planning.own_runs import own_runs
 from craton.planning.software import prior_log
-from craton.planning.training import StepTerms, Workload, compose, stack, step_terms
+from craton.planning.training import Workload, step_terms
 
 MICRO_BATCHES = (1, 2, 4, 8)
 EXPERT_PARALLEL = (1, 2, 4, 8, 16, 32, 64)

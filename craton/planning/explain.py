@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 
 from craton.job import Layout
+from craton.planning.composition import StepTimes, compose, stack
 from craton.planning.fitting import linearise
 from craton.planning.machine import Machine
 from craton.planning.quantities import percent
 from craton.planning.result import Bottleneck, Sensitivity
 from craton.planning.search import Candidate
 from craton.planning.software import CONSTANTS, SoftwareProfile
-from craton.planning.training import StepModel, StepTimes, compose, stack
+from craton.planning.training import StepModel
 
 # Parts of a step (fields of StepTimes) by phase, with the names people read.
 PARTS: dict[str, dict[str, str]] = {

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
+from craton.planning.composition import StepTerms, compose, stack
 from craton.planning.software import SPREAD
-from craton.planning.training import StepTerms, compose, stack
 
 Array = NDArray[np.float64]
 Labels = Mapping[str, str]

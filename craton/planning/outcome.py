@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from craton.infrastructure import Cluster, cluster_of, instance
+from craton.planning.composition import compose
 from craton.planning.cost import billed_instances
 from craton.planning.fitting import Prediction
 from craton.planning.goodput import expected_goodput
@@ -17,7 +18,7 @@ from craton.planning.result import StoragePlan
 from craton.planning.search import Candidate, search
 from craton.planning.setting import Setting, setting_of
 from craton.planning.storage import checkpoint_bytes, data_bytes_per_token, storage_plan
-from craton.planning.training import LORA_SHARE, compose, evaluation_terms
+from craton.planning.training import LORA_SHARE, evaluation_terms
 
 OTHER_HARDWARE = ("p5.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge", "p6-b300.48xlarge")
 DEFAULT_CHECKPOINT_SECONDS = 1800.0  # of a job that names no checkpoint tier

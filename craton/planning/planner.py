@@ -21,6 +21,7 @@ from craton.planning.comparison import (
     preference,
     scaling_points,
 )
+from craton.planning.composition import StepTimes, compose
 from craton.planning.cost import billed_instances, cost_plan
 from craton.planning.explain import PARTS, bottleneck, sensitivities
 from craton.planning.flops import flops_per_token
@@ -43,7 +44,7 @@ from craton.planning.quantities import percent
 from craton.planning.result import Alternative, Plan
 from craton.planning.search import SAFE_SHARE, Candidate, Search, search
 from craton.planning.setting import PlanError, Setting, check_plannable, chosen_layout, nothing_fits, setting_of
-from craton.planning.training import REAL_IMBALANCE, StepTimes, compose
+from craton.planning.training import REAL_IMBALANCE
 
 WORTH_SAYING = 0.03  # of the step, from which a better layout than the user's is mentioned
 SECONDS_PER_DAY = 86400.0

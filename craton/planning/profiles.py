@@ -19,6 +19,7 @@ import numpy as np
 
 from craton.infrastructure import Gpu
 from craton.job import CratonError, Job, did_you_mean
+from craton.planning.composition import StepTerms, stack
 from craton.planning.fitting import EXPERT_NOISE, NOISE, QUANTILE_80, TAIL_WIDTH, UNSHARED, Fit, Prediction, linearise
 from craton.planning.software import (
     NAMES,
@@ -29,7 +30,6 @@ from craton.planning.software import (
     Traits,
     prior_log,
 )
-from craton.planning.training import StepTerms, stack
 
 UNKNOWN = "craton"  # our own stack: fitted to data/craton_runs.json where it has rows, else the priors of its traits
 OWN_CLUSTER = 0.07  # spread of log(step) between a publisher's cluster and a reader's with the same software

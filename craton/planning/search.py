@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from craton.job import Layout, ModelShape, Precision, Recompute, Schedule
+from craton.planning.composition import StepTerms, compose, stack
 from craton.planning.machine import Machine
 from craton.planning.memory import memory_bytes
 from craton.planning.software import SoftwareProfile
-from craton.planning.training import StepModel, StepTerms, compose, stack
+from craton.planning.training import StepModel
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 STAGES_A_RANK = (1, 2, 4, 8)

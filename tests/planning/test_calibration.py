@@ -31,13 +31,14 @@ from craton.planning import (
 )
 from craton.planning.calibration import LEAST_RUNS, PINNED_DEVIATION, LoggedRun
 from craton.planning.collectives import all_reduce_seconds
+from craton.planning.composition import compose
 from craton.planning.compute import group_of
 from craton.planning.corpus import case_machine, case_terms, corpus
 from craton.planning.kernels import attention_seconds, gemm_seconds
 from craton.planning.machine import Machine, machine_of
 from craton.planning.profiles import predict
 from craton.planning.software import INDEX, NAMES
-from craton.planning.training import StepModel, compose
+from craton.planning.training import StepModel
 
 BY_ID: dict[str, dict[str, Any]] = {
     row["id"]: row for row in json.loads(Path(corpus_path()).read_text(encoding="utf-8"))["cases"]

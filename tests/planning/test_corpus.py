@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from craton.planning import Case
+from craton.planning.composition import compose
 from craton.planning.corpus import case_terms, corpus, labels_of, row_of
 from craton.planning.software import prior_log
-from craton.planning.training import compose
 
 
 def seconds(case: Case) -> float:

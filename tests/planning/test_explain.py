@@ -13,11 +13,12 @@ import pytest
 from craton.infrastructure import Cluster, cluster_of
 from craton.job import Layout, ModelShape, load_job, model_preset
 from craton.planning import Bottleneck, Sensitivity, find_profile, plan
+from craton.planning.composition import StepTimes, compose
 from craton.planning.explain import PARTS, bottleneck, sensitivities, why_lost
 from craton.planning.machine import machine_of
 from craton.planning.result import LAYERS, PHASES
 from craton.planning.search import Candidate, evaluate
-from craton.planning.training import StepModel, StepTimes, compose
+from craton.planning.training import StepModel
 
 EIGHT_B = model_preset("llama-3.1-8b")
 P5 = cluster_of("p5.48xlarge", 16)

@@ -11,11 +11,12 @@ import pytest
 
 from craton.infrastructure import cluster_of
 from craton.job import Layout, model_preset
+from craton.planning.composition import StepTerms, compose, stack
 from craton.planning.corpus import corpus, effect_labels, row_of
 from craton.planning.fitting import LEVELS, QUANTILE_80, SCALES, Fit, Prediction, Row, linearise
 from craton.planning.machine import machine_of
 from craton.planning.software import INDEX, NAMES, SPREAD, Traits, prior_log
-from craton.planning.training import StepModel, StepTerms, compose, stack
+from craton.planning.training import StepModel
 
 TRAITS = Traits()
 PLACES = {name: machine_of(cluster_of(name, 8)) for name in ("p5.48xlarge", "p4de.24xlarge")}

@@ -28,11 +28,12 @@ from craton.planning import (
     save_profile,
     software_names,
 )
+from craton.planning.composition import StepTerms
 from craton.planning.machine import machine_of
 from craton.planning.own_runs import own_runs
 from craton.planning.profiles import ENOUGH_ROWS, predict
 from craton.planning.software import INDEX, NAMES
-from craton.planning.training import StepModel, StepTerms
+from craton.planning.training import StepModel
 
 CARDS: list[Gpu] = [gpu(entry.name) for entry in gpus()]
 UNKNOWN_CARD = Gpu("Z9000", "rubin", {"bf16": 4e15}, {}, 3e11, 2e13, 1.8e12, 1800)

@@ -14,12 +14,13 @@ from craton.infrastructure import Cluster, cluster_of
 from craton.job import Layout, MlaShape, ModelShape, layout_is_valid, model_preset
 from craton.planning import SoftwareProfile, Traits, find_profile
 from craton.planning.collectives import all_reduce_seconds
+from craton.planning.composition import StepTimes, compose, stack
 from craton.planning.compute import group_of
 from craton.planning.flops import attention_flops_per_token, flops_per_token
 from craton.planning.machine import machine_of
 from craton.planning.profiles import predict
 from craton.planning.software import INDEX, NAMES, prior_log
-from craton.planning.training import StepModel, StepTimes, compose, fullest_rank, stack
+from craton.planning.training import StepModel, fullest_rank
 
 EIGHT_B = model_preset("llama-3.1-8b")
 SMALL = ModelShape("small", 6, 512, 1408, 8, 4, 64, 32000)
