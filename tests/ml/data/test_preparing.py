@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from craton.cli.data import app
+from craton.errors import CratonError
 from craton.job import Evaluate, Job, parse_job
 from craton.ml.data import DataError, Shards, open_source, prepare, tokenize
 from craton.ml.data.tokenizer import train_bpe
@@ -189,7 +190,7 @@ def test_a_users_function_gives_samples() -> None:
     ],
 )
 def test_what_a_users_function_does_wrong_is_told(function: str, index: int, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(CratonError, match=said):
         open_source(make_job(f"source: 'own_sources:{function}'")).sample(index)
 
 
