@@ -27,11 +27,7 @@ JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment of the ranks: where a user's own
 STOP_AT = "CRATON_STOP_AT"  # and the step after which the loop saves, sets the STOP marker and ends
 NOT_TRAINED_YET = (*UNTRAINED_DIMENSIONS, "offload")
 MICRO_BATCHES = (8, 4, 2, 1)
-STATES = (
-    "parameters",
-    "gradients",
-    "optimizer states",
-)  # parts of memory that no batch or sequence changes
+STATES = ("parameters", "gradients", "optimizer states")  # parts of memory that no batch or sequence changes
 GIBIBYTE = 2**30
 
 Progress = Callable[[int, int, str], None]
