@@ -276,11 +276,11 @@ def _relief(job: Job, found: Plan) -> list[str]:
     if fitting:
         return [f"the layout {fitting[0]}"]
     relief = []
-    if found.layout.micro_batch > 1:
-        relief.append("layout: {micro_batch: 1}")
-    if found.layout.recompute != "full":
-        relief.append("layout: {recompute: full}")
     if sum(found.memory_parts.get(name, 0.0) for name in STATES) < found.memory_limit_bytes:
+        if found.layout.micro_batch > 1:
+            relief.append("layout: {micro_batch: 1}")
+        if found.layout.recompute != "full":
+            relief.append("layout: {recompute: full}")
         relief.append("a shorter data.sequence")
     return [*relief, "a smaller model", "more or larger machines"]
 

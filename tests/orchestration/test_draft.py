@@ -100,6 +100,11 @@ REFUSED = {
         {},
         ["does not fit p5.48xlarge x 1", "GiB", "use a smaller model"],
     ),
+    "states alone are too large": (
+        TRAIN.replace("llama-3.2-1b", "llama-3.1-70b") + "layout: {fsdp: 8, micro_batch: 2}\n",
+        {},
+        ["job.yaml:7", "optimizer states", "use a smaller model"],
+    ),
 }
 
 
