@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from s3 import bucket, faults, s3_server  # noqa: F401 - fixtures of every test
 
 # A suite started in the background inherits an ignored Ctrl-C, and so would every command it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -14,6 +15,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files instead of comparing with them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For several workers (`-n 2 --dist loadgroup`): one of them has the gang of ranks and begins with its tests, files
+    stay whole."""
+    if config.getoption("dist", "no") == "no":
+        return
+    for item in items:
+        group = "gang" if "gang" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: "gang" not in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture

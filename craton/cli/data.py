@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,7 +27,7 @@ def tokenize(
             show_default=False,
         ),
     ],
-    to: Annotated[Path, typer.Option(help="Folder to write; must not exist yet.", show_default=False)],
+    to: Annotated[str, typer.Option(help="Folder or s3:// URL to write; must not exist yet.", show_default=False)],
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder with a tokenizer.json, or a Hub id.", show_default=False)
     ] = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,12 +9,15 @@ import typer
 
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder to write.", show_default=False)],
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="New folder to write, or an s3:// URL.", show_default=False)
+    ],
     step: Annotated[int | None, typer.Option(help="Another checkpoint than the newest.", show_default=False)] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: bf16 or fp32.")] = "bf16",
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or Hub id [default: that of the run].", show_default=False)
     ] = None,
+    copy: Annotated[bool, typer.Option(help="Also copy it to the run's object tier, if it has one.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Save a run's model as a Hugging Face folder: weights, config and tokenizer."""
@@ -23,7 +25,7 @@ def export(
 
     find_run(run)  # a wrong name is said before torch is loaded
     options = {"--step": step, "--dtype": dtype, "--tokenizer": tokenizer}
-    start_module("craton.ml.export", [run, str(folder)], options, as_json)
+    start_module("craton.ml.export", [run, folder, *([] if copy else ["--no-copy"])], options, as_json)
 
 
 def start_module(module: str, arguments: list[str], options: dict[str, Any], as_json: bool) -> None:

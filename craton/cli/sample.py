@@ -30,9 +30,10 @@ def sample(
 ) -> None:
     """Let a trained model write."""
     from craton.cli.export import start_module
+    from craton.remote import is_url
     from craton.telemetry import find_run
 
-    if not (Path(model) / "config.json").is_file():
+    if not is_url(model) and not (Path(model) / "config.json").is_file():
         find_run(model)  # a wrong name is said before torch is loaded
 
     prompts = [word for text in prompt or [] for word in ("--prompt", text)]

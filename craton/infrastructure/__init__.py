@@ -1,4 +1,4 @@
-"""The hardware of a job: a catalog of GPUs, instances, prices and storage, and the clusters they form."""
+"""The hardware of a job: a catalog of GPUs, instances, prices and storage, the clusters they form, and stored bytes."""
 
 from craton.infrastructure.accelerators import Accelerator, visible_accelerators
 from craton.infrastructure.catalog import (
@@ -16,7 +16,7 @@ from craton.infrastructure.catalog import (
     user_catalog_path,
 )
 from craton.infrastructure.cluster import choose_price, cluster_of, own_price, resolve_cluster
-from craton.infrastructure.errors import CatalogError
+from craton.infrastructure.errors import CatalogError, ObjectMissingError, StorageError
 from craton.infrastructure.hardware import (
     STALE_PRICE_DAYS,
     Cluster,
@@ -35,36 +35,64 @@ from craton.infrastructure.local import (
     local_machine,
 )
 from craton.infrastructure.microbenchmark import Measurement
+from craton.infrastructure.storage import (
+    CachedFolder,
+    Copied,
+    GrowingFile,
+    ObjectInfo,
+    ObjectWriter,
+    Store,
+    cache_root,
+    copy_down,
+    is_url,
+    mirror,
+    mirror_folder,
+    open_store,
+)
 
 __all__ = [
     "KEYS",
     "STALE_PRICE_DAYS",
     "Accelerator",
+    "CachedFolder",
     "Catalog",
     "CatalogError",
     "Cluster",
+    "Copied",
     "Entry",
     "Fact",
     "Gpu",
+    "GrowingFile",
     "Instance",
     "Key",
     "LocalMachine",
     "Measurement",
+    "ObjectInfo",
+    "ObjectMissingError",
+    "ObjectWriter",
     "Price",
     "PurchaseKind",
+    "StorageError",
     "StorageTier",
+    "Store",
     "cache_path",
+    "cache_root",
     "choose_price",
     "cluster_of",
+    "copy_down",
     "entry",
     "gpu",
     "gpus",
     "instance",
     "instance_of_machine",
     "instances",
+    "is_url",
     "load_catalog",
     "local_instance",
     "local_machine",
+    "mirror",
+    "mirror_folder",
+    "open_store",
     "own_price",
     "price_age_days",
     "resolve_cluster",

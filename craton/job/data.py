@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from craton.job.modelspec import is_function, looks_like_path
 from craton.job.section import Section, SectionError
 from craton.job.units import TokenCount
+from craton.remote import is_url
 
 STANDARD_LIBRARY = "stdlib"  # as a data path: the interpreter's own Python sources
 MIN_BPE_VOCABULARY = 259  # every byte, the token that ends a document and the two around a chat's turn
@@ -40,7 +41,7 @@ def _parse_path(value: object, info: ValidationInfo) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{value!r} is not a path; write a file, a folder, an s3:// prefix or {STANDARD_LIBRARY}")
     text = value.strip()
-    return text if text == STANDARD_LIBRARY or "://" in text else _absolute(text, info)
+    return text if text == STANDARD_LIBRARY or is_url(text) else _absolute(text, info)
 
 
 def _parse_tokenizer(value: object, info: ValidationInfo) -> str:
@@ -54,6 +55,8 @@ def _parse_tokenizer(value: object, info: ValidationInfo) -> str:
                 f"{text!r} is not a tokenizer to train; write bpe: and its vocabulary, at least {MIN_BPE_VOCABULARY}, "
                 "e.g. bpe:4096"
             )
+        return text
+    if is_url(text):
         return text
     path = _absolute(text, info)
     return path if looks_like_path(text) or Path(path).exists() else text

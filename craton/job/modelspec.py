@@ -1,7 +1,7 @@
 """What may stand under `model:`, and the shape it means.
 
-A preset, a Hub id in the local cache, a folder or config.json, inline numbers, or `package.module:function`, whose
-shape is only known to its author: it loads and runs, but cannot be planned.
+A preset, a Hub id in the local cache, a folder (here or at an s3:// URL) or config.json, inline numbers, or
+`package.module:function`, whose shape is only known to its author: it loads and runs, but cannot be planned.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from craton.job.model import MlaShape, ModelShape
 from craton.job.presets import find_preset, preset_names
 from craton.job.section import ConflictError, Section
 from craton.job.units import Size, Whole
+from craton.remote import is_url, remote_config, remote_weights
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -103,6 +104,8 @@ def model_shape(model: str | ModelNumbers) -> ModelShape | None:
         return None
     if (preset := find_preset(model)) is not None:
         return preset
+    if is_url(model):
+        return read_config(remote_config(model), name=model.rstrip("/").rpartition("/")[2])
     path = Path(model).expanduser()
     if path.exists() or looks_like_path(model):
         return read_config(path)
@@ -115,9 +118,11 @@ def model_shape(model: str | ModelNumbers) -> ModelShape | None:
 
 
 def weights_folder(model: str) -> Path | None:
-    """The folder with the weights of a folder or a cached Hub id; None when there are none on this machine."""
+    """The folder with the weights of a folder, a URL or a cached Hub id; None when there are none on this machine."""
     if is_function(model):
         return None
+    if is_url(model):
+        return remote_weights(model)
     path = Path(model).expanduser()
     if not path.exists():
         if not _HUB_ID.fullmatch(model):
@@ -139,7 +144,7 @@ def _parse_model(value: object, info: ValidationInfo) -> str | ModelNumbers:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{value!r} is not a model; give a preset name, a Hub id, a path or a mapping of its numbers")
     model = value.strip()
-    if not is_function(model) and find_preset(model) is None:
+    if not is_function(model) and not is_url(model) and find_preset(model) is None:
         path = (Path((info.context or {}).get("folder", ".")) / Path(model).expanduser()).resolve()
         if path.exists() or looks_like_path(model):
             model = str(path)

@@ -1,7 +1,8 @@
 """From a checkpoint to a Hugging Face folder: `python -m craton.ml.export RUN FOLDER [--step N] [--dtype bf16|fp32]`.
 
 Reads a checkpoint of any number of ranks in one process and one tensor at a time, adds what adapters learnt to the
-weights they adapt, and puts the tokenizer beside them. The folder appears when it is whole.
+weights they adapt, and puts the tokenizer beside them. The folder, here or at an s3:// URL, appears when it is whole.
+Of a run whose checkpoints also go to an object store there is a copy beside them, as exports/FOLDER.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
 
 from craton.agent import read_launch
 from craton.errors import CratonError
-from craton.job import Job, Layout, load_job
+from craton.infrastructure import StorageError, copy_down, is_url, open_store
+from craton.job import Job, Layout, load_job, place_of
 from craton.ml.models import (
     Decoder,
     DecoderConfig,
@@ -28,11 +31,11 @@ from craton.ml.models import (
     model_folder,
     save_folder,
 )
-from craton.ml.training.checkpoint import find_checkpoint, read_tensors
-from craton.ml.training.checkpoint_files import shapes_in
+from craton.ml.training.checkpoint import SavedStep, find_checkpoint, read_tensors
 from craton.telemetry import RunDirectory, find_run
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CONFIG = "config.json"  # a folder at a URL is whole when it has this
 _PREFIX = "model."
 
 
@@ -47,7 +50,7 @@ class RunModel:
     run: RunDirectory
     job: Job
     step: int
-    checkpoint: Path
+    checkpoint: SavedStep
 
     @property
     def config(self) -> DecoderConfig:
@@ -103,7 +106,7 @@ class RunModel:
         ranks = make_ranks(Layout(precision="fp32"), torch.device("cpu"), 0, 1)
         search_folder(self._job_folder())
         model = build_model(plain, ranks)
-        saved = {name.removeprefix(_PREFIX) for name in shapes_in(self.checkpoint)}
+        saved = {name.removeprefix(_PREFIX) for name in self.checkpoint.shapes}
         self._fill({name: tensor for name, tensor in model.state_dict().items() if name in saved})
         merge_adapters(model)
         return model
@@ -143,12 +146,14 @@ def open_run(name: str, step: int | None = None) -> RunModel:
     job = load_job(run.job_path)
     if job.train is None:
         raise ExportError(f"run {run.name} is of kind {job.kind}, which trains no model")
-    found, folder = find_checkpoint(tier_folders(job, run), step)
-    return RunModel(run, job, found, folder)
+    found = find_checkpoint(tier_folders(job, run), step)
+    return RunModel(run, job, found.step, found)
 
 
 def open_model(name: str, step: int | None = None) -> RunModel | FolderModel:
-    """The model of a run, or of a folder or Hub id of Hugging Face."""
+    """The model of a run, or of a folder, here or at a URL, or Hub id of Hugging Face."""
+    if is_url(name):
+        return FolderModel(model_folder(name))
     if (Path(name).expanduser() / "config.json").is_file():
         return FolderModel(Path(name).expanduser())
     try:
@@ -159,22 +164,62 @@ def open_model(name: str, step: int | None = None) -> RunModel | FolderModel:
         raise error
 
 
-def export(run: str, folder: Path, step: int | None = None, dtype: str = "bf16", tokenizer: str | None = None) -> int:
-    """Writes the folder and returns the step that is in it."""
+@dataclass(frozen=True)
+class Exported:
+    """What was written: a step of the run, and where a copy of the folder went."""
+
+    step: int
+    copy: str | None
+
+
+def export(
+    run: str,
+    folder: Path | str,
+    step: int | None = None,
+    dtype: str = "bf16",
+    tokenizer: str | None = None,
+    copy: bool = True,
+) -> Exported:
+    """Writes the folder; `copy` also to the run's object tier, where it has one."""
     from craton.ml.data import find_tokenizer
 
     opened = open_run(run, step)
     tokenizer_folder = find_tokenizer(tokenizer) if tokenizer else opened.tokenizer_folder()
+    if is_url(str(folder)):
+        open_store(str(folder)).check_writable()
+        with TemporaryDirectory(dir=opened.run.path, prefix="export-") as staged:
+            local = save_folder(
+                opened.weights(), opened.config, Path(staged) / "model", tokenizer_folder, DTYPES[dtype]
+            )
+            copy_down(local, str(folder), seal=CONFIG)
+        return Exported(opened.step, None)
     save_folder(opened.weights(), opened.config, folder, tokenizer_folder, DTYPES[dtype])
-    return opened.step
+    below = _object_place(opened) if copy else None
+    if below is None:
+        return Exported(opened.step, None)
+    target = f"{below}/exports/{Path(folder).resolve().name}"
+    try:
+        copy_down(folder, target, seal=CONFIG)
+    except StorageError as error:
+        raise ExportError(
+            f"{folder} is written and whole, but not its copy: {error}; or export with --no-copy"
+        ) from error
+    return Exported(opened.step, target)
+
+
+def _object_place(opened: RunModel) -> str | None:
+    """Where the run's checkpoints lie in an object store, if they go to one."""
+    storage = opened.job.cluster.file.storage if opened.job.cluster.file else None
+    places = [place_of(tier, storage, opened.run.path) for tier in opened.job.checkpoint.places]
+    return next((place.place for place in places if place.is_url), None)
 
 
 class _SavedWeights(Mapping[str, Tensor]):
     """The weights in a checkpoint, each read when it is asked for."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: SavedStep) -> None:
         self._checkpoint = checkpoint
-        saved = shapes_in(checkpoint).items()
+        saved = checkpoint.shapes.items()
         self._shapes = {name.removeprefix(_PREFIX): shape for name, shape in saved if name.startswith(_PREFIX)}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -200,23 +245,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 2 when what was given cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m craton.ml.export", description="Write a Hugging Face folder.")
     parser.add_argument("run", metavar="RUN", help="name or directory of a run")
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="new folder to write")
+    parser.add_argument("folder", metavar="FOLDER", help="new folder to write, or an s3:// URL")
     parser.add_argument("--step", type=int, help="default: the newest checkpoint")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of the weights")
     parser.add_argument("--tokenizer", help="folder or Hub id; default: that of the run's data or model")
+    parser.add_argument("--no-copy", action="store_true", help="do not also copy it to the run's object tier")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args(arguments)
     try:
-        step = export(options.run, options.folder, options.step, options.dtype, options.tokenizer)
+        done = export(
+            options.run, options.folder, options.step, options.dtype, options.tokenizer, copy=not options.no_copy
+        )
     except (CratonError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         if options.json:
             print(json.dumps({"error": str(error), "problems": [str(error)]}))
         return 2
     if options.json:
-        print(json.dumps({"folder": str(options.folder), "step": step, "dtype": options.dtype}))
+        copied = {"copy": done.copy} if done.copy else {}
+        print(json.dumps({"folder": options.folder, "step": done.step, "dtype": options.dtype, **copied}))
     else:
-        print(f"wrote {options.folder}: step {step} of {options.run} in {options.dtype}")
+        print(f"wrote {options.folder}: step {done.step} of {options.run} in {options.dtype}")
+        if done.copy:
+            print(f"copied to {done.copy}")
     return 0
 
 

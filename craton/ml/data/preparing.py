@@ -2,8 +2,9 @@
 
 `prepare` runs before the ranks and may take minutes; `open_source` runs in each rank and only opens files, which
 `prepare` has tried. What was prepared is found again by the names, sizes and times of the input files and by the
-tokenizer, so that changed text is tokenized anew. A validation path that is also a training path means: hold a
-hundredth of its documents out.
+tokenizer, so that changed text is tokenized anew. Data at an s3:// URL is read through a mirror on each machine: shards
+come one by one when they are read, text at once. A validation path that is also a training path means: hold a hundredth
+of its documents out.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from craton.ml.data.errors import DataError
 from craton.ml.data.function import FunctionSource
 from craton.ml.data.order import key_of
 from craton.ml.data.sample import Source
-from craton.ml.data.shards import FORMAT, ShardKind, Shards, is_shard_folder
-from craton.ml.data.tokenizer import TOKENIZER, check_same_tokenizer, find_tokenizer, mark_of
+from craton.ml.data.shards import FORMAT, SHARD_SUFFIXES, ShardKind, Shards, is_shard_folder
+from craton.ml.data.tokenizer import TOKENIZER, check_same_tokenizer, find_tokenizer, mark_of, mirror_tokenizer
 from craton.ml.data.tokenizing import VALIDATION, Progress, Tokenized, tokenize, train_tokenizer
 from craton.ml.data.tokens import Mixture, TokenSource
+from craton.remote import is_url
 
 HELD_OUT_SHARE = 0.01
 
@@ -41,7 +43,7 @@ def prepare(job: Job, cache: Path | None = None, progress: Progress | None = Non
     the job's model."""
     places = _Places.of_job(job, cache or default_cache())
     if places.trains_tokenizer and not (places.tokenizer / TOKENIZER).is_file():
-        raw = [path for path in places.training if path in places.raw]
+        raw = [places.local(path) for path in places.training if path in places.raw]
         train_tokenizer(raw, places.bpe_vocabulary, places.tokenizer, progress=progress)
     shape = job.model_shape
     for path in places.raw:
@@ -52,7 +54,12 @@ def prepare(job: Job, cache: Path | None = None, progress: Progress | None = Non
             _check_vocabulary_before(places.tokenizer, shape.vocab)
         share = HELD_OUT_SHARE if path in places.held_out else 0.0
         done = tokenize(
-            [path], folder, tokenizer=places.tokenizer, validation=share, progress=progress, kind=places.kind
+            [places.local(path)],
+            folder,
+            tokenizer=places.tokenizer,
+            validation=share,
+            progress=progress,
+            kind=places.kind,
         )
         _say_left_out(path, done)
     folders = {path: places.folder(path) for path in (*places.training, *places.validation)}
@@ -115,12 +122,18 @@ class _Places:
     validation: tuple[str, ...]
     raw: Mapping[str, str]  # path -> key of its files
     tokenizer_name: str | None
+    mirrors: Mapping[str, str]  # URL -> the folder that stands for it
 
     @classmethod
     def of_job(cls, job: Job, cache: Path) -> _Places:
         training = tuple(path for path, _ in job.data.mixture)
         validation = tuple(path for path, _ in job.data.validation_mixture)
-        raw = {path: _files_key(path) for path in dict.fromkeys((*training, *validation)) if not _is_shards(path)}
+        mirrors = {path: _mirror(path) for path in dict.fromkeys((*training, *validation)) if is_url(path)}
+        raw = {
+            path: _files_key(mirrors.get(path, path))
+            for path in dict.fromkeys((*training, *validation))
+            if not _is_shards(mirrors.get(path, path))
+        }
         kind: ShardKind = "chat" if job.kind == "sft" else "text"
         folder = model_tokenizer(job)
         name = job.data.tokenizer or (str(folder) if folder else None)
@@ -138,7 +151,7 @@ class _Places:
             raise DataError(
                 f"data.tokenizer {name}: sft needs the tokenizer of the model it goes on with; name its folder"
             )
-        return cls(cache, kind, training, validation, raw, name)
+        return cls(cache, kind, training, validation, raw, name, mirrors)
 
     @property
     def held_out(self) -> tuple[str, ...]:
@@ -162,9 +175,12 @@ class _Places:
         texts = [self.raw[path] for path in self.training if path in self.raw]
         return self.cache / f"bpe-{self.bpe_vocabulary}-{_key(FORMAT, texts)}"
 
+    def local(self, path: str) -> str:
+        return self.mirrors.get(path, path)
+
     def folder(self, path: str) -> Path:
         if path not in self.raw:
-            return Path(path)
+            return Path(self.local(path))
         if self.trains_tokenizer:
             tokenizer = self.tokenizer.name
         else:
@@ -177,6 +193,9 @@ def model_tokenizer(job: Job) -> Path | None:
     """The folder of the tokenizer beside the job's model, if there is one on this machine."""
     if not isinstance(job.model, str):
         return None
+    if is_url(job.model):
+        folder = mirror_tokenizer(job.model)
+        return folder if (folder / TOKENIZER).is_file() else None
     path = Path(job.model)
     if path.exists():
         folder = path if path.is_dir() else path.parent
@@ -255,6 +274,14 @@ def _say_rows(job: Job, folders: Mapping[str, Path]) -> None:
         for count, what in ((rows.truncated, "cut to"), (rows.dropped, "dropped: nothing to learn within")):
             if count:
                 logger.warning("%s: %d conversations %s data.sequence %d", path, count, what, job.sequence)
+
+
+def _mirror(url: str) -> str:
+    """The folder that stands for a URL: of shards all but what is in them, of anything else everything."""
+    from craton.infrastructure import mirror
+
+    folder = mirror(url, lambda name: not name.endswith(SHARD_SUFFIXES))
+    return str(folder if is_shard_folder(folder) else mirror(url))
 
 
 def _is_shards(path: str) -> bool:

@@ -7,7 +7,8 @@ FOLDER/shard-00000.loss       uint8, 1 where a token is to be learnt (chat only)
 FOLDER/tokenizer.json …       the tokenizer that made them
 
 A folder that opens has files of exactly the sizes its index names and was made by a version this one understands. Token
-ids are checked whenever they are read. Files are memory-mapped: opening a terabyte takes no memory.
+ids are checked whenever they are read. Files are memory-mapped: opening a terabyte takes no memory. Of a folder that
+mirrors one in an object store, each file is fetched when it is first read, and its checksum compared then.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from craton.errors import CratonError
 from craton.ml.data.errors import DataError
 from craton.ml.data.sample import Integers
 
+if TYPE_CHECKING:
+    from craton.infrastructure import CachedFolder
+
 FORMAT = 1
 INDEX = "index.json"
+SHARD_SUFFIXES = (".tokens", ".documents", ".loss")
 _CHUNK_BYTES = 1 << 24
 
 ShardKind = Literal["text", "chat"]
@@ -89,7 +95,8 @@ class Shards:
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self.index = _read_index(self.folder)
-        self._suffixes = (".tokens", ".documents", *((".loss",) if self.index.kind == "chat" else ()))
+        self._cached = _behind(self.folder)
+        self._suffixes = SHARD_SUFFIXES if self.index.kind == "chat" else SHARD_SUFFIXES[:2]
         for shard in self.index.shards:
             self._check_sizes(shard)
         self._starts = list(accumulate((shard.tokens for shard in self.index.shards), initial=0))
@@ -151,7 +158,9 @@ class Shards:
         shard = self.index.shards[number]
         for suffix in self._suffixes:
             path = self.folder / f"{shard.name}{suffix}"
-            if file_crc32(path) != shard.crc32[suffix]:
+            with self._open(shard, suffix) as file:
+                damaged = _crc32(file) != shard.crc32[suffix]
+            if damaged:
                 raise DataError(
                     f"{path}: its checksum is not the one in {INDEX}, so it was changed or damaged after it was "
                     "written; copy it again from where it was made, or tokenize again"
@@ -175,8 +184,11 @@ class Shards:
         path = self.folder / f"{shard.name}{suffix}"
         dtype = {".tokens": self.index.dtype, ".documents": "uint64", ".loss": "uint8"}[suffix]
         try:
-            # A plain view: indexing an np.memmap costs several times as much as indexing an array.
-            mapped = np.asarray(np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r"))
+            with self._open(shard, suffix) as file:
+                # A plain view: indexing an np.memmap costs several times as much as indexing an array.
+                mapped = np.asarray(np.memmap(file, np.dtype(dtype).newbyteorder("<"), "r"))
+        except CratonError:
+            raise
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: cannot be mapped: {error}; tokenize again") from None
         if suffix == ".documents" and int(mapped[-1]) != shard.tokens:
@@ -191,18 +203,36 @@ class Shards:
         for suffix in self._suffixes:
             path = self.folder / f"{shard.name}{suffix}"
             expected = shard.bytes[suffix]
-            try:
-                size = path.stat().st_size
-            except FileNotFoundError:
+            size = self._size(shard, suffix)
+            if size is None:
                 raise DataError(
                     f"{path}: is missing, though {INDEX} names it; copy the whole folder, or tokenize again"
-                ) from None
+                )
             if size != expected:
                 what = "is empty" if size == 0 else "is truncated" if size < expected else "is too long"
                 raise DataError(
                     f"{path}: {what}: {size:,} bytes, but {INDEX} says {expected:,}; copy it again from where it was "
                     "made, or tokenize again"
                 )
+
+    def _open(self, shard: Shard, suffix: str) -> BinaryIO:
+        name = f"{shard.name}{suffix}"
+        if self._cached is None:
+            return (self.folder / name).open("rb")
+        cached, inside = self._cached
+        return cached.open(inside + name, shard.crc32[suffix])
+
+    def _size(self, shard: Shard, suffix: str) -> int | None:
+        """None: the file is not there."""
+        name = f"{shard.name}{suffix}"
+        if self._cached is not None:
+            cached, inside = self._cached
+            info = cached.listing.get(inside + name)
+            return info.bytes if info else None
+        try:
+            return (self.folder / name).stat().st_size
+        except FileNotFoundError:
+            return None
 
     def _outside(self, number: int, begin: int, part: NDArray, limit: int) -> DataError:
         """Which id is wrong, and whether the file or the vocabulary is to blame."""
@@ -216,11 +246,22 @@ class Shards:
 
 
 def file_crc32(path: Path) -> int:
-    crc = 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            crc = zlib.crc32(chunk, crc)
+        return _crc32(file)
+
+
+def _crc32(file: BinaryIO) -> int:
+    crc = 0
+    while chunk := file.read(_CHUNK_BYTES):
+        crc = zlib.crc32(chunk, crc)
     return crc
+
+
+def _behind(folder: Path) -> tuple[CachedFolder, str] | None:
+    """The cache of an object store that a folder is a part of."""
+    from craton.infrastructure import CachedFolder
+
+    return CachedFolder.of(folder)
 
 
 def _read_index(folder: Path) -> Index:

@@ -1,7 +1,8 @@
 """Tokenizers as folders with a tokenizer.json: found, trained, told apart.
 
-Any Hugging Face tokenizer is taken: a folder, a tokenizer.json, or a Hub id (the local cache first; the network only if
-it is not there and HF_HUB_OFFLINE is not set). A trained one is a byte-level BPE, so it can write down any text.
+Any Hugging Face tokenizer is taken: a folder (here or at an s3:// URL), a tokenizer.json, or a Hub id (the local cache
+first; the network only if it is not there and HF_HUB_OFFLINE is not set). A trained one is a byte-level BPE, so it can
+write down any text.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from craton.ml.data.errors import DataError
 from craton.ml.data.shards import TokenizerMark
+from craton.remote import is_url
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,7 +34,7 @@ _PROBE = "def f(x):\n\treturn x + 1  # naïve, 数 42, don't\n\n    The  end… 
 
 def find_tokenizer(name: str) -> Path:
     """The folder that holds the tokenizer.json of a folder, a file or a Hub id."""
-    path = Path(name).expanduser()
+    path = mirror_tokenizer(name) if is_url(name) else Path(name).expanduser()
     if path.is_file() and path.name == TOKENIZER:
         return path.parent
     if path.is_dir():
@@ -42,6 +44,13 @@ def find_tokenizer(name: str) -> Path:
             f"tokenizer {name!r}: there is no folder with a {TOKENIZER}; give one, a Hub id, or train a BPE"
         )
     return _from_hub(name)
+
+
+def mirror_tokenizer(url: str) -> Path:
+    """The folder on this machine for a folder at a URL, with the tokenizer's files, where it has some."""
+    from craton.infrastructure import mirror
+
+    return mirror(url, lambda name: name in (TOKENIZER, *COMPANIONS))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

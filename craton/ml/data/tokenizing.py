@@ -6,9 +6,11 @@ Workers are spawned, take no Ctrl-C of their own and end when the parent does.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -30,9 +32,10 @@ from craton.ml.data.documents import InputFile, Piece, find_files, pieces_of, ta
 from craton.ml.data.encoding import Encoded, TextEncoder
 from craton.ml.data.errors import DataError
 from craton.ml.data.order import key_of
-from craton.ml.data.shards import ShardKind
+from craton.ml.data.shards import INDEX, ShardKind
 from craton.ml.data.tokenizer import copy_tokenizer, find_tokenizer, mark_of, train_bpe
 from craton.ml.data.writer import SHARD_TOKENS, ShardWriter, new_folder
+from craton.remote import is_url
 
 VALIDATION = "validation"  # the held-out documents, a folder of shards inside the folder of shards
 BPE_TRAINING_BYTES_PER_ID = 2048  # of text; merges hardly change with more, and training takes as long as its text
@@ -47,7 +50,7 @@ logger = logging.getLogger("craton.data")
 class Tokenized:
     """What was written."""
 
-    folder: Path
+    folder: Path | str  # or a URL
     documents: int
     tokens: int
     validation_documents: int
@@ -69,7 +72,7 @@ class Tokenized:
 
 def tokenize(
     inputs: Sequence[str | Path],
-    to: Path,
+    to: Path | str,
     tokenizer: str | Path | None = None,
     bpe_vocabulary: int | None = None,
     field: str = "text",
@@ -79,7 +82,8 @@ def tokenize(
     shard_tokens: int = SHARD_TOKENS,
     kind: ShardKind = "text",
 ) -> Tokenized:
-    """Writes `to`, a folder of shards made of the inputs, with a tokenizer or with a BPE trained on them."""
+    """Writes `to`, a folder of shards made of the inputs, with a tokenizer or with a BPE trained on them. At an s3://
+    URL the folder appears, index.json last, when all of it is made."""
     if (tokenizer is None) == (bpe_vocabulary is None):
         raise DataError("give a tokenizer (folder or Hub id), or train one (--train-bpe 4096), not both or neither")
     if not 0 <= validation <= 0.5:
@@ -87,7 +91,9 @@ def tokenize(
     started = time.monotonic()
     files = find_files(inputs)
     report = _Report(sum(file.size for file in files), progress)
-    with new_folder(Path(to)) as folder:
+    if is_url(str(to)):
+        _make_ready(str(to))
+    with new_folder(_outgoing(str(to)) if is_url(str(to)) else Path(to)) as folder:
         if bpe_vocabulary is not None:
             report.say("training the tokenizer")
             train_bpe(_sampled_texts(files, field, bpe_vocabulary), bpe_vocabulary, folder)
@@ -116,8 +122,11 @@ def tokenize(
         train.close()
         if held_out is not None:
             _close_held_out(held_out, folder)
+    if is_url(str(to)):
+        report.say("copying")
+        _send(str(to))
     return Tokenized(
-        Path(to),
+        to if is_url(str(to)) else Path(to),
         train.documents,
         train.tokens,
         held_out.documents if held_out else 0,
@@ -138,6 +147,35 @@ def train_tokenizer(
     _Report(sum(file.size for file in files), progress).say("training the tokenizer")
     with new_folder(to) as folder:
         train_bpe(_sampled_texts(files, field, vocabulary), vocabulary, folder)
+
+
+def _outgoing(url: str) -> Path:
+    """Where shards are made that go to a URL."""
+    from craton.infrastructure import cache_root
+
+    return cache_root() / "outgoing" / hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
+def _make_ready(url: str) -> None:
+    """Told before hours of work: that the place is taken, or may not be written."""
+    from craton.infrastructure import open_store
+
+    store = open_store(url)
+    store.check_writable()
+    if store.exists(INDEX):
+        raise DataError(f"{url}: exists already; remove it, or give another folder")
+    shutil.rmtree(_outgoing(url), ignore_errors=True)  # of an earlier attempt
+
+
+def _send(url: str) -> None:
+    from craton.infrastructure import StorageError, copy_down
+
+    folder = _outgoing(url)
+    try:
+        copy_down(folder, url, seal=INDEX)
+    except StorageError as error:
+        raise DataError(f"{error}; the shards themselves are whole in {folder}: copy them from there") from error
+    shutil.rmtree(folder)
 
 
 def usable_cores() -> int:

@@ -17,6 +17,7 @@ from typing import Any
 from craton.job import ModelError, ModelShape, load_config, model_from_config
 from craton.ml.models.config import DecoderConfig, RoutingConfig
 from craton.ml.models.rope import RopeConfig
+from craton.remote import is_url
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2")
 UNSTATED_SEQUENCE = 4096  # written where the shape names no longest sequence; transformers wants one
@@ -137,12 +138,17 @@ def huggingface_family(config: DecoderConfig) -> str:
 
 
 def model_folder(model: str | Path) -> Path:
-    """The folder of a model: itself, or what the Hub's local cache holds of an id, downloaded where that is incomplete.
+    """The folder of a model: itself, the cached copy of one at an s3:// URL, or what the Hub's local cache holds of an
+    id, downloaded where that is incomplete.
 
     HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to huggingface_hub.
     """
     from craton.ml.models.weights import has_weights
 
+    if is_url(str(model)):
+        from craton.infrastructure import mirror
+
+        return mirror(str(model), lambda name: any(fnmatchcase(name, pattern) for pattern in _HUB_FILES))
     path = Path(model).expanduser()
     if path.is_dir():
         return path

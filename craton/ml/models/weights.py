@@ -18,10 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from craton.errors import CratonError
+from craton.ml.collectives import local, own_slices
 from craton.ml.models.config import DecoderConfig
+from craton.ml.models.decoder import Decoder
 from craton.ml.models.huggingface import config_to_huggingface, huggingface_family
 from craton.ml.models.weight_names import Entry, experts_named, their_shapes, weight_entries
 
@@ -67,6 +69,7 @@ def load_weights(model: nn.Module, folder: str | Path, config: DecoderConfig | N
     """
     config = config or model.config  # type: ignore[assignment]
     assert isinstance(config, DecoderConfig)
+    _fetch(Path(folder))
     with ExitStack() as stack:
         files = _open(Path(folder), stack)
         entries = weight_entries(config, experts_named(files))
@@ -78,7 +81,8 @@ def load_weights(model: nn.Module, folder: str | Path, config: DecoderConfig | N
             return rows
 
         for entry in entries:
-            _fill(targets[entry.ours], entry, part)
+            if entry.ours in targets:  # in a pipeline each rank reads its own layers
+                _fill(targets[entry.ours], entry, part)
     return unused
 
 
@@ -122,6 +126,17 @@ def save_folder(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _fetch(folder: Path) -> None:
+    """Of a folder that mirrors one in an object store, what is not there yet; one process of a machine does it."""
+    from craton.infrastructure import CachedFolder
+
+    if (found := CachedFolder.of(folder)) is not None:
+        cached, inside = found
+        for name in cached.listing:
+            if name.startswith(inside) and name.endswith((".safetensors", ".json")):
+                cached.path(name)
 
 
 def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -195,7 +210,7 @@ def _is_unused(name: str, config: DecoderConfig) -> bool:
 def _targets(model: nn.Module, entries: Sequence[Entry]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {_WRAPPERS.sub("", name): tensor for name, tensor in model.named_parameters()}
     tensors |= {_WRAPPERS.sub("", name): tensor for name, tensor in model.named_buffers() if "router_bias" in name}
-    names = [entry.ours for entry in entries]
+    names = [entry.ours for entry in entries if not isinstance(model, Decoder) or model.keeps(entry.ours)]
     absent = [name for name in names if name not in tensors]
     unfilled = sorted(set(tensors) - set(names))
     if absent or unfilled:
@@ -207,23 +222,9 @@ def _targets(model: nn.Module, entries: Sequence[Entry]) -> dict[str, Tensor]:
 
 
 def _fill(target: Tensor, entry: Entry, part: Any) -> None:
-    rows = entry.shape[0]
-    if not isinstance(target, DTensor):
-        target.copy_(entry.read(part, 0, rows))
-        return
-    local = target.to_local()
-    sharded = [axis for axis, placement in enumerate(target.placements) if placement != Replicate()]
-    if not sharded:
-        local.copy_(entry.read(part, 0, rows))
-    elif len(sharded) == 1 and target.placements[sharded[0]] == Shard(0):
-        mesh = target.device_mesh
-        # equal parts rounded up, the last ones shorter or empty, as torch.chunk cuts
-        start = min(-(-rows // mesh.size(sharded[0])) * mesh.get_local_rank(sharded[0]), rows)
-        local.copy_(entry.read(part, start, start + local.shape[0]))
-    else:
-        whole = entry.read(part, 0, rows).to(local.device)
-        own = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-        local.copy_(own.to_local())
+    rows, *rest = own_slices(target)
+    start, stop, _ = rows.indices(entry.shape[0])
+    local(target).copy_(entry.read(part, start, stop)[(slice(None), *rest)])
 
 
 def _check_state(state: Mapping[str, Tensor], entries: Sequence[Entry]) -> None:

@@ -1,0 +1,343 @@
+"""Folders of a store as folders on this machine: a file is fetched when it is first used, and by one process only.
+
+`mirror(url)` is the local folder that stands for an `s3://` one; it has the files that were asked for so far, each of
+the size, version and, where it is known, checksum of its object. `CachedFolder.open` fetches one more. What was cut off
+goes on where it stopped; what is torn or of another version is fetched again. The cache keeps to CRATON_CACHE_BYTES (by
+default a tenth of the disk stays free): the least recently used files go first, and never one that is open or mapped.
+
+ROOT/objects/NAME-HASH/...               the files, as below the URL
+ROOT/objects/NAME-HASH/.state/source     the URL
+ROOT/objects/NAME-HASH/.state/FILE.json  what is known of a file; its time is when the file was last asked for
+ROOT/objects/NAME-HASH/.state/FILE.part  what has come so far
+ROOT/objects/NAME-HASH/.state/FILE.lock  held while it is fetched, looked up or removed
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+from craton.infrastructure.errors import ObjectMissingError, StorageError
+from craton.infrastructure.storage.store import ObjectInfo, Store, checked_name, open_store
+
+FREE_SHARE = 0.1  # of the disk, where CRATON_CACHE_BYTES does not say how much may be used
+_STATE = ".state"
+_SOURCE = "source"
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is known of a cached file; `crc32` is of what came, once all of it did."""
+
+    tag: str
+    bytes: int
+    crc32: int | None = None
+    mtime_ns: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.crc32 is not None
+
+
+def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
+    """CRATON_CACHE, else where caches go on this system."""
+    if cache := environment.get("CRATON_CACHE"):
+        return Path(cache).expanduser()
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "craton"
+
+
+def mirror(url: str, wanted: Callable[[str], bool] = lambda name: True) -> Path:
+    """The local folder for a URL with every wanted file as it is there now; the others come when they are opened."""
+    folder = CachedFolder(url)
+    if not folder.listing:
+        raise ObjectMissingError(f"{url}: there is nothing; correct the path, or copy the folder there")
+    folder.remove_unlisted()
+    for name in folder.listing:
+        if wanted(name):
+            folder.path(name)
+    return folder.root
+
+
+def mirror_folder(url: str) -> Path:
+    """Where `mirror` puts the files of a URL."""
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", url.rstrip("/").rpartition("/")[2]) or "bucket"
+    return cache_root() / "objects" / f"{name}-{hashlib.sha256(url.rstrip('/').encode()).hexdigest()[:16]}"
+
+
+class CachedFolder:
+    """A folder of a store, read through its mirror. Files that `path` gave out stay until this process ends."""
+
+    _held: dict[Path, BinaryIO] = {}  # noqa: RUF012 - of the process: a path is in use long after its folder is closed
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.root = mirror_folder(self.url)
+        self._keep_source()
+
+    @classmethod
+    def of(cls, folder: Path) -> tuple[CachedFolder, str] | None:
+        """The mirror that a folder is, or is a part of, and what the names of its files begin with there; None for any
+        other folder."""
+        for root in (folder, *folder.parents):
+            source = root / _STATE / _SOURCE
+            if source.is_file():
+                inside = folder.relative_to(root).as_posix()
+                return cls(source.read_text(encoding="utf-8").strip()), "" if inside == "." else f"{inside}/"
+        return None
+
+    @cached_property
+    def store(self) -> Store:
+        return open_store(self.url)
+
+    @cached_property
+    def listing(self) -> dict[str, ObjectInfo]:
+        """Every file there is, as it was when first asked."""
+        return {info.name: info for info in self.store.list() if not info.name.startswith(f"{_STATE}/")}
+
+    def path(self, name: str) -> Path:
+        """The file on this machine, which stays there as long as this process."""
+        path = self.root / checked_name(name)
+        held, file = self._held.get(path), self.open(name)
+        self._held[path] = file
+        if held is not None:
+            held.close()
+        return path
+
+    def open(self, name: str, crc32: int | None = None) -> BinaryIO:
+        """The file, open for reading; it stays in the cache as long as this or a mapping of it lives. With a checksum,
+        one that has it is taken without asking the store."""
+        checked_name(name)
+        with self._locked(name):
+            if not self._is_current(name, crc32):
+                self._fetch(name, crc32)
+            os.utime(self._state_path(name))
+            file = (self.root / name).open("rb")
+            fcntl.flock(file, fcntl.LOCK_SH)
+            return file
+
+    def remove_unlisted(self) -> None:
+        """Files whose object is gone."""
+        for state in sorted((self.root / _STATE).rglob("*.json")):
+            name = state.relative_to(self.root / _STATE).as_posix().removesuffix(".json")
+            if name not in self.listing:
+                with self._locked(name):
+                    self._forget(name)
+
+    def _is_current(self, name: str, crc32: int | None) -> bool:
+        state = self._state(name)
+        if state is None or not state.complete:
+            return False
+        if crc32 is None:
+            info = self.listing.get(name)
+            if info is None or (info.tag, info.bytes) != (state.tag, state.bytes):
+                return False
+        elif crc32 != state.crc32:
+            return False
+        try:
+            found = (self.root / name).stat()
+        except FileNotFoundError:
+            return False
+        if (found.st_size, found.st_mtime_ns) == (state.bytes, state.mtime_ns):
+            return True
+        return found.st_size == state.bytes and _file_crc32(self.root / name) == state.crc32
+
+    def _fetch(self, name: str, crc32: int | None) -> None:
+        info = self.store.info(name)
+        if info is None:
+            raise ObjectMissingError(f"{self.url}/{name} is not there")
+        part = self._part_path(name)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        before = self._state(name)
+        if before is None or before.complete or (before.tag, before.bytes) != (info.tag, info.bytes):
+            part.unlink(missing_ok=True)
+        try:
+            self._make_room(name, info)
+            arrived = self._download(info, part)
+            if crc32 is not None and arrived != crc32:
+                raise StorageError(
+                    f"{self.url}/{name} has another checksum than its folder says; it was damaged or belongs to "
+                    "another version: copy the folder there again"
+                )
+            path = self.root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(part, path)
+            self._keep_state(name, _State(info.tag, info.bytes, arrived, path.stat().st_mtime_ns))
+        except OSError as error:
+            raise StorageError(
+                f"{self.root}: {error.strerror or error}; set CRATON_CACHE to a folder that can be written and has "
+                f"{info.bytes:,} bytes free"
+            ) from error
+        except StorageError:
+            if crc32 is not None and part.exists() and part.stat().st_size == info.bytes:
+                part.unlink()  # all of it came, and it is wrong
+            raise
+
+    def _download(self, info: ObjectInfo, part: Path) -> int:
+        """Goes on where an earlier attempt ended. Returns the checksum of the whole."""
+        crc32 = _file_crc32(part) if part.exists() else 0
+        with part.open("ab") as file:
+            for piece in self.store.stream(info.name, file.tell()):
+                file.write(piece)
+                crc32 = zlib.crc32(piece, crc32)
+            if file.tell() != info.bytes:
+                file.truncate(0)
+                raise StorageError(f"{self.url}/{info.name} was changed while it was fetched; try again")
+        return crc32
+
+    def _make_room(self, name: str, info: ObjectInfo) -> None:
+        """Books the file's bytes, and removes others until they fit."""
+        objects = cache_root() / "objects"
+        with _lock_file(objects / "lock"):
+            entries = [entry for entry in _entries(objects) if entry.state_path != self._state_path(name)]
+            used = sum(entry.bytes for entry in entries)
+            limit = _limit(objects, sum(entry.on_disk() for entry in entries))
+            for entry in sorted(entries, key=lambda entry: entry.used_at):
+                if used + info.bytes <= limit:
+                    break
+                if entry.remove():
+                    used -= entry.bytes
+            if used + info.bytes > limit:
+                raise StorageError(
+                    f"{self.url}/{name} has {info.bytes:,} bytes, and the cache {objects} may hold {limit:,}, of which "
+                    f"{used:,} are in use; raise CRATON_CACHE_BYTES, or set CRATON_CACHE to a larger disk"
+                )
+            self._keep_state(name, _State(info.tag, info.bytes))
+
+    def _forget(self, name: str) -> None:
+        for path in (self.root / name, self._part_path(name), self._state_path(name)):
+            path.unlink(missing_ok=True)
+
+    def _state(self, name: str) -> _State | None:
+        return _read_state(self._state_path(name))
+
+    def _keep_state(self, name: str, state: _State) -> None:
+        path = self._state_path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(asdict(state)), encoding="utf-8")
+        os.replace(partial, path)
+
+    def _keep_source(self) -> None:
+        source = self.root / _STATE / _SOURCE
+        try:
+            if not source.is_file():
+                source.parent.mkdir(parents=True, exist_ok=True)
+                partial = source.with_name(f"{_SOURCE}.{os.getpid()}")
+                partial.write_text(f"{self.url}\n", encoding="utf-8")
+                os.replace(partial, source)
+        except OSError as error:
+            raise StorageError(
+                f"{self.root}: {error.strerror or error}; set CRATON_CACHE to a folder that can be written"
+            ) from error
+
+    def _state_path(self, name: str) -> Path:
+        return self.root / _STATE / f"{name}.json"
+
+    def _part_path(self, name: str) -> Path:
+        return self.root / _STATE / f"{name}.part"
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        with _lock_file(self.root / _STATE / f"{name}.lock"):
+            yield
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One file of the cache, whole or on its way, as eviction sees it."""
+
+    root: Path
+    name: str
+    state: _State
+    used_at: float
+
+    @property
+    def state_path(self) -> Path:
+        return self.root / _STATE / f"{self.name}.json"
+
+    @property
+    def bytes(self) -> int:
+        return self.state.bytes
+
+    def on_disk(self) -> int:
+        path = self.root / self.name if self.state.complete else self.root / _STATE / f"{self.name}.part"
+        return path.stat().st_size if path.is_file() else 0
+
+    def remove(self) -> bool:
+        """Unless someone fetches, looks up, reads or maps it."""
+        with suppress(BlockingIOError), _lock_file(self.state_path.with_suffix(".lock"), wait=False):
+            path = self.root / self.name
+            if path.is_file():
+                with path.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+            self.state_path.with_suffix(".part").unlink(missing_ok=True)
+            self.state_path.unlink(missing_ok=True)
+            return True
+        return False
+
+
+def _entries(objects: Path) -> list[_Entry]:
+    found = []
+    for path in objects.glob(f"*/{_STATE}/**/*.json"):
+        root = next(parent for parent in path.parents if parent.name == _STATE).parent
+        state = _read_state(path)
+        if state is not None:
+            name = path.relative_to(root / _STATE).as_posix().removesuffix(".json")
+            with suppress(FileNotFoundError):
+                found.append(_Entry(root, name, state, path.stat().st_mtime))
+    return found
+
+
+def _limit(objects: Path, on_disk: int) -> int:
+    text = os.environ.get("CRATON_CACHE_BYTES")
+    if text is None:
+        disk = shutil.disk_usage(objects)
+        return on_disk + disk.free - int(disk.total * FREE_SHARE)
+    if not text.isdigit():
+        raise StorageError(f"CRATON_CACHE_BYTES is {text!r}; set it to a whole number of bytes, such as 500000000000")
+    return int(text)
+
+
+def _read_state(path: Path) -> _State | None:
+    """None: there is none, or it is torn."""
+    try:
+        return _State(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+@contextmanager
+def _lock_file(path: Path, wait: bool = True) -> Iterator[None]:
+    """The one process and thread that holds it; BlockingIOError when it is taken and this should not wait."""
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("ab"))
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise StorageError(
+                f"{path}: {error.strerror or error}; set CRATON_CACHE to a folder that can be written and locked"
+            ) from error
+        yield
+
+
+def _file_crc32(path: Path) -> int:
+    crc32 = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            crc32 = zlib.crc32(chunk, crc32)
+    return crc32

@@ -1,0 +1,116 @@
+"""Who asks S3, and what its refusals mean."""
+
+from __future__ import annotations
+
+import configparser
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from craton.infrastructure.errors import ObjectMissingError, StorageError
+
+_OTHERS = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+_GIVE_CREDENTIALS = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
+    "or give the machine a role that may use the bucket"
+)
+
+
+def credentials(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What obstore does not find by itself: keys and region of a profile. Nothing, where the environment has keys."""
+    if environment.get("AWS_ACCESS_KEY_ID") or any(environment.get(name) for name in _OTHERS):
+        return {}
+    profile = environment.get("AWS_PROFILE") or "default"
+    home = Path(environment.get("HOME") or Path.home())
+    config = _section(environment.get("AWS_CONFIG_FILE") or home / ".aws" / "config", profile, f"profile {profile}")
+    keys = _section(environment.get("AWS_SHARED_CREDENTIALS_FILE") or home / ".aws" / "credentials", profile)
+    found = {**config, **keys}
+    region = {} if environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") else {"region": "region"}
+    names = {
+        "aws_access_key_id": "access_key_id",
+        "aws_secret_access_key": "secret_access_key",
+        "aws_session_token": "session_token",
+        **region,
+    }
+    if "aws_access_key_id" in found:
+        return {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
+    if found.keys() & {"sso_session", "sso_start_url", "role_arn", "credential_process", "login_session"}:
+        return {"credential_provider": _boto3_provider(profile)}
+    if environment.get("AWS_PROFILE"):
+        raise StorageError(f"AWS_PROFILE is {profile}, which has no credentials in ~/.aws; {_GIVE_CREDENTIALS}")
+    if environment.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        raise StorageError(f"no credentials for S3: {_GIVE_CREDENTIALS}")
+    return {}
+
+
+def storage_error(where: str, bucket: str, error: Exception) -> StorageError:
+    """One line: the place, what happened, what to do."""
+    text = str(error).partition("\n\nDebug source")[0]
+    retries = re.search(r"after (\d+) retries", text)
+    tried = f" ({int(retries[1]) + 1} attempts)" if retries else ""
+    status = re.search(r"status code: (\d{3})", text)
+    code = re.search(r"<Code>([^<]+)</Code>", text)
+    answer = f"S3 answered {status[1] if status else ''} {code[1] if code else ''}".rstrip()
+    if "NoSuchBucket" in text:
+        return StorageError(f"{where}: there is no bucket {bucket}; create it, or correct the name or AWS_ENDPOINT_URL")
+    if isinstance(error, FileNotFoundError):
+        return ObjectMissingError(f"{where} is not there")
+    if "169.254.1" in text or "CredentialProvider" in text or "security-credentials" in text:
+        return StorageError(f"{where}: no credentials for S3: {_GIVE_CREDENTIALS}")
+    if code and code[1] == "RequestTimeTooSkewed":
+        return StorageError(f"{where}: {answer}; this machine's clock is wrong: set it by a time server (NTP, chrony)")
+    if status and status[1] in ("401", "403"):
+        return StorageError(
+            f"{where}: {answer}; these credentials may not do this: allow it in the bucket's policy, or "
+            f"{_GIVE_CREDENTIALS}"
+        )
+    if status and status[1] == "412":
+        return StorageError(f"{where}: it was changed while it was read; read it again")
+    if (status and status[1] in ("301", "307", "400") and "egion" in text) or "redirect" in text:
+        return StorageError(f"{where}: the bucket is in another region; set AWS_REGION to it")
+    if status and status[1][0] == "5":
+        return StorageError(
+            f"{where}: {answer}{tried}; the service is down or overloaded: try later, or raise AWS_MAX_ATTEMPTS"
+        )
+    if "kind: Timeout" in str(error) or "timed out" in text:
+        return StorageError(
+            f"{where}: no answer in time{tried}; look at the network to AWS_ENDPOINT_URL, or "
+            "raise AWS_TIMEOUT (such as 300s)"
+        )
+    if was_cut_off(error) or "HTTP error" in text:
+        reason = "S3 cannot be reached" if "Connect" in str(error) else "the connection was dropped"
+        return StorageError(f"{where}: {reason}{tried}; look at AWS_ENDPOINT_URL and the network to it")
+    return StorageError(f"{where}: {text.splitlines()[0]}")
+
+
+def was_cut_off(error: Exception) -> bool:
+    """The answer began and did not end, which the client does not try again by itself."""
+    text = str(error)
+    return "response body" in text or ("Got invalid" in text and "response" in text)
+
+
+def _section(path: str | Path, *names: str) -> dict[str, str]:
+    """One section of an ini file, by the first name that it has."""
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read(path, encoding="utf-8")
+    except (configparser.Error, UnicodeError) as error:
+        raise StorageError(f"{path} cannot be read as a file of AWS profiles: {error}") from error
+    return next((dict(parser[name]) for name in names if name in parser), {})
+
+
+def _boto3_provider(profile: str) -> Any:
+    try:
+        from boto3.session import Session
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        raise StorageError(
+            f"the AWS profile {profile} signs in or takes a role, which needs boto3: pip install boto3, or "
+            f'eval "$(aws configure export-credentials --profile {profile} --format env)"'
+        ) from error
+    return Boto3CredentialProvider(Session(profile_name=profile))
