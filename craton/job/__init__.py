@@ -1,6 +1,6 @@
 """What the user wrote: the job file, the cluster file, the model's shape and the layout algebra."""
 
-from craton.job.checkpoint import Checkpoint, CheckpointTier
+from craton.job.checkpoint import Checkpoint, CheckpointTier, TierPlace, place_of
 from craton.job.clusterfile import (
     LEVELS,
     ClusterFile,
@@ -29,8 +29,18 @@ from craton.job.layout import (
 )
 from craton.job.layout_check import check_layout, layout_is_valid
 from craton.job.model import MlaShape, ModelShape
+from craton.job.nearest_layout import layout_line, nearest_layout
 from craton.job.presets import model_preset, model_presets
-from craton.job.summary import JobSummary, check_job
+from craton.job.schedules import (
+    Action,
+    forward_actions,
+    in_flight_limit,
+    lane_of,
+    num_lanes,
+    schedule_actions,
+    stage_layers,
+)
+from craton.job.summary import JobSummary, check_job, checked_layout
 from craton.job.train import Evaluate, FaultPolicy, LearningRateSchedule, Lora, Spike, Train, Weights
 from craton.job.units import parse_count, parse_seconds
 
@@ -42,6 +52,7 @@ __all__ = [
     "SCHEDULES",
     "STANDARD_LIBRARY",
     "TRAINING_KINDS",
+    "Action",
     "Checkpoint",
     "CheckpointTier",
     "ClusterFile",
@@ -74,21 +85,32 @@ __all__ = [
     "Schedule",
     "Spike",
     "StorageNumbers",
+    "TierPlace",
     "Train",
     "WeightedPath",
     "Weights",
     "check_job",
     "check_layout",
+    "checked_layout",
     "did_you_mean",
     "dump_job",
+    "forward_actions",
+    "in_flight_limit",
+    "lane_of",
     "layout_is_valid",
+    "layout_line",
     "load_cluster",
     "load_config",
     "load_job",
     "model_from_config",
     "model_preset",
     "model_presets",
+    "nearest_layout",
+    "num_lanes",
     "parse_count",
     "parse_job",
     "parse_seconds",
+    "place_of",
+    "schedule_actions",
+    "stage_layers",
 ]

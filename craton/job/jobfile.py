@@ -112,6 +112,13 @@ class LayoutSpec(Section):
                     f"{free} cannot fill the rest"
                 )
             sizes[free] = world // named
+        return self._whole(sizes)
+
+    def named(self, precision: Precision = "bf16") -> Layout:
+        """Only what was written, the rest 1: for a layout that no world can fill."""
+        return self._whole({"precision": precision, **self.model_dump(exclude_none=True)})
+
+    def _whole(self, sizes: dict[str, Any]) -> Layout:
         if "schedule" not in sizes and sizes.get("vpp", 1) > 1:
             sizes["schedule"] = "interleaved"
         return Layout(**sizes)

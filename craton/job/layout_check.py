@@ -12,7 +12,15 @@ from craton.job.layout import Layout
 from craton.job.model import ModelShape
 
 
-def layout_is_valid(layout: Layout, shape: ModelShape, world: int, global_batch_sequences: int, sequence: int) -> bool:
+def layout_is_valid(
+    layout: Layout,
+    shape: ModelShape,
+    world: int,
+    global_batch_sequences: int,
+    sequence: int,
+    *,
+    trained: bool = False,
+) -> bool:
     """Exactly `not check_layout(...)`."""
     pp, tp, cp, ep, vpp = layout.pp, layout.tp, layout.cp, layout.ep, layout.vpp
     data_parallel = layout.replicate * layout.fsdp
@@ -20,11 +28,17 @@ def layout_is_valid(layout: Layout, shape: ModelShape, world: int, global_batch_
         return False
     if global_batch_sequences % (data_parallel * layout.micro_batch):
         return False
-    if tp > 1 and (shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads) or (sequence // cp) % tp):
+    if tp > 1 and ((sequence // cp) % tp or any(count % tp for count, _ in _cut_by_tensor(shape, tp, trained))):
         return False
     if cp > 1 and sequence % (2 * cp):
         return False
     if ep > 1 and (shape.experts == 0 or shape.experts % ep or (data_parallel * cp) % ep):
+        return False
+    if trained and (
+        (ep > 1 and not _divides(ep, layout.fsdp * cp))
+        or _uncut_experts(layout, shape)
+        or (vpp > 1 and (global_batch_sequences // (data_parallel * layout.micro_batch)) % pp)
+    ):
         return False
     if layout.schedule == "interleaved":
         return vpp > 1 and pp > 1
@@ -32,15 +46,25 @@ def layout_is_valid(layout: Layout, shape: ModelShape, world: int, global_batch_
 
 
 def check_layout(
-    layout: Layout, shape: ModelShape, world: int, global_batch_sequences: int, sequence: int
+    layout: Layout,
+    shape: ModelShape,
+    world: int,
+    global_batch_sequences: int,
+    sequence: int,
+    *,
+    trained: bool = False,
 ) -> list[str]:
-    """What is wrong with a layout, each with the nearest valid value; empty when it is valid."""
+    """What is wrong with a layout, each with the nearest valid value; empty when it is valid.
+
+    `trained`: by Craton's own loop, which cuts key-value heads and never copies them; other stacks may.
+    """
     return [
         *_world_problems(layout, world),
         *_pipeline_problems(layout, shape),
-        *_tensor_problems(layout, shape, sequence),
+        *_tensor_problems(layout, shape, sequence, trained),
         *_expert_problems(layout, shape),
         *_batch_problems(layout, global_batch_sequences),
+        *(_training_problems(layout, shape, global_batch_sequences) if trained else ()),
     ]
 
 
@@ -80,18 +104,15 @@ def _pipeline_problems(layout: Layout, shape: ModelShape) -> list[str]:
     return problems
 
 
-def _tensor_problems(layout: Layout, shape: ModelShape, sequence: int) -> list[str]:
+def _tensor_problems(layout: Layout, shape: ModelShape, sequence: int, trained: bool) -> list[str]:
     problems = []
     tp, cp = layout.tp, layout.cp
-    if tp > 1 and shape.heads % tp:
-        nearest = _nearest(tp, lambda size: shape.heads % size == 0)
-        problems.append(f"tp {tp} does not divide the model's {shape.heads} heads; nearest: tp {nearest}")
-    if tp > 1 and shape.kv_heads % tp and tp % shape.kv_heads:
-        nearest = _nearest(tp, lambda size: not (shape.kv_heads % size and size % shape.kv_heads))
-        problems.append(
-            f"tp {tp} neither divides the model's {shape.kv_heads} key-value heads nor is a multiple of them; "
-            f"nearest: tp {nearest}"
-        )
+    undivided = [f"{count} {what}" for count, what in _cut_by_tensor(shape, tp, trained) if count % tp]
+    if tp > 1 and undivided:
+        nearest = _nearest(tp, lambda size: not any(count % size for count, _ in _cut_by_tensor(shape, size, trained)))
+        may_copy = not trained and any("key-value" in what for what in undivided)
+        copied = ", nor is it a multiple of the latter" if may_copy else ""
+        problems.append(f"tp {tp} does not divide the model's {' and '.join(undivided)}{copied}; nearest: tp {nearest}")
     if cp > 1 and sequence % (2 * cp):
         nearest = _nearest(cp, lambda size: size == 1 or sequence % (2 * size) == 0)
         problems.append(
@@ -121,6 +142,63 @@ def _expert_problems(layout: Layout, shape: ModelShape) -> list[str]:
         nearest = _nearest(ep, lambda size: shape.experts % size == 0 and ranks % size == 0)
         problems.append(f"ep {ep} does not divide replicate · fsdp · cp = {ranks}; nearest: ep {nearest}")
     return problems
+
+
+def _training_problems(layout: Layout, shape: ModelShape, global_batch_sequences: int) -> list[str]:
+    problems = []
+    ep, shards = layout.ep, layout.fsdp * layout.cp
+    if ep > 1 and not _divides(ep, shards):
+        nearest = _nearest(ep, lambda size: _divides(size, shards) and shape.experts % size == 0)
+        problems.append(f"ep {ep} and fsdp · cp = {shards}: one must divide the other; nearest: ep {nearest}")
+    if uncut := _uncut_experts(layout, shape):
+        problems.append(
+            f"each expert is sharded over {expert_shards(layout)} ranks (what ep {ep} leaves of fsdp · cp · tp), which "
+            f"do not divide its {' and '.join(uncut)}; use a larger ep, or more replicate and less fsdp"
+        )
+    micro_batches = global_batch_sequences // (layout.data_parallel * layout.micro_batch)
+    if layout.vpp > 1 and micro_batches % layout.pp:
+        unit = layout.pp * layout.data_parallel * layout.micro_batch
+        problems.append(
+            f"with vpp {layout.vpp} the micro-batches of a step, {micro_batches}, must be a multiple of pp {layout.pp}"
+            f"; nearest: {_nearest_multiple(global_batch_sequences, unit)} sequences, or vpp 1"
+        )
+    return problems
+
+
+def expert_shards(layout: Layout) -> int:
+    """Over how many ranks FSDP shards one expert: those of fsdp · cp · tp that ep leaves."""
+    return max(1, layout.fsdp * layout.cp // layout.ep) * layout.tp
+
+
+def _uncut_experts(layout: Layout, shape: ModelShape) -> list[str]:
+    """Sizes of an expert that its shards do not divide, where there are more of them than experts on a rank."""
+    if shape.experts == 0 or layout.ep * layout.tp == 1:
+        return []
+    shards = expert_shards(layout)
+    if shape.experts // layout.ep >= shards:
+        return []
+    sizes = {"hidden": shape.hidden, "moe_ffn_hidden": shape.moe_ffn_hidden}
+    return [f"{name} {size}" for name, size in sizes.items() if size % shards]
+
+
+def _cut_by_tensor(shape: ModelShape, tp: int, trained: bool) -> list[tuple[int, str]]:
+    """(count, what it is) of all that tensor parallelism cuts."""
+    counts = [(shape.heads, "heads")]
+    may_copy = not trained and tp % shape.kv_heads == 0
+    if shape.mla is None and not may_copy:
+        counts.append((shape.kv_heads, "key-value heads"))
+    if not trained:
+        return counts
+    if shape.dense_layers or not shape.is_moe:
+        counts.append((shape.ffn_hidden, "of ffn_hidden"))
+    if shape.shared_experts:
+        counts.append((shape.shared_experts * shape.moe_ffn_hidden, "of shared_experts · moe_ffn_hidden"))
+    counts.append((shape.vocab, "of vocab (tables are not padded)"))
+    return counts
+
+
+def _divides(one: int, other: int) -> bool:
+    return one % other == 0 or other % one == 0
 
 
 def _batch_problems(layout: Layout, global_batch_sequences: int) -> list[str]:

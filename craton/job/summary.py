@@ -6,7 +6,12 @@ from dataclasses import asdict, dataclass
 
 from craton.job.errors import ContentError, LayoutError
 from craton.job.jobfile import Job
+from craton.job.layout import Layout
 from craton.job.layout_check import check_layout
+from craton.job.nearest_layout import layout_line, nearest_layout
+
+OWN_SOFTWARE = "craton"  # jobs that name no other stack are trained by Craton's own loop
+OWN_MODEL_ONLY = ("pp", "cp", "tp", "ep")  # what a model of the user's own knows nothing of
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,7 @@ class JobSummary:
 def check_job(job: Job, num_gpus: int) -> JobSummary:
     """The summary of a job on so many GPUs, or a ContentError with what is wrong with its layout."""
     shape = job.model_shape
-    try:
-        layout = job.fixed_layout(num_gpus)
-    except LayoutError as error:
-        raise ContentError([f"{job.where('layout')}{error}"]) from None
-    if layout and shape and job.train:
-        problems = check_layout(layout, shape, num_gpus, job.global_batch_sequences, job.sequence)
-        if problems:
-            raise ContentError([f"{job.where('layout')}layout: {problem}" for problem in problems])
+    layout = checked_layout(job, num_gpus, trained=job.software == OWN_SOFTWARE)
     return JobSummary(
         name=job.name,
         kind=job.kind,
@@ -71,6 +69,46 @@ def check_job(job: Job, num_gpus: int) -> JobSummary:
         total_tokens=job.total_tokens,
         layout=str(layout) if layout else "auto",
     )
+
+
+def checked_layout(job: Job, num_gpus: int, *, trained: bool) -> Layout | None:
+    """The layout the user wrote, on so many GPUs; None for `auto`. A ContentError says what is wrong with it, and which
+    layout is nearest. `trained`: by Craton's own loop, not only planned for another stack."""
+    shape, where = job.model_shape, job.where("layout")
+    if job.layout is None:
+        return None
+    try:
+        layout = job.layout.resolve(num_gpus, job.precision)
+        problems = []
+    except LayoutError as error:
+        layout, problems = job.layout.named(job.precision), [f"{where}{error}"]
+    if job.train is None:
+        return _without_problems(layout, problems)
+    if shape is None:
+        beyond = [f"{name} {getattr(layout, name)}" for name in OWN_MODEL_ONLY if getattr(layout, name) > 1]
+        if beyond:
+            line = layout_line(Layout(fsdp=num_gpus, micro_batch=layout.micro_batch, recompute=layout.recompute))
+            problems.append(
+                f"{where}layout: {', '.join(beyond)}: a model of your own is trained with replicate and fsdp alone; "
+                f"write {line}"
+            )
+        return _without_problems(layout, problems)
+    batch, sequence = job.global_batch_sequences, job.sequence
+    if not problems:
+        found = check_layout(layout, shape, num_gpus, batch, sequence, trained=trained)
+        problems = [f"{where}layout: {problem}" for problem in found]
+    if problems:
+        written = job.layout.model_dump(exclude_none=True)
+        near = nearest_layout(layout, shape, num_gpus, batch, sequence, trained=trained, written=written)
+        if near is not None:
+            problems[-1] += f"; the nearest layout that fits: `{layout_line(near)}`"
+    return _without_problems(layout, problems)
+
+
+def _without_problems(layout: Layout, problems: list[str]) -> Layout:
+    if problems:
+        raise ContentError(problems)
+    return layout
 
 
 def short_count(value: float) -> str:

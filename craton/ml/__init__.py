@@ -4,6 +4,5 @@ from __future__ import annotations
 
 # What the loop trains today, for whoever checks a job before ranks are started; the rest can be planned only.
 TRAINED_PRECISIONS = ("fp32", "bf16", "fp8")
-UNTRAINED_DIMENSIONS = ("pp", "cp", "tp", "ep")
 
-__all__ = ["TRAINED_PRECISIONS", "UNTRAINED_DIMENSIONS"]
+__all__ = ["TRAINED_PRECISIONS"]

@@ -11,13 +11,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 
 from craton.agent import Launch
 from craton.infrastructure import resolve_cluster, visible_accelerators
-from craton.job import RECOMPUTES, TRAINING_KINDS, Job, Layout, LayoutSpec, dump_job, parse_job
-from craton.ml import TRAINED_PRECISIONS, UNTRAINED_DIMENSIONS
+from craton.job import TRAINING_KINDS, Job, JobError, dump_job, parse_job, place_of
+from craton.ml import TRAINED_PRECISIONS
 from craton.orchestration.errors import StartError
 from craton.planning import Plan, plan, plan_to_json
 
@@ -25,8 +24,6 @@ BACKENDS = ("local", "slurm", "kubernetes")
 KINDS = ("pretrain", "sft", "command")
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment of the ranks: where a user's own functions are looked for
 STOP_AT = "CRATON_STOP_AT"  # and the step after which the loop saves, sets the STOP marker and ends
-NOT_TRAINED_YET = (*UNTRAINED_DIMENSIONS, "offload")
-MICRO_BATCHES = (8, 4, 2, 1)
 STATES = ("parameters", "gradients", "optimizer states")  # parts of memory that no batch or sequence changes
 GIBIBYTE = 2**30
 
@@ -83,7 +80,7 @@ def draft_run(
     check_precision(job)
     check_optimizer(job)
     check_weights(job)
-    check_tiers(job)
+    check_tiers(job, run)
     check_secrets(job, os.environ)
     if stop_at is not None:
         check_stop(job, stop_at)
@@ -93,7 +90,8 @@ def draft_run(
     elif job.model_shape is None:
         note = "no plan: the model is a function, whose numbers only its author knows"
     else:
-        found, note = runnable_plan(job, progress)
+        found = plan(job, progress=progress)
+        check_offload(job, found)
         check_memory(job, found)
     environment = {**job.run.env, JOB_FOLDER: str(Path(job_folder).absolute())}
     if stop_at is not None:
@@ -192,14 +190,14 @@ def check_weights(job: Job) -> None:
         _ = job.weights_folder
 
 
-def check_tiers(job: Job) -> None:
+def check_tiers(job: Job, run: Path) -> None:
     """Refuse here what the ranks would refuse, after the data is prepared and all of them have started."""
-    for number, tier in enumerate(job.checkpoint.tiers):
-        if job.kind in TRAINING_KINDS and (tier.to == "object" or "://" in tier.to):
-            raise StartError(
-                f"{job.where('checkpoint', 'tiers', number)}checkpoint tier {tier.to} can be planned but not written "
-                "yet; allowed: nvme, shared, an absolute path"
-            )
+    storage = job.cluster.file.storage if job.cluster.file else None
+    for number, tier in enumerate(job.checkpoint.tiers if job.kind in TRAINING_KINDS else ()):
+        try:
+            place_of(tier, storage, run)
+        except JobError as error:
+            raise StartError(f"{job.where('checkpoint', 'tiers', number)}{error}") from None
 
 
 def check_secrets(job: Job, environment: Mapping[str, str]) -> None:
@@ -221,40 +219,12 @@ def check_stop(job: Job, stop_at: int) -> None:
         )
 
 
-def runnable_plan(job: Job, progress: Progress | None = None) -> tuple[Plan, str]:
-    """The job's plan; where `auto` prefers what cannot be trained yet, the best that can, and a note that says so."""
-    found = plan(job, progress=progress)
-    if is_trainable(found.layout):
-        return found, ""
-    if job.layout is not None:
-        beyond = ", ".join(name for name in NOT_TRAINED_YET if getattr(found.layout, name) not in (1, "none"))
+def check_offload(job: Job, found: Plan) -> None:
+    if found.layout.offload != "none":
         raise StartError(
-            f"{job.where('layout')}layout: {beyond} can be planned but not trained yet; replicate and fsdp can, e.g. "
-            f"layout: {{fsdp: {found.cluster.num_gpus}}}"
+            f"{job.where('layout', 'offload')}offload {found.layout.offload} can be planned but not trained yet; "
+            "write offload: none"
         )
-    again = trainable_plan(job, found)
-    return again, f"planned best is {found.layout}, which cannot be trained yet; {again.layout} instead"
-
-
-def trainable_plan(job: Job, found: Plan) -> Plan:
-    """Of the layouts that can be trained: the best one the search kept, else the first that fits with as large a
-    micro-batch and as little recompute as memory allows, else the smallest."""
-    kept = next((layout for layout in _fitting_layouts(found) if is_trainable(layout)), None)
-    if kept is not None:
-        sizes = {key: getattr(kept, key) for key in ("replicate", "fsdp", "micro_batch", "recompute", "zero")}
-        return plan(job.model_copy(update={"layout": LayoutSpec(**sizes)}))
-    world = found.cluster.num_gpus
-    micro_batches = [size for size in MICRO_BATCHES if job.global_batch_sequences % (world * size) == 0] or [1]
-    for recompute, micro_batch in product(RECOMPUTES, micro_batches):
-        spec = LayoutSpec.model_validate({"fsdp": world, "micro_batch": micro_batch, "recompute": recompute})
-        smallest = plan(job.model_copy(update={"layout": spec}))
-        if smallest.fits:
-            break
-    return smallest
-
-
-def is_trainable(layout: Layout) -> bool:
-    return all(getattr(layout, name) in (1, "none") for name in NOT_TRAINED_YET)
 
 
 def check_memory(job: Job, found: Plan) -> None:
@@ -272,7 +242,7 @@ def check_memory(job: Job, found: Plan) -> None:
 
 def _relief(job: Job, found: Plan) -> list[str]:
     """What would make the job fit, the nearest first."""
-    fitting = [layout for layout in _fitting_layouts(found) if is_trainable(layout)]
+    fitting = [each.layout for each in found.alternatives if each.fits and each.cluster == found.cluster.name]
     if fitting:
         return [f"the layout {fitting[0]}"]
     relief = []
@@ -283,7 +253,3 @@ def _relief(job: Job, found: Plan) -> list[str]:
             relief.append("layout: {recompute: full}")
         relief.append("a shorter data.sequence")
     return [*relief, "a smaller model", "more or larger machines"]
-
-
-def _fitting_layouts(found: Plan) -> list[Layout]:
-    return [each.layout for each in found.alternatives if each.fits and each.cluster == found.cluster.name]

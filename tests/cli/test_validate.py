@@ -87,6 +87,30 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(validate: Command, tmp_path
     assert f"error: {json.loads(output)['error']}\n" == errors
 
 
+@pytest.mark.parametrize(
+    ("job", "layout", "line"),
+    [
+        (JOB, "{tp: 16}", "`layout: {fsdp: 8, tp: 8}`"),
+        (JOB, "{tp: 3}", "`layout: {fsdp: 16, tp: 4}`"),
+        (JOB.replace("llama-3.1-8b", "my.models:build"), "{tp: 2}", "write layout: {fsdp: 64}"),
+    ],
+)
+def test_a_layout_that_cannot_be_trained_names_the_nearest_that_can(
+    validate: Command, tmp_path: Path, job: str, layout: str, line: str
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(job + f"layout: {layout}\n")
+    code, _, errors = validate(file)
+    assert code == 2
+    assert line in errors
+
+
+def test_another_stack_may_copy_key_value_heads(validate: Command, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB + "layout: {tp: 16}\nsoftware: megatron-lm\n")
+    assert validate(file)[0] == 0
+
+
 def test_a_file_with_several_problems_lists_them(validate: Command, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(JOB.replace("pretrain", "pretrian").replace("steps", "stpes"))

@@ -64,14 +64,12 @@ def test_a_model_that_is_a_function_runs_without_a_plan() -> None:
     assert draft.launch.env["CRATON_JOB_FOLDER"] == "/work"
 
 
-def test_where_auto_prefers_what_cannot_be_trained_yet_the_best_that_can_is_taken() -> None:
-    adapters = TRAIN.replace("llama-3.2-1b", "llama-3.1-70b").replace("100}", "100, lora: {rank: 8}}")
-    draft = draft_run(parse_job(adapters), RUN)
+def test_a_layout_of_every_kind_may_be_started() -> None:
+    text = TRAIN + "layout: {pp: 2, cp: 2, tp: 2, vpp: 2, schedule: interleaved}\n"
+    draft = draft_run(parse_job(text), RUN)
     assert draft.plan is not None
-    assert draft.plan.fits
     layout = draft.plan.layout
-    assert (layout.fsdp, layout.pp, layout.cp, layout.tp, layout.ep) == (8, 1, 1, 1, 1)
-    assert "cannot be trained yet" in draft.note
+    assert (layout.pp, layout.cp, layout.tp, layout.vpp) == (2, 2, 2, 2)
 
 
 def test_a_stop_inside_the_job_reaches_the_ranks() -> None:
@@ -88,12 +86,12 @@ REFUSED = {
     "a stop before the first step": (TRAIN, {"stop_at": 0}, ["--stop-at 0"]),
     "a precision for later": (TRAIN.replace("100}", "100, precision: nvfp4}"), {}, ["nvfp4", "fp32, bf16, fp8"]),
     "an optimizer for later": (TRAIN.replace("100}", "100, optimizer: sgd}"), {}, ["sgd", "optimizer: adamw"]),
-    "a tier for later": (
-        TRAIN + "checkpoint: {tiers: [{to: s3://b/r}]}\n",
+    "an object tier that is nowhere": (
+        TRAIN + "checkpoint: {tiers: [{to: object}]}\n",
         {},
-        ["job.yaml:7", "s3://b/r", "nvme, shared"],
+        ["job.yaml:7", "storage.object.path", "to: s3://bucket/checkpoints"],
     ),
-    "tensor parallel": (TRAIN + "layout: {tp: 2}\n", {}, ["job.yaml:7", "tp", "not trained yet", "{fsdp: 8}"]),
+    "offload": (TRAIN + "layout: {offload: optimizer}\n", {}, ["job.yaml:7", "not trained yet", "offload: none"]),
     "a kind for later": ("kind: serve\nmodel: llama-3.2-1b\ncluster: p5.48xlarge x 1\n", {}, ["kind serve"]),
     "too little memory": (
         TRAIN.replace("llama-3.2-1b", "llama-3.1-405b"),

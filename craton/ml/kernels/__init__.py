@@ -3,19 +3,27 @@ PyTorch (`reference`), which is also what the tests compare them with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from craton.ml.collectives import Peers
 from craton.ml.kernels import reference
-from craton.ml.kernels.attention import Documents, attention
+from craton.ml.kernels.attention import attention
+from craton.ml.kernels.documents import Documents
 
 __all__ = [
     "Documents",
     "add_norm",
     "attention",
+    "gated_linears",
     "gated_mlp",
     "is_fused",
+    "linear",
+    "linears",
     "reference",
+    "scatter_linear",
     "split_and_rotate",
     "swiglu",
     "swiglu_backward",
@@ -55,15 +63,57 @@ def split_and_rotate(
     return reference.rotate(query, cosine, sine), reference.rotate(key, cosine, sine), value
 
 
-def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """down(silu(gate(x)) · up(x)); x [..., hidden], weights [out, in]."""
-    if is_fused(x):
-        from craton.ml.kernels.fused import GatedMlp
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, peers: Peers | None = None) -> Tensor:
+    """x [..., in] · weight [out, in]ᵀ + bias. With peers x is this rank's share of the tokens, [tokens / tp, in], the
+    weight its part of the rows, and the result [tokens, out / tp]."""
+    if torch.compiler.is_compiling() and peers is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    from craton.ml.kernels.layers import GatherLinear
 
-        out: Tensor = GatedMlp.apply(x.flatten(0, -2), gate, up, down)
-        return out.view(x.shape)
-    linear = torch.nn.functional.linear
-    return linear(reference.swiglu(linear(x, gate), linear(x, up)), down)
+    out: Tensor = GatherLinear.apply(x, peers, bias, weight)
+    return out
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], peers: Peers | None = None) -> tuple[Tensor, ...]:
+    """`linear` with several weights, for which the tokens are gathered once."""
+    if torch.compiler.is_compiling() and peers is None:
+        return tuple(torch.nn.functional.linear(x, weight) for weight in weights)
+    from craton.ml.kernels.layers import GatherLinear
+
+    outs: tuple[Tensor, ...] = GatherLinear.apply(x, peers, None, *weights)
+    return outs
+
+
+def scatter_linear(x: Tensor, weight: Tensor, peers: Peers) -> Tensor:
+    """x [tokens, in / tp] · weight [out, in / tp]ᵀ, summed over ranks: this rank's share of the tokens."""
+    from craton.ml.kernels.layers import ScatterLinear
+
+    out: Tensor = ScatterLinear.apply(x, peers, weight)
+    return out
+
+
+def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, peers: Peers | None = None) -> Tensor:
+    """down(silu(gate(x)) · up(x)); x [..., hidden], weights [out, in]. With peers x is this rank's share of the tokens
+    and the weights its parts."""
+    if torch.compiler.is_compiling() and peers is None:
+        torch_linear = torch.nn.functional.linear
+        return torch_linear(reference.swiglu(torch_linear(x, gate), torch_linear(x, up)), down)
+    from craton.ml.kernels.layers import GatedMlp
+
+    out: Tensor = GatedMlp.apply(x, gate, up, down, peers)
+    return out
+
+
+def gated_linears(gate: Tensor, up: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """silu(gate) · up times each weight [out, in]ᵀ, where gate and up are kept for the backward pass and are nobody
+    else's: it may write over them."""
+    if torch.compiler.is_compiling():
+        product = reference.swiglu(gate, up)
+        return tuple(torch.nn.functional.linear(product, weight) for weight in weights)
+    from craton.ml.kernels.layers import GatedLinears
+
+    outs: tuple[Tensor, ...] = GatedLinears.apply(gate, up, *weights)
+    return outs
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

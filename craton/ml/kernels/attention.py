@@ -6,49 +6,17 @@ kernel on CUDA, and a mask on the CPU, where none exists.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-# Tried in this order; cuDNN is twice as fast as flash on Hopper (docs/measurements.md).
-BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Which tokens of the rows belong together, as numbers and as offsets, made on the host before the step."""
-
-    numbers: Tensor  # int32 [rows, sequence]
-    offsets: Tensor  # int32 [documents + 1], where each begins in the flattened rows, and the end
-    longest: int
-
-    @classmethod
-    def of(cls, numbers: Tensor | Documents | None) -> Documents | None:
-        """From document numbers; waits for the device when they are not on the host."""
-        if numbers is None or isinstance(numbers, Documents):
-            return numbers
-        host = numbers.cpu()
-        changes = torch.ones_like(host, dtype=torch.bool)
-        changes[:, 1:] = host[:, 1:] != host[:, :-1]
-        starts = changes.flatten().nonzero().flatten()
-        offsets = torch.cat([starts, starts.new_tensor([host.numel()])]).to(torch.int32)
-        return cls(numbers, offsets.to(numbers.device), int(offsets.diff().max()))
-
-    def to(self, device: torch.device | str) -> Documents:
-        numbers, offsets = (tensor.to(device, non_blocking=True) for tensor in (self.numbers, self.offsets))
-        return Documents(numbers, offsets, self.longest)
-
-    def pin(self) -> Documents:
-        return Documents(self.numbers.pin_memory(), self.offsets.pin_memory(), self.longest)
+from craton.ml.collectives import Peers
+from craton.ml.kernels.context import context_attention
+from craton.ml.kernels.documents import Documents, visible
+from craton.ml.kernels.partial_attention import BACKENDS
 
 
 def attention(
@@ -58,18 +26,23 @@ def attention(
     documents: Documents | None = None,
     scale: float | None = None,
     window: int = 0,
+    context: Peers | None = None,
+    gathered: bool = False,
 ) -> Tensor:
     """query [rows, sequence, heads, d], key [.., kv_heads, d], value [.., kv_heads, dv] → [rows, sequence, heads, dv].
 
-    A token sees itself and those before it in its document, at most `window` of them when that is not 0.
+    A token sees itself and those before it in its document, at most `window` of them when that is not 0. With `context`
+    the tokens are this rank's two pieces of the sequence; `gathered` says that keys and values are whole already.
     """
+    if context is not None:
+        return context_attention(query, key, value, documents, scale, window, context, gathered)
     sequence = query.shape[1]
     window = 0 if window >= sequence else window
     if documents is None and not window:
         return _dense(query, key, value, None, scale)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]:
         return _packed(query, key, value, documents, scale, window)
-    mask = _mask(sequence, window, None if documents is None else documents.numbers, query.device)
+    mask = visible(0, sequence, window, None if documents is None else documents.numbers, query.device)
     return _dense(query, key, value, mask, scale)
 
 
@@ -112,16 +85,3 @@ def _packed(
     seen = (window - 1 if window else -1, 0)  # how far a token sees to the left and to the right
     out = varlen_attn(query, key, value, offsets, offsets, longest, longest, scale=scale, window_size=seen)
     return cast(Tensor, out).view(rows, sequence, heads, -1)
-
-
-def _mask(sequence: int, window: int, numbers: Tensor | None, device: torch.device) -> Tensor:
-    """True where a token may look: [rows or 1, 1, sequence, sequence]."""
-    place = torch.arange(sequence, device=device)
-    distance = place[:, None] - place[None, :]
-    mask = distance >= 0
-    if window:
-        mask &= distance < window
-    mask = mask[None, None]
-    if numbers is not None:
-        mask = mask & (numbers[:, None, :, None] == numbers[:, None, None, :])
-    return mask

@@ -1,8 +1,4 @@
-"""Parts of a block as whole autograd functions, so that what is kept for the backward pass is chosen here.
-
-The gated MLP keeps its input, gate and up and makes the product again in the backward pass, in place; the rotation
-keeps nothing but its tables. Matrix products are cuBLAS's.
-"""
+"""The rotation of queries and keys as one autograd function over a Triton kernel: it keeps nothing but its tables."""
 
 from __future__ import annotations
 
@@ -11,28 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from craton.ml.kernels import triton_rope, triton_swiglu
-
-
-class GatedMlp(torch.autograd.Function):
-    """down(silu(gate(x)) · up(x)) of x [tokens, hidden]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        gated, lifted = x @ gate.t(), x @ up.t()
-        ctx.save_for_backward(x, gated, lifted, gate, up, down)
-        return triton_swiglu.swiglu(gated, lifted) @ down.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        x, gated, lifted, gate, up, down = ctx.saved_tensors
-        product = gradient @ down
-        triton_swiglu.swiglu_backward_(gated, lifted, product)
-        grad_down = gradient.t() @ product
-        del product
-        grad_x = gated @ gate
-        grad_x.addmm_(lifted, up)
-        return grad_x, gated.t() @ x, lifted.t() @ x, grad_down
+from craton.ml.kernels import triton_rope
 
 
 class SplitAndRotate(torch.autograd.Function):

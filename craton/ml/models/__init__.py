@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from craton.ml.models.config import DecoderConfig, RoutingConfig
-    from craton.ml.models.decoder import Block, Decoder
+    from craton.ml.models.decoder import Block, Decoder, Stage
     from craton.ml.models.huggingface import (
         config_from_huggingface,
         config_from_shape,
@@ -26,6 +26,7 @@ _HOMES = {
     "MoE": "moe",
     "RopeConfig": "rope",
     "RoutingConfig": "config",
+    "Stage": "decoder",
     "WeightsError": "weights",
     "config_from_huggingface": "huggingface",
     "config_from_shape": "huggingface",
@@ -43,6 +44,7 @@ __all__ = [
     "MoE",
     "RopeConfig",
     "RoutingConfig",
+    "Stage",
     "WeightsError",
     "config_from_huggingface",
     "config_from_shape",

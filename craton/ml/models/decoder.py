@@ -1,17 +1,23 @@
 """One decoder for every family: what differs between them is its config.
 
 A block hands on the residual stream and what is still to be added to it, so that addition and the next norm are one
-pass over memory.
+pass over memory. In a pipeline a rank keeps a few stages of the decoder, whose parameters have the names and the first
+numbers they have in the whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
+from craton.ml.collectives import ALONE, Connections, local, own_slices, whole
 from craton.ml.kernels import Documents, add_norm
 from craton.ml.models.attention import Attention
 from craton.ml.models.config import DecoderConfig
+from craton.ml.models.linear import Embedding, Linear, Norm
 from craton.ml.models.mla import LatentAttention
 from craton.ml.models.mlp import Mlp
 from craton.ml.models.moe import MoE
@@ -26,9 +32,9 @@ class Block(nn.Module):
         shape = config.shape
         self.epsilon = config.norm_epsilon
         window = shape.sliding_window if index in sliding_layers(config) else 0
-        self.attention_norm = nn.RMSNorm(shape.hidden, eps=config.norm_epsilon)
+        self.attention_norm = Norm(shape.hidden, eps=config.norm_epsilon)
         self.attention = Attention(config, window) if shape.mla is None else LatentAttention(config)
-        self.mlp_norm = nn.RMSNorm(shape.hidden, eps=config.norm_epsilon)
+        self.mlp_norm = Norm(shape.hidden, eps=config.norm_epsilon)
         has_experts = shape.is_moe and index >= shape.dense_layers
         self.mlp = MoE(config) if has_experts else Mlp(shape.hidden, shape.ffn_hidden)
 
@@ -40,10 +46,19 @@ class Block(nn.Module):
     def forward(
         self, residual: Tensor, delta: Tensor | None, rope: tuple[Tensor, Tensor], documents: Documents | None = None
     ) -> tuple[Tensor, Tensor]:
-        residual, normed = add_norm(residual, delta, self.attention_norm.weight, self.epsilon)
+        residual, normed = add_norm(residual, delta, whole(self.attention_norm.weight), self.epsilon)
         attended = self.attention(normed, rope, documents)
-        residual, normed = add_norm(residual, attended, self.mlp_norm.weight, self.epsilon)
+        residual, normed = add_norm(residual, attended, whole(self.mlp_norm.weight), self.epsilon)
         return residual, self.mlp(normed)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers that follow each other: the first stage begins with the embedding, the last one ends with the norm."""
+
+    layers: range
+    is_first: bool = True
+    is_last: bool = True
 
 
 class Decoder(nn.Module):
@@ -52,11 +67,41 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.connections: Connections = ALONE
         shape = config.shape
-        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+        self.embedding = Embedding(shape.vocab, shape.hidden)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden, eps=config.norm_epsilon)
-        self.head = None if shape.tied_embeddings else nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.norm = Norm(shape.hidden, eps=config.norm_epsilon)
+        self.head = None if shape.tied_embeddings else Linear(shape.hidden, shape.vocab, cut=0)
+        self.stages: tuple[Stage, ...] = (Stage(range(shape.layers)),)
+
+    def keep_stages(self, stages: Sequence[Stage]) -> None:
+        """Lets go of all that these stages do not use. A tied embedding is kept by the last stage too, as its head."""
+        self.stages = tuple(stages)
+        kept = {layer for stage in stages for layer in stage.layers}
+        for name, _ in list(self.blocks.named_children()):
+            if int(name) not in kept:
+                delattr(self.blocks, name)
+        has_first, has_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+        if not (has_first or (has_last and self.head is None)):
+            del self.embedding
+        if not has_last:
+            del self.norm
+            self.head = None
+
+    @property
+    def copies(self) -> frozenset[str]:
+        """Parameters that another stage keeps as well, and counts: the tied embedding where it is only the head."""
+        is_copy = self.config.shape.tied_embeddings and not any(stage.is_first for stage in self.stages)
+        return frozenset(("embedding.weight",)) if is_copy and self.stages[-1].is_last else frozenset()
+
+    def keeps(self, name: str) -> bool:
+        """Whether a parameter or buffer of the whole decoder is among the stages that this rank keeps."""
+        try:
+            self.get_submodule(name.rpartition(".")[0])
+        except AttributeError:
+            return False
+        return True
 
     @property
     def head_weight(self) -> Tensor:
@@ -64,24 +109,35 @@ class Decoder(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: Documents | Tensor | None = None
+        self,
+        inputs: Tensor,
+        positions: Tensor | None = None,
+        documents: Documents | Tensor | None = None,
+        stage: int = 0,
     ) -> Tensor:
-        """tokens [rows, sequence] → [rows, sequence, hidden]."""
+        """tokens [rows, sequence] → [rows, sequence, hidden], or with tensor parallelism this rank's share of them,
+        [rows · sequence / tp, hidden]. In a pipeline one of the `stages` that are kept: its inputs are the outputs of
+        the stage before."""
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+            positions = torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape)
         rope = self.rope(positions)
         documents = Documents.of(documents)
-        residual: Tensor = self.embedding(tokens)
+        here = self.stages[stage]
+        residual: Tensor = self.embedding(inputs) if here.is_first else inputs
         delta = None
-        for block in self.blocks:
-            residual, delta = block(residual, delta, rope, documents)
-        return add_norm(residual, delta, self.norm.weight, self.config.norm_epsilon)[1]
+        for layer in here.layers:
+            residual, delta = self.blocks.get_submodule(str(layer))(residual, delta, rope, documents)
+        if not here.is_last:
+            assert delta is not None, "a stage has at least one layer"
+            added: Tensor = residual + delta
+            return added
+        return add_norm(residual, delta, whole(self.norm.weight), self.config.norm_epsilon)[1]
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Tables of cosines and sines for these positions, fp32."""
         shape = self.config.shape
         head_dim = shape.mla.qk_rope if shape.mla else shape.head_dim
-        return rope_tables(positions, head_dim, self.config.rope)
+        return rope_tables(positions, head_dim, self.config.rope, context=self.connections.context)
 
     @torch.no_grad()
     def initialize(self, seed: int = 0) -> None:
@@ -89,17 +145,24 @@ class Decoder(nn.Module):
         (GPT-2, section 2.3); norms one, biases zero. The same for every sharding, on one kind of device."""
         width = self.config.initializer_range
         narrow = width / (2 * self.config.shape.layers) ** 0.5
-        for index, (name, parameter) in enumerate(self.named_parameters()):
+        indices = self._indices()
+        for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
+                local(parameter).fill_(1.0)
             elif name.endswith("bias"):
-                parameter.zero_()
+                local(parameter).zero_()
             else:
                 writes_residual = name.endswith(("output.weight", "down.weight", "experts.down"))
-                fill_normal(parameter, narrow if writes_residual else width, seed * 1_000_003 + index)
+                fill_normal(parameter, narrow if writes_residual else width, seed * 1_000_003 + indices[name])
         for name, buffer in self.named_buffers():
             if name.endswith("router_bias"):
                 buffer.zero_()
+
+    def _indices(self) -> dict[str, int]:
+        """The place of each parameter in the whole decoder."""
+        with torch.device("meta"):
+            whole_decoder = self if len(self.blocks) == self.config.shape.layers else Decoder(self.config)
+        return {name: index for index, (name, _) in enumerate(whole_decoder.named_parameters())}
 
 
 def sliding_layers(config: DecoderConfig) -> range:
@@ -110,15 +173,7 @@ def sliding_layers(config: DecoderConfig) -> range:
 
 def fill_normal(parameter: Tensor, width: float, seed: int) -> None:
     """Fills a tensor, or the local part of a sharded one, with the numbers that the whole would get."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    def whole(device: torch.device) -> Tensor:
-        generator = torch.Generator(device).manual_seed(seed)
-        return torch.empty(parameter.shape, dtype=torch.float32, device=device).normal_(0.0, width, generator=generator)
-
-    if isinstance(parameter, DTensor):
-        device = parameter.to_local().device
-        part = distribute_tensor(whole(device), parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(part.to_local())
-    else:
-        parameter.copy_(whole(parameter.device))
+    part = local(parameter)
+    generator = torch.Generator(part.device).manual_seed(seed)
+    numbers = torch.empty(parameter.shape, dtype=torch.float32, device=part.device)
+    part.copy_(numbers.normal_(0.0, width, generator=generator)[own_slices(parameter)])

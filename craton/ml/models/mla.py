@@ -9,9 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
+from craton.ml.collectives import ALONE, Connections, gather
 from craton.ml.kernels import Documents, attention, reference
+from craton.ml.kernels.context import gather_in_order
+from craton.ml.kernels.recompute import ATTENTION_OPERATIONS, keeping
 from craton.ml.models.config import DecoderConfig
+from craton.ml.models.linear import Linear, Norm
 from craton.ml.models.rope import yarn_mscale
 
 # The published models leave the norms of the latents at this, whatever their other norms use.
@@ -19,10 +24,12 @@ LATENT_NORM_EPSILON = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """x [rows, sequence, hidden] → the same."""
+    """x [rows, sequence, hidden] → the same; with tensor parallelism [rows · sequence / tp, hidden], latents made by
+    each rank for its share of the tokens and gathered."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
+        self.connections: Connections = ALONE
         shape = config.shape
         mla = shape.mla
         assert mla is not None, "latent attention needs shape.mla"
@@ -30,15 +37,15 @@ class LatentAttention(nn.Module):
         self.heads = shape.heads
         query_width = shape.heads * (mla.qk_nope + mla.qk_rope)
         if mla.q_lora:
-            self.q_a = nn.Linear(shape.hidden, mla.q_lora, bias=False)
-            self.q_a_norm = nn.RMSNorm(mla.q_lora, eps=LATENT_NORM_EPSILON)
-            self.q_b = nn.Linear(mla.q_lora, query_width, bias=False)
+            self.q_a = Linear(shape.hidden, mla.q_lora)
+            self.q_a_norm = Norm(mla.q_lora, eps=LATENT_NORM_EPSILON)
+            self.q_b = Linear(mla.q_lora, query_width, cut=0)
         else:
-            self.q = nn.Linear(shape.hidden, query_width, bias=False)
-        self.kv_a = nn.Linear(shape.hidden, mla.kv_lora + mla.qk_rope, bias=False)
-        self.kv_a_norm = nn.RMSNorm(mla.kv_lora, eps=LATENT_NORM_EPSILON)
-        self.kv_b = nn.Linear(mla.kv_lora, shape.heads * (mla.qk_nope + mla.v_head), bias=False)
-        self.output = nn.Linear(shape.heads * mla.v_head, shape.hidden, bias=False)
+            self.q = Linear(shape.hidden, query_width, cut=0)
+        self.kv_a = Linear(shape.hidden, mla.kv_lora + mla.qk_rope)
+        self.kv_a_norm = Norm(mla.kv_lora, eps=LATENT_NORM_EPSILON)
+        self.kv_b = Linear(mla.kv_lora, shape.heads * (mla.qk_nope + mla.v_head), cut=0)
+        self.output = Linear(shape.heads * mla.v_head, shape.hidden, cut=1)
         self.scale = (mla.qk_nope + mla.qk_rope) ** -0.5
         if config.rope.scaling != "none" and config.rope.mscale_all_dim:
             # DeepSeek puts YaRN's temperature into the scores, where it also reaches dimensions that do not turn
@@ -46,21 +53,71 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | None = None) -> Tensor:
         cosine, sine = rope
-        mla, heads = self.mla, self.heads
+        mla, tensor = self.mla, self.connections.tensor
+        places = x.shape[:2] if tensor is None else cosine.shape[:2]
         query = self.q_b(self.q_a_norm(self.q_a(x))) if mla.q_lora else self.q(x)
-        query = query.unflatten(-1, (heads, mla.qk_nope + mla.qk_rope))
+        query = query.view(*places, -1, mla.qk_nope + mla.qk_rope)  # some of the heads, with tensor parallelism
         query_still, query_turning = query.split((mla.qk_nope, mla.qk_rope), dim=-1)
         query = torch.cat((query_still, reference.rotate(query_turning, cosine, sine)), dim=-1)
 
         latent, key_turning = self.kv_a(x).split((mla.kv_lora, mla.qk_rope), dim=-1)
-        expanded = self.kv_b(self.kv_a_norm(latent)).unflatten(-1, (heads, mla.qk_nope + mla.v_head))
-        key_still, value = expanded.split((mla.qk_nope, mla.v_head), dim=-1)
-        key_turning = reference.rotate(key_turning.unsqueeze(-2), cosine, sine)  # one for all heads
-        key = torch.cat((key_still, key_turning.expand(*key_still.shape[:-1], -1)), dim=-1)
-
-        if documents is not None and x.is_cuda:
-            # the variable-length kernel wants values as wide as keys
-            value = pad(value, (0, key.shape[-1] - mla.v_head))
-        mixed = attention(query, key, value, documents, scale=self.scale)[..., : mla.v_head]
-        out: Tensor = self.output(mixed.flatten(2))
+        latent = self.kv_a_norm(latent)
+        if self.connections.context is not None:
+            mixed = self._mix_across(query, latent, key_turning, rope, documents)
+        else:
+            if tensor is not None:
+                key_turning = gather(key_turning, tensor).unflatten(0, places)
+            key_turning = reference.rotate(key_turning.unsqueeze(-2), cosine, sine)
+            key, value = self._expand(latent, key_turning)
+            if documents is not None and x.is_cuda:
+                # the variable-length kernel wants values as wide as keys
+                value = pad(value, (0, key.shape[-1] - mla.v_head))
+            mixed = attention(query, key, value, documents, scale=self.scale)[..., : mla.v_head]
+        out: Tensor = self.output(mixed.flatten(2) if tensor is None else mixed.flatten(2).flatten(0, 1))
         return out
+
+    def _expand(self, latent: Tensor, key_turning: Tensor) -> tuple[Tensor, Tensor]:
+        """Key and value of every head from the latents and the part of the key that all heads share, which has turned:
+        [rows, sequence, 1, qk_rope]."""
+        mla = self.mla
+        expanded = self.kv_b(latent).view(*key_turning.shape[:2], -1, mla.qk_nope + mla.v_head)
+        key_still, value = expanded.split((mla.qk_nope, mla.v_head), dim=-1)
+        return torch.cat((key_still, key_turning.expand(*key_still.shape[:-1], -1)), dim=-1), value
+
+    def _mix_across(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        key_turning: Tensor,
+        rope: tuple[Tensor, Tensor],
+        documents: Documents | None,
+    ) -> Tensor:
+        """Attention of this rank's pieces over the whole sequence. Latents are far narrower than keys and values: they
+        are what is gathered, over all ranks that hold tokens of these rows, and expanded by every rank for its heads.
+        Both are done again in the backward pass, so that only a rank's own latents are kept."""
+        tensor = self.connections.tensor
+        cosine, sine = rope
+        if tensor is not None:  # this rank's share of the tokens
+            cosine, sine = (table.flatten(0, 1).chunk(tensor.size)[tensor.rank] for table in rope)
+        turned = reference.rotate(key_turning.unsqueeze(-2), cosine, sine).squeeze(-2)
+        self.kv_b.connections = ALONE  # its input is all tokens already
+        mixed: Tensor = checkpoint(
+            self._mix_gathered,
+            query,
+            torch.cat((latent, turned), dim=-1),
+            documents,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=keeping(ATTENTION_OPERATIONS),
+        )
+        return mixed
+
+    def _mix_gathered(self, query: Tensor, narrow: Tensor, documents: Documents | None) -> Tensor:
+        """narrow: latent and turned key of this rank's tokens."""
+        mla, context, holders = self.mla, self.connections.context, self.connections.rows
+        assert context is not None
+        assert holders is not None
+        whole = gather_in_order(narrow, holders, context.size, rows=query.shape[0])
+        latent, key_turning = whole.split((mla.kv_lora, mla.qk_rope), dim=-1)
+        key, value = self._expand(latent, key_turning.unsqueeze(-2))
+        return attention(query, key, value, documents, scale=self.scale, context=context, gathered=True)

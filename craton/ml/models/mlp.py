@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from craton.ml.kernels import gated_mlp, reference
+from craton.ml.collectives import ALONE, Connections
+from craton.ml.kernels import gated_mlp
+from craton.ml.models.linear import Linear
 
 
 class Mlp(nn.Module):
@@ -12,13 +14,10 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden: int, ffn_hidden: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(hidden, ffn_hidden, bias=False)
-        self.up = nn.Linear(hidden, ffn_hidden, bias=False)
-        self.down = nn.Linear(ffn_hidden, hidden, bias=False)
+        self.connections: Connections = ALONE
+        self.gate = Linear(hidden, ffn_hidden, cut=0)
+        self.up = Linear(hidden, ffn_hidden, cut=0)
+        self.down = Linear(ffn_hidden, hidden, cut=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(self.gate) is type(self.up) is type(self.down) is nn.Linear:
-            return gated_mlp(x, self.gate.weight, self.up.weight, self.down.weight)
-        # a layer that was replaced (adapters, fp8) runs as itself
-        out: Tensor = self.down(reference.swiglu(self.gate(x), self.up(x)))
-        return out
+        return gated_mlp(x, self.gate.weight, self.up.weight, self.down.weight, self.connections.tensor)

@@ -1,8 +1,9 @@
 """Mixture of experts: every token goes to a few experts, and to the shared ones.
 
 Tokens are sorted by expert and multiplied in one grouped product: none is dropped, and no number leaves the device.
+With expert parallelism each rank holds some whole experts, and rows travel to them and back (`dispatch`).
 `Experts.loop` is the same in plain PyTorch: what the grouped product is tested against, and what runs where its
-alignment rule (rows of 16 bytes) does not hold.
+alignment rule (rows of 16 bytes) does not hold or there is no row at all.
 """
 
 from __future__ import annotations
@@ -11,22 +12,33 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import grouped_mm, linear
 
+from craton.errors import CratonError
+from craton.ml.collectives import ALONE, Connections, local, whole
 from craton.ml.kernels import reference, swiglu, swiglu_backward
+from craton.ml.kernels.weight_gradients import weight_gradient
 from craton.ml.models.config import DecoderConfig, RoutingConfig
+from craton.ml.models.dispatch import Delivery, permute, repeat_tokens, rows_per_expert, sort_by_expert
 from craton.ml.models.mlp import Mlp
+
+
+class ExpertsError(CratonError):
+    """The experts cannot be spread as the layout says."""
 
 
 class MoE(nn.Module):
     """The MLP of a layer with experts.
 
-    `aux_loss` is the weighted balancing loss of the last forward pass in training, None where there is none.
+    `aux_weight` says how much the balancing loss of the next forward pass in training weighs: the micro-batch's share
+    of the step. It goes into the gradient only; None leaves it out.
     """
 
     router_bias: Tensor | None
+    expert_load: Tensor | None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -38,52 +50,70 @@ class MoE(nn.Module):
         self.shared = Mlp(shape.hidden, shape.shared_experts * shape.moe_ffn_hidden) if shape.shared_experts else None
         biased = self.routing.scoring == "sigmoid" or self.routing.bias_update > 0
         self.register_buffer("router_bias", torch.zeros(shape.experts) if biased else None)
-        self.expert_load: Tensor | None = None  # tokens of each expert since the last update of the bias
-        self.aux_loss: Tensor | None = None
+        # this rank's tokens of each expert since the last update of the bias
+        self.register_buffer(
+            "expert_load", torch.zeros(shape.experts) if self.routing.bias_update else None, persistent=False
+        )
+        self.aux_weight: Tensor | None = None
+        self.connections: Connections = ALONE
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] → the same shape."""
         tokens = x.reshape(-1, x.shape[-1])
         # fp32: a rounded score flips choices, and costs next to nothing to avoid
-        logits = linear(tokens.float(), self.router.weight.float())  # [tokens, experts]
+        logits = linear(tokens.float(), whole(self.router.weight).float())  # [tokens, experts]
         scores = logits.sigmoid() if self.routing.scoring == "sigmoid" else logits.softmax(-1)
         weights, chosen = route(scores, self.router_bias, self.top_k, self.routing)
         order, inverse, ends = sort_by_expert(chosen, scores.shape[-1])
-        outputs = self.experts(_Dispatch.apply(tokens, order, inverse, self.top_k), ends)
-        outputs = _Permute.apply(outputs, inverse, order).view(len(tokens), self.top_k, -1)
+        rows = repeat_tokens(tokens, order, inverse, self.top_k)
+        if self.connections.experts is None:
+            shared = None if self.shared is None else self.shared(tokens)
+            outputs = self.experts(rows, ends)
+        else:
+            delivery = Delivery(ends, len(rows), self.connections.experts)
+            sent = delivery.send(rows)
+            shared = None if self.shared is None else self.shared(tokens)  # while the rows are on their way
+            outputs = delivery.give_back(self.experts(delivery.receive(sent), delivery.ends))
+        outputs = permute(outputs, inverse, order).view(len(tokens), self.top_k, -1)
         y = torch.bmm(weights.to(outputs.dtype).unsqueeze(1), outputs).squeeze(1)
-        if self.shared is not None:
-            y = y + self.shared(tokens)
-        self._record(scores, ends)
-        return y.view_as(x)
+        if shared is not None:
+            y = y + shared
+        return self._balance(y, scores, ends).view_as(x)
 
     @torch.no_grad()
-    def update_bias(self, group: dist.ProcessGroup | None = None) -> None:
+    def update_bias(self) -> None:
         """After a step: overloaded experts become less likely, idle ones more (arXiv:2408.15664, algorithm 1)."""
         if self.expert_load is None or self.router_bias is None:
             return
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(self.expert_load, group=group)
-        error = self.expert_load.mean() - self.expert_load
-        self.router_bias += self.routing.bias_update * error.sign()
+        stage = self.connections.stage
+        load = self.expert_load if stage is None else stage.sum(self.expert_load)
+        self.router_bias += self.routing.bias_update * (load.mean() - load).sign()
         self.expert_load.zero_()
 
-    def _record(self, scores: Tensor, ends: Tensor) -> None:
-        self.aux_loss = None
+    def _balance(self, y: Tensor, scores: Tensor, ends: Tensor) -> Tensor:
+        """Counts what was chosen, for the bias; adds the gradient of the balancing loss to that of y."""
         if not self.training:
-            return
-        counts = ends.diff(prepend=ends.new_zeros(1)).float()
-        if self.routing.bias_update:
+            return y
+        counts = rows_per_expert(ends).float()
+        if self.expert_load is not None:
             # A recomputed forward counts twice, but every expert alike: only the sign of the difference is used.
-            self.expert_load = counts if self.expert_load is None else self.expert_load + counts
-        if self.routing.auxiliary_loss:
-            self.aux_loss = self.routing.auxiliary_loss * balance_loss(scores, counts)
+            self.expert_load.add_(counts)
+        if not self.routing.auxiliary_loss or self.aux_weight is None:
+            return y
+        tokens = len(scores)
+        if self.connections.rows is not None:  # others hold tokens of the same samples
+            counts, tokens = self.connections.rows.sum(counts), tokens * self.connections.rows.size
+        loss = self.routing.auxiliary_loss * balance_loss(scores, counts, tokens)
+        out: Tensor = _AddLoss.apply(y, loss, self.aux_weight)
+        return out
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
-        """The bias stays fp32 when the weights do not: its steps are below what bf16 can add."""
+        """Bias and load stay fp32 when the weights do not: their steps are below what bf16 can add."""
         super()._apply(function, recurse)
         if self.router_bias is not None:
             self.router_bias = self.router_bias.float()
+        if self.expert_load is not None:
+            self.expert_load = self.expert_load.float()
         return self
 
 
@@ -99,24 +129,39 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [pairs, hidden] sorted by expert; `ends` int32 [experts], where each expert's rows end."""
         sizes = (x.shape[-1], self.gate.shape[1])
-        if any(size * x.element_size() % 16 for size in sizes):
+        if len(x) == 0 or any(size * x.element_size() % 16 for size in sizes):  # no row may come from any rank
             return self.loop(x, ends)
-        weights = tuple(weight.to(x.dtype) for weight in (self.gate, self.up, self.down))
+        parameters = self.gate, self.up, self.down
         if not torch.compiler.is_compiling() or x.dtype is not torch.bfloat16:  # it is traced in bf16 only
-            out: Tensor = _grouped_mlp(x, *weights, ends)
+            out: Tensor = _grouped_mlp(x, *parameters, ends)
             return out
-        gate, up, down = (weight.transpose(-2, -1) for weight in weights)
+        gate, up, down = (whole(parameter).to(x.dtype).transpose(-2, -1) for parameter in parameters)
         product = reference.swiglu(grouped_mm(x, gate, offs=ends), grouped_mm(x, up, offs=ends))
         return grouped_mm(product, down, offs=ends)
 
     def loop(self, x: Tensor, ends: Tensor) -> Tensor:
         """One expert after the other. Waits for the device: the sizes must be known here."""
-        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        parts = x.split(rows_per_expert(ends).tolist())
+        weights = zip(whole(self.gate), whole(self.up), whole(self.down), strict=True)
         outputs = [
             linear(reference.swiglu(linear(part, gate), linear(part, up)), down)
-            for part, gate, up, down in zip(x.split(counts), self.gate, self.up, self.down, strict=True)
+            for part, (gate, up, down) in zip(parts, weights, strict=True)
         ]
         return torch.cat(outputs)
+
+
+def cut_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Leaves on each rank of the mesh its share of whole experts."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            if parameter.shape[0] % ranks:
+                raise ExpertsError(
+                    f"{parameter.shape[0]} experts cannot be spread over ep {ranks}; ep must divide them"
+                )
+            own = parameter.detach().chunk(ranks)[rank].clone()
+            cut = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+            setattr(experts, name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
 
 
 def route(scores: Tensor, bias: Tensor | None, top_k: int, routing: RoutingConfig) -> tuple[Tensor, Tensor]:
@@ -136,49 +181,28 @@ def route(scores: Tensor, bias: Tensor | None, top_k: int, routing: RoutingConfi
     return weights * routing.routed_scale, chosen
 
 
-def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the flattened [tokens, top_k] pairs: their order by expert, the way back, and where each expert's end."""
-    sorted_experts, order = chosen.flatten().sort(stable=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    numbers = torch.arange(experts, device=chosen.device)
-    return order, inverse, torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+def balance_loss(scores: Tensor, counts: Tensor, tokens: int) -> Tensor:
+    """experts · Σ share of tokens · mean probability (arXiv:2101.03961, equations 4 to 6); top_k when all are alike.
 
-
-def balance_loss(scores: Tensor, counts: Tensor) -> Tensor:
-    """experts · Σ share of tokens · mean probability (arXiv:2101.03961, equations 4 to 6); top_k when all are alike."""
+    `counts` are those of all `tokens` of the micro-batch, `scores` those of this rank's part of them: the losses of all
+    parts add up to that of the whole, and so do their gradients.
+    """
     probabilities = scores / scores.sum(-1, keepdim=True)
-    tokens, experts = scores.shape
-    return experts * (counts.detach() / tokens * probabilities.mean(0)).sum()
+    return scores.shape[-1] * (counts.detach() / tokens * (probabilities.sum(0) / tokens)).sum()
 
 
-class _Dispatch(torch.autograd.Function):
-    """Rows of tokens, repeated and sorted by expert. Its gradient gathers through the inverse: no atomic adds, so
-    it is the same every time."""
+class _AddLoss(torch.autograd.Function):
+    """y as it is; the backward pass goes into the loss too, as if weight · loss were part of what is minimised."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.top_k = top_k
-        return tokens[order // top_k]
+    def forward(ctx: Any, y: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
+        # Not a saved tensor: with recompute these are made again, when the weight may be that of another micro-batch.
+        ctx.weight = weight.to(loss.dtype)
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return gradient[inverse].unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    """x[order], with the gradient gathered through the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return gradient[inverse], None, None
+        return gradient, ctx.weight, None
 
 
 @torch.compiler.disable
@@ -192,23 +216,31 @@ class _GroupedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
+        ctx.parameters = gate, up, down
+        gate, up, down = _weights(ctx.parameters, x.dtype)
         gated = grouped_mm(x, gate.transpose(-2, -1), offs=ends)
         lifted = grouped_mm(x, up.transpose(-2, -1), offs=ends)
-        ctx.save_for_backward(x, gated, lifted, gate, up, down, ends)
+        ctx.save_for_backward(x, gated, lifted, ends)
         return grouped_mm(swiglu(gated, lifted), down.transpose(-2, -1), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, gated, lifted, gate, up, down, ends = ctx.saved_tensors
+        x, gated, lifted, ends = ctx.saved_tensors
+        gate, up, down = _weights(ctx.parameters, x.dtype)
         gradient = gradient.contiguous()
         product = grouped_mm(gradient, down, offs=ends)  # its gradient first, then itself
         product, gated, lifted = swiglu_backward(gated, lifted, product)
 
-        def of_weight(rows: Tensor, inputs: Tensor, is_needed: bool) -> Tensor | None:
-            return grouped_mm(rows.t(), inputs, offs=ends) if is_needed else None
+        def of_weight(parameter: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:
+            return weight_gradient(parameter, lambda: grouped_mm(rows.t(), inputs, offs=ends).to(parameter.dtype))
 
-        needs_x, needs_gate, needs_up, needs_down, _ = ctx.needs_input_grad
-        grad_down = of_weight(gradient, product, needs_down)
+        of_gate, of_up, of_down = ctx.parameters
+        grad_down = of_weight(of_down, gradient, product)
         del product
+        needs_x = ctx.needs_input_grad[0]
         grad_x = grouped_mm(gated, gate, offs=ends).add_(grouped_mm(lifted, up, offs=ends)) if needs_x else None
-        return grad_x, of_weight(gated, x, needs_gate), of_weight(lifted, x, needs_up), grad_down, None
+        return grad_x, of_weight(of_gate, gated, x), of_weight(of_up, lifted, x), grad_down, None
+
+
+def _weights(parameters: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(local(parameter).to(dtype) for parameter in parameters)

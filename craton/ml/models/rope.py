@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from craton.job import ModelError
+from craton.ml.collectives import Peers
 
 Scaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 SCALINGS: tuple[str, ...] = get_args(Scaling)
@@ -118,10 +119,19 @@ class RopeConfig:
 
 
 def rope_tables(
-    positions: Tensor, head_dim: int, config: RopeConfig, dtype: torch.dtype = torch.float32
+    positions: Tensor,
+    head_dim: int,
+    config: RopeConfig,
+    dtype: torch.dtype = torch.float32,
+    context: Peers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of every position, [rows, sequence, rotary_dim / 2], made where the positions are."""
-    longest = positions.max() + 1 if config.scaling == "dynamic" else None
+    """(cos, sin) of every position, [rows, sequence, rotary_dim / 2], made where the positions are. `context`: those
+    that hold the other positions of these rows."""
+    longest = None
+    if config.scaling == "dynamic":
+        longest = positions.max() + 1
+        if context is not None:
+            longest = context.sum(longest, "max")
     frequencies = inverse_frequencies(head_dim, config, device=positions.device, longest=longest)
     angles = positions.float().unsqueeze(-1) * frequencies  # [rows, sequence, rotary_dim / 2]
     scale = attention_scale(config)

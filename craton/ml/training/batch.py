@@ -9,9 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from craton.errors import CratonError
+from craton.ml.collectives import Peers
 from craton.ml.kernels import Documents
+from craton.ml.kernels.documents import Place
 
 IGNORED = -100  # a label that no loss looks at
+
+
+class BatchError(CratonError):
+    """The rows cannot be cut as the layout asks."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,29 @@ class Batch:
     def count(self) -> Tensor:
         """What the loss is divided by, before it is summed over ranks and micro-batches."""
         return self.weight.sum()
+
+    def cut(self, context: Peers | None) -> Batch:
+        """What this rank of a context group holds: its two pieces of every row. Documents stay whole and know the
+        offsets of the pieces. Done on the host; without a group the batch itself."""
+        if context is None:
+            return self
+        place, sequence = Place(context.rank, context.size), self.tokens.shape[1]
+        if sequence % (2 * place.size):
+            raise BatchError(
+                f"cp {place.size} cuts a sequence into 2·cp = {2 * place.size} pieces, which {sequence} tokens are not "
+                f"divisible into; give a data.sequence that is a multiple of {2 * place.size}, or another cp"
+            )
+        return Batch(
+            place.cut(self.tokens),
+            place.cut(self.labels),
+            place.cut(self.positions),
+            place.cut(self.weight),
+            None if self.documents is None else self.documents.cut(place),
+            {
+                name: place.cut(tensor) if tensor.shape[:2] == self.tokens.shape else tensor
+                for name, tensor in self.extra.items()
+            },
+        )
 
     def to(self, device: torch.device | str) -> Batch:
         """The same on a device; from pinned memory the copy runs beside the computation."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -19,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from craton.errors import CratonError
-from craton.job import Job, Layout, load_job
+from craton.job import Job, Layout, load_job, place_of
 from craton.ml.data import Loader, Source, open_source
 from craton.ml.functions import FunctionError, load_function, search_folder, user_code
-from craton.ml.models import Decoder, config_from_shape, load_weights
+from craton.ml.models import Decoder, DecoderConfig, config_from_shape, load_weights
 from craton.ml.training import float8
 from craton.ml.training.checkpoint import Checkpointer, TierFolder
+from craton.ml.training.checkpoint_tiers import OWNER, open_tier
 from craton.ml.training.loop import Parts
 from craton.ml.training.lora import add_adapters, base_only, initialize_adapters
 from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
@@ -49,6 +52,7 @@ class Place:
     local_rank: int
     job_folder: Path  # where a user's own functions are looked for
     stop_at: int | None = None  # the step after which training stops with a checkpoint, before its end
+    node: str = "node-0"
 
     @classmethod
     def from_environment(cls) -> Place:
@@ -57,7 +61,9 @@ class Place:
 
         folder = Path(os.environ.get("CRATON_JOB_FOLDER") or ".").absolute()
         stop_at = number("CRATON_STOP_AT", 0) or None
-        return cls(number("RANK", 0), number("WORLD_SIZE", 1), number("LOCAL_RANK", 0), folder, stop_at)
+        rank, local_world = number("RANK", 0), max(1, number("LOCAL_WORLD_SIZE", 1))
+        node = os.environ.get("CRATON_NODE") or f"node-{rank // local_world}"
+        return cls(rank, number("WORLD_SIZE", 1), number("LOCAL_RANK", 0), folder, stop_at, node)
 
     @property
     def device(self) -> torch.device:
@@ -69,8 +75,9 @@ def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerCloc
     job = load_job(run.job_path)
     if job.train is None:
         raise SetupError(f"{run.job_path}: kind {job.kind} does not train")
-    tiers = tier_folders(job, run)
-    check_tiers(tiers)
+    tiers = tier_folders(job, run, place.node, writes=True)
+    if place.local_rank == 0:
+        check_tiers(tiers)
     search_folder(place.job_folder)
     schedule = Schedule.of(job)
     objective = objective_of(job)
@@ -88,7 +95,8 @@ def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerCloc
         if not is_out_of_memory(error):
             raise
         raise describe_out_of_memory("start", ranks, job.train, prediction) from error
-    vocabulary = cast("Tensor", model.head_weight).shape[0]
+    # not every stage of a pipeline has the head
+    vocabulary = model.config.shape.vocab if isinstance(model, Decoder) else cast("Tensor", model.head_weight).shape[0]
     source = open_source(job, vocab=vocabulary)
     return Parts(
         job=job,
@@ -118,9 +126,9 @@ def build_model(job: Job, ranks: Ranks) -> nn.Module:
     """The job's model, spread over the ranks, with random or published weights. A decoder is made without memory and
     filled once each rank holds only its own part; a user's model comes as its author made it."""
     assert job.train is not None
-    dtype = parameter_dtype(ranks.layout, job.train.weights)
     shape = job.model_shape
     if shape is None:
+        dtype = parameter_dtype(ranks.layout, job.train.weights)
         assert isinstance(job.model, str)
         function = load_function(job.model)
         with user_code(function, job.model):
@@ -134,11 +142,17 @@ def build_model(job: Job, ranks: Ranks) -> nn.Module:
         _adapt(model, job, ranks)
         initialize_adapters(model, job.train.seed)
         return parallelize(model.to(ranks.device, dtype), ranks, compiles(model, job, ranks))
+    return build_decoder(config_from_shape(shape), job, ranks)
+
+
+def build_decoder(config: DecoderConfig, job: Job, ranks: Ranks) -> Decoder:
+    """A decoder of this config as the job says, made without memory until each rank holds only its own part."""
+    assert job.train is not None
     weights = job.weights_folder
     with torch.device("meta"):
-        model = Decoder(config_from_shape(shape))
+        model = Decoder(config)
         _adapt(model, job, ranks)
-    parallelize(model.to(dtype), ranks, compiles(model, job, ranks))
+    parallelize(model.to(parameter_dtype(ranks.layout, job.train.weights)), ranks, compiles(model, job, ranks))
     model.to_empty(device=ranks.device)
     with torch.no_grad():
         for buffer in model.buffers():
@@ -164,6 +178,8 @@ def build_optimizer(job: Job, ranks: Ranks, model: nn.Module) -> AdamW:
         job.train.weight_decay,
         job.train.weights if ranks.layout.precision != "fp32" else "fp32",
         job.train.seed,
+        ranks.pipeline,
+        model.copies if isinstance(model, Decoder) else (),
     )
 
 
@@ -171,23 +187,37 @@ def compiles(model: nn.Module, job: Job, ranks: Ranks) -> bool:
     """Whether blocks are compiled. Left to us, on a GPU, and only those that our own kernels do not cover: these start
     at once, keep less for the backward pass and are as fast (docs/measurements.md)."""
     assert job.train is not None
+    layout = ranks.layout
+    if layout.tp * layout.cp * layout.ep > 1:
+        if job.train.compile is True:
+            raise SetupError(
+                f"train.compile is true, but with {layout} blocks talk to other ranks: write compile: auto"
+            )
+        return False
     if job.train.compile != "auto":
         return job.train.compile
     covered = isinstance(model, Decoder) and all(block.has_own_kernels for block in model.blocks)
     return ranks.device.type == "cuda" and not covered
 
 
-def tier_folders(job: Job, run: RunDirectory) -> list[TierFolder]:
-    """Where the job's checkpoint tiers lie for this run."""
+def tier_folders(job: Job, run: RunDirectory, node: str = "node-0", writes: bool = False) -> list[TierFolder]:
+    """Where the job's checkpoint tiers lie for this run, as seen from a node. Who writes outside the run directory is
+    known there by the run's identity."""
     folders = []
+    storage = job.cluster.file.storage if job.cluster.file else None
     for tier in job.checkpoint.places:
-        if tier.to == "object" or "://" in tier.to:
-            raise SetupError(
-                f"checkpoint tier {tier.to} can be planned but not written yet; allowed: nvme, shared, an absolute path"
+        found = place_of(tier, storage, run.path)
+        folders.append(
+            TierFolder(
+                tier.to,
+                found.place if found.is_url else Path(found.place),
+                tier.every,
+                tier.every_steps,
+                tier.keep,
+                node if found.is_node_local else None,
+                run_identity(run) if writes and not found.is_inside_run else None,
             )
-        is_path = tier.to.startswith("/")
-        path = Path(tier.to) / run.name if is_path else run.checkpoints(tier.to)
-        folders.append(TierFolder(tier.to, path, tier.every, tier.every_steps, tier.keep))
+        )
     return folders
 
 
@@ -195,14 +225,26 @@ def check_tiers(tiers: Sequence[TierFolder]) -> None:
     """Training is not begun whose first checkpoint would fail, perhaps after hours."""
     for tier in tiers:
         try:
-            tier.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=tier.path):
-                pass
+            open_tier(tier).prepare()
         except OSError as error:
             raise SetupError(
                 f"checkpoint tier {tier.name} cannot be written: {tier.path}: {error.strerror}; give checkpoint.tiers "
                 "a folder that every rank may write to"
             ) from None
+        except CratonError as error:
+            raise SetupError(f"checkpoint tier {tier.name} cannot be used: {error}") from None
+
+
+def run_identity(run: RunDirectory) -> str:
+    """What tells this run from another of the same name: made once, kept in the run directory."""
+    path = run.path / "checkpoints" / OWNER
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{OWNER}.", encoding="utf-8") as fresh:
+        fresh.write(uuid.uuid4().hex)
+        fresh.flush()
+        with suppress(FileExistsError):  # in one step, so that the first of the ranks wins
+            os.link(fresh.name, path)
+    return path.read_text(encoding="utf-8").strip()
 
 
 def _adapt(model: nn.Module, job: Job, ranks: Ranks) -> None:

@@ -3,7 +3,9 @@ number of ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import nn
@@ -13,26 +15,44 @@ from craton.ml.data import Source, collate
 from craton.ml.training.batch import Batch
 from craton.ml.training.objectives import Objective, batch_loss
 from craton.ml.training.parallel import Ranks
+from craton.ml.training.pipeline import Pipeline
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, source: Source, objective: Objective, ranks: Ranks, sequences: int) -> float:
+def evaluate(
+    model: nn.Module,
+    source: Source,
+    objective: Objective,
+    ranks: Ranks,
+    sequences: int,
+    pipeline: Pipeline | None = None,
+) -> float:
     """The loss per label of the first `sequences` samples. All ranks call it and get the same number."""
-    micro_batch = ranks.layout.micro_batch
     one = torch.ones((), device=ranks.device)
     totals = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # loss, weight
     model.eval()
-    # Every rank runs as many forward passes as the others, for each is a collective; rows beyond the end weigh nothing.
+    batches = _batches(source, ranks, sequences)
+    while together := list(islice(batches, ranks.layout.pp)):
+        if pipeline is None:
+            loss, _ = batch_loss(model, together[0], objective, one)
+        else:
+            loss = pipeline.forward(together, one)
+        count = torch.stack([batch.count for batch in together]).sum()
+        totals += torch.stack((loss, count)).double() * ranks.counts_loss
+    model.train()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # without a backward pass nothing else lets go of parameters that stay gathered
+    total, weight = ranks.sum(totals).tolist()
+    return float(total / max(weight, 1.0))
+
+
+def _batches(source: Source, ranks: Ranks, sequences: int) -> Iterator[Batch]:
+    """As many on every rank, for each forward pass is a collective; rows beyond the end weigh nothing."""
+    micro_batch = ranks.layout.micro_batch
     for first in range(0, sequences, ranks.data_world * micro_batch):
         begin = first + ranks.data_rank * micro_batch
         indices = range(begin, begin + micro_batch)
         batch = Batch.from_arrays(collate([source.sample(index % sequences) for index in indices]))
         inside = torch.tensor([index < sequences for index in indices]).unsqueeze(1)
-        batch = replace(batch, weight=batch.weight * inside).to(ranks.device)
-        loss, _ = batch_loss(model, batch, objective, one)
-        totals += torch.stack((loss, batch.count)).double()
-    model.train()
-    if isinstance(model, FSDPModule):
-        model.reshard()  # without a backward pass nothing else lets go of the root's parameters
-    total, weight = ranks.sum(totals).tolist()
-    return float(total / max(weight, 1.0))
+        yield replace(batch, weight=batch.weight * inside).cut(ranks.connections.context).to(ranks.device)

@@ -7,17 +7,22 @@ as they are. What the backward pass needs of the input is kept as fp8, half the 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from craton.errors import CratonError
+from craton.ml.collectives import gather, local, scatter_sum, whole
 from craton.ml.kernels import swiglu, swiglu_backward
+from craton.ml.kernels.weight_gradients import weight_gradient
+from craton.ml.models.linear import Linear
 from craton.ml.models.mlp import Mlp
 
 Recipe = Literal["tensorwise", "rowwise"]
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16  # of the sizes of a product's operands
 LEAST = 1e-12  # of a largest value, so that a tensor of zeros has a scale
 
 
@@ -39,12 +44,12 @@ def convert(model: nn.Module, recipe: Recipe) -> list[str]:
     converted = []
     for name, module in list(model.named_modules()):
         if isinstance(module, Mlp):
-            _check(name, module.gate, module.down)
+            _check(name, module.gate, module.up, module.down)
             module.__class__ = Float8Mlp
             module.recipe = recipe  # type: ignore[assignment]
             converted += [f"{name}.{part}" for part in ("gate", "up", "down")]
         for part, child in module.named_children():
-            if type(child) is nn.Linear and name.endswith("attention"):
+            if type(child) is Linear and name.endswith("attention"):
                 _check(f"{name}.{part}", child)
                 child.__class__ = Float8Linear
                 child.recipe = recipe  # type: ignore[assignment]
@@ -58,12 +63,13 @@ def convert(model: nn.Module, recipe: Recipe) -> list[str]:
 
 def _check(name: str, *layers: nn.Module) -> None:
     for layer in layers:
-        assert isinstance(layer, nn.Linear)
-        if layer.in_features % 16 or layer.out_features % 16:
+        assert isinstance(layer, Linear)
+        if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
             raise Float8Error(
                 f"precision fp8: {name} is {layer.out_features} × {layer.in_features}; fp8 products need multiples of "
-                "16; change the model or use precision bf16"
+                f"{MULTIPLE}; change the model or use precision bf16"
             )
+        layer.part_multiple = MULTIPLE
 
 
 def check_device(device: torch.device) -> None:
@@ -73,16 +79,20 @@ def check_device(device: torch.device) -> None:
         raise Float8Error(f"precision fp8 needs a GPU of Hopper's kind or later; this is a {name}: use precision bf16")
 
 
-class Float8Linear(nn.Linear):
-    """A linear layer whose three products are fp8."""
+class Float8Linear(Linear):
+    """A linear layer whose three products are fp8. Cut by tensor parallelism, each rank has the scales of its part."""
 
     recipe: Recipe
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.cut == 0 and self.peers is not None:
+            x = gather(x, self.peers)
         out: Tensor = _Linear.apply(x.flatten(0, -2), self.weight, self.recipe)
-        out = out.unflatten(0, x.shape[:-1])
+        if self.cut == 1 and self.peers is not None:
+            return scatter_sum(out, self.peers)
         bias: Tensor | None = self.bias
-        return out if bias is None else out + bias
+        out = out if bias is None else out + whole(bias)
+        return out.view(*x.shape[:-1], -1)
 
 
 class Float8Mlp(Mlp):
@@ -92,6 +102,10 @@ class Float8Mlp(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = (self.gate.weight, self.up.weight, self.down.weight)
+        peers = self.connections.tensor
+        if peers is not None:
+            parts: Tensor = _GatedMlp.apply(gather(x, peers), *weights, self.recipe)
+            return scatter_sum(parts, peers)
         out: Tensor = _GatedMlp.apply(x.flatten(0, -2), *weights, self.recipe)
         return out.view(x.shape)
 
@@ -100,46 +114,48 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
         x8 = quantize(x, recipe, VALUES)
-        weight8 = quantize(weight, recipe, VALUES, transposed=False)
-        ctx.save_for_backward(x8.transposed, x8.transposed_inverse, weight)
-        ctx.recipe = recipe
+        weight8 = quantize(local(weight), recipe, VALUES, transposed=False)
+        ctx.save_for_backward(x8.transposed, x8.transposed_inverse)
+        ctx.weight, ctx.recipe = weight, recipe
         return product(x8, weight8, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x_turned, x_inverse, weight = ctx.saved_tensors
+        x_turned, x_inverse = ctx.saved_tensors
         gradient8 = quantize(gradient.contiguous(), ctx.recipe, GRADIENTS)
-        weight8 = quantize(weight, ctx.recipe, VALUES, straight=False)
+        weight8 = quantize(local(ctx.weight), ctx.recipe, VALUES, straight=False)
         grad_x = product_with_transposed(gradient8, weight8, gradient.dtype)
-        return grad_x, weight_gradient(gradient8, x_turned, x_inverse, gradient.dtype), None
+        of_weight = partial(product_of_turned, gradient8, x_turned, x_inverse, gradient.dtype)
+        return grad_x, weight_gradient(ctx.weight, of_weight), None
 
 
 class _GatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, recipe: Recipe) -> Tensor:
         x8 = quantize(x, recipe, VALUES)
-        gated = product(x8, quantize(gate, recipe, VALUES, transposed=False), x.dtype)
-        lifted = product(x8, quantize(up, recipe, VALUES, transposed=False), x.dtype)
+        gated = product(x8, quantize(local(gate), recipe, VALUES, transposed=False), x.dtype)
+        lifted = product(x8, quantize(local(up), recipe, VALUES, transposed=False), x.dtype)
         product8 = quantize(swiglu(gated, lifted), recipe, VALUES, transposed=False)
-        ctx.save_for_backward(x8.transposed, x8.transposed_inverse, gated, lifted, gate, up, down)
-        ctx.recipe = recipe
-        return product(product8, quantize(down, recipe, VALUES, transposed=False), x.dtype)
+        ctx.save_for_backward(x8.transposed, x8.transposed_inverse, gated, lifted)
+        ctx.weights, ctx.recipe = (gate, up, down), recipe
+        return product(product8, quantize(local(down), recipe, VALUES, transposed=False), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x_turned, x_inverse, gated, lifted, gate, up, down = ctx.saved_tensors
-        recipe, dtype = ctx.recipe, gradient.dtype
+        x_turned, x_inverse, gated, lifted = ctx.saved_tensors
+        (gate, up, down), recipe, dtype = ctx.weights, ctx.recipe, gradient.dtype
         gradient8 = quantize(gradient.contiguous(), recipe, GRADIENTS)
-        hidden = product_with_transposed(gradient8, quantize(down, recipe, VALUES, straight=False), dtype)
+        hidden = product_with_transposed(gradient8, quantize(local(down), recipe, VALUES, straight=False), dtype)
         hidden, gated, lifted = swiglu_backward(gated, lifted, hidden)  # the forward product, and both gradients
         hidden8 = quantize(hidden, recipe, VALUES, straight=False)
         assert hidden8.transposed is not None
-        grad_down = weight_gradient(gradient8, hidden8.transposed, hidden8.transposed_inverse, dtype)
+        of_down = partial(product_of_turned, gradient8, hidden8.transposed, hidden8.transposed_inverse, dtype)
+        grad_down = weight_gradient(down, of_down)
         gated8, lifted8 = quantize(gated, recipe, GRADIENTS), quantize(lifted, recipe, GRADIENTS)
-        grad_x = product_with_transposed(gated8, quantize(gate, recipe, VALUES, straight=False), dtype)
-        grad_x += product_with_transposed(lifted8, quantize(up, recipe, VALUES, straight=False), dtype)
-        grad_gate = weight_gradient(gated8, x_turned, x_inverse, dtype)
-        grad_up = weight_gradient(lifted8, x_turned, x_inverse, dtype)
+        grad_x = product_with_transposed(gated8, quantize(local(gate), recipe, VALUES, straight=False), dtype)
+        grad_x += product_with_transposed(lifted8, quantize(local(up), recipe, VALUES, straight=False), dtype)
+        grad_gate = weight_gradient(gate, partial(product_of_turned, gated8, x_turned, x_inverse, dtype))
+        grad_up = weight_gradient(up, partial(product_of_turned, lifted8, x_turned, x_inverse, dtype))
         return grad_x, grad_gate, grad_up, grad_down, None
 
 
@@ -180,7 +196,7 @@ def product_with_transposed(left: Quantized, right: Quantized, dtype: torch.dtyp
     return _multiply(left.straight, left.straight_inverse, right.transposed, right.transposed_inverse, dtype)
 
 
-def weight_gradient(gradient: Quantized, x_turned: Tensor, x_inverse: Tensor, dtype: torch.dtype) -> Tensor:
+def product_of_turned(gradient: Quantized, x_turned: Tensor, x_inverse: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient [tokens, n]ᵀ · x [tokens, k]."""
     assert gradient.transposed is not None
     return _multiply(gradient.transposed, gradient.transposed_inverse, x_turned, x_inverse, dtype, exact=True)

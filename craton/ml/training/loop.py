@@ -28,13 +28,22 @@ from craton.ml.training.meter import Meter
 from craton.ml.training.objectives import Objective, batch_loss
 from craton.ml.training.optimizer import AdamW
 from craton.ml.training.parallel import Ranks, accumulate_gradients
+from craton.ml.training.pipeline import Pipeline
 from craton.ml.training.schedule import Schedule
+from craton.ml.training.tensor import sum_uncut_gradients
 from craton.ml.training.timing import StepTimer, StepTimes
 from craton.telemetry import LedgerClock, Recorder
 
 COLLECT_STEPS = 100  # between two garbage collections, the same on every rank so that none waits for another's
 
 LEDGER_SECONDS = 1.0  # between two lines of the ledger: what a crash may lose
+
+SAVE_EVENTS = {
+    "saved": "checkpoint_saved",
+    "failed": "checkpoint_failed",
+    "skipped": "checkpoint_skipped",
+    "moved": "checkpoint_moved",
+}
 
 Outcome = Literal["done", "stopped"]
 
@@ -70,7 +79,8 @@ class Trainer:
         self.loader: Loader | None = None
         self.guard = Guard(self.train)
         self.timer = StepTimer(parts.ranks.device)
-        self.timer.watch(parts.model)
+        self.timer.watch(parts.model, parts.ranks.peers)
+        self.pipeline = Pipeline(parts.model, parts.ranks, parts.objective) if parts.ranks.pipeline else None
         self._doing = "start"
         self._stop_asked = False
         self._unread: _Readout | None = None  # the numbers of the step before, on their way to the host
@@ -78,7 +88,7 @@ class Trainer:
         self._redo_until = reached
         self._booked = 0.0
         self._balanced: list[Any] = [module for module in parts.model.modules() if hasattr(module, "update_bias")]
-        self._auxiliary: list[Any] = [module for module in parts.model.modules() if hasattr(module, "aux_loss")]
+        self._auxiliary: list[Any] = [module for module in parts.model.modules() if hasattr(module, "aux_weight")]
 
     def stop(self) -> None:
         """Asks for an end after the step in progress; safe in a signal handler."""
@@ -103,6 +113,7 @@ class Trainer:
         parts = self.parts
         self._begin(self._restore())
         self._first_step = self.step + 1
+        parts.checkpointer.reserve(self.tensors())
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -132,6 +143,8 @@ class Trainer:
         loss, report = self._forward_backward(batches, count)
         self.timer.mark("compute")
 
+        if parts.checkpointer.finish_copy():
+            self.timer.mark("checkpoint")
         rate = parts.schedule.learning_rate(self.step)
         numbers = self._update(rate, loss, report)
         self.timer.mark("optimizer")
@@ -149,14 +162,15 @@ class Trainer:
     def _load(self) -> list[Batch]:
         self._doing = "data"
         assert self.loader is not None
-        batches = [Batch.from_arrays(arrays) for arrays in self.loader.next()]
+        context = self.parts.ranks.connections.context
+        batches = [Batch.from_arrays(arrays).cut(context) for arrays in self.loader.next()]
         if self.parts.ranks.device.type == "cuda":
             batches = [batch.pin().to(self.parts.ranks.device) for batch in batches]
         return batches
 
     def _agree(self, batches: list[Batch]) -> tuple[Tensor, _HostCopy]:
         """The weight of all labels of the step, for the loss; and how many ranks were asked to stop, for the host."""
-        count = torch.stack([batch.count for batch in batches]).double().sum()
+        count = torch.stack([batch.count for batch in batches]).double().sum() * self.parts.ranks.counts_labels
         numbers = torch.stack((count, torch.full_like(count, float(self._stop_asked))))
         with self.timer.waiting():
             self.parts.ranks.sum(numbers)
@@ -165,31 +179,49 @@ class Trainer:
     def _forward_backward(self, batches: list[Batch], count: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The gradient of the step; its loss and what the objective reports, summed over micro-batches and ranks."""
         parts = self.parts
-        totals: dict[str, Tensor] = {}
-        for index, batch in enumerate(batches):
-            accumulate_gradients(parts.model, parts.ranks.layout, last=index == len(batches) - 1)
-            self._doing = "forward"
-            loss, report = batch_loss(parts.model, batch, parts.objective, count)
-            for name, value in (("loss", loss.detach()), *report.items()):
-                totals[name] = totals[name] + value if name in totals else value
-            for module in self._auxiliary:
-                if module.aux_loss is not None:  # a mean over the tokens of the micro-batch
-                    loss = loss + module.aux_loss * (batch.count / count)
-            self._doing = "backward"
-            loss.backward()
-            if index < len(batches) - 1:
-                parts.optimizer.accumulate()
-        sums = torch.stack([value.float() for value in totals.values()])
+        if self.pipeline is None:
+            totals = self._one_after_the_other(batches, count)
+        else:
+            self._doing = "backward"  # or forward: here they take turns
+            totals = self.pipeline.forward_backward(batches, count, self._weigh_auxiliary)
+        sums = torch.stack([value.float() for value in totals.values()]) * parts.ranks.counts_loss
         with self.timer.waiting():
             parts.ranks.sum(sums)
         summed = dict(zip(totals, sums, strict=True))
         return summed.pop("loss"), summed
+
+    def _one_after_the_other(self, batches: list[Batch], count: Tensor) -> dict[str, Tensor]:
+        parts = self.parts
+        totals: dict[str, Tensor] = {}
+        for index, batch in enumerate(batches):
+            accumulate_gradients(parts.model, parts.ranks.layout, last=index == len(batches) - 1)
+            self._weigh_auxiliary(batch, count)
+            self._doing = "forward"
+            loss, report = batch_loss(parts.model, batch, parts.objective, count)
+            for name, value in (("loss", loss.detach()), *report.items()):
+                totals[name] = totals[name] + value if name in totals else value
+            self._doing = "backward"
+            loss.backward()
+            if index < len(batches) - 1:
+                parts.optimizer.accumulate()
+        return totals
+
+    def _weigh_auxiliary(self, batch: Batch, count: Tensor) -> None:
+        """Balancing losses are means over the tokens of a micro-batch: each weighs as much as the labels of all these
+        tokens, also where another rank holds a part of them."""
+        if not self._auxiliary:
+            return
+        context = self.parts.ranks.connections.context
+        labels = batch.count if context is None else context.sum(batch.count)
+        for module in self._auxiliary:
+            module.aux_weight = labels / count
 
     def _update(self, rate: float, loss: Tensor, report: dict[str, Tensor]) -> _HostCopy:
         """One optimizer step, which the device skips when the loss or the gradient is bad; the step's numbers."""
         self._doing = "optimizer"
         parts = self.parts
         good = loss < self.guard.highest_loss
+        sum_uncut_gradients(parts.optimizer.parameters.values(), parts.ranks)
         norm = parts.optimizer.step(rate, self.train.clip, good)
         parts.optimizer.zero_grad()
         for module in self._balanced:
@@ -270,9 +302,8 @@ class Trainer:
 
     def _report_checkpoints(self) -> None:
         for report in self.parts.checkpointer.reports():
-            name = "checkpoint_saved" if report.error is None else "checkpoint_failed"
             fields = {"tier": report.tier, "bytes": report.bytes, "seconds": report.seconds, "reason": report.error}
-            self._event(name, report.step, **fields)
+            self._event(SAVE_EVENTS[report.outcome], report.step, **fields)
 
     def _keep_house(self) -> None:
         """What is done beside the steps, at its own pace."""
@@ -293,7 +324,7 @@ class Trainer:
         self._doing = "evaluation"
         parts = self.parts
         with parts.clock.kind("evaluate"):
-            loss = evaluate(parts.model, source, parts.objective, parts.ranks, wanted.sequences)
+            loss = evaluate(parts.model, source, parts.objective, parts.ranks, wanted.sequences, self.pipeline)
         parts.meter.evaluation(self.step, loss)
         self.timer.begin()
 

@@ -7,16 +7,20 @@ adapter; the stacked experts of a mixture have none and stay frozen.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from craton.errors import CratonError
 from craton.job import Lora
+from craton.ml.collectives import ALONE, gather, local, scatter_sum
+from craton.ml.kernels import gated_linears, linear, linears
 from craton.ml.models.decoder import fill_normal
+from craton.ml.models.linear import Linear
+from craton.ml.models.mlp import Mlp
 
 TARGETS = {
     "attention": ("qkv", "output", "q", "q_a", "q_b", "kv_a", "kv_b"),
@@ -28,22 +32,53 @@ class LoraError(CratonError):
     """There is nothing in the model that adapters could be put on."""
 
 
-class LoraLinear(nn.Module):
-    """A linear layer whose own weight is frozen."""
+class LoraLinear(Linear):
+    """A linear layer whose own weight is frozen. Cut by tensor parallelism, what passes between A and B is narrow, so
+    that is what is gathered or summed."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.weight, self.bias, self.scale = base.weight, base.bias, scale
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.cut, self.connections = base.cut if isinstance(base, Linear) else None, ALONE
         self.lora_a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
         self.lora_b = nn.Parameter(base.weight.new_empty(base.out_features, rank))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias) + self.scale * linear(linear(x, self.lora_a), self.lora_b)
+    @property
+    def tensor_cuts(self) -> dict[str, int]:
+        return super().tensor_cuts | {0: {"lora_b": 0}, 1: {"lora_a": 1}, None: {}}[self.cut]
+
+    def adapt(self, out: Tensor, x: Tensor) -> Tensor:
+        narrow = linear(x, self.lora_a)
+        if self.peers is not None:
+            narrow = (gather if self.cut == 0 else scatter_sum)(narrow, self.peers)
+        return self.join(out, narrow)
+
+    def join(self, out: Tensor, narrow: Tensor) -> Tensor:
+        """The output of the frozen weight and what the adapter adds to it."""
+        return out + self.scale * linear(narrow, self.lora_b)
 
     def merged(self) -> Tensor:
         """The weight of a plain layer that computes the same."""
         product = self.scale * self.lora_b.float() @ self.lora_a.float()
         return (self.weight.float() + product).to(self.weight.dtype)
+
+
+class LoraMlp(Mlp):
+    """The gated MLP with adapters on all three layers. Like the plain one it keeps its input, gate and up."""
+
+    gate: LoraLinear
+    up: LoraLinear
+    down: LoraLinear
+
+    def forward(self, x: Tensor) -> Tensor:
+        peers = self.connections.tensor
+        gated, lifted = linears(x, (self.gate.weight, self.up.weight), peers)
+        gated, lifted = self.gate.adapt(gated, x), self.up.adapt(lifted, x)
+        out, narrow = gated_linears(gated, lifted, (self.down.weight, self.down.lora_a))
+        if peers is not None:
+            out, narrow = scatter_sum(out, peers), scatter_sum(narrow, peers)
+        return self.down.join(out, narrow)
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
@@ -54,9 +89,11 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     adapted = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if name in names and type(child) is nn.Linear:
+            if name in names and isinstance(child, nn.Linear) and type(child) in (nn.Linear, Linear):
                 setattr(parent, name, LoraLinear(child, lora.rank, scale))
                 adapted += 1
+        if isinstance(parent, Mlp) and isinstance(parent.down, LoraLinear):
+            parent.__class__ = LoraMlp
     if not adapted:
         raise LoraError(
             f"train.lora targets {lora.targets}, but the model has no linear layer named {', '.join(sorted(names))}"
@@ -78,9 +115,10 @@ def base_only(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def initialize_adapters(model: nn.Module, seed: int) -> None:
     """A normal, B zero: training starts from the model as it was."""
-    for index, module in enumerate(module for module in model.modules() if isinstance(module, LoraLinear)):
-        fill_normal(module.lora_a, module.lora_a.shape[1] ** -0.5, seed * 1_000_003 + index)
-        module.lora_b.zero_()
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):  # by its name, which is the same whatever layers a rank holds
+            fill_normal(module.lora_a, module.lora_a.shape[1] ** -0.5, seed * 1_000_003 + zlib.crc32(name.encode()))
+            local(module.lora_b).zero_()
 
 
 @torch.no_grad()
@@ -89,8 +127,10 @@ def merge_adapters(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, LoraLinear):
-                out_features, in_features = child.weight.shape
-                plain = nn.Linear(in_features, out_features, bias=child.bias is not None, device="meta")
+                with torch.device("meta"):
+                    plain = Linear(child.in_features, child.out_features, child.bias is not None, child.cut)
                 plain.weight = nn.Parameter(child.merged())
                 plain.bias = child.bias
                 setattr(parent, name, plain)
+        if isinstance(parent, LoraMlp):
+            parent.__class__ = Mlp  # type: ignore[assignment]

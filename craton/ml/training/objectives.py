@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from craton.errors import CratonError
 from craton.job import Job
+from craton.ml.collectives import ALONE
 from craton.ml.functions import FunctionError, load_function, user_code
 from craton.ml.training.batch import Batch
 from craton.ml.training.head import linear_log_prob_loss, log_probs
@@ -59,14 +60,21 @@ def objective_of(job: Job) -> Objective:
 
 def batch_loss(model: nn.Module, batch: Batch, objective: Objective, count: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The share of one micro-batch in the step's loss, and in what is reported beside it."""
-    hidden = model(batch.tokens, batch.positions, batch.documents)  # [rows, sequence, hidden]
-    flat, labels = hidden.flatten(0, 1), batch.labels.flatten()
+    return hidden_loss(model, model(batch.tokens, batch.positions, batch.documents), batch, objective, count)
+
+
+def hidden_loss(
+    model: nn.Module, hidden: Tensor, batch: Batch, objective: Objective, count: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`batch_loss` of what the layers made of the batch, [rows, sequence, hidden], or a share of its tokens."""
+    flat, labels = hidden.flatten(0, -2), batch.labels.flatten()
     head = cast("Tensor", model.head_weight)
+    tensor = getattr(model, "connections", ALONE).tensor
     if objective.coefficients is not None:
         coefficients = objective.coefficients(batch).flatten() / count
-        loss, _ = linear_log_prob_loss(flat, head, labels, coefficients)
+        loss, _ = linear_log_prob_loss(flat, head, labels, coefficients, peers=tensor)
         return loss, {}
-    values = log_probs(flat, head, labels).view_as(batch.labels)
+    values = log_probs(flat, head, labels, peers=tensor).view_as(batch.labels)
     with user_code(objective.function, objective.name):
         returned = objective.function(values, batch)
     total, report = _checked(returned, objective.name)

@@ -9,12 +9,14 @@ whose gradient is not finite happen on the device.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from craton.ml.collectives import Peers
 
 Weights = Literal["fp32", "bf16"]
 
@@ -30,8 +32,14 @@ class AdamW:
         weight_decay: float = 0.1,
         weights: Weights = "fp32",
         seed: int = 0,
+        pipeline: Peers | None = None,
+        copies: Collection[str] = (),
     ) -> None:
-        self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        """`pipeline`: the ranks that hold the other stages; `copies`: parameters that one of them counts."""
+        self._pipeline, self._copies = pipeline, frozenset(copies)
+        everything = dict(parameters)
+        self._device = next(iter(everything.values())).device  # a stage of a pipeline may have nothing to train
+        self.parameters = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
         self.betas, self.epsilon, self.weight_decay, self.weights, self.seed = (
             betas,
             epsilon,
@@ -65,17 +73,19 @@ class AdamW:
 
     def gradient_norm(self) -> Tensor:
         """Of all gradients of all ranks, fp32, on the device."""
-        gradients = [self._gradient(name) for name in self.parameters]
+        gradients = [self._gradient(name) for name in self.parameters if name not in self._copies]
         squares: dict[object, list[Tensor]] = {}
-        locals_ = torch._foreach_norm([_local(gradient) for gradient in gradients], dtype=torch.float32)
+        locals_ = _norms([_local(gradient) for gradient in gradients])
         for gradient, norm in zip(gradients, locals_, strict=True):
             squares.setdefault(_shard_groups(gradient), []).append(norm)
-        total = torch.zeros((), dtype=torch.float32, device=locals_[0].device)
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
         for groups, norms in squares.items():
             part = torch.stack(norms).square().sum()
             for group in groups:  # type: ignore[attr-defined]
                 torch.distributed.all_reduce(part, group=group)
             total += part
+        if self._pipeline is not None:
+            total = self._pipeline.sum(total)
         return total.sqrt()
 
     @torch.no_grad()
@@ -127,8 +137,7 @@ class AdamW:
     def _control(self, norm: Tensor | None, clip: float, finite: Tensor | None) -> Tensor:
         """[multiplier of the gradient, 1 when the step counts else 0], on the device."""
         if norm is None:
-            device = _local(next(iter(self.parameters.values()))).device
-            one = torch.ones((), dtype=torch.float32, device=device)
+            one = torch.ones((), dtype=torch.float32, device=self._device)
             return torch.stack((one, one if finite is None else finite.to(torch.float32)))
         good = norm.isfinite() if finite is None else norm.isfinite() & finite
         scale = (clip / (norm + 1e-6)).clamp(max=1.0).nan_to_num(0.0)
@@ -218,6 +227,10 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
+def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
+    return torch._foreach_norm(tensors, dtype=torch.float32) if tensors else ()
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -227,4 +240,6 @@ def _shard_groups(gradient: Tensor) -> tuple[object, ...]:
     if not isinstance(gradient, DTensor):
         return ()
     mesh = gradient.device_mesh
-    return tuple(mesh.get_group(axis) for axis, placement in enumerate(gradient.placements) if placement.is_shard())
+    # not `is_shard`: what FSDP cuts behind tensor parallelism is a placement of another kind
+    cut = (axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
+    return tuple(mesh.get_group(axis) for axis in cut)

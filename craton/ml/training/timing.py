@@ -2,15 +2,16 @@
 
 A step is cut by marks into phases that add up to its length. On a CPU a mark is the clock; on a GPU it is an event on
 the compute stream, read a step later, so what counts is when the device did the work and not when it was asked to.
-Communication is what the computation waited for: on a CPU every second inside FSDP2's collectives, on a GPU what the
-compute stream waits for gathered parameters, and at the end of the backward pass for the last reduction. A reduction
+Communication is what the computation waited for: on a CPU every second inside collectives, on a GPU what the compute
+stream waits for other ranks' tensors, for gathered parameters, and at the end of the backward pass for the last
+reduction. A reduction
 that holds up the middle of a backward pass on a GPU is booked as compute.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from craton.ml.collectives import Peers
 
 PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
 
@@ -89,8 +92,10 @@ class StepTimer:
     def waited(self, since: Stamp) -> None:
         self._times.waits.append((since, self.stamp()))
 
-    def watch(self, model: nn.Module) -> None:
-        """Measures the communication of a model that FSDP2 wraps; nothing to do for any other."""
+    def watch(self, model: nn.Module, peers: Iterable[Peers] = ()) -> None:
+        """Measures the communication of a model that FSDP2 wraps, and with these peers; else there is nothing to do."""
+        for each in peers:
+            each.waiting = self.waiting
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 if self._on_gpu:

@@ -66,9 +66,11 @@ def test_split_and_rotate(heads: int, kv_heads: int, head_dim: int) -> None:
     close(torch.autograd.grad(ours, qkv, slopes)[0], torch.autograd.grad(plain, qkv, slopes)[0], 1e-4)
 
 
-def test_gated_mlp_and_its_gradients() -> None:
-    from craton.ml.kernels.fused import GatedMlp
+@pytest.mark.parametrize("fused", [True, False])
+def test_gated_mlp_and_its_gradients(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    from craton.ml.kernels.layers import GatedMlp
 
+    monkeypatch.setattr("craton.ml.kernels.is_fused", lambda _: fused)
     tensors = [
         torch.randn(*size, device=DEVICE, requires_grad=True) for size in ((11, 16), (24, 16), (24, 16), (16, 24))
     ]
@@ -80,6 +82,22 @@ def test_gated_mlp_and_its_gradients() -> None:
     mine = torch.autograd.grad(ours, tensors, slope)
     theirs = torch.autograd.grad(plain, tensors, slope)
     for left, right in zip(mine, theirs, strict=True):
+        close(left, right, 1e-3)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_products_with_a_gated_input_and_their_gradients(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    from craton.ml.kernels.layers import GatedLinears
+
+    monkeypatch.setattr("craton.ml.kernels.is_fused", lambda _: fused)
+    sizes = ((2, 11, 24), (2, 11, 24), (16, 24), (3, 24))
+    tensors = [torch.randn(*size, device=DEVICE, requires_grad=True) for size in sizes]
+    gate, up, *weights = tensors
+    plain = [(silu(gate) * up) @ weight.t() for weight in weights]
+    slopes = [torch.randn_like(out) for out in plain]
+    theirs = torch.autograd.grad(plain, tensors, slopes)
+    ours = GatedLinears.apply(*tensors)
+    for left, right in zip((*ours, *torch.autograd.grad(ours, tensors, slopes)), (*plain, *theirs), strict=True):
         close(left, right, 1e-3)
 
 

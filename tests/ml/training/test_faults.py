@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tiny import GLOBAL_BATCH, VOCABULARY, Records, Text, make_trainer, tiny_job
 from craton.job import Layout
 from craton.ml.data.sample import Sample
 from craton.ml.training.batch import Batch
+from craton.ml.training.checkpoint import CheckpointError
 from craton.ml.training.guard import TrainingStoppedError
 from craton.ml.training.memory import OutOfMemoryError
 from craton.ml.training.objectives import Objective
@@ -115,6 +117,32 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_an_event(tmp_path: Path) ->
     ((step, fields),) = [(step, fields) for name, step, fields in records.events if name == "checkpoint_passed_over"]
     assert step < STEPS
     assert f"step {STEPS} cannot be used" in fields["reason"]
+
+
+def test_a_tier_that_is_gone_for_a_while_is_an_event_and_training_goes_on(tmp_path: Path) -> None:
+    tier, away = tmp_path / "tier", tmp_path / "away"
+    layout = Layout(micro_batch=8, precision="fp32")
+    trainer, records = make_trainer(tiny_job(STEPS), layout, tier, every_steps=4)
+    load, saves = trainer._load, trainer.parts.checkpointer
+
+    def load_and_lose_the_tier() -> Any:
+        if trainer.step == 6:
+            saves.wait()
+            tier.rename(away)
+        if trainer.step == 10:
+            with suppress(CheckpointError):
+                saves.wait()
+            away.rename(tier)
+        return load()
+
+    trainer._load = load_and_lose_the_tier  # type: ignore[method-assign]
+    assert trainer.fit() == "done"
+    assert records.steps == [*range(1, STEPS + 1)]
+    found = [(name, step) for name, step, _ in records.events if name.startswith("checkpoint_")]
+    assert found == [("checkpoint_saved", 4), ("checkpoint_failed", 8), ("checkpoint_saved", STEPS)]
+    (reason,) = [fields["reason"] for name, _, fields in records.events if name == "checkpoint_failed"]
+    assert "is its file system mounted?" in reason
+    assert sorted(path.name for path in tier.iterdir()) == ["step-00000004", f"step-{STEPS:08d}"]
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])

@@ -168,7 +168,6 @@ def test_the_hooks_for_gpus_stand_where_fsdp_waits(gang: Gang) -> None:
 @pytest.mark.parametrize(
     ("layout", "said"),
     [
-        (Layout(tp=2, pp=2), "pp 2, tp 2, which can be planned but not trained yet; allowed: replicate and fsdp"),
         (Layout(fsdp=2), "takes 2 ranks .*, but 1 were started"),
         (Layout(precision="mxfp8"), "precision mxfp8 can be planned but not trained yet; allowed: fp32, bf16, fp8"),
         (Layout(offload="optimizer"), "offload optimizer can be planned but not trained yet"),

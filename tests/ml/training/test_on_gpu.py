@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from tiny import VOCABULARY, make_trainer, tiny_job
 
 from craton.job import Layout, ModelShape
 from craton.ml.models import DecoderConfig
+from craton.ml.training.checkpoint import TierFolder, find_checkpoint, read_tensors
 from craton.ml.training.loop import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -61,3 +65,23 @@ def test_recompute_changes_no_bit(recompute: str) -> None:
         trainer.fit()
         losses.append(records.losses)
     assert losses[0] == losses[1]
+
+
+def test_a_checkpoint_is_of_its_step_though_training_goes_on(tmp_path: Path) -> None:
+    wide = DecoderConfig(ModelShape("wide", 2, 2048, 8192, 16, 4, 128, VOCABULARY))  # its copy outlasts a forward pass
+    job = tiny_job(9, precision="bf16", learning_rate="1e-3")
+    trainer, _ = make_trainer(job, Layout(micro_batch=4), tmp_path, config=wide, every_steps=3, device="cuda")
+    save, states = trainer.parts.checkpointer.save, {}
+
+    def kept(step: int, tensors: Any, *rest: Any, **options: Any) -> float:
+        states[step] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        return save(step, tensors, *rest, **options)
+
+    trainer.parts.checkpointer.save = kept  # type: ignore[method-assign]
+    trainer.fit()
+    assert list(states) == [3, 6, 9]
+    for step, state in states.items():
+        found = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+        read_tensors(find_checkpoint([TierFolder("shared", tmp_path)], step), found)
+        for name, tensor in state.items():
+            assert torch.equal(tensor, found[name]), f"{name} of step {step}"

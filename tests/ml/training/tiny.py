@@ -15,12 +15,11 @@ from craton.job import Job, Layout, ModelShape, parse_job
 from craton.ml.data import Loader, Sample
 from craton.ml.data.sample import window
 from craton.ml.models.config import DecoderConfig, RoutingConfig
-from craton.ml.models.decoder import Decoder
+from craton.ml.training.build import build_decoder, build_optimizer
 from craton.ml.training.checkpoint import Checkpointer, TierFolder
 from craton.ml.training.loop import Parts, Trainer
 from craton.ml.training.meter import Meter
 from craton.ml.training.objectives import CROSS_ENTROPY, Objective
-from craton.ml.training.optimizer import AdamW
 from craton.ml.training.parallel import make_ranks, parallelize, parameter_dtype
 from craton.ml.training.schedule import Schedule
 from craton.telemetry import LedgerClock
@@ -73,6 +72,14 @@ class Records:
             self.seconds[kind] = self.seconds.get(kind, 0.0) + value
 
     @property
+    def norms(self) -> dict[int, float]:
+        return {
+            step: each["run_gradient_norm"]
+            for step, each in self.metrics_by_step.items()
+            if "run_gradient_norm" in each
+        }
+
+    @property
     def losses(self) -> dict[int, float]:
         return {step: each["run_loss"] for step, each in self.metrics_by_step.items() if "run_loss" in each}
 
@@ -114,10 +121,10 @@ def make_trainer(
     layout = layout or Layout(fsdp=world, precision=job.precision)
     ranks = make_ranks(layout, torch.device(device), rank, world)
     if model is None:
-        model = Decoder(config or DecoderConfig(SHAPE))
-        model.initialize(job.train.seed)
-    model.to(device, parameter_dtype(layout, job.train.weights))
-    parallelize(model, ranks, job.train.compile is True)
+        model = build_decoder(config or DecoderConfig(SHAPE), job, ranks)
+    else:
+        model.to(device, parameter_dtype(layout, job.train.weights))
+        parallelize(model, ranks, job.train.compile is True)
     records = Records()
     source = source or Text()
 
@@ -130,14 +137,7 @@ def make_trainer(
         job=job,
         ranks=ranks,
         model=model,
-        optimizer=AdamW(
-            list(model.named_parameters()),
-            job.train.betas,
-            job.train.epsilon,
-            job.train.weight_decay,
-            job.train.weights if layout.precision != "fp32" else "fp32",
-            job.train.seed,
-        ),
+        optimizer=build_optimizer(job, ranks, model),
         objective=objective,
         schedule=schedule,
         open_loader=open_loader,

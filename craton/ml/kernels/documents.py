@@ -1,0 +1,120 @@
+"""Which tokens belong together, and which of them a rank of a context group holds.
+
+A context group of n ranks cuts every sequence into 2 · n pieces. Rank i holds pieces i and 2 · n - 1 - i, one early and
+one late, so that causal attention is the same work for all. Offsets are made on the host before the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank of a context group."""
+
+    rank: int
+    size: int
+
+    @property
+    def pieces(self) -> tuple[int, int]:
+        return self.rank, 2 * self.size - 1 - self.rank
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """[rows, sequence, …] → the two pieces of this rank, [rows, sequence / size, …]."""
+        by_piece = whole.chunk(2 * self.size, dim=1)
+        return torch.cat([by_piece[piece] for piece in self.pieces], dim=1)
+
+
+@dataclass(frozen=True)
+class PieceOffsets:
+    """The documents of one piece. Its first may have begun in an earlier piece: then there are more keys than queries,
+    and the last of both are the same token."""
+
+    first_keys: tuple[int, ...]  # of each row, where the first document of the piece begins
+    queries: Tensor  # int32 [documents + 1], offsets in the flattened rows of the piece
+    keys: Tensor  # int32 [documents + 1], offsets in the flattened rows, each from its first key to the piece's end
+    most_queries: int
+    most_keys: int
+
+    def to(self, device: torch.device | str) -> PieceOffsets:
+        queries, keys = (tensor.to(device, non_blocking=True) for tensor in (self.queries, self.keys))
+        return replace(self, queries=queries, keys=keys)
+
+    def pin(self) -> PieceOffsets:
+        return replace(self, queries=self.queries.pin_memory(), keys=self.keys.pin_memory())
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Which tokens of the rows belong together, as numbers and as offsets, made on the host before the step."""
+
+    numbers: Tensor  # int32 [rows, sequence], of the whole sequence, also where the batch is cut
+    offsets: Tensor  # int32 [documents + 1], where each begins in the flattened rows, and the end
+    longest: int
+    pieces: tuple[PieceOffsets, ...] = ()  # of those that this rank holds, where the batch is cut
+
+    @classmethod
+    def of(cls, numbers: Tensor | Documents | None) -> Documents | None:
+        """From document numbers; waits for the device when they are not on the host."""
+        if numbers is None or isinstance(numbers, Documents):
+            return numbers
+        host = numbers.cpu()
+        starts = _begins(host).flatten().nonzero().flatten()
+        offsets = torch.cat([starts, starts.new_tensor([host.numel()])]).to(torch.int32)
+        return cls(numbers, offsets.to(numbers.device), int(offsets.diff().max()))
+
+    def cut(self, place: Place) -> Documents:
+        """The same with the offsets of this rank's pieces; on the host."""
+        length = self.numbers.shape[1] // (2 * place.size)
+        begins = _begins(self.numbers)
+        return replace(self, pieces=tuple(_piece(begins, piece * length, length) for piece in place.pieces))
+
+    def to(self, device: torch.device | str) -> Documents:
+        numbers, offsets = (tensor.to(device, non_blocking=True) for tensor in (self.numbers, self.offsets))
+        return Documents(numbers, offsets, self.longest, tuple(piece.to(device) for piece in self.pieces))
+
+    def pin(self) -> Documents:
+        pieces = tuple(piece.pin() for piece in self.pieces)
+        return Documents(self.numbers.pin_memory(), self.offsets.pin_memory(), self.longest, pieces)
+
+
+def visible(begin: int, end: int, window: int, numbers: Tensor | None, device: torch.device) -> Tensor:
+    """True where a token from `begin` to `end` may look at one before `end`: [rows or 1, 1, end - begin, end]."""
+    place = torch.arange(end, device=device)
+    distance = place[begin:, None] - place[None, :]
+    mask = distance >= 0
+    if window:
+        mask &= distance < window
+    mask = mask[None, None]
+    if numbers is not None:
+        mask = mask & (numbers[:, None, begin:end, None] == numbers[:, None, None, :end])
+    return mask
+
+
+def _begins(numbers: Tensor) -> Tensor:
+    """True at the first token of every document."""
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return begins
+
+
+def _piece(begins: Tensor, start: int, length: int) -> PieceOffsets:
+    first_keys: list[int] = []
+    queries: list[int] = []  # tokens of each document
+    keys: list[int] = []
+    for row in begins:
+        first_keys.append(int(row[: start + 1].nonzero()[-1]))
+        inside = [start, *(row[start + 1 : start + length].nonzero().flatten() + start + 1).tolist(), start + length]
+        lengths = [following - begin for begin, following in pairwise(inside)]
+        queries += lengths
+        keys += [lengths[0] + start - first_keys[-1], *lengths[1:]]
+    return PieceOffsets(tuple(first_keys), _offsets(queries), _offsets(keys), max(queries), max(keys))
+
+
+def _offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

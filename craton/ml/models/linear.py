@@ -1,0 +1,72 @@
+"""Layers that tensor parallelism cuts. Each says which dimension of its parameters is cut; alone it is a plain layer.
+
+Between layers a rank holds its share of the flattened tokens, [rows · sequence / tp, hidden]. Inside a pair of layers,
+one cut by rows (`cut` 0) and one by columns (`cut` 1), it holds all tokens and some of their features.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn.functional import embedding, rms_norm
+
+from craton.ml.collectives import ALONE, Connections, Peers, scatter_sum, whole
+from craton.ml.kernels import linear, scatter_linear
+
+
+class Linear(nn.Linear):
+    """x · weightᵀ + bias. `cut` None: every rank holds all of it and applies it to its share of the tokens."""
+
+    part_multiple = 1  # what the size of a part must divide by
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, cut: int | None = None) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        assert not (bias and cut == 1), "every rank would add the bias"
+        self.cut = cut
+        self.connections: Connections = ALONE
+
+    @property
+    def tensor_cuts(self) -> dict[str, int]:
+        """The dimension that tensor parallelism cuts, of each parameter that it does cut."""
+        return {} if self.cut is None else {"weight": self.cut, "bias": 0}
+
+    @property
+    def peers(self) -> Peers | None:
+        return None if self.cut is None else self.connections.tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cut == 1 and self.peers is not None:
+            return self.adapt(scatter_linear(x, self.weight, self.peers), x)
+        return self.adapt(linear(x, self.weight, self.bias, self.peers), x)
+
+    def adapt(self, out: Tensor, _x: Tensor) -> Tensor:
+        """What a layer with adapters makes of its output."""
+        return out
+
+
+class Embedding(nn.Embedding):
+    """Rows of the weight; cut by vocabulary each rank looks up what it has, and the sum over ranks is all of it."""
+
+    tensor_cuts: ClassVar[dict[str, int]] = {"weight": 0}
+
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+        self.connections: Connections = ALONE
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [rows, sequence] → [rows, sequence, hidden], or with peers [rows · sequence / tp, hidden]."""
+        peers, weight = self.connections.tensor, whole(self.weight)
+        if peers is None:
+            return embedding(tokens, weight)
+        index = tokens.flatten() - peers.rank * weight.shape[0]
+        elsewhere = (index < 0) | (index >= weight.shape[0])
+        found = embedding(index.masked_fill(elsewhere, 0), weight)
+        return scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), peers)
+
+
+class Norm(nn.RMSNorm):
+    """A root-mean-square norm of the last dimension, whose weight no rank cuts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, tuple(self.normalized_shape), whole(self.weight), self.eps)
