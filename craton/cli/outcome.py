@@ -110,7 +110,9 @@ def summary_json(summary: RunSummary) -> dict[str, Any]:
     return document
 
 
-def shown(path: Path) -> str:
-    """A path as short as it can be written from here."""
+def shown(path: Path | str) -> str:
+    """A path as short as it can be written from here; a URL as it is."""
+    if "://" in str(path):
+        return str(path)
     relative = os.path.relpath(path)
     return relative if not relative.startswith("..") else str(path)

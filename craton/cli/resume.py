@@ -24,7 +24,14 @@ def resume(
     from craton.cli.live import make_console
     from craton.cli.progress import progress
     from craton.cli.run import confirm, follow, prepare, print_field, print_plan, stop_step
-    from craton.orchestration import check_machine, draft_resume, newest_checkpoint, resume_run, resumed_job
+    from craton.orchestration import (
+        check_machine,
+        check_places,
+        draft_resume,
+        newest_checkpoint,
+        resume_run,
+        resumed_job,
+    )
     from craton.telemetry import find_run
 
     console = make_console(as_json)
@@ -33,6 +40,7 @@ def resume(
     with progress("planning") as report:
         draft = draft_resume(found, job, stop_at=stop_step(stop_at, job), progress=report)
     check_machine(draft.launch)
+    check_places(draft.job, found.path)
     saved = newest_checkpoint(found)
     if not as_json:
         print_plan(draft, console, saved)

@@ -45,6 +45,7 @@ def run(
     from craton.orchestration import (
         check_machine,
         check_name_is_free,
+        check_places,
         draft_run,
         free_port,
         named_job,
@@ -71,6 +72,7 @@ def run(
         print_draft(draft, root / wanted.name, as_json)
         return
     check_machine(draft.launch)
+    check_places(draft.job, root / wanted.name)
     if not as_json:
         print_plan(draft, console)
     confirm(draft, yes)

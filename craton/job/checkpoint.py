@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import PlainValidator, model_validator
 
+from craton.job.clusterfile import Storage
 from craton.job.document import Location
+from craton.job.errors import JobError
 from craton.job.section import ConflictError, Section
 from craton.job.units import Seconds, Size, parse_seconds
 
@@ -27,6 +31,8 @@ class CheckpointTier(Section):
                 "absolute path",
                 ("to",),
             )
+        if self.to.startswith("s3://") and not self.to.removeprefix("s3://").partition("/")[0]:
+            raise ConflictError(f"checkpoint: {self.to!r} names no bucket; write s3://bucket/prefix", ("to",))
         if self.every is not None and self.every_steps is not None:
             raise ConflictError(
                 "checkpoint: every and every_steps are both given; keep one", ("every",), ("every_steps",)
@@ -63,3 +69,33 @@ class Checkpoint(Section):
     def places(self) -> tuple[CheckpointTier, ...]:
         """The tiers written to: those of the job, else `shared` at the end and at a stop."""
         return self.tiers or (CheckpointTier(to="shared"),)
+
+
+@dataclass(frozen=True)
+class TierPlace:
+    """Where the checkpoints of one run lie in a tier."""
+
+    place: str  # a folder or an s3:// prefix
+    is_node_local: bool  # each node has a folder of its own name in it
+    is_inside_run: bool  # and nobody else can have put something there
+
+    @property
+    def is_url(self) -> bool:
+        return "://" in self.place
+
+
+def place_of(tier: CheckpointTier, storage: Storage | None, run: Path) -> TierPlace:
+    """A tier of the run with this directory. `nvme`, `shared` and `object` are where the cluster file says; without
+    one the first two are in the run directory."""
+    is_local = tier.to == "nvme"
+    named = {"nvme": storage.nvme, "shared": storage.shared, "object": storage.object} if storage else {}
+    numbers = named.get(tier.to)
+    base = (numbers.path if numbers else None) if tier.to in ("nvme", "shared", "object") else tier.to
+    if base is not None:
+        return TierPlace(f"{base.rstrip('/')}/{run.name}", is_local, False)
+    if tier.to == "object":
+        raise JobError(
+            "checkpoint tier object has no place: give storage.object.path an s3:// prefix in the cluster file, or "
+            "write the prefix itself, such as to: s3://bucket/checkpoints"
+        )
+    return TierPlace(str(run / "checkpoints" / tier.to), is_local, True)

@@ -7,6 +7,7 @@ from craton.orchestration.local import AgentProcess, agent_log, check_machine, f
 from craton.orchestration.runs import (
     SavedStep,
     check_name_is_free,
+    check_places,
     draft_resume,
     kill_run,
     newest_checkpoint,
@@ -34,6 +35,7 @@ __all__ = [
     "agent_log",
     "check_machine",
     "check_name_is_free",
+    "check_places",
     "compare",
     "draft_resume",
     "draft_run",

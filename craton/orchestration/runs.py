@@ -18,11 +18,14 @@ from pathlib import Path
 import yaml
 
 from craton.agent import read_launch
-from craton.job import TRAINING_KINDS, Job, dump_job, load_job, parse_job
+from craton.infrastructure import CachedFolder, StorageError, open_store
+from craton.job import TRAINING_KINDS, Job, TierPlace, dump_job, load_job, parse_job, place_of
 from craton.orchestration.draft import JOB_FOLDER, Draft, Progress, draft_run
 from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import MOVING, free_port, kill_agents, living_agents, start_agents
 from craton.telemetry import Heartbeat, RunDirectory, RunExistsError, summarize, write_heartbeat
+
+CHECK_SECONDS = 20.0  # how long a service is waited for that a run would write to
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class SavedStep:
 
     step: int
     tier: str
-    path: Path
+    path: Path | str  # a folder or an s3:// prefix
 
 
 def check_name_is_free(root: Path, name: str) -> None:
@@ -79,12 +82,17 @@ def _with_prepared_data(job: Job, folders: Mapping[str, Path]) -> Job:
     for key in ("path", "validation"):
         written = section.get(key)
         if isinstance(written, str):
-            section[key] = str(folders[written])
+            section[key] = _place(written, folders[written])
         for part in written if isinstance(written, list) else ():
-            part["path"] = str(folders[part["path"]])
+            part["path"] = _place(part["path"], folders[part["path"]])
     if str(section.get("tokenizer", "")).startswith("bpe:"):
         del section["tokenizer"]  # it was trained, and lies beside the tokens
     return parse_job(yaml.safe_dump(document, sort_keys=False), f"{job.name}/job.yaml")
+
+
+def _place(written: str, folder: Path) -> str:
+    """A URL of shards stays one: every machine has its own mirror of it."""
+    return written if CachedFolder.of(folder) else str(folder)
 
 
 def stop_run(run: RunDirectory) -> None:
@@ -186,17 +194,62 @@ def check_not_running(run: RunDirectory) -> None:
 
 
 def newest_checkpoint(run: RunDirectory, job: Job | None = None) -> SavedStep | None:
-    """The newest step with a COMPLETE marker in any tier of this machine."""
+    """The newest step with a COMPLETE marker in any tier that can be seen from this machine; the fastest that has it.
+    What is asked of S3 may fail when there is another answer."""
     job = job or load_job(run.job_path)
-    names = [tier.to for tier in job.checkpoint.places]
-    folders = {name: Path(name) / run.name if name.startswith("/") else run.checkpoints(name) for name in names}
-    found = [
+    storage = job.cluster.file.storage if job.cluster.file else None
+    found: list[SavedStep] = []
+    failed: StorageError | None = None
+    for tier in job.checkpoint.places:
+        located = place_of(tier, storage, run.path)
+        try:
+            found += _saved_objects(tier.to, located) if located.is_url else _saved_folders(tier.to, located)
+        except StorageError as error:
+            failed = error
+    if failed is not None and not found:
+        raise failed
+    return max(found, key=lambda saved: saved.step, default=None)
+
+
+def check_places(job: Job, run: Path) -> None:
+    """Refuse before data is prepared what no rank could write to."""
+    storage = job.cluster.file.storage if job.cluster.file else None
+    for number, tier in enumerate(job.checkpoint.tiers if job.kind in TRAINING_KINDS else ()):
+        located = place_of(tier, storage, run)
+        if located.is_inside_run:
+            continue
+        try:
+            if located.is_url:
+                open_store(located.place).check_writable(CHECK_SECONDS)
+            else:
+                Path(located.place).mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=located.place):
+                    pass
+        except OSError as error:
+            raise StartError(
+                f"{job.where('checkpoint', 'tiers', number)}checkpoint tier {tier.to} cannot be written: "
+                f"{located.place}: {error.strerror}; give it a folder that you may write to"
+            ) from None
+        except StorageError as error:
+            raise StartError(f"{job.where('checkpoint', 'tiers', number)}checkpoint tier {tier.to}: {error}") from None
+
+
+def _saved_folders(name: str, located: TierPlace) -> list[SavedStep]:
+    pattern = "*/step-*/COMPLETE" if located.is_node_local else "step-*/COMPLETE"
+    return [
         SavedStep(int(marker.parent.name.removeprefix("step-")), name, marker.parent)
-        for name, folder in folders.items()
-        for marker in folder.glob("step-*/COMPLETE")
+        for marker in sorted(Path(located.place).glob(pattern))
         if marker.parent.name.removeprefix("step-").isdecimal()
     ]
-    return max(found, key=lambda saved: saved.step, default=None)
+
+
+def _saved_objects(name: str, located: TierPlace) -> list[SavedStep]:
+    store = open_store(located.place)
+    folders = [each for each in store.folders() if each.removeprefix("step-").isdecimal()]
+    for folder in sorted(folders, key=lambda each: -int(each.removeprefix("step-"))):
+        if store.exists(f"{folder}/COMPLETE"):
+            return [SavedStep(int(folder.removeprefix("step-")), name, store.where(folder))]
+    return []
 
 
 def _launch(run: RunDirectory, draft: Draft) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from craton.job import Job
 from craton.orchestration.draft import Progress, draft_run, named_job
 from craton.orchestration.local import check_machine, free_port
-from craton.orchestration.runs import check_name_is_free, prepare_data, start_run
+from craton.orchestration.runs import check_name_is_free, check_places, prepare_data, start_run
 from craton.telemetry import RunDirectory, runs_root
 
 
@@ -38,5 +38,6 @@ def run(
         progress=progress,
     )
     check_machine(draft.launch)
+    check_places(draft.job, folder / wanted.name)
     prepared, _ = prepare_data(draft, progress)
     return start_run(prepared, folder)

@@ -1,54 +1,34 @@
-"""Checkpoints: state leaves the training for a moment, the disk keeps it, any number of ranks takes it back.
+"""Checkpoints: state leaves the training for a moment, the tiers keep it, any number of ranks takes it back.
 
-`Checkpointer.save` copies this rank's tensors into CPU memory, which is all that training waits for, and writes them
-in the background with `torch.distributed.checkpoint` over a process group of its own. A save that fails costs that
-save: the checkpoints before it stay, training may go on, and the next call says what happened. `restore` fills the
-given tensors, whatever they are sharded over, from the newest checkpoint of any tier whose every file has the checksum
-it was written with; when it must pass one over it says so.
+`Checkpointer.save` copies this rank's tensors into CPU memory, which is all that training waits for; every tier that is
+due writes from that one copy, each in the background at its own pace. A tier that is two saves behind skips one and
+says so; a save that fails costs that save: the steps before it stay, training goes on, and the tier is tried again with
+the next save. `restore` fills the given tensors, whatever they are sharded over, from the newest step of the fastest
+tier that has it, every block of every file checked; what must be passed over is told, and the next lower copy or older
+step is taken. What a lower tier missed is then copied down to it in the background.
 """
 
 from __future__ import annotations
 
-import errno
-import shutil
 import time
-import uuid
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.serialization import get_crc32_options, set_crc32_options
 
-from craton.ml.training.checkpoint_files import (
-    CheckedWriter,
-    CheckpointError,
-    DifferentModelError,
-    FileSum,
-    ThreadedReader,
-    TierFolder,
-    candidates,
-    damage,
-    ignore_single_process_warning,
-    is_complete,
-    partial_folder,
-    read_seal,
-    remove_leftovers,
-    retain,
-    seal,
-    shapes_in,
-    step_folder,
-    steps_in,
-)
-from craton.ml.training.checkpoint_staging import LocalDataPlanner, Ranks, Staging, file_threads, local_data
+from craton.errors import CratonError
+from craton.ml.training.checkpoint_find import SavedStep, find_checkpoint, read_tensors, some
+from craton.ml.training.checkpoint_lane import Lane, Save, SaveReport
+from craton.ml.training.checkpoint_restore import check_names, find_together, load_together, open_together
+from craton.ml.training.checkpoint_staging import Ranks, Staging, file_threads, local_data, synchronize
+from craton.ml.training.checkpoint_sums import CheckpointError, DifferentModelError
+from craton.ml.training.checkpoint_tiers import TierFolder, open_tier
 
-LISTED_NAMES = 8  # of a different model; the rest are counted
+OUTSTANDING_SAVES = 2  # of one tier: one that is written, one that waits
 
 __all__ = [
     "CheckpointError",
@@ -56,6 +36,7 @@ __all__ = [
     "DifferentModelError",
     "RestoreReport",
     "SaveReport",
+    "SavedStep",
     "TierFolder",
     "find_checkpoint",
     "read_tensors",
@@ -63,24 +44,12 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class SaveReport:
-    """How one save of one tier went."""
-
-    step: int
-    tier: str
-    folder: Path
-    bytes: int
-    seconds: float  # in the background
-    error: str | None = None
-
-
-@dataclass(frozen=True)
 class RestoreReport:
-    """Where the state came from, and which newer checkpoints were passed over and why."""
+    """Where the state came from, and which checkpoints were passed over and why."""
 
     step: int
     tier: str
-    folder: Path
+    folder: str
     bytes: int
     seconds: float
     passed_over: tuple[str, ...]
@@ -94,23 +63,18 @@ class Checkpointer:
         self.tiers = tuple(tiers)
         self.rank, self.world = rank, world
         self.restored: RestoreReport | None = None
-        if rank == 0:  # before the groups below, so that no rank can be writing yet
-            for tier in tiers:
-                if left := remove_leftovers(tier.path):
-                    warnings.warn(f"tier {tier.name}: removed unfinished {', '.join(left)}", stacklevel=2)
-        threads = file_threads()
+        self._tiers = [open_tier(folder) for folder in tiers]
         self._ranks = Ranks(world)
-        self._clock = Ranks(world)  # a group of its own: the other one belongs to the writing thread during a save
+        nodes = {folder.name: self._ranks.gather(folder.node) for folder in tiers}
+        self._prepare(nodes)
+        threads = file_threads()
+        self._lanes = {tier.folder.name: Lane(tier, rank, nodes[tier.folder.name], threads) for tier in self._tiers}
         self._staging = Staging()
-        self._writer = CheckedWriter(threads)
-        self._threads = threads
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._in_flight: Future[list[SaveReport]] | None = None
         self._reports: deque[SaveReport] = deque()
         self._last_seconds: dict[str, float] = {}  # when a timed tier was last found due
         self._due: tuple[int, tuple[str, ...]] = (-1, ())
         self._held: dict[str, int] = {}  # the step that the training's present course has in each tier
-        self._plan_key = uuid.uuid4().hex
+        self._missed: set[str] = set()  # tiers whose last save failed or was skipped: they join the next one
 
     def due(self, step: int, now: float | None = None) -> bool:
         """Whether a tier wants this step; a clock is rank 0's, so that all ranks answer the same."""
@@ -119,7 +83,7 @@ class Checkpointer:
         timed = [tier for tier in self.tiers if tier.every_seconds]
         if timed:
             late = [now - self._last_seconds.setdefault(tier.name, now) >= (tier.every_seconds or 0) for tier in timed]
-            late = self._clock.flags_of_rank_0(late)
+            late = self._ranks.flags_of_rank_0(late)
             for tier in (tier for tier, is_late in zip(timed, late, strict=True) if is_late):
                 self._last_seconds[tier.name] = now
                 names.append(tier.name)
@@ -131,31 +95,43 @@ class Checkpointer:
         training was blocked. A tier that has this very state already is left alone. With `wait` it returns when the
         files are safe, and needs no memory for a copy.
 
-        CheckpointError when this save failed, or an earlier one in the background did; this one goes on in that case.
+        CheckpointError when an earlier save in the background failed, and this one goes on; with `wait` when this one
+        failed, unless a tier that outlives the nodes has the state.
         """
         began = time.perf_counter()
-        earlier = self._finish()
-        (due_step, due_names), self._due = self._due, (-1, ())  # the next save of this step is a stop: to all tiers
-        wanted = [tier for tier in self.tiers if not (due_step == step and due_names) or tier.name in due_names]
-        tiers = [tier for tier in wanted if self._held.get(tier.name) != step]
-        problem = None
-        if tiers:
-            local = local_data(tensors)
-            staged = None if wait else self._staging.copy(local)
-            self._in_flight = self._executor.submit(
-                self._write, tiers, step, dict(tensors), local if staged is None else staged, dict(counters)
-            )
-            if staged is None:
-                problem = self._finish()
+        earlier = self._settle(wait)
+        local = local_data(tensors)
+        wanted, taken, in_memory = self._agree(step, local, wait)
+        snapshot = self._staging.copy(local, len(taken)) if taken and in_memory else None
+        if taken and snapshot is None:
+            synchronize(local)
+        data, copied, done = (snapshot.data, snapshot.wait, snapshot.done) if snapshot else (local, _nothing, _nothing)
+        save = Save(step, dict(tensors), data, copied, dict(counters), wanted)
+        for name in taken:
+            self._lanes[name].save(save, done, self._reports.append)
+        problem = self._settle(wait=True) if taken and snapshot is None else None
+        if problem and wait and self._is_safe(step):
+            earlier, problem = "\n".join(text for text in (earlier, problem) if text), None
         if problem or (earlier and not wait):
             raise CheckpointError("\n".join(text for text in dict.fromkeys((earlier, problem)) if text))
         if earlier:
             warnings.warn(earlier, stacklevel=2)
         return time.perf_counter() - began
 
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes the memory of the copies now, so that the first saves stop training no longer than others do: of one
+        that is written, and of one that is made meanwhile."""
+        if any(tier.every_steps or tier.every_seconds for tier in self.tiers):
+            self._staging.reserve(local_data(tensors), copies=2)
+
+    def finish_copy(self) -> bool:
+        """To be called before the state changes: a copy that a GPU makes beside the computation ends first. Whether
+        there was one."""
+        return self._staging.finish_on_device()
+
     def wait(self) -> None:
-        """Returns when no save is in flight; CheckpointError when the last one failed."""
-        if problem := self._finish():
+        """Returns when no save is in flight; CheckpointError when one failed."""
+        if problem := self._settle(wait=True):
             raise CheckpointError(problem)
 
     def reports(self) -> list[SaveReport]:
@@ -168,22 +144,25 @@ class Checkpointer:
 
         CheckpointError when there are checkpoints and none can be used: to begin anew is for a person to decide.
         """
-        if problem := self._finish():
+        if problem := self._settle(wait=True):
             warnings.warn(problem, stacklevel=2)
         began = time.perf_counter()
-        passed_over: list[str] = []
-        for step, tier, folder in self._ranks.of_rank_0(candidates(self.tiers)):
-            about, sums, problems = self._inspect(folder)
-            if not problems:
-                self._check_names(folder, tensors)
-                problems = self._load(folder, tensors)
-            if not problems:
-                size = sum(file.bytes for file in sums.values())
+        found, passed_over = find_together(self._ranks, self.rank, self._tiers)
+        for step, index in found:
+            tier = self._tiers[index]
+            saved, problems = open_together(self._ranks, self.rank, tier, step)
+            if saved is not None:
+                check_names(self._ranks, saved, tensors)
+                problems = load_together(self._ranks, tier, saved, tensors)
+            if saved is not None and not problems:
+                size = sum(file.bytes for file in saved.seal.files.values())
                 seconds = time.perf_counter() - began
-                self.restored = RestoreReport(step, tier, folder, size, seconds, tuple(passed_over))
-                self._held = {tier: step}
-                return {**about["counters"], "step": step}
-            passed_over.append(f"tier {tier}: step {step} cannot be used: {_some(problems)}")
+                where = saved.files.where
+                self.restored = RestoreReport(step, saved.tier, where, size, seconds, tuple(passed_over))
+                self._held = {saved.tier: step}
+                self._move_down(index, saved)
+                return {**saved.seal.about["counters"], "step": step}
+            passed_over.append(f"tier {tier.folder.name}: step {step} cannot be used: {some(problems)}")
             if self.rank == 0:
                 warnings.warn(f"{passed_over[-1]}; trying an older checkpoint or another tier", stacklevel=2)
         if passed_over:
@@ -199,197 +178,89 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._executor.shutdown()
+            for lane in self._lanes.values():
+                lane.close()
             self._staging = Staging()
 
-    def _finish(self) -> str | None:
-        """Waits for the save in flight; what went wrong, if something did. The same on all ranks unless one died."""
-        if self._in_flight is None:
-            return None
-        in_flight, self._in_flight = self._in_flight, None
-        try:
-            reports = in_flight.result()
-        except RuntimeError as error:
-            self._plan_key = uuid.uuid4().hex
-            return f"a checkpoint was given up because the ranks could not talk to each other: {error}"
-        self._held.update({report.tier: report.step for report in reports if report.error is None})
-        problems = [report.error for report in reports if report.error is not None]
-        if problems:
-            self._plan_key = uuid.uuid4().hex  # ranks may not all have remembered the plan of a save that failed
-        return "\n".join(problems) or None
-
-    def _write(
-        self,
-        tiers: Sequence[TierFolder],
-        step: int,
-        tensors: dict[str, Tensor],
-        data: Mapping[str, Tensor],
-        counters: dict[str, Any],
-    ) -> list[SaveReport]:
-        """In the background: the same tiers on every rank, one after the other; one that fails stops no other."""
-        reports = []
-        for tier in tiers:
-            began = time.perf_counter()
-            folder = step_folder(tier.path, step)
-            error = self._write_shards(tier, folder, tensors, data)
-            sums = self._ranks.gather(self._writer.sums)
-            size = 0
-            if self.rank == 0:
-                whole = {name: file for part in sums for name, file in part.items()}
-                size = sum(file.bytes for file in whole.values())
-                about = {"step": step, "world": self.world, "counters": counters, "bytes": size, "time": time.time()}
-                error = error or self._seal(tier, folder, whole, about)
-                if error:
-                    shutil.rmtree(partial_folder(folder), ignore_errors=True)
-            error, size = self._ranks.of_rank_0((error, size))  # also: no rank goes on before the folder is in order
-            report = SaveReport(step, tier.name, folder, size, time.perf_counter() - began, error)
-            reports.append(report)
-            self._reports.append(report)
-        return reports
-
-    def _write_shards(
-        self, tier: TierFolder, folder: Path, tensors: dict[str, Tensor], data: Mapping[str, Tensor]
-    ) -> str | None:
-        ignore_single_process_warning()
-        archive_sums = get_crc32_options()
-        set_crc32_options(False)  # ours are of the whole file, and three times as fast
-        try:
-            dcp.save(
-                tensors,
-                checkpoint_id=partial_folder(folder),
-                storage_writer=self._writer,
-                planner=LocalDataPlanner(data, self._plan_key),
-                process_group=self._ranks.group,
-                no_dist=self._ranks.group is None,
-            )
-        except CheckpointException as failure:
-            return self._explain(tier, folder, failure)
-        finally:
-            set_crc32_options(archive_sums)
-        return None
-
-    def _seal(self, tier: TierFolder, folder: Path, sums: dict[str, FileSum], about: dict[str, Any]) -> str | None:
-        try:
-            seal(folder, sums, about)
-        except (OSError, CheckpointError) as error:
-            return self._explain(tier, folder, CheckpointException("seal", {0: (error, None)}))  # type: ignore[dict-item]
-        try:
-            retain(tier.path, tier.keep)
-        except OSError as error:
-            warnings.warn(f"tier {tier.name}: an old checkpoint could not be removed: {error}", stacklevel=2)
-        return None
-
-    def _explain(self, tier: TierFolder, folder: Path, failure: CheckpointException) -> str:
-        """Called where the failure is known; rank 0's words are the ones that all ranks say."""
-        errors = {rank: error for rank, (error, _) in failure.failures.items()}
-        full = any(
-            isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) for error in errors.values()
-        )
-        short = self._writer.needed_bytes > self._writer.free_bytes > 0
-        what = (
-            f"tier {tier.name}: step {folder.name.removeprefix('step-').lstrip('0') or 0} was not saved to {folder}: "
-        )
-        what += "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(errors.items()))
-        if full or short:
-            what += (
-                f"; the save needs {self._writer.needed_bytes:,} bytes and {self._writer.free_bytes:,} were free when "
-                f"it began: make room there, keep fewer checkpoints or give the tier another folder"
-            )
-        complete = [step for step in steps_in(tier.path) if is_complete(step_folder(tier.path, step))]
-        kept = (
-            f"the checkpoint of step {complete[0]} is intact" if complete else "this tier holds no earlier checkpoint"
-        )
-        return f"{what}. The unfinished files were removed; {kept}"
-
-    def _inspect(self, folder: Path) -> tuple[dict[str, Any], dict[str, FileSum], list[str]]:
-        """What the checkpoint says of itself and what is wrong with it; every rank sums a part of the files."""
-        seal_or_problem: tuple[dict[str, Any], dict[str, FileSum], list[str]] = ({}, {}, [])
-        if self.rank == 0:
+    def _prepare(self, nodes: Mapping[str, list[str | None]]) -> None:
+        """Before the lanes, so that no rank can be writing yet: makes the places and clears what was cut off."""
+        problem = None
+        for tier in self._tiers:
+            of_ranks = nodes[tier.folder.name]
+            if self.rank != of_ranks.index(of_ranks[self.rank]):
+                continue
             try:
-                seal_or_problem = (*read_seal(folder), [])
-            except CheckpointError as error:
-                seal_or_problem = ({}, {}, [str(error)])
-        about, sums, problems = self._ranks.of_rank_0(seal_or_problem)
-        if problems:
-            return about, sums, problems
-        by_size = sorted(sums, key=lambda name: (-sums[name].bytes, name))
-        mine = {name: sums[name] for name in by_size[self.rank :: self.world]}
-        return about, sums, [line for part in self._ranks.gather(damage(folder, mine, self._threads)) for line in part]
+                tier.prepare()
+                if left := tier.remove_leftovers():
+                    warnings.warn(f"tier {tier.folder.name}: removed unfinished {', '.join(left)}", stacklevel=3)
+            except (OSError, CratonError) as error:
+                problem = f"checkpoint tier {tier.folder.name} cannot be used: {tier.folder.path}: {error}"
+        if problems := [text for text in self._ranks.gather(problem) if text]:
+            raise CheckpointError("\n".join(dict.fromkeys(problems)))
 
-    def _check_names(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        saved = {name: shape for name, (shape, _) in shapes_in(folder).items()}
-        wrong = [
-            f"{name} is {list(tensor.shape)} here and {list(saved[name])} in the checkpoint"
-            for name, tensor in tensors.items()
-            if name in saved and tuple(tensor.shape) != saved[name]
-        ]
-        wrong += [f"{name} is not in the checkpoint" for name in tensors if name not in saved]
-        answers = self._ranks.gather((wrong, set(saved) - set(tensors)))
-        everywhere = list(dict.fromkeys(line for lines, _ in answers for line in lines))
-        unasked = set.intersection(*(names for _, names in answers))
-        everywhere += [f"{name} is only in the checkpoint" for name in sorted(unasked)]
-        if everywhere:
-            raise DifferentModelError(
-                f"{folder} is of another model or optimizer: {_some(everywhere)}; "
-                f"resume with the job it was saved by, or start a run of another name"
+    def _agree(self, step: int, local: Mapping[str, Tensor], wait: bool) -> tuple[tuple[str, ...], list[str], bool]:
+        """(tiers that this state is meant for, those that are written now, whether from a copy): rank 0's choice, as
+        the lanes of different ranks end their work at different moments. The copy needs room on every rank."""
+        (due_step, due), self._due = self._due, (-1, ())  # the next save of this step is a stop: to all tiers
+        names = [tier.name for tier in self.tiers]
+        if due_step == step and due:
+            names = [name for name in names if name in due or name in self._missed]
+        names = [name for name in names if self._held.get(name) != step]
+        late = [name for name in names if self._lanes[name].outstanding >= OUTSTANDING_SAVES]
+        busy = any(lane.outstanding for lane in self._lanes.values())
+        missing = 0.0 if wait else self._staging.missing_bytes(local)
+        answers = self._ranks.gather((names, late, busy, missing))
+        names, late, busy, _ = answers[0]
+        missing = max(answer[3] for answer in answers)
+        reasons = dict.fromkeys(late, "the saves before it are still being written")
+        if missing and busy:
+            told = f"a further copy of the state needs {missing:,.0f} bytes more memory than a rank has free"
+            reasons = {name: reasons.get(name, told) for name in names}
+        for name, reason in reasons.items():
+            where = str(self._lanes[name].tier.folder.path)
+            self._reports.append(SaveReport(step, name, where, 0, 0.0, reason, "skipped"))
+            self._missed.add(name)
+        taken = [name for name in names if name not in reasons]
+        if taken and missing and self.rank == 0:
+            warnings.warn(
+                f"a copy of the state needs {missing:,.0f} bytes more memory than a rank has free; training waits "
+                "until the checkpoint is written",
+                stacklevel=3,
             )
+        return tuple(names), taken, not wait and not missing
 
-    def _load(self, folder: Path, tensors: Mapping[str, Tensor]) -> list[str]:
-        ignore_single_process_warning()
-        try:
-            dcp.load(
-                dict(tensors),
-                storage_reader=ThreadedReader(folder, self._threads),
-                process_group=self._ranks.group,
-                no_dist=self._ranks.group is None,
-            )
-        except CheckpointException as failure:
-            return [f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in failure.failures.items()]
-        return []
+    def _settle(self, wait: bool) -> str | None:
+        """Takes note of the saves that ended, or with `wait` of all; what went wrong, if something did."""
+        problems = []
+        for lane in self._lanes.values():
+            reports, broken = lane.finished(wait)
+            problems += broken
+            for report in reports:
+                if report.error is None:
+                    self._held[report.tier] = report.step
+                    self._missed.discard(report.tier)
+                else:
+                    self._missed.add(report.tier)
+                    problems.append(report.error)
+        return "\n".join(dict.fromkeys(problems)) or None
 
+    def _is_safe(self, step: int) -> bool:
+        """Whether a tier has this state that is still there when the nodes are gone."""
+        lasting = [tier.name for tier in self.tiers if tier.node is None]
+        return any(self._held.get(name) == step for name in lasting)
 
-def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> tuple[int, Path]:
-    """The newest step with every file whole, or the given one; for whoever reads without ranks. Passes over bad ones
-    as `Checkpointer.restore` does."""
-    found = [(each, tier, folder) for each, tier, folder in candidates(tiers) if step in (None, each)]
-    passed_over = []
-    for each, tier, folder in found:
-        try:
-            problems = damage(folder, read_seal(folder)[1], file_threads())
-        except CheckpointError as error:
-            problems = [str(error)]
-        if not problems:
-            return each, folder
-        passed_over.append(f"tier {tier}: step {each} cannot be used: {_some(problems)}")
-        warnings.warn(passed_over[-1], stacklevel=2)
-    if passed_over:
-        raise CheckpointError("no checkpoint can be used:\n  " + "\n  ".join(passed_over))
-    there = sorted({each for each, _, _ in candidates(tiers)})
-    places = ", ".join(str(tier.path) for tier in tiers)
-    if step is not None and there:
-        raise CheckpointError(f"there is no checkpoint of step {step}; there are {', '.join(map(str, there))}")
-    raise CheckpointError(f"there is no checkpoint yet in {places}")
+    def _move_down(self, index: int, saved: SavedStep) -> None:
+        """Lower tiers that this step was meant for and that hold nothing as new get a copy in the background."""
+        names = []
+        if self.rank == 0:
+            for tier in self._tiers[index + 1 :]:
+                with suppress(OSError, CratonError):  # a tier that cannot be looked at is tried with the next save
+                    meant = tier.folder.node is None and tier.folder.name in saved.seal.about["tiers"]
+                    if meant and max(tier.complete_steps(), default=-1) < saved.step:
+                        names.append(tier.folder.name)
+        for name in self._ranks.of_rank_0(names):
+            self._lanes[name].move(saved.step, saved.files, saved.seal, self._reports.append)
 
 
-def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fills tensors from a checkpoint without ranks; the checkpoint may hold more than these."""
-    saved = shapes_in(folder)
-    if absent := [name for name in tensors if name not in saved]:
-        raise DifferentModelError(f"{folder} does not hold {_some(absent)}; it is of another model")
-    wrong = [
-        f"{name} is {list(tensor.shape)} here and {list(saved[name][0])} there"
-        for name, tensor in tensors.items()
-        if tuple(tensor.shape) != saved[name][0]
-    ]
-    if wrong:
-        raise DifferentModelError(f"{folder} is of another model: {_some(wrong)}")
-    ignore_single_process_warning()
-    try:
-        dcp.load(dict(tensors), storage_reader=ThreadedReader(folder, file_threads()), no_dist=True)
-    except CheckpointException as failure:
-        raise CheckpointError(f"{folder} cannot be read: {next(iter(failure.failures.values()))[0]}") from None
-
-
-def _some(lines: Sequence[str]) -> str:
-    more = len(lines) - LISTED_NAMES
-    return "; ".join(lines[:LISTED_NAMES]) + (f"; and {more} more" if more > 0 else "")
+def _nothing() -> None:
+    """A save that is written from the tensors themselves has no copy to give back."""

@@ -4,8 +4,8 @@ process group in which the ranks agree on what became of it."""
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,38 +21,100 @@ WRITE_TIMEOUT = timedelta(hours=2)  # how long one rank waits for another's file
 
 
 def local_data(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of each tensor, with everything computed that was still under way."""
-    local = {name: (t.to_local() if isinstance(t, DTensor) else t).detach() for name, t in tensors.items()}
-    _synchronize(local)
-    return local
+    """This rank's part of each tensor; a device may still be computing them."""
+    return {name: (t.to_local() if isinstance(t, DTensor) else t).detach() for name, t in tensors.items()}
+
+
+def synchronize(local: Mapping[str, Tensor]) -> None:
+    """Waits until the devices of these tensors have computed all that they were asked to."""
+    for device in {tensor.device for tensor in local.values() if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
+class Snapshot:
+    """One copy of this rank's state, which every tier that is due writes from."""
+
+    def __init__(
+        self,
+        data: dict[str, Tensor],
+        copied: torch.cuda.Event | None,
+        users: int,
+        free: Callable[[dict[str, Tensor]], None],
+    ) -> None:
+        self.data, self.copied = data, copied
+        self._users, self._free, self._lock = users, free, threading.Lock()
+
+    def wait(self) -> None:
+        """Until the copy is whole; the writers' threads wait, not the training's."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    def done(self) -> None:
+        """One user needs it no more; the last one gives its memory back."""
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._free(self.data)
 
 
 class Staging:
-    """Copies in CPU memory, page-locked when they come from a GPU, in buffers that are kept for the next save."""
+    """Copies in CPU memory, in buffers that are kept for the next save. While a slow tier still reads one copy, the
+    next one gets buffers of its own. From a GPU the copy is made beside the computation, into page-locked memory; only
+    what changes the state must wait for it (`finish_on_device`)."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._idle: list[dict[str, Tensor]] = []
+        self._lock = threading.Lock()
+        self._stream: torch.cuda.Stream | None = None
+        self._under_way: torch.cuda.Event | None = None
+        self.in_use = 0
 
-    def copy(self, local: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """None, out loud, when the memory for them is not there."""
-        held = {name: self._buffers[name] for name in local if name in self._buffers}
-        self._buffers = {name: held[name] for name in held if _alike(held[name], local[name])}
-        missing = {name: tensor for name, tensor in local.items() if name not in self._buffers}
-        needed = sum(_buffer_bytes(tensor) for tensor in missing.values())
-        if needed > (free := _free_memory_bytes()):
-            self._buffers = {}
-            warnings.warn(
-                f"a copy of the state needs {needed:,} bytes of memory and this rank's share of what is free is "
-                f"{free:,.0f}; training waits until the checkpoint is written",
-                stacklevel=3,
-            )
-            return None
-        for name, tensor in missing.items():
-            self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        for name, tensor in local.items():
-            self._buffers[name].copy_(tensor, non_blocking=True)
-        _synchronize(local)
-        return dict(self._buffers)
+    def missing_bytes(self, local: Mapping[str, Tensor]) -> float:
+        """What a copy needs beyond the memory that is free; 0 when there is room, or a set of buffers to use again."""
+        with self._lock:
+            return self._missing(local, self._idle[-1] if self._idle else {})
+
+    def copy(self, local: Mapping[str, Tensor], users: int) -> Snapshot:
+        """A copy for this many users. The caller has looked for room."""
+        with self._lock:
+            held = self._idle.pop() if self._idle else {}
+            self.in_use += 1
+        held = _buffers(local, held)
+        device = next((tensor.device for tensor in local.values() if tensor.is_cuda), None)
+        if device is None:
+            _copy(local, held)
+        else:
+            self._stream = self._stream or torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self._stream):
+                _copy(local, held)
+                self._under_way = self._stream.record_event()
+        return Snapshot(held, self._under_way, users, self._give_back)
+
+    def reserve(self, local: Mapping[str, Tensor], copies: int) -> None:
+        """Takes the memory of copies now, which on a GPU's host takes seconds, rather than when they are made."""
+        with self._lock:
+            while len(self._idle) < copies and not self._missing(local, {}):
+                self._idle.append(_buffers(local, {}))
+
+    def finish_on_device(self) -> bool:
+        """Lets the device end a copy that is under way before it goes on; whether there was one."""
+        event, self._under_way = self._under_way, None
+        if event is None:
+            return False
+        torch.cuda.current_stream().wait_event(event)
+        return True
+
+    def _missing(self, local: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> float:
+        needed = sum(_buffer_bytes(t) for name, t in local.items() if name not in held or not _alike(held[name], t))
+        return max(0.0, needed - free_memory_bytes()) if needed else 0.0
+
+    def _give_back(self, buffers: dict[str, Tensor]) -> None:
+        """Kept for a next save: to give page-locked memory back and take it again would stop training for seconds."""
+        with self._lock:
+            self.in_use -= 1
+            self._idle.append(buffers)
 
 
 class LocalDataPlanner(dcp.DefaultSavePlanner):
@@ -82,9 +144,12 @@ class Ranks:
         return values
 
     def of_rank_0(self, value: Any) -> Any:
+        return self.of_rank(0, value)
+
+    def of_rank(self, rank: int, value: Any) -> Any:
         values = [value]
         if self.group is not None:
-            dist.broadcast_object_list(values, src=0, group=self.group)
+            dist.broadcast_object_list(values, src=rank, group=self.group)
         return values[0]
 
     def flags_of_rank_0(self, flags: list[bool]) -> list[bool]:
@@ -101,9 +166,19 @@ def file_threads() -> int:
     return max(1, min(4, cores // _local_world() // 2))
 
 
-def _synchronize(local: Mapping[str, Tensor]) -> None:
-    for device in {tensor.device for tensor in local.values() if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
+def _buffers(local: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One for each tensor; those held already where they fit."""
+    return {
+        name: held[name]
+        if name in held and _alike(held[name], tensor)
+        else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        for name, tensor in local.items()
+    }
+
+
+def _copy(local: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    for name, tensor in local.items():
+        buffers[name].copy_(tensor, non_blocking=True)
 
 
 def _buffer_bytes(tensor: Tensor) -> int:
@@ -114,7 +189,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.is_pinned() == other.is_cuda
 
 
-def _free_memory_bytes() -> float:
+def free_memory_bytes() -> float:
     """This rank's share of what the machine, or its container, has free; nine tenths of it."""
     free = float("inf")
     meminfo = Path("/proc/meminfo")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from s3 import S3Server
 from torch import Tensor, nn
 
 from craton.job import load_job
@@ -89,6 +88,26 @@ def test_an_exported_run_computes_the_same_in_transformers(
     assert torch.allclose(logits(older, tokens), logits(first, tokens), atol=2e-2)  # through bf16
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.decode(tokenizer("return a")["input_ids"]) == "return a"
+
+
+def test_an_export_goes_to_s3_or_is_copied_there(
+    tmp_path: Path, data: Path, bucket: str, s3_server: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path, data)
+    with run.job_path.open("a") as file:
+        file.write(f'checkpoint: {{tiers: [{{to: shared}}, {{to: "{bucket}/checkpoints"}}]}}\n')
+    save(run, 4, weights(decoder(run, 1)))
+    name, objects = bucket.removeprefix("s3://"), []
+    for folder, *options in ([tmp_path / "alone", "--no-copy"], [f"{bucket}/models/small"], [tmp_path / "model"]):
+        assert export.main([str(run.path), str(folder), *options, "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        objects.append({Path(key).parent.as_posix() for key in s3_server.objects(name)})
+        assert answer["folder"] == str(folder)
+    assert answer["copy"] == f"{bucket}/checkpoints/small/exports/model"
+    assert objects == [set(), {"models/small"}, {"models/small", "checkpoints/small/exports/model"}]
+    expected = (tmp_path / "model" / "model.safetensors").read_bytes()
+    assert s3_server.read(name, "models/small/model.safetensors") == expected
+    assert s3_server.read(name, "checkpoints/small/exports/model/model.safetensors") == expected
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +197,9 @@ def test_temperature_top_k_and_seed_do_what_they_say() -> None:
         draw(temperature=-1)
 
 
-def test_the_command_writes_what_the_function_says(tmp_path: Path, data: Path) -> None:
+def test_the_command_writes_what_the_function_says(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from craton.ml.data.tokenizer import end_of_document, load_tokenizer
 
     run = a_run(tmp_path, data)
@@ -187,10 +208,9 @@ def test_the_command_writes_what_the_function_says(tmp_path: Path, data: Path) -
     tokenizer = load_tokenizer(data)
     end = end_of_document(data, tokenizer)
     (expected,) = sample.sample(model, tokenizer, ["def "], max_tokens=9, temperature=1.0, seed=7, end=end)
-    command = [sys.executable, "-m", "craton.ml.sample", str(run.path), "--prompt", "def ", "--max-tokens", "9"]
-    done = subprocess.run([*command, "--temperature", "1", "--seed", "7"], capture_output=True, text=True, check=True)
-    assert done.stdout.removesuffix("\n") == "def " + expected
-    assert not done.stderr
+    command = [str(run.path), "--prompt", "def ", "--max-tokens", "9", "--temperature", "1", "--seed", "7"]
+    assert sample.main(command) == 0
+    assert capsys.readouterr() == (f"def {expected}\n", "")
 
 
 def test_sampling_says_what_is_wrong(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,143 @@
+"""Which steps there are, and what one of them holds, for ranks that restore together and for whoever reads alone."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from craton.errors import CratonError
+from craton.ml.training.checkpoint_read import CheckedReader, checked_read, damage, shapes_of
+from craton.ml.training.checkpoint_sums import METADATA, CheckpointError, DifferentModelError, Seal
+from craton.ml.training.checkpoint_tiers import JoinedFiles, StepFiles, Tier, TierFolder, open_tier, read_seal
+from craton.ml.training.checkpoint_writer import ignore_single_process_warning
+
+LISTED_NAMES = 8  # of a different model; the rest are counted
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A finished step that can be read."""
+
+    step: int
+    tier: str
+    files: StepFiles
+    seal: Seal
+    metadata: Metadata
+
+    @property
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The names, shapes and types of its tensors."""
+        return shapes_of(self.metadata)
+
+    def __str__(self) -> str:
+        return self.files.where
+
+
+def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> SavedStep:
+    """The newest step with every file whole, or the given one; for whoever reads without ranks. Passes over bad ones
+    as `Checkpointer.restore` does."""
+    opened = [open_tier(folder) for folder in tiers]
+    there, passed_over = steps_in_order(opened)
+    for each, index in there:
+        if step not in (None, each):
+            continue
+        problems = []
+        for files in joined_parts(opened[index], each):
+            try:
+                seal = read_seal(files)
+                problems = damage(files, seal.files)
+                if not problems:
+                    return SavedStep(each, tiers[index].name, files, seal, read_metadata(files, seal))
+            except CheckpointError as error:
+                problems = [str(error)]
+        passed_over.append(f"tier {tiers[index].name}: step {each} cannot be used: {some(problems)}")
+        warnings.warn(passed_over[-1], stacklevel=2)
+    if passed_over:
+        raise CheckpointError("no checkpoint can be used:\n  " + "\n  ".join(passed_over))
+    if step is not None and there:
+        steps = sorted({each for each, _ in there})
+        raise CheckpointError(f"there is no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
+    raise CheckpointError(f"there is no checkpoint yet in {', '.join(str(tier.path) for tier in tiers)}")
+
+
+def read_tensors(saved: SavedStep, tensors: dict[str, Tensor]) -> None:
+    """Fills tensors from a checkpoint without ranks; the checkpoint may hold more than these."""
+    shapes = saved.shapes
+    if absent := [name for name in tensors if name not in shapes]:
+        raise DifferentModelError(f"{saved} does not hold {some(absent)}; it is of another model")
+    wrong = [
+        f"{name} is {list(tensor.shape)} here and {list(shapes[name][0])} there"
+        for name, tensor in tensors.items()
+        if tuple(tensor.shape) != shapes[name][0]
+    ]
+    if wrong:
+        raise DifferentModelError(f"{saved} is of another model: {some(wrong)}")
+    ignore_single_process_warning()
+    reader = CheckedReader(saved.files, saved.metadata, saved.seal.files)
+    try:
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+    except CheckpointException as failure:
+        raise CheckpointError(f"{saved} cannot be read: {next(iter(failure.failures.values()))[0]}") from None
+
+
+def steps_in_order(tiers: Sequence[Tier]) -> tuple[list[tuple[int, int]], list[str]]:
+    """(step, index of the tier), newest first and of equal steps the tier that is named first, which is the fastest;
+    and which tiers cannot be looked at."""
+    found, problems = [], []
+    for index, tier in enumerate(tiers):
+        try:
+            found += [(-step, index) for step in tier.steps()]
+        except (OSError, CratonError) as error:
+            problems.append(f"tier {tier.folder.name} cannot be read: {error}")
+    return [(-negative, index) for negative, index in sorted(found)], problems
+
+
+def joined_parts(tier: Tier, step: int) -> list[StepFiles]:
+    """What is seen here of a step: parts that were written by the same save as one."""
+    by_save: dict[str, list[StepFiles]] = {}
+    for part in tier.open(step):
+        try:
+            save = read_seal(part).save
+        except CheckpointError:
+            save = f"unreadable in {part.where}"
+        by_save.setdefault(save, []).append(part)
+    return [parts[0] if len(parts) == 1 else JoinedFiles(parts) for parts in by_save.values()]
+
+
+def read_metadata(files: StepFiles, seal: Seal) -> Metadata:
+    """CheckpointError when it is missing or changed."""
+    return parse_metadata(metadata_bytes(files, seal))
+
+
+def metadata_bytes(files: StepFiles, seal: Seal) -> bytes:
+    if METADATA not in seal.files:
+        raise CheckpointError(f"{METADATA} is not in checksums.json")
+    return bytes(checked_read(files, METADATA, seal.files[METADATA]))
+
+
+def parse_metadata(data: bytes) -> Metadata:
+    metadata: Metadata = pickle.loads(data)
+    return metadata
+
+
+def different(saved: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> list[str]:
+    """How these tensors differ from the saved ones, as far as one rank can tell."""
+    wrong = [
+        f"{name} is {list(tensor.shape)} here and {list(saved[name])} in the checkpoint"
+        for name, tensor in tensors.items()
+        if name in saved and tuple(tensor.shape) != saved[name]
+    ]
+    return wrong + [f"{name} is not in the checkpoint" for name in tensors if name not in saved]
+
+
+def some(lines: Sequence[str]) -> str:
+    more = len(lines) - LISTED_NAMES
+    return "; ".join(lines[:LISTED_NAMES]) + (f"; and {more} more" if more > 0 else "")

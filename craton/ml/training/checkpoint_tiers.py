@@ -1,0 +1,302 @@
+"""The steps of a run as files of a tier: on a file system that all ranks see, on each node's own disk, or in S3.
+
+TIER/step-00000200 holds DCP's shards and `.metadata`, `checksums.json` and, written last, COMPLETE. On a file system a
+step is written as `step-N.partial`, synced, and renamed when it is whole; it leaves by a rename to `step-N.removed`. So
+whatever ends in .partial or .removed was cut off and can go. S3 has no rename: there a step without COMPLETE was cut
+off, and COMPLETE is the first thing to go. Steps are ordered by their number, never by a clock.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from craton.infrastructure import GrowingFile
+from craton.ml.training.checkpoint_sums import CHECKSUMS, COMPLETE, CheckpointError, Seal
+
+OWNER = "OWNER"  # the run that a tier's folder belongs to, where it lies outside the run directory
+_STEP = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"step-\d{8,}\.(partial|removed)")
+
+
+@dataclass(frozen=True)
+class TierFolder:
+    """A place for checkpoints, and how often it is written; with neither interval, only when there is a reason to save
+    (a stop, the end). `keep` None keeps every checkpoint."""
+
+    name: str
+    path: Path | str  # a folder, or an s3:// prefix
+    every_seconds: float | None = None
+    every_steps: int | None = None
+    keep: int | None = None
+    node: str | None = None  # this rank's node, where the folder is that node's own; None: all ranks see it
+    owner: str | None = None  # who may write there; None: anyone
+
+
+class StepFiles(Protocol):
+    """The files of one step as this rank sees them."""
+
+    where: str
+
+    def size(self, name: str) -> int | None:
+        """None: it is not here."""
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> Any:
+        """Bytes; CheckpointError when they cannot be had."""
+
+
+class StepWriter(Protocol):
+    """One step on its way to a tier."""
+
+    where: str
+
+    def begin(self, leads: bool) -> None:
+        """Makes the place; one of the ranks that share it leads."""
+
+    def create(self, name: str) -> Any:
+        """A context manager that gives something with `write`; the file is durable when it is left."""
+
+    def free_bytes(self) -> int | None:
+        """None: there is no limit that could be known."""
+
+    def finish(self, seal: Seal) -> None:
+        """From here on the step exists."""
+
+    def abandon(self) -> None:
+        """Removes what was written; never raises."""
+
+
+class Tier(Protocol):
+    """All steps of a run in one place."""
+
+    folder: TierFolder
+
+    def prepare(self) -> None:
+        """Makes the place, and finds out whether it can be written."""
+
+    def steps(self) -> list[int]:
+        """The steps that are under their final names, newest first; whether each is whole is for its seal to say."""
+
+    def complete_steps(self) -> list[int]: ...
+
+    def open(self, step: int) -> list[StepFiles]:
+        """The parts of a step that can be seen here: one, or on a node's own disk those of each node."""
+
+    def write(self, step: int) -> StepWriter: ...
+
+    def remove(self, step: int) -> None: ...
+
+    def remove_leftovers(self) -> list[str]:
+        """Removes what a killed save or removal left behind, and names it."""
+
+
+def open_tier(folder: TierFolder) -> Tier:
+    """A folder or S3, as its path says."""
+    if "://" in str(folder.path):
+        from craton.ml.training.checkpoint_objects import ObjectTier
+
+        return ObjectTier(folder)
+    return FolderTier(folder)
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def read_seal(files: StepFiles) -> Seal:
+    """What the step says of itself; CheckpointError when it was never finished or is not ours."""
+    return Seal.parse({name: bytes(files.read(name)) for name in (COMPLETE, CHECKSUMS) if files.size(name) is not None})
+
+
+def check_owner(folder: TierFolder, there: str | None) -> bool:
+    """Whether nobody owns the place yet; CheckpointError when another run does, whose steps would be lost or taken."""
+    if there is not None and there.strip() != folder.owner:
+        raise CheckpointError(
+            f"{folder.path} holds the checkpoints of another run of this name ({OWNER} says {there.strip()}, this run "
+            f"is {folder.owner}); give this run another name, the tier another place, or remove what is there"
+        )
+    return there is None
+
+
+def retain(tier: Tier, newest: int) -> None:
+    """Leaves the `keep` newest COMPLETE steps up to the one just written, and for someone to look at: incomplete steps,
+    and later ones, which could not be restored."""
+    if tier.folder.keep is not None:
+        for step in [step for step in tier.complete_steps() if step <= newest][max(tier.folder.keep, 1) :]:
+            tier.remove(step)
+
+
+class FolderTier:
+    """Steps on a file system. A node's own disk has a folder for each node: one machine may be several nodes, or what
+    was another node when the step was written."""
+
+    def __init__(self, folder: TierFolder) -> None:
+        self.folder = folder
+        self._base = Path(folder.path)
+        self._root = self._base / folder.node if folder.node else self._base
+
+    def prepare(self) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._root) as file:
+            file.write(b"\0")
+        if self.folder.owner is not None:
+            path = self._root / OWNER
+            if check_owner(self.folder, path.read_text(encoding="utf-8") if path.is_file() else None):
+                _write_synced(path, self.folder.owner.encode())
+
+    def steps(self) -> list[int]:
+        found = {step_of(entry.name) for root in self._roots() for entry in root.iterdir() if entry.is_dir()}
+        return sorted((step for step in found if step is not None), reverse=True)
+
+    def complete_steps(self) -> list[int]:
+        return [
+            step
+            for step in self.steps()
+            if any((root / step_name(step) / COMPLETE).is_file() for root in self._roots())
+        ]
+
+    def open(self, step: int) -> list[StepFiles]:
+        return [FolderFiles(path) for root in self._roots() if (path := root / step_name(step)).is_dir()]
+
+    def write(self, step: int) -> StepWriter:
+        return FolderWriter(self._root / step_name(step), all_seen=self.folder.node is None)
+
+    def remove(self, step: int) -> None:
+        for root in self._roots():
+            folder = root / step_name(step)
+            removed = folder.with_name(f"{folder.name}.removed")
+            with suppress(FileNotFoundError):  # another node of this machine was faster
+                folder.rename(removed)  # so it stops to exist at once, whatever happens to the files
+            shutil.rmtree(removed, ignore_errors=True)
+
+    def remove_leftovers(self) -> list[str]:
+        for root in self._roots():
+            for whole in root.glob(f"step-*.partial/{COMPLETE}"):  # cut off between two renames, with nothing lost
+                with suppress(OSError):
+                    whole.parent.rename(whole.parent.with_suffix(""))
+        left = [entry for root in self._roots() for entry in root.iterdir() if _LEFTOVER.fullmatch(entry.name)]
+        for entry in left:
+            shutil.rmtree(entry, ignore_errors=True)
+        return sorted({entry.name for entry in left})
+
+    def _roots(self) -> list[Path]:
+        if self.folder.node is None:
+            return [self._root] if self._root.is_dir() else []
+        mine = [self._root] if self._root.is_dir() else []
+        others = sorted(self._base.iterdir()) if self._base.is_dir() else []
+        return mine + [root for root in others if root.is_dir() and root != self._root]
+
+
+class FolderFiles:
+    """The finished files of one folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.where = path, str(path)
+
+    def size(self, name: str) -> int | None:
+        try:
+            return (self.path / name).stat().st_size
+        except OSError:
+            return None
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> Any:
+        try:
+            with (self.path / name).open("rb", buffering=0) as file:
+                length = (os.fstat(file.fileno()).st_size if end is None else end) - begin
+                view, count = memoryview(torch.empty(length, dtype=torch.uint8).numpy().data), 0  # not zeroed first
+                file.seek(begin)
+                while got := file.readinto(view[count:]):
+                    count += got
+                return view[:count]
+        except OSError as error:
+            raise CheckpointError(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+class FolderWriter:
+    """step-N.partial, until it is whole."""
+
+    def __init__(self, path: Path, all_seen: bool) -> None:
+        self.path, self.where, self._all_seen = path, str(path), all_seen
+        self._partial = path.with_name(f"{path.name}.partial")
+
+    def begin(self, leads: bool) -> None:
+        # The tier's own folder is not made anew: where it has gone, so has the file system it was on.
+        self._partial.mkdir(exist_ok=True)
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[GrowingFile]:
+        with (self._partial / name).open("wb", buffering=0) as file:
+            yield GrowingFile(file.fileno())
+            os.fsync(file.fileno())
+
+    def free_bytes(self) -> int | None:
+        return shutil.disk_usage(self.path.parent).free if self._all_seen else None  # else of this node only
+
+    def finish(self, seal: Seal) -> None:
+        if self._all_seen:
+            self._check(seal)
+        for name, text in seal.texts().items():
+            _write_synced(self._partial / name, text)
+        _sync_folder(self._partial)
+        removed = self.path.with_name(f"{self.path.name}.removed")
+        if self.path.exists():  # the same step of an abandoned course: replaced
+            self.path.rename(removed)
+        self._partial.rename(self.path)
+        _sync_folder(self.path.parent)
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def abandon(self) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _check(self, seal: Seal) -> None:
+        for name, expected in seal.files.items():
+            path = self._partial / name
+            if not path.is_file() or path.stat().st_size != expected.bytes:
+                raise CheckpointError(
+                    f"{path} was written by another rank and cannot be seen here; every rank must write to the same "
+                    f"file system, so give the tier a folder that all nodes share"
+                )
+
+
+class JoinedFiles:
+    """The parts of one step on the disks of several nodes, as far as they are seen here."""
+
+    def __init__(self, parts: Sequence[StepFiles]) -> None:
+        self._parts = list(parts)
+        self.where = ", ".join(part.where for part in parts)
+
+    def size(self, name: str) -> int | None:
+        return next((size for part in self._parts if (size := part.size(name)) is not None), None)
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> Any:
+        part = next(part for part in self._parts if part.size(name) is not None)
+        return part.read(name, begin, end)
+
+
+def _write_synced(path: Path, text: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
