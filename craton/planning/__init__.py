@@ -4,8 +4,12 @@ from craton.planning.bench import Bench, bench_json, bench_plan, decisions, stat
 from craton.planning.calibration import Calibration, CalibrationError, calibrate, load_pins, load_runs
 from craton.planning.cases import Case, CaseFileError, Skipped, load_cases
 from craton.planning.corpus import corpus_path
+from craton.planning.inventory import Entry, Inventory, StageInventory, inventory
+from craton.planning.memory import Memory, memory
 from craton.planning.planner import plan, plan_clusters
 from craton.planning.profiles import (
+    STACKS,
+    UNKNOWN,
     ProfileError,
     check_software,
     find_profile,
@@ -30,9 +34,12 @@ from craton.planning.result import (
 )
 from craton.planning.setting import PlanError
 from craton.planning.software import CONSTANTS, SoftwareProfile, Traits
+from craton.planning.training import Workload
 
 __all__ = [
     "CONSTANTS",
+    "STACKS",
+    "UNKNOWN",
     "Alternative",
     "Bench",
     "Bottleneck",
@@ -41,7 +48,10 @@ __all__ = [
     "Case",
     "CaseFileError",
     "CostPlan",
+    "Entry",
     "GoodputPlan",
+    "Inventory",
+    "Memory",
     "Plan",
     "PlanError",
     "ProfileError",
@@ -50,9 +60,11 @@ __all__ = [
     "Sensitivity",
     "Skipped",
     "SoftwareProfile",
+    "StageInventory",
     "StoragePlan",
     "TierPlan",
     "Traits",
+    "Workload",
     "bench_json",
     "bench_plan",
     "calibrate",
@@ -60,10 +72,12 @@ __all__ = [
     "corpus_path",
     "decisions",
     "find_profile",
+    "inventory",
     "load_cases",
     "load_pins",
     "load_profile",
     "load_runs",
+    "memory",
     "plan",
     "plan_clusters",
     "plan_html",

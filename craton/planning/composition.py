@@ -38,16 +38,17 @@ class StepTerms:
     send_seconds: float  # one activation to the next stage
     sends: float  # exposed sends a micro-batch
     fsdp_passes: tuple[float, float, float]  # gathers forward, gathers backward, scatters: per micro-batch
+    table_gathers: float  # of embedding, last norm and head: per micro-batch
     layer_shard: tuple[float, float]  # FSDP: all-gather of a layer's weights, reduce-scatter of its gradients, once
-    head_shard: tuple[float, float]
+    head_shard: tuple[float, float]  # the same of embedding, last norm and head, gathered forward only
+    first_gather_seconds: float  # of what a forward pass begins with, which nothing hides
     once_gather_seconds: float  # per step: parameters after a sharded optimizer step
     once_reduce_seconds: float  # per step: gradients
     optimizer_seconds: float  # least traffic
     offload_once_seconds: float  # per step: gradients to the host, its optimizer, weights back
     offload_layer_seconds: float  # one layer's activations to the host, or back
     gemm_index: int  # which efficiency the layer products use
-    recompute: float  # share of the forward pass repeated
-    recompute_attention: float  # share of attention repeated
+    repeated: tuple[float, ...]  # shares of the forward pass made again: `operations.Repeated`
     gradient_overlap: float  # 1 or 0
     overlap: float  # 0 where the cores that compute also communicate: nothing is hidden
     tensor_far: float  # 1: the group leaves its NVLink domain
@@ -172,8 +173,12 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
     exchange_scale = expert_exposed * slowdown(terms.exchange_far)
     exchange_f, exchange_b = layer.exchange[0] * exchange_scale, layer.exchange[1] * exchange_scale
 
-    again_f = gemm_f + expert_f + element_f + permute_f + host_f + dispatch_f + tensor_f + exchange_f
-    again = recompute_cost * (terms.recompute * again_f + terms.recompute_attention * attention_f)
+    products, attention, elements, collectives, sums = terms.repeated
+    again = products * (gemm_f + expert_f + dispatch_f) + attention * attention_f
+    again = again + elements * (element_f + permute_f + host_f) + collectives * exchange_f
+    again = again + np.maximum(attention, collectives) * context_f
+    again = again + (collectives * (1.0 - layer.tensor_sums) + sums * layer.tensor_sums) * tensor_f
+    again = recompute_cost * again
 
     head_f = head.gemm[0] / gemm_efficiency + head.elementwise[0] * elementwise_passes + head.tensor[0] * tensor_scale
     head_b = head.gemm[1] / gemm_efficiency + head.elementwise[1] * elementwise_passes + head.tensor[1] * tensor_scale
@@ -194,11 +199,13 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
         # Sharded weights: gathers run ahead of the layer that needs them, reductions behind; the first is not hidden.
         shard_scale = slowdown(terms.shard_far)
         gathers_f, gathers_b, scatters = terms.fsdp_passes
-        gather = shard_scale * (layers * terms.layer_shard[0] + heads * terms.head_shard[0])
-        scatter = shard_scale * (layers * terms.layer_shard[1] + heads * terms.head_shard[1])
-        wire_f, wire_b = gathers_f * gather, gathers_b * gather + scatters * scatter
+        tables = heads / terms.num_heads
+        gather, gather_tables = shard_scale * layers * terms.layer_shard[0], shard_scale * tables * terms.head_shard[0]
+        scatter = shard_scale * (layers * terms.layer_shard[1] + tables * terms.head_shard[1])
+        wire_f = gathers_f * gather + terms.table_gathers * gather_tables
+        wire_b = gathers_b * gather + scatters * scatter
         hidden_f, hidden_b = terms.overlap * _covered(wire_f, window_f), terms.overlap * _covered(wire_b, window_b)
-        edge = shard_scale * (gathers_f * terms.head_shard[0] + scatters * terms.layer_shard[1])
+        edge = shard_scale * (terms.table_gathers * terms.first_gather_seconds + scatters * terms.layer_shard[1])
         shard = wire_f + wire_b - (1.0 - contention) * (hidden_f + hidden_b)
         shard = shard + terms.overlap * _covered(edge, 0.5 * (wire_f + wire_b))
 

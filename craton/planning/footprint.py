@@ -17,6 +17,7 @@ from craton.planning.software import Traits
 MASTER_BYTES = 4.0  # fp32 weights
 MOMENT_BYTES = 8.0  # Adam's two moments, fp32
 BF16_MOMENT_BYTES = 4.0  # the same in bf16
+BUCKET_PARAMETERS = 40e6  # one gradient bucket (Megatron's default); two are alive
 LORA_SHARE = 0.005  # trainable share of a model with rank-16 adapters
 # Transformer Engine keeps a weight twice in the low precision, by rows and by columns (on Hopper a transposed copy);
 # block scales are a byte in 32 (mxfp8) or in 16 values (nvfp4). An assumption: these are the weights, with no 16-bit
@@ -281,3 +282,28 @@ def _layer(
         buffers=2.0 * value * (hidden * (tp > 1) + routed * hidden),
         ring=2.0 * keys_values,
     )
+
+
+class StageBytes(NamedTuple):
+    """Whole bytes of one pipeline rank, at the instants of `memory.INSTANTS`."""
+
+    parameters: float
+    optimizer: float
+    runtime: float
+    gradients: float  # once the first backward pass is through
+    gradients_forward: float
+    gradients_backward: float  # at the first backward layer
+    gradients_step: float  # in the optimizer step
+    activations: float  # of every micro-batch in flight
+    first_activations: float  # at the first backward layer
+    later_activations: float  # when one of them has been through its backward pass, but for a layer
+    head_activations: float
+    logits: float
+    unsharded: float
+    unsharded_loss: float
+    unsharded_backward: float  # with the gradients of the layer in work
+    layer_in_work: float  # recomputed tensors and gradients of one layer
+    later_in_work: float
+    buffers: float
+    buffers_backward: float
+    temporaries: float  # beside the gradients at the end: those still to be reduced, copies for the optimizer

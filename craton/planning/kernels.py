@@ -167,7 +167,6 @@ def attention_seconds(
     rates = gpu.attention[kernel]
     width = head_dim + (value_dim or head_dim)
     products = 5.0 if backward else 2.0  # backward repeats the scores and has four gradients
-    flops_per_score = products * width
     unit = "fp32" if precision == "fp32" else "bf16"
     flops = gpu.peak_flops[unit] * rates.efficiency(0.5 * width, backward)
     if precision in ("fp8", "mxfp8", "nvfp4"):
@@ -178,7 +177,13 @@ def attention_seconds(
     longest = rates.longest_tile * rates.multiprocessors * min(TILE_ROWS, query_tokens) * key_tokens
     moved = 2.0 * (1.5 * products - 2.0) * batch * width * (query_tokens * heads + key_tokens * kv_heads)
     memory = moved / gpu.streaming_bytes_per_second
-    return rates.launch_seconds + max((scores + longest) * flops_per_score / flops, memory)
+    work = (scores + longest) * flops_per_score(head_dim, value_dim or head_dim, backward=backward)
+    return rates.launch_seconds + max(work / flops, memory)
+
+
+def flops_per_score(query_dim: float, value_dim: float, *, backward: bool) -> float:
+    """Forward: scores and values. Backward: scores once more, gradients of queries, keys, probabilities and values."""
+    return 2.0 * (3.0 * query_dim + 2.0 * value_dim) if backward else 2.0 * (query_dim + value_dim)
 
 
 def elementwise_seconds(read_bytes: float, written_bytes: float, gpu: GpuRates, kernels: float = 1) -> float:

@@ -9,10 +9,17 @@ from published peaks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from craton.job import Layout
-from craton.planning.footprint import MASTER_BYTES, MOMENT_BYTES, layer_bytes, parameter_bytes
+from craton.planning.footprint import (
+    BUCKET_PARAMETERS,
+    MASTER_BYTES,
+    MOMENT_BYTES,
+    StageBytes,
+    layer_bytes,
+    parameter_bytes,
+)
+from craton.planning.own_memory import own_stages
 from craton.planning.software import Traits
 from craton.planning.training import Workload
 
@@ -28,7 +35,6 @@ NETWORK_COMMUNICATOR_BYTES = 0.4 * GIBIBYTE
 # Peak reserved over peak allocated in nanotron's logs (huggingface.co/nanotron/old_bench): 1.01 to 1.07.
 ALLOCATOR_SLACK = 0.04
 
-BUCKET_PARAMETERS = 40e6  # one gradient bucket (Megatron's default); two are alive
 SAVED_LOGIT_BYTES = 4.0  # of a further head (multi-token prediction) until its backward pass
 # A chunked head holds this much of the logits at once, turns them into their gradient in place, and makes the gradients
 # of its weights and its input in the same pass (craton/ml/training/head.py).
@@ -69,58 +75,22 @@ def memory(work: Workload, traits: Traits, node_gpus: int = 8, *, chunked_head: 
 def memory_bytes(work: Workload, traits: Traits, node_gpus: int = 8, *, chunked_head: bool = False) -> float:
     """The same total without names, for a search."""
     total_bytes = 0.0
-    for (
-        parameters,
-        optimizer,
-        runtime,
-        gradients,
-        gradients_forward,
-        gradients_backward,
-        activations,
-        later_activations,
-        head_activations,
-        logits,
-        unsharded,
-        unsharded_backward,
-        layer_in_work,
-        buffers,
-        temporaries,
-    ) in _stages(work, traits, node_gpus, chunked_head):
-        forward = activations + unsharded + max(buffers, head_activations + logits if logits else 0.0)
-        backward = unsharded_backward + layer_in_work + buffers
-        first, last = activations + backward, max(later_activations + backward, temporaries)
+    for stage in _stages(work, traits, node_gpus, chunked_head):
+        at_loss = stage.unsharded_loss + stage.head_activations + stage.logits if stage.logits else 0.0
+        forward = stage.activations + max(stage.unsharded + stage.buffers, at_loss)
+        first = stage.first_activations + stage.unsharded_backward + stage.layer_in_work + stage.buffers_backward
+        later = stage.later_activations + stage.unsharded_backward + stage.later_in_work + stage.buffers_backward
         size = max(
-            gradients_forward + forward + forward * ALLOCATOR_SLACK // 1.0,
-            gradients_backward + first + first * ALLOCATOR_SLACK // 1.0,
-            gradients + last + last * ALLOCATOR_SLACK // 1.0,
+            stage.gradients_forward + forward + forward * ALLOCATOR_SLACK // 1.0,
+            stage.gradients_backward + first + first * ALLOCATOR_SLACK // 1.0,
+            stage.gradients + later + later * ALLOCATOR_SLACK // 1.0,
+            stage.gradients_step + stage.temporaries + stage.temporaries * ALLOCATOR_SLACK // 1.0,
         )
-        size += parameters + optimizer + runtime
-        if size > total_bytes:
-            total_bytes = size
+        total_bytes = max(total_bytes, size + stage.parameters + stage.optimizer + stage.runtime)
     return total_bytes
 
 
-class _Stage(NamedTuple):
-    """Whole bytes of one pipeline rank."""
-
-    parameters: float
-    optimizer: float
-    runtime: float
-    gradients: float  # once the first backward pass is through
-    gradients_forward: float
-    gradients_backward: float  # at the first backward layer
-    activations: float  # of every micro-batch in flight
-    later_activations: float  # when one of them has been through its backward pass, but for a layer
-    head_activations: float
-    logits: float
-    unsharded: float
-    unsharded_backward: float  # with the gradients of the layer in work
-    layer_in_work: float  # recomputed tensors and gradients of one layer
-    buffers: float
-    temporaries: float  # of the optimizer step
-
-
-def _parts_by_instant(stage: _Stage) -> dict[str, dict[str, float]]:
+def _parts_by_instant(stage: StageBytes) -> dict[str, dict[str, float]]:
     def parts(gradients: float, **dynamic: float) -> dict[str, float]:
         return {
             "parameters": stage.parameters,
@@ -131,11 +101,7 @@ def _parts_by_instant(stage: _Stage) -> dict[str, dict[str, float]]:
             "runtime and communicators": stage.runtime,
         }
 
-    backward = {
-        "layer_in_work": stage.layer_in_work,
-        "unsharded_parameters": stage.unsharded_backward,
-        "communication_buffers": stage.buffers,
-    }
+    backward = {"unsharded_parameters": stage.unsharded_backward, "communication_buffers": stage.buffers_backward}
     by_instant = (
         parts(stage.gradients_forward, unsharded_parameters=stage.unsharded),
         parts(
@@ -148,11 +114,16 @@ def _parts_by_instant(stage: _Stage) -> dict[str, dict[str, float]]:
             stage.gradients_forward,
             activations=stage.activations + stage.head_activations,
             logits=stage.logits,
-            unsharded_parameters=stage.unsharded,
+            unsharded_parameters=stage.unsharded_loss,
         ),
-        parts(stage.gradients_backward, activations=stage.activations, **backward),
-        parts(stage.gradients, activations=stage.later_activations, **backward),
-        parts(stage.gradients, fp32_gradients=stage.temporaries),
+        parts(
+            stage.gradients_backward,
+            activations=stage.first_activations,
+            layer_in_work=stage.layer_in_work,
+            **backward,
+        ),
+        parts(stage.gradients, activations=stage.later_activations, layer_in_work=stage.later_in_work, **backward),
+        parts(stage.gradients_step, gradients_on_their_way=stage.temporaries),
     )
     named = dict(zip(INSTANTS, by_instant, strict=True))
     if not stage.logits:
@@ -160,7 +131,7 @@ def _parts_by_instant(stage: _Stage) -> dict[str, dict[str, float]]:
     return named
 
 
-def _stages(work: Workload, traits: Traits, node_gpus: int, chunked_head: bool) -> list[_Stage]:
+def _stages(work: Workload, traits: Traits, node_gpus: int, chunked_head: bool) -> list[StageBytes]:
     """The pipeline ranks that can be the worst: the first, the last, and the second where leading layers differ."""
     shape, layout = work.shape, work.layout
     pp, vpp = layout.pp, layout.vpp
@@ -168,6 +139,8 @@ def _stages(work: Workload, traits: Traits, node_gpus: int, chunked_head: bool) 
     micro_batches = work.micro_batches
     expert_span = layout.ep * (1 if work.adjacent_experts else layout.tp)
     runtime = PROCESS_BYTES if work.on_cpu else _runtime_bytes(layout, node_gpus, expert_span)
+    if traits.own_layers:
+        return own_stages(work, traits, runtime)
     rates = parameter_bytes(
         layout.precision,
         layout.zero,
@@ -230,23 +203,29 @@ def _stages(work: Workload, traits: Traits, node_gpus: int, chunked_head: bool) 
         temporaries = rates.temporary * shared + rates.expert_temporary * experts
         if layout.offload == "optimizer":  # the host takes gradients and gives weights back, bucket by bucket
             optimizer = min(optimizer, 2.0 * BUCKET_PARAMETERS * (MASTER_BYTES + MOMENT_BYTES))
+        unsharded_backward = unsharded + rates.summed * full + rates.reduced * largest
         stages.append(
-            _Stage(
-                (rates.table * table + rates.weight * body + rates.expert_weight * experts) // 1.0,
-                optimizer // 1.0,
-                runtime,
-                gradients // 1.0,
-                gradients // 1.0 if held else 0.0,
-                early // 1.0,
-                activations // 1.0,
-                later // 1.0,
-                tokens * head.saved // 1.0,
-                logits // 1.0,
-                unsharded // 1.0,
-                (unsharded + rates.summed * full + rates.reduced * largest) // 1.0,
-                tokens * layer.work // 1.0,
-                buffers // 1.0,
-                temporaries // 1.0,
+            StageBytes(
+                parameters=(rates.table * table + rates.weight * body + rates.expert_weight * experts) // 1.0,
+                optimizer=optimizer // 1.0,
+                runtime=runtime,
+                gradients=gradients // 1.0,
+                gradients_forward=gradients // 1.0 if held else 0.0,
+                gradients_backward=early // 1.0,
+                gradients_step=gradients // 1.0,
+                activations=activations // 1.0,
+                first_activations=activations // 1.0,
+                later_activations=later // 1.0,
+                head_activations=tokens * head.saved // 1.0,
+                logits=logits // 1.0,
+                unsharded=unsharded // 1.0,
+                unsharded_loss=unsharded // 1.0,
+                unsharded_backward=unsharded_backward // 1.0,
+                layer_in_work=tokens * layer.work // 1.0,
+                later_in_work=tokens * layer.work // 1.0,
+                buffers=buffers // 1.0,
+                buffers_backward=buffers // 1.0,
+                temporaries=temporaries // 1.0,
             )
         )
     return stages

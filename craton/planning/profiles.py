@@ -44,11 +44,14 @@ class ProfileError(CratonError):
 # What each stack does by default, for planning with it.
 STACKS: dict[str, Traits] = {
     UNKNOWN: Traits(
-        selective="operators",
+        selective="element-wise",
         chunked_head=True,
         zero_bubble=True,
         repeats_gate=True,
         saves_both_widths=False,
+        fsdp2=True,
+        own_layers=True,
+        multi_token=False,
         no_host_waits=True,
     ),
     "torchtitan": Traits(

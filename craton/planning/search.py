@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from craton.job import Layout, ModelShape, Precision, Recompute, Schedule
+from craton.job import Layout, ModelShape, Precision, Recompute, Schedule, layout_is_valid
 from craton.planning.composition import StepTerms, compose, stack
 from craton.planning.machine import Machine
 from craton.planning.memory import memory_bytes
@@ -66,16 +66,10 @@ def search(
     fitting: list[tuple[Layout, float]] = []
     larger: list[tuple[Layout, float]] = []
     evaluated = 0
-    bases = layouts(
-        model.shape,
-        world,
-        model.global_batch_sequences,
-        model.sequence,
-        precision,
-        machine,
-        like,
-        model.traits.zero_bubble,
-    )
+    shape, batch, sequence = model.shape, model.global_batch_sequences, model.sequence
+    bases = layouts(shape, world, batch, sequence, precision, machine, like, model.traits.zero_bubble)
+    if model.traits.own_layers:  # what cannot be trained is not chosen
+        bases = (base for base in bases if layout_is_valid(base, shape, world, batch, sequence, trained=True))
     for base in bases:
         for recompute in RECOMPUTES:
             layout = base if recompute == "none" else replace(base, recompute=recompute)
@@ -85,11 +79,12 @@ def search(
                 fitting.append((layout, need))
                 break
         else:
-            offloaded = replace(layout, offload="optimizer")
-            evaluated += 1
-            with_host = _need(model, offloaded, machine)
-            if with_host <= limit:
-                fitting.append((offloaded, with_host))
+            if not model.traits.own_layers:  # our own loop keeps the optimizer where it is
+                offloaded = replace(layout, offload="optimizer")
+                evaluated += 1
+                with_host = _need(model, offloaded, machine)
+                if with_host <= limit:
+                    fitting.append((offloaded, with_host))
             larger.append((layout, need))
     near = sorted(larger, key=lambda pair: pair[1])[:2000]
     near = [pair for pair in near if pair[1] <= NEARLY_FITS * limit] or near[:50]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from craton.infrastructure import Cluster
-from craton.job import CratonError, Job, LayoutError, ModelShape, check_layout
+from craton.job import ContentError, CratonError, Job, ModelShape, checked_layout
 from craton.planning.machine import Machine, machine_of
 from craton.planning.profiles import check_software, find_profile
 from craton.planning.search import Candidate, Search, evaluate
@@ -75,15 +75,11 @@ def setting_of(job: Job, cluster: Cluster) -> Setting:
 def chosen_layout(setting: Setting, found: Search) -> Candidate:
     """The layout the user wrote, else the best that fits; with nothing that fits, the smallest."""
     try:
-        fixed = setting.job.fixed_layout(setting.world)
-    except LayoutError as error:
-        raise PlanError(f"{setting.job.where('layout')}{error}") from None
+        fixed = checked_layout(setting.job, setting.world, trained=setting.profile.traits.own_layers)
+    except ContentError as error:
+        where = setting.job.where("layout")
+        raise PlanError(where + "; ".join(problem.removeprefix(where) for problem in error.problems)) from None
     if fixed is not None:
-        problems = check_layout(
-            fixed, setting.shape, setting.world, setting.model.global_batch_sequences, setting.model.sequence
-        )
-        if problems:
-            raise PlanError(f"{setting.job.where('layout')}layout: " + "; ".join(problems))
         return evaluate(setting.model, setting.machine, setting.profile, fixed)
     if found.candidates:
         return found.candidates[0]

@@ -13,7 +13,7 @@ from typing import Literal
 
 AttentionKernel = Literal["best", "flash2", "unfused"]
 Dispatcher = Literal["nccl", "deepep", "hybridep", "loop"]
-Selective = Literal["attention", "operators", "every second layer", "modules"]
+Selective = Literal["attention", "operators", "every second layer", "modules", "element-wise"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class Traits:
     zero_bubble: bool = False  # has a zero-bubble pipeline schedule
     repeats_gate: bool = False  # the MLP's gated product is made again in the backward pass, not kept
     saves_both_widths: bool = True  # checkpoints hold 16-bit weights beside the fp32 ones
+    fsdp2: bool = False  # weights are FSDP2's whatever is sharded: fp32 shards, over context-parallel ranks too
+    own_layers: bool = False  # the decoder of craton/ml/models, whose kept tensors are counted one by one
+    multi_token: bool = True  # trains the multi-token-prediction layers of models that have them
     no_host_waits: bool = False  # nothing of a step waits for the device: losses and norms are read later
 
 

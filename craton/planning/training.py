@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from craton.job import Layout, ModelShape, Weights
+from craton.job import Layout, ModelShape, Weights, stage_layers
 from craton.planning.collectives import (
     Group,
     Network,
@@ -21,6 +21,19 @@ from craton.planning.collectives import (
 from craton.planning.composition import StepTerms
 from craton.planning.compute import LayerTerms, group_of, head_terms, layer_terms
 from craton.planning.kernels import OUTPUT_BYTES, GpuRates
+from craton.planning.operations import RECOMPUTED, Weight, boundary_bytes, layer_weights, repeated, table_weights
+from craton.planning.sharding import (
+    copies_of,
+    expert_copies_of,
+    expert_shards_of,
+    gathered_bytes,
+    gradient_bytes,
+    num_layers,
+    padded_partial_size,
+    padded_size,
+    passes,
+    shards_of,
+)
 from craton.planning.software import INDEX, Traits
 
 # Bytes a parameter that Adam reads and writes: master and two moments in fp32, on top of which come the gradient and,
@@ -34,15 +47,6 @@ SAVED_BYTES = 34.0
 DEFAULT_HOST_LINK = 25e9
 REAL_IMBALANCE = 1.1  # busiest expert over the mean with a trained router (assumed); published runs force balance
 ZERO_BUBBLE = 1 / 3  # zero-bubble schedules keep about a third of the 1F1B bubble (arXiv:2401.10241)
-# (share of the forward pass repeated, share of attention repeated) by `recompute`, "selective" by the stack's trait
-RECOMPUTED: dict[str, tuple[float, float]] = {
-    "none": (0.0, 0.0),
-    "full": (1.0, 1.0),
-    "attention": (0.0, 1.0),
-    "operators": (0.5, 0.0),
-    "every second layer": (0.5, 0.5),
-    "modules": (0.08, 0.0),  # norms, activations, up-projections
-}
 _GEMM_CONSTANT = {
     "fp32": INDEX["gemm_efficiency"],
     "fp16": INDEX["gemm_efficiency"],
@@ -67,6 +71,7 @@ class Workload:
     weights: Weights = "fp32"  # bf16: no fp32 master weights, states in bf16
     adjacent_experts: bool = False  # expert ranks next to each other, as published runs place them, not tp apart
     on_cpu: bool = False
+    lora_rank: int = 16
 
     @property
     def micro_batches(self) -> int:
@@ -98,8 +103,8 @@ class StepModel:
         self.gpu, self.network, self.traits, self.lora, self.imbalance = gpu, network, traits, lora, imbalance
         self.host_link_bytes_per_second = host_link_bytes_per_second
         self.weights, self.adjacent_experts = weights, adjacent_experts
-        self._operators: dict[tuple[int, int, int, int, str], tuple[LayerTerms, LayerTerms]] = {}
-        self._transfers: dict[tuple[int, ...], tuple[tuple[float, float], ...]] = {}
+        self._operators: dict[tuple[int, int, int, int, str, bool], tuple[LayerTerms, LayerTerms]] = {}
+        self._transfers: dict[tuple[int | str, ...], tuple[tuple[float, float], ...]] = {}
 
     def workload(self, layout: Layout) -> Workload:
         """What memory is counted for."""
@@ -121,46 +126,41 @@ class StepModel:
         layer, head = self._operators_of(layout)
         pp, vpp = layout.pp, max(1, layout.vpp)
         micro_batches = max(1, self.global_batch_sequences // (layout.data_parallel * layout.micro_batch))
-        num_layers = float(shape.layers + shape.mtp_layers)
-        num_heads = 1.0 + shape.mtp_layers
-        full_layers, full_heads = fullest_rank(num_layers, num_heads, pp, vpp)
+        layers = float(num_layers(shape, traits))
+        heads = 1.0 + layers - shape.layers
+        full_layers, full_heads = fullest_rank(layers, heads, pp, vpp)
         send = 0.0
         if pp > 1:
-            size = 2.0 * layout.micro_batch * self.sequence / layout.cp * shape.hidden / layout.tp
+            size = boundary_bytes(shape, layout, self.sequence)
             send = point_to_point_seconds(size, layout.world // pp < network.nvlink_domain, network)
 
-        parameters = num_layers * layer.parameters / pp + head.parameters
-        expert_parameters = num_layers * layer.expert_parameters / pp
-        passes = (0.0, 0.0, 0.0)
-        if layout.fsdp > 1 and layout.zero > 1:
-            if pp > 1:  # weights stay gathered between the micro-batches of a pipeline
-                passes = (1.0 / micro_batches, 0.0, 1.0 / micro_batches)
-            else:
-                passes = (1.0, 1.0 if layout.zero == 3 else 0.0, 1.0)
-        wide = layout.precision == "fp32"
-        key = (pp, layout.replicate, layout.fsdp, layout.cp, layout.tp, layout.ep, layout.zero, wide)
+        parameters = layers * layer.parameters / pp + head.parameters
+        expert_parameters = layers * layer.expert_parameters / pp
+        moves = passes(layout, traits, micro_batches)
+        key = (pp, layout.replicate, layout.fsdp, layout.cp, layout.tp, layout.ep, layout.zero, layout.precision)
         if key not in self._transfers:
-            layer_shard = head_shard = (0.0, 0.0)
-            if passes[0]:
-                layer_shard = self._shard_seconds(layer.parameters, layer.expert_parameters, layout)
-                head_shard = self._shard_seconds(head.parameters, 0.0, layout)
-            once = self._once_per_step(parameters, expert_parameters, layout)
-            self._transfers[key] = (layer_shard, head_shard, once)
-        layer_shard, head_shard, (once_gather, once_reduce) = self._transfers[key]
+            layer_shard = head_shard = first = once = (0.0, 0.0)
+            if layout.zero > 1:
+                layer_shard, head_shard, first = self._shard_transfers(layout)
+            elif moves.gathers and traits.fsdp2:
+                mean, tables, _ = self._shard_transfers(layout)
+                once = (layers / pp * mean[0] + tables[0], layers / pp * mean[1] + tables[1])
+            elif moves.gathers:
+                once = self._shard_seconds(parameters, expert_parameters, layout)
+            reduce = self._copies_seconds(parameters, expert_parameters, layout)
+            self._transfers[key] = (layer_shard, head_shard, first, (once[0], once[1] + reduce))
+        layer_shard, head_shard, first, (once_gather, once_reduce) = self._transfers[key]
         ranks = layout.fsdp * layout.cp  # context-parallel ranks share the optimizer too
-        expert_ranks = max(1, ranks * layout.tp // layout.ep) if ranks > 1 else 1
+        expert_ranks = max(1, ranks * layout.tp // layout.ep) if ranks > 1 or traits.fsdp2 else 1
         local = parameters / ranks + expert_parameters / expert_ranks
         trained = local * (LORA_SHARE if self.lora else 1.0)
         optimizer_seconds, offload_once, offload_layer = self._optimizer_and_offload(trained, layout)
-        recompute, recompute_attention = RECOMPUTED[
-            layout.recompute if layout.recompute != "selective" else traits.selective
-        ]
         domain = network.nvlink_domain
         return StepTerms(
             layer=layer,
             head=head,
-            num_layers=num_layers,
-            num_heads=num_heads,
+            num_layers=layers,
+            num_heads=heads,
             full_layers=float(full_layers),
             full_heads=float(full_heads),
             pp=pp,
@@ -169,17 +169,22 @@ class StepModel:
             bubble_factor=ZERO_BUBBLE if layout.schedule == "zero-bubble" else 1.0,
             send_seconds=send,
             sends=0.0 if pp == 1 else float(vpp) if vpp > 1 else 2.0,  # interleaving hides half of its 2 · vpp sends
-            fsdp_passes=passes,
+            fsdp_passes=(
+                moves.gathers / micro_batches,
+                moves.gathers_again / micro_batches,
+                moves.scatters / micro_batches,
+            ),
+            table_gathers=moves.table_gathers / micro_batches,
             layer_shard=layer_shard,
             head_shard=head_shard,
+            first_gather_seconds=first[0],
             once_gather_seconds=once_gather,
             once_reduce_seconds=once_reduce,
             optimizer_seconds=optimizer_seconds,
             offload_once_seconds=offload_once,
             offload_layer_seconds=offload_layer,
             gemm_index=_GEMM_CONSTANT[layout.precision],
-            recompute=recompute,
-            recompute_attention=recompute_attention,
+            repeated=repeated(layout, traits),
             gradient_overlap=float(traits.gradient_overlap),
             overlap=0.0 if self.gpu.generation == "cpu" else 1.0,
             tensor_far=float(layout.tp > domain),
@@ -191,11 +196,9 @@ class StepModel:
 
     def _operators_of(self, layout: Layout) -> tuple[LayerTerms, LayerTerms]:
         """(mean layer, head): the same for all layouts that split the operators alike."""
-        key = (layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.precision)
+        key = (layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.precision, layout.pp > 1)
         if key not in self._operators:
             shape = self.shape
-            moe_layers = shape.moe_layers + (shape.mtp_layers if shape.is_moe else 0)
-            dense_layers = shape.layers + shape.mtp_layers - moe_layers
             kinds = [
                 (
                     layer_terms(
@@ -212,45 +215,77 @@ class StepModel:
                     ),
                     count,
                 )
-                for moe, count in ((False, dense_layers), (True, moe_layers))
-                if count
+                for moe, count in self._kinds()
             ]
-            head = head_terms(shape, layout, self.sequence, self.gpu, self.network, lora=self.lora)
+            head = head_terms(shape, layout, self.sequence, self.gpu, self.network, self.traits, lora=self.lora)
             self._operators[key] = (_mean(kinds), head)
         return self._operators[key]
 
-    def _shard_seconds(self, parameters: float, expert_parameters: float, layout: Layout) -> tuple[float, float]:
-        """FSDP's all-gather of weights and reduce-scatter of gradients; experts shard over what ep leaves."""
-        network, value, width = self.network, OUTPUT_BYTES[layout.precision], self._gradient_bytes(layout)
-        ranks = layout.fsdp * layout.cp
-        group = group_of(ranks, layout.tp, network)
-        gather = all_gather_seconds(value * parameters, group, network)
-        scatter = reduce_scatter_seconds(width * parameters, group, network)
-        if expert_parameters:
-            group = self._expert_group(max(1, ranks * layout.tp // layout.ep), layout)
-            gather += all_gather_seconds(value * expert_parameters, group, network)
-            scatter += reduce_scatter_seconds(width * expert_parameters, group, network)
-        return gather, 0.0 if self.lora else scatter
+    def _kinds(self) -> list[tuple[bool, int]]:
+        """(has experts, how many layers)"""
+        shape, layers = self.shape, num_layers(self.shape, self.traits)
+        moe_layers = layers - shape.dense_layers if shape.is_moe else 0
+        return [(moe, count) for moe, count in ((False, layers - moe_layers), (True, moe_layers)) if count]
 
-    def _once_per_step(self, parameters: float, expert_parameters: float, layout: Layout) -> tuple[float, float]:
-        """(gather of parameters, reduction of gradients) that happen once a step: DDP, a sharded optimizer, HSDP."""
-        network = self.network
-        share = LORA_SHARE if self.lora else 1.0
-        gather = reduce = 0.0
-        if layout.fsdp > 1 and layout.zero == 1:
-            gather, reduce = self._shard_seconds(share * parameters, share * expert_parameters, layout)
-        if layout.replicate > 1 or (layout.fsdp == 1 and layout.cp > 1):
-            width = share * self._gradient_bytes(layout)
-            shards = layout.fsdp * layout.cp if layout.fsdp > 1 else 1
-            copies = layout.replicate * layout.cp if shards == 1 else layout.replicate
+    def _shard_transfers(self, layout: Layout) -> tuple[tuple[float, float], ...]:
+        """FSDP's (all-gather of weights, reduce-scatter of gradients), once: of the mean layer, of the tables, and of
+        those of them that come first: all where they are one group, else the embedding."""
+        traits = self.traits
+
+        def seconds(weights: tuple[Weight, ...]) -> tuple[float, float]:
+            size, experts = (padded_size(weights, layout, traits, experts=experts) for experts in (False, True))
+            return self._shard_seconds(size, experts, layout)
+
+        kinds = self._kinds()
+        total = sum(count for _, count in kinds)
+        gather = scatter = 0.0
+        for moe, count in kinds:
+            of_kind = seconds(layer_weights(self.shape, layout.tp, layout.ep, moe=moe))
+            gather, scatter = gather + of_kind[0] * count / total, scatter + of_kind[1] * count / total
+        alone = layout.pp == 1
+        tables = seconds(table_weights(self.shape, layout.tp, embeds=alone, predicts=True))
+        embedding = seconds(table_weights(self.shape, layout.tp, embeds=True, predicts=False))
+        return (gather, scatter), tables, tables if traits.fsdp2 or not alone else embedding
+
+    def _shard_seconds(self, size: float, experts: float, layout: Layout) -> tuple[float, float]:
+        """The same of so many parameters in one call; experts in one of their own. A sharded optimizer moves its
+        weights and gradients in buckets so large that their number does not count."""
+        traits, network = self.traits, self.network
+        group = group_of(shards_of(layout, traits), layout.tp, network)
+        value, width = gathered_bytes(layout), gradient_bytes(layout, traits) * (LORA_SHARE if self.lora else 1.0)
+        if self.lora and layout.zero == 1:  # only what is trained leaves the optimizer's shards
+            value *= LORA_SHARE
+        gather = all_gather_seconds(value * size, group, network)
+        scatter = reduce_scatter_seconds(width * size, group, network)
+        if experts:
+            group = self._expert_group(expert_shards_of(layout, traits), layout)
+            gather += all_gather_seconds(value * experts, group, network)
+            scatter += reduce_scatter_seconds(width * experts, group, network)
+        return gather, scatter
+
+    def _copies_seconds(self, parameters: float, expert_parameters: float, layout: Layout) -> float:
+        """The reduction of gradients between ranks that hold the same shard, once a step: DDP and HSDP; and between
+        tensor-parallel ranks, of weights that each of them knows the gradient of in part."""
+        network, traits = self.network, self.traits
+        shards, expert_shards = shards_of(layout, traits), expert_shards_of(layout, traits)
+        width = gradient_bytes(layout, traits) * (LORA_SHARE if self.lora else 1.0)
+        group = group_of(copies_of(layout, traits), layout.tp * shards, network)
+        seconds = all_reduce_seconds(width * parameters / shards, group, network)
+        copies = expert_copies_of(layout, traits)
+        # An expert is on every ep-th rank; those among the shards hold a piece of it each, the others a copy.
+        if shards > 1:
             group = group_of(copies, layout.tp * shards, network)
-            reduce += all_reduce_seconds(width * parameters / shards, group, network)
-            # An expert is on every ep-th rank; those among the shards hold a piece of it each, the others a copy.
-            expert_shards = max(1, shards * layout.tp // layout.ep) if shards > 1 else 1
-            copies = max(1, layout.data_parallel * layout.cp * layout.tp // layout.ep) // expert_shards
-            group = group_of(copies, layout.tp * shards, network) if shards > 1 else self._expert_group(copies, layout)
-            reduce += all_reduce_seconds(width * expert_parameters / expert_shards, group, network)
-        return gather, reduce
+        else:
+            group = self._expert_group(copies, layout)
+        seconds += all_reduce_seconds(width * expert_parameters / expert_shards, group, network)
+        if layout.tp > 1 and traits.sequence_parallel:
+            partial = sum(
+                count * padded_partial_size(layer_weights(self.shape, layout.tp, layout.ep, moe=moe), layout, traits)
+                for moe, count in self._kinds()
+            )
+            size = width * partial / layout.pp / shards
+            seconds += all_reduce_seconds(size, group_of(layout.tp, 1, network), network)
+        return seconds
 
     def _expert_stride(self, layout: Layout) -> int:
         """How far apart the ranks are that share the experts of a layer."""
@@ -274,20 +309,18 @@ class StepModel:
         """(optimizer on the device, optimizer through the host, one layer's activations to the host)"""
         link = self.host_link_bytes_per_second
         if layout.offload == "optimizer":
-            moved = (self._gradient_bytes(layout) + OUTPUT_BYTES[layout.precision]) * trained / link
+            moved = (gradient_bytes(layout, self.traits) + OUTPUT_BYTES[layout.precision]) * trained / link
             return 0.0, moved + self._optimizer_bytes(layout) * trained / HOST_OPTIMIZER_BYTES_PER_SECOND, 0.0
         tokens = layout.micro_batch * self.sequence / layout.cp
         saved = SAVED_BYTES * tokens * self.shape.hidden / layout.tp if layout.offload == "activations" else 0.0
         return self._optimizer_bytes(layout) * trained / self.gpu.streaming_bytes_per_second, 0.0, saved / link
 
-    def _gradient_bytes(self, layout: Layout) -> float:
-        return 4.0 if self.traits.master_gradients or layout.precision == "fp32" else 2.0
-
     def _optimizer_bytes(self, layout: Layout) -> float:
         if self.weights == "bf16":
             return BF16_OPTIMIZER_BYTES
-        copy = 0.0 if layout.precision == "fp32" else 2.0  # the narrow weight that is written too
-        return MASTER_OPTIMIZER_BYTES + copy + self._gradient_bytes(layout)
+        # the narrow weight that is written too; FSDP2 has none, and casts what it gathers
+        copy = 0.0 if layout.precision == "fp32" or (self.traits.fsdp2 and layout.world > 1) else 2.0
+        return MASTER_OPTIMIZER_BYTES + copy + gradient_bytes(layout, self.traits)
 
 
 def evaluation_terms(terms: StepTerms, layout: Layout, sequences: int) -> StepTerms:
@@ -309,8 +342,7 @@ def evaluation_terms(terms: StepTerms, layout: Layout, sequences: int) -> StepTe
         once_reduce_seconds=0.0,
         optimizer_seconds=0.0,
         offload_once_seconds=0.0,
-        recompute=0.0,
-        recompute_attention=0.0,
+        repeated=RECOMPUTED["none"],
     )
 
 
@@ -339,8 +371,8 @@ def fullest_rank(num_layers: float, num_heads: float, pp: int, vpp: int) -> tupl
     """
     if pp == 1:
         return num_layers, num_heads
-    per_rank = min(math.ceil(num_layers / (pp * vpp)) * vpp, num_layers)
-    return per_rank, num_heads if num_layers % (pp * vpp) == 0 else 0.0
+    per_rank = sum(len(layers) for layers in stage_layers(int(num_layers), pp, vpp)[::pp])
+    return float(per_rank), num_heads if num_layers % (pp * vpp) == 0 else 0.0
 
 
 def _mean(kinds: list[tuple[LayerTerms, int]]) -> LayerTerms:

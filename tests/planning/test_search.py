@@ -27,14 +27,18 @@ def place(instance: str, nodes: int, memory_bytes: float | None = None) -> Machi
     return replace(machine, gpu=replace(machine.gpu, memory_bytes=memory_bytes)) if memory_bytes else machine
 
 
-def model_on(machine: Machine, shape: ModelShape, batch: int, sequence: int = 4096) -> StepModel:
-    profile = find_profile("craton", machine.gpu)
+def model_on(
+    machine: Machine, shape: ModelShape, batch: int, software: str = "craton", sequence: int = 4096
+) -> StepModel:
+    profile = find_profile(software, machine.gpu)
     return StepModel(shape, sequence, batch, machine.rates, machine.network, profile.traits)
 
 
-def find(machine: Machine, shape: ModelShape, world: int, batch: int, like: Layout | None = None) -> Search:
-    profile = find_profile("craton", machine.gpu)
-    return search(model_on(machine, shape, batch), machine, profile, world, "bf16", like)
+def find(
+    machine: Machine, shape: ModelShape, world: int, batch: int, like: Layout | None = None, software: str = "craton"
+) -> Search:
+    profile = find_profile(software, machine.gpu)
+    return search(model_on(machine, shape, batch, software), machine, profile, world, "bf16", like)
 
 
 def by_brute_force(machine: Machine, shape: ModelShape, world: int, batch: int, tight: bool) -> Candidate:
@@ -44,7 +48,7 @@ def by_brute_force(machine: Machine, shape: ModelShape, world: int, batch: int, 
     profile = find_profile("craton", machine.gpu)
     found = []
     for layout in whole_space(world, machine.network.nvlink_domain, shape):
-        if layout_is_valid(layout, shape, world, batch, 4096) and 4096 // layout.cp >= 1024:
+        if layout_is_valid(layout, shape, world, batch, 4096, trained=True) and 4096 // layout.cp >= 1024:
             if layout.schedule == "zero-bubble" and not model.traits.zero_bubble:
                 continue
             for recompute in ("none", "selective", "full") if tight else ("none",):
@@ -178,11 +182,22 @@ def test_nothing_fits_and_the_nearest_is_named() -> None:
 def test_offload_is_the_last_resort() -> None:
     """Where nothing fits otherwise, the optimizer goes to host memory; where there is room, the best keeps it."""
     shape = model_preset("llama-3.1-70b")
-    tight = find(place("p5.48xlarge", 1), shape, 8, 64)
+    tight = find(place("p5.48xlarge", 1), shape, 8, 64, software="megatron-bridge")
     assert tight.candidates
     assert {candidate.layout.offload for candidate in tight.candidates} == {"optimizer"}
-    roomy = find(place("p5.48xlarge", 16), shape, 128, 128)
+    roomy = find(place("p5.48xlarge", 16), shape, 128, 128, software="megatron-bridge")
     assert roomy.candidates[0].layout.offload == "none"
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"])
+def test_only_what_can_be_trained_is_chosen(name: str) -> None:
+    """Key-value heads are cut and not copied, experts divide, the optimizer stays; other stacks may do otherwise."""
+    shape, machine = model_preset(name), place("p5en.48xlarge", 4)
+    found = find(machine, shape, 32, 64)
+    layouts = [candidate.layout for candidate in (*found.candidates, *found.too_large)]
+    assert layouts
+    assert all(layout_is_valid(layout, shape, 32, 64, 4096, trained=True) for layout in layouts)
+    assert {layout.offload for layout in layouts} == {"none"}
 
 
 def test_a_scaling_curve_keeps_the_kind_of_layout() -> None:

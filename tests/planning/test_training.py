@@ -209,12 +209,12 @@ def test_parts_add_up_and_none_is_negative() -> None:
         (Layout(replicate=8), {"gradients"}),
         (Layout(fsdp=8), {"shard"}),
         (Layout(fsdp=8, zero=1), {"gradients"}),
-        (Layout(tp=8), {"tensor"}),
+        (Layout(tp=8), {"tensor", "gradients"}),  # of norms, which each rank knows for its own tokens
         (Layout(pp=4), {"bubble", "send"}),
-        (Layout(cp=4), {"context", "gradients"}),
+        (Layout(cp=4), {"context", "shard"}),
         (Layout(replicate=2, fsdp=4), {"shard", "gradients"}),
     ],
-    ids=str,
+    ids=lambda given: str(given) if isinstance(given, Layout) else " ".join(sorted(given)),
 )
 def test_a_layout_pays_for_what_it_uses_and_for_nothing_else(layout: Layout, parts: set[str]) -> None:
     times = times_of(EIGHT_B, layout, 64)
