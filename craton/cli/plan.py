@@ -24,6 +24,9 @@ def plan(
     deadline: Annotated[str, typer.Option(help="With --instances: longest run, e.g. 14d.", show_default=False)] = "",
     budget: Annotated[str, typer.Option(help="With --instances: most dollars, e.g. 2M.", show_default=False)] = "",
     html: Annotated[Path | None, typer.Option(help="Write a report with plots.", show_default=False)] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Run the real step on fake ranks too, and show it beside the plan.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Predict a job: layout, step time, memory, goodput and cost, with intervals."""
@@ -32,21 +35,25 @@ def plan(
 
     from rich.console import Console
 
+    from craton.cli.traced import render_trace, run_trace
     from craton.job import load_job
     from craton.planning import plan_html, plan_to_json, render_front, render_plan
 
     found = _plan(load_job(job), instances, gpus, by, deadline, budget)
+    traced = run_trace(job, found) if trace else None
     today = date.today()
     if html:
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(plan_html(found, today), encoding="utf-8")
     if as_json:
-        print(json.dumps(plan_to_json(found)))
+        print(json.dumps({**plan_to_json(found), **(traced or {})}))
         return
     console = Console()
     render_plan(found, console, today)
     if instances:
         render_front(found, console)
+    if traced:
+        render_trace(traced, console)
     if html:
         console.print(f"report: {html}", highlight=False)
 

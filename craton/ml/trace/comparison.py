@@ -1,0 +1,174 @@
+"""The traced step beside the planned one: collectives, FLOPs and memory, and which of them do not agree.
+
+Planned is what the planner counts for Craton's own stack, whatever stack the job names for its prediction. Memory is
+that of tensors: neither what the allocator leaves unused nor the driver's own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from craton import planning
+from craton.job import Job, Layout
+from craton.ml.trace.records import CollectiveTotal, Finding, RankTrace, Trace
+from craton.planning import STACKS, UNKNOWN, Memory, StageInventory, Workload
+
+BYTES_TOLERANCE = 0.01  # of collectives and FLOPs
+MEMORY_TOLERANCE = 0.05
+# Norms, loads of experts and other handfuls of numbers: a share of all bytes that a step moves, or so few of them.
+NEGLIGIBLE, NEGLIGIBLE_BYTES = 1e-3, 1024.0
+
+# The traced part that a planned one is in, and the name both are shown under.
+SHOWN_PARTS = {
+    "parameters": "parameters",
+    "gathered parameters": "gathered parameters",
+    "unsharded parameters": "gathered parameters",
+    "gradients": "gradients",
+    "communication buffers": "gradients",
+    "optimizer states": "optimizer states",
+}
+NOT_TENSORS = ("allocator slack", "runtime and communicators")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number, planned and traced."""
+
+    name: str  # "all_gather over fsdp 64", "attention", "gradients"
+    planned: float
+    traced: float
+    planned_count: float = 0.0  # calls, of collectives
+    traced_count: float = 0.0
+    agrees: bool = True
+
+
+@dataclass(frozen=True)
+class RankComparison:
+    """One traced rank beside the stage it belongs to."""
+
+    rank: int
+    stage: int
+    collectives: tuple[Row, ...]
+    flops: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All traced ranks beside the plan; memory on the rank that needs most."""
+
+    ranks: tuple[RankComparison, ...]
+    memory: tuple[Row, ...]  # the first is the total
+    findings: tuple[Finding, ...]
+    agrees: bool
+
+
+def compare(job: Job, layout: Layout, trace: Trace) -> Comparison:
+    """What was planned for the traced ranks, and where the real code does something else."""
+    assert job.model_shape is not None
+    assert job.train is not None
+    work = Workload(
+        job.model_shape,
+        layout,
+        job.sequence,
+        job.global_batch_sequences,
+        lora=bool(job.train.lora),
+        lora_rank=job.train.lora.rank if job.train.lora else 0,
+        weights=job.train.weights,
+    )
+    traits = STACKS[UNKNOWN]
+    stages = planning.inventory(work, traits)
+    ranks = tuple(compare_rank(rank, stages.of_rank(rank.stage)) for rank in trace.ranks)
+    of_memory = compare_memory(trace.worst, planning.memory(work, traits, chunked_head=traits.chunked_head))
+    findings = [finding for rank, traced in zip(ranks, trace.ranks, strict=True) for finding in _findings(rank, traced)]
+    findings += _memory_findings(of_memory, trace.worst)
+    agrees = of_memory[0].agrees and all(row.agrees for rank in ranks for row in (*rank.collectives, *rank.flops))
+    return Comparison(ranks, of_memory, tuple(dict.fromkeys(findings)), agrees)
+
+
+def compare_rank(rank: RankTrace, stage: StageInventory) -> RankComparison:
+    """Collectives by operation, dimension and size of the group; FLOPs by kind."""
+    planned: dict[tuple[str, str, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    traced: dict[tuple[str, str, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for entry in stage.entries:
+        count, size = planned[entry.operation, entry.dimension, entry.ranks]
+        planned[entry.operation, entry.dimension, entry.ranks] = (count + entry.count, size + entry.size_bytes)
+    for each in rank.collectives:
+        count, size = traced[each.operation, each.dimension, each.group_size]
+        traced[each.operation, each.dimension, each.group_size] = (count + each.count, size + each.bytes)
+    small = max(NEGLIGIBLE_BYTES, NEGLIGIBLE * sum(size for _, size in planned.values()))
+    rows = []
+    for key in sorted({*planned, *traced}, key=lambda key: (key[1], key[0], key[2])):
+        operation, dimension, ranks = key
+        expected, found = planned[key], traced[key]
+        agrees = _close(expected[1], found[1], BYTES_TOLERANCE) or max(expected[1], found[1]) <= small
+        rows.append(Row(f"{operation} over {dimension} {ranks}", expected[1], found[1], expected[0], found[0], agrees))
+    flops = [
+        Row(kind, stage.flops[kind], size, agrees=_close(stage.flops[kind], size, BYTES_TOLERANCE))
+        for kind, size in ((kind, rank.flops.get(kind, 0.0)) for kind in stage.flops)
+        if stage.flops[kind] or size
+    ]
+    return RankComparison(rank.rank, rank.stage, tuple(rows), tuple(flops))
+
+
+def compare_memory(rank: RankTrace, planned: Memory) -> tuple[Row, ...]:
+    """The total of the worst rank, then its parts."""
+    tensors = {part: size for part, size in planned.parts.items() if part not in NOT_TENSORS}
+    total = sum(tensors.values())
+    expected: dict[str, float] = defaultdict(float)
+    found: dict[str, float] = defaultdict(float)
+    for sizes, parts in ((expected, tensors), (found, rank.memory_parts)):
+        for part, size in parts.items():
+            sizes[SHOWN_PARTS.get(part, "activations")] += size
+    agrees = _close(total, rank.memory_bytes, MEMORY_TOLERANCE)
+    rows = [Row("total", total, rank.memory_bytes, agrees=agrees)]
+    rows += [Row(part, expected[part], found[part]) for part in dict.fromkeys([*SHOWN_PARTS.values(), "activations"])]
+    return tuple(rows)
+
+
+def _close(planned: float, traced: float, tolerance: float) -> bool:
+    return abs(traced - planned) <= tolerance * max(planned, traced)
+
+
+def _findings(rank: RankComparison, traced: RankTrace) -> list[Finding]:
+    """Collectives that are missing, or that nobody planned, with the modules that were seen to call them; and FLOPs."""
+    found = []
+    for row in rank.collectives:
+        if row.agrees:
+            continue
+        seen = {each.module or "the model itself" for each in traced.collectives if row.name == _name(each)}
+        if row.traced_count < row.planned_count:
+            text = f"{row.name} is called {row.traced_count:g} times a step, {row.planned_count:g} are expected"
+            relief = "find the layer that forgot it; a sum over ranks that is missing leaves wrong numbers"
+        elif row.traced_count > row.planned_count:
+            text = f"{row.name} is called {row.traced_count:g} times a step, only {row.planned_count:g} are expected"
+            relief = "gather once and keep it, or correct the plan (craton/planning/operations.py)"
+        else:
+            text = f"{row.name} moves {row.traced:.4g} bytes a step, {row.planned:.4g} are expected"
+            relief = "compare the tensors that it is given with the plan's (craton/planning/operations.py)"
+        found.append(Finding(", ".join(sorted(seen)) or f"rank {rank.rank}", text, relief))
+    is_plain = any(row.name == "attention" and not row.traced for row in rank.flops)
+    for row in rank.flops:
+        if row.agrees or (row.name == "gemm" and is_plain):
+            continue
+        text = f"{row.name} takes {row.traced:.4g} FLOP a step, {row.planned:.4g} are expected"
+        relief = "compare the operators with the plan's (craton/planning/operations.py)"
+        if row.name == "attention" and is_plain:
+            text = "attention runs as plain products over all pairs of tokens, not as a fused kernel"
+            relief = "on GPUs a context group has fused kernels in 16 bit only: train in bf16"
+        found.append(Finding(f"stage {rank.stage}", text, relief))
+    return found
+
+
+def _memory_findings(rows: tuple[Row, ...], worst: RankTrace) -> list[Finding]:
+    total, *parts = rows
+    if total.agrees:
+        return []
+    off = max(parts, key=lambda row: abs(row.traced - row.planned))
+    text = f"memory reaches {total.traced / total.planned:.2f} times what is planned, most of it {off.name}"
+    relief = f"look at what is alive in the {worst.memory_instant} (craton/planning/own_memory.py)"
+    return [Finding(f"rank {worst.rank}", text, relief)]
+
+
+def _name(each: CollectiveTotal) -> str:
+    return f"{each.operation} over {each.dimension} {each.group_size}"

@@ -1,0 +1,157 @@
+"""What one traced step says: collectives, FLOPs and memory, as plain data that adds, scales and becomes JSON.
+
+Bytes of a collective are those of its full tensor, the larger side, as the planner's inventory counts them. Every
+record carries its micro-batch as "first", "middle" or "last", so that a step of three stands for a step of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+PLACES = ("forward", "loss", "backward", "optimizer")
+PARTS = ("parameters", "gathered parameters", "gradients", "optimizer states", "activations", "buffers", "inputs")
+
+
+class CollectiveKey(NamedTuple):
+    """What tells two collectives of a step apart."""
+
+    operation: str  # all_gather, reduce_scatter, all_reduce, all_to_all, send, recv, broadcast
+    dimension: str  # pp, replicate, fsdp, cp, tp, ep, all, or several joined by "·"
+    group_size: int
+    dtype: str
+    place: str  # one of PLACES
+    module: str  # "blocks.*.attention"; "" is the model itself
+
+
+class FlopKey(NamedTuple):
+    kind: str  # gemm, attention, experts, head
+    operator: str  # mm, _grouped_mm, ...
+    place: str
+
+
+class Window(NamedTuple):
+    """A stretch of the step whose highest memory is kept: a place in one block, counted from an end of its run."""
+
+    place: str
+    run: int  # of equal layers; -1: outside of the blocks
+    offset: int  # 0, 1 from the run's start; -1, -2 from its end
+    micro_batch: str
+
+
+@dataclass
+class Amount:
+    """Calls and bytes."""
+
+    count: float = 0.0
+    bytes: float = 0.0
+
+
+Phase = str  # "first", "middle", "last" micro-batch, "step" for what happens once
+
+
+@dataclass
+class Recording:
+    """One rank's step at one depth of its model."""
+
+    collectives: dict[tuple[Phase, CollectiveKey], Amount] = field(default_factory=dict)
+    flops: dict[tuple[Phase, FlopKey], float] = field(default_factory=dict)
+    windows: dict[Window, dict[str, float]] = field(default_factory=dict)  # bytes of every part at the highest instant
+    layers: dict[int, dict[tuple[str, str, str], int]] = field(default_factory=dict)  # block → (place, op, dim) → calls
+    parameters: dict[str, int] = field(default_factory=dict)  # name → numbers on this rank
+
+    def combined(self, others: Iterable[tuple[float, Recording]]) -> Recording:
+        """This recording plus, for each other, so many times what it has more than this one."""
+        total = replace(self, collectives=dict(self.collectives), flops=dict(self.flops), windows=dict(self.windows))
+        for times, other in others:
+            for key in self.collectives | other.collectives:
+                base, more = self.collectives.get(key, Amount()), other.collectives.get(key, Amount())
+                sum_ = total.collectives.get(key, Amount())
+                total.collectives[key] = Amount(
+                    sum_.count + times * (more.count - base.count), sum_.bytes + times * (more.bytes - base.bytes)
+                )
+            for flop_key in self.flops | other.flops:
+                grown = other.flops.get(flop_key, 0.0) - self.flops.get(flop_key, 0.0)
+                total.flops[flop_key] = total.flops.get(flop_key, 0.0) + times * grown
+            for window in total.windows.keys() & other.windows.keys():
+                total.windows[window] = _extended(total.windows[window], self.windows[window], other, window, times)
+        return total
+
+    def scaled(self, traced: int, wanted: int) -> Recording:
+        """The same step with `wanted` micro-batches instead of the traced ones: those between the first and the last
+        are all alike, and the inputs of all are on the device from the start."""
+        between = (wanted - 2) / (traced - 2) if traced > 2 else 0.0
+        factor = {"middle": between}
+        collectives = {
+            key: Amount(amount.count * factor.get(key[0], 1.0), amount.bytes * factor.get(key[0], 1.0))
+            for key, amount in self.collectives.items()
+        }
+        flops = {key: value * factor.get(key[0], 1.0) for key, value in self.flops.items()}
+        windows = {
+            window: {**parts, "inputs": parts["inputs"] * wanted / traced} for window, parts in self.windows.items()
+        }
+        return replace(self, collectives=collectives, flops=flops, windows=windows)
+
+
+def _extended(
+    total: Mapping[str, float], base: Mapping[str, float], other: Recording, window: Window, times: float
+) -> dict[str, float]:
+    more = other.windows[window]
+    return {part: total.get(part, 0.0) + times * (more.get(part, 0.0) - base.get(part, 0.0)) for part in PARTS}
+
+
+@dataclass(frozen=True)
+class CollectiveTotal:
+    """All calls of one kind in one step of one rank."""
+
+    operation: str
+    dimension: str
+    group_size: int
+    dtype: str
+    place: str
+    module: str
+    count: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that analysis cannot see: where it is and what to do."""
+
+    module: str
+    text: str
+    relief: str
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The step of one rank."""
+
+    rank: int
+    stage: int  # its place in the pipeline
+    layers: int
+    alike: int  # pipeline stages with the same layers, this one included
+    collectives: tuple[CollectiveTotal, ...]
+    flops: dict[str, float]  # gemm, attention, experts, head
+    operators: dict[str, float]  # mm, _grouped_mm, ...
+    memory_bytes: float  # tensors at the worst instant
+    memory_instant: str  # "backward of blocks.125"
+    memory_parts: dict[str, float]  # at that instant; adds up to memory_bytes
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the real step does on the chosen ranks of a world that does not exist."""
+
+    layout: str
+    world: int
+    micro_batches: int
+    seconds: float
+    ranks: tuple[RankTrace, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def worst(self) -> RankTrace:
+        """The rank that needs the most memory."""
+        return max(self.ranks, key=lambda rank: rank.memory_bytes)

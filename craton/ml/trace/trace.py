@@ -1,0 +1,110 @@
+"""`trace`: the real step of a job on fake ranks, for one rank of every pipeline stage that differs.
+
+Of a long run of equal layers a few are traced, at two depths, and of many micro-batches a few: what a step of the whole
+depth and batch does follows (craton/ml/trace/runs.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from craton.job import Job, Layout, ModelShape
+from craton.ml.models import config_from_shape
+from craton.ml.trace.fake import TraceError
+from craton.ml.trace.findings import layer_findings, parameter_findings, stage_findings
+from craton.ml.trace.records import Amount, CollectiveKey, CollectiveTotal, Finding, RankTrace, Recording, Trace, Window
+from craton.ml.trace.runs import Depth, Run, depths_of
+from craton.ml.trace.step import micro_batches, trace_step
+from craton.ml.trace.watch import NO_BLOCK
+
+Progress = Callable[[int, int, str], None]
+
+
+def trace(job: Job, layout: Layout, ranks: Sequence[int] = (), progress: Progress | None = None) -> Trace:
+    """Runs the real step at the layout's true world size. `ranks`: which; else one of every stage that differs."""
+    if job.train is None or job.model_shape is None:
+        raise TraceError(f"{job.where('kind')}only a job that trains a decoder can be traced; this is kind {job.kind}")
+    started = time.monotonic()
+    config = config_from_shape(job.model_shape)
+    done: list[RankTrace] = []
+    findings: list[Finding] = []
+    chosen = dict.fromkeys(ranks, 1) or differing_ranks(config.shape, layout)
+    for number, (rank, alike) in enumerate(chosen.items()):
+        if not 0 <= rank < layout.world:
+            raise TraceError(f"rank {rank} is not one of the {layout.world} ranks of {layout}")
+        if progress:
+            progress(number, len(chosen), f"rank {rank:,} of {layout.world:,}")
+        stage = rank // (layout.world // layout.pp)
+        depths = depths_of(config.shape, layout, stage)
+        base = trace_step(job, layout, config, depths.base, rank)
+        findings += parameter_findings(base, replace(config, shape=depths.base.shape), layout)
+        compared = depths.base.runs
+        if job.train.lora and compared[0].first == 0:  # nothing before the first layer wants a gradient of it
+            compared = (replace(compared[0], first=1, length=compared[0].length - 1), *compared[1:])
+        findings += layer_findings(base, compared)
+        more = [(times, trace_step(job, layout, config, depth, rank)) for times, depth in depths.more]
+        done.append(_rank_trace(base.combined(more), depths.whole, rank, stage, alike))
+    findings += stage_findings(done, layout)
+    return Trace(
+        layout=str(layout),
+        world=layout.world,
+        micro_batches=micro_batches(job, layout),
+        seconds=time.monotonic() - started,
+        ranks=tuple(done),
+        findings=tuple(dict.fromkeys(findings)),
+    )
+
+
+def differing_ranks(shape: ModelShape, layout: Layout) -> dict[int, int]:
+    """The first rank of every pipeline stage that holds other layers than those before it, and how many such stages
+    there are; the first and the last stage are like no other."""
+    ranks: dict[object, int] = {}
+    alike: dict[object, int] = {}
+    for stage in range(layout.pp):
+        runs = depths_of(shape, layout, stage).whole.runs
+        kinds = tuple((run.length, run.has_experts, run.is_sliding) for run in runs)
+        key = (kinds, stage == 0, stage == layout.pp - 1)
+        ranks.setdefault(key, stage * (layout.world // layout.pp))
+        alike[key] = alike.get(key, 0) + 1
+    return {rank: alike[key] for key, rank in ranks.items()}
+
+
+def _rank_trace(recording: Recording, depth: Depth, rank: int, stage: int, alike: int) -> RankTrace:
+    totals: dict[CollectiveKey, Amount] = {}
+    for (_, key), amount in recording.collectives.items():
+        total = totals.setdefault(key, Amount())
+        total.count += amount.count
+        total.bytes += amount.bytes
+    flops: dict[str, float] = {}
+    operators: dict[str, float] = {}
+    for (_, flop_key), value in recording.flops.items():
+        flops[flop_key.kind] = flops.get(flop_key.kind, 0.0) + value
+        operators[flop_key.operator] = operators.get(flop_key.operator, 0.0) + value
+    window, parts = max(recording.windows.items(), key=lambda item: sum(item[1].values()))
+    return RankTrace(
+        rank=rank,
+        stage=stage,
+        layers=depth.num_layers,
+        alike=alike,
+        collectives=tuple(
+            CollectiveTotal(*key, amount.count, amount.bytes)
+            for key, amount in sorted(totals.items(), key=lambda item: -item[1].bytes)
+        ),
+        flops=flops,
+        operators=operators,
+        memory_bytes=sum(parts.values()),
+        memory_instant=_instant(window, depth.runs),
+        memory_parts={part: size for part, size in parts.items() if size},
+    )
+
+
+def _instant(window: Window, runs: Sequence[Run]) -> str:
+    of = {"first": " of the first micro-batch", "last": " of the last micro-batch", "middle": ""}
+    when = of.get(window.micro_batch, "")
+    if window.run == NO_BLOCK:
+        return f"{window.place}{when}"
+    run = runs[window.run]
+    layer = run.first + (window.offset if window.offset >= 0 else run.length + window.offset)
+    return f"{window.place} of blocks.{layer}{when}"
