@@ -48,6 +48,7 @@ from craton.infrastructure.storage import (
     mirror,
     mirror_folder,
     open_store,
+    sync_folder,
 )
 
 __all__ = [
@@ -96,6 +97,7 @@ __all__ = [
     "own_price",
     "price_age_days",
     "resolve_cluster",
+    "sync_folder",
     "user_catalog_path",
     "visible_accelerators",
 ]

@@ -58,10 +58,10 @@ def test_a_single_text_goes_to_the_shell() -> None:
 
 
 def test_a_model_that_is_a_function_runs_without_a_plan() -> None:
-    draft = draft_run(parse_job(TRAIN.replace("llama-3.2-1b", "my.models:build")), RUN, job_folder="/work")
+    draft = draft_run(parse_job(TRAIN.replace("llama-3.2-1b", "my.models:build")), RUN, job_folder="/home/me/jobs")
     assert draft.plan is None
     assert "only its author knows" in draft.note
-    assert draft.launch.env["CRATON_JOB_FOLDER"] == "/work"
+    assert draft.launch.env["CRATON_JOB_FOLDER"] == "/home/me/jobs"
 
 
 def test_a_layout_of_every_kind_may_be_started() -> None:

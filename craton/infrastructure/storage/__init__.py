@@ -6,7 +6,7 @@
 """
 
 from craton.infrastructure.storage.cache import CachedFolder, cache_root, mirror, mirror_folder
-from craton.infrastructure.storage.folder import GrowingFile
+from craton.infrastructure.storage.folder import GrowingFile, sync_folder
 from craton.infrastructure.storage.moving import Copied, copy_down
 from craton.infrastructure.storage.numbers import tiers_of
 from craton.infrastructure.storage.store import (
@@ -30,5 +30,6 @@ __all__ = [
     "mirror",
     "mirror_folder",
     "open_store",
+    "sync_folder",
     "tiers_of",
 ]

@@ -65,7 +65,7 @@ class FolderStore(Store):
             with _as_storage_error(path):
                 os.fsync(descriptor)
                 os.rename(unfinished, path)
-                _sync_folder(path.parent)
+                sync_folder(path.parent)
         except BaseException:
             with suppress(OSError):
                 unfinished.unlink(missing_ok=True)
@@ -205,7 +205,8 @@ def _raise_unless_gone(error: OSError) -> None:
         raise error
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """A name that was made or changed in it outlasts a power failure from here on."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

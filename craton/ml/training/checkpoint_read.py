@@ -258,6 +258,7 @@ class Filling:
             saved.arrived.clear()
 
 
+@torch.no_grad()  # of this thread: those that read do not inherit it
 def fill(saved: SavedItem, planner: LoadPlanner) -> None:
     """Copies a tensor to where the planner wants it."""
     item = saved.item

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from craton.infrastructure import GrowingFile
+from craton.infrastructure import GrowingFile, sync_folder
 from craton.ml.training.checkpoint_sums import CHECKSUMS, COMPLETE, CheckpointError, Seal
 
 OWNER = "OWNER"  # the run that a tier's folder belongs to, where it lies outside the run directory
@@ -251,12 +251,12 @@ class FolderWriter:
             self._check(seal)
         for name, text in seal.texts().items():
             _write_synced(self._partial / name, text)
-        _sync_folder(self._partial)
+        sync_folder(self._partial)
         removed = self.path.with_name(f"{self.path.name}.removed")
         if self.path.exists():  # the same step of an abandoned course: replaced
             self.path.rename(removed)
         self._partial.rename(self.path)
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
         shutil.rmtree(removed, ignore_errors=True)
 
     def abandon(self) -> None:
@@ -292,11 +292,3 @@ def _write_synced(path: Path, text: bytes) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

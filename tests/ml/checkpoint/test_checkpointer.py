@@ -20,6 +20,7 @@ import torch
 from gang import Gang
 from states import equal, numbers, rank_and_world, single, state, wait_for_report, whole
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
 
 from craton.errors import CratonError
@@ -49,6 +50,22 @@ def restore_on_ranks(path: Path, sharded: bool) -> tuple[dict[str, Any] | None, 
     report = checkpointer.restored
     checkpointer.close()
     return counters, whole(tensors), report.passed_over if report else ()
+
+
+def test_threads_that_read_record_no_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise two parts of one parameter that arrive together are views changed in place, which autograd refuses."""
+    checkpointer = single([TierFolder("shared", tmp_path)])
+    checkpointer.save(1, numbers(1), {}, wait=True)
+    resolve, recorded = DefaultLoadPlanner.resolve_tensor, []
+
+    def resolve_tensor(planner: DefaultLoadPlanner, item: Any) -> Tensor:
+        recorded.append(torch.is_grad_enabled())
+        return resolve(planner, item)
+
+    monkeypatch.setattr(DefaultLoadPlanner, "resolve_tensor", resolve_tensor)
+    assert checkpointer.restore(numbers(2)) is not None
+    assert recorded == [False, False]
+    checkpointer.close()
 
 
 @pytest.mark.parametrize(("saved", "restored"), [(2, 4), (4, 2), (2, 1), (1, 2)])
