@@ -172,6 +172,11 @@ def test_the_real_microbenchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured.bf16_flops > 0
 
 
+def test_a_clock_that_stands_still_is_read_again() -> None:
+    times = iter([1.0, 1.0, 1.0, 1.0, 2.0, 2.25])
+    assert microbenchmark._best(lambda: None, 0.0, lambda: next(times)) == 0.25
+
+
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbenchmark.importlib.util, "find_spec", lambda name: None)
     measured = microbenchmark.measure(budget_seconds=0.5)
