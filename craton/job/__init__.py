@@ -27,9 +27,9 @@ from craton.job.layout import (
     Recompute,
     Schedule,
 )
-from craton.job.layout_check import check_layout, layout_is_valid
+from craton.job.layout_check import FP8_MULTIPLE, check_layout, layout_is_valid
 from craton.job.model import MlaShape, ModelShape
-from craton.job.nearest_layout import layout_line, nearest_layout
+from craton.job.nearest_layout import divisors, layout_line, nearest_layout
 from craton.job.presets import model_preset, model_presets
 from craton.job.schedules import (
     Action,
@@ -45,6 +45,7 @@ from craton.job.train import Evaluate, FaultPolicy, LearningRateSchedule, Lora, 
 from craton.job.units import parse_count, parse_seconds
 
 __all__ = [
+    "FP8_MULTIPLE",
     "LEVELS",
     "OFFLOADS",
     "PRECISIONS",
@@ -93,6 +94,7 @@ __all__ = [
     "check_layout",
     "checked_layout",
     "did_you_mean",
+    "divisors",
     "dump_job",
     "forward_actions",
     "in_flight_limit",

@@ -7,9 +7,12 @@ and names the nearest value that would do. Both hold the same rules; a property 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from craton.job.layout import Layout
 from craton.job.model import ModelShape
+
+FP8_MULTIPLE = 16  # of both sizes of a matrix in an fp8 product
 
 
 def layout_is_valid(
@@ -37,6 +40,7 @@ def layout_is_valid(
     if trained and (
         (ep > 1 and not _divides(ep, layout.fsdp * cp))
         or _uncut_experts(layout, shape)
+        or _narrow_for_fp8(layout, shape)
         or (vpp > 1 and (global_batch_sequences // (data_parallel * layout.micro_batch)) % pp)
     ):
         return False
@@ -56,7 +60,8 @@ def check_layout(
 ) -> list[str]:
     """What is wrong with a layout, each with the nearest valid value; empty when it is valid.
 
-    `trained`: by Craton's own loop, which cuts key-value heads and never copies them; other stacks may.
+    `trained`: by Craton's own loop, which cuts tables and widths as they are, shards experts evenly and never copies
+    key-value heads; other stacks may pad and copy.
     """
     return [
         *_world_problems(layout, world),
@@ -155,6 +160,12 @@ def _training_problems(layout: Layout, shape: ModelShape, global_batch_sequences
             f"each expert is sharded over {expert_shards(layout)} ranks (what ep {ep} leaves of fsdp · cp · tp), which "
             f"do not divide its {' and '.join(uncut)}; use a larger ep, or more replicate and less fsdp"
         )
+    if narrow := _narrow_for_fp8(layout, shape):
+        nearest = _nearest(layout.tp, lambda size: not _narrow_for_fp8(replace(layout, tp=size), shape))
+        problems.append(
+            f"tp {layout.tp} does not cut {' and '.join(narrow)} into multiples of {FP8_MULTIPLE}, which fp8 needs; "
+            f"nearest: tp {nearest}, or precision bf16"
+        )
     micro_batches = global_batch_sequences // (layout.data_parallel * layout.micro_batch)
     if layout.vpp > 1 and micro_batches % layout.pp:
         unit = layout.pp * layout.data_parallel * layout.micro_batch
@@ -179,6 +190,26 @@ def _uncut_experts(layout: Layout, shape: ModelShape) -> list[str]:
         return []
     sizes = {"hidden": shape.hidden, "moe_ffn_hidden": shape.moe_ffn_hidden}
     return [f"{name} {size}" for name, size in sizes.items() if size % shards]
+
+
+def _narrow_for_fp8(layout: Layout, shape: ModelShape) -> list[str]:
+    """Widths of attention and MLP that tp cuts into parts which fp8 products do not take."""
+    if layout.precision != "fp8" or layout.tp == 1:
+        return []
+    heads, mla = shape.heads, shape.mla
+    queries, keys_and_values = heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
+    widths = {"heads · head_dim": queries, "(heads + 2 · kv_heads) · head_dim": queries + keys_and_values}
+    if mla is not None:
+        widths = {
+            "heads · (qk_nope + qk_rope)": heads * (mla.qk_nope + mla.qk_rope),
+            "heads · v_head": heads * mla.v_head,
+        }
+        widths["heads · (qk_nope + v_head)"] = heads * (mla.qk_nope + mla.v_head)
+    if shape.dense_layers or not shape.is_moe:
+        widths["ffn_hidden"] = shape.ffn_hidden
+    if shape.shared_experts:
+        widths["shared_experts · moe_ffn_hidden"] = shape.shared_experts * shape.moe_ffn_hidden
+    return [f"{name} {width}" for name, width in widths.items() if width % (FP8_MULTIPLE * layout.tp)]
 
 
 def _cut_by_tensor(shape: ModelShape, tp: int, trained: bool) -> list[tuple[int, str]]:

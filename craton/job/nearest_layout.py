@@ -14,7 +14,7 @@ from craton.job.layout import Layout
 from craton.job.layout_check import layout_is_valid
 from craton.job.model import ModelShape
 
-# In what order they are written, and how much it matters that they stay as asked.
+# How much it matters that they stay as asked.
 WEIGHTS = {"pp": 1.0, "replicate": 0.5, "fsdp": 0.5, "cp": 1.0, "tp": 1.0, "ep": 1.0, "vpp": 0.5, "micro_batch": 0.5}
 
 
@@ -55,12 +55,12 @@ def layout_line(layout: Layout) -> str:
 
 def _around(asked: Layout, shape: ModelShape, world: int) -> Iterator[Layout]:
     """Every split of the world, with the experts, stages and micro-batches nearest to those asked for."""
-    for tp in _divisors(world):
-        for cp in _divisors(world // tp):
-            for pp in _divisors(world // (tp * cp)):
+    for tp in divisors(world):
+        for cp in divisors(world // tp):
+            for pp in divisors(world // (tp * cp)):
                 copies = world // (tp * cp * pp)
                 vpp, schedule = (asked.vpp, asked.schedule) if pp > 1 else (1, "1f1b")
-                for replicate in _divisors(copies):
+                for replicate in divisors(copies):
                     fsdp = copies // replicate
                     for ep in _expert_sizes(asked.ep, shape, copies * cp):
                         sizes = replace(asked, pp=pp, replicate=replicate, fsdp=fsdp, cp=cp, tp=tp, ep=ep)
@@ -74,10 +74,10 @@ def _expert_sizes(asked: int, shape: ModelShape, ranks: int) -> list[int]:
     """Those next to what was asked for, on both sides, and none."""
     if not shape.is_moe or asked == 1:
         return [1]
-    valid = [ep for ep in _divisors(ranks) if shape.experts % ep == 0]
+    valid = [ep for ep in divisors(ranks) if shape.experts % ep == 0]
     below = [ep for ep in valid if ep <= asked][-2:]
     above = [ep for ep in valid if ep > asked][:1]
-    return [*below, *above]
+    return sorted({1, *below, *above})
 
 
 def _distance(asked: Layout, layout: Layout, written: Collection[str]) -> float:
@@ -89,6 +89,7 @@ def _distance(asked: Layout, layout: Layout, written: Collection[str]) -> float:
     return total
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """In ascending order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]

@@ -27,8 +27,8 @@ class Peers:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # around every wait, for a timer
         self._name = group.group_name
-        # gloo runs what was started in two threads, and two collectives of one group at the same time spoil the heap
-        # (seen with torch 2.13: both threads in gloo::allgather).
+        # gloo runs what was started in two threads. With two collectives of one group under way ranks died now and then
+        # of a spoilt heap (torch 2.13, both threads in gloo::allgather); with one at a time none has.
         self._one_at_a_time = dist.get_backend(group) == "gloo"
 
     def start_gather(self, x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
     )
 
 
-def whole(parameter: Tensor) -> Tensor:
+def own_part(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter, differentiable, for plain operations. The gradient stays what this rank found:
     of a parameter that is not cut it is only a share."""
     if not isinstance(parameter, DTensor):

@@ -88,6 +88,13 @@ SHARED = replace(QWEN, shared_experts=1, moe_ffn_hidden=772, hidden=2056, dense_
     [
         (Layout(fsdp=32, tp=4), WIDE, 1024, "tp 4 does not divide the model's 14334 of ffn_hidden and 128258 of vocab"),
         (Layout(fsdp=16, tp=8, ep=4), SHARED, 1024, "772 of shared_experts · moe_ffn_hidden"),
+        (Layout(fsdp=16, tp=8, precision="fp8"), LLAMA, 1024, ""),
+        (
+            Layout(fsdp=16, tp=8, precision="fp8"),
+            replace(LLAMA, ffn_hidden=14400),
+            1024,
+            "tp 8 does not cut ffn_hidden 14400 into multiples of 16, which fp8 needs; nearest: tp 4",
+        ),
         (Layout(replicate=2, fsdp=64, ep=128), QWEN, 1024, ""),
         (Layout(replicate=16, fsdp=8, ep=128), QWEN, 1024, ""),
         (Layout(replicate=3, fsdp=8, ep=12), replace(QWEN, experts=96), 24, "ep 12 and fsdp · cp = 8: one must divide"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from craton.ml.collectives import ALONE, Connections, local, own_slices, whole
+from craton.ml.collectives import ALONE, Connections, local, own_part, own_slices
 from craton.ml.kernels import Documents, add_norm
 from craton.ml.models.attention import Attention
 from craton.ml.models.config import DecoderConfig
@@ -46,9 +46,9 @@ class Block(nn.Module):
     def forward(
         self, residual: Tensor, delta: Tensor | None, rope: tuple[Tensor, Tensor], documents: Documents | None = None
     ) -> tuple[Tensor, Tensor]:
-        residual, normed = add_norm(residual, delta, whole(self.attention_norm.weight), self.epsilon)
+        residual, normed = add_norm(residual, delta, own_part(self.attention_norm.weight), self.epsilon)
         attended = self.attention(normed, rope, documents)
-        residual, normed = add_norm(residual, attended, whole(self.mlp_norm.weight), self.epsilon)
+        residual, normed = add_norm(residual, attended, own_part(self.mlp_norm.weight), self.epsilon)
         return residual, self.mlp(normed)
 
 
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
             assert delta is not None, "a stage has at least one layer"
             added: Tensor = residual + delta
             return added
-        return add_norm(residual, delta, whole(self.norm.weight), self.config.norm_epsilon)[1]
+        return add_norm(residual, delta, own_part(self.norm.weight), self.config.norm_epsilon)[1]
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Tables of cosines and sines for these positions, fp32."""

@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm
 
-from craton.ml.collectives import ALONE, Connections, Peers, scatter_sum, whole
+from craton.ml.collectives import ALONE, Connections, Peers, own_part, scatter_sum
 from craton.ml.kernels import linear, scatter_linear
 
 
@@ -56,7 +56,7 @@ class Embedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [rows, sequence] → [rows, sequence, hidden], or with peers [rows · sequence / tp, hidden]."""
-        peers, weight = self.connections.tensor, whole(self.weight)
+        peers, weight = self.connections.tensor, own_part(self.weight)
         if peers is None:
             return embedding(tokens, weight)
         index = tokens.flatten() - peers.rank * weight.shape[0]
@@ -69,4 +69,4 @@ class Norm(nn.RMSNorm):
     """A root-mean-square norm of the last dimension, whose weight no rank cuts."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, tuple(self.normalized_shape), whole(self.weight), self.eps)
+        return rms_norm(x, tuple(self.normalized_shape), own_part(self.weight), self.eps)

@@ -100,7 +100,6 @@ class LatentAttention(nn.Module):
         if tensor is not None:  # this rank's share of the tokens
             cosine, sine = (table.flatten(0, 1).chunk(tensor.size)[tensor.rank] for table in rope)
         turned = reference.rotate(key_turning.unsqueeze(-2), cosine, sine).squeeze(-2)
-        self.kv_b.connections = ALONE  # its input is all tokens already
         mixed: Tensor = checkpoint(
             self._mix_gathered,
             query,

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import grouped_mm, linear
 
 from craton.errors import CratonError
-from craton.ml.collectives import ALONE, Connections, local, whole
+from craton.ml.collectives import ALONE, Connections, local, own_part
 from craton.ml.kernels import reference, swiglu, swiglu_backward
 from craton.ml.kernels.weight_gradients import weight_gradient
 from craton.ml.models.config import DecoderConfig, RoutingConfig
@@ -61,7 +61,7 @@ class MoE(nn.Module):
         """x [..., hidden] → the same shape."""
         tokens = x.reshape(-1, x.shape[-1])
         # fp32: a rounded score flips choices, and costs next to nothing to avoid
-        logits = linear(tokens.float(), whole(self.router.weight).float())  # [tokens, experts]
+        logits = linear(tokens.float(), own_part(self.router.weight).float())  # [tokens, experts]
         scores = logits.sigmoid() if self.routing.scoring == "sigmoid" else logits.softmax(-1)
         weights, chosen = route(scores, self.router_bias, self.top_k, self.routing)
         order, inverse, ends = sort_by_expert(chosen, scores.shape[-1])
@@ -135,14 +135,14 @@ class Experts(nn.Module):
         if not torch.compiler.is_compiling() or x.dtype is not torch.bfloat16:  # it is traced in bf16 only
             out: Tensor = _grouped_mlp(x, *parameters, ends)
             return out
-        gate, up, down = (whole(parameter).to(x.dtype).transpose(-2, -1) for parameter in parameters)
+        gate, up, down = (own_part(parameter).to(x.dtype).transpose(-2, -1) for parameter in parameters)
         product = reference.swiglu(grouped_mm(x, gate, offs=ends), grouped_mm(x, up, offs=ends))
         return grouped_mm(product, down, offs=ends)
 
     def loop(self, x: Tensor, ends: Tensor) -> Tensor:
         """One expert after the other. Waits for the device: the sizes must be known here."""
         parts = x.split(rows_per_expert(ends).tolist())
-        weights = zip(whole(self.gate), whole(self.up), whole(self.down), strict=True)
+        weights = zip(own_part(self.gate), own_part(self.up), own_part(self.down), strict=True)
         outputs = [
             linear(reference.swiglu(linear(part, gate), linear(part, up)), down)
             for part, (gate, up, down) in zip(parts, weights, strict=True)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from craton.errors import CratonError
-from craton.ml.collectives import gather, local, scatter_sum, whole
+from craton.job import FP8_MULTIPLE
+from craton.ml.collectives import gather, local, own_part, scatter_sum
 from craton.ml.kernels import swiglu, swiglu_backward
 from craton.ml.kernels.weight_gradients import weight_gradient
 from craton.ml.models.linear import Linear
@@ -22,7 +23,6 @@ from craton.ml.models.mlp import Mlp
 
 Recipe = Literal["tensorwise", "rowwise"]
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # of the sizes of a product's operands
 LEAST = 1e-12  # of a largest value, so that a tensor of zeros has a scale
 
 
@@ -64,12 +64,12 @@ def convert(model: nn.Module, recipe: Recipe) -> list[str]:
 def _check(name: str, *layers: nn.Module) -> None:
     for layer in layers:
         assert isinstance(layer, Linear)
-        if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+        if layer.in_features % FP8_MULTIPLE or layer.out_features % FP8_MULTIPLE:
             raise Float8Error(
                 f"precision fp8: {name} is {layer.out_features} × {layer.in_features}; fp8 products need multiples of "
-                f"{MULTIPLE}; change the model or use precision bf16"
+                f"{FP8_MULTIPLE}; change the model or use precision bf16"
             )
-        layer.part_multiple = MULTIPLE
+        layer.part_multiple = FP8_MULTIPLE
 
 
 def check_device(device: torch.device) -> None:
@@ -91,7 +91,7 @@ class Float8Linear(Linear):
         if self.cut == 1 and self.peers is not None:
             return scatter_sum(out, self.peers)
         bias: Tensor | None = self.bias
-        out = out if bias is None else out + whole(bias)
+        out = out if bias is None else out + own_part(bias)
         return out.view(*x.shape[:-1], -1)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from craton.ml.collectives import Peers
+from craton.ml.collectives import Peers, local
 
 Weights = Literal["fp32", "bf16"]
 
@@ -75,7 +75,7 @@ class AdamW:
         """Of all gradients of all ranks, fp32, on the device."""
         gradients = [self._gradient(name) for name in self.parameters if name not in self._copies]
         squares: dict[object, list[Tensor]] = {}
-        locals_ = _norms([_local(gradient) for gradient in gradients])
+        locals_ = _norms([local(gradient) for gradient in gradients])
         for gradient, norm in zip(gradients, locals_, strict=True):
             squares.setdefault(_shard_groups(gradient), []).append(norm)
         total = torch.zeros((), dtype=torch.float32, device=self._device)
@@ -146,16 +146,16 @@ class AdamW:
     def _update(self, name: str, parameter: Tensor, learning_rate: float, control: Tensor) -> None:
         from craton.ml.kernels.triton_adamw import adamw_
 
-        weight = _local(parameter)
+        weight = local(parameter)
         if weight.numel() == 0:
             return
         master = self.master.get(name)
         adamw_(
             weight,
-            _local(self._gradient(name)).contiguous(),
-            _local(self.average[name]),
-            _local(self.square[name]),
-            None if master is None else _local(master),
+            local(self._gradient(name)).contiguous(),
+            local(self.average[name]),
+            local(self.square[name]),
+            None if master is None else local(master),
             control,
             learning_rate,
             self._decay(parameter),
@@ -184,12 +184,12 @@ class AdamW:
         for decay in {self._decay(parameter) for parameter in self.parameters.values()}:
             names = [name for name, parameter in self.parameters.items() if self._decay(parameter) == decay]
             kept = [
-                [_local(self.master.get(name, self.parameters[name])) for name in names],
-                [_local(self.average[name]) for name in names],
-                [_local(self.square[name]) for name in names],
+                [local(self.master.get(name, self.parameters[name])) for name in names],
+                [local(self.average[name]) for name in names],
+                [local(self.square[name]) for name in names],
             ]
             full = [[tensor.float() for tensor in tensors] for tensors in kept]
-            gradients = [_local(self._gradient(name)).float() for name in names]
+            gradients = [local(self._gradient(name)).float() for name in names]
             torch._fused_adamw_(
                 full[0],
                 gradients,
@@ -212,7 +212,7 @@ class AdamW:
                     if tensors[position].dtype == torch.bfloat16:
                         tensors[position].copy_(round_stochastically(values[position], generator))
         for name, master in self.master.items():
-            _local(self.parameters[name]).copy_(_local(master))
+            local(self.parameters[name]).copy_(local(master))
 
 
 def round_stochastically(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -229,10 +229,6 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(tensors, dtype=torch.float32) if tensors else ()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _shard_groups(gradient: Tensor) -> tuple[object, ...]:

@@ -29,6 +29,7 @@ from craton.ml import TRAINED_PRECISIONS
 from craton.ml.collectives import ALONE, Connections, Peers
 from craton.ml.kernels.recompute import ATTENTION_OPERATIONS, keeping
 from craton.ml.models import Decoder, Stage
+from craton.ml.models.mla import LatentAttention
 from craton.ml.models.moe import Experts, cut_experts
 from craton.ml.training.tensor import cut_parameters
 
@@ -195,6 +196,9 @@ def parallelize(model: nn.Module, ranks: Ranks, compile_blocks: bool) -> nn.Modu
     talking: list[Any] = [module for module in model.modules() if hasattr(module, "connections")]
     for module in talking:
         module.connections = ranks.connections
+    for module in talking:
+        if isinstance(module, LatentAttention) and ranks.connections.context is not None:
+            module.kv_b.connections = ALONE  # its input has been gathered over cp · tp
     if ranks.layout.tp > 1 and ranks.meshes is not None:
         cut_parameters(model, ranks.meshes.weights["tp"])
     if ranks.layout.ep > 1 and ranks.meshes is not None and ranks.meshes.experts is not None:

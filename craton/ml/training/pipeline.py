@@ -2,8 +2,8 @@
 
 Between stages goes one tensor, forward the residual stream and backward its gradient. A lane is a process group that at
 one rank carries only sends to one neighbour or only receives from one, in the same order at both ends (see
-`schedules`): however a backend puts a group's messages in line, no two can wait for each other. Sends do not wait,
-receives are posted before the action that precedes theirs.
+`schedules`): however a backend puts a group's messages in line, no two can wait for each other. Connections are made
+before the first step. Sends do not wait, receives are posted before the action that precedes theirs.
 
 FSDP2 gathers the weights of a chunk for its first micro-batch and keeps them; gradients are summed whole and reduced
 once, block by block, in the last backward pass of the chunk. For zero-bubble that is the last round of its weight
@@ -81,6 +81,7 @@ class Pipeline:
         self._dtype = torch.float32 if ranks.layout.precision == "fp32" else torch.bfloat16
         self._orders: dict[int, list[Action]] = {}  # of a step, by its micro-batches
         self._report_names: list[str] | None = None
+        self._open_lanes()
 
     def forward_backward(
         self, batches: Sequence[Batch], count: Tensor, before_forward: Callable[[Batch, Tensor], None]
@@ -195,6 +196,20 @@ class Pipeline:
         tensor = tensor.contiguous()
         work = dist.isend(tensor, dist.get_global_rank(lane.group, target), group=lane.group)
         step.sent.append(_Message(work, tensor, lane))
+
+    def _open_lanes(self) -> None:
+        """One number over every connection, one after the other. NCCL makes a connection with its first message, and
+        both ends wait for each other there, in an order that a step does not keep (pytorch/pytorch#160210)."""
+        links = range(self.pp if self.vpp > 1 else self.pp - 1)
+        pairs = [(link, (link + 1) % self.pp, self._lane(link, forward)) for link in links for forward in (True, False)]
+        if self.model.config.shape.tied_embeddings:
+            pairs += [(0, self.pp - 1, lanes[0]) for lanes in self.ranks.lanes]
+        number = torch.zeros(1, device=self._device)
+        for first, second, lane in pairs:
+            if self.rank == first:
+                dist.send(number, dist.get_global_rank(lane.group, second), group=lane.group)
+            elif self.rank == second:
+                dist.recv(number, dist.get_global_rank(lane.group, first), group=lane.group)
 
     def _lane(self, link: int, forward: bool) -> Peers:
         return self.ranks.lanes[0 if forward else 1][lane_of(link, self.pp)]

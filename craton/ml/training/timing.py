@@ -2,10 +2,9 @@
 
 A step is cut by marks into phases that add up to its length. On a CPU a mark is the clock; on a GPU it is an event on
 the compute stream, read a step later, so what counts is when the device did the work and not when it was asked to.
-Communication is what the computation waited for: on a CPU every second inside collectives, on a GPU what the compute
-stream waits for other ranks' tensors, for gathered parameters, and at the end of the backward pass for the last
-reduction. A reduction
-that holds up the middle of a backward pass on a GPU is booked as compute.
+Communication is what the computation and the update waited for: on a CPU every second inside collectives, on a GPU what
+the compute stream waits for other ranks' tensors, for gathered parameters, and at the end of the backward pass for the
+last reduction. A reduction that holds up the middle of a backward pass on a GPU is booked as compute.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class StepTimes:
 
     start: Stamp
     marks: list[tuple[str, Stamp]] = field(default_factory=list)
-    waits: list[tuple[Stamp, Stamp]] = field(default_factory=list)
+    waits: list[tuple[int, Stamp, Stamp]] = field(default_factory=list)  # the first: of the mark that ends their phase
 
     def seconds(self) -> dict[str, float]:
         """Seconds of every phase; they add up to the step."""
@@ -49,9 +48,11 @@ class StepTimes:
         for phase, stamp in self.marks:
             phases[phase] += _between(before, stamp)
             before = stamp
-        waited = min(sum(_between(*wait) for wait in self.waits), phases["compute"])
-        phases["compute"] -= waited
-        phases["communication"] += waited
+        for index, begin, end in self.waits:
+            phase = self.marks[index][0]
+            waited = min(_between(begin, end), phases[phase])
+            phases[phase] -= waited
+            phases["communication"] += waited
         return phases
 
 
@@ -84,13 +85,13 @@ class StepTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """What runs inside is a wait for other ranks, in the phase `compute`."""
+        """What runs inside is a wait for other ranks, whichever phase it is in."""
         begin = self.stamp()
         yield
         self.waited(begin)
 
     def waited(self, since: Stamp) -> None:
-        self._times.waits.append((since, self.stamp()))
+        self._times.waits.append((len(self._times.marks), since, self.stamp()))
 
     def watch(self, model: nn.Module, peers: Iterable[Peers] = ()) -> None:
         """Measures the communication of a model that FSDP2 wraps, and with these peers; else there is nothing to do."""

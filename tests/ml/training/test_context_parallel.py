@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gang import Gang
-from tiny import SEQUENCE, VOCABULARY, Text, make_trainer, tiny_job
+from tiny import SEQUENCE, VOCABULARY, Text, make_trainer, silenced, tiny_job
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from craton.job import Layout, MlaShape, ModelShape
@@ -56,7 +56,7 @@ def curve(model: str, sizes: dict[str, Any], packed: bool = True, silent: str | 
     if silent is not None:
         context = trainer.parts.ranks.connections.context
         assert context is not None
-        with mock.patch.object(context, silent, _nobody(context)[silent]):
+        with silenced(context, silent):
             trainer.fit()
     else:
         trainer.fit()
@@ -64,14 +64,6 @@ def curve(model: str, sizes: dict[str, Any], packed: bool = True, silent: str | 
         each["run_evaluation_loss"] for each in records.metrics_by_step.values() if "run_evaluation_loss" in each
     ]
     return [list(records.losses.values()), list(records.norms.values()), evaluated]
-
-
-def _nobody(context: Peers) -> dict[str, Any]:
-    """What comes when no other rank says anything."""
-    return {
-        "start_gather": lambda x: torch.cat([x] * context.size),
-        "start_scatter_sum": lambda x: x.chunk(context.size)[context.rank].clone(),
-    }
 
 
 @cache

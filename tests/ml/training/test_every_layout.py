@@ -9,7 +9,7 @@ one of its collectives brings nothing.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,16 +18,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from gang import Gang
-from tiny import GLOBAL_BATCH, VOCABULARY, make_trainer, tiny_job
+from tiny import GLOBAL_BATCH, VOCABULARY, make_trainer, silenced, tiny_job
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from craton.job import Layout, ModelShape
-from craton.ml.collectives import Peers
 from craton.ml.models.config import DecoderConfig, RoutingConfig
 from craton.ml.training.loop import Trainer
 
@@ -158,8 +156,7 @@ def without(trainer: Trainer, removed: str) -> Iterator[None]:
             yield
     else:
         dimension, _, operation = removed.partition(".")
-        peers = getattr(ranks.connections, dimension)
-        with mock.patch.object(peers, operation, _silent(peers)[operation]):
+        with silenced(getattr(ranks.connections, dimension), operation):
             yield
 
 
@@ -168,23 +165,6 @@ class _OwnPart(DefaultReduceScatter):
         output_tensor.copy_(
             input_tensor.view(dist.get_world_size(group), -1)[dist.get_rank(group)].view_as(output_tensor)
         )
-
-
-def _silent(peers: Peers) -> dict[str, Callable[..., Tensor]]:
-    """What each operation gives when nobody else says anything."""
-
-    def exchange(x: Tensor, received: list[int], _sent: list[int]) -> Tensor:
-        rows = x.new_zeros(sum(received), *x.shape[1:])
-        count = min(len(rows), len(x))
-        rows[:count] = x[:count]
-        return rows
-
-    return {
-        "start_gather": lambda x: torch.cat([x] * peers.size),
-        "start_scatter_sum": lambda x: x.chunk(peers.size)[peers.rank].clone(),
-        "start_exchange": exchange,
-        "start_sum": lambda x, _operation="sum": x.clone(),
-    }
 
 
 @cache

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from gang import Gang
-from tiny import VOCABULARY, Text, make_trainer, tiny_job
+from tiny import VOCABULARY, Text, make_trainer, silenced, tiny_job
 from torch import Tensor
 
 from craton.job import Layout, MlaShape, ModelShape
-from craton.ml.collectives import Peers, local, own_slices
+from craton.ml.collectives import local, own_slices
 from craton.ml.models import Decoder, load_weights, save_folder
 from craton.ml.models.config import DecoderConfig, RoutingConfig
 from craton.ml.training import float8
@@ -110,22 +108,11 @@ def curve(
         steps=until,
     )
     ranks = trainer.parts.ranks
-    with without(ranks.connections.tensor, removed) if removed else nullcontext():
+    with silenced(ranks.connections.tensor, removed) if removed else nullcontext():
         trainer.fit()
     evaluated = evaluate(trainer.parts.model, Text(), objective, ranks, 3)
     found = {step: (loss, records.norms[step]) for step, loss in records.losses.items()}
     return found | {0: (evaluated, 0.0)}
-
-
-def without(peers: Peers | None, operation: str) -> Any:
-    """One operation of the tensor group brings nothing from others."""
-    assert peers is not None
-    silent: dict[str, Callable[..., Tensor]] = {
-        "start_gather": lambda x: torch.cat([x] * peers.size),
-        "start_scatter_sum": lambda x: x.chunk(peers.size)[peers.rank].clone(),
-        "start_sum": lambda x, _operation="sum": x.clone(),
-    }
-    return mock.patch.object(peers, operation, silent[operation])
 
 
 @cache

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from craton.job import Job, Layout, ModelShape, parse_job
+from craton.ml.collectives import Peers
 from craton.ml.data import Loader, Sample
 from craton.ml.data.sample import window
 from craton.ml.models.config import DecoderConfig, RoutingConfig
@@ -166,3 +169,21 @@ def _stop_after(trainer: Trainer, steps: int) -> None:
 
 def moe_config() -> DecoderConfig:
     return DecoderConfig(MOE_SHAPE, routing=RoutingConfig(auxiliary_loss=0.01, bias_update=0.001))
+
+
+def silenced(peers: Peers | None, operation: str) -> Any:
+    """A context in which one operation of these peers brings nothing from others."""
+    assert peers is not None
+    exchange = peers.start_exchange
+
+    def silent_exchange(x: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        arrived = exchange(x, received, sent)
+        return torch.zeros_like(arrived) if x.is_floating_point() else arrived  # numbers of rows must be right
+
+    silent: dict[str, Callable[..., Tensor]] = {
+        "start_gather": lambda x: torch.cat([x] * peers.size),
+        "start_scatter_sum": lambda x: x.chunk(peers.size)[peers.rank].clone(),
+        "start_exchange": silent_exchange,
+        "start_sum": lambda x, _operation="sum": x.clone(),
+    }
+    return mock.patch.object(peers, operation, silent[operation])
