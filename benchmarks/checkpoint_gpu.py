@@ -79,12 +79,12 @@ def compare(folder: Path, prefix: str, model: str, batch: int) -> dict[str, Any]
     saving = train(folder, "saving", document, tiers, STOP)
     again = train(folder, "again", document, never, STOP)
     after = [train(folder, "saving", document, [tier], STEPS) for tier in tiers]
-    plain = statistics.mean((before["mean_step"], again["mean_step"]))
-    cost = saving["mean_step"] / plain - 1
+    plain = statistics.mean((before["mean_step_seconds"], again["mean_step_seconds"]))
+    cost = saving["mean_step_seconds"] / plain - 1
     print(
-        f"mean step {plain * 1e3:.1f} ms without saves ({before['mean_step'] * 1e3:.1f} and "
-        f"{again['mean_step'] * 1e3:.1f}), {saving['mean_step'] * 1e3:.1f} ms with: {cost:+.2%}; blocked "
-        f"{saving['blocked'] * 1e3:.0f} ms in {STOP} steps"
+        f"mean step {plain * 1e3:.1f} ms without saves ({before['mean_step_seconds'] * 1e3:.1f} and "
+        f"{again['mean_step_seconds'] * 1e3:.1f}), {saving['mean_step_seconds'] * 1e3:.1f} ms with: {cost:+.2%}; "
+        f"blocked {saving['blocked_seconds'] * 1e3:.0f} ms in {STOP} steps"
     )
     first = str(STOP + 1)
     for tier, resumed in zip(tiers, after, strict=True):
@@ -120,8 +120,8 @@ def train(folder: Path, name: str, document: dict[str, Any], tiers: Sequence[Any
     measured = [line for line in lines if WARMUP < line["step"] <= STOP]
     row = {
         "wall_seconds": time.perf_counter() - began,
-        "mean_step": statistics.mean(line["run_step_seconds"] for line in measured) if measured else None,
-        "blocked": sum(line["run_checkpoint_seconds"] for line in measured),
+        "mean_step_seconds": statistics.mean(line["run_step_seconds"] for line in measured) if measured else None,
+        "blocked_seconds": sum(line["run_checkpoint_seconds"] for line in measured),
         "blocked_steps": {
             line["step"]: round(line["run_checkpoint_seconds"], 4)
             for line in measured

@@ -11,8 +11,9 @@ from importlib import import_module
 from pathlib import Path
 
 
-def is_url(text: str) -> bool:
-    return "://" in text
+def is_url(place: str | Path) -> bool:
+    """`s3://...`, and not a path."""
+    return "://" in str(place)
 
 
 @cache

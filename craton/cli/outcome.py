@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from craton.cli import figures
+from craton.remote import is_url
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,7 +113,7 @@ def summary_json(summary: RunSummary) -> dict[str, Any]:
 
 def shown(path: Path | str) -> str:
     """A path as short as it can be written from here; a URL as it is."""
-    if "://" in str(path):
+    if is_url(str(path)):
         return str(path)
     relative = os.path.relpath(path)
     return relative if not relative.startswith("..") else str(path)

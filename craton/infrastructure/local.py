@@ -219,6 +219,33 @@ def machine_memory_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path
     return min([total, *(float(text) for text in texts if text.isdigit())])
 
 
+def free_memory_bytes(
+    groups: Path = Path("/sys/fs/cgroup"),
+    own: Path = Path("/proc/self/cgroup"),
+    meminfo: Path = Path("/proc/meminfo"),
+) -> float:
+    """What can be had of that memory now. Cached files give way; tmpfs and shared memory, which control groups count
+    among them, do not."""
+    free = [machine_memory_bytes(groups, own)]
+    if meminfo.is_file():
+        free.append(_numbers(meminfo)["MemAvailable:"] * 1024)
+    for path in _memory_limits(groups, own):
+        is_newer = path.name == "memory.max"
+        used = path.with_name("memory.current" if is_newer else "memory.usage_in_bytes")
+        if used.is_file() and path.is_file() and (limit := path.read_text().strip()).isdigit():
+            held = _numbers(path.with_name("memory.stat"))
+            prefix, cached = ("", "file") if is_newer else ("total_", "cache")
+            given = held.get(f"{prefix}{cached}", 0) - held.get(f"{prefix}shmem", 0)
+            free.append(int(limit) - int(used.read_text()) + given)
+    return max(0.0, float(min(free)))
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """A file of the kernel that has a name and a number on each line; nothing, where it has none."""
+    lines = [line.split() for line in path.read_text().splitlines()] if path.is_file() else []
+    return {words[0]: int(words[1]) for words in lines}
+
+
 def _memory_limits(groups: Path, own: Path) -> Iterator[Path]:
     """Where a limit may stand: in this process's control group or any that holds it, of either version (cgroups(7))."""
     for line in own.read_text().splitlines() if own.is_file() else ["0::/"]:

@@ -13,6 +13,7 @@ from craton.job.document import Location
 from craton.job.errors import JobError
 from craton.job.section import ConflictError, Section
 from craton.job.units import Seconds, Size, parse_seconds
+from craton.remote import is_url
 
 
 class CheckpointTier(Section):
@@ -81,7 +82,7 @@ class TierPlace:
 
     @property
     def is_url(self) -> bool:
-        return "://" in self.place
+        return is_url(self.place)
 
 
 def place_of(tier: CheckpointTier, storage: Storage | None, run: Path) -> TierPlace:

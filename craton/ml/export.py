@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from craton.agent import read_launch
 from craton.errors import CratonError
-from craton.infrastructure import StorageError, copy_down, is_url, open_store
+from craton.infrastructure import StorageError, copy_down, open_store
 from craton.job import Job, Layout, load_job, place_of
 from craton.ml.models import (
     Decoder,
@@ -32,6 +32,7 @@ from craton.ml.models import (
     save_folder,
 )
 from craton.ml.training.checkpoint import SavedStep, find_checkpoint, read_tensors
+from craton.remote import is_url
 from craton.telemetry import RunDirectory, find_run
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -180,24 +181,30 @@ def export(
     tokenizer: str | None = None,
     copy: bool = True,
 ) -> Exported:
-    """Writes the folder; `copy` also to the run's object tier, where it has one."""
+    """Writes the folder; `copy` also to the run's object tier, where it has one. Nothing is written when the URL, or
+    the place of the copy, holds a model already."""
     from craton.ml.data import find_tokenizer
 
     opened = open_run(run, step)
     tokenizer_folder = find_tokenizer(tokenizer) if tokenizer else opened.tokenizer_folder()
-    if is_url(str(folder)):
-        open_store(str(folder)).check_writable()
+    if is_url(folder):
+        _check_place(str(folder))
         with TemporaryDirectory(dir=opened.run.path, prefix="export-") as staged:
             local = save_folder(
                 opened.weights(), opened.config, Path(staged) / "model", tokenizer_folder, DTYPES[dtype]
             )
             copy_down(local, str(folder), seal=CONFIG)
         return Exported(opened.step, None)
-    save_folder(opened.weights(), opened.config, folder, tokenizer_folder, DTYPES[dtype])
     below = _object_place(opened) if copy else None
-    if below is None:
+    target = f"{below}/exports/{Path(folder).resolve().name}" if below else None
+    if target is not None:
+        try:
+            _check_place(target)
+        except CratonError as error:
+            raise ExportError(f"the copy of {folder} cannot be made: {error}; or export with --no-copy") from error
+    save_folder(opened.weights(), opened.config, folder, tokenizer_folder, DTYPES[dtype])
+    if target is None:
         return Exported(opened.step, None)
-    target = f"{below}/exports/{Path(folder).resolve().name}"
     try:
         copy_down(folder, target, seal=CONFIG)
     except StorageError as error:
@@ -205,6 +212,14 @@ def export(
             f"{folder} is written and whole, but not its copy: {error}; or export with --no-copy"
         ) from error
     return Exported(opened.step, target)
+
+
+def _check_place(url: str) -> None:
+    """Told before the work: that the place is taken, or may not be written."""
+    store = open_store(url)
+    store.check_writable()
+    if store.exists(CONFIG):
+        raise ExportError(f"{url}: holds a model already; remove it, or give another place")
 
 
 def _object_place(opened: RunModel) -> str | None:

@@ -15,6 +15,7 @@ import pytest
 from s3 import FaultProxy, S3Server
 
 from craton.infrastructure import CachedFolder, ObjectMissingError, StorageError, mirror, open_store
+from craton.infrastructure.storage import cache as cache_module
 
 KILO = 1000
 
@@ -101,7 +102,7 @@ def test_processes_that_ask_at_once_download_once(bucket: str, faults: FaultProx
 def test_what_is_torn_is_fetched_again(bucket: str, damage: str) -> None:
     files = contents(3, 1)
     folder = mirror(filled(f"{bucket}/data", files))
-    path, state = folder / "file-0", folder / ".state" / "file-0.json"
+    path, state = folder / "file-0", folder / ".state" / "files" / "file-0.json"
     content = files["file-0"]
     if damage == "shortened":
         path.write_bytes(content[:500])
@@ -129,7 +130,7 @@ def test_a_download_that_was_cut_off_goes_on(bucket: str, faults: FaultProxy, mo
     faults.fail("500", method="GET", holding="file-0")
     with pytest.raises(StorageError, match="500"):
         mirror(url)
-    part = CachedFolder(url).root / ".state" / "file-0.part"
+    part = CachedFolder(url).root / ".state" / "files" / "file-0.part"
     came = part.stat().st_size
     assert 0 < came < 50 * KILO
     faults.heal()
@@ -146,7 +147,8 @@ def test_a_part_of_another_version_is_thrown_away(bucket: str, s3_server: S3Serv
     cached = CachedFolder(filled(f"{bucket}/data", old))
     info = cached.store.info("file-0")
     assert info is not None
-    state = cached.root / ".state"
+    state = cached.root / ".state" / "files"
+    state.mkdir()
     (state / "file-0.json").write_text(
         f'{{"tag": {info.tag.replace(chr(34), "")!r}, "bytes": 10000}}'.replace("'", '"')
     )
@@ -189,7 +191,7 @@ def test_the_least_recently_used_goes_first_and_never_what_is_in_use(
     def use(name: str) -> None:
         cached.open(name).close()
         now = time.time_ns() + len(used)
-        os.utime(cached.root / ".state" / f"{name}.json", ns=(now, now))
+        os.utime(cached.root / ".state" / "files" / f"{name}.json", ns=(now, now))
         used.append(name)
 
     def here() -> list[str]:
@@ -219,6 +221,64 @@ def test_the_least_recently_used_goes_first_and_never_what_is_in_use(
     assert here() == ["file-0", "file-4"]
     used_bytes = sum(path.stat().st_size for path in cache.rglob("file-*") if path.suffix not in (".json", ".lock"))
     assert used_bytes <= 25 * KILO
+
+
+def test_room_for_files_that_come_together_is_looked_for_once(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = filled(f"{bucket}/data", contents(11, 6))
+    looked, entries = [], cache_module._entries
+
+    def counted(objects: Path) -> list[cache_module._Entry]:
+        looked.append(objects)
+        return entries(objects)
+
+    monkeypatch.setattr(cache_module, "_entries", counted)
+    monkeypatch.setenv("CRATON_CACHE_BYTES", str(60 * KILO))
+    mirror(url)
+    mirror(url)
+    assert len(looked) == 1
+    with pytest.raises(StorageError, match=r"other/file-0 and 1 more of its files: 20,000 bytes, .* 60,000 are in use"):
+        mirror(filled(f"{bucket}/other", contents(12, 2)))
+
+
+def test_files_that_are_here_do_not_make_room_for_the_rest_of_their_folder(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, files = filled(f"{bucket}/old", contents(13, 1)), contents(14, 3)
+    url = filled(f"{bucket}/data", files)
+    CachedFolder(url).open("file-0").close()
+    CachedFolder(old).open("file-0").close()  # used later, and still it is the one that goes
+    monkeypatch.setenv("CRATON_CACHE_BYTES", str(30 * KILO))
+    folder = mirror(url)
+    assert {name: (folder / name).read_bytes() for name in files} == files
+    assert not (CachedFolder(old).root / "file-0").exists()
+
+
+def test_any_name_may_be_in_the_store(bucket: str) -> None:
+    files = {"source/a": b"1", "source.json": b"2", "files/source": b"3", "source.lock": b"4"}
+    folder = mirror(filled(f"{bucket}/data", files))
+    assert {name: (folder / name).read_bytes() for name in files} == files
+    found = CachedFolder.of(folder / "source")
+    assert found is not None
+    assert (found[0].url, found[1]) == (f"{bucket}/data", "source/")
+
+
+MANY = """
+import resource, sys
+from craton.infrastructure import mirror
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64 if sys.argv[2] == "few" else hard))
+print(sum(path.is_file() for path in mirror(sys.argv[1]).glob("*")))
+"""
+
+
+def test_more_files_than_the_usual_limit_of_open_ones(bucket: str) -> None:
+    url = filled(f"{bucket}/data", {f"file-{number}": b"x" for number in range(80)})
+    started = [sys.executable, "-c", MANY, url]
+    many = subprocess.run([*started, "many"], capture_output=True, text=True, check=False)
+    assert (many.stdout, many.returncode) == ("80\n", 0), many.stderr
+    few = subprocess.run([*started, "few"], capture_output=True, text=True, check=False)
+    assert few.returncode == 1
+    assert "Too many open files; raise the limit of open files (ulimit -n)" in few.stderr.splitlines()[-1]
 
 
 def test_what_cannot_be_used(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,35 @@ def test_memory_of_a_container_or_a_batch_job(tmp_path: Path, own: str, limit: s
     assert whole == local.machine_memory_bytes(tmp_path / "none", tmp_path / "none") > 2**30
 
 
+@pytest.mark.parametrize(
+    ("own", "limit", "used", "cached"),
+    [
+        ("0::/system.slice/job_7/step_0", "system.slice/job_7/memory.max", "memory.current", "file {}\nshmem {}"),
+        (
+            "3:cpuset:/\n2:memory:/job_7",
+            "memory/job_7/memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "cache 1\ntotal_cache {}\ntotal_shmem {}",
+        ),
+    ],
+)
+def test_free_memory_of_a_batch_job(tmp_path: Path, own: str, limit: str, used: str, cached: str) -> None:
+    group, groups, meminfo = tmp_path / "cgroup", tmp_path / "groups", tmp_path / "meminfo"
+    group.write_text(f"{own}\n")
+    meminfo.write_text(f"MemTotal: {2**30} kB\nMemAvailable: {2**20} kB\n")
+    path = groups / limit
+    path.parent.mkdir(parents=True)
+    path.write_text("1000000\n")
+    path.with_name(used).write_text("900000\n")
+    path.with_name("memory.stat").write_text(cached.format(500_000, 200_000) + "\n")
+    assert local.free_memory_bytes(groups, group, meminfo) == 400_000, "a file may go, shared memory may not"
+    path.write_text("max\n")
+    assert local.free_memory_bytes(groups, group, meminfo) == min(2**30, local.machine_memory_bytes(groups, group))
+    path.write_text("800000\n")
+    path.with_name("memory.stat").unlink()
+    assert local.free_memory_bytes(groups, group, meminfo) == 0
+
+
 def test_the_real_microbenchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbenchmark, "MATRIX_SIZE", 256)
     monkeypatch.setattr(microbenchmark, "COPY_BYTES", 16 * 2**20)

@@ -1,32 +1,29 @@
 """Storage: what the planner knows of each tier (`numbers`), and the bytes themselves.
 
 `open_store` gives a folder or an `s3://bucket/prefix` as a `Store`: named objects that are there whole or not at all.
-`copy_down` brings a finished folder to a lower tier. `mirror` is the local folder that stands for an `s3://` one, and
+`copy_down` brings a finished folder to a new place. `mirror` is the local folder that stands for an `s3://` one, and
 `CachedFolder` reads it file by file.
 """
 
 from craton.infrastructure.storage.cache import CachedFolder, cache_root, mirror, mirror_folder
 from craton.infrastructure.storage.folder import GrowingFile, sync_folder
-from craton.infrastructure.storage.moving import Copied, copy_down
+from craton.infrastructure.storage.moving import copy_down
 from craton.infrastructure.storage.numbers import tiers_of
 from craton.infrastructure.storage.store import (
     ObjectInfo,
     ObjectWriter,
     Store,
-    is_url,
     open_store,
 )
 
 __all__ = [
     "CachedFolder",
-    "Copied",
     "GrowingFile",
     "ObjectInfo",
     "ObjectWriter",
     "Store",
     "cache_root",
     "copy_down",
-    "is_url",
     "mirror",
     "mirror_folder",
     "open_store",

@@ -5,23 +5,25 @@ the size, version and, where it is known, checksum of its object. `CachedFolder.
 goes on where it stopped; what is torn or of another version is fetched again. The cache keeps to CRATON_CACHE_BYTES (by
 default a tenth of the disk stays free): the least recently used files go first, and never one that is open or mapped.
 
-ROOT/objects/NAME-HASH/...               the files, as below the URL
-ROOT/objects/NAME-HASH/.state/source     the URL
-ROOT/objects/NAME-HASH/.state/FILE.json  what is known of a file; its time is when the file was last asked for
-ROOT/objects/NAME-HASH/.state/FILE.part  what has come so far
-ROOT/objects/NAME-HASH/.state/FILE.lock  held while it is fetched, looked up or removed
+ROOT/objects/NAME-HASH/...                     the files, as below the URL
+ROOT/objects/NAME-HASH/.state/source           the URL
+ROOT/objects/NAME-HASH/.state/files/FILE.json  what is known of a file; its time is when the file was last asked for
+ROOT/objects/NAME-HASH/.state/files/FILE.part  what has come so far
+ROOT/objects/NAME-HASH/.state/files/FILE.lock  held while it is fetched, looked up or removed
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -33,7 +35,10 @@ from craton.infrastructure.storage.store import ObjectInfo, Store, checked_name,
 
 FREE_SHARE = 0.1  # of the disk, where CRATON_CACHE_BYTES does not say how much may be used
 _STATE = ".state"
-_SOURCE = "source"
+_SOURCE = f"{_STATE}/source"
+_FILES = f"{_STATE}/files"  # a folder of its own, so that no file of the store can have the source's name
+_TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
+_BOOKED = ""  # the tag of a file of which nothing has come: what lies there is of another version
 
 
 @dataclass(frozen=True)
@@ -59,14 +64,7 @@ def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
 
 def mirror(url: str, wanted: Callable[[str], bool] = lambda name: True) -> Path:
     """The local folder for a URL with every wanted file as it is there now; the others come when they are opened."""
-    folder = CachedFolder(url)
-    if not folder.listing:
-        raise ObjectMissingError(f"{url}: there is nothing; correct the path, or copy the folder there")
-    folder.remove_unlisted()
-    for name in folder.listing:
-        if wanted(name):
-            folder.path(name)
-    return folder.root
+    return CachedFolder(url).mirror(wanted)
 
 
 def mirror_folder(url: str) -> Path:
@@ -83,6 +81,7 @@ class CachedFolder:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.root = mirror_folder(self.url)
+        self._booked: set[str] = set()  # files that room was made for together with others
         self._keep_source()
 
     @classmethod
@@ -90,7 +89,7 @@ class CachedFolder:
         """The mirror that a folder is, or is a part of, and what the names of its files begin with there; None for any
         other folder."""
         for root in (folder, *folder.parents):
-            source = root / _STATE / _SOURCE
+            source = root / _SOURCE
             if source.is_file():
                 inside = folder.relative_to(root).as_posix()
                 return cls(source.read_text(encoding="utf-8").strip()), "" if inside == "." else f"{inside}/"
@@ -105,8 +104,26 @@ class CachedFolder:
         """Every file there is, as it was when first asked."""
         return {info.name: info for info in self.store.list() if not info.name.startswith(f"{_STATE}/")}
 
+    def mirror(self, wanted: Callable[[str], bool]) -> Path:
+        """The local folder with every wanted file as it is there now."""
+        if not self.listing:
+            raise ObjectMissingError(f"{self.url}: there is nothing; correct the path, or copy the folder there")
+        self._remove_unlisted()
+        missing = []
+        for name in filter(wanted, self.listing):
+            if self._is_current(name, None):
+                self.path(name)  # so that it does not go to make room for the others
+            else:
+                missing.append(name)
+        if missing:
+            self._make_room([self.listing[name] for name in missing])
+        for name in missing:
+            self.path(name)
+        return self.root
+
     def path(self, name: str) -> Path:
         """The file on this machine, which stays there as long as this process."""
+        _allow_open_files()
         path = self.root / checked_name(name)
         held, file = self._held.get(path), self.open(name)
         self._held[path] = file
@@ -121,15 +138,18 @@ class CachedFolder:
         with self._locked(name):
             if not self._is_current(name, crc32):
                 self._fetch(name, crc32)
-            os.utime(self._state_path(name))
-            file = (self.root / name).open("rb")
-            fcntl.flock(file, fcntl.LOCK_SH)
+            try:
+                os.utime(self._state_path(name))
+                file = (self.root / name).open("rb")
+                fcntl.flock(file, fcntl.LOCK_SH)
+            except OSError as error:
+                raise _cannot_use(self.root / name, error, "can be read and locked") from error
             return file
 
-    def remove_unlisted(self) -> None:
+    def _remove_unlisted(self) -> None:
         """Files whose object is gone."""
-        for state in sorted((self.root / _STATE).rglob("*.json")):
-            name = state.relative_to(self.root / _STATE).as_posix().removesuffix(".json")
+        for state in sorted((self.root / _FILES).rglob("*.json")):
+            name = state.relative_to(self.root / _FILES).as_posix().removesuffix(".json")
             if name not in self.listing:
                 with self._locked(name):
                     self._forget(name)
@@ -162,7 +182,10 @@ class CachedFolder:
         if before is None or before.complete or (before.tag, before.bytes) != (info.tag, info.bytes):
             part.unlink(missing_ok=True)
         try:
-            self._make_room(name, info)
+            if name not in self._booked or before is None or before.bytes != info.bytes:
+                self._make_room([info])
+            self._booked.discard(name)
+            self._keep_state(name, _State(info.tag, info.bytes))
             arrived = self._download(info, part)
             if crc32 is not None and arrived != crc32:
                 raise StorageError(
@@ -174,10 +197,7 @@ class CachedFolder:
             os.replace(part, path)
             self._keep_state(name, _State(info.tag, info.bytes, arrived, path.stat().st_mtime_ns))
         except OSError as error:
-            raise StorageError(
-                f"{self.root}: {error.strerror or error}; set CRATON_CACHE to a folder that can be written and has "
-                f"{info.bytes:,} bytes free"
-            ) from error
+            raise _cannot_use(self.root, error, f"can be written and has {info.bytes:,} bytes free") from error
         except StorageError:
             if crc32 is not None and part.exists() and part.stat().st_size == info.bytes:
                 part.unlink()  # all of it came, and it is wrong
@@ -187,32 +207,40 @@ class CachedFolder:
         """Goes on where an earlier attempt ended. Returns the checksum of the whole."""
         crc32 = _file_crc32(part) if part.exists() else 0
         with part.open("ab") as file:
-            for piece in self.store.stream(info.name, file.tell()):
+            for piece in self.store.stream(info, file.tell()):
                 file.write(piece)
                 crc32 = zlib.crc32(piece, crc32)
             if file.tell() != info.bytes:
                 file.truncate(0)
-                raise StorageError(f"{self.url}/{info.name} was changed while it was fetched; try again")
+                raise StorageError(f"{part} was changed while it was fetched; try again")
         return crc32
 
-    def _make_room(self, name: str, info: ObjectInfo) -> None:
-        """Books the file's bytes, and removes others until they fit."""
+    def _make_room(self, infos: Sequence[ObjectInfo]) -> None:
+        """Books the bytes of these files, and removes others until they fit. It looks at all of the cache, so files
+        that are fetched together are booked together."""
         objects = cache_root() / "objects"
+        booked = {self._state_path(info.name) for info in infos}
+        needed = sum(info.bytes for info in infos)
         with _lock_file(objects / "lock"):
-            entries = [entry for entry in _entries(objects) if entry.state_path != self._state_path(name)]
+            entries = [entry for entry in _entries(objects) if entry.state_path not in booked]
             used = sum(entry.bytes for entry in entries)
             limit = _limit(objects, sum(entry.on_disk() for entry in entries))
             for entry in sorted(entries, key=lambda entry: entry.used_at):
-                if used + info.bytes <= limit:
+                if used + needed <= limit:
                     break
                 if entry.remove():
                     used -= entry.bytes
-            if used + info.bytes > limit:
+            if used + needed > limit:
+                what = f"{self.url}/{infos[0].name}" + (f" and {len(infos) - 1} more of its files" * (len(infos) > 1))
                 raise StorageError(
-                    f"{self.url}/{name} has {info.bytes:,} bytes, and the cache {objects} may hold {limit:,}, of which "
-                    f"{used:,} are in use; raise CRATON_CACHE_BYTES, or set CRATON_CACHE to a larger disk"
+                    f"{what}: {needed:,} bytes, and the cache {objects} may hold {limit:,}, of which {used:,} are in "
+                    "use; raise CRATON_CACHE_BYTES, or set CRATON_CACHE to a larger disk"
                 )
-            self._keep_state(name, _State(info.tag, info.bytes))
+            for info in infos:
+                state = self._state(info.name)
+                if state is None or (state.tag, state.bytes) != (info.tag, info.bytes):  # else it counts already
+                    self._keep_state(info.name, _State(_BOOKED, info.bytes))
+        self._booked |= {info.name for info in infos}
 
     def _forget(self, name: str) -> None:
         for path in (self.root / name, self._part_path(name), self._state_path(name)):
@@ -229,27 +257,25 @@ class CachedFolder:
         os.replace(partial, path)
 
     def _keep_source(self) -> None:
-        source = self.root / _STATE / _SOURCE
+        source = self.root / _SOURCE
         try:
             if not source.is_file():
                 source.parent.mkdir(parents=True, exist_ok=True)
-                partial = source.with_name(f"{_SOURCE}.{os.getpid()}")
+                partial = source.with_name(f"{source.name}.{os.getpid()}")
                 partial.write_text(f"{self.url}\n", encoding="utf-8")
                 os.replace(partial, source)
         except OSError as error:
-            raise StorageError(
-                f"{self.root}: {error.strerror or error}; set CRATON_CACHE to a folder that can be written"
-            ) from error
+            raise _cannot_use(self.root, error, "can be written") from error
 
     def _state_path(self, name: str) -> Path:
-        return self.root / _STATE / f"{name}.json"
+        return self.root / _FILES / f"{name}.json"
 
     def _part_path(self, name: str) -> Path:
-        return self.root / _STATE / f"{name}.part"
+        return self.root / _FILES / f"{name}.part"
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        with _lock_file(self.root / _STATE / f"{name}.lock"):
+        with _lock_file(self.root / _FILES / f"{name}.lock"):
             yield
 
 
@@ -264,14 +290,14 @@ class _Entry:
 
     @property
     def state_path(self) -> Path:
-        return self.root / _STATE / f"{self.name}.json"
+        return self.root / _FILES / f"{self.name}.json"
 
     @property
     def bytes(self) -> int:
         return self.state.bytes
 
     def on_disk(self) -> int:
-        path = self.root / self.name if self.state.complete else self.root / _STATE / f"{self.name}.part"
+        path = self.root / self.name if self.state.complete else self.root / _FILES / f"{self.name}.part"
         return path.stat().st_size if path.is_file() else 0
 
     def remove(self) -> bool:
@@ -290,11 +316,11 @@ class _Entry:
 
 def _entries(objects: Path) -> list[_Entry]:
     found = []
-    for path in objects.glob(f"*/{_STATE}/**/*.json"):
-        root = next(parent for parent in path.parents if parent.name == _STATE).parent
+    for path in objects.glob(f"*/{_FILES}/**/*.json"):
+        root = objects / path.relative_to(objects).parts[0]
         state = _read_state(path)
         if state is not None:
-            name = path.relative_to(root / _STATE).as_posix().removesuffix(".json")
+            name = path.relative_to(root / _FILES).as_posix().removesuffix(".json")
             with suppress(FileNotFoundError):
                 found.append(_Entry(root, name, state, path.stat().st_mtime))
     return found
@@ -314,7 +340,11 @@ def _read_state(path: Path) -> _State | None:
     """None: there is none, or it is torn."""
     try:
         return _State(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except OSError as error:
+        if error.errno in _TOO_MANY_OPEN:  # it may well be there
+            raise _cannot_use(path, error, "can be read") from error
+        return None
+    except (ValueError, TypeError):
         return None
 
 
@@ -329,10 +359,23 @@ def _lock_file(path: Path, wait: bool = True) -> Iterator[None]:
         except BlockingIOError:
             raise
         except OSError as error:
-            raise StorageError(
-                f"{path}: {error.strerror or error}; set CRATON_CACHE to a folder that can be written and locked"
-            ) from error
+            raise _cannot_use(path, error, "can be written and locked") from error
         yield
+
+
+def _allow_open_files() -> None:
+    """As many as the system lets this process have: every file that must stay is held by an open one, and the usual
+    limit of 1,024 is there for programs that call select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # where it may not be raised, the file that is one too many says so
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _cannot_use(path: Path, error: OSError, needed: str) -> StorageError:
+    if error.errno in _TOO_MANY_OPEN:
+        return StorageError(f"{path}: {error.strerror}; raise the limit of open files (ulimit -n)")
+    return StorageError(f"{path}: {error.strerror or error}; set CRATON_CACHE to a folder that {needed}")
 
 
 def _file_crc32(path: Path) -> int:

@@ -115,9 +115,6 @@ class FolderStore(Store):
         self.put(name, b"\0")
         self.delete([name])
 
-    def child(self, folder: str) -> FolderStore:
-        return FolderStore(self._path(folder))
-
     def _read_into(self, info: ObjectInfo, begin: int, target: memoryview) -> None:
         path = self._path(info.name)
         with _as_storage_error(path), path.open("rb", buffering=0) as file:

@@ -114,9 +114,6 @@ class S3Store(Store):
         store.put(name, b"\0")
         store.delete([name])
 
-    def child(self, folder: str) -> S3Store:
-        return S3Store(f"{self.url}/{checked_name(folder)}")
-
     def _read_into(self, info: ObjectInfo, begin: int, target: memoryview) -> None:
         target[:] = self._read(info, begin, begin + target.nbytes)
 

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from craton.infrastructure.errors import ObjectMissingError, StorageError
+from craton.remote import is_url
 
 Bytes = Any  # whatever has the buffer protocol: bytes, memoryview, an array of bytes
 STREAM_BYTES = 16 * 2**20
@@ -75,42 +76,30 @@ class Store(ABC):
         service that does not answer is waited for about so long, and not as long as work that is under way would."""
 
     @abstractmethod
-    def child(self, folder: str) -> Store:
-        """The same place, one or more folders down."""
-
-    @abstractmethod
     def _read_into(self, info: ObjectInfo, begin: int, target: memoryview) -> None:
         """Fills the target from `begin` on, or raises."""
 
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytearray:
-        """The object, or its bytes from `begin` to before `end`; several parts at a time where it is large."""
+    def read(self, name: str) -> bytes:
+        """The whole object."""
         info = self._must(name)
-        end = info.bytes if end is None else min(end, info.bytes)
-        content = bytearray(max(end - begin, 0))
-        self.read_into(info, memoryview(content), begin)
-        return content
+        return bytes(self.read_range(info, 0, info.bytes))
 
     def read_range(self, info: ObjectInfo, begin: int, end: int) -> Bytes:
-        """The same of an object that was asked for before; the buffer may be the client's own."""
+        """The bytes from `begin` to before `end` of an object that was asked for before, several pieces at a time where
+        they are many; the buffer may be the client's own."""
         if 0 < end - begin <= STREAM_BYTES:
             return self._read(info, begin, end)
         content = bytearray(end - begin)
-        self.read_into(info, memoryview(content), begin)
+        view = memoryview(content)
+        pieces = [(begin + at, view[at : at + STREAM_BYTES]) for at in range(0, view.nbytes, STREAM_BYTES)]
+        with ThreadPoolExecutor(READS_IN_FLIGHT) as pool:
+            for _ in pool.map(lambda piece: self._read_into(info, *piece), pieces):
+                pass
         return content
 
-    def read_into(self, info: ObjectInfo, target: memoryview, begin: int = 0) -> None:
-        """Fills `target` with the object's bytes from `begin` on."""
-        pieces = [(begin + at, target[at : at + STREAM_BYTES]) for at in range(0, target.nbytes, STREAM_BYTES)]
-        if len(pieces) == 1:
-            self._read_into(info, *pieces[0])
-        elif pieces:
-            with ThreadPoolExecutor(min(READS_IN_FLIGHT, len(pieces))) as pool:
-                for _ in pool.map(lambda piece: self._read_into(info, *piece), pieces):
-                    pass
-
-    def stream(self, name: str, begin: int = 0) -> Iterator[memoryview]:
-        """The object from `begin` on, piece by piece; the next pieces are on their way while one is used."""
-        info = self._must(name)
+    def stream(self, info: ObjectInfo, begin: int = 0) -> Iterator[memoryview]:
+        """An object that was asked for before, from `begin` on, piece by piece; the next pieces are on their way while
+        one is used. Where tags tell versions apart (S3), all of it is of the version that `info` names."""
         group = STREAM_BYTES * READS_IN_FLIGHT // 2
         spans = [(at, min(at + group, info.bytes)) for at in range(begin, info.bytes, group)]
         with ThreadPoolExecutor(1) as pool:
@@ -128,11 +117,6 @@ class Store(ABC):
 
     def exists(self, name: str) -> bool:
         return self.info(name) is not None
-
-    def size(self, name: str) -> int | None:
-        """None: there is no such object."""
-        info = self.info(name)
-        return info.bytes if info else None
 
     def delete_tree(self, folder: str) -> None:
         """Every object below this folder; "" is all of them."""
@@ -152,11 +136,6 @@ class Store(ABC):
         if info is None:
             raise ObjectMissingError(f"{self.where(name)} is not there")
         return info
-
-
-def is_url(place: str | Path) -> bool:
-    """`s3://...`, and not a path."""
-    return "://" in str(place)
 
 
 def open_store(place: str | Path) -> Store:

@@ -25,7 +25,7 @@ from craton.ml.data.errors import DataError
 from craton.ml.data.function import FunctionSource
 from craton.ml.data.order import key_of
 from craton.ml.data.sample import Source
-from craton.ml.data.shards import FORMAT, SHARD_SUFFIXES, ShardKind, Shards, is_shard_folder
+from craton.ml.data.shards import FORMAT, INDEX, SHARD_SUFFIXES, ShardKind, Shards, is_shard_folder
 from craton.ml.data.tokenizer import TOKENIZER, check_same_tokenizer, find_tokenizer, mark_of, mirror_tokenizer
 from craton.ml.data.tokenizing import VALIDATION, Progress, Tokenized, tokenize, train_tokenizer
 from craton.ml.data.tokens import Mixture, TokenSource
@@ -278,10 +278,11 @@ def _say_rows(job: Job, folders: Mapping[str, Path]) -> None:
 
 def _mirror(url: str) -> str:
     """The folder that stands for a URL: of shards all but what is in them, of anything else everything."""
-    from craton.infrastructure import mirror
+    from craton.infrastructure import CachedFolder
 
-    folder = mirror(url, lambda name: not name.endswith(SHARD_SUFFIXES))
-    return str(folder if is_shard_folder(folder) else mirror(url))
+    folder = CachedFolder(url)
+    is_shards = INDEX in folder.listing and is_shard_folder(folder.path(INDEX).parent)
+    return str(folder.mirror(lambda name: not (is_shards and name.endswith(SHARD_SUFFIXES))))
 
 
 def _is_shards(path: str) -> bool:

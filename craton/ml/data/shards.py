@@ -245,11 +245,6 @@ class Shards:
         )
 
 
-def file_crc32(path: Path) -> int:
-    with path.open("rb") as file:
-        return _crc32(file)
-
-
 def _crc32(file: BinaryIO) -> int:
     crc = 0
     while chunk := file.read(_CHUNK_BYTES):

@@ -91,9 +91,9 @@ def tokenize(
     started = time.monotonic()
     files = find_files(inputs)
     report = _Report(sum(file.size for file in files), progress)
-    if is_url(str(to)):
+    if is_url(to):
         _make_ready(str(to))
-    with new_folder(_outgoing(str(to)) if is_url(str(to)) else Path(to)) as folder:
+    with new_folder(_outgoing(str(to)) if is_url(to) else Path(to)) as folder:
         if bpe_vocabulary is not None:
             report.say("training the tokenizer")
             train_bpe(_sampled_texts(files, field, bpe_vocabulary), bpe_vocabulary, folder)
@@ -122,11 +122,11 @@ def tokenize(
         train.close()
         if held_out is not None:
             _close_held_out(held_out, folder)
-    if is_url(str(to)):
+    if is_url(to):
         report.say("copying")
         _send(str(to))
     return Tokenized(
-        to if is_url(str(to)) else Path(to),
+        to if is_url(to) else Path(to),
         train.documents,
         train.tokens,
         held_out.documents if held_out else 0,

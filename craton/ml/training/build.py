@@ -10,7 +10,6 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from craton.ml.functions import FunctionError, load_function, search_folder, use
 from craton.ml.models import Decoder, DecoderConfig, config_from_shape, load_weights
 from craton.ml.training import float8
 from craton.ml.training.checkpoint import Checkpointer, TierFolder
-from craton.ml.training.checkpoint_tiers import OWNER, open_tier
+from craton.ml.training.checkpoint_tiers import OWNER
 from craton.ml.training.loop import Parts
 from craton.ml.training.lora import add_adapters, base_only, initialize_adapters
 from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
@@ -75,9 +74,6 @@ def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerCloc
     job = load_job(run.job_path)
     if job.train is None:
         raise SetupError(f"{run.job_path}: kind {job.kind} does not train")
-    tiers = tier_folders(job, run, place.node, writes=True)
-    if place.local_rank == 0:
-        check_tiers(tiers)
     search_folder(place.job_folder)
     schedule = Schedule.of(job)
     objective = objective_of(job)
@@ -87,6 +83,8 @@ def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerCloc
     if place.world > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     ranks = make_ranks(layout_of(job, run, place.world), device, place.rank, place.world)
+    # before the model: training is not begun whose first checkpoint would fail, perhaps after hours
+    checkpointer = Checkpointer(tier_folders(job, run, place.node, writes=True), place.rank, place.world)
     prediction = Prediction.read(run.plan_path)
     try:
         model = build_model(job, ranks)
@@ -107,7 +105,7 @@ def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerCloc
         schedule=schedule,
         open_loader=lambda start: _loader(job, source, ranks, start),
         validation=open_source(job, "validation", vocab=vocabulary) if job.train.evaluate else None,
-        checkpointer=Checkpointer(tiers, place.rank, place.world),
+        checkpointer=checkpointer,
         recorder=recorder,
         clock=clock,
         meter=Meter(recorder, ranks, schedule.steps, job.global_batch_tokens, prediction),
@@ -219,20 +217,6 @@ def tier_folders(job: Job, run: RunDirectory, node: str = "node-0", writes: bool
             )
         )
     return folders
-
-
-def check_tiers(tiers: Sequence[TierFolder]) -> None:
-    """Training is not begun whose first checkpoint would fail, perhaps after hours."""
-    for tier in tiers:
-        try:
-            open_tier(tier).prepare()
-        except OSError as error:
-            raise SetupError(
-                f"checkpoint tier {tier.name} cannot be written: {tier.path}: {error.strerror}; give checkpoint.tiers "
-                "a folder that every rank may write to"
-            ) from None
-        except CratonError as error:
-            raise SetupError(f"checkpoint tier {tier.name} cannot be used: {error}") from None
 
 
 def run_identity(run: RunDirectory) -> str:

@@ -193,8 +193,13 @@ class Checkpointer:
                 tier.prepare()
                 if left := tier.remove_leftovers():
                     warnings.warn(f"tier {tier.folder.name}: removed unfinished {', '.join(left)}", stacklevel=3)
-            except (OSError, CratonError) as error:
-                problem = f"checkpoint tier {tier.folder.name} cannot be used: {tier.folder.path}: {error}"
+            except OSError as error:
+                problem = (
+                    f"checkpoint tier {tier.folder.name} cannot be used: {tier.folder.path}: "
+                    f"{error.strerror or error}; give checkpoint.tiers a folder that every rank may write to"
+                )
+            except CratonError as error:
+                problem = f"checkpoint tier {tier.folder.name} cannot be used: {error}"
         if problems := [text for text in self._ranks.gather(problem) if text]:
             raise CheckpointError("\n".join(dict.fromkeys(problems)))
 

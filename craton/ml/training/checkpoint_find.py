@@ -20,6 +20,7 @@ from craton.ml.training.checkpoint_tiers import JoinedFiles, StepFiles, Tier, Ti
 from craton.ml.training.checkpoint_writer import ignore_single_process_warning
 
 LISTED_NAMES = 8  # of a different model; the rest are counted
+GONE = "it is gone"  # removed since the steps were listed
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,16 @@ def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> Sav
     for each, index in there:
         if step not in (None, each):
             continue
-        problems = []
-        for files in joined_parts(opened[index], each):
+        parts, problems = joined_parts(opened[index], each)
+        for files, seal in parts:
             try:
-                seal = read_seal(files)
-                problems = damage(files, seal.files)
-                if not problems:
+                damaged = damage(files, seal.files)
+                if not damaged:
                     return SavedStep(each, tiers[index].name, files, seal, read_metadata(files, seal))
+                problems += damaged
             except CheckpointError as error:
-                problems = [str(error)]
-        passed_over.append(f"tier {tiers[index].name}: step {each} cannot be used: {some(problems)}")
+                problems.append(str(error))
+        passed_over.append(f"tier {tiers[index].name}: step {each} cannot be used: {some(problems or [GONE])}")
         warnings.warn(passed_over[-1], stacklevel=2)
     if passed_over:
         raise CheckpointError("no checkpoint can be used:\n  " + "\n  ".join(passed_over))
@@ -100,16 +101,21 @@ def steps_in_order(tiers: Sequence[Tier]) -> tuple[list[tuple[int, int]], list[s
     return [(-negative, index) for negative, index in sorted(found)], problems
 
 
-def joined_parts(tier: Tier, step: int) -> list[StepFiles]:
-    """What is seen here of a step: parts that were written by the same save as one."""
-    by_save: dict[str, list[StepFiles]] = {}
-    for part in tier.open(step):
-        try:
-            save = read_seal(part).save
-        except CheckpointError:
-            save = f"unreadable in {part.where}"
-        by_save.setdefault(save, []).append(part)
-    return [parts[0] if len(parts) == 1 else JoinedFiles(parts) for parts in by_save.values()]
+def joined_parts(tier: Tier, step: int) -> tuple[list[tuple[StepFiles, Seal]], list[str]]:
+    """What is seen here of a step: parts that were written by the same save as one, with their seal; and what is wrong
+    with the rest."""
+    by_save: dict[str, tuple[list[StepFiles], Seal]] = {}
+    problems = []
+    try:
+        for part in tier.open(step):
+            try:
+                seal = read_seal(part)
+                by_save.setdefault(seal.save, ([], seal))[0].append(part)
+            except CheckpointError as error:
+                problems.append(str(error))
+    except (OSError, CratonError) as error:
+        problems.append(str(error))
+    return [(parts[0] if len(parts) == 1 else JoinedFiles(parts), seal) for parts, seal in by_save.values()], problems
 
 
 def read_metadata(files: StepFiles, seal: Seal) -> Metadata:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from craton.errors import CratonError
 from craton.ml.training.checkpoint_read import checked_spans
-from craton.ml.training.checkpoint_staging import LocalDataPlanner, Ranks
+from craton.ml.training.checkpoint_staging import LocalDataPlanner, Ranks, forget_plan
 from craton.ml.training.checkpoint_sums import METADATA, FileSum, Seal
 from craton.ml.training.checkpoint_tiers import StepFiles, StepWriter, Tier, retain
 from craton.ml.training.checkpoint_writer import CheckedWriter, ignore_single_process_warning
@@ -101,6 +101,7 @@ class Lane:
     def close(self) -> None:
         self._executor.shutdown()
         self._writer.close()
+        forget_plan(self._plan_key)
 
     def _submit(
         self, work: Callable[[], SaveReport], then: Callable[[], None], tell: Callable[[SaveReport], None]
@@ -111,7 +112,7 @@ class Lane:
                 report = work()
             finally:
                 if report is None or report.error:
-                    self._plan_key = uuid.uuid4().hex  # ranks may not all have remembered the plan of a failed save
+                    forget_plan(self._plan_key)  # ranks may not all have remembered that of a failed save
                 then()
             tell(report)
             return report

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from craton.errors import CratonError
@@ -33,7 +32,7 @@ class ObjectTier:
     def prepare(self) -> None:
         self._store.check_writable()
         if self.folder.owner is not None:
-            there = bytes(self._store.read(OWNER)).decode() if self._store.exists(OWNER) else None
+            there = self._store.read(OWNER).decode() if self._store.exists(OWNER) else None
             if check_owner(self.folder, there):
                 self._store.put(OWNER, self.folder.owner)
 
@@ -100,10 +99,8 @@ class ObjectStepWriter:
         if leads:  # the same step of an abandoned course must not be mixed with this one
             remove_step(self._store, self._name)
 
-    @contextmanager
-    def create(self, name: str) -> Iterator[ObjectWriter]:
-        with self._store.create(f"{self._name}/{name}") as writer:
-            yield writer
+    def create(self, name: str) -> AbstractContextManager[ObjectWriter]:
+        return self._store.create(f"{self._name}/{name}")
 
     def free_bytes(self) -> int | None:
         return None

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from craton.errors import CratonError
 from craton.ml.training.checkpoint_find import (
+    GONE,
     SavedStep,
     different,
     joined_parts,
@@ -25,7 +26,7 @@ from craton.ml.training.checkpoint_find import (
 from craton.ml.training.checkpoint_read import CheckedReader
 from craton.ml.training.checkpoint_staging import Ranks
 from craton.ml.training.checkpoint_sums import CheckpointError, DifferentModelError, Seal
-from craton.ml.training.checkpoint_tiers import JoinedFiles, StepFiles, Tier, read_seal
+from craton.ml.training.checkpoint_tiers import JoinedFiles, StepFiles, Tier
 from craton.ml.training.checkpoint_writer import ignore_single_process_warning
 
 
@@ -43,18 +44,8 @@ def find_together(ranks: Ranks, rank: int, tiers: Sequence[Tier]) -> tuple[list[
 def open_together(ranks: Ranks, rank: int, tier: Tier, step: int) -> tuple[SavedStep | None, list[str]]:
     """The step, when its seal is good and every file is on some node; otherwise what is wrong with it."""
     is_local = tier.folder.node is not None
-    mine: dict[str, tuple[StepFiles, Seal]] = {}
-    problems = []
-    if rank == 0 or is_local:
-        try:
-            for files in joined_parts(tier, step):
-                try:
-                    seal = read_seal(files)
-                    mine[seal.save] = (files, seal)
-                except CheckpointError as error:
-                    problems.append(str(error))
-        except (OSError, CratonError) as error:
-            problems.append(str(error))
+    parts, problems = joined_parts(tier, step) if rank == 0 or is_local else ([], [])
+    mine = {seal.save: (files, seal) for files, seal in parts}
     answers = ranks.gather((list(mine), problems))
     problems = list(dict.fromkeys(line for _, lines in answers for line in lines))
     for save in dict.fromkeys(save for saves, _ in answers for save in saves):
@@ -68,7 +59,7 @@ def open_together(ranks: Ranks, rank: int, tier: Tier, step: int) -> tuple[Saved
         if problem is None:
             return SavedStep(step, tier.folder.name, files, seal, parse_metadata(metadata)), []
         problems.append(problem)
-    return None, problems or ["it is gone"]
+    return None, problems or [GONE]
 
 
 def check_names(ranks: Ranks, saved: SavedStep, tensors: Mapping[str, Tensor]) -> None:

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor import DTensor
 
+from craton.infrastructure import free_memory_bytes
+
+FREE_SHARE = 0.9  # of the free memory that copies may take; a rank has its share of that
 WRITE_TIMEOUT = timedelta(hours=2)  # how long one rank waits for another's files
 
 
@@ -68,7 +71,6 @@ class Staging:
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
         self._under_way: torch.cuda.Event | None = None
-        self.in_use = 0
 
     def missing_bytes(self, local: Mapping[str, Tensor]) -> float:
         """What a copy needs beyond the memory that is free; 0 when there is room, or a set of buffers to use again."""
@@ -79,7 +81,6 @@ class Staging:
         """A copy for this many users. The caller has looked for room."""
         with self._lock:
             held = self._idle.pop() if self._idle else {}
-            self.in_use += 1
         held = _buffers(local, held)
         device = next((tensor.device for tensor in local.values() if tensor.is_cuda), None)
         if device is None:
@@ -108,12 +109,11 @@ class Staging:
 
     def _missing(self, local: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> float:
         needed = sum(_buffer_bytes(t) for name, t in local.items() if name not in held or not _alike(held[name], t))
-        return max(0.0, needed - free_memory_bytes()) if needed else 0.0
+        return max(0.0, needed - FREE_SHARE * free_memory_bytes() / _local_world()) if needed else 0.0
 
     def _give_back(self, buffers: dict[str, Tensor]) -> None:
         """Kept for a next save: to give page-locked memory back and take it again would stop training for seconds."""
         with self._lock:
-            self.in_use -= 1
             self._idle.append(buffers)
 
 
@@ -128,6 +128,13 @@ class LocalDataPlanner(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self._data[index.fqn]
+
+
+def forget_plan(key: str) -> None:
+    """Of a key that is used no more, or whose plan not all ranks may have remembered."""
+    for name, remembered in vars(SavePlanner).items():  # DCP keeps them with the class, and for ever
+        if name.startswith("_cached_") and isinstance(remembered, dict):
+            remembered.pop(key, None)
 
 
 class Ranks:
@@ -187,20 +194,6 @@ def _buffer_bytes(tensor: Tensor) -> int:
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.is_pinned() == other.is_cuda
-
-
-def free_memory_bytes() -> float:
-    """This rank's share of what the machine, or its container, has free; nine tenths of it."""
-    free = float("inf")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        values = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(values["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    if (group / "memory.max").is_file() and (limit := (group / "memory.max").read_text().strip()).isdigit():
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        free = min(free, int(limit) - int((group / "memory.current").read_text()) + int(stat["file"]))
-    return 0.9 * free / _local_world()
 
 
 def _local_world() -> int:

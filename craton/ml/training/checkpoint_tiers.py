@@ -22,6 +22,7 @@ import torch
 
 from craton.infrastructure import GrowingFile, sync_folder
 from craton.ml.training.checkpoint_sums import CHECKSUMS, COMPLETE, CheckpointError, Seal
+from craton.remote import is_url
 
 OWNER = "OWNER"  # the run that a tier's folder belongs to, where it lies outside the run directory
 _STEP = re.compile(r"step-(\d{8,})")
@@ -101,7 +102,7 @@ class Tier(Protocol):
 
 def open_tier(folder: TierFolder) -> Tier:
     """A folder or S3, as its path says."""
-    if "://" in str(folder.path):
+    if is_url(folder.path):
         from craton.ml.training.checkpoint_objects import ObjectTier
 
         return ObjectTier(folder)

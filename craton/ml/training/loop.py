@@ -258,7 +258,6 @@ class Trainer:
         """Returns to the last checkpoint and goes on behind the samples of the bad step."""
         reached = self.step
         with self.parts.clock.kind("restore"):
-            self.parts.checkpointer.wait()
             counters = self._restore()
         if counters is None:
             self._say(f"step {fault.step}: there is no checkpoint to return to yet; training goes on")

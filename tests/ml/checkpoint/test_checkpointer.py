@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -258,20 +256,6 @@ def test_a_kill_in_the_middle_of_a_save_costs_that_save_only(tmp_path: Path) -> 
     assert checkpointer.restore(tensors) == {"step": 1}
     assert float(tensors["model.a"].sum()) == 64 * 32
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("a small file system can only be mounted by root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_room_is_looked_for_before_the_save(small_disk: Path) -> None:

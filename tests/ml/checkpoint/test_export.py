@@ -109,6 +109,17 @@ def test_an_export_goes_to_s3_or_is_copied_there(
     assert s3_server.read(name, "models/small/model.safetensors") == expected
     assert s3_server.read(name, "checkpoints/small/exports/model/model.safetensors") == expected
 
+    save(run, 5, weights(decoder(run, 2)))  # of the same sizes and with the same config.json
+    there = {key: s3_server.read(name, key) for key in s3_server.objects(name)}
+    other = tmp_path / "other" / "model"
+    for folder, place in ((f"{bucket}/models/small", "models/small"), (other, "checkpoints/small/exports/model")):
+        assert export.main([str(run.path), str(folder)]) == 2
+        assert f"{bucket}/{place}: holds a model already; remove it, or" in capsys.readouterr().err
+    assert not other.exists()
+    assert {key: s3_server.read(name, key) for key in s3_server.objects(name)} == there
+    assert export.main([str(run.path), str(other), "--no-copy"]) == 0
+    assert (other / "model.safetensors").read_bytes() != expected
+
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = a_run(tmp_path, data)

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,10 @@ import pytest
 from gang import Gang
 from s3 import FaultProxy, S3Server
 from states import equal, numbers, rank_and_world, single, wait_for_report
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from craton.ml.training.checkpoint import Checkpointer, CheckpointError, TierFolder, find_checkpoint, read_tensors
+from craton.ml.training.checkpoint_tiers import FolderTier
 
 
 @pytest.fixture
@@ -34,12 +35,30 @@ def holds(tier: TierFolder, step: int) -> bool:
 def test_s3_that_stumbles_is_asked_again(bucket: str, faults: FaultProxy, kind: str) -> None:
     tier = TierFolder("s3", f"{bucket}/run")
     checkpointer = single([tier])
-    for method in ("PUT", "GET"):
-        faults.fail(kind, 2, method)  # type: ignore[arg-type]
+    passing = [faults.fail(kind, 2, method) for method in ("PUT", "GET")]  # type: ignore[arg-type]
     checkpointer.save(1, numbers(1), {}, wait=True)
     found = numbers(0)
     assert checkpointer.restore(found) == {"step": 1}
     assert equal(found, numbers(1))
+    assert [fault.times for fault in passing] == [0, 0], "they did happen"
+
+
+def test_the_plan_of_a_failed_save_does_not_stay_in_memory(bucket: str, faults: FaultProxy, few_attempts: None) -> None:
+    checkpointer = single([TierFolder("s3", f"{bucket}/run")])
+    remembered = [SavePlanner._cached_save_plan, SavePlanner._cached_metadata]
+    before = [len(plans) for plans in remembered]
+    checkpointer.save(1, numbers(1), {}, wait=True)
+    assert [len(plans) for plans in remembered] == [count + 1 for count in before], "it is made once"
+    for step in (2, 3):
+        faults.fail("403", method="PUT")
+        with pytest.raises(CheckpointError, match=f"step {step} was not saved"):
+            checkpointer.save(step, numbers(step), {}, wait=True)
+        assert [len(plans) for plans in remembered] == before
+        faults.heal()
+        checkpointer.save(step + 10, numbers(step), {}, wait=True)
+        assert [len(plans) for plans in remembered] == [count + 1 for count in before]
+    checkpointer.close()
+    assert [len(plans) for plans in remembered] == before
 
 
 def test_a_tier_that_is_down_misses_steps_and_joins_the_next_save_when_it_is_back(
@@ -123,29 +142,16 @@ def test_a_folder_that_vanishes_is_not_made_anew_on_another_disk(tmp_path: Path)
     assert holds(goes, 3)
 
 
-@pytest.fixture
-def read_only_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("a file system can only be mounted by root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_tier_that_becomes_read_only_is_told(read_only_disk: Path) -> None:
-    tier = TierFolder("shared", read_only_disk)
+def test_a_tier_that_becomes_read_only_is_told(small_disk: Path) -> None:
+    tier = TierFolder("shared", small_disk)
     checkpointer = single([tier])
     checkpointer.save(1, numbers(1), {}, wait=True)
-    subprocess.run(["mount", "-o", "remount,ro", str(read_only_disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(CheckpointError, match=r"Read-only file system.*step 1 is intact"):
         checkpointer.save(2, numbers(2), {}, wait=True)
     with pytest.raises(CheckpointError, match=r"cannot be used: .*Read-only"):
         single([tier])
-    subprocess.run(["mount", "-o", "remount,rw", str(read_only_disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
     checkpointer.save(3, numbers(3), {}, wait=True)
     assert holds(tier, 1)
     assert holds(tier, 3)
@@ -169,6 +175,23 @@ def test_s3_that_cannot_be_read_is_passed_over_for_an_older_step(
     assert "tier s3 cannot be read" in checkpointer.restored.passed_over[0]
     with pytest.raises(CheckpointError, match="tier s3 cannot be read"):
         find_checkpoint([slow])
+
+
+def test_whoever_reads_without_ranks_passes_over_what_cannot_be_listed_or_is_gone(
+    tmp_path: Path, bucket: str, faults: FaultProxy, few_attempts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, fast = TierFolder("s3", f"{bucket}/run"), TierFolder("shared", tmp_path)
+    single([fast]).save(1, numbers(1), {}, wait=True)
+    single([slow]).save(2, numbers(2), {}, wait=True)
+    faults.fail("500", method="GET", holding="step-00000002")
+    with pytest.warns(UserWarning, match="step 2 cannot be used: .* cannot be listed: .*500"):
+        assert find_checkpoint([fast, slow]).step == 1
+    monkeypatch.setattr(FolderTier, "open", lambda self, step: [])  # removed since it was found
+    with (
+        pytest.warns(UserWarning, match="cannot be used"),
+        pytest.raises(CheckpointError, match="step 1 cannot be used: it is gone"),
+    ):
+        find_checkpoint([fast])
 
 
 def test_what_was_cut_off_in_s3_is_removed_only_by_the_run_that_owns_it(bucket: str, s3_server: S3Server) -> None:

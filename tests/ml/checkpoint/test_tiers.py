@@ -189,7 +189,8 @@ def test_all_tiers_are_fed_from_one_copy(tmp_path: Path, bucket: str) -> None:
     checkpointer.save(3, tensors, {"samples": 24})
     for tensor in tensors.values():
         tensor.zero_()
-    assert checkpointer._staging.in_use <= 1
+    checkpointer.wait()
+    assert len(checkpointer._staging._idle) == 1
     checkpointer.close()
     for tier in tiers:
         found = numbers(0)

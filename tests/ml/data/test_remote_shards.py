@@ -9,7 +9,8 @@ import pytest
 from counted_shards import MakeShards
 from s3 import FaultProxy
 
-from craton.infrastructure import StorageError, copy_down, mirror
+from craton.infrastructure import StorageError, copy_down, mirror, open_store
+from craton.ml.data import preparing
 from craton.ml.data.shards import INDEX, Shards
 
 
@@ -36,6 +37,16 @@ def test_shards_come_one_by_one(make_shards: MakeShards, bucket: str, faults: Fa
     np.testing.assert_array_equal(there.read(0, here.tokens), here.read(0, here.tokens))
     there.verify()
     assert len(fetched()) == 2 * len(here.index.shards)
+
+
+def test_a_folder_is_listed_once_whatever_it_holds(make_shards: MakeShards, bucket: str, faults: FaultProxy) -> None:
+    open_store(f"{bucket}/text").put("a.txt", "some text")
+    copy_down(make_shards([70, 80], shard_tokens=100).folder, f"{bucket}/tokens", seal=INDEX)
+    for name, expected in (("text", ["a.txt"]), ("tokens", [INDEX])):
+        begin = len(faults.seen)
+        folder = Path(preparing._mirror(f"{bucket}/{name}"))
+        assert sorted(path.name for path in folder.iterdir() if path.is_file()) == expected
+        assert sum("list-type" in path for _, path in faults.seen[begin:]) == 1
 
 
 def test_a_damaged_shard_is_told(make_shards: MakeShards, bucket: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -68,9 +69,7 @@ def test_an_id_outside_the_vocabulary_is_found_where_it_is(make_shards: MakeShar
     shards.read(0, 140)
     with pytest.raises(DataError, match="checksum"):
         shards.read(140, 150)
-    from craton.ml.data.shards import file_crc32
-
-    index["shards"][1]["crc32"][".tokens"] = file_crc32(folder / "shard-00001.tokens")
+    index["shards"][1]["crc32"][".tokens"] = zlib.crc32((folder / "shard-00001.tokens").read_bytes())
     (folder / "index.json").write_text(json.dumps(index))
     with pytest.raises(DataError, match=r"shard-00001\.tokens: position 42 holds token id 1,005.*vocabulary of 1,000"):
         Shards(folder).read(140, 150)

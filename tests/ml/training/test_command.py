@@ -18,7 +18,9 @@ from tiny import Records
 
 from craton.job import dump_job, load_job, parse_job
 from craton.ml.training import Trainer
-from craton.ml.training.build import Place, SetupError, build
+from craton.ml.training.build import Place, build
+from craton.ml.training.checkpoint import CheckpointError
+from craton.ml.training.checkpoint_tiers import FolderTier
 from craton.telemetry import LedgerClock, RunDirectory
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -105,8 +107,24 @@ def test_a_tier_that_cannot_be_written_is_said_before_the_first_step(tmp_path: P
     (tmp_path / "file").touch()
     text = adder(3).replace("cluster:", f"checkpoint: {{tiers: [{{to: {tmp_path}/file}}]}}\n        cluster:")
     run = make_run(tmp_path / "runs", text, "nowhere")
-    with pytest.raises(SetupError, match=r"tier .*/file cannot be written: .*: Not a directory; give checkpoint.tiers"):
+    with pytest.raises(
+        CheckpointError, match=r"tier .*/file cannot be used: .*: Not a directory; give checkpoint.tiers"
+    ):
         build(run, Place(0, 1, 0, EXAMPLES), Records(), LedgerClock())  # type: ignore[arg-type]
+
+
+def test_a_tier_is_made_ready_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, prepare = [], FolderTier.prepare
+
+    def counted(tier: FolderTier) -> None:
+        made.append(tier.folder.path)
+        prepare(tier)
+
+    monkeypatch.setattr(FolderTier, "prepare", counted)
+    text = adder(3).replace("cluster:", f"checkpoint: {{tiers: [{{to: {tmp_path}/tier}}]}}\n        cluster:")
+    run = make_run(tmp_path / "runs", text, "once")
+    build(run, Place(0, 1, 0, EXAMPLES), Records(), LedgerClock())  # type: ignore[arg-type]
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("name", ["model", "objective", "source"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,32 @@ def test_rollback_returns_to_the_checkpoint_and_leaves_the_bad_samples_out(tmp_p
     assert all(math.isfinite(loss) for loss in records.losses.values()), "step 10 was done again with other samples"
     assert records.seconds["redo"] > 0
     assert records.seconds["restore"] > 0
+
+
+def test_rollback_after_a_save_that_failed(tmp_path: Path) -> None:
+    tier, away = tmp_path / "tier", tmp_path / "away"
+    layout = Layout(micro_batch=8, precision="fp32")
+    job = tiny_job(STEPS, on_nan="rollback")
+    trainer, records = make_trainer(job, layout, tier, Poisoned(nan=True), HEAVY, every_steps=4)
+    load, saves = trainer._load, trainer.parts.checkpointer
+
+    def load_and_fail_a_save() -> Any:
+        if BAD_STEP not in records.steps:
+            if trainer.step == 6:
+                saves.wait()
+                tier.rename(away)
+            if trainer.step == 9:
+                while saves._lanes["shared"].outstanding:
+                    time.sleep(0.005)
+                away.rename(tier)
+        return load()
+
+    trainer._load = load_and_fail_a_save  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="step 8 was not saved"):
+        assert trainer.fit() == "done"
+    rolled = [(step, fields["reached"]) for name, step, fields in records.events if name == "rolled_back"]
+    assert rolled == [(4, 11)]
+    assert records.steps[-1] == STEPS
 
 
 def test_a_bad_last_step_is_rolled_back_too(tmp_path: Path) -> None:
