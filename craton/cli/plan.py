@@ -27,6 +27,13 @@ def plan(
     trace: Annotated[
         bool, typer.Option("--trace", help="Run the real step on fake ranks too, and show it beside the plan.")
     ] = False,
+    ranks: Annotated[
+        str,
+        typer.Option(
+            help="With --trace: these ranks, e.g. 0,8 [default: one of every pipeline stage that differs].",
+            show_default=False,
+        ),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Predict a job: layout, step time, memory, goodput and cost, with intervals."""
@@ -39,8 +46,9 @@ def plan(
     from craton.job import load_job
     from craton.planning import plan_html, plan_to_json, render_front, render_plan
 
+    chosen = _ranks(ranks, trace)
     found = _plan(load_job(job), instances, gpus, by, deadline, budget)
-    traced = run_trace(job, found) if trace else None
+    traced = run_trace(job, found, chosen) if trace else None
     today = date.today()
     if html:
         html.parent.mkdir(parents=True, exist_ok=True)
@@ -87,6 +95,18 @@ def _plan(job: Job, instances: str, gpus: str, by: str, deadline: str, budget: s
             budget_dollars=budget_dollars,
             progress=report,
         )
+
+
+def _ranks(text: str, trace: bool) -> list[int]:
+    """Which ranks to trace; none: those that differ."""
+    from craton.planning import PlanError
+
+    if text and not trace:
+        raise PlanError("--ranks goes with --trace, e.g. --trace --ranks 0,8")
+    try:
+        return [int(rank) for rank in text.split(",")] if text else []
+    except ValueError:
+        raise PlanError(f"--ranks {text!r} is not a list of ranks; write e.g. 0,8") from None
 
 
 def _instance_names(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from rich.console import Console
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 MAX_FINDINGS = 12  # shown; --json has all
 
 
-def run_trace(job: Path, plan: Plan) -> dict[str, Any]:
-    """The trace of a planned job and its comparison with the plan, as `python -m craton.ml.trace` prints them."""
+def run_trace(job: Path, plan: Plan, ranks: Sequence[int] = ()) -> dict[str, Any]:
+    """The trace of a planned job and its comparison with the plan, as `python -m craton.ml.trace` prints them. `ranks`:
+    which; else one of every pipeline stage that differs."""
     import importlib.util
 
     from craton.cli.progress import progress
@@ -29,7 +30,7 @@ def run_trace(job: Path, plan: Plan) -> dict[str, Any]:
     if importlib.util.find_spec("torch") is None:
         raise PlanError("--trace runs the real training step, which needs torch: pip install 'craton[train]'")
     with progress("tracing") as report:
-        return _read_trace(job, plan, report)
+        return _read_trace(job, plan, ranks, report)
 
 
 def render_trace(traced: dict[str, Any], console: Console) -> None:
@@ -70,7 +71,7 @@ def render_trace(traced: dict[str, Any], console: Console) -> None:
         console.print(grid, highlight=False)
 
 
-def _read_trace(job: Path, plan: Plan, report: Callable[..., None]) -> dict[str, Any]:
+def _read_trace(job: Path, plan: Plan, ranks: Sequence[int], report: Callable[..., None]) -> dict[str, Any]:
     import json
     import subprocess
     import sys
@@ -79,6 +80,7 @@ def _read_trace(job: Path, plan: Plan, report: Callable[..., None]) -> dict[str,
     from craton.planning import PlanError
 
     command = [sys.executable, "-m", "craton.ml.trace", str(job), "--layout", json.dumps(asdict(plan.layout))]
+    command.append(f"--ranks={','.join(str(rank) for rank in ranks)}")
     answer: dict[str, Any] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -117,7 +119,7 @@ def _print_rows(
         if are_calls:
             counts = [row["planned_count"], row["traced_count"]]
             cells = [f"{size} in {calls:,.0f}" for calls, size in zip(counts, cells, strict=True)]
-            if row["agrees"] and row["planned"] != row["traced"]:
+            if row["is_negligible"]:
                 difference = "negligible"
         style = "" if row["agrees"] else "bold yellow"
         table.add_row(Text(f"  {row['name']}"), *cells, Text(difference, style=style))

@@ -4,7 +4,7 @@ from craton.planning.bench import Bench, bench_json, bench_plan, decisions, stat
 from craton.planning.calibration import Calibration, CalibrationError, calibrate, load_pins, load_runs
 from craton.planning.cases import Case, CaseFileError, Skipped, load_cases
 from craton.planning.corpus import corpus_path
-from craton.planning.inventory import Entry, Inventory, StageInventory, inventory
+from craton.planning.inventory import StageInventory, inventory
 from craton.planning.memory import Memory, memory
 from craton.planning.planner import plan, plan_clusters
 from craton.planning.profiles import (
@@ -48,9 +48,7 @@ __all__ = [
     "Case",
     "CaseFileError",
     "CostPlan",
-    "Entry",
     "GoodputPlan",
-    "Inventory",
     "Memory",
     "Plan",
     "PlanError",

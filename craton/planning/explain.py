@@ -218,6 +218,7 @@ def sensitivities(
             model.host_link_bytes_per_second,
             model.weights,
             model.adjacent_experts,
+            model.lora_rank,
         )
         seconds = float(compose(other.terms(candidate.layout), constants).step_seconds)
         found.append(Sensitivity(name, f"−{100 * MOVE:.0f} %", seconds / base - 1.0))

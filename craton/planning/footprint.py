@@ -18,7 +18,6 @@ MASTER_BYTES = 4.0  # fp32 weights
 MOMENT_BYTES = 8.0  # Adam's two moments, fp32
 BF16_MOMENT_BYTES = 4.0  # the same in bf16
 BUCKET_PARAMETERS = 40e6  # one gradient bucket (Megatron's default); two are alive
-LORA_SHARE = 0.005  # trainable share of a model with rank-16 adapters
 # Transformer Engine keeps a weight twice in the low precision, by rows and by columns (on Hopper a transposed copy);
 # block scales are a byte in 32 (mxfp8) or in 16 values (nvfp4). An assumption: these are the weights, with no 16-bit
 # copy beside the optimizer's fp32 one, as in Megatron-Bridge's recipes (fp8_param_gather, fp4_param_gather).
@@ -62,13 +61,14 @@ def parameter_bytes(
     cp: int,
     tp: int,
     ep: int,
-    lora: bool,
+    trained: float,
     offloaded: bool,
     master_gradients: bool,
     weights: str = "fp32",
 ) -> ParameterBytes:
-    """What sharding and precision make of a parameter. `pipeline`: pp > 1; `replicas`: replicate > 1; `offloaded`: the
-    optimizer and its fp32 weights are in host memory; `weights` bf16: no fp32 weights, and states in bf16."""
+    """What sharding and precision make of a parameter. `pipeline`: pp > 1; `replicas`: replicate > 1; `trained`: the
+    share that adapters leave to train; `offloaded`: the optimizer and its fp32 weights are in host memory; `weights`
+    bf16: no fp32 weights, and states in bf16."""
     shards = fsdp * cp
     # Without fsdp, context-parallel ranks still reduce gradients once a step: for the same bytes on the wire they can
     # share the optimizer, but neither parameters nor gradients.
@@ -79,12 +79,11 @@ def parameter_bytes(
         share, expert_share = 1.0 / shards, 1.0 / max(1.0, shards * tp / ep)
     value = 4.0 if precision == "fp32" else 2.0
     copy = WEIGHT_COPY_BYTES.get(precision, 0.0)
-    trained = LORA_SHARE if lora else 1.0
     gradient = trained * (4.0 if master_gradients or precision == "fp32" else 2.0)
     narrow = weights == "bf16"
     moment_bytes = BF16_MOMENT_BYTES if narrow else MOMENT_BYTES
     if zero == 3:  # FSDP2: fp32 shards are weight and master in one, gathered in 16 bit
-        weight = value if lora or offloaded or narrow else MASTER_BYTES
+        weight = value if trained != 1.0 or offloaded or narrow else MASTER_BYTES
         moments, landed = trained * moment_bytes, gradient if offloaded or narrow else trained * MASTER_BYTES
         # in a pipeline gathered once a step, and gradients summed before they are scattered; else the tables stay,
         # one layer is in work and one fetched ahead

@@ -3,7 +3,9 @@
 The sizes are those from which the seconds of a plan are made (`operations`, `sharding`), so a trace of the real step
 that agrees with this list proves them. Bytes of a collective are those of its full tensor, the larger side, summed over
 the calls of a step; a group of one rank moves nothing and is not listed. Routing is taken to be balanced, and
-collectives of a handful of numbers (norms, loads of experts) are not counted but for the two over all ranks.
+collectives of a handful of numbers (norms, loads of experts) are not counted but for the two over all ranks. With
+adapters the first layer counts like all others, though nothing before it wants a gradient; the seconds of a plan leave
+the adapters' own products out.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from craton.job import Layout, stage_layers
+from craton.planning.adapters import adapter_operations, adapter_weights
 from craton.planning.operations import (
     Dimension,
     Operation,
     Operations,
     Transfer,
     Weight,
-    adapter_weights,
     boundary_bytes,
     head_operations,
     layer_operations,
@@ -43,6 +45,8 @@ from craton.planning.training import Workload
 FLOPS = ("gemm", "attention", "experts", "head")
 AGREED_BYTES = 16.0  # of a step: number of labels and who was asked to stop, fp64
 LOSS_BYTES = 4.0
+# Of a product: the output and the gradients of its input and its weight; frozen weights have none.
+TRAINED_PASSES, FROZEN_PASSES = 3.0, 2.0
 OPERATIONS_OF_PIPELINE: tuple[Operation, ...] = ("send", "recv")
 
 
@@ -116,18 +120,24 @@ class _Count:
         for moe, count in kinds:
             operations = layer_operations(shape, layout, work.sequence, traits, moe=moe)
             self._calculate(operations, count * micro_batches)
-            for transfer in operations.forward:
+            forward, backward = operations.forward, operations.backward
+            if work.lora:
+                adapters = adapter_operations(shape, layout, work.sequence, traits, work.lora_rank, moe=moe)
+                passes_of_adapters = TRAINED_PASSES + again.products
+                flops = sum(product.flops for product in adapters.products)
+                self.flops["gemm"] += count * micro_batches * passes_of_adapters * flops
+                forward, backward = (*forward, *adapters.forward), (*backward, *adapters.backward)
+            for transfer in forward:
                 share = again.sums if transfer.operation == "reduce_scatter" else again.collectives
                 if transfer.dimension in ("cp", "cp·tp"):  # attention needs its keys once more
                     share = max(share, again.attention)
                 self._add(transfer, count * micro_batches * (1.0 + share))
-            for transfer in operations.backward:
-                if not (work.lora and transfer.for_weights):
-                    self._add(transfer, count * micro_batches)
+            self._add_backward(backward, count * micro_batches)
         ends = head_operations(shape, layout, work.sequence, traits, embeds=embeds, predicts=predicts)
         self.flops["head"] += self._passes() * micro_batches * sum(product.flops for product in ends.mlp)
-        for transfer in (*ends.forward, *ends.backward):
+        for transfer in ends.forward:
             self._add(transfer, micro_batches)
+        self._add_backward(ends.backward, micro_batches)
 
         tables = table_weights(shape, layout.tp, embeds=embeds, predicts=predicts)
         self._shard(kinds, tables)
@@ -142,8 +152,8 @@ class _Count:
         return StageInventory(self.rank, num_dense, len(layers) - num_dense, entries, self.flops)
 
     def _passes(self) -> float:
-        """Products of a layer's pass and the gradients of input and weight; frozen weights have none."""
-        return 2.0 if self.work.lora else 3.0
+        """Of a layer's own products."""
+        return FROZEN_PASSES if self.work.lora else TRAINED_PASSES
 
     def _calculate(self, operations: Operations, times: float) -> None:
         again = repeated(self.work.layout, self.traits)
@@ -165,13 +175,14 @@ class _Count:
         for weights, count in [*groups, (tables, 1)]:
             is_table = weights is tables
             gathers = moves.table_gathers if is_table else moves.gathers + moves.gathers_again
-            partial += count * padded_partial_size(weights, layout, traits)
             sizes = [padded_size(weights, layout, traits, experts=experts) for experts in (False, True)]
-            trained = sizes
+            trained, trained_weights = sizes, weights
             if self.work.lora:
                 adapters = () if is_table else adapter_weights(weights, self.work.lora_rank)
-                trained = [padded_size(adapters, layout, traits, experts=False), 0.0]
+                trained_weights = tuple(each for pair in adapters for each in pair)
+                trained = [padded_size(trained_weights, layout, traits, experts=False), 0.0]
                 sizes[0] += trained[0]
+            partial += count * padded_partial_size(trained_weights, layout, traits)
             with_layer = layout.ep * layout.tp == 1 and traits.fsdp2  # then experts have no groups of their own
             rest, of_experts = (False, sizes[0], trained[0]), (True, sizes[1], trained[1])
             groups_of = ((False, sum(sizes), sum(trained)),) if with_layer else (rest, of_experts)
@@ -181,7 +192,7 @@ class _Count:
                 self._add(Transfer("all_gather", "fsdp", value * size), count * gathers, shards)
                 self._add(Transfer("reduce_scatter", "fsdp", width * reduced), count * moves.scatters, shards)
                 self._add(Transfer("all_reduce", "replicate", width * reduced / shards), count, copies)
-        if traits.sequence_parallel and not self.work.lora:
+        if traits.sequence_parallel:
             self._add(Transfer("all_reduce", "tp", width * partial / shards_of(layout, traits)), 1.0)
 
     def _hand_on(self, num_stages: int) -> None:
@@ -204,6 +215,11 @@ class _Count:
                     experts=False,
                 )
                 self._add(Transfer(operation, "pp", 4.0 * table / shards_of(layout, self.traits)), 1.0)
+
+    def _add_backward(self, transfers: tuple[Transfer, ...], times: float) -> None:
+        for transfer in transfers:
+            if not (self.work.lora and transfer.for_weights):
+                self._add(transfer, times)
 
     def _add(self, transfer: Transfer, times: float, ranks: int = 0) -> None:
         ranks = ranks or _group_size(self.work.layout, transfer.dimension)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from craton.job import Layout
+from craton.planning.adapters import trained_share
 from craton.planning.footprint import (
     BUCKET_PARAMETERS,
     MASTER_BYTES,
@@ -19,6 +20,7 @@ from craton.planning.footprint import (
     layer_bytes,
     parameter_bytes,
 )
+from craton.planning.operations import HEAD_CHUNK_BYTES
 from craton.planning.own_memory import own_stages
 from craton.planning.software import Traits
 from craton.planning.training import Workload
@@ -36,9 +38,6 @@ NETWORK_COMMUNICATOR_BYTES = 0.4 * GIBIBYTE
 ALLOCATOR_SLACK = 0.04
 
 SAVED_LOGIT_BYTES = 4.0  # of a further head (multi-token prediction) until its backward pass
-# A chunked head holds this much of the logits at once, turns them into their gradient in place, and makes the gradients
-# of its weights and its input in the same pass (craton/ml/training/head.py).
-CHUNK_BYTES = 2.0 * GIBIBYTE
 
 INSTANTS = (
     "start of forward",
@@ -59,11 +58,11 @@ class Memory:
     instants: dict[str, float]  # each on the pipeline rank where it is worst; the largest is total_bytes
 
 
-def memory(work: Workload, traits: Traits, node_gpus: int = 8, *, chunked_head: bool = False) -> Memory:
-    """Bytes at every instant of a step. `chunked_head`: the loss never holds tokens × vocabulary at once."""
+def memory(work: Workload, traits: Traits, node_gpus: int = 8) -> Memory:
+    """Bytes at every instant of a step."""
     instants = dict.fromkeys(INSTANTS, 0.0)
     total_bytes, parts = 0.0, {}
-    for stage in _stages(work, traits, node_gpus, chunked_head):
+    for stage in _stages(work, traits, node_gpus):
         for instant, at_instant in _parts_by_instant(stage).items():
             size = sum(at_instant.values())
             instants[instant] = max(instants[instant], size)
@@ -72,10 +71,10 @@ def memory(work: Workload, traits: Traits, node_gpus: int = 8, *, chunked_head: 
     return Memory(total_bytes, {name: size for name, size in parts.items() if size}, instants)
 
 
-def memory_bytes(work: Workload, traits: Traits, node_gpus: int = 8, *, chunked_head: bool = False) -> float:
+def memory_bytes(work: Workload, traits: Traits, node_gpus: int = 8) -> float:
     """The same total without names, for a search."""
     total_bytes = 0.0
-    for stage in _stages(work, traits, node_gpus, chunked_head):
+    for stage in _stages(work, traits, node_gpus):
         at_loss = stage.unsharded_loss + stage.head_activations + stage.logits if stage.logits else 0.0
         forward = stage.activations + max(stage.unsharded + stage.buffers, at_loss)
         first = stage.first_activations + stage.unsharded_backward + stage.layer_in_work + stage.buffers_backward
@@ -131,7 +130,7 @@ def _parts_by_instant(stage: StageBytes) -> dict[str, dict[str, float]]:
     return named
 
 
-def _stages(work: Workload, traits: Traits, node_gpus: int, chunked_head: bool) -> list[StageBytes]:
+def _stages(work: Workload, traits: Traits, node_gpus: int) -> list[StageBytes]:
     """The pipeline ranks that can be the worst: the first, the last, and the second where leading layers differ."""
     shape, layout = work.shape, work.layout
     pp, vpp = layout.pp, layout.vpp
@@ -150,7 +149,7 @@ def _stages(work: Workload, traits: Traits, node_gpus: int, chunked_head: bool) 
         layout.cp,
         layout.tp,
         layout.ep,
-        work.lora,
+        trained_share(shape, work.adapter_rank),
         layout.offload == "optimizer",
         traits.master_gradients,
         work.weights,
@@ -182,9 +181,9 @@ def _stages(work: Workload, traits: Traits, node_gpus: int, chunked_head: bool) 
         logits = 0.0
         if is_last:
             values = tokens * head.width
-            if chunked_head:
+            if traits.chunked_head:
                 value = 4.0 if layout.precision == "fp32" else 2.0
-                logits = min(value * values, CHUNK_BYTES) + value * (head.parameters + tokens * shape.hidden)
+                logits = min(value * values, HEAD_CHUNK_BYTES) + value * (head.parameters + tokens * shape.hidden)
             else:
                 logits = values * (head.logit_bytes + shape.mtp_layers * SAVED_LOGIT_BYTES)
 

@@ -1,6 +1,6 @@
 """What one rank multiplies, moves and holds for one micro-batch, in sizes alone: the one place where they are counted.
 
-`compute` and `training` turn these sizes into seconds, `footprint` into memory, and `inventory` into the list that a
+`compute` and `training` turn these sizes into seconds, `own_memory` into memory, and `inventory` into the list that a
 trace of the real step is compared with: what is proved of one holds for all. A transfer's size is that of the whole
 tensor, the larger side of its collective.
 """
@@ -16,7 +16,7 @@ from craton.job import Layout, ModelShape
 from craton.planning.kernels import OUTPUT_BYTES, flops_per_score
 from craton.planning.software import Traits
 
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "broadcast"]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv"]
 Dimension = Literal["pp", "replicate", "fsdp", "cp", "tp", "cp·tp", "ep", "all"]
 
 # A chunked head holds this much of the logits at once (craton/ml/training/head.py).
@@ -102,6 +102,7 @@ class Weight:
     stacked: float = 0.0  # 0: no experts
     is_partial: bool = False  # every tensor-parallel rank has it whole, and the gradient of its own tokens only
     is_router: bool = False
+    cuts_columns: bool = False  # tensor parallelism does, where it cuts others by rows
 
     @property
     def size(self) -> float:
@@ -178,7 +179,7 @@ def head_operations(
     if layout.tp > 1:
         if embeds and traits.sequence_parallel:
             forward.append(Transfer("reduce_scatter", "tp", stream))
-            backward.append(Transfer("all_gather", "tp", stream))
+            backward.append(Transfer("all_gather", "tp", stream, for_weights=True))
         elif embeds:
             forward.append(Transfer("all_reduce", "tp", stream))
         if predicts:
@@ -238,7 +239,7 @@ def layer_weights(shape: ModelShape, tp: int, ep: int, *, moe: bool) -> tuple[We
     if mla is None:
         kv_heads = max(shape.kv_heads / tp, 1.0)
         found.append(Weight((shape.heads / tp + 2.0 * kv_heads) * shape.head_dim, hidden))
-        found.append(Weight(hidden, shape.heads * shape.head_dim / tp))
+        found.append(Weight(hidden, shape.heads * shape.head_dim / tp, cuts_columns=True))
         found += [Weight(shape.head_dim, 1.0, is_partial=True)] * (2 if shape.qk_norm else 0)
     else:
         query = shape.heads * (mla.qk_nope + mla.qk_rope) / tp
@@ -248,7 +249,7 @@ def layer_weights(shape: ModelShape, tp: int, ep: int, *, moe: bool) -> tuple[We
         found.append(Weight(mla.kv_lora + mla.qk_rope, hidden, is_partial=True))
         found.append(Weight(mla.kv_lora, 1.0, is_partial=True))
         found.append(Weight(shape.heads * (mla.qk_nope + mla.v_head) / tp, mla.kv_lora))
-        found.append(Weight(hidden, shape.heads * mla.v_head / tp))
+        found.append(Weight(hidden, shape.heads * mla.v_head / tp, cuts_columns=True))
     ups = 2 if shape.gated_mlp else 1
     if moe:
         local_experts, inner = max(1, shape.experts // ep), shape.moe_ffn_hidden
@@ -258,15 +259,8 @@ def layer_weights(shape: ModelShape, tp: int, ep: int, *, moe: bool) -> tuple[We
     else:
         width = shape.ffn_hidden / tp
     if width:
-        found += [Weight(width, hidden)] * ups + [Weight(hidden, width)]
+        found += [Weight(width, hidden)] * ups + [Weight(hidden, width, cuts_columns=True)]
     return tuple(found)
-
-
-@lru_cache(maxsize=1024)
-def adapter_weights(weights: tuple[Weight, ...], rank: int) -> tuple[Weight, ...]:
-    """Low-rank adapters of a layer, one to each product but router and experts (craton/ml/training/lora.py)."""
-    adapted = [weight for weight in weights if weight.columns > 1.0 and not (weight.stacked or weight.is_router)]
-    return tuple(adapter for each in adapted for adapter in (Weight(rank, each.columns), Weight(each.rows, rank)))
 
 
 @lru_cache(maxsize=1024)

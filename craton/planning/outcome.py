@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from craton.infrastructure import Cluster, cluster_of, instance
+from craton.planning.adapters import adapter_parameters
 from craton.planning.composition import compose
 from craton.planning.cost import billed_instances
 from craton.planning.fitting import Prediction
@@ -18,7 +19,7 @@ from craton.planning.result import StoragePlan
 from craton.planning.search import Candidate, search
 from craton.planning.setting import Setting, setting_of
 from craton.planning.storage import checkpoint_bytes, data_bytes_per_token, storage_plan
-from craton.planning.training import LORA_SHARE, evaluation_terms
+from craton.planning.training import evaluation_terms
 
 OTHER_HARDWARE = ("p5.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge", "p6-b300.48xlarge")
 DEFAULT_CHECKPOINT_SECONDS = 1800.0  # of a job that names no checkpoint tier
@@ -77,7 +78,7 @@ def storage_of(setting: Setting, candidate: Candidate, step_seconds: float) -> S
     job, shape, cluster = setting.job, setting.shape, setting.cluster
     train = job.train
     assert train is not None
-    lora_parameters = LORA_SHARE * shape.parameters if train.lora else 0.0
+    lora_parameters = adapter_parameters(shape, train.lora.rank) if train.lora else 0.0
     cadence: dict[str, float] = {}
     for tier in job.checkpoint.tiers:
         name = "object" if tier.to.startswith("s3://") else "shared" if tier.to.startswith("/") else tier.to

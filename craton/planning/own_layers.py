@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from craton.job import ModelShape
+from craton.planning.adapters import adapter_weights
 from craton.planning.operations import layer_weights
 
 INDEX_BYTES = 8.0  # of a sorted pair of token and expert: its place and the way back are kept, two each
@@ -29,15 +30,15 @@ class OwnLayer:
 
 @lru_cache(maxsize=4096)
 def own_layers(
-    shape: ModelShape, tp: int, ep: int, cp: int, precision: str, recompute: str, *, lora: bool = False
+    shape: ModelShape, tp: int, ep: int, cp: int, precision: str, recompute: str, *, lora_rank: int = 0
 ) -> tuple[OwnLayer, OwnLayer]:
-    """The dense layer and the layer with experts of one rank; `lora`: with adapters on all its products."""
-    dense = _layer(shape, tp, ep, cp, precision, recompute, lora, moe=False)
-    return dense, _layer(shape, tp, ep, cp, precision, recompute, lora, moe=True) if shape.is_moe else dense
+    """The dense layer and the layer with experts of one rank; `lora_rank`: of adapters on all its products."""
+    dense = _layer(shape, tp, ep, cp, precision, recompute, lora_rank, moe=False)
+    return dense, _layer(shape, tp, ep, cp, precision, recompute, lora_rank, moe=True) if shape.is_moe else dense
 
 
 def _layer(
-    shape: ModelShape, tp: int, ep: int, cp: int, precision: str, recompute: str, lora: bool, *, moe: bool
+    shape: ModelShape, tp: int, ep: int, cp: int, precision: str, recompute: str, lora_rank: int, *, moe: bool
 ) -> OwnLayer:
     value = 4.0 if precision == "fp32" else 2.0
     stream, whole = value * shape.hidden / tp, value * shape.hidden
@@ -47,6 +48,8 @@ def _layer(
     statistics = 2.0 * 4.0 / tp
     saved = 2.0 * stream + statistics + attention.saved + mlp.saved
     saved += stream + (stream if mlp.keeps_input else 0.0)  # outputs of the norms
+    narrow = _between_adapters(shape, tp, ep, value, lora_rank, moe=moe)
+    saved += narrow
     if recompute == "none":
         kept, again = saved, 0.0
     elif recompute == "full":
@@ -54,9 +57,10 @@ def _layer(
     else:
         # what enters the layer, and the output of every product; those that are summed over ranks before and after
         kept = stream + (3.0 * stream if shared_by else 0.0) + attention.products + mlp.products
-        if lora:  # an adapter's output is a product too; their sum, which enters the next layer, is none
-            kept += stream + attention.outputs + mlp.outputs
-        again = saved - stream - attention.shared - mlp.shared
+        if lora_rank:  # an adapter's outputs are products too
+            kept += attention.outputs + mlp.outputs + narrow
+            kept += 0.0 if shared_by else stream  # the sum of both, which enters the next layer, is none
+        again = saved - stream - attention.shared - mlp.shared - narrow
     incoming = stream
     return OwnLayer(
         saved=saved,
@@ -81,6 +85,12 @@ class _Part:
     keeps_input: bool = True
     forward: float = 0.0
     late: float = 0.0
+
+
+def _between_adapters(shape: ModelShape, tp: int, ep: int, value: float, rank: int, *, moe: bool) -> float:
+    """What every adapter has narrowed, of all tokens where it is gathered."""
+    adapters = adapter_weights(layer_weights(shape, tp, ep, moe=moe), rank) if rank else ()
+    return sum(value * rank / (tp if wide.is_partial else 1.0) for _, wide in adapters)
 
 
 def _attention(shape: ModelShape, tp: int, cp: int, value: float) -> _Part:
@@ -122,16 +132,16 @@ def _attention(shape: ModelShape, tp: int, cp: int, value: float) -> _Part:
         saved=projected + kept,
         products=made + kept + whole,
         shared=shared + kept,
-        outputs=made + whole,
+        outputs=made + whole / tp,
         work=gradients + (2.0 * whole if tp > 1 else 0.0),
         late=late + out + whole,
     )
 
 
 def _dense(shape: ModelShape, tp: int, value: float, width: float | None = None) -> _Part:
-    """A gated MLP; `width`: of shared experts."""
+    """An MLP; `width`: of shared experts."""
     width = value * (shape.ffn_hidden if width is None else width) / tp
-    whole, ups = value * shape.hidden, 2.0
+    whole, ups = value * shape.hidden, _ups(shape)
     weights = shape.hidden * width
     gathered = 2.0 * whole if tp > 1 else 0.0  # gradient and input of all tokens
     last = whole + (whole / tp if tp > 1 else 0.0)  # gradient of the input
@@ -139,10 +149,10 @@ def _dense(shape: ModelShape, tp: int, value: float, width: float | None = None)
         saved=ups * width,
         products=ups * width + whole,
         shared=ups * width,
-        outputs=ups * width + whole,
+        outputs=ups * width + whole / tp,
         # the product and its gradient, or the gradient of the input beside those of all weights
         work=gathered + max(width, last),
-        work_bytes=3.0 * weights,
+        work_bytes=(ups + 1.0) * weights,
         freed=ups * width,
         forward=gathered / 2.0 + width + whole,
         late=2.0 * whole + (ups + 1.0) * width,
@@ -159,11 +169,11 @@ def _experts(shape: ModelShape, tp: int, ep: int, value: float) -> _Part:
     width = shape.shared_experts * shape.moe_ffn_hidden
     shared = _dense(shape, tp, value, width) if width else None
     weights = value * sum(weight.size for weight in layer_weights(shape, tp, ep, moe=True) if weight.stacked)
-    up = 2.0 * inner
+    up = _ups(shape) * inner
     saved = router + indices + up + 2.0 * rows  # rows that enter the experts, and their outputs until they are weighed
     products = 4.0 * tokens * shape.experts + up + rows + value * tokens * shape.hidden + indices
     # the outputs have been weighed; gradients of rows in and out, and of the weights
-    work = max(2.0 * rows, rows + inner, 3.0 * rows - rows)
+    work = rows + max(rows, inner)
     return _Part(
         saved=saved + (shared.saved if shared else 0.0),
         products=products + (shared.products if shared else 0.0),
@@ -176,3 +186,8 @@ def _experts(shape: ModelShape, tp: int, ep: int, value: float) -> _Part:
         forward=3.0 * rows + inner,
         late=2.0 * rows + up + inner + (shared.late if shared else 0.0),
     )
+
+
+def _ups(shape: ModelShape) -> float:
+    """Products that widen: the gate has one of its own."""
+    return 2.0 if shape.gated_mlp else 1.0

@@ -11,10 +11,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from craton.job import Layout, ModelShape, stage_layers
+from craton.planning.adapters import adapter_weights
 from craton.planning.footprint import (
     BF16_MOMENT_BYTES,
     BUCKET_PARAMETERS,
-    LORA_SHARE,
     MASTER_BYTES,
     MOMENT_BYTES,
     StageBytes,
@@ -39,10 +39,11 @@ FP32 = 4.0
 def own_stages(work: Workload, traits: Traits, runtime: float) -> list[StageBytes]:
     """The pipeline ranks that can be the worst: the first two and the last."""
     shape, layout = work.shape, work.layout
-    held = _held(shape, traits, layout.fsdp, layout.cp, layout.tp, layout.ep)
-    layers = own_layers(shape, layout.tp, layout.ep, layout.cp, layout.precision, layout.recompute, lora=work.lora)
-    ranks = (0,) if layout.pp == 1 else (0, 1) if layout.pp == 2 else (0, 1, layout.pp - 1)
-    return [_stage(work, traits, rank, runtime, held, layers) for rank in ranks]
+    rank = work.adapter_rank
+    held = _held(shape, traits, layout.fsdp, layout.cp, layout.tp, layout.ep, rank)
+    layers = own_layers(shape, layout.tp, layout.ep, layout.cp, layout.precision, layout.recompute, lora_rank=rank)
+    places = (0,) if layout.pp == 1 else (0, 1) if layout.pp == 2 else (0, 1, layout.pp - 1)
+    return [_stage(work, traits, place, runtime, held, layers) for place in places]
 
 
 class _Numbers(NamedTuple):
@@ -58,10 +59,12 @@ class _Held(NamedTuple):
 
     layers: tuple[_Numbers, _Numbers]  # dense, with experts
     tables: dict[tuple[bool, bool], _Numbers]  # by (has the embedding, has the head)
+    trained_layers: tuple[_Numbers, _Numbers]  # the adapters where there are some, and nothing of the tables
+    trained_tables: dict[tuple[bool, bool], _Numbers]
 
 
 @lru_cache(maxsize=4096)
-def _held(shape: ModelShape, traits: Traits, fsdp: int, cp: int, tp: int, ep: int) -> _Held:
+def _held(shape: ModelShape, traits: Traits, fsdp: int, cp: int, tp: int, ep: int, lora_rank: int) -> _Held:
     layout = Layout(fsdp=fsdp, cp=cp, tp=tp, ep=ep)
 
     def numbers(weights: tuple[Weight, ...]) -> _Numbers:
@@ -71,10 +74,16 @@ def _held(shape: ModelShape, traits: Traits, fsdp: int, cp: int, tp: int, ep: in
         has_own_group = ep * tp > 1
         return _Numbers(rest + experts, max(rest, experts) if has_own_group else rest + experts, shard)
 
-    dense, moe = (numbers(layer_weights(shape, tp, ep, moe=moe)) for moe in (False, shape.is_moe))
+    of_layers = [layer_weights(shape, tp, ep, moe=moe) for moe in (False, shape.is_moe)]
     ends = ((True, True), (True, False), (False, True), (False, False))
     tables = {end: numbers(table_weights(shape, tp, embeds=end[0], predicts=end[1])) for end in ends}
-    return _Held((dense, moe), tables)
+    if not lora_rank:
+        dense, moe = (numbers(weights) for weights in of_layers)
+        return _Held((dense, moe), tables, (dense, moe), tables)
+    adapters = [tuple(each for pair in adapter_weights(weights, lora_rank) for each in pair) for weights in of_layers]
+    dense, moe = (numbers((*weights, *added)) for weights, added in zip(of_layers, adapters, strict=True))
+    trained_dense, trained_moe = (numbers(added) for added in adapters)
+    return _Held((dense, moe), tables, (trained_dense, trained_moe), dict.fromkeys(ends, numbers(())))
 
 
 def _stage(
@@ -91,37 +100,41 @@ def _stage(
     largest, layer = held.layers[num_moe > 0], layers[num_moe > 0]
     full = tables.whole + num_dense * dense.whole + num_moe * moe.whole
     own = tables.shard + num_dense * dense.shard + num_moe * moe.shard
+    trained_tables, (trained_dense, trained_moe) = held.trained_tables[embeds, predicts], held.trained_layers
+    trained_largest = held.trained_layers[num_moe > 0]
+    trained_of_layers = num_dense * trained_dense.whole + num_moe * trained_moe.whole
+    trained_full = trained_tables.whole + trained_of_layers
+    trained_own = trained_tables.shard + num_dense * trained_dense.shard + num_moe * trained_moe.shard
 
     low, narrow, alone = layout.precision != "fp32", work.weights == "bf16", layout.world == 1
     value = 2.0 if low else FP32
     width = gradient_bytes(layout, traits)
     weight_bytes = 2.0 if low and (narrow or alone) else FP32
-    trained = LORA_SHARE if work.lora else 1.0
     has_masters = alone and low and not narrow
     states = (BF16_MOMENT_BYTES if narrow and low else MOMENT_BYTES) + (MASTER_BYTES if has_masters else 0.0)
-    optimizer = states * trained * own
+    optimizer = states * trained_own
     if layout.offload == "optimizer":  # planned, not trained yet: the host takes and gives bucket by bucket
         optimizer = min(optimizer, 2.0 * BUCKET_PARAMETERS * states)
-    head = value * trained * shape.vocab * shape.hidden / layout.tp if predicts else 0.0
+    head = value * shape.vocab * shape.hidden / layout.tp if predicts and not work.lora else 0.0
 
     sharded = layout.fsdp * layout.cp > 1
     reduces_each = sharded and layout.zero > 1 and layout.pp == 1
     frees = sharded and layout.zero == 3 and layout.pp == 1
     has_sums = micro_batches > 1
-    of_tables, of_group = trained * tables.whole, trained * largest.group
+    of_tables, of_group = trained_tables.whole, trained_largest.group
     if alone:
-        landed = (FP32 if has_masters and micro_batches > 1 else value) * trained * own
+        landed = (FP32 if has_masters and micro_batches > 1 else value) * trained_own
         summed = landed if has_sums else 0.0
-        reduced = at_end = value * trained * own if micro_batches > 1 and has_masters else 0.0
+        reduced = at_end = value * trained_own if micro_batches > 1 and has_masters else 0.0
         copied = reducing = gathered = gathered_loss = gathered_reduced = 0.0
     else:
-        landed = weight_bytes * trained * own
+        landed = weight_bytes * trained_own
         copied = width * of_tables if reduces_each and has_sums else 0.0  # of the micro-batch before
-        summed = (landed if reduces_each else width * trained * full) if has_sums else 0.0
+        summed = (landed if reduces_each else width * trained_full) if has_sums else 0.0
         reducing = width if reduces_each or micro_batches == 1 else 0.0  # else whole gradients are summed first
-        after = landed if reducing else width * trained * full  # the first backward pass
+        after = landed if reducing else width * trained_full  # the first backward pass
         reduced = after - landed + (value + width) * of_group
-        at_end = (value if reducing else width) * of_tables + width * of_tables - weight_bytes * trained * tables.shard
+        at_end = (value if reducing else width) * of_tables + width * of_tables - weight_bytes * trained_tables.shard
         gathered_loss = value * (tables.whole if frees else full)
         gathered = value * (tables.whole + 2.0 * largest.whole) if frees else gathered_loss
         gathered_reduced = gathered - value * largest.whole if frees else gathered
@@ -131,7 +144,7 @@ def _stage(
     logits, head_activations = _head(shape, layout, tokens, value, head) if predicts else (0.0, 0.0)
     boundary = 4.0 * stream if layout.pp > 1 else 0.0
     work_tokens = tokens * (layer.again + layer.work)
-    in_work = work_tokens + trained * layer.work_bytes
+    in_work = work_tokens + layer.work_bytes * trained_largest.whole / largest.whole
     if layout.pp > 1:
         later_once = tokens * (num_dense * layers[0].late + num_moe * layers[1].late)
         chunk = _Chunk(
@@ -140,7 +153,7 @@ def _stage(
             late=later_once / layout.vpp,
             in_work=work_tokens if layout.schedule == "zero-bubble" else in_work,
             stream=stream,
-            gradients=value * trained * (full - tables.whole) / layout.vpp,
+            gradients=value * trained_of_layers / layout.vpp,
             group=value * of_group,
             tables=value * of_tables,
             head=head,

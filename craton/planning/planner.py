@@ -221,7 +221,7 @@ def _plan(
         today,
     )
     traits = setting.profile.traits
-    need = memory(setting.model.workload(layout), traits, setting.machine.node_gpus, chunked_head=traits.chunked_head)
+    need = memory(setting.model.workload(layout), traits, setting.machine.node_gpus)
     parts = _parts(times, scale, data, blocked)
     step_seconds = sum(sum(entries.values()) for entries in parts.values())
     flops = flops_per_token(shape, job.sequence, setting.model.lora)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from craton.job import Layout, ModelShape, Precision, Recompute, Schedule, layout_is_valid
+from craton.job import Layout, ModelShape, Precision, Recompute, Schedule, divisors, layout_is_valid
 from craton.planning.composition import StepTerms, compose, stack
 from craton.planning.machine import Machine
 from craton.planning.memory import memory_bytes
@@ -123,7 +123,7 @@ def layouts(
     domain = machine.network.nvlink_domain
     for tp in _tensor_sizes(shape, sequence, min(2 * domain, world)) if like is None else [like.tp]:
         for cp in _context_sizes(sequence, tp, world // tp) if like is None else [like.cp]:
-            for pp in _divisors(world // (tp * cp)) if world % (tp * cp) == 0 else []:
+            for pp in divisors(world // (tp * cp)) if world % (tp * cp) == 0 else []:
                 dp = world // (tp * cp * pp)
                 if pp > shape.layers or global_batch_sequences % dp:
                     continue
@@ -157,7 +157,7 @@ def layouts(
 
 
 def _need(model: StepModel, layout: Layout, machine: Machine) -> float:
-    return memory_bytes(model.workload(layout), model.traits, machine.node_gpus, chunked_head=model.traits.chunked_head)
+    return memory_bytes(model.workload(layout), model.traits, machine.node_gpus)
 
 
 def _candidates(
@@ -197,7 +197,7 @@ def _context_sizes(sequence: int, tp: int, most: int) -> list[int]:
 def _expert_sizes(shape: ModelShape, ranks: int) -> list[int]:
     if not shape.is_moe:
         return [1]
-    return [ep for ep in _divisors(shape.experts) if ranks % ep == 0]
+    return [ep for ep in divisors(shape.experts) if ranks % ep == 0]
 
 
 def _shardings(dp: int, pp: int, domain_ranks: int) -> list[tuple[int, int, int]]:
@@ -221,8 +221,3 @@ def _pipelines(pp: int, layers: int, zero_bubble: bool) -> list[tuple[int, Sched
         (v, "interleaved" if v > 1 else "1f1b") for v in STAGES_A_RANK if pp * v <= layers
     ]
     return [*found, (1, "zero-bubble")] if zero_bubble else found
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]

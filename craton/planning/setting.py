@@ -68,6 +68,7 @@ def setting_of(job: Job, cluster: Cluster) -> Setting:
         imbalance=REAL_IMBALANCE if shape.is_moe else 1.0,
         host_link_bytes_per_second=machine.host_link_bytes_per_second,
         weights=job.train.weights if job.train else "fp32",
+        lora_rank=job.train.lora.rank if job.train and job.train.lora else 0,
     )
     return Setting(job, shape, cluster, machine, profile, model)
 

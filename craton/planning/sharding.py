@@ -1,6 +1,6 @@
 """What data parallelism does with weights and gradients: over how many ranks they are cut, and how often they move.
 
-Shared by the seconds (`training`), the memory (`footprint`) and the list of collectives (`inventory`).
+Shared by the seconds (`training`), the memory (`own_memory`) and the list of collectives (`inventory`).
 """
 
 from __future__ import annotations

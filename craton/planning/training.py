@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from craton.job import Layout, ModelShape, Weights, stage_layers
+from craton.planning.adapters import trained_share
 from craton.planning.collectives import (
     Group,
     Network,
@@ -55,7 +56,7 @@ _GEMM_CONSTANT = {
     "mxfp8": INDEX["mxfp8_efficiency"],
     "nvfp4": INDEX["fp4_efficiency"],
 }
-LORA_SHARE = 0.005  # trainable share of a model with rank-16 adapters
+DEFAULT_LORA_RANK = 16  # of published runs, which leave it open
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,12 @@ class Workload:
     weights: Weights = "fp32"  # bf16: no fp32 master weights, states in bf16
     adjacent_experts: bool = False  # expert ranks next to each other, as published runs place them, not tp apart
     on_cpu: bool = False
-    lora_rank: int = 16
+    lora_rank: int = DEFAULT_LORA_RANK
+
+    @property
+    def adapter_rank(self) -> int:
+        """0: everything is trained."""
+        return self.lora_rank if self.lora else 0
 
     @property
     def micro_batches(self) -> int:
@@ -98,11 +104,13 @@ class StepModel:
         host_link_bytes_per_second: float = DEFAULT_HOST_LINK,
         weights: Weights = "fp32",
         adjacent_experts: bool = False,
+        lora_rank: int = DEFAULT_LORA_RANK,
     ) -> None:
         self.shape, self.sequence, self.global_batch_sequences = shape, sequence, global_batch_sequences
         self.gpu, self.network, self.traits, self.lora, self.imbalance = gpu, network, traits, lora, imbalance
         self.host_link_bytes_per_second = host_link_bytes_per_second
-        self.weights, self.adjacent_experts = weights, adjacent_experts
+        self.weights, self.adjacent_experts, self.lora_rank = weights, adjacent_experts, lora_rank
+        self.trained = trained_share(shape, lora_rank if lora else 0)
         self._operators: dict[tuple[int, int, int, int, str, bool], tuple[LayerTerms, LayerTerms]] = {}
         self._transfers: dict[tuple[int | str, ...], tuple[tuple[float, float], ...]] = {}
 
@@ -118,6 +126,7 @@ class StepModel:
             self.weights,
             self.adjacent_experts,
             self.gpu.generation == "cpu",
+            self.lora_rank,
         )
 
     def terms(self, layout: Layout) -> StepTerms:
@@ -153,7 +162,7 @@ class StepModel:
         ranks = layout.fsdp * layout.cp  # context-parallel ranks share the optimizer too
         expert_ranks = max(1, ranks * layout.tp // layout.ep) if ranks > 1 or traits.fsdp2 else 1
         local = parameters / ranks + expert_parameters / expert_ranks
-        trained = local * (LORA_SHARE if self.lora else 1.0)
+        trained = local * self.trained
         optimizer_seconds, offload_once, offload_layer = self._optimizer_and_offload(trained, layout)
         domain = network.nvlink_domain
         return StepTerms(
@@ -252,9 +261,9 @@ class StepModel:
         weights and gradients in buckets so large that their number does not count."""
         traits, network = self.traits, self.network
         group = group_of(shards_of(layout, traits), layout.tp, network)
-        value, width = gathered_bytes(layout), gradient_bytes(layout, traits) * (LORA_SHARE if self.lora else 1.0)
+        value, width = gathered_bytes(layout), gradient_bytes(layout, traits) * self.trained
         if self.lora and layout.zero == 1:  # only what is trained leaves the optimizer's shards
-            value *= LORA_SHARE
+            value *= self.trained
         gather = all_gather_seconds(value * size, group, network)
         scatter = reduce_scatter_seconds(width * size, group, network)
         if experts:
@@ -268,7 +277,7 @@ class StepModel:
         tensor-parallel ranks, of weights that each of them knows the gradient of in part."""
         network, traits = self.network, self.traits
         shards, expert_shards = shards_of(layout, traits), expert_shards_of(layout, traits)
-        width = gradient_bytes(layout, traits) * (LORA_SHARE if self.lora else 1.0)
+        width = gradient_bytes(layout, traits) * self.trained
         group = group_of(copies_of(layout, traits), layout.tp * shards, network)
         seconds = all_reduce_seconds(width * parameters / shards, group, network)
         copies = expert_copies_of(layout, traits)
@@ -359,6 +368,7 @@ def step_terms(work: Workload, gpu: GpuRates, network: Network, traits: Traits) 
         work.imbalance,
         weights=work.weights,
         adjacent_experts=work.adjacent_experts,
+        lora_rank=work.lora_rank,
     )
     return model.terms(work.layout)
 

@@ -28,8 +28,8 @@ def craton(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], t
     job.write_text(JOB)
     monkeypatch.setenv("COLUMNS", "100")
 
-    def run(*options: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["craton", "plan", str(job), "--trace", *options])
+    def run(*options: str, trace: bool = True) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["craton", "plan", str(job), *(["--trace"] if trace else []), *options])
         with pytest.raises(SystemExit) as caught:
             main()
         output = capfd.readouterr()
@@ -48,6 +48,30 @@ def test_json_holds_plan_trace_and_comparison(craton: Any) -> None:
     assert {each["dimension"] for each in rank["collectives"]} == {"fsdp", "tp", "all"}
     assert document["comparison"]["agrees"] is True
     assert document["trace"]["findings"] == []
+
+
+def test_the_ranks_that_are_asked_for_are_traced(craton: Any) -> None:
+    code, output, errors = craton("--json", "--ranks", "3,8")
+    assert (code, errors) == (0, "")
+    document = json.loads(output)
+    assert [rank["rank"] for rank in document["trace"]["ranks"]] == [3, 8]
+    assert [rank["rank"] for rank in document["comparison"]["ranks"]] == [3, 8]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "trace", "message"),
+    [
+        ("0,first", True, "--ranks '0,first' is not a list of ranks; write e.g. 0,8"),
+        ("0,16", True, "--trace: rank 16 is not one of the 16 ranks of fsdp 8 · tp 2"),
+        ("-1", True, "--trace: rank -1 is not one of the 16 ranks of fsdp 8 · tp 2"),
+        ("0", False, "--ranks goes with --trace, e.g. --trace --ranks 0,8"),
+    ],
+)
+def test_ranks_that_cannot_be_traced(craton: Any, ranks: str, trace: bool, message: str) -> None:
+    code, output, errors = craton(f"--ranks={ranks}", trace=trace)
+    assert (code, output) == (2, "")
+    assert message in errors
+    assert len(errors.splitlines()) == 1
 
 
 @pytest.mark.slow

@@ -244,6 +244,10 @@ def test_lora_is_faster_and_smaller() -> None:
     assert lora.step_seconds < full.step_seconds
     assert lora.memory_bytes < full.memory_bytes
     assert lora.storage.checkpoint_bytes < 0.1 * full.storage.checkpoint_bytes
+    wide = plan_text(text.replace("tokens: 100B", "tokens: 100B, lora: {rank: 128}"))
+    assert wide.step_seconds > lora.step_seconds
+    assert wide.memory_bytes > lora.memory_bytes
+    assert wide.storage.checkpoint_bytes == pytest.approx(8 * lora.storage.checkpoint_bytes, rel=0.01)
 
 
 def test_twice_the_tokens_take_and_cost_twice_as_much() -> None:

@@ -174,6 +174,16 @@ def test_a_file_that_is_no_profile_is_one_clear_error(tmp_path: Path, case: str)
         load_profile(path)
 
 
+def test_a_profile_with_traits_of_another_version_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(find_profile("craton", gpu("H100-SXM")), path)
+    document = json.loads(path.read_text(encoding="utf-8"))
+    del document["traits"]["zero_bubble"]
+    path.write_text(json.dumps(document))
+    with pytest.raises(ProfileError, match="traits do not match this version; run `craton calibrate` again"):
+        load_profile(path)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '"profile"', "[" * 100_000], ids=lambda text: text[:9])
 def test_a_torn_file_is_one_clear_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"

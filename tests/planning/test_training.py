@@ -285,6 +285,7 @@ def test_the_fullest_rank_holds_the_most_layers() -> None:
     assert fullest_rank(32, 1, 1, 1) == (32, 1)
     assert fullest_rank(32, 1, 4, 1) == (8, 1)
     assert fullest_rank(32, 1, 4, 2) == (8, 1)
+    assert fullest_rank(33, 1, 4, 2)[0] == 9
     assert fullest_rank(30, 1, 4, 1) == (8, 0)  # one stage of the four has six layers and the head
 
 

@@ -25,7 +25,7 @@ SHOWN_PARTS = {
     "gathered parameters": "gathered parameters",
     "unsharded parameters": "gathered parameters",
     "gradients": "gradients",
-    "communication buffers": "gradients",
+    "gradients on their way": "gradients",
     "optimizer states": "optimizer states",
 }
 NOT_TENSORS = ("allocator slack", "runtime and communicators")
@@ -41,6 +41,7 @@ class Row:
     planned_count: float = 0.0  # calls, of collectives
     traced_count: float = 0.0
     agrees: bool = True
+    is_negligible: bool = False  # not close, but too few bytes to matter
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def compare(job: Job, layout: Layout, trace: Trace) -> Comparison:
     traits = STACKS[UNKNOWN]
     stages = planning.inventory(work, traits)
     ranks = tuple(compare_rank(rank, stages.of_rank(rank.stage)) for rank in trace.ranks)
-    of_memory = compare_memory(trace.worst, planning.memory(work, traits, chunked_head=traits.chunked_head))
+    of_memory = compare_memory(trace.worst, planning.memory(work, traits))
     findings = [finding for rank, traced in zip(ranks, trace.ranks, strict=True) for finding in _findings(rank, traced)]
     findings += _memory_findings(of_memory, trace.worst)
     agrees = of_memory[0].agrees and all(row.agrees for rank in ranks for row in (*rank.collectives, *rank.flops))
@@ -101,8 +102,11 @@ def compare_rank(rank: RankTrace, stage: StageInventory) -> RankComparison:
     for key in sorted({*planned, *traced}, key=lambda key: (key[1], key[0], key[2])):
         operation, dimension, ranks = key
         expected, found = planned[key], traced[key]
-        agrees = _close(expected[1], found[1], BYTES_TOLERANCE) or max(expected[1], found[1]) <= small
-        rows.append(Row(f"{operation} over {dimension} {ranks}", expected[1], found[1], expected[0], found[0], agrees))
+        is_close = _close(expected[1], found[1], BYTES_TOLERANCE)
+        is_negligible = not is_close and max(expected[1], found[1]) <= small
+        name = f"{operation} over {dimension} {ranks}"
+        agrees = is_close or is_negligible
+        rows.append(Row(name, expected[1], found[1], expected[0], found[0], agrees, is_negligible))
     flops = [
         Row(kind, stage.flops[kind], size, agrees=_close(stage.flops[kind], size, BYTES_TOLERANCE))
         for kind, size in ((kind, rank.flops.get(kind, 0.0)) for kind in stage.flops)

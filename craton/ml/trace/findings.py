@@ -18,7 +18,7 @@ UNEVEN = 0.1  # of the mean stage's FLOPs, from which a stage is worth a word
 MIN_NEIGHBOURS = 3  # layers of a run, from which one that differs from the others can be told
 
 # Every rank of a tensor-parallel group holds these whole; all other weights are cut by tp.
-WHOLE_UNDER_TP = ("norm.weight", "router.weight", "q_a.weight", "kv_a.weight", "lora_a", "lora_b")
+WHOLE_UNDER_TP = ("norm.weight", "router.weight", "q_a.weight", "kv_a.weight")
 
 
 def parameter_findings(recording: Recording, config: DecoderConfig, layout: Layout) -> Iterator[Finding]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-PLACES = ("forward", "loss", "backward", "optimizer")
+Place = Literal["forward", "loss", "backward", "optimizer"]
 PARTS = ("parameters", "gathered parameters", "gradients", "optimizer states", "activations", "buffers", "inputs")
 
 
@@ -21,20 +21,20 @@ class CollectiveKey(NamedTuple):
     dimension: str  # pp, replicate, fsdp, cp, tp, ep, all, or several joined by "·"
     group_size: int
     dtype: str
-    place: str  # one of PLACES
+    place: Place
     module: str  # "blocks.*.attention"; "" is the model itself
 
 
 class FlopKey(NamedTuple):
     kind: str  # gemm, attention, experts, head
     operator: str  # mm, _grouped_mm, ...
-    place: str
+    place: Place
 
 
 class Window(NamedTuple):
     """A stretch of the step whose highest memory is kept: a place in one block, counted from an end of its run."""
 
-    place: str
+    place: Place
     run: int  # of equal layers; -1: outside of the blocks
     offset: int  # 0, 1 from the run's start; -1, -2 from its end
     micro_batch: str
@@ -58,7 +58,7 @@ class Recording:
     collectives: dict[tuple[Phase, CollectiveKey], Amount] = field(default_factory=dict)
     flops: dict[tuple[Phase, FlopKey], float] = field(default_factory=dict)
     windows: dict[Window, dict[str, float]] = field(default_factory=dict)  # bytes of every part at the highest instant
-    layers: dict[int, dict[tuple[str, str, str], int]] = field(default_factory=dict)  # block → (place, op, dim) → calls
+    layers: dict[int, dict[tuple[Place, str, str], int]] = field(default_factory=dict)  # block → (place, …) → calls
     parameters: dict[str, int] = field(default_factory=dict)  # name → numbers on this rank
 
     def combined(self, others: Iterable[tuple[float, Recording]]) -> Recording:
@@ -109,7 +109,7 @@ class CollectiveTotal:
     dimension: str
     group_size: int
     dtype: str
-    place: str
+    place: Place
     module: str
     count: float
     bytes: float

@@ -7,7 +7,7 @@ depth and batch does follows (craton/ml/trace/runs.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from craton.job import Job, Layout, ModelShape
@@ -15,7 +15,7 @@ from craton.ml.models import config_from_shape
 from craton.ml.trace.fake import TraceError
 from craton.ml.trace.findings import layer_findings, parameter_findings, stage_findings
 from craton.ml.trace.records import Amount, CollectiveKey, CollectiveTotal, Finding, RankTrace, Recording, Trace, Window
-from craton.ml.trace.runs import Depth, Run, depths_of
+from craton.ml.trace.runs import Depth, Depths, Run, depths_of
 from craton.ml.trace.step import micro_batches, trace_step
 from craton.ml.trace.watch import NO_BLOCK
 
@@ -31,20 +31,18 @@ def trace(job: Job, layout: Layout, ranks: Sequence[int] = (), progress: Progres
     done: list[RankTrace] = []
     findings: list[Finding] = []
     chosen = dict.fromkeys(ranks, 1) or differing_ranks(config.shape, layout)
-    for number, (rank, alike) in enumerate(chosen.items()):
+    for rank in chosen:
         if not 0 <= rank < layout.world:
             raise TraceError(f"rank {rank} is not one of the {layout.world} ranks of {layout}")
+    for number, (rank, alike) in enumerate(chosen.items()):
         if progress:
             progress(number, len(chosen), f"rank {rank:,} of {layout.world:,}")
         stage = rank // (layout.world // layout.pp)
         depths = depths_of(config.shape, layout, stage)
         base = trace_step(job, layout, config, depths.base, rank)
         findings += parameter_findings(base, replace(config, shape=depths.base.shape), layout)
-        compared = depths.base.runs
-        if job.train.lora and compared[0].first == 0:  # nothing before the first layer wants a gradient of it
-            compared = (replace(compared[0], first=1, length=compared[0].length - 1), *compared[1:])
-        findings += layer_findings(base, compared)
         more = [(times, trace_step(job, layout, config, depth, rank)) for times, depth in depths.more]
+        findings += _layer_findings(depths, [base, *(recording for _, recording in more)], bool(job.train.lora))
         done.append(_rank_trace(base.combined(more), depths.whole, rank, stage, alike))
     findings += stage_findings(done, layout)
     return Trace(
@@ -69,6 +67,16 @@ def differing_ranks(shape: ModelShape, layout: Layout) -> dict[int, int]:
         ranks.setdefault(key, stage * (layout.world // layout.pp))
         alike[key] = alike.get(key, 0) + 1
     return {rank: alike[key] for key, rank in ranks.items()}
+
+
+def _layer_findings(depths: Depths, recordings: Sequence[Recording], has_adapters: bool) -> Iterator[Finding]:
+    """Layers unlike their neighbours, where most layers were traced: with adapters one of them does not count."""
+    traced = zip((depths.base, *(depth for _, depth in depths.more)), recordings, strict=True)
+    depth, recording = max(traced, key=lambda each: each[0].runs[0].length)
+    first, *others = depth.runs
+    if has_adapters and first.first == 0:  # nothing before the first layer wants a gradient of it
+        first = replace(first, first=1, length=first.length - 1)
+    return layer_findings(recording, (first, *others))
 
 
 def _rank_trace(recording: Recording, depth: Depth, rank: int, stage: int, alike: int) -> RankTrace:

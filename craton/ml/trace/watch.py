@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from craton.ml.kernels.weight_gradients import LateGradients
 from craton.ml.trace.operators import collective_of, flops_of, is_attention, tensors_in
 from craton.ml.trace.patches import replaced
-from craton.ml.trace.records import PARTS, Amount, CollectiveKey, FlopKey, Phase
+from craton.ml.trace.records import PARTS, Amount, CollectiveKey, FlopKey, Phase, Place
 
 ONCE: Phase = "step"  # of what is not part of a micro-batch
 NO_BLOCK = -1
@@ -40,10 +40,10 @@ class StepWatch(TorchDispatchMode):
         super().__init__()
         self.collectives: dict[tuple[Phase, CollectiveKey], Amount] = {}
         self.flops: dict[tuple[Phase, FlopKey], float] = {}
-        self.layers: dict[int, dict[tuple[str, str, str], int]] = {}
-        self.peaks: dict[tuple[str, int, Phase], dict[str, float]] = {}  # (place, block, micro-batch) → bytes by part
+        self.layers: dict[int, dict[tuple[Place, str, str], int]] = {}
+        self.peaks: dict[tuple[Place, int, Phase], dict[str, float]] = {}  # (place, block, micro-batch) → bytes by part
         self.micro_batch: Phase = ONCE
-        self.message_place = "forward"  # of tensors between pipeline stages, which belong to no module
+        self.message_place: Place = "forward"  # of tensors between pipeline stages, which belong to no module
         self.is_optimizing = False
         self._modules, self._dimension_of = modules, dimension_of
         self._path: list[str] = []
@@ -55,7 +55,7 @@ class StepWatch(TorchDispatchMode):
         self._is_guessing = False
         self._live = dict.fromkeys(PARTS, 0.0)
         self._storages: dict[int, tuple[weakref.ref[Any], float, str]] = {}
-        self._highest: dict[tuple[str, int, Phase], float] = {}
+        self._highest: dict[tuple[Place, int, Phase], float] = {}
         self._patches = ExitStack()
 
     def __enter__(self) -> StepWatch:
@@ -138,7 +138,9 @@ class StepWatch(TorchDispatchMode):
         """Books the gradient of a leaf as such as soon as autograd has it."""
         parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
 
-    def _count(self, operation: str, group: ProcessGroup, dtype: torch.dtype, size: int, place: str, path: str) -> None:
+    def _count(
+        self, operation: str, group: ProcessGroup, dtype: torch.dtype, size: int, place: Place, path: str
+    ) -> None:
         if group.size() == 1:
             return
         if operation in ("send", "recv"):
@@ -153,7 +155,7 @@ class StepWatch(TorchDispatchMode):
             calls = self.layers.setdefault(block, {})
             calls[(place, operation, dimension)] = calls.get((place, operation, dimension), 0) + 1
 
-    def _add_flops(self, function: Any, flops: float, place: str, path: str) -> None:
+    def _add_flops(self, function: Any, flops: float, place: Place, path: str) -> None:
         operator = function._schema.name.partition("::")[2].rstrip("_")
         if is_attention(function):
             kind = "attention"
@@ -185,7 +187,7 @@ class StepWatch(TorchDispatchMode):
             self._backward_path = self._marks[place - 1][1]
         return self._backward_path
 
-    def _current_place(self) -> str:
+    def _current_place(self) -> Place:
         if self.is_optimizing:
             return "optimizer"
         is_late = self._late_path is not None or self._part == "gradients"

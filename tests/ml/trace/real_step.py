@@ -33,7 +33,7 @@ MODELS = {
 Counts = dict[tuple[str, int], tuple[int, int]]  # (operation, ranks of the group) → (calls, bytes)
 
 
-def small_job(layout: Layout, model: str = "dense", micro_batches: int = MICRO_BATCHES) -> Job:
+def small_job(layout: Layout, model: str = "dense", micro_batches: int = MICRO_BATCHES, lora: str = "") -> Job:
     batch = layout.data_parallel * layout.micro_batch * micro_batches
     return parse_job(
         f"""
@@ -41,7 +41,7 @@ def small_job(layout: Layout, model: str = "dense", micro_batches: int = MICRO_B
         kind: pretrain
         model: {MODELS[model]}
         data: {{sequence: 32}}
-        train: {{global_batch_sequences: {batch}, steps: 4, precision: {layout.precision}}}
+        train: {{global_batch_sequences: {batch}, steps: 4, precision: {layout.precision}, {lora}}}
         cluster: local
         """
     )

@@ -140,17 +140,21 @@ def shown(row: Row) -> str:
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "layout"),
+    ("rank", "micro_batches", "layout"),
     [
-        (1, Layout(fsdp=8)),
-        (1, Layout(fsdp=8, tp=2)),
-        (2, Layout(fsdp=8, recompute="full")),
-        (1, Layout(pp=2, fsdp=8, recompute="selective")),
+        (16, 1, Layout(fsdp=8)),
+        (16, 1, Layout(fsdp=8, tp=2)),
+        (16, 2, Layout(fsdp=8, recompute="full")),
+        (16, 1, Layout(pp=2, fsdp=8, recompute="selective")),
+        (128, 1, Layout(fsdp=8, tp=2)),
+        (128, 2, Layout(fsdp=8, recompute="full")),
+        pytest.param(128, 1, Layout(fsdp=8), marks=pytest.mark.slow),
+        pytest.param(128, 1, Layout(pp=2, fsdp=8, recompute="selective"), marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_adapters_are_planned_too(micro_batches: int, layout: Layout) -> None:
-    found = comparison((DENSE_8B, 8192, micro_batches, layout), lora="lora: {rank: 16}")
+def test_adapters_are_planned_too(rank: int, micro_batches: int, layout: Layout) -> None:
+    found = comparison((DENSE_8B, 8192, micro_batches, layout), lora=f"lora: {{rank: {rank}}}")
     assert [shown(row) for rank in found.ranks for row in (*rank.collectives, *rank.flops) if not row.agrees] == []
     assert found.memory[0].agrees, [shown(row) for row in found.memory]
 

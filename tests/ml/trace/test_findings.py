@@ -20,13 +20,13 @@ FSDP = Layout(fsdp=8)
 TENSOR = Layout(fsdp=4, tp=2)
 
 
-def traced(layout: Layout, model: str = "dense") -> Trace:
-    return trace(small_job(layout, model, layout.pp), layout)
+def traced(layout: Layout, model: str = "dense", lora: str = "") -> Trace:
+    return trace(small_job(layout, model, layout.pp, lora), layout)
 
 
-def texts(layout: Layout, model: str = "dense") -> str:
-    found = traced(layout, model)
-    compared = compare(small_job(layout, model, layout.pp), layout, found)
+def texts(layout: Layout, model: str = "dense", lora: str = "") -> str:
+    found = traced(layout, model, lora)
+    compared = compare(small_job(layout, model, layout.pp, lora), layout, found)
     return "\n".join(each.text for each in (*found.findings, *compared.findings))
 
 
@@ -101,22 +101,29 @@ def test_a_layer_that_is_not_sharded_is_named(sharding: Any) -> None:
     assert not any(each.module.startswith("blocks.1") for each in found)
 
 
-def test_a_layer_that_shards_with_another_is_named(sharding: Any) -> None:
+@pytest.mark.parametrize("lora", ["", "lora: {rank: 4}"])
+def test_a_layer_that_shards_with_another_is_named(sharding: Any, lora: str) -> None:
     sharding(1, whole=False)
-    found = texts(FSDP)
+    found = texts(FSDP, lora=lora)
     assert "blocks.1 has 0 all_gather over fsdp in its forward pass; the equal layers beside it have 1" in found
     assert "all_gather over fsdp 8 is called" in found
 
 
 def test_a_collective_that_one_layer_forgot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
-    scatter = Peers.start_scatter_sum
+    scatter, forward = Peers.start_scatter_sum, Decoder.forward
+
+    def counted(decoder: Decoder, *inputs: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls = 0  # of this step: a trace runs one for each depth
+        return forward(decoder, *inputs, **options)
 
     def forgetful(peers: Peers, x: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
         return x[: len(x) // peers.size] * 1 if calls == 5 else scatter(peers, x)
 
+    monkeypatch.setattr(Decoder, "forward", counted)
     monkeypatch.setattr(Peers, "start_scatter_sum", forgetful)
     assert "blocks.1 has 1 reduce_scatter over tp in its forward pass; the equal layers beside it have 2" in texts(
         TENSOR

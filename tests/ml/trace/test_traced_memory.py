@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from craton.job import Layout, parse_job
 from craton.ml.models import config_from_shape
 from craton.ml.trace import trace
-from craton.ml.trace.runs import TRACED_LAYERS, Depth, Depths, depths_of
+from craton.ml.trace.runs import TRACED_LAYERS, Depth, depths_of
 from craton.ml.trace.step import trace_step
 from craton.ml.trace.watch import StepWatch
 
@@ -109,7 +109,6 @@ def test_two_depths_tell_every_depth() -> None:
     assert shape is not None
     config = config_from_shape(shape)
     depths = depths_of(shape, layout, 0)
-    assert isinstance(depths, Depths)
     assert [run.length for run in depths.whole.runs] == [1, 6]
     assert [run.length for run in depths.base.runs] == [1, TRACED_LAYERS]
 
