@@ -11,6 +11,8 @@ import yaml
 from craton.job.document import reads_as_text
 from craton.job.jobfile import Job
 
+OTHER_LINE_ENDS = "\x85\u2028\u2029"
+
 
 def dump_job(job: Job) -> str:
     """The whole job, in the order of the job file's keys."""
@@ -26,6 +28,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    if any(character in text for character in OTHER_LINE_ENDS):  # outside double quotes they are folded like a space
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if reads_as_text(text) else "'")
 
 
