@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from keepers import keepers  # noqa: F401 - a fixture of every test
 from s3 import bucket, faults, s3_server  # noqa: F401 - fixtures of every test
 
 # A suite started in the background inherits an ignored Ctrl-C, and so would every command it starts.

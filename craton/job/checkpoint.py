@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import PlainValidator, model_validator
 
@@ -44,16 +45,21 @@ class CheckpointTier(Section):
 def _parse_peer(value: object) -> object:
     if value in ("auto", "off"):
         return value
+    if isinstance(value, str) and (steps := re.fullmatch(r"([1-9][0-9]*) *steps?", value.strip())):
+        return f"{steps[1]} steps"
     try:
         return parse_seconds(value)
     except ValueError:
-        raise ValueError(f"{value!r} is not allowed; write auto, off, or a duration such as 2m") from None
+        raise ValueError(
+            f"{value!r} is not allowed; write auto, off, or a duration such as 2m, or a number of steps such as 5 steps"
+        ) from None
 
 
 class Checkpoint(Section):
-    """How state survives. `peer`: a copy in another node's memory, `auto` as often as costs under 2 %."""
+    """How state survives. `peer`: a copy in another node's memory, `auto` as often as costs under 2 %, else after so
+    many seconds, or after so many steps when it says `5 steps`."""
 
-    peer: Annotated[Literal["auto", "off"] | float, PlainValidator(_parse_peer)] = "auto"
+    peer: Annotated[str | float, PlainValidator(_parse_peer)] = "auto"
     tiers: tuple[CheckpointTier, ...] = ()
 
     @model_validator(mode="after")
@@ -65,6 +71,16 @@ class Checkpoint(Section):
                 second: Location = ("tiers", index, "to")
                 raise ConflictError(f"checkpoint: tier {place!r} is given twice; keep one", first, second)
         return self
+
+    @property
+    def peer_steps(self) -> int | None:
+        """How many steps lie between two copies in memory, where the job says so."""
+        return int(self.peer.split()[0]) if isinstance(self.peer, str) and self.peer.endswith("steps") else None
+
+    @property
+    def peer_seconds(self) -> float | None:
+        """How many seconds, where the job says that."""
+        return None if isinstance(self.peer, str) else float(self.peer)
 
     @property
     def places(self) -> tuple[CheckpointTier, ...]:

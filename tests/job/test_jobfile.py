@@ -193,6 +193,12 @@ def test_the_users_own_price() -> None:
 def test_peer_checkpoints_can_be_off_or_timed() -> None:
     assert parse_job(with_lines(checkpoint="{peer: off}")).checkpoint.peer == "off"
     assert parse_job(with_lines(checkpoint="{peer: 2m}")).checkpoint.peer == 120
+    assert parse_job(with_lines(checkpoint="{peer: 2m}")).checkpoint.peer_seconds == 120
+    in_steps = parse_job(with_lines(checkpoint="{peer: 5 steps}"))
+    assert (in_steps.checkpoint.peer_steps, in_steps.checkpoint.peer_seconds) == (5, None)
+    assert parse_job(dump_job(in_steps)) == in_steps
+    auto = parse_job(with_lines(checkpoint="{peer: auto}")).checkpoint
+    assert (auto.peer_steps, auto.peer_seconds) == (None, None)
 
 
 def test_a_software_profile_may_be_a_file(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ says so; a save that fails costs that save: the steps before it stay, training g
 the next save. `restore` fills the given tensors, whatever they are sharded over, from the newest step of the fastest
 tier that has it, every block of every file checked; what must be passed over is told, and the next lower copy or older
 step is taken. What a lower tier missed is then copied down to it in the background.
+
+The fastest tier is the memory of the nodes (`peer`), where there are keepers: it has an interval of its own, and is
+there for faults only; a stop or the end saves to the tiers that last.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from craton.ml.training.checkpoint_restore import check_names, find_together, lo
 from craton.ml.training.checkpoint_staging import Ranks, Staging, file_threads, local_data, synchronize
 from craton.ml.training.checkpoint_sums import CheckpointError, DifferentModelError
 from craton.ml.training.checkpoint_tiers import TierFolder, open_tier
+from craton.ml.training.peer import PEER, Note, PeerMemory, PeerSetup
+from craton.ml.training.peer_restore import PeerSave, find_saves, load_save
 
 OUTSTANDING_SAVES = 2  # of one tier: one that is written, one that waits
 
@@ -34,6 +39,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "DifferentModelError",
+    "PeerSetup",
     "RestoreReport",
     "SaveReport",
     "SavedStep",
@@ -58,7 +64,7 @@ class RestoreReport:
 class Checkpointer:
     """All ranks make one and call its methods in the same order with the same arguments (but their own shards)."""
 
-    def __init__(self, tiers: Sequence[TierFolder], rank: int, world: int) -> None:
+    def __init__(self, tiers: Sequence[TierFolder], rank: int, world: int, peer: PeerSetup | None = None) -> None:
         assert len({tier.name for tier in tiers}) == len(tiers), "two tiers have the same name"
         self.tiers = tuple(tiers)
         self.rank, self.world = rank, world
@@ -75,9 +81,16 @@ class Checkpointer:
         self._due: tuple[int, tuple[str, ...]] = (-1, ())
         self._held: dict[str, int] = {}  # the step that the training's present course has in each tier
         self._missed: set[str] = set()  # tiers whose last save failed or was skipped: they join the next one
+        have_keeper = self._ranks.gather(peer is not None)
+        self._peer = PeerMemory(peer, rank, self._ranks) if peer and all(have_keeper) else None
+        if any(have_keeper) and not all(have_keeper) and rank == 0:
+            without = [other for other, has in enumerate(have_keeper) if not has]
+            warnings.warn(f"state is not kept in memory: ranks {without} have no keeper", stacklevel=2)
+        self._peer_due = -1
 
-    def due(self, step: int, now: float | None = None) -> bool:
-        """Whether a tier wants this step; a clock is rank 0's, so that all ranks answer the same."""
+    def due(self, step: int, now: float | None = None, last: bool = False) -> bool:
+        """Whether a tier wants this step; a clock is rank 0's, so that all ranks answer the same. `last`: a save that
+        lasts follows anyway."""
         now = time.monotonic() if now is None else now
         names = [tier.name for tier in self.tiers if tier.every_steps and step and step % tier.every_steps == 0]
         timed = [tier for tier in self.tiers if tier.every_seconds]
@@ -88,7 +101,8 @@ class Checkpointer:
                 self._last_seconds[tier.name] = now
                 names.append(tier.name)
         self._due = (step, tuple(names))
-        return bool(names)
+        self._peer_due = step if self._peer is not None and self._peer.due(step) and not last else -1
+        return bool(names) or self._peer_due == step
 
     def save(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any], wait: bool = False) -> float:
         """Saves to the tiers that `due` found due for this step, otherwise to all, and returns the seconds for which
@@ -99,6 +113,12 @@ class Checkpointer:
         failed, unless a tier that outlives the nodes has the state.
         """
         began = time.perf_counter()
+        if self._peer is not None and self._peer_due == step and not wait:
+            self._peer_due = -1
+            self._peer.snapshot(step, tensors, counters)
+            if self._due == (step, ()):  # no other tier wants it
+                self._due = (-1, ())
+                return time.perf_counter() - began
         earlier = self._settle(wait)
         local = local_data(tensors)
         wanted, taken, in_memory = self._agree(step, local, wait)
@@ -118,19 +138,29 @@ class Checkpointer:
             warnings.warn(earlier, stacklevel=2)
         return time.perf_counter() - began
 
-    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+    def keep(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> bool:
+        """For ranks that are about to be exchanged though none failed: this very state in the nodes' memory, and whole
+        there when this returns. False: there is no such memory, so `save` must do it."""
+        return self._peer is not None and self._peer.keep(step, tensors, counters)
+
+    def reserve(self, tensors: Mapping[str, Tensor], step: int = 0) -> None:
         """Takes the memory of the copies now, so that the first saves stop training no longer than others do: of one
-        that is written, and of one that is made meanwhile."""
+        that is written, and of one that is made meanwhile. `step` is the last one done."""
         if any(tier.every_steps or tier.every_seconds for tier in self.tiers):
             self._staging.reserve(local_data(tensors), copies=2)
+        if self._peer is not None:
+            self._peer.reserve(step, tensors)
 
     def finish_copy(self) -> bool:
-        """To be called before the state changes: a copy that a GPU makes beside the computation ends first. Whether
+        """To be called before the state changes: copies that a GPU makes beside the computation end first. Whether
         there was one."""
-        return self._staging.finish_on_device()
+        in_slot = self._peer is not None and self._peer.finish_on_device()
+        return self._staging.finish_on_device() or in_slot
 
     def wait(self) -> None:
         """Returns when no save is in flight; CheckpointError when one failed."""
+        if self._peer is not None:
+            self._peer.settle()
         if problem := self._settle(wait=True):
             raise CheckpointError(problem)
 
@@ -138,9 +168,17 @@ class Checkpointer:
         """The saves that ended since the last call, failed ones too. Waits for nothing."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    def notes(self) -> list[Note]:
+        """What there is to tell of the nodes' memory since the last call; the same on all ranks."""
+        return self._peer.notes() if self._peer is not None else []
+
+    def restore(
+        self, tensors: Mapping[str, Tensor], before: int | None = None, trust_peer: bool = True
+    ) -> dict[str, Any] | None:
         """Fills the tensors in place and returns the counters they were saved with, and `step`; None when no tier
-        holds a checkpoint. `restored` says where they came from.
+        holds a checkpoint. `restored` says where they came from. The nodes' memory, which has only the newest steps, is
+        asked for one `before` the given step; without `trust_peer` not at all, from here on, nor any tier for what was
+        saved since its state was taken: that is removed.
 
         CheckpointError when there are checkpoints and none can be used: to begin anew is for a person to decide.
         """
@@ -148,7 +186,16 @@ class Checkpointer:
             warnings.warn(problem, stacklevel=2)
         began = time.perf_counter()
         found, passed_over = find_together(self._ranks, self.rank, self._tiers)
-        for step, index in found:
+        distrusted = self.restored.step if self.restored is not None and not trust_peer else None
+        if distrusted is not None:
+            found = [(step, index) for step, index in found if step <= distrusted]
+        saves = self._find_in_memory(before, trust_peer)
+        steps_in_memory = [(save.step, -1) for save in saves]
+        for step, index in sorted(steps_in_memory + found, key=lambda each: (-each[0], each[1])):
+            if index < 0:
+                if counters := self._restore_from_memory(saves.pop(0), tensors, passed_over, began):
+                    return counters
+                continue
             tier = self._tiers[index]
             saved, problems = open_together(self._ranks, self.rank, tier, step)
             if saved is not None:
@@ -160,6 +207,10 @@ class Checkpointer:
                 where = saved.files.where
                 self.restored = RestoreReport(step, saved.tier, where, size, seconds, tuple(passed_over))
                 self._held = {saved.tier: step}
+                if self._peer is not None:
+                    self._peer.restored(step, None)
+                if distrusted is not None:
+                    self._remove_after(distrusted)
                 self._move_down(index, saved)
                 return {**saved.seal.about["counters"], "step": step}
             passed_over.append(f"tier {tier.folder.name}: step {step} cannot be used: {some(problems)}")
@@ -173,14 +224,62 @@ class Checkpointer:
             )
         return None
 
+    def abandon(self, seconds: float) -> bool:
+        """Gives up whatever is under way, because other ranks are gone; False when a thread still writes after this
+        long, and might spoil what the next generation writes."""
+        deadline = time.monotonic() + seconds
+        users: list[Lane | PeerMemory] = [*self._lanes.values(), *([self._peer] if self._peer else [])]
+        ended = [user.abandon(max(0.0, deadline - time.monotonic())) for user in users]
+        return all(ended)
+
     def close(self) -> None:
         """Waits for the last save, and gives threads and memory back."""
         try:
             self.wait()
         finally:
+            if self._peer is not None:
+                self._peer.close()
             for lane in self._lanes.values():
                 lane.close()
             self._staging = Staging()
+
+    def _remove_after(self, step: int) -> None:
+        """Later steps leave every tier: they would be restored before better ones."""
+        for tier in self._tiers:
+            if self.rank == 0 or tier.folder.node is not None:
+                with suppress(OSError, CratonError):  # whatever it is, the next save or restore tells
+                    for later in [each for each in tier.steps() if each > step]:
+                        tier.remove(later)
+
+    def _find_in_memory(self, before: int | None, trust: bool) -> list[PeerSave]:
+        if self._peer is None:
+            return []
+        self._peer.settle()
+        self._peer.distrusted |= not trust
+        if self._peer.distrusted:
+            return []
+        saves, told = find_saves(self._peer, self._ranks, before)
+        if self.rank == 0:
+            for text in told:
+                warnings.warn(text, stacklevel=3)
+        return saves
+
+    def _restore_from_memory(
+        self, save: PeerSave, tensors: Mapping[str, Tensor], passed_over: list[str], began: float
+    ) -> dict[str, Any] | None:
+        assert self._peer is not None
+        done, problems = load_save(self._peer, self._ranks, save, tensors)
+        passed_over += problems
+        if self.rank == 0:
+            for problem in problems:
+                warnings.warn(f"{problem}; trying another copy, an older one or another tier", stacklevel=3)
+        if not done:
+            return None
+        where, seconds = f"memory of the nodes, save {save.save}", time.perf_counter() - began
+        self.restored = RestoreReport(save.step, PEER, where, save.bytes, seconds, tuple(passed_over))
+        self._held = {}
+        self._peer.restored(save.step, save.save)
+        return {**save.counters, "step": save.step}
 
     def _prepare(self, nodes: Mapping[str, list[str | None]]) -> None:
         """Before the lanes, so that no rank can be writing yet: makes the places and clears what was cut off."""

@@ -14,6 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from craton.ml.training.checkpoint_staging import LocalDataPlanner, Ranks, forge
 from craton.ml.training.checkpoint_sums import METADATA, FileSum, Seal
 from craton.ml.training.checkpoint_tiers import StepFiles, StepWriter, Tier, retain
 from craton.ml.training.checkpoint_writer import CheckedWriter, ignore_single_process_warning
+from craton.telemetry import going_on
 
 Outcome = Literal["saved", "failed", "skipped", "moved"]
 
@@ -66,7 +68,7 @@ class Lane:
         self._leads = rank == (nodes.index(nodes[rank]) if self.is_local else 0)  # seals, removes and retains
         self._world = len(nodes)
         self._ranks = Ranks(self._world)
-        self._writer = CheckedWriter(threads)
+        self._writer = CheckedWriter(threads, tier.folder.name)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._jobs: deque[Future[SaveReport]] = deque()
         self._plan_key = uuid.uuid4().hex
@@ -82,7 +84,7 @@ class Lane:
 
     def save(self, save: Save, then: Callable[[], None], tell: Callable[[SaveReport], None]) -> None:
         """In the background; `then` when the data is needed no more."""
-        self._submit(lambda: self._save(save), then, tell)
+        self._submit(lambda: self._save_beside(save), then, tell)
 
     def move(self, step: int, source: StepFiles, seal: Seal, tell: Callable[[SaveReport], None]) -> None:
         """In the background: a step that another tier has, whose `source` is what this rank sees of it."""
@@ -97,6 +99,15 @@ class Lane:
             except RuntimeError as error:
                 broken.append(f"a checkpoint was given up because the ranks could not talk to each other: {error}")
         return reports, broken
+
+    def abandon(self, seconds: float) -> bool:
+        """Waits for the save under way, which cannot succeed any more; whether it has ended."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        ended = not wait_for_all(self._jobs, seconds).not_done
+        if ended:
+            self._writer.close()
+        forget_plan(self._plan_key)
+        return ended
 
     def close(self) -> None:
         self._executor.shutdown()
@@ -118,6 +129,10 @@ class Lane:
             return report
 
         self._jobs.append(self._executor.submit(run))
+
+    def _save_beside(self, save: Save) -> SaveReport:
+        with going_on("saving"):
+            return self._save(save)
 
     def _save(self, save: Save) -> SaveReport:
         save.copied()

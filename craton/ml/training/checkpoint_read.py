@@ -41,6 +41,17 @@ class Span:
     end: int
 
 
+@dataclass(frozen=True)
+class RawPlace:
+    """Where the plain bytes of a chunk lie. What has no dtype and sizes in its place is an archive of torch.save."""
+
+    relative_path: str
+    offset: int
+    length: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+
+
 @dataclass
 class SavedItem:
     """A tensor, or a part of one, where it lies in a file; and what has come of it."""
@@ -49,6 +60,7 @@ class SavedItem:
     name: str
     offset: int
     length: int
+    raw: RawPlace | None
     spans: tuple[Span, ...] = ()
     arrived: dict[Span, Any] = field(default_factory=dict)
 
@@ -112,7 +124,8 @@ def damage(files: StepFiles, sums: Mapping[str, FileSum]) -> list[str]:
 
 
 class CheckedReader(StorageReader):
-    """Reads what DCP plans. With `ranks`, what this rank's files lack comes from a rank that has it."""
+    """Reads what DCP plans. With `ranks`, what this rank's files lack comes from a rank that has it. `damaged` says
+    which file of which rank was found changed."""
 
     def __init__(
         self,
@@ -122,6 +135,8 @@ class CheckedReader(StorageReader):
         ranks: Ranks | None = None,
     ) -> None:
         self._files, self._metadata, self._sums, self._ranks = files, metadata, sums, ranks
+        self._me = dist.get_rank(ranks.group) if ranks is not None and ranks.group is not None else 0
+        self.damaged: set[tuple[int, str]] = set()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         assert checkpoint_id is None, "a reader is made for one step"
@@ -154,6 +169,7 @@ class CheckedReader(StorageReader):
                 data = checked_read(self._files, span.name, self._sums[span.name], span.begin, span.end)
                 filling.arrived(span, data)
             except Exception as error:  # noqa: BLE001 -- raised below, once the other ranks have what they wait for
+                self.damaged.add((self._me, span.name))
                 errors.append(error)
 
         with ThreadPoolExecutor(READS_IN_FLIGHT) as pool:
@@ -176,8 +192,9 @@ class CheckedReader(StorageReader):
         names = {span.name for requests in wanted for span in requests}
         if not names:
             return
-        holders = ranks.gather({name for name in names if self._files.size(name) == self._sums[name].bytes})
-        me, served = dist.get_rank(ranks.group), [0] * ranks.world
+        mine = {name for name in names if name in self._sums and self._files.size(name) == self._sums[name].bytes}
+        holders = ranks.gather(mine)
+        me, served = self._me, [0] * ranks.world
         problems: list[str] = []
         for reader, requests in enumerate(wanted):
             for span in requests:
@@ -198,6 +215,7 @@ class CheckedReader(StorageReader):
                         check_blocks(span.name, data, self._sums[span.name], span.begin)
                         filling.arrived(span, data)
                     except CheckpointError as error:
+                        self.damaged.add((owner, span.name))
                         problems.append(str(error))
         if problems:
             raise CheckpointError("; ".join(dict.fromkeys(problems)))
@@ -234,7 +252,8 @@ class Filling:
             place = places[item.storage_index]
             if place.relative_path not in sums:
                 raise CheckpointError(f"{place.relative_path} holds tensors and is not in checksums.json")
-            saved = SavedItem(item, place.relative_path, place.offset, place.length)
+            raw = place if isinstance(place, RawPlace) else None
+            saved = SavedItem(item, place.relative_path, place.offset, place.length, raw)
             first, last = place.offset // SPAN_BYTES, (place.offset + place.length - 1) // SPAN_BYTES
             size = sums[saved.name].bytes
             saved.spans = tuple(
@@ -262,14 +281,30 @@ class Filling:
 def fill(saved: SavedItem, planner: LoadPlanner) -> None:
     """Copies a tensor to where the planner wants it."""
     item = saved.item
-    tensor = torch.load(cast("IO[bytes]", _SpansFile(saved)), map_location="cpu", weights_only=True)
+    target: Tensor = planner.resolve_tensor(item).detach()
+    tensor = _raw_tensor(saved, saved.raw) if saved.raw else _archived_tensor(saved)
     for dimension, (first, count) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(dimension, first, count)
-    target: Tensor = planner.resolve_tensor(item).detach()
     if target.size() != tensor.size():
         raise CheckpointError(f"{item.storage_index.fqn} is {list(tensor.size())}, not {list(target.size())}")
     target.copy_(tensor)
     planner.commit_tensor(item, target)
+
+
+def _archived_tensor(saved: SavedItem) -> Tensor:
+    tensor: Tensor = torch.load(cast("IO[bytes]", _SpansFile(saved)), map_location="cpu", weights_only=True)
+    return tensor
+
+
+def _raw_tensor(saved: SavedItem, raw: RawPlace) -> Tensor:
+    """Plain bytes as a tensor: where they lie, when one span has them all."""
+    if len(saved.spans) == 1:
+        start = saved.offset - saved.spans[0].begin
+        data = torch.frombuffer(saved.arrived[saved.spans[0]], dtype=torch.uint8)[start : start + saved.length]
+    else:
+        data = torch.empty(saved.length, dtype=torch.uint8)
+        _SpansFile(saved).readinto(data.numpy().data)
+    return data.view(raw.dtype).view(raw.sizes)
 
 
 class _SpansFile(io.RawIOBase):

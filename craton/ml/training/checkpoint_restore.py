@@ -79,9 +79,13 @@ def check_names(ranks: Ranks, saved: SavedStep, tensors: Mapping[str, Tensor]) -
 
 def load_together(ranks: Ranks, tier: Tier, saved: SavedStep, tensors: Mapping[str, Tensor]) -> list[str]:
     """Fills the tensors, resharded to how they lie now; what went wrong, if something did."""
-    ignore_single_process_warning()
     lenders = ranks if tier.folder.node is not None else None
-    reader = CheckedReader(saved.files, saved.metadata, saved.seal.files, lenders)
+    return load_with(ranks, CheckedReader(saved.files, saved.metadata, saved.seal.files, lenders), tensors)
+
+
+def load_with(ranks: Ranks, reader: CheckedReader, tensors: Mapping[str, Tensor]) -> list[str]:
+    """DCP's load with this reader on all ranks; what went wrong on any."""
+    ignore_single_process_warning()
     try:
         dcp.load(dict(tensors), storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
     except CheckpointException as failure:

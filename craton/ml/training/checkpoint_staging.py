@@ -140,9 +140,9 @@ def forget_plan(key: str) -> None:
 class Ranks:
     """Objects between ranks over a gloo group of its own; alone, without one."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, timeout: timedelta = WRITE_TIMEOUT) -> None:
         self.world = world
-        self.group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if world > 1 else None
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [value] * self.world

@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from craton.ml.training.checkpoint_sums import METADATA, CheckpointError, FileSum, RunningSum
 from craton.ml.training.checkpoint_tiers import StepWriter
+from craton.telemetry import own_page
 
 SUM_BESIDE_BYTES = 2**20  # from here on a second thread sums while the first one writes
 FRAME_BYTES = 4096  # what a file needs around one tensor, generously: the archive's header, index and alignment
@@ -39,9 +41,9 @@ class CheckedWriter(FileSystemWriter):
     """DCP's file writer, with as many files and threads a rank as asked, which looks for room before it writes, knows
     the crc32 of what it wrote, and reports a full disk as one: an archive that cannot go on says something else."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, tier: str = "") -> None:
         super().__init__(".", sync_files=False, per_thread_copy_ahead=0)  # the tier's streams sync what they close
-        self.threads = threads
+        self.threads, self._tier = threads, tier
         self.sums: dict[str, FileSum] = {}  # of this rank's files of this save
         self.metadata = b""  # of all ranks' tensors, where this rank coordinates
         self.free_bytes: int | None = None  # at the beginning of the save, where this rank coordinates it
@@ -58,7 +60,7 @@ class CheckedWriter(FileSystemWriter):
         """Where the next save goes."""
         self._target = target
         self.sums = {}
-        self.fs = _SummedFiles(target, self.sums, self._summing)
+        self.fs = _SummedFiles(target, self.sums, self._summing, self._tier)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
@@ -116,13 +118,16 @@ class CheckedWriter(FileSystemWriter):
 class _SummedFiles(FileSystem):
     """Files of a step whose checksum is known when they are closed."""
 
-    def __init__(self, target: StepWriter, sums: dict[str, FileSum], summing: ThreadPoolExecutor) -> None:
-        self._target, self._sums, self._summing = target, sums, summing
+    def __init__(self, target: StepWriter, sums: dict[str, FileSum], summing: ThreadPoolExecutor, tier: str) -> None:
+        self._target, self._sums, self._summing, self._tier = target, sums, summing, tier
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         name = Path(path).name
+        page = own_page()
         with self._target.create(name) as file:
+            if page is not None and (delay := page.write_delay(self._tier)):
+                time.sleep(delay)  # `craton chaos --slow-disk`
             stream = _SummedStream(file.write, self._summing)
             try:
                 yield stream

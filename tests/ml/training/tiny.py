@@ -19,7 +19,7 @@ from craton.ml.data import Loader, Sample
 from craton.ml.data.sample import window
 from craton.ml.models.config import DecoderConfig, RoutingConfig
 from craton.ml.training.build import build_decoder, build_optimizer
-from craton.ml.training.checkpoint import Checkpointer, TierFolder
+from craton.ml.training.checkpoint import Checkpointer, PeerSetup, TierFolder
 from craton.ml.training.loop import Parts, Trainer
 from craton.ml.training.meter import Meter
 from craton.ml.training.objectives import CROSS_ENTROPY, Objective
@@ -116,6 +116,7 @@ def make_trainer(
     model: nn.Module | None = None,
     steps: int | None = None,
     device: str = "cpu",
+    peer: PeerSetup | None = None,
 ) -> tuple[Trainer, Records]:
     """A trainer of this rank; `steps` ends it before the schedule does."""
     assert job.train is not None
@@ -145,7 +146,7 @@ def make_trainer(
         schedule=schedule,
         open_loader=open_loader,
         validation=validation,
-        checkpointer=Checkpointer(tiers, rank, world),
+        checkpointer=Checkpointer(tiers, rank, world, peer),
         recorder=records,  # type: ignore[arg-type]
         clock=LedgerClock(),
         meter=Meter(records, ranks, schedule.steps, GLOBAL_BATCH * SEQUENCE, None),  # type: ignore[arg-type]
