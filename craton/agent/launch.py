@@ -1,4 +1,4 @@
-"""launch.json: what the agents of one generation start. Written whole, and not changed while they run.
+"""launch.json: what the agents of a run start. Written whole; `craton resize` may add nodes to it while they run.
 
 A launch that could not be started is refused when it is made, with everything that is wrong about it.
 """
@@ -20,7 +20,7 @@ _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class Launch:
-    """One generation of a run: which nodes, how many ranks on each, and the command of a rank."""
+    """How a run is started: which nodes, how many ranks on each, their command, and what to do when one dies."""
 
     generation: int
     nodes: list[str]  # names; their position is the `--node K` of an agent
@@ -36,6 +36,15 @@ class Launch:
     leaves: dict[str, str] = field(default_factory=dict)  # node → the switch it hangs on, for the metrics' label
     stop_grace_seconds: float = 120.0  # from SIGTERM to SIGKILL when a run is stopped: time to checkpoint
     failure_grace_seconds: float = 5.0  # the same for the other ranks of a run that failed
+    num_nodes: int = 0  # how many of the nodes work at a time, the others being spares; 0: all
+    min_nodes: int = 0  # an elastic run goes on with as few; 0: not elastic
+    layouts: dict[str, Any] = field(default_factory=dict)  # number of nodes → layout, if not the plan's
+    nursery: list[str] = field(default_factory=list)  # argv of what forks ranks; []: `command` starts each
+    tries: int = 3  # failures without a new step between them that end the run; 0: the first one does
+    spare_seconds: float = 30.0  # how long a lost node is waited for before the run goes on with fewer
+    give_up_seconds: float = 600.0  # how long a run that cannot go on with fewer waits
+    agent_command: list[str] = field(default_factory=list)  # but for its number: to start a dead agent again
+    chaos: list[str] = field(default_factory=list)  # faults that the agents make on purpose
 
     def __post_init__(self) -> None:
         problems = [
@@ -43,12 +52,18 @@ class Launch:
             for name, (is_fine, allowed) in _RULES.items()
             if not is_fine(getattr(self, name))
         ]
+        if not problems and self.num_nodes > len(self.nodes):
+            problems = [f"num_nodes is {self.num_nodes}: {len(self.nodes)} nodes are named"]
         if problems:
             raise LaunchError("; ".join(problems))
 
     @property
+    def working_nodes(self) -> int:
+        return self.num_nodes or len(self.nodes)
+
+    @property
     def world_size(self) -> int:
-        return len(self.nodes) * self.ranks_per_node
+        return self.working_nodes * self.ranks_per_node
 
 
 def write_launch(run: RunDirectory, launch: Launch) -> None:
@@ -120,4 +135,13 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "leaves": (_is_text_table, "an object of node names and leaf names"),
     "stop_grace_seconds": (_is_seconds, "seconds from 0"),
     "failure_grace_seconds": (_is_seconds, "seconds from 0"),
+    "num_nodes": (_is_integer(0, 2**31), "a whole number from 0"),
+    "min_nodes": (_is_integer(0, 2**31), "a whole number from 0"),
+    "layouts": (lambda value: isinstance(value, Mapping), "an object of layouts by number of nodes"),
+    "nursery": (_is_text_list, "a list of words, the program first"),
+    "tries": (_is_integer(0, 2**31), "a whole number from 0"),
+    "spare_seconds": (_is_seconds, "seconds from 0"),
+    "give_up_seconds": (_is_seconds, "seconds from 0"),
+    "agent_command": (_is_text_list, "a list of words, the program first"),
+    "chaos": (_is_text_list, "a list of faults"),
 }

@@ -1,4 +1,4 @@
-"""The processes a node's agent starts: ranks and sinks.
+"""The processes of a node: ranks, the nursery they are forked in, the keeper of their state, and sinks.
 
 Each is the head of a session of its own (a Ctrl-C in the agent's terminal does not reach it), dies with the agent
 (child.py), and leaves nobody behind: when it has ended, what is left of its process group is killed.
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import craton.agent.child as child_program
+from craton.agent.generation import Generation
 from craton.agent.launch import Launch
 from craton.telemetry import RunDirectory
 
@@ -31,23 +32,19 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 class ChildProcess:
     """A started process, and how it ended."""
 
-    name: str  # "rank 3", "sink tensorboard"
-    process: subprocess.Popen[bytes]
+    name: str  # "rank 3", "sink tensorboard", "keeper"
+    pid: int
     log_path: Path
     log_offset: int  # where the log began for this process
     started: float  # epoch seconds
+    stdin: int = -1  # our end, where there is one
     ended: float | None = None
+    code: int = 0  # once it has ended: exit code, or minus the signal that ended it
     sent: set[signal.Signals] = field(default_factory=set)
 
     @property
     def is_running(self) -> bool:
         return self.ended is None
-
-    @property
-    def code(self) -> int:
-        """Exit code, or minus the signal that ended it."""
-        assert self.process.returncode is not None
-        return self.process.returncode
 
     def send(self, number: signal.Signals) -> None:
         """SIGTERM goes to the process, which may have work to finish; SIGKILL to its whole group."""
@@ -56,9 +53,17 @@ class ChildProcess:
         self.sent.add(number)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if number == signal.SIGKILL:
-                os.killpg(self.process.pid, number)
+                os.killpg(self.pid, number)
             else:
-                os.kill(self.process.pid, number)
+                os.kill(self.pid, number)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        except (OSError, IndexError):
+            return False
 
     def last_lines(self, count: int = 20, max_bytes: int = 16 << 10) -> list[str]:
         """The end of what this process printed."""
@@ -73,49 +78,74 @@ class ChildProcess:
 
 @dataclass
 class RankProcess(ChildProcess):
-    """A rank, the pipe its records come through, and what it has booked in the ledger."""
+    """A rank, the pipe its records come through, and the one through which it is told of generations."""
 
     rank: int = 0
     records: int = -1  # descriptor of the reading end
-    booked_seconds: float = 0.0
+    orders: int = -1  # of the writing end; -1: it takes none
 
-    @property
-    def has_booked(self) -> bool:
-        return self.booked_seconds > 0
+    def close(self) -> None:
+        for descriptor in (self.records, self.orders):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.records = self.orders = -1
 
 
-def start_rank(run: RunDirectory, launch: Launch, node: int, local_rank: int) -> RankProcess:
-    rank = node * launch.ranks_per_node + local_rank
-    reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    with contextlib.suppress(OSError, AttributeError):  # an unprivileged user has a limited amount of pipe memory
-        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    started = time.time()
-    environment = {
+def common_environment(run: RunDirectory, launch: Launch, node: str) -> dict[str, str]:
+    """What all ranks of a node find in their environment, in whichever generation."""
+    return {
         "PYTHONUNBUFFERED": "1",
         **launch.env,
         **({} if launch.gpus else {"CUDA_VISIBLE_DEVICES": ""}),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(launch.world_size),
-        "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(launch.ranks_per_node),
-        "MASTER_ADDR": launch.master_address,
-        "MASTER_PORT": str(launch.master_port),
         "OMP_NUM_THREADS": str(launch.threads_per_rank),
         "CRATON_RUN": str(run.path),
-        "CRATON_NODE": launch.nodes[node],
-        "CRATON_GENERATION": str(launch.generation),
+        "CRATON_NODE": node,
+    }
+
+
+def rank_environment(launch: Launch, generation: Generation, node: str, rank: int) -> dict[str, str]:
+    """What tells one rank from another, in the words of torchrun."""
+    host, _, port = generation.store.rpartition(":")
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(generation.world),
+        "LOCAL_RANK": str(rank - generation.ranks_of(node).start),
+        "MASTER_ADDR": host or launch.master_address,
+        "MASTER_PORT": port or str(launch.master_port),
+        "CRATON_GENERATION": str(generation.number),
+    }
+
+
+def pipe() -> tuple[int, int]:
+    """(reading, writing): a large pipe that never blocks."""
+    reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    with contextlib.suppress(OSError, AttributeError):  # an unprivileged user has a limited amount of pipe memory
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return reading, writing
+
+
+def start_rank(
+    run: RunDirectory, launch: Launch, generation: Generation, node: str, rank: int, page: int
+) -> RankProcess:
+    """A rank of a job's own command; `page` is the descriptor of its page."""
+    reading, writing = pipe()
+    started = time.time()
+    environment = {
+        **common_environment(run, launch, node),
+        **rank_environment(launch, generation, node, rank),
         "CRATON_RECORDS": str(writing),
-        "CRATON_STARTED": repr(started),
+        "CRATON_PAGE": str(page),
     }
     log_path = run.log_path(rank)
     try:
-        process, log_offset = _start(launch.command, environment, log_path, (writing,))
+        process, log_offset = start(launch.command, environment, log_path, (writing, page))
     except OSError:
         os.close(reading)
         raise
     finally:
         os.close(writing)
-    return RankProcess(f"rank {rank}", process, log_path, log_offset, started, rank=rank, records=reading)
+    return RankProcess(f"rank {rank}", process.pid, log_path, log_offset, started, rank=rank, records=reading)
 
 
 def start_sink(run: RunDirectory, sink: str) -> ChildProcess:
@@ -123,17 +153,20 @@ def start_sink(run: RunDirectory, sink: str) -> ChildProcess:
     command = [sys.executable, "-m", "craton.telemetry.track", str(run.path), sink, "--until-stdin-closes"]
     log_path = run.path / "logs" / f"track-{sink}.log"
     started = time.time()
-    process, log_offset = _start(command, {"PYTHONUNBUFFERED": "1"}, log_path, (), stdin=subprocess.PIPE)
-    return ChildProcess(f"sink {sink}", process, log_path, log_offset, started)
+    process, log_offset = start(command, {"PYTHONUNBUFFERED": "1"}, log_path, (), stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    return ChildProcess(
+        f"sink {sink}", process.pid, log_path, log_offset, started, stdin=os.dup(process.stdin.fileno())
+    )
 
 
 def end_sink(sink: ChildProcess) -> None:
-    assert sink.process.stdin is not None
-    sink.process.stdin.close()
+    os.close(sink.stdin)
 
 
 def adopt_orphans() -> None:
-    """Processes that a rank leaves behind become children of the agent, which reaps them: process 1 may not."""
+    """Processes that a child leaves behind become children of the agent, which reaps them: process 1 may not. So does
+    a rank that the nursery has forked."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -141,7 +174,7 @@ def adopt_orphans() -> None:
 def reap(children: Sequence[ChildProcess]) -> list[ChildProcess]:
     """Takes note of every process that has ended, ours first to end first; orphans are reaped and forgotten."""
     ended: list[ChildProcess] = []
-    by_pid = {each.process.pid: each for each in children if each.is_running}
+    by_pid = {each.pid: each for each in children if each.is_running}
     while True:
         try:
             status = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -156,31 +189,22 @@ def reap(children: Sequence[ChildProcess]) -> list[ChildProcess]:
         child = by_pid.pop(status.si_pid)
         # The group goes while its head is still a zombie: until then its number cannot belong to anybody else.
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.process.pid, signal.SIGKILL)
-        child.process.wait()
+            os.killpg(child.pid, signal.SIGKILL)
+        _, code = os.waitpid(child.pid, 0)
+        child.code = os.waitstatus_to_exitcode(code)
         child.ended = time.time()
         ended.append(child)
-        _reap_group(child.process.pid)
+        _reap_group(child.pid)
 
 
-def _reap_group(group: int) -> None:
-    """Reaps what was killed with a process and is our child since; briefly, for the kernel may hold one back."""
-    deadline = time.monotonic() + GROUP_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            if os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG) is None:
-                time.sleep(0.002)
-        except ChildProcessError:
-            return
-
-
-def _start(
+def start(
     command: Sequence[str],
     environment: Mapping[str, str],
     log_path: Path,
     pass_descriptors: tuple[int, ...],
     stdin: int = subprocess.DEVNULL,
 ) -> tuple[subprocess.Popen[bytes], int]:
+    """(process, length of its log so far). Who ends it and how is found out by `reap`, not by the Popen object."""
     with open(log_path, "ab") as log:
         offset = log.tell()
         process = subprocess.Popen(
@@ -192,4 +216,16 @@ def _start(
             pass_fds=pass_descriptors,
             start_new_session=True,
         )
+    process.returncode = 0  # it must not look for its process when it is collected
     return process, offset
+
+
+def _reap_group(group: int) -> None:
+    """Reaps what was killed with a process and is our child since; briefly, for the kernel may hold one back."""
+    deadline = time.monotonic() + GROUP_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG) is None:
+                time.sleep(0.002)
+        except ChildProcessError:
+            return

@@ -1,8 +1,9 @@
 """What a node writes: events, metrics and ledger, and the Prometheus endpoint that shows the newest of it.
 
-The agent is the only writer of the node's three files. A rank's line is taken if it is a JSON object for one of them
-with a step and a time; the agent says which node, rank and generation it is from. Anything else is dropped and counted.
-A disk that does not take lines is warned about once; the run goes on.
+The agent is the only writer of the node's three files. A rank's line is taken if it is a JSON object with a step and a
+time for events or metrics; the agent says which node, rank and generation it is from. Anything else is dropped and
+counted. The ledger it writes itself, from the pages of the ranks. A disk that does not take lines is warned about once;
+the run goes on.
 """
 
 from __future__ import annotations
@@ -11,28 +12,36 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from craton.agent.process import RankProcess
-from craton.telemetry import LEDGER_KINDS, LineWriter, MetricsEndpoint, RunDirectory, parse_line
+from craton.telemetry import LineWriter, MetricsEndpoint, RankPage, RunDirectory, parse_line, tail_lines
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
 
 
 class NodeRecords:
-    """The books of one node in one generation."""
+    """The books of one node. `watch` is shown every event of a rank as it comes."""
 
-    def __init__(self, run: RunDirectory, node: str, generation: int, endpoint: MetricsEndpoint) -> None:
-        self._node, self._generation = node, generation
-        self._endpoint = endpoint
+    def __init__(
+        self,
+        run: RunDirectory,
+        node: str,
+        generation: int,
+        endpoint: MetricsEndpoint,
+        watch: Callable[[RankProcess, dict[str, Any]], None],
+    ) -> None:
+        self._node, self.generation = node, generation
+        self._endpoint, self._watch = endpoint, watch
         self._writers = {
             "events": LineWriter(run.events_path(node)),
             "metrics": LineWriter(run.metrics_path(node)),
             "ledger": LineWriter(run.ledger_path(node)),
         }
-        self._buffers: dict[int, bytes] = {}  # rank → the beginning of a line
+        self._buffers: dict[int, bytes] = {}  # process → the beginning of a line
+        self._booked: dict[int, dict[str, float]] = {}  # place on the node → what its page held when it was last read
         self._warned = False
         self.garbage_lines = 0
         self.step = 0  # the newest any rank has reported
@@ -46,7 +55,7 @@ class NodeRecords:
         """Takes what a rank has sent; False when the pipe is at its end."""
         pending: dict[str, list[bytes]] = {}
         is_open = True
-        buffer = self._buffers.get(rank.rank, b"")
+        buffer = self._buffers.pop(rank.pid, b"")
         for _ in range(16):  # a rank that floods its pipe must not keep the agent from everything else
             try:
                 data = os.read(rank.records, READ_BYTES)
@@ -66,7 +75,8 @@ class NodeRecords:
         if not is_open and buffer:
             self._count_garbage(rank.rank)
             buffer = b""
-        self._buffers[rank.rank] = buffer
+        if buffer:
+            self._buffers[rank.pid] = buffer
         for stream, documents in pending.items():
             self._append(stream, documents)
         return is_open
@@ -81,20 +91,31 @@ class NodeRecords:
         self._append("metrics", [_encode({**self._stamp(None), **values})])
         self._endpoint.update(values, None)
 
-    def close_ledger(self, rank: RankProcess, outcome: str) -> None:
-        """Books what the rank has not booked itself between its start and its end, so that its kinds sum to its life.
-
-        A rank that never booked was still starting. Of one that failed, the time since its last booking is how long the
-        failure took to be seen; of one that ended well, it is the end of the process.
-        """
-        if not rank.has_booked and rank.rank != 0:
-            return  # only rank 0 keeps books in this run
-        assert rank.ended is not None
-        kind = "start" if not rank.has_booked else "detect" if outcome == "failed" else "idle"
-        seconds = {kind: max(0.0, rank.ended - rank.started - rank.booked_seconds)}
-        line = {**self._stamp(rank.rank), "time": rank.ended, "seconds": seconds, "ended": outcome}
+    def book(self, place: int, rank: int, page: RankPage, ended: str | None = None, died_in: str | None = None) -> None:
+        """Where the time of a rank's place on this node went since the last call; `ended` is how its run ended."""
+        totals = page.totals(time.monotonic())
+        before = self._booked.get(place, {})
+        self._booked[place] = totals
+        changed = {kind: seconds - before.get(kind, 0.0) for kind, seconds in totals.items()}
+        seconds = {kind: round(value, 6) for kind, value in changed.items() if value}
+        line: dict[str, Any] = {**self._stamp(rank), "step": page.step, "seconds": seconds}
+        if ended is not None:
+            line["ended"] = ended
+        if died_in is not None:
+            line["died_in"] = died_in
         self._append("ledger", [_encode(line)])
-        self._endpoint.book(seconds, rank.rank)
+        self._endpoint.book(seconds, rank)
+
+    def last_booked(self, first_generation: int) -> dict[int, float]:
+        """rank → when its books end, of an agent of this node and this launch that did not close them."""
+        moments: dict[int, float] = {}
+        for line in tail_lines(self._writers["ledger"].path, READ_BYTES):
+            rank, moment, generation = line.get("rank"), line.get("time"), line.get("generation")
+            if isinstance(rank, int) and isinstance(moment, int | float) and isinstance(generation, int):
+                moments.pop(rank, None)
+                if generation >= first_generation and "ended" not in line:
+                    moments[rank] = float(moment)
+        return moments
 
     def close(self) -> None:
         for writer in self._writers.values():
@@ -106,14 +127,13 @@ class NodeRecords:
             self._count_garbage(rank.rank)
             return
         stream = line.pop("to")
-        line |= {"generation": self._generation, "node": self._node, "rank": rank.rank}
+        line |= {"node": self._node, "rank": rank.rank}
+        line.setdefault("generation", self.generation)
         self.step = max(self.step, line["step"])
         if stream == "metrics":
             self._endpoint.update({name: value for name, value in line.items() if name not in _STAMP}, rank.rank)
-        elif stream == "ledger":
-            seconds = line["seconds"]
-            rank.booked_seconds += sum(seconds.values())
-            self._endpoint.book(seconds, rank.rank)
+        else:
+            self._watch(rank, line)
         pending.setdefault(stream, []).append(_encode(line))
 
     def _append(self, stream: str, lines: list[bytes]) -> None:
@@ -139,7 +159,7 @@ class NodeRecords:
         return {
             "time": time.time(),
             "step": self.step,
-            "generation": self._generation,
+            "generation": self.generation,
             "node": self._node,
             "rank": rank,
         }
@@ -152,11 +172,6 @@ def _is_record(line: dict[str, Any]) -> bool:
     stream, step, moment = line.get("to"), line.get("step"), line.get("time")
     if not isinstance(step, int) or isinstance(step, bool) or not isinstance(moment, int | float):
         return False
-    if stream == "ledger":
-        seconds = line.get("seconds")
-        return isinstance(seconds, dict) and all(
-            kind in LEDGER_KINDS and isinstance(value, int | float) for kind, value in seconds.items()
-        )
     return stream == "metrics" or (stream == "events" and isinstance(line.get("event"), str))
 
 

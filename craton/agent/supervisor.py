@@ -1,14 +1,15 @@
-"""Supervises the processes of one node through one generation of a run: starts them, watches them, ends them.
+"""The agent of one node, through all generations of a run.
 
-Guarantees, however the generation ends: every rank has ended and is reaped, the node's heartbeat says what became of
-it, and the ledger of every rank that keeps books sums to that rank's life.
+It starts the node's ranks, watches them, tells them of new generations and keeps their books; with the other agents it
+agrees on who the ranks are (see `coordinator` and `council`). Guarantees, however a run ends: every process it started
+has ended and is reaped, the node's heartbeat says what became of it, and the ledger of every place sums to wall time.
 
-- All ranks exit with 0: the run is done once all nodes say so (the first node's agent writes DONE), or stopped when the
+- All ranks exit with 0: the run is done once all nodes say so (whoever coordinates writes DONE), or stopped when the
   STOP marker is set.
 - The STOP marker or SIGTERM to the agent: SIGTERM to the ranks, which checkpoint and exit; SIGKILL after the grace.
-- A rank fails: the others get SIGTERM, then SIGKILL after the failure grace, for they may hang in a collective; FATAL
-  says which rank, how it ended and what it printed last.
-- FATAL from another node, a silent node, or a run directory that is gone: the ranks are ended the same way.
+- A rank ends otherwise, raises or hangs: the next generation. The survivors stay alive and enter it; a rank that does
+  not leave the old one in its grace is ended here, for it may be blocked for ever, and started again.
+- FATAL, or a run directory that is gone: the ranks are ended.
 """
 
 from __future__ import annotations
@@ -17,15 +18,23 @@ import contextlib
 import os
 import selectors
 import signal
+import socket
 import sys
 import time
 from types import FrameType
+from typing import Any
 
+from craton.agent.chaos import Chaos
+from craton.agent.coordinator import Fault
+from craton.agent.council import Council
+from craton.agent.generation import Generation, newest_generation
 from craton.agent.launch import Launch
 from craton.agent.lock import NodeLock
-from craton.agent.peers import SILENT_SECONDS, Peers
-from craton.agent.process import ChildProcess, RankProcess, adopt_orphans, end_sink, reap, start_rank, start_sink
+from craton.agent.membership import Membership
+from craton.agent.node import NodeProcesses, Place
+from craton.agent.process import ChildProcess, RankProcess, adopt_orphans, end_sink, reap, start_sink
 from craton.agent.records import NodeRecords
+from craton.agent.wire import run_secret
 from craton.telemetry import (
     Heartbeat,
     Marker,
@@ -33,15 +42,21 @@ from craton.telemetry import (
     NodeState,
     RunDirectory,
     Summarizer,
+    process_start,
     touch_heartbeat,
     write_heartbeat,
 )
 
-POLL_SECONDS = 0.5  # markers
+TURN_SECONDS = 0.2  # between two looks at everything, when nothing happens
+POLL_SECONDS = 0.5  # markers, chaos, resize
 HEARTBEAT_SECONDS = 1.0
+LEDGER_SECONDS = 1.0
 SUMMARY_SECONDS = 30.0  # goodput and cost, as metrics of the first node
 GONE_SECONDS = 3.0  # a run directory that stays away this long is gone
 SINK_GRACE_SECONDS = 30.0  # MLflow takes ten of them to make its first database
+EARLY_SECONDS = 10.0  # a command that fails this soon after its first start is wrong, not unlucky
+MOST_NURSERIES = 3  # that may end before they are ready
+EXIT_FINAL = 3  # of a rank: the job itself is at fault, so another try would fail as well
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -52,23 +67,26 @@ class Supervisor:
         self._run, self._launch, self._lock = run, launch, lock
         self._directory = _identity(run)
         self._node, self._index = launch.nodes[node], node
+        self._host = os.environ.get("CRATON_ADDRESS") or _host_of(launch)
         self._endpoint = MetricsEndpoint(run.name, self._node, launch.leaves.get(self._node, ""))
         self._metrics_port = 0
-        self._records = NodeRecords(run, self._node, launch.generation, self._endpoint)
-        # The first node watches all others, the others watch the first.
-        watched = launch.nodes[1:] if node == 0 else launch.nodes[:1]
-        self._peers = Peers(run, watched, launch.generation)
+        present = newest_generation(run)  # after an agent of this node that was killed
+        number = max(launch.generation, present.number if present else 0)
+        self._records = NodeRecords(run, self._node, number, self._endpoint, self._on_rank_event)
+        self._selector = selectors.DefaultSelector()
+        self._processes = NodeProcesses(run, launch, self._node, self._host, self._records, self._selector)
         self._summarizer = Summarizer(run)
-        self._ranks: list[RankProcess] = []
         self._sinks: list[ChildProcess] = []
-        self._failed: list[RankProcess] = []  # in the order in which they ended
+        self._membership: Membership | None = None
+        self._address = ""  # where the other agents reach this one
+        self._chaos = Chaos(run, launch, self._node, self._records, self._processes, self._coordinates)
         self._ending: str | None = None  # why the ranks were told to end
-        self._is_failure = False
+        self._is_failure = self._is_done = False
         self._kill_at = float("inf")
         self._stop_signal: signal.Signals | None = None
-        self._seen_directory = time.monotonic()
-        self._next_poll = self._next_heartbeat = self._next_summary = 0.0
-        self._selector = selectors.DefaultSelector()
+        self._started = self._seen_directory = time.monotonic()
+        self._next = {"poll": 0.0, "heartbeat": 0.0, "ledger": 0.0, "summary": 0.0}
+        self._failed_nurseries = 0
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wakeup, selectors.EVENT_READ, None)
 
@@ -77,54 +95,57 @@ class Supervisor:
         adopt_orphans()
         self._beat("running")
         self._records.event("agent_started", pid=os.getpid(), ranks=self._launch.ranks_per_node)
-        self._start()
-        while any(rank.is_running for rank in self._ranks):
+        if self._index < self._launch.working_nodes:
+            self._processes.open_books(self._index)
+        self._serve_metrics()
+        try:
+            council = Council(self._run, self._launch, self._index, run_secret(self._run), self._host, self._wake)
+        except OSError as error:
+            self.fail(f"{self._node} cannot listen for the other agents at {self._host}: {error}")
+        else:
+            self._address = council.address
+            self._membership = Membership(self._run, self._launch, self._node, council, self._records, self)
+            self._beat("running")
+        while not self._is_over:
             self._turn()
         state = self._finish()
         return 1 if state == "failed" else 0
 
+    @property
+    def _is_over(self) -> bool:
+        if any(place.is_running for place in self._processes.places):
+            return False
+        needed = self._membership is not None and not self._membership.is_released and not self._membership.is_finished
+        return self._ending is not None or self._is_done or not needed
+
     # -- start ----------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        try:
-            for local_rank in range(self._launch.ranks_per_node):
-                rank = start_rank(self._run, self._launch, self._index, local_rank)
-                self._ranks.append(rank)
-                self._selector.register(rank.records, selectors.EVENT_READ, rank)
-        except OSError as error:
-            self._fail(f"{self._node} cannot start rank {len(self._ranks)}: {error}")
-            return
-        self._serve_metrics()
-        if self._index == 0:
-            for sink in self._launch.track:
-                self._start_sink(sink)
-
     def _serve_metrics(self) -> None:
-        # With all nodes on this machine nobody else has to reach the endpoint.
-        is_local = self._launch.master_address in ("127.0.0.1", "localhost", "::1")
-        address = "127.0.0.1" if is_local else "0.0.0.0"
         try:
             try:
-                self._metrics_port = self._endpoint.serve(self._launch.metrics_port, address)
+                self._metrics_port = self._endpoint.serve(self._launch.metrics_port, self._host)
             except OSError as error:
-                self._warn(
+                self.warn(
                     "metrics_port_taken",
                     f"port {self._launch.metrics_port} for metrics: {error.strerror}; taking any free one",
                 )
-                self._metrics_port = self._endpoint.serve(0, address)
+                self._metrics_port = self._endpoint.serve(0, self._host)
         except (ImportError, OSError) as error:
-            self._warn("no_metrics_endpoint", f"no Prometheus endpoint: {error}")
+            self.warn("no_metrics_endpoint", f"no Prometheus endpoint: {error}")
             return
         plan = self._summarizer.summary().plan
         self._endpoint.update({f"plan_{name}": value for name, value in plan.items()}, None)
-        self._records.event("metrics_served", address=address, port=self._metrics_port)
-        self._beat("running")
+        self._records.event("metrics_served", address=self._host, port=self._metrics_port)
 
-    def _start_sink(self, sink: str) -> None:
-        try:
-            self._sinks.append(start_sink(self._run, sink))
-        except OSError as error:
-            self._warn("sink_failed", f"sink {sink} cannot start ({error}); the run goes on without it")
+    def _start_sinks(self) -> None:
+        """Beside the first rank, once."""
+        if self._index != 0 or self._sinks:
+            return
+        for sink in self._launch.track:
+            try:
+                self._sinks.append(start_sink(self._run, sink))
+            except OSError as error:
+                self.warn("sink_failed", f"sink {sink} cannot start ({error}); the run goes on without it")
 
     def _catch_signals(self) -> None:
         signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
@@ -135,70 +156,197 @@ class Supervisor:
     def _on_stop_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop_signal = signal.Signals(number)
 
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wakeup_writer, b"\0")
+
     # -- while it runs --------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Waits for something to happen, at most until the next poll, and deals with it."""
-        deadline = min(self._next_poll, self._kill_at)
-        for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+        """Waits for something to happen, at most until the next look, and deals with it."""
+        for key, _ in self._selector.select(self._chaos.turn_seconds(TURN_SECONDS)):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeup, 4096)
-            elif not self._records.read(key.data):
-                self._selector.unregister(key.fileobj)
+            elif isinstance(key.data, RankProcess):
+                if not self._records.read(key.data):
+                    self._selector.unregister(key.fileobj)
+            else:
+                key.data()
         # Before the reaping: a scheduler signals the ranks too, and one that dies of that has not failed.
         if self._stop_signal is not None and self._ending is None:
             self._stop_all_nodes(self._stop_signal)
-        for child in reap([*self._ranks, *self._sinks]):
-            if isinstance(child, RankProcess):
-                self._on_rank_end(child)
-            elif child.code != 0:
-                told = "; ".join(child.last_lines(3))
-                self._warn("sink_failed", f"{child.name} {_how_ended(child.code)}: {told}; the run goes on without it")
+        self._reap()
         now = time.monotonic()
         if now >= self._kill_at:
             self._kill_at = float("inf")
             self._kill_ranks()
-        if now >= self._next_poll:
-            self._next_poll = now + POLL_SECONDS
-            self._poll(now)
+        if self._ending is None:
+            self._tend()
+        if self._membership is not None:
+            self._membership.confer(now, is_ending=self._ending is not None)
+        self._processes.watch(now)
+        self._chaos.turn()
+        self._poll(now)
+
+    def _tend(self) -> None:
+        try:
+            self._processes.tend()
+            self._processes.tend_ranks()
+        except OSError as error:
+            self.fail(f"{self._node} cannot start its processes: {error}")
+
+    def _reap(self) -> None:
+        for child in reap([*self._processes.children, *self._sinks]):
+            if isinstance(child, RankProcess):
+                self._on_rank_end(child)
+            elif (helper := self._processes.helper_ended(child)) is not None:
+                self._on_helper_end(helper, child)
+            elif child.code != 0:
+                told = "; ".join(child.last_lines(3))
+                self.warn("sink_failed", f"{child.name} {_how_ended(child.code)}: {told}; the run goes on without it")
+
+    def _due(self, what: str, now: float, seconds: float) -> bool:
+        if now < self._next[what]:
+            return False
+        self._next[what] = now + seconds
+        return True
 
     def _poll(self, now: float) -> None:
-        if now >= self._next_heartbeat:
-            self._next_heartbeat = now + HEARTBEAT_SECONDS
-            self._touch()
-            self._peers.look()
-            silent = self._peers.silent()
-            if silent and not self._is_failure:
-                self._fail(f"{self._node} has had no sign of life from {', '.join(silent)} for {SILENT_SECONDS:.0f} s")
+        if self._due("heartbeat", now, HEARTBEAT_SECONDS):
+            with contextlib.suppress(OSError):  # a directory that is gone is seen below
+                touch_heartbeat(self._run, self._node)
+        if self._due("ledger", now, LEDGER_SECONDS):
+            self._processes.book()
+        if self._coordinates() and self._due("summary", now, SUMMARY_SECONDS):
+            self._record_summary()
+        if not self._due("poll", now, POLL_SECONDS):
+            return
         if not self._is_failure and self._run.has("FATAL"):
             self._end_ranks("FATAL of another node", is_failure=True)
         if self._ending is None and self._run.has("STOP"):
             self._end_ranks("STOP", is_failure=False)
+        if self._run.has("DONE"):
+            self._is_done = True
         if _identity(self._run) == self._directory:
             self._seen_directory = now
         elif now - self._seen_directory > GONE_SECONDS and not self._is_failure:
-            self._fail(f"the run directory {self._run.path} is gone")
-        if self._index == 0 and now >= self._next_summary:
-            self._next_summary = now + SUMMARY_SECONDS
-            self._record_summary()
+            self.fail(f"the run directory {self._run.path} is gone")
+        if self._membership is not None:
+            self._membership.look_for_resize()
+
+    # -- ranks ----------------------------------------------------------------------------------------------------
+
+    def _on_rank_event(self, rank: RankProcess, line: dict[str, Any]) -> None:
+        """A rank that cannot go on says so, and waits for the next generation."""
+        if line["event"] == "broken":
+            self._report(
+                Fault(
+                    f"{rank.name} on {self._node} broke off at step {line['step']}: {line.get('reason', '')}",
+                    float(line["time"]),
+                    generation=line.get("generation"),
+                    is_echo=bool(line.get("echo")),
+                )
+            )
 
     def _on_rank_end(self, rank: RankProcess) -> None:
-        self._records.event("rank_ended", rank.rank, code=rank.code)
+        place = self._processes.ended(rank)
+        died_in = "+".join((place.page.kind, *place.page.beside))
+        self._records.event("rank_ended", rank.rank, code=rank.code, during=died_in)
         was_asked = self._ending is not None and signal.SIGTERM in rank.sent
         # A rank that had no time to say how it wants to be stopped dies of SIGTERM; that is a stop, not a fault.
-        if rank.code == 0 or (was_asked and rank.code == -signal.SIGTERM):
+        ended_well = rank.code == 0 or (was_asked and rank.code == -signal.SIGTERM)
+        generation = self._processes.generation
+        assert generation is not None
+        if ended_well:
+            place.page.switch("idle")
+        else:
+            place.page.break_off("detect", time.monotonic() - (time.time() - (rank.ended or time.time())))
+            place.page.set_beside("staging", False)
+            place.page.set_beside("saving", False)
+            self._records.book(id(place), rank.rank, place.page, died_in=died_in)
+        if self._ending is not None:
+            if not ended_well and not self._is_failure:
+                self._mark_fatal(self._failure_text(rank))
+                self._is_failure = True
             return
-        if was_asked and self._is_failure:
-            return  # its peers are gone or it was killed: not why the run failed
-        self._failed.append(rank)
-        if not self._is_failure:
-            self._end_ranks(f"{rank.name} {_how_ended(rank.code)}", is_failure=True)
+        entered = place.page.generation == generation.number
+        if not entered:  # on its way into the present generation, or ended by us because it did not get there
+            self._again(place, rank)
+        elif ended_well:
+            place.is_done = True
+        else:
+            self._report(self._fault_of(rank, generation))
+
+    def _again(self, place: Place, rank: RankProcess) -> None:
+        """A rank that was on its way into the present generation."""
+        place.process = None
+        try:
+            started = self._processes.start_again(place)
+        except OSError as error:
+            self.fail(f"{self._node} cannot start {rank.name}: {error}")
+            return
+        if not started:
+            assert self._processes.generation is not None
+            self._report(self._fault_of(rank, self._processes.generation))
+
+    def _fault_of(self, rank: RankProcess, generation: Generation) -> Fault:
+        text = self._failure_text(rank)
+        is_early = not self._launch.nursery and time.monotonic() - self._started < EARLY_SECONDS
+        is_first = generation.number == self._launch.generation and generation.reached == 0
+        is_final = rank.code in (EXIT_FINAL, 126, 127) or (is_early and is_first)
+        return Fault(text, rank.ended or time.time(), generation=generation.number, is_final=is_final)
+
+    def _on_helper_end(self, helper: str, child: ChildProcess) -> None:
+        told = "; ".join(child.last_lines(3))
+        if helper == "unborn nursery":
+            self._failed_nurseries += 1
+            if self._failed_nurseries >= MOST_NURSERIES and self._ending is None:
+                self.fail(f"{child.name} {_how_ended(child.code)} before it was ready: {told}")
+                return
+        if self._ending is None:
+            self.warn(f"{helper.split()[-1]}_ended", f"{child.name} {_how_ended(child.code)}: {told}; a new one starts")
+        if helper == "keeper" and self._processes.generation is not None and self._processes.ranks:
+            self._report(Fault(f"{child.name} {_how_ended(child.code)}", child.ended or time.time()))
+
+    # -- among agents ---------------------------------------------------------------------------------------------
+
+    def enter(self, generation: Generation, end: tuple[int, ...]) -> None:
+        present = self._processes.generation
+        if self._ending is not None or (present is not None and generation.number <= present.number):
+            return
+        try:
+            self._processes.enter(generation, end)
+        except OSError as error:
+            self.fail(f"{self._node} cannot start its ranks: {error}")
+            return
+        if self._membership is not None:
+            self._membership.entered()
+        has_ranks = bool(generation.ranks_of(self._node))
+        self._beat("running" if has_ranks else "spare")
+        if has_ranks and generation.ranks_of(self._node).start == 0:
+            self._start_sinks()
+
+    @property
+    def generation(self) -> Generation | None:
+        return self._processes.generation
+
+    def status(self) -> dict[str, Any]:
+        return self._processes.status()
+
+    def _coordinates(self) -> bool:
+        return self._membership is not None and self._membership.coordinates
+
+    def _report(self, fault: Fault) -> None:
+        if self._membership is not None:
+            self._membership.report(fault)
+
+    # -- the end --------------------------------------------------------------------------------------------------
 
     def _stop_all_nodes(self, number: signal.Signals) -> None:
         """Told by a scheduler or by Ctrl-C: the other nodes learn it from the marker."""
         reason = f"{number.name} to the agent of {self._node}"
-        self._mark("STOP", reason)
+        self.mark("STOP", reason)
         self._end_ranks(reason, is_failure=False)
 
     def _end_ranks(self, reason: str, is_failure: bool) -> None:
@@ -207,42 +355,40 @@ class Supervisor:
         self._is_failure = is_failure
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
         self._records.event("ranks_told_to_end", reason=reason, grace_seconds=grace_seconds)
-        for rank in self._ranks:
-            rank.send(signal.SIGTERM)
+        for place in self._processes.places:
+            if place.process is not None:
+                place.process.send(signal.SIGTERM)
+                place.process.send(signal.SIGCONT)
 
     def _kill_ranks(self) -> None:
         """The grace is over."""
-        for rank in self._ranks:
-            if rank.is_running:
-                self._records.event("rank_killed", rank.rank, reason=self._ending)
-                rank.send(signal.SIGKILL)
-        if not self._is_failure:
+        slow = [place.process for place in self._processes.places if place.process and place.process.is_running]
+        for rank in slow:
+            self._records.event("rank_killed", rank.rank, reason=self._ending)
+            rank.send(signal.SIGKILL)
+        if slow and not self._is_failure:
             # Not by _end_ranks: they have been told, and what they did since their last checkpoint is lost.
-            slow = ", ".join(rank.name for rank in self._ranks if rank.is_running)
             self._is_failure = True
             self._mark_fatal(
-                f"{slow} on {self._node} did not end within {self._launch.stop_grace_seconds:g} s of SIGTERM "
-                f"({self._ending}) and had to be killed: the work since the last checkpoint is lost"
+                f"{', '.join(rank.name for rank in slow)} on {self._node} did not end within "
+                f"{self._launch.stop_grace_seconds:g} s of SIGTERM ({self._ending}) and had to be killed: the work "
+                "since the last checkpoint is lost"
             )
 
-    def _fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         self._mark_fatal(reason)
         self._end_ranks(reason, is_failure=True)
 
-    # -- the end --------------------------------------------------------------------------------------------------
-
     def _finish(self) -> NodeState:
-        if self._failed:
-            self._mark_fatal(self._failure_text())
-        state: NodeState = "failed" if self._is_failure else "stopped" if self._run.has("STOP") else "done"
-        for rank in self._ranks:
-            while self._records.read(rank) and self._has_more(rank):
-                pass
-            os.close(rank.records)
-            self._records.close_ledger(rank, state)
-        if state == "done" and self._index == 0:
-            state = self._wait_for_peers()
-        if self._index == 0:
+        if self._is_failure:
+            state: NodeState = "failed"
+        elif self._run.has("STOP"):
+            state = "stopped"
+        else:
+            is_released = self._membership is not None and self._membership.is_released
+            state = "released" if is_released and not self._run.has("DONE") else "done"
+        self._processes.book(ended=state)
+        if self._coordinates():
             self._record_summary()
         self._records.event(
             "agent_ended",
@@ -250,68 +396,49 @@ class Supervisor:
             garbage_lines=self._records.garbage_lines,
             lost_lines=self._records.lost_lines,
         )
+        if self._membership is not None:
+            self._membership.close()
         self._end_sinks()
+        self._end_helpers()
         self._endpoint.close()
         self._records.close()
         # Whoever sees the run's end may start its next generation at once.
         self._lock.release()
         self._beat(state)
-        if state == "done" and self._index == 0:
-            self._mark("DONE")
         return state
-
-    def _has_more(self, rank: RankProcess) -> bool:
-        """Whether the pipe of a dead rank still holds something."""
-        with selectors.DefaultSelector() as one:
-            one.register(rank.records, selectors.EVENT_READ)
-            return bool(one.select(0))
-
-    def _wait_for_peers(self) -> NodeState:
-        """The run is done when every node is; a node that fails meanwhile, or is never heard of, fails the run."""
-        since = time.monotonic()
-        while True:
-            self._peers.look()
-            missing = self._peers.unfinished()
-            if not missing:
-                return "stopped" if self._run.has("STOP") else "done"
-            if self._run.has("FATAL"):
-                return "failed"
-            unheard = not self._peers.heard_of(missing) and time.monotonic() - since > SILENT_SECONDS
-            if self._peers.silent() or unheard:
-                self._mark_fatal(f"the ranks of {self._node} ended well, but {', '.join(missing)} did not report")
-                return "failed"
-            self._touch()
-            time.sleep(POLL_SECONDS)
 
     def _end_sinks(self) -> None:
         """Sinks have seen every line by now, or write it in their grace."""
         for sink in self._sinks:
             end_sink(sink)
-        deadline = time.monotonic() + SINK_GRACE_SECONDS
-        while any(sink.is_running for sink in self._sinks):
-            reap(self._sinks)
-            self._touch()
-            if time.monotonic() > deadline:
-                for sink in self._sinks:
-                    sink.send(signal.SIGKILL)
-            time.sleep(0.02)
+        self._wait_for(self._sinks, SINK_GRACE_SECONDS)
 
-    def _failure_text(self) -> str:
-        """Which rank broke the run: one that a signal ended rather than one that then saw its connection break."""
-        guilty = next((rank for rank in self._failed if rank.code < 0), self._failed[0])
-        last_lines = guilty.last_lines()
-        headline = f"{guilty.name} on {self._node} {_how_ended(guilty.code)} (generation {self._launch.generation})"
-        if guilty.code > 0 and last_lines:  # it ended by itself: what it said last is most likely why
+    def _end_helpers(self) -> None:
+        self._processes.end_helpers()
+        helpers = [child for child in self._processes.children if not isinstance(child, RankProcess)]
+        self._wait_for(helpers, 0.0)
+
+    def _wait_for(self, children: list[ChildProcess], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while any(child.is_running for child in children):
+            reap(children)
+            with contextlib.suppress(OSError):
+                touch_heartbeat(self._run, self._node)
+            if time.monotonic() > deadline:
+                for child in children:
+                    child.send(signal.SIGKILL)
+            time.sleep(0.01)
+
+    def _failure_text(self, rank: RankProcess) -> str:
+        """How a rank ended, and what it said last."""
+        last_lines = rank.last_lines()
+        headline = f"{rank.name} on {self._node} {_how_ended(rank.code)} (generation {self._records.generation})"
+        if rank.code > 0 and last_lines:  # it ended by itself: what it said last is most likely why
             headline += f": {last_lines[-1].strip().removeprefix('craton: ')}"
         text = [headline]
-        if guilty.code == -signal.SIGKILL:
+        if rank.code == -signal.SIGKILL:
             text.append("less memory is needed with a smaller layout.micro_batch, more layout.recompute or more ranks")
-        others = [f"{rank.name} {_how_ended(rank.code)}" for rank in self._failed if rank is not guilty]
-        if others:
-            text.append("also " + ", ".join(others))
-        if self._run.has("FATAL"):  # another node was first, and this one most likely only saw its connection break
-            return "\n".join(text)
-        text.append(f"the end of {guilty.log_path.name}:" if last_lines else f"{guilty.log_path.name} is empty")
+        text.append(f"the end of {rank.log_path.name}:" if last_lines else f"{rank.log_path.name} is empty")
         return "\n".join([*text, *(f"  {line}" for line in last_lines)])
 
     # -- what others see ------------------------------------------------------------------------------------------
@@ -323,29 +450,43 @@ class Supervisor:
             self._records.metrics(values)
 
     def _beat(self, state: NodeState) -> None:
-        beat = Heartbeat(self._launch.generation, state, os.getpid(), self._metrics_port)
+        beat = Heartbeat(
+            self._launch.generation,
+            state,
+            os.getpid(),
+            self._metrics_port,
+            self._address,
+            socket.gethostname(),
+            process_start(os.getpid()),
+        )
         try:
             write_heartbeat(self._run, self._node, beat)
         except OSError as error:
             print(f"craton agent: cannot write the heartbeat of {self._node}: {error}", file=sys.stderr, flush=True)
 
-    def _touch(self) -> None:
-        with contextlib.suppress(OSError):  # a directory that is gone is seen by _poll
-            touch_heartbeat(self._run, self._node)
-
     def _mark_fatal(self, text: str) -> None:
         print(f"craton agent: {text}", file=sys.stderr, flush=True)
-        self._mark("FATAL", text)
+        self.mark("FATAL", text)
 
-    def _mark(self, marker: Marker, text: str = "") -> None:
+    def mark(self, marker: Marker, text: str = "") -> None:
         try:
             self._run.mark(marker, text)
         except OSError as error:
             print(f"craton agent: cannot set {marker}: {error}", file=sys.stderr, flush=True)
 
-    def _warn(self, event: str, text: str) -> None:
+    def warn(self, event: str, text: str) -> None:
         print(f"craton agent: {text}", file=sys.stderr, flush=True)
         self._records.event(event, message=text)
+
+
+def _host_of(launch: Launch) -> str:
+    """Where this node is reached by the others; where all of them are this machine, by nobody else."""
+    if launch.master_address in ("127.0.0.1", "localhost", "::1"):
+        return "127.0.0.1"
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "0.0.0.0"
 
 
 def _identity(run: RunDirectory) -> tuple[int, int] | None:

@@ -17,14 +17,16 @@ from craton.telemetry.heartbeat import (
     LOST_SECONDS,
     Heartbeat,
     NodeState,
+    process_start,
     read_heartbeat,
     touch_heartbeat,
     write_heartbeat,
 )
-from craton.telemetry.ledger import LEDGER_KINDS, LedgerClock, LedgerReader
+from craton.telemetry.ledger import LedgerClock, LedgerReader
 from craton.telemetry.lines import LineWriter, parse_line, read_lines, tail_lines
+from craton.telemetry.page import BESIDE, LEDGER_KINDS, RankPage, TrapError, going_on, own_page
 from craton.telemetry.recorder import Recorder
-from craton.telemetry.rundirectory import MARKERS, Marker, RunDirectory, find_run, list_runs, runs_root
+from craton.telemetry.rundirectory import MARKERS, Marker, RunDirectory, find_run, list_runs, read_json, runs_root
 
 if TYPE_CHECKING:
     from craton.telemetry.endpoint import MetricsEndpoint
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from craton.telemetry.vocabulary import METRICS, TWINS, Metric, plan_twins
 
 __all__ = [
+    "BESIDE",
     "LEDGER_KINDS",
     "LOST_SECONDS",
     "MARKERS",
@@ -45,6 +48,7 @@ __all__ = [
     "Metric",
     "MetricsEndpoint",
     "NodeState",
+    "RankPage",
     "Recorder",
     "RunDirectory",
     "RunError",
@@ -54,11 +58,16 @@ __all__ = [
     "RunSummary",
     "SinkError",
     "Summarizer",
+    "TrapError",
     "find_run",
+    "going_on",
     "list_runs",
+    "own_page",
     "parse_line",
     "plan_twins",
+    "process_start",
     "read_heartbeat",
+    "read_json",
     "read_lines",
     "runs_root",
     "summarize",

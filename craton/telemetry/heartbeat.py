@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from craton.telemetry.rundirectory import RunDirectory
 
 LOST_SECONDS = 10.0
-NodeState = Literal["running", "done", "stopped", "failed"]
+NodeState = Literal["running", "done", "stopped", "failed", "spare", "released"]
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,30 @@ class Heartbeat:
     state: NodeState
     pid: int
     metrics_port: int  # 0: no endpoint
+    address: str = ""  # host:port where the agent hears the other agents; "" before it does
+    host: str = ""
+    started: str = ""  # when its process began, by the system's own clock: tells it from a later one of the same number
     moment: float = 0.0  # epoch seconds of the last touch
 
     def is_lost(self, now: float | None = None) -> bool:
-        return self.state == "running" and (time.time() if now is None else now) - self.moment > LOST_SECONDS
+        return self.state in ("running", "spare") and (time.time() if now is None else now) - self.moment > LOST_SECONDS
+
+
+def process_start(pid: int) -> str:
+    """When a process began, by the system's own clock; "" when there is none. A number that was given to another
+    process since has another one."""
+    try:
+        # The name in brackets may hold spaces and brackets itself: fields are counted from the last one (proc(5)).
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in ("Z", "X") else fields[19]
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return ""
+    except ProcessLookupError:
+        return ""
+    listed = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    state, _, started = listed.stdout.strip().partition(" ")
+    return "" if state[:1] in ("", "Z", "X") else started.strip()
 
 
 def write_heartbeat(run: RunDirectory, node: str, heartbeat: Heartbeat) -> None:
@@ -57,6 +79,9 @@ def read_heartbeat(run: RunDirectory, node: str) -> Heartbeat | None:
             state=document["state"],
             pid=int(document["pid"]),
             metrics_port=int(document["metrics_port"]),
+            address=str(document.get("address", "")),
+            host=str(document.get("host", "")),
+            started=str(document.get("started", "")),
             moment=moment,
         )
     except (OSError, ValueError, KeyError, TypeError):

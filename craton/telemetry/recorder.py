@@ -86,8 +86,9 @@ class Recorder:
         self._record("events", step, {"event": name, **fields})
 
     def ledger(self, step: int, seconds_by_kind: Mapping[str, float]) -> None:
-        """What a LedgerClock took since the last call."""
-        self._record("ledger", step, {"seconds": seconds_by_kind})
+        """What a LedgerClock took since the last call. An agent keeps the books itself, from the rank's page."""
+        if self._descriptor is None:
+            self._record("ledger", step, {"seconds": seconds_by_kind})
 
     def close(self) -> None:
         """Says goodbye to the files; a rank that just exits loses nothing either."""

@@ -4,6 +4,9 @@
     events/NODE.jsonl  metrics/NODE.jsonl  ledger/NODE.jsonl   what happened; one writer per node
     logs/rank-00007.log                              what a rank printed
     heartbeat/NODE                                   touched every second by the node's agent
+    generations/000003.json                          who the ranks of each generation are, and why it began
+    chaos/ID.json  resize.json  plans/N.json         what `craton chaos` and `resize` ask for; plans of other sizes
+    secret                                           what the run's agents know each other by; readable by its owner
     checkpoints/TIER/step-N/
     STOP  DONE  FATAL                                markers
 
@@ -22,7 +25,7 @@ from craton.telemetry.errors import RunError, RunExistsError, RunNotFoundError
 
 Marker = Literal["STOP", "DONE", "FATAL"]
 MARKERS: tuple[Marker, ...] = get_args(Marker)
-FOLDERS = ("events", "metrics", "ledger", "logs", "heartbeat", "checkpoints")
+FOLDERS = ("events", "metrics", "ledger", "logs", "heartbeat", "checkpoints", "generations")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -96,6 +99,21 @@ class RunDirectory:
 
     def heartbeat_path(self, node: str) -> Path:
         return self.path / "heartbeat" / node
+
+    def generation_path(self, number: int) -> Path:
+        return self.path / "generations" / f"{number:06d}.json"
+
+    @property
+    def secret_path(self) -> Path:
+        return self.path / "secret"
+
+    @property
+    def resize_path(self) -> Path:
+        return self.path / "resize.json"
+
+    @property
+    def chaos_folder(self) -> Path:
+        return self.path / "chaos"
 
     def log_path(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank:05d}.log"

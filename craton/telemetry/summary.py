@@ -81,11 +81,14 @@ class Summarizer:
     def summary(self, now: float | None = None) -> RunSummary:
         now = time.time() if now is None else now
         launch, plan = read_json(self.run.launch_path), read_json(self.run.plan_path)
-        nodes = [str(node) for node in launch.get("nodes") or []]
-        generation = int(launch.get("generation") or 0)
-        recent = _Recent(self.run, nodes)
+        started = int(launch.get("generation") or 0)
+        newest = _newest_generation(self.run, started)
+        nodes = [
+            str(node) for node in newest.get("nodes") or (launch.get("nodes") or [])[: launch.get("num_nodes") or None]
+        ]
+        recent = _Recent(self.run)
         heartbeats = {node: read_heartbeat(self.run, node) for node in nodes}
-        state, message = _state(self.run, generation, heartbeats, recent.generation, now)
+        state, message = _state(self.run, started, heartbeats, recent.generation, now)
         ledger = self._ledger.totals()
         wall_seconds = sum(ledger.values())
         steps = int(plan["steps"]) if isinstance(plan.get("steps"), int | float) else None
@@ -117,7 +120,7 @@ class Summarizer:
             measured=measured,
             nodes=len(nodes),
             ranks=len(nodes) * int(launch.get("ranks_per_node") or 0),
-            generation=generation,
+            generation=int(newest.get("number", started)),
             updated_at=recent.updated_at,
             metrics_ports={node: beat.metrics_port for node, beat in heartbeats.items() if beat and beat.metrics_port},
         )
@@ -126,16 +129,17 @@ class Summarizer:
 class _Recent:
     """The last steps of a run: rank 0's own lines, and the largest memory of any rank."""
 
-    def __init__(self, run: RunDirectory, nodes: list[str]) -> None:
+    def __init__(self, run: RunDirectory) -> None:
         self._lines: list[dict[str, Any]] = []
         self._memory_bytes = 0.0
-        for node in nodes:
-            path = run.metrics_path(node)
-            # Rank 0 is on the first node; of the others only the newest lines matter.
-            lines = _last_steps(path) if node == nodes[0] else tail_lines(path, TAIL_BYTES // 4)
+        for path in sorted((run.path / "metrics").glob("*.jsonl")):
+            lines = tail_lines(path, TAIL_BYTES // 4)
+            if any(line.get("rank") == 0 for line in lines):  # on other nodes only the newest lines matter
+                lines = _last_steps(path)
             self._lines += [line for line in lines if line.get("rank") == 0]
             values = [line.get("run_memory_bytes") for line in lines]
             self._memory_bytes = max([self._memory_bytes, *(float(each) for each in values if _is_number(each))])
+        self._lines.sort(key=lambda line: float(line.get("time") or 0.0))  # rank 0 may have moved to another node
         last = self._lines[-1] if self._lines else {}
         self.step = int(last.get("step") or 0)
         self.generation = last.get("generation")
@@ -210,7 +214,9 @@ def _state(
     if any(beat.state == "running" for beat in beats.values()):
         if wants_stop:
             return "stopping", ""
-        return ("running" if metrics_generation == generation else "starting"), ""
+        return (
+            "running" if (metrics_generation or 0) >= generation and metrics_generation is not None else "starting"
+        ), ""
     if beats and all(beat.state in ("stopped", "done") for beat in beats.values()):
         if wants_stop:
             return "stopped", run.marker_text("STOP").strip()
@@ -223,6 +229,16 @@ def _state(
             return "stopped", run.marker_text("STOP").strip()
         return "lost", f"no agent was ever seen on {', '.join(missing)}"
     return ("stopping" if wants_stop else "starting"), ""
+
+
+def _newest_generation(run: RunDirectory, started: int) -> dict[str, Any]:
+    """The newest membership since the run was last started; empty before there is one."""
+    try:
+        numbers = [int(path.stem) for path in (run.path / "generations").glob("[0-9]*.json")]
+    except ValueError:
+        return {}
+    newest = max(numbers, default=-1)
+    return read_json(run.generation_path(newest)) if newest >= started else {}
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:

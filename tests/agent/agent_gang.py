@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.agent import Launch, write_launch
-from craton.telemetry import RunDirectory, read_lines
+from craton.telemetry import RunDirectory, process_start, read_heartbeat, read_lines
 
 DEADLINE_SECONDS = 30.0
 # What the ranks of most tests begin with: `say(name)` leaves a file beside the run that the test can wait for.
@@ -66,6 +68,16 @@ class Gang:
             )
         self.agents.append(agent)
         return agent
+
+    def end(self) -> None:
+        """Kills every agent that is left, also one that another agent has started."""
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+        for path in (self.run.path / "heartbeat").glob("[!.]*"):
+            beat = read_heartbeat(self.run, path.name)
+            if beat is not None and beat.started and process_start(beat.pid) == beat.started:
+                os.kill(beat.pid, signal.SIGKILL)
 
     def finish(self, node: int = 0) -> int:
         """Starts one agent and waits for its end."""

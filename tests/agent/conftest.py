@@ -13,7 +13,4 @@ from agent_gang import Gang
 def gang(tmp_path: Path) -> Iterator[Gang]:
     made = Gang(tmp_path)
     yield made
-    for agent in made.agents:
-        if agent.poll() is None:
-            agent.kill()
-        agent.wait()
+    made.end()

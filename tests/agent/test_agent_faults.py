@@ -49,9 +49,9 @@ raise RuntimeError("token 99999 is outside the vocabulary")
     assert summary.message == fatal.strip()
     lines, _ = read_lines(gang.run.ledger_path("node-0"))
     closing = {line["rank"]: line for line in lines if "ended" in line}
-    assert closing[0]["seconds"].keys() == {"start"}
-    assert closing[1]["seconds"].keys() == {"detect"}
+    assert closing[0]["seconds"].keys() == closing[1]["seconds"].keys() == {"detect"}
     assert {line["ended"] for line in closing.values()} == {"failed"}
+    assert {line["rank"]: line["died_in"] for line in lines if "died_in" in line} == {0: "productive", 1: "productive"}
 
 
 def test_a_rank_killed_by_a_signal(gang: Gang) -> None:
@@ -98,11 +98,11 @@ def test_ranks_die_with_a_killed_agent_and_a_new_one_can_start_at_once(gang: Gan
 
 def test_the_failure_of_another_node_ends_this_one(gang: Gang) -> None:
     gang.launch(STUBBORN, nodes=["a", "b"], failure_grace_seconds=0.2)
-    agent = gang.start(1)
-    pid = int(gang.said("ready", 1))
+    agents = [gang.start(0), gang.start(1)]
+    pids = [int(gang.said("ready", rank)) for rank in (0, 1)]
     gang.run.mark("FATAL", "rank 0 on a exited with code 3")
-    assert agent.wait(DEADLINE_SECONDS) == 1
-    assert not is_alive(pid)
+    assert [agent.wait(DEADLINE_SECONDS) for agent in agents] == [1, 1]
+    assert not any(is_alive(pid) for pid in pids)
     assert gang.run.marker_text("FATAL") == "rank 0 on a exited with code 3\n"
 
 
@@ -157,7 +157,7 @@ for step in range(1, 4):
     assert gang.errors().count("No space left on device") == 1
     events = gang.events()
     assert sum(line["event"] == "stepped" for line in events) == 3
-    assert events[-1]["lost_lines"] == 4  # with the goodput that the agent records at the end
+    assert events[-1]["lost_lines"] == 5  # with the goodput that the agent records at the end
 
 
 def test_a_run_directory_that_vanishes_ends_the_ranks(gang: Gang) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from craton.agent import Launch, LaunchError, read_launch, write_launch
-from craton.agent.peers import Peers
-from craton.telemetry import Heartbeat, RunDirectory, write_heartbeat
+from craton.telemetry import RunDirectory
 
 
 def test_a_launch_is_read_back_equal(tmp_path: Path) -> None:
@@ -40,22 +39,3 @@ def test_a_launch_says_everything_that_is_wrong() -> None:
     for name in ("generation", "nodes", "command", "master_port", "env"):
         assert f"{name} is" in str(caught.value)
     assert "ranks_per_node" not in str(caught.value)
-
-
-def test_a_silent_peer_is_seen_by_this_machines_clock(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "a")
-    moment = [0.0]
-    peers = Peers(run, ["b", "c"], 1, now=lambda: moment[0])
-    write_heartbeat(run, "b", Heartbeat(1, "running", 1, 0))
-    write_heartbeat(run, "c", Heartbeat(0, "running", 1, 0))  # of an earlier generation
-    peers.look()
-    moment[0] = 29
-    peers.look()
-    assert peers.silent() == []
-    moment[0] = 31
-    assert peers.silent() == ["b"]
-    assert not peers.heard_of(["b", "c"])
-    write_heartbeat(run, "b", Heartbeat(1, "done", 1, 0))
-    peers.look()
-    assert peers.silent() == []
-    assert peers.unfinished() == ["c"]

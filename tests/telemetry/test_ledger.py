@@ -26,7 +26,7 @@ class Watch:
 def test_the_kinds_sum_to_wall_time(steps: list[tuple[str, float, bool]]) -> None:
     watch = Watch()
     clock = LedgerClock(started=time.time(), now=watch)
-    begin, taken = clock._since, 0.0
+    begin, taken = clock.page.since, 0.0
     for kind, seconds, takes in steps:
         clock.switch(kind)
         watch.now += seconds
@@ -48,14 +48,29 @@ def test_a_block_is_booked_and_the_kind_before_comes_back() -> None:
         raise RuntimeError
     watch.now += 8
     assert clock.current == "productive"
-    assert clock.take() == {"start": 0.0, "productive": 9.0, "data": 2.0, "checkpoint": 4.0}
-    assert clock.take() == {"productive": 0.0}
+    assert clock.take() == {"productive": 9.0, "data": 2.0, "checkpoint": 4.0}
+    assert clock.take() == {}
 
 
-def test_the_clock_began_when_the_agent_spawned_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CRATON_STARTED", repr(time.time() - 50))
+def test_the_clock_begins_with_the_process_that_has_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CRATON_PAGE", raising=False)
+    assert LedgerClock(started=time.time() - 50).take()["start"] == pytest.approx(50, abs=5)
     clock = LedgerClock()
-    assert clock.take()["start"] == pytest.approx(50, abs=5)
+    assert not clock.is_shared
+    assert clock.take()["start"] == pytest.approx(0, abs=5)
+
+
+def test_a_step_that_is_broken_off_is_taken_back() -> None:
+    watch = Watch()
+    clock = LedgerClock(started=time.time() + 10, now=watch)
+    clock.switch("productive")
+    watch.now += 1
+    clock.begin_step(2)
+    watch.now += 4
+    assert clock.take() == {"productive": 5.0}
+    clock.break_off("regroup", since=watch.now)
+    watch.now += 8
+    assert clock.take() == {"productive": -4.0, "redo": 4.0, "regroup": 8.0}
 
 
 def book(run: RunDirectory, rank: int, generation: int, moment: float, ended: str = "", **seconds: float) -> None:
@@ -93,3 +108,16 @@ def test_foreign_lines_in_the_books_are_ignored(tmp_path: Path) -> None:
         '{"generation":1}\n{"generation":1,"rank":0,"time":1,"seconds":{"lunch":5,"productive":2}}\nrubbish\n'
     )
     assert LedgerReader(run).totals() == {"productive": 2}
+
+
+def test_a_rank_whose_node_was_lost_waits_until_its_generation_ends(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    book(run, 0, 1, 110, productive=10)
+    book(run, 1, 1, 110, productive=10)
+    book(run, 0, 1, 130, detect=20)
+    assert LedgerReader(run).totals() == {"waiting": 10, "productive": 10, "detect": 10}
+    book(run, 0, 2, 140, productive=10)
+    assert LedgerReader(run).by_generation() == {
+        1: {"productive": 10, "waiting": 10, "detect": 10},
+        2: {"productive": 10},
+    }

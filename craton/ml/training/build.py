@@ -10,10 +10,11 @@ import json
 import os
 import tempfile
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from craton.ml.data import Loader, Source, open_source
 from craton.ml.functions import FunctionError, load_function, search_folder, user_code
 from craton.ml.models import Decoder, DecoderConfig, config_from_shape, load_weights
 from craton.ml.training import float8
-from craton.ml.training.checkpoint import Checkpointer, TierFolder
+from craton.ml.training.checkpoint import Checkpointer, PeerSetup, TierFolder
 from craton.ml.training.checkpoint_tiers import OWNER
 from craton.ml.training.loop import Parts
 from craton.ml.training.lora import add_adapters, base_only, initialize_adapters
@@ -33,6 +34,7 @@ from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
 from craton.ml.training.meter import Meter, Prediction
 from craton.ml.training.objectives import objective_of
 from craton.ml.training.optimizer import AdamW
+from craton.ml.training.orders import Order, connect
 from craton.ml.training.parallel import Ranks, make_ranks, parallelize, parameter_dtype
 from craton.ml.training.schedule import Schedule
 from craton.telemetry import LedgerClock, Recorder, RunDirectory
@@ -52,6 +54,7 @@ class Place:
     job_folder: Path  # where a user's own functions are looked for
     stop_at: int | None = None  # the step after which training stops with a checkpoint, before its end
     node: str = "node-0"
+    generation: int = 0
 
     @classmethod
     def from_environment(cls) -> Place:
@@ -62,14 +65,27 @@ class Place:
         stop_at = number("CRATON_STOP_AT", 0) or None
         rank, local_world = number("RANK", 0), max(1, number("LOCAL_WORLD_SIZE", 1))
         node = os.environ.get("CRATON_NODE") or f"node-{rank // local_world}"
-        return cls(rank, number("WORLD_SIZE", 1), number("LOCAL_RANK", 0), folder, stop_at, node)
+        generation = number("CRATON_GENERATION", 0)
+        return cls(rank, number("WORLD_SIZE", 1), number("LOCAL_RANK", 0), folder, stop_at, node, generation)
+
+    @classmethod
+    def of(cls, order: Order) -> Place:
+        """As an agent orders it; the rest is as the environment says."""
+        return replace(
+            cls.from_environment(),
+            rank=order.rank,
+            world=order.generation.world,
+            local_rank=order.local_rank,
+            node=order.node,
+            generation=order.generation.number,
+        )
 
     @property
     def device(self) -> torch.device:
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerClock) -> Parts:
+def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerClock, order: Order | None = None) -> Parts:
     """Everything that `Trainer` needs. Starts the process group when there is more than one rank."""
     job = load_job(run.job_path)
     if job.train is None:
@@ -80,11 +96,16 @@ def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerCloc
     device = place.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if place.world > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    ranks = make_ranks(layout_of(job, run, place.world), device, place.rank, place.world)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if place.world > 1 and order is not None:
+        connect(order, backend)
+    elif place.world > 1 and not dist.is_initialized():
+        dist.init_process_group(backend)
+    layout = layout_of(job, run, place.world, order.generation.layout if order else None)
+    ranks = make_ranks(layout, device, place.rank, place.world)
     # before the model: training is not begun whose first checkpoint would fail, perhaps after hours
-    checkpointer = Checkpointer(tier_folders(job, run, place.node, writes=True), place.rank, place.world)
+    folders = tier_folders(job, run, place.node, writes=True)
+    checkpointer = Checkpointer(folders, place.rank, place.world, peer_setup(job, order))
     prediction = Prediction.read(run.plan_path)
     try:
         model = build_model(job, ranks)
@@ -112,8 +133,28 @@ def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerCloc
     )
 
 
-def layout_of(job: Job, run: RunDirectory, world: int) -> Layout:
-    """The layout that was planned, else the one the job names, else FSDP over all ranks."""
+def peer_setup(job: Job, order: Order | None) -> PeerSetup | None:
+    """Where the memory of the nodes is that state may be kept in; None: nowhere."""
+    peer = job.checkpoint.peer
+    if order is None or not order.keeper or peer == "off":
+        return None
+    generation = order.generation
+    return PeerSetup(
+        keeper=order.keeper,
+        node=order.node,
+        nodes=[node for node in generation.nodes for _ in range(generation.ranks_per_node)],
+        keepers=generation.keepers,
+        generation=generation.number,
+        every_steps=job.checkpoint.peer_steps,
+        every_seconds=job.checkpoint.peer_seconds,
+    )
+
+
+def layout_of(job: Job, run: RunDirectory, world: int, given: Mapping[str, Any] | None = None) -> Layout:
+    """The layout of the generation, else the one that was planned, else the one the job names, else FSDP over all
+    ranks."""
+    if given is not None:
+        return Layout(**given)
     if run.plan_path.is_file():
         plan = json.loads(run.plan_path.read_text(encoding="utf-8"))
         return Layout(**plan["layout"])

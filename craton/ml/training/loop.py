@@ -9,10 +9,14 @@ global sample, so any number of ranks goes on exactly.
 from __future__ import annotations
 
 import gc
+import math
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from statistics import median
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +32,14 @@ from craton.ml.training.meter import Meter
 from craton.ml.training.objectives import Objective, batch_loss
 from craton.ml.training.optimizer import AdamW
 from craton.ml.training.parallel import Ranks, accumulate_gradients
+from craton.ml.training.peer import PEER
 from craton.ml.training.pipeline import Pipeline
 from craton.ml.training.schedule import Schedule
 from craton.ml.training.tensor import sum_uncut_gradients
 from craton.ml.training.timing import StepTimer, StepTimes
 from craton.telemetry import LedgerClock, Recorder
+
+DISTRUST_STEPS = 5  # after a restore from memory, in which a loss that is not finite is laid to it
 
 COLLECT_STEPS = 100  # between two garbage collections, the same on every rank so that none waits for another's
 
@@ -45,7 +52,7 @@ SAVE_EVENTS = {
     "moved": "checkpoint_moved",
 }
 
-Outcome = Literal["done", "stopped"]
+Outcome = Literal["done", "stopped", "left"]  # left: for another generation that nobody died for
 
 
 @dataclass
@@ -69,8 +76,9 @@ class Parts:
 class Trainer:
     """Trains until the last step, or until `stop` was called on any rank, or until the step `stop_at` is done."""
 
-    def __init__(self, parts: Parts, stop_at: int | None = None, reached: int = 0) -> None:
-        """`reached` is the last step that an earlier generation recorded: up to it, steps are done again."""
+    def __init__(self, parts: Parts, stop_at: int | None = None, reached: int = 0, broke_at: float = 0.0) -> None:
+        """`reached` is the last step that an earlier generation recorded: up to it, steps are done again. `broke_at` is
+        when that one broke (epoch seconds), if it did."""
         assert parts.job.train is not None
         self.parts = parts
         self.train = parts.job.train
@@ -82,7 +90,11 @@ class Trainer:
         self.timer.watch(parts.model, parts.ranks.peers)
         self.pipeline = Pipeline(parts.model, parts.ranks, parts.objective) if parts.ranks.pipeline else None
         self._doing = "start"
-        self._stop_asked = False
+        self._stop_asked = self._leaving = False
+        self.check: Callable[[], None] = _nothing  # raises when this generation is over
+        self._reached, self._broke_at = reached, broke_at
+        self._leaves = False  # agreed on by all ranks
+        self._step_seconds: deque[float] = deque(maxlen=9)
         self._unread: _Readout | None = None  # the numbers of the step before, on their way to the host
         self._first_step = 0
         self._redo_until = reached
@@ -93,6 +105,22 @@ class Trainer:
     def stop(self) -> None:
         """Asks for an end after the step in progress; safe in a signal handler."""
         self._stop_asked = True
+
+    def leave(self) -> None:
+        """Asks for an end after the step in progress, whose state the next generation takes over."""
+        self._leaving = True
+
+    def abandon(self, seconds: float) -> bool:
+        """Lets go of what other ranks have no part in any more: threads that write, memory that is shared. False when
+        a thread does not end in time."""
+        late, self._unread = self._unread, None
+        if late is not None:  # it is done, and will not be done again if its state was kept
+            with suppress(RuntimeError):
+                loss, norm, _, *report = late.numbers.read()
+                shared = {"loss": loss, "gradient_norm": norm, "learning_rate": late.learning_rate}
+                shared |= dict(zip(late.report_names, report, strict=True))
+                self.parts.meter.step(late.step, late.times.seconds(), shared)
+        return self.parts.checkpointer.abandon(seconds)
 
     def fit(self) -> Outcome:
         """Restores what there is, trains, and leaves a checkpoint of the last step."""
@@ -113,7 +141,7 @@ class Trainer:
         parts = self.parts
         self._begin(self._restore())
         self._first_step = self.step + 1
-        parts.checkpointer.reserve(self.tensors())
+        parts.checkpointer.reserve(self.tensors(), self.step)
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -123,6 +151,9 @@ class Trainer:
             stopping = self._train_step()
             if stopping or self.step == self.last_step:
                 self._read_late(None)  # the numbers of the last step may still send the training back
+        if stopping and self._leaves and self.step < self.last_step:
+            self._keep()
+            return "left"
         outcome: Outcome = "done" if self.step >= parts.schedule.steps else "stopped"
         self._checkpoint(wait=True)
         self._report_checkpoints()
@@ -133,7 +164,9 @@ class Trainer:
     def _train_step(self) -> bool:
         """One step; True when any rank was asked to stop."""
         parts, clock = self.parts, self.parts.clock
+        self.check()
         self.step += 1
+        clock.begin_step(self.step)
         clock.switch("data")
         batches = self._load()
         self.timer.mark("data")
@@ -145,19 +178,23 @@ class Trainer:
 
         if parts.checkpointer.finish_copy():
             self.timer.mark("checkpoint")
+        self.check()
         rate = parts.schedule.learning_rate(self.step)
         numbers = self._update(rate, loss, report)
         self.timer.mark("optimizer")
 
-        if parts.checkpointer.due(self.step):
+        if parts.checkpointer.due(self.step, last=self.step == self.last_step):
             self._checkpoint()
         self.timer.mark("checkpoint")
 
         assert self.loader is not None
         self._read_late(_Readout(self.step, self.loader.state, rate, numbers, list(report), self.timer.finish()))
+        self._tell_recovery()
         self._evaluate_when_due()
         self._keep_house()
-        return bool(agreed.read()[1])
+        _, stops, leaves = agreed.read()
+        self._leaves = bool(leaves) and not stops
+        return bool(stops or leaves)
 
     def _load(self) -> list[Batch]:
         self._doing = "data"
@@ -169,9 +206,11 @@ class Trainer:
         return batches
 
     def _agree(self, batches: list[Batch]) -> tuple[Tensor, _HostCopy]:
-        """The weight of all labels of the step, for the loss; and how many ranks were asked to stop, for the host."""
+        """The weight of all labels of the step, for the loss; and how many ranks were asked to stop or to leave, for
+        the host."""
         count = torch.stack([batch.count for batch in batches]).double().sum() * self.parts.ranks.counts_labels
-        numbers = torch.stack((count, torch.full_like(count, float(self._stop_asked))))
+        asked = (float(self._stop_asked), float(self._leaving))
+        numbers = torch.stack((count, *(torch.full_like(count, number) for number in asked)))
         with self.timer.waiting():
             self.parts.ranks.sum(numbers)
         return numbers[0].clamp(min=1.0).float(), _HostCopy(numbers)
@@ -237,7 +276,12 @@ class Trainer:
         fault = self.guard.judge(late.step, loss, norm, bool(good))
         shared = {"loss": loss, "gradient_norm": norm, "learning_rate": late.learning_rate}
         shared |= {"skipped_steps": self.guard.skipped_steps, **dict(zip(late.report_names, report, strict=True))}
-        self.parts.meter.step(late.step, late.times.seconds(), shared)
+        phases = late.times.seconds()
+        self.parts.meter.step(late.step, phases, shared)
+        self._step_seconds.append(sum(phases.values()))
+        self.parts.clock.page.step_seconds = median(self._step_seconds)
+        if not math.isfinite(loss) and self._distrust_memory(late.step, loss):
+            return
         if fault is not None:
             self._answer(fault, late.next_sample)
 
@@ -258,27 +302,53 @@ class Trainer:
         """Returns to the last checkpoint and goes on behind the samples of the bad step."""
         reached = self.step
         with self.parts.clock.kind("restore"):
-            counters = self._restore()
+            counters = self._restore(before=fault.step)
         if counters is None:
             self._say(f"step {fault.step}: there is no checkpoint to return to yet; training goes on")
             return
         self.guard.rolled_back(counters["step"], fault)
+        self._return_to({**counters, "next_sample": next_sample}, reached)
+        self._event("rolled_back", self.step, reached=reached, reason=fault.reason)
+
+    def _distrust_memory(self, step: int, loss: float) -> bool:
+        """A loss that is not finite soon after the state came from the nodes' memory: whatever spoilt it there, a lower
+        tier may have it right. Whether there was one to return to; happens once in a generation at most."""
+        report = self.parts.checkpointer.restored
+        if report is None or report.tier != PEER or step > report.step + DISTRUST_STEPS:
+            return False
+        reached = self.step
+        with self.parts.clock.kind("restore"):
+            counters = self._restore(trust_peer=False)
+        reason = f"the loss is {loss} {step - report.step} steps after step {report.step} came from memory"
+        self._event("peer_distrusted", step, reason=reason)
+        if counters is None:
+            self._say(f"step {step}: {reason}, and no other tier has a checkpoint; training goes on")
+            return False
+        self._say(f"step {step}: {reason}; going back to step {counters['step']} of {self._restored_tier()}")
+        self._return_to(counters, reached)
+        return True
+
+    def _return_to(self, counters: dict[str, Any], reached: int) -> None:
         self._redo_until = max(self._redo_until, reached)
         self._unread = None
-        self._begin({**counters, "next_sample": next_sample})
-        self._event("rolled_back", self.step, reached=reached, reason=fault.reason)
+        self._begin(counters)
         self.timer.begin()
 
-    def _restore(self) -> dict[str, Any] | None:
+    def _restored_tier(self) -> str:
+        report = self.parts.checkpointer.restored
+        return report.tier if report else "no tier"
+
+    def _restore(self, before: int | None = None, trust_peer: bool = True) -> dict[str, Any] | None:
         with self.parts.clock.kind("restore"):
             self._doing = "restore"
-            counters = self.parts.checkpointer.restore(self.tensors())
+            counters = self.parts.checkpointer.restore(self.tensors(), before, trust_peer)
             if counters is not None:
                 self.parts.optimizer.loaded(counters["step"])
                 report = self.parts.checkpointer.restored
                 for reason in report.passed_over if report else ():
                     self._event("checkpoint_passed_over", counters["step"], reason=reason)
-                self._event("restored", counters["step"], next_sample=counters["next_sample"])
+                tier = self._restored_tier()
+                self._event("restored", counters["step"], tier=tier, next_sample=counters["next_sample"])
         return counters
 
     def _begin(self, counters: dict[str, Any] | None) -> None:
@@ -299,10 +369,35 @@ class Trainer:
                 raise
             self._say(f"step {self.step}: {error}; training goes on")
 
+    def _keep(self) -> None:
+        """The state of this very step, for the next generation."""
+        self._doing = "checkpoint"
+        with self.parts.clock.kind("checkpoint"):
+            if not self.parts.checkpointer.keep(self.step, self.tensors(), self.counters()):
+                self.parts.checkpointer.save(self.step, self.tensors(), self.counters(), wait=True)
+        self._report_checkpoints()
+
+    def _tell_recovery(self) -> None:
+        """After the first step that a broken generation cost: what it cost."""
+        if not self._broke_at:
+            return
+        report = self.parts.checkpointer.restored
+        restored = report.step if report else 0
+        seconds = time.time() - self._broke_at
+        tier = report.tier if report else "the beginning"
+        lost = max(0, self._reached - restored)
+        fields = {"seconds": seconds, "lost_steps": lost, "restored_from": tier, "restored_step": restored}
+        self._event("recovered", self.step, **fields)
+        self._say(f"step {self.step}: going on {seconds:.1f} s after the failure, from step {restored} of {tier}")
+        self._broke_at = 0.0
+
     def _report_checkpoints(self) -> None:
         for report in self.parts.checkpointer.reports():
             fields = {"tier": report.tier, "bytes": report.bytes, "seconds": report.seconds, "reason": report.error}
             self._event(SAVE_EVENTS[report.outcome], report.step, **fields)
+        for note in self.parts.checkpointer.notes():
+            self._event(note.event, note.step, **note.fields)
+            self._say(f"step {note.step}: {note.text}")
 
     def _keep_house(self) -> None:
         """What is done beside the steps, at its own pace."""
@@ -359,17 +454,29 @@ class Trainer:
         return {"step": self.step, "next_sample": self.loader.state}
 
 
+def _nothing() -> None:
+    """Nobody says that a generation is over."""
+
+
 class _HostCopy:
-    """A tensor on its way to the host; on a GPU only `read` waits, and only for what was asked before."""
+    """A tensor on its way to the host; on a GPU only `read` waits, and only for what was asked before. The copy has a
+    stream of its own: a device copies to the host in one line, and behind a copy of the whole state these few numbers
+    would hold up the computation."""
+
+    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
     def __init__(self, tensor: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
         self._values = tensor
         if tensor.is_cuda:
+            stream = self._streams.get(tensor.device) or torch.cuda.Stream(tensor.device)
+            self._streams[tensor.device] = stream
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._values.copy_(tensor, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            with torch.cuda.stream(stream):
+                self._values.copy_(tensor, non_blocking=True)
+                self._arrived = stream.record_event()
+            tensor.record_stream(stream)
 
     def read(self) -> list[float]:
         if self._arrived is not None:

@@ -1,0 +1,219 @@
+"""Faults made on purpose: what `craton chaos` and a job's `chaos:` ask for, done by the agents of the run.
+
+Each fault happens once, whoever restarts meanwhile: a file beside the request says that it did. Whatever is done is
+told in the events and in the agent's log. What has to happen at an exact moment inside a rank (at a step, in the middle
+of a restore) is a trap in the rank's page, which the rank springs itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from craton.agent.errors import KeeperError
+from craton.agent.launch import Launch
+from craton.agent.node import NodeProcesses, Place
+from craton.agent.records import NodeRecords
+from craton.agent.slots import KeeperClient
+from craton.errors import CratonError
+from craton.job import Fault, load_job, parse_fault, place_of
+from craton.telemetry import BESIDE, RunDirectory
+
+LOOK_SECONDS = 0.5
+QUICK_SECONDS = 0.02  # between two looks at the steps of the ranks, while a fault waits for one
+TRAPS = {"kill": "kill", "fail": "fail"}
+
+
+@dataclass
+class Armed:
+    """A fault that has been asked for and has not happened yet."""
+
+    name: str  # of its file
+    fault: Fault
+    place: Place | None = None  # where a trap was set
+    sprung: int = 0  # how many traps had sprung there before
+
+
+class Chaos:
+    def __init__(
+        self,
+        run: RunDirectory,
+        launch: Launch,
+        node: str,
+        records: NodeRecords,
+        processes: NodeProcesses,
+        coordinates: Callable[[], bool],
+    ) -> None:
+        self._run, self._node, self._records, self._processes = run, node, records, processes
+        self._coordinates = coordinates
+        self._waiting: list[Armed] = []
+        self._known: set[str] = set()
+        self._slow_until = float("inf")
+        self._next_look = 0.0
+        for index, text in enumerate(launch.chaos):
+            self._add(f"launch-{launch.generation}-{index}", text)
+
+    def turn_seconds(self, usual: float) -> float:
+        """How long the agent may wait for something to happen."""
+        waits = any(armed.fault.step is not None and armed.fault.target != "rank" for armed in self._waiting)
+        return QUICK_SECONDS if waits else usual
+
+    def turn(self) -> None:
+        """Looks for requests, and does what is due."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._look()
+        if now > self._slow_until:
+            self._slow_until = float("inf")
+            self._slow(0.0)
+        for armed in list(self._waiting):
+            self._try(armed)
+
+    def _look(self) -> None:
+        for path in sorted(self._run.chaos_folder.glob("*.json")):
+            if path.stem in self._known:
+                continue
+            self._known.add(path.stem)
+            try:
+                faults = json.loads(path.read_text(encoding="utf-8"))["faults"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                self._say("chaos_refused", f"{path.name} cannot be read: {error}")
+                continue
+            for index, text in enumerate(faults):
+                self._add(f"{path.stem}-{index}", text)
+
+    def _add(self, name: str, text: str) -> None:
+        try:
+            fault = parse_fault(text)
+        except CratonError as error:
+            self._say("chaos_refused", str(error))
+            return
+        if fault.target == "tier":  # of all nodes that hold something of it, each for itself
+            name = f"{name}-{self._node}"
+        if not self._fired_path(name).exists():
+            self._waiting.append(Armed(name, fault))
+
+    def _try(self, armed: Armed) -> None:
+        fault = armed.fault
+        if fault.target == "rank":
+            self._try_rank(armed)
+        elif fault.step is not None and self._step() < fault.step:
+            return
+        elif fault.target == "coordinator":
+            if self._coordinates() and self._fire(armed):
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.target in ("agent", "node"):
+            if fault.node == self._node and self._fire(armed):
+                if fault.target == "node":
+                    (self._run.path / "heartbeat" / f".{self._node}.lost").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.target == "keeper":
+            if fault.node == self._node and self._processes.keeper is not None and self._fire(armed):
+                self._processes.keeper.send(signal.SIGKILL)
+        elif fault.kind == "slow-disk" and self._processes.places:
+            if self._fire(armed):
+                self._slow(fault.seconds or 0.0, fault.tier or "")
+                self._slow_until = time.monotonic() + (fault.for_seconds or float("inf"))
+        elif fault.kind == "corrupt" and self._processes.ranks:
+            self._corrupt(armed)
+
+    def _try_rank(self, armed: Armed) -> None:
+        fault = armed.fault
+        if armed.place is not None:
+            if armed.place.page.traps_sprung > armed.sprung:
+                self._fire(armed)
+            return
+        place = dict(self._processes.ranks).get(fault.rank if fault.rank is not None else -1)
+        if place is None or not place.is_running or place.page.has_trap:
+            return
+        assert place.process is not None
+        action = TRAPS.get(fault.kind) or fault.how or "stop"
+        if fault.step is None and fault.during is None and action in ("kill", "stop"):
+            if self._fire(armed):
+                place.process.send(signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+                place.process.sent.clear()  # it was not told by us: it has failed
+            return
+        armed.place, armed.sprung = place, place.page.traps_sprung
+        beside = fault.during if fault.during in BESIDE else None
+        kind = "any" if beside else fault.during or "stepping"
+        place.page.set_trap(action, kind, beside, fault.step or 0)
+        self._say("chaos_armed", f"{fault.text} is armed", fault.text)
+
+    def _step(self) -> int:
+        return max((place.page.step for _, place in self._processes.ranks), default=0)
+
+    def _slow(self, seconds: float, tier: str = "") -> None:
+        for place in self._processes.places:
+            place.page.slow_down(tier, seconds)
+
+    def _corrupt(self, armed: Armed) -> None:
+        fault = armed.fault
+        try:
+            if fault.tier == "peer":
+                whose = fault.how or "all"
+                done = KeeperClient(self._processes.keeper_name).corrupt(fault.rank, whose)
+                text = "; ".join(str(each) for each in done) if done else ""
+            else:
+                text = self._corrupt_file(fault)
+        except (KeeperError, OSError, CratonError) as error:
+            self._say("chaos_refused", f"{fault.text}: {error}")
+            self._waiting.remove(armed)
+            return
+        if text:
+            self._fire(armed, text)
+        elif fault.rank is not None:
+            self._waiting.remove(armed)  # another node's affair
+
+    def _corrupt_file(self, fault: Fault) -> str:
+        """Flips a bit in the middle of the largest file of the newest step; nothing while there is none."""
+        job = load_job(self._run.job_path)
+        tier = next((tier for tier in job.checkpoint.places if tier.to == fault.tier), None)
+        if tier is None:
+            raise CratonError(f"the job has no tier {fault.tier}")
+        place = place_of(tier, job.cluster.file.storage if job.cluster.file else None, self._run.path)
+        if place.is_url:
+            raise CratonError("objects in S3 cannot be changed in place")
+        if not place.is_node_local and not self._coordinates():
+            return ""
+        folder = Path(place.place) / self._node if place.is_node_local else Path(place.place)
+        steps = sorted(path for path in folder.glob("step-*") if (path / "COMPLETE").exists())
+        if not steps:
+            return ""
+        file = max(
+            (path for path in steps[-1].iterdir() if path.suffix == ".distcp"), key=lambda path: path.stat().st_size
+        )
+        with open(file, "r+b") as handle:
+            handle.seek(file.stat().st_size // 2)
+            byte = handle.read(1)
+            handle.seek(-1, os.SEEK_CUR)
+            handle.write(bytes([byte[0] ^ 1]))
+        return f"flipped a bit of {file}"
+
+    def _fire(self, armed: Armed, text: str = "") -> bool:
+        """Notes that it happens, before it does; False when it has happened already."""
+        if armed in self._waiting:
+            self._waiting.remove(armed)
+        path = self._fired_path(armed.name)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            return False
+        except OSError:
+            pass  # the worst is that it happens twice
+        self._say("chaos_fired", f"{armed.fault.text}{': ' + text if text else ''}", armed.fault.text)
+        return True
+
+    def _fired_path(self, name: str) -> Path:
+        return self._run.chaos_folder / f"{name}.fired"
+
+    def _say(self, event: str, text: str, fault: str = "") -> None:
+        print(f"\033[31mcraton chaos: {event.removeprefix('chaos_')}: {text}\033[0m", file=sys.stderr, flush=True)
+        self._records.event(event, message=text, fault=fault or None)

@@ -1,0 +1,96 @@
+"""generations/N.json: one membership of a run. Recovery and resize write the next one.
+
+A generation is made by creating its file, which only one agent can do: two that both take themselves for the
+coordinator, on the two sides of a network that is cut, cannot both go on. Generations are never changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from craton.telemetry import RunDirectory, read_json
+
+_FILE = re.compile(r"(\d{6,})\.json")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Who the ranks are from here on."""
+
+    number: int
+    nodes: list[str]  # in the order of ranks
+    ranks_per_node: int
+    store: str  # host:port of the ranks' rendezvous
+    keepers: dict[str, str] = field(default_factory=dict)  # node → host:port where it takes copies of others' state
+    layout: dict[str, Any] | None = None  # None: that of the plan
+    reason: str = "start"
+    reached: int = 0  # the last step that was done before; up to it, steps are done again
+    is_planned: bool = False  # a change nobody died for: the ranks finish their step and keep its state first
+    broke_at: float = 0.0  # epoch seconds at which the one before stopped moving; 0: it did not
+    by: str = ""  # the node that coordinates
+    time: float = 0.0
+
+    @property
+    def world(self) -> int:
+        return len(self.nodes) * self.ranks_per_node
+
+    def ranks_of(self, node: str) -> range:
+        """The ranks of a node; none where it has no part in this generation."""
+        if node not in self.nodes:
+            return range(0)
+        first = self.nodes.index(node) * self.ranks_per_node
+        return range(first, first + self.ranks_per_node)
+
+    def to_message(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, document: dict[str, Any]) -> Generation:
+        known = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in document.items() if name in known})
+
+
+def create_generation(run: RunDirectory, generation: Generation) -> bool:
+    """False when somebody else has made one of this number. OSError when the run directory cannot be written."""
+    path = run.generation_path(generation.number)
+    path.parent.mkdir(exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(fresh, "w", encoding="utf-8") as file:
+        json.dump(generation.to_message(), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(fresh, path)
+    except FileExistsError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+    return True
+
+
+def newest_generation(run: RunDirectory) -> Generation | None:
+    """The newest there is; one that cannot be read is not there."""
+    for number in sorted(_numbers(run), reverse=True):
+        try:
+            return Generation.from_message(read_json(run.generation_path(number)))
+        except TypeError:
+            continue
+    return None
+
+
+def next_number(run: RunDirectory) -> int:
+    return max(_numbers(run), default=-1) + 1
+
+
+def _numbers(run: RunDirectory) -> list[int]:
+    try:
+        names = os.listdir(run.path / "generations")
+    except OSError:
+        return []
+    return [int(match[1]) for name in names if (match := _FILE.fullmatch(name))]

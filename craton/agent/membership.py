@@ -1,0 +1,278 @@
+"""An agent's part in the run as a whole: it follows whoever coordinates, or coordinates itself.
+
+What it hears and decides reaches the node through a few calls (`NodeItself`); what happens on the node reaches the
+coordinator as a status several times a second, and as a fault at once. A fault is told again to whoever coordinates
+next, as long as nothing came of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any, Protocol
+
+from craton.agent.coordinator import (
+    SILENT_SECONDS,
+    Action,
+    Coordinator,
+    Fail,
+    Fault,
+    Finish,
+    Notice,
+    Release,
+    Start,
+)
+from craton.agent.council import Claimed, Council, Followed, Heard
+from craton.agent.generation import Generation, create_generation, newest_generation, next_number
+from craton.agent.launch import Launch, LaunchError, read_launch
+from craton.agent.records import NodeRecords
+from craton.agent.wire import Link, Message
+from craton.telemetry import Marker, RunDirectory, process_start, read_heartbeat, read_json
+
+STATUS_SECONDS = 0.15  # between two words to whoever coordinates
+RESTART_SECONDS = 3.0  # between two starts of another node's agent
+
+
+class NodeItself(Protocol):
+    """The node that this agent is of."""
+
+    @property
+    def generation(self) -> Generation | None: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    def enter(self, generation: Generation, end: tuple[int, ...]) -> None: ...
+
+    def fail(self, reason: str) -> None: ...
+
+    def mark(self, marker: Marker, text: str = "") -> None: ...
+
+    def warn(self, event: str, text: str) -> None: ...
+
+
+class Membership:
+    def __init__(
+        self, run: RunDirectory, launch: Launch, node: str, council: Council, records: NodeRecords, itself: NodeItself
+    ) -> None:
+        self._run, self._launch, self._node, self._council = run, launch, node, council
+        self._records, self._node_itself = records, itself
+        self._coordinator: Coordinator | None = None  # when this agent coordinates
+        self._links: dict[str, Link] = {}  # node → link, when this agent coordinates
+        self._leader: Link | None = None  # otherwise the link to the one that does
+        self._leader_heard = 0.0
+        self._untold: list[Fault] = []  # since the present generation began
+        self._next_status = 0.0
+        self._agents_started: dict[str, float] = {}
+        self._resize_seen = 0.0
+        self.is_released = self.is_finished = False  # this node is needed no more; the run is done
+        council.look()
+
+    @property
+    def coordinates(self) -> bool:
+        return self._coordinator is not None
+
+    def entered(self) -> None:
+        """The node is in a new generation: what was wrong with the one before is settled."""
+        self._untold = []
+        self._next_status = 0.0  # what this node offers the generation after this one is new
+
+    def close(self) -> None:
+        self._council.close()
+
+    def confer(self, now: float, is_ending: bool) -> None:
+        """Hears the other agents, says how this node is, and does what whoever coordinates has decided."""
+        while (news := self._council.take()) is not None:
+            if isinstance(news, Claimed):
+                self._coordinate(now)
+            elif isinstance(news, Followed):
+                self._follow(news.link, now)
+            else:
+                self._hear(news, now)
+        if self._leader is not None and now - self._leader_heard > SILENT_SECONDS:
+            self._leader.close()
+        if now >= self._next_status:
+            self._next_status = now + STATUS_SECONDS
+            status = self._node_itself.status()
+            if self._leader is not None:
+                self._leader.send({"is": "status", "node": self._node, **status})
+            if self._coordinator is not None:
+                self._coordinator.heard(self._node, status, now)
+        if self._coordinator is not None and not is_ending:
+            for action in self._coordinator.tick(now, time.time()):
+                self._act(action)
+        if self._coordinator is not None and not is_ending:
+            self._restart_agents(now)
+
+    def _coordinate(self, now: float) -> None:
+        current = newest_generation(self._run)
+        if current is not None and current.number < self._launch.generation:
+            current = None  # of an earlier launch
+        number = max(next_number(self._run), self._launch.generation)
+        self._coordinator = Coordinator(self._launch, self._node, current, number, now)
+        self._records.event("coordinates", takes_over=current is not None)
+        for fault in self._untold:
+            self._coordinator.fault(fault)
+
+    def _follow(self, link: Link, now: float) -> None:
+        self._step_down()
+        self._leader, self._leader_heard = link, now
+        for fault in self._untold:
+            link.send({"is": "fault", **fault.__dict__})
+
+    def _step_down(self) -> None:
+        self._council.coordinates = False
+        self._coordinator = None
+        for link in self._links.values():
+            link.close()
+        self._links = {}
+
+    def _hear(self, news: Heard, now: float) -> None:
+        link, message = news.link, news.message
+        if link is self._leader:
+            self._leader_heard = now
+            if message is None:
+                self._leader = None
+                self._council.look()
+            else:
+                self._obey(message)
+        elif self._coordinator is None:
+            link.close()
+        elif message is None:
+            if self._links.get(link.node) is link:
+                del self._links[link.node]
+                self._coordinator.left(link.node, now)
+        else:
+            self._links[link.node] = link
+            self._hear_member(link, message, now)
+
+    def _hear_member(self, link: Link, message: Message, now: float) -> None:
+        assert self._coordinator is not None
+        if message["is"] == "status":
+            self._coordinator.heard(link.node, message, now)
+            current = self._coordinator.current
+            if current is not None and 0 <= int(message.get("generation", -1)) < current.number:  # it missed the word
+                link.send({"is": "generation", "generation": current.to_message(), "end": []})
+            link.send({"is": "beat"})
+        elif message["is"] == "fault":
+            fields = {name: value for name, value in message.items() if name != "is"}
+            self._coordinator.fault(Fault(**{**fields, "ranks": tuple(fields.get("ranks", ()))}))
+
+    def _obey(self, message: Message) -> None:
+        if message["is"] == "generation":
+            self._node_itself.enter(Generation.from_message(message["generation"]), tuple(message["end"]))
+        elif message["is"] == "release":
+            self.is_released = True
+        elif message["is"] == "finish":
+            self.is_finished = True
+
+    def report(self, fault: Fault) -> None:
+        """Tells whoever coordinates, and whoever does so next while nothing came of it."""
+        print(f"craton agent: {fault.text.splitlines()[0]}", file=sys.stderr, flush=True)
+        if fault.generation is None and (present := self._node_itself.generation) is not None:
+            fault = replace(fault, generation=present.number)
+        self._untold.append(fault)
+        status = self._node_itself.status()  # first: what this node offered before the fault may be gone
+        if self._coordinator is not None:
+            self._coordinator.heard(self._node, status, time.monotonic())
+            self._coordinator.fault(fault)
+        elif self._leader is not None:
+            self._leader.send({"is": "status", "node": self._node, **status})
+            self._leader.send({"is": "fault", **fault.__dict__})
+
+    def _act(self, action: Action) -> None:
+        if isinstance(action, Start):
+            self._begin_generation(action)
+        elif isinstance(action, Fail):
+            self._node_itself.fail(action.text)
+        elif isinstance(action, Finish):
+            if not self._run.has("STOP"):
+                self._node_itself.mark("DONE")
+            self._tell_all({"is": "finish"})
+            self.is_finished = True
+        elif isinstance(action, Release):
+            for node in action.nodes:
+                if node in self._links:
+                    self._links[node].send({"is": "release"})
+            self._records.event("nodes_released", nodes=list(action.nodes))
+        elif isinstance(action, Notice):
+            self._node_itself.warn(action.event, action.text)
+
+    def _begin_generation(self, action: Start) -> None:
+        generation = action.generation
+        try:
+            made = create_generation(self._run, generation)
+        except OSError as error:
+            self._node_itself.fail(f"generation {generation.number} cannot be written: {error}")
+            return
+        if not made:  # somebody else coordinates
+            self._records.event("coordinates_no_more", generation=generation.number)
+            self._step_down()
+            self._council.look()
+            return
+        self._records.generation = generation.number
+        self._records.event(
+            "generation_started",
+            reason=generation.reason.splitlines()[0],
+            nodes=generation.nodes,
+            world=generation.world,
+            reached=generation.reached,
+            planned=generation.is_planned,
+        )
+        if generation.layout is not None:
+            self._use_plan(len(generation.nodes))
+        self._tell_all({"is": "generation", "generation": generation.to_message(), "end": list(action.end)})
+        self._node_itself.enter(generation, action.end)
+
+    def _use_plan(self, size: int) -> None:
+        """What is measured from here on is held against the plan of this size."""
+        source = self._run.path / "plans" / f"{size}.json"
+        with contextlib.suppress(OSError):
+            text = source.read_text(encoding="utf-8")
+            fresh = self._run.plan_path.with_name(".plan.json.new")
+            fresh.write_text(text, encoding="utf-8")
+            os.replace(fresh, self._run.plan_path)
+
+    def _tell_all(self, message: Message) -> None:
+        for link in self._links.values():
+            link.send(message)
+
+    def _restart_agents(self, now: float) -> None:
+        """Where all nodes are this machine, nobody else would start an agent again that was killed."""
+        if self._coordinator is None:  # it has just stepped down
+            return
+        if not self._launch.agent_command or self._run.has("STOP") or self._run.has("FATAL"):
+            return
+        for index, node in enumerate(self._launch.nodes):
+            if node in self._coordinator.members or (self._run.path / "heartbeat" / f".{node}.lost").exists():
+                continue
+            beat = read_heartbeat(self._run, node)
+            if beat is None or beat.generation != self._launch.generation or beat.state not in ("running", "spare"):
+                continue
+            if process_start(beat.pid) == beat.started or now - self._agents_started.get(node, -1e9) < RESTART_SECONDS:
+                continue
+            self._agents_started[node] = now
+            self._node_itself.warn("agent_restarted", f"the agent of {node} is gone; starting it again")
+            with open(self._run.path / "logs" / f"agent-{node}.log", "ab") as log:
+                subprocess.Popen(
+                    [*self._launch.agent_command, str(index)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+
+    def look_for_resize(self) -> None:
+        """`craton resize` has left word."""
+        if self._coordinator is None:
+            return
+        wish = read_json(self._run.resize_path)
+        if not wish or float(wish.get("time", 0.0)) <= self._resize_seen:
+            return
+        self._resize_seen = float(wish["time"])
+        with contextlib.suppress(LaunchError):
+            self._coordinator.launch = read_launch(self._run)
+        self._coordinator.resize(int(wish["nodes"]), wish.get("layout"))

@@ -1,0 +1,362 @@
+"""A node's processes through the generations of a run: which ranks live, what they are told, how they end.
+
+Every rank has a *place* on its node, and a place has a page, over all the processes that fill it one after the other.
+Ranks that take orders (they come from the nursery) stay alive from one generation to the next; others, of a job's own
+command, are started anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from craton.agent.generation import Generation, next_number
+from craton.agent.launch import Launch
+from craton.agent.nursery import Nursery, NurseryError
+from craton.agent.process import ChildProcess, RankProcess, pipe, rank_environment, start_rank
+from craton.agent.records import NodeRecords
+from craton.telemetry import RankPage, RunDirectory
+
+PLANNED_SECONDS = 600.0  # from being told of a planned generation to entering it: a step, and a save, must end first
+NURSERY_SECONDS = 120.0  # imports on a cold file system take their time
+MOST_STARTS = 3  # of one place in one generation, without ever entering it
+
+
+@dataclass
+class Place:
+    """Where a rank is on its node."""
+
+    page: RankPage
+    process: RankProcess | None = None
+    enter_by: float = float("inf")  # monotonic: when it must be in the present generation
+    kill_at: float = float("inf")
+    starts: int = 0  # in this generation
+    is_done: bool = False  # ended well in this generation
+    mute_at: float = -1.0  # what the page said of progress when a job's own command began, which may never say any
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.is_running
+
+
+class NodeProcesses:
+    """All that an agent starts for its ranks."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        launch: Launch,
+        node: str,
+        host: str,
+        records: NodeRecords,
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self._run, self._launch, self._node, self._host = run, launch, node, host
+        self._records, self._selector = records, selector
+        self.generation: Generation | None = None
+        self.places: list[Place] = []
+        self.nursery: Nursery | None = None
+        self.keeper: ChildProcess | None = None
+        self.keeper_name = ""  # abstract address of the keeper's socket for processes of this node
+        self.keeper_address = self.store_address = ""
+        self._report = -1  # the pipe over which a new keeper says where it is
+        self._nursery_by = float("inf")
+        if not launch.nursery and next_number(run) > launch.generation:  # an agent that was killed came before
+            self._offer_store()
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        helpers = [self.nursery.child if self.nursery else None, self.keeper]
+        return [*(place.process for place in self.places if place.process), *(each for each in helpers if each)]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ranks can be made, and find what they need."""
+        return not self._launch.nursery or bool(self.store_address)
+
+    @property
+    def ranks(self) -> list[tuple[int, Place]]:
+        """(rank, place) of the present generation, or of the first one to come."""
+        if self.generation is None:
+            first = self._launch.nodes.index(self._node) * self._launch.ranks_per_node
+            return list(enumerate(self.places, first))
+        return list(zip(self.generation.ranks_of(self._node), self.places, strict=False))
+
+    @property
+    def is_done(self) -> bool:
+        return self.generation is not None and bool(self.ranks) and all(place.is_done for _, place in self.ranks)
+
+    def open_books(self, index: int) -> None:
+        """Time is booked from here on, before there is a generation. After an agent of this node that was killed, from
+        where its books end."""
+        first = index * self._launch.ranks_per_node
+        ended = self._records.last_booked(self._launch.generation)
+        for rank in range(first, first + self._launch.ranks_per_node):
+            page = RankPage.make()
+            if rank in ended:
+                page.begin("detect", time.monotonic() - (time.time() - ended[rank]))
+            self.places.append(Place(page))
+
+    # -- nursery and keeper ---------------------------------------------------------------------------------------
+
+    def tend(self) -> None:
+        """Starts what is missing of nursery and keeper, and hears what they say."""
+        if not self._launch.nursery:
+            return
+        if self.nursery is None:
+            self.nursery = Nursery(self._run, self._launch, self._node)
+            self._selector.register(self.nursery.connection, selectors.EVENT_READ, self.nursery.hear)
+            self._nursery_by = time.monotonic() + NURSERY_SECONDS
+        if not self.nursery.is_ready and time.monotonic() > self._nursery_by:
+            self.nursery.child.send(signal.SIGKILL)
+        if self.nursery.is_ready and self.keeper is None:
+            self._start_keeper()
+
+    def helper_ended(self, child: ChildProcess) -> str | None:
+        """What it means that the nursery or the keeper has ended; None: the child is neither."""
+        if self.nursery is not None and child is self.nursery.child:
+            was_ready = self.nursery.is_ready
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(self.nursery.connection)
+            self.nursery.close()
+            self.nursery = None
+            return "nursery" if was_ready else "unborn nursery"
+        if child is self.keeper:
+            self.keeper = None
+            self.keeper_name = self.keeper_address = self.store_address = ""
+            return "keeper"
+        return None
+
+    def _start_keeper(self) -> None:
+        assert self.nursery is not None
+        reading, writing = pipe()
+        environment = {"CRATON_HOST": self._host, "CRATON_NODE": self._node}
+        log_path = self._run.path / "logs" / f"keeper-{self._node}.log"
+        try:
+            pid = self.nursery.fork("keeper", environment, log_path, {"CRATON_REPORT": writing})
+        except NurseryError as error:
+            os.close(reading)
+            self._records.event("nursery_failed", message=str(error))
+            return
+        finally:
+            os.close(writing)
+        self.keeper = ChildProcess(f"keeper of {self._node}", pid, log_path, 0, time.time())
+        self._report = reading
+        self._selector.register(reading, selectors.EVENT_READ, self._hear_keeper)
+
+    def _hear_keeper(self) -> None:
+        try:
+            said = os.read(self._report, 4096)
+        except BlockingIOError:
+            return
+        self._selector.unregister(self._report)
+        os.close(self._report)
+        if said:
+            report = json.loads(said)
+            self.keeper_name = str(report["keeper"])
+            self.keeper_address, self.store_address = str(report["peers"]), str(report["store"])
+            self._records.event("keeper_ready", pid=self.keeper.pid if self.keeper else None)
+
+    # -- ranks ----------------------------------------------------------------------------------------------------
+
+    def enter(self, generation: Generation, end: tuple[int, ...]) -> None:
+        """Brings the node's ranks into a new generation; those in `end` are ended first."""
+        self.generation = generation
+        self._records.generation = generation.number
+        if not self._launch.nursery:
+            self._offer_store()
+        wanted = len(generation.ranks_of(self._node))
+        while len(self.places) < wanted:
+            page = RankPage.make()
+            if generation.broke_at:  # in the place of a node that was lost
+                page.begin("detect", time.monotonic() - (time.time() - generation.broke_at))
+            self.places.append(Place(page))
+        if not wanted:
+            for place in self.places:
+                if place.process is not None:
+                    place.process.send(signal.SIGKILL)
+            return
+        for rank, place in self.ranks:
+            place.starts, place.is_done = 0, False
+            if not place.is_running:
+                if place.page.kind == "detect":
+                    place.page.switch("regroup")
+                self._start_rank(rank, place)
+            elif rank in end:
+                assert place.process is not None
+                place.process.send(signal.SIGKILL)
+            elif self._launch.nursery:
+                self._tell(rank, place, generation)
+            else:
+                self._end(place)
+
+    def watch(self, now: float) -> None:
+        """Ends ranks whose time is over."""
+        for _, place in self.ranks:
+            if not place.is_running or self.generation is None:
+                continue
+            assert place.process is not None
+            if place.page.generation == self.generation.number:
+                place.enter_by = float("inf")
+            if now > min(place.enter_by, place.kill_at):
+                place.enter_by = place.kill_at = float("inf")
+                self._records.event(
+                    "rank_killed", place.process.rank, reason=f"did not leave for generation {self.generation.number}"
+                )
+                place.process.send(signal.SIGKILL)
+
+    def ended(self, rank: RankProcess) -> Place:
+        """Notes the end of a rank, and keeps its books until another takes its place."""
+        place = next(place for place in self.places if place.process is rank)
+        while self._records.read(rank) and _has_more(rank.records):
+            pass
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(rank.records)
+        rank.close()
+        return place
+
+    def start_again(self, place: Place) -> bool:
+        """A rank that has left, or never came into, the present generation gets a new process. False: it has had too
+        many."""
+        for rank, each in self.ranks:
+            if each is place:
+                place.page.switch("regroup")
+                return self._start_rank(rank, place)
+        return True
+
+    def _start_rank(self, rank: int, place: Place) -> bool:
+        assert self.generation is not None
+        place.starts += 1
+        place.enter_by = place.kill_at = float("inf")
+        place.page.beat()
+        if place.starts > MOST_STARTS:
+            return False
+        if not self._launch.nursery:
+            place.page.generation = self.generation.number
+            place.mute_at = place.page.progress
+            place.page.switch("productive")  # what it does is not known, unless it books itself
+            place.process = start_rank(
+                self._run, self._launch, self.generation, self._node, rank, place.page.descriptor
+            )
+        else:
+            place.process = self._fork_rank(rank, place)
+        if place.process is not None:
+            self._selector.register(place.process.records, selectors.EVENT_READ, place.process)
+            self._records.event("rank_started", rank, pid=place.process.pid)
+        return True
+
+    def _fork_rank(self, rank: int, place: Place) -> RankProcess | None:
+        """None while the nursery is being made anew; `tend_ranks` tries again."""
+        assert self.generation is not None
+        if self.nursery is None or not self.nursery.is_ready:
+            return None
+        records, records_of_rank = pipe()
+        orders_of_rank, orders = pipe()
+        log_path = self._run.log_path(rank)
+        offset = log_path.stat().st_size if log_path.exists() else 0
+        descriptors = {
+            "CRATON_RECORDS": records_of_rank,
+            "CRATON_PAGE": place.page.descriptor,
+            "CRATON_ORDERS": orders_of_rank,
+        }
+        environment = rank_environment(self._launch, self.generation, self._node, rank)
+        try:
+            pid = self.nursery.fork("rank", environment, log_path, descriptors)
+        except NurseryError as error:
+            os.close(records)
+            os.close(orders)
+            self._records.event("nursery_failed", rank, message=str(error))
+            return None
+        finally:
+            os.close(records_of_rank)
+            os.close(orders_of_rank)
+        process = RankProcess(
+            f"rank {rank}", pid, log_path, offset, time.time(), rank=rank, records=records, orders=orders
+        )
+        place.process = process
+        self._tell(rank, place, self.generation)
+        return process
+
+    def tend_ranks(self) -> None:
+        """Starts ranks that could not be started while there was no nursery."""
+        if self.generation is not None and self.nursery is not None and self.nursery.is_ready:
+            for rank, place in self.ranks:
+                if place.process is None:
+                    self._start_rank(rank, place)
+
+    def _tell(self, rank: int, place: Place, generation: Generation) -> None:
+        assert place.process is not None
+        order = {
+            "generation": generation.to_message(),
+            "rank": rank,
+            "node": self._node,
+            "keeper": self.keeper_name,
+        }
+        place.process.rank = rank
+        grace = PLANNED_SECONDS if generation.is_planned else self._launch.failure_grace_seconds
+        if place.page.generation >= 0:
+            place.enter_by = time.monotonic() + grace
+        with contextlib.suppress(OSError):  # it is dying, which is seen soon enough
+            os.write(place.process.orders, json.dumps(order).encode() + b"\n")
+
+    def _offer_store(self) -> None:
+        """Where ranks of a job's own command may meet next, when this node is the first then: at a port that no process
+        of the generation before still holds."""
+        if self._host == "0.0.0.0":  # nobody can be told to dial that; the launch's own address stays
+            return
+        with socket.create_server((self._host, 0)) as probe:
+            self.store_address = f"{self._host}:{probe.getsockname()[1]}"
+
+    def _end(self, place: Place) -> None:
+        assert place.process is not None
+        place.process.send(signal.SIGTERM)
+        place.kill_at = time.monotonic() + self._launch.failure_grace_seconds
+
+    # -- what others are told -------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """What the coordinator wants to know of this node."""
+        now = time.monotonic()
+        return {
+            "ready": self.is_ready,
+            "generation": self.generation.number if self.generation else -1,
+            "keeper": self.keeper_address,
+            "store": self.store_address,
+            "done_with": self.generation.number if self.generation and self.is_done else -1,
+            "ranks": {
+                rank: (
+                    place.page.kind,
+                    place.page.step,
+                    0.0 if place.page.progress == place.mute_at else now - place.page.progress,
+                    place.page.step_seconds,
+                    place.process.is_stopped,
+                    place.page.generation,
+                )
+                for rank, place in self.ranks
+                if place.process is not None and place.process.is_running
+            },
+        }
+
+    def book(self, ended: str | None = None) -> None:
+        """Writes the ledger of every place."""
+        for rank, place in self.ranks:
+            self._records.book(id(place), rank, place.page, ended)
+
+    def end_helpers(self) -> None:
+        for child in (self.keeper, self.nursery.child if self.nursery else None):
+            if child is not None:
+                child.send(signal.SIGKILL)
+
+
+def _has_more(descriptor: int) -> bool:
+    """Whether the pipe of a dead rank still holds something."""
+    with selectors.DefaultSelector() as one:
+        one.register(descriptor, selectors.EVENT_READ)
+        return bool(one.select(0))

@@ -1,0 +1,95 @@
+"""`python -m craton.ml.nursery RUN`: imports torch and the training once, then forks a rank or a keeper whenever the
+node's agent asks.
+
+Nothing here may start a thread or touch a GPU before the fork: neither survives it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+
+from craton.agent import NURSERY_VARIABLE, Keeper, answer_requests, run_secret
+from craton.telemetry import RunDirectory
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
+ADOPTION_SECONDS = 5.0
+
+
+def main(arguments: list[str]) -> int:
+    """Serves until the agent is gone. Returns only in a forked process, with its exit code."""
+    if len(arguments) != 1:
+        print("usage: python -m craton.ml.nursery RUN", file=sys.stderr)
+        return 2
+    import craton.ml.training.session as session
+
+    session.import_everything()
+    gc.collect()
+    gc.freeze()  # what is imported is never collected, so its pages stay shared between all ranks
+    connection = socket.socket(fileno=int(os.environ.pop(NURSERY_VARIABLE)))
+    what, environment, log, agent = answer_requests(connection, ("rank", "keeper"))
+    os.environ.update(environment)
+    _become_a_child_of(agent, log, f"craton-{what}-{environment.get('RANK', '')}".rstrip("-"))
+    if what == "keeper":
+        return _keep(RunDirectory(arguments[0]))
+    return session.main(arguments)
+
+
+def _become_a_child_of(agent: int, log: str, name: str) -> None:
+    """A session, a log and a name of its own, and an end when the agent ends."""
+    os.setsid()
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    deadline = time.monotonic() + ADOPTION_SECONDS
+    while os.getppid() != agent:  # until the process between us has ended
+        if time.monotonic() > deadline:
+            os._exit(126)
+        time.sleep(0.0005)
+    if sys.platform == "linux":
+        library = ctypes.CDLL(None)
+        library.prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
+        library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != agent:
+            os._exit(126)
+
+
+def _keep(run: RunDirectory) -> int:
+    """The keeper: the ranks' rendezvous and their state, which outlive any rank."""
+    from torch.distributed import TCPStore
+
+    host = os.environ["CRATON_HOST"]
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    name = f"\0craton-keeper-{os.getpid()}-{os.urandom(8).hex()}"
+    control.bind(name)
+    control.listen(64)
+    peers = socket.create_server((host, 0), backlog=64)
+    keeper = Keeper(
+        os.environ["CRATON_NODE"], run_secret(run), control, peers, os.environ.get("CRATON_SHARED_MEMORY") or None
+    )
+    report = {"keeper": name[1:], "peers": f"{host}:{peers.getsockname()[1]}", "store": f"{host}:{store.port}"}
+    with os.fdopen(int(os.environ["CRATON_REPORT"]), "w") as answer:
+        answer.write(json.dumps(report) + "\n")
+    keeper.serve_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    code = 1
+    try:
+        code = main(sys.argv[1:])
+    except BaseException:  # noqa: BLE001 -- shown, and turned into the exit code
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A rank that failed must not wait in the destructor of a process group whose other ranks are still inside.
+        os._exit(code)

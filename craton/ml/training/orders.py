@@ -1,0 +1,140 @@
+"""What a rank hears from its node's agent: the generations it is to enter, one after the other.
+
+A thread waits for orders, because the rank itself may be blocked in a collective whose other side is dead. On gloo
+nothing but a closed connection ends such a wait, so when a generation is broken the thread closes every connection of
+this process to other ranks, at both ends of which the wait ends at once; on NCCL it aborts the communicators. A planned
+generation only asks: the rank finishes its step first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from craton.agent import Generation
+
+CONNECT_TIMEOUT = timedelta(seconds=60)  # a store that does not answer by then belongs to a keeper that is gone
+VARIABLE = "CRATON_ORDERS"  # environment: the descriptor that orders come through
+
+
+class RegroupError(Exception):
+    """The generation that this rank works in is over."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Enter this generation as this rank."""
+
+    generation: Generation
+    rank: int
+    node: str
+    keeper: str  # the address of the node's keeper for its own processes; "": there is none
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank - self.generation.ranks_of(self.node).start
+
+
+class Orders:
+    def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, True)
+        self._stream = os.fdopen(descriptor, "rb")
+        self._arrived = threading.Condition()
+        self._newest: Order | None = None
+        self._entered = -1
+        self._planned: Callable[[], None] | None = None
+        threading.Thread(target=self._listen, name="orders", daemon=True).start()
+
+    @classmethod
+    def from_environment(cls) -> Orders | None:
+        """None: no agent gives orders here."""
+        try:
+            descriptor = int(os.environ.pop(VARIABLE))
+            return cls(descriptor) if stat.S_ISFIFO(os.fstat(descriptor).st_mode) else None
+        except (KeyError, ValueError, OSError):
+            return None
+
+    def next(self, seconds: float | None = None) -> Order | None:
+        """Waits for a generation that was not entered yet, and enters the newest; None when none came in time."""
+        with self._arrived:
+            if not self._arrived.wait_for(lambda: self.is_over, seconds):
+                return None
+            assert self._newest is not None
+            self._entered, self._planned = self._newest.generation.number, None
+            return self._newest
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is a newer generation than the one entered."""
+        return self._newest is not None and self._newest.generation.number > self._entered
+
+    def check(self) -> None:
+        """RegroupError when the generation is over and nothing can be finished in it."""
+        newest = self._newest
+        if newest is not None and self.is_over and not newest.generation.is_planned:
+            raise RegroupError(newest.generation.reason)
+
+    def when_planned(self, leave: Callable[[], None]) -> None:
+        """`leave` is called when a planned generation is ordered."""
+        with self._arrived:
+            self._planned = leave
+            if self.is_over and self._newest is not None and self._newest.generation.is_planned:
+                leave()
+
+    def _listen(self) -> None:
+        for line in self._stream:
+            document: dict[str, Any] = json.loads(line)
+            generation = Generation.from_message(document.pop("generation"))
+            with self._arrived:
+                is_first = self._newest is None
+                self._newest = Order(generation, **document)
+                if generation.is_planned and self._planned is not None:
+                    self._planned()
+                elif not is_first and not generation.is_planned and generation.number > self._entered:
+                    cut_connections()
+                self._arrived.notify_all()
+
+
+def cut_connections() -> None:
+    """Ends every wait for another rank, here and at the other end."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized() and dist.is_initialized():
+        with contextlib.suppress(RuntimeError, AttributeError, ValueError):
+            dist.distributed_c10d._abort_process_group()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def connect(order: Order, backend: str) -> None:
+    """The process group of a generation, over the keeper's store; names of other generations are other names."""
+    generation = order.generation
+    host, _, port = generation.store.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"generation/{generation.number}", store),
+        rank=order.rank,
+        world_size=generation.world,
+    )
+
+
+def monotonic_of(moment: float) -> float:
+    """A moment of the epoch on this machine's monotonic clock."""
+    return time.monotonic() - (time.time() - moment)

@@ -1,0 +1,203 @@
+"""A rank's life: generation after generation, in one process.
+
+Under an agent a rank enters the generations it is told of. When one breaks, because a rank died, hangs or raised, the
+survivors drop everything they built, keep Python, the device and what was compiled, and enter the next one like the
+rank that was started anew: build, restore the newest state that is whole, go on. Without an agent there is one
+generation, as the environment describes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from craton.errors import CratonError
+from craton.ml.data import DataError
+from craton.ml.functions import FunctionError
+from craton.ml.training.build import Place, build
+from craton.ml.training.loop import Trainer
+from craton.ml.training.orders import Order, Orders, RegroupError, monotonic_of
+from craton.telemetry import LedgerClock, Recorder, RunDirectory, summarize
+
+EXIT_FAILED, EXIT_FINAL = 1, 3  # final: the job itself is at fault, and another try would fail as well
+BLAME_SECONDS = 2.0  # an error of ours may be another rank's death: how long word of that may take
+ORDER_SECONDS = 900.0  # a rank that broke off waits this long for its next generation
+WRITING_SECONDS = 10.0  # for files of the generation before that are still being written
+
+
+def main(arguments: list[str]) -> int:
+    """Trains the run named on the command line; the exit code."""
+    if len(arguments) != 1:
+        print("usage: python -m craton.ml.training RUN", file=sys.stderr)
+        return 2
+    return Session(RunDirectory(arguments[0])).run()
+
+
+def import_everything() -> None:
+    """What torch and the training import only when they first need it."""
+    import importlib
+
+    for name in (
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+        "craton.ml.kernels",
+        "craton.ml.training.checkpoint_objects",
+        "craton.telemetry.summary",
+    ):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+class Session:
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.clock = LedgerClock()
+        self.recorder = Recorder.from_environment(directory)
+        self.orders = Orders.from_environment()
+        self.trainer: Trainer | None = None
+        self.stop_asked = False
+        self.order: Order | None = None
+        signal.signal(signal.SIGTERM, self._on_stop)
+
+    def run(self) -> int:
+        while True:
+            if self.orders is not None:
+                self.order = self.orders.next(ORDER_SECONDS)
+                if self.order is None:
+                    return EXIT_FAILED
+            code = self._generation()
+            if code is not None:
+                return code
+            self._leave()
+            if self.stop_asked:
+                print("stopped while the run was broken: it goes on from the last checkpoint", flush=True)
+                return 0
+
+    def _on_stop(self, number: int, _frame: Any) -> None:
+        self.stop_asked = True
+        if self.trainer is not None:
+            self.trainer.stop()
+
+    def _generation(self) -> int | None:
+        """The exit code, or None when there is another generation to enter."""
+        place = Place.from_environment() if self.order is None else Place.of(self.order)
+        self.recorder.generation = self.clock.page.generation = place.generation
+        self.recorder.rank = place.rank
+        try:
+            return self._train(place)
+        except RegroupError:
+            return None
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 -- told, and turned into an exit code
+            return self._broken(error)
+
+    def _train(self, place: Place) -> int | None:
+        parts = build(self.directory, place, self.recorder, self.clock, self.order)
+        reached = summarize(self.directory).step
+        broke_at = 0.0
+        if self.order is not None:
+            reached = max(reached, self.order.generation.reached)
+            broke_at = self.order.generation.broke_at
+        self.trainer = Trainer(parts, place.stop_at, reached=reached, broke_at=broke_at)
+        if self.orders is not None:
+            self.trainer.check = self.orders.check
+            self.orders.when_planned(self.trainer.leave)
+        if self.stop_asked:
+            self.trainer.stop()
+        outcome = self.trainer.fit()
+        if outcome == "left":
+            return None
+        if outcome == "stopped" and place.rank == 0 and not self.directory.has("STOP"):
+            self.directory.mark("STOP", f"stopped after step {self.trainer.step}, as asked")
+        print(f"training {outcome} at step {self.trainer.step}", flush=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return 0
+
+    def _broken(self, error: BaseException) -> int | None:
+        """An error that is another rank's death is over with the next generation; any other is told first."""
+        step = self.trainer.step if self.trainer is not None else 0
+        is_ours = isinstance(error, CratonError)
+        if self.orders is not None:
+            if self.orders.is_over or (is_ours and self._is_over_within(BLAME_SECONDS)):
+                return None
+            if not is_ours and not _device_is_lost(error):
+                if not _is_another_rank(error):
+                    traceback.print_exception(error)
+                self.clock.break_off("detect")
+                echo = _is_another_rank(error)
+                reason = (
+                    "lost the connection to another rank" if echo else f"{type(error).__name__}: {_first_line(error)}"
+                )
+                self.recorder.event("broken", step=step, reason=reason, echo=echo)
+                return None
+        if is_ours:
+            self.recorder.event("failed", step=step, reason=str(error))
+            if isinstance(error, FunctionError | DataError) and error.__cause__ is not None:
+                traceback.print_exception(error.__cause__)
+            print(f"craton: {error}", file=sys.stderr, flush=True)
+            return EXIT_FINAL if self.orders is not None else EXIT_FAILED
+        traceback.print_exception(error)
+        return EXIT_FAILED
+
+    def _is_over_within(self, seconds: float) -> bool:
+        assert self.orders is not None
+        with self.orders._arrived:
+            return self.orders._arrived.wait_for(lambda: self.orders is not None and self.orders.is_over, seconds)
+
+    def _leave(self) -> None:
+        """Drops all that was built for a generation."""
+        newest = self.orders._newest if self.orders is not None else None
+        if self.clock.current != "detect":
+            broke_at = newest.generation.broke_at if newest is not None else 0.0
+            self.clock.break_off("regroup", monotonic_of(broke_at) if broke_at else None)
+        trainer, self.trainer = self.trainer, None
+        if trainer is not None and not trainer.abandon(WRITING_SECONDS):
+            print("files of the last generation are still being written: starting anew", flush=True)
+            os._exit(EXIT_FAILED)
+        del trainer
+        if dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+        gc.unfreeze()
+        gc.collect()
+        gc.enable()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def _device_is_lost(error: BaseException) -> bool:
+    """After an error of the device nothing more can be done with it in this process."""
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+
+
+def _is_another_rank(error: BaseException) -> bool:
+    """Whether a collective failed: then most likely because of the rank at its other end."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore"))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:300]
+
+
+def run_and_exit(arguments: list[str]) -> None:
+    """Ends the process with the rank's exit code."""
+    code = EXIT_FAILED
+    try:
+        code = main(arguments)
+    except BaseException:  # noqa: BLE001 -- shown, and turned into the exit code
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A rank that failed must not wait in the destructor of a process group whose other ranks are still inside.
+        os._exit(code)

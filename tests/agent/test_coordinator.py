@@ -1,0 +1,175 @@
+"""When the coordinator begins a generation, blames a rank, gives up or finishes; no process, no waiting."""
+
+from __future__ import annotations
+
+import pytest
+from coordinated import EPOCH, Agents, two_at_work
+
+from craton.agent.coordinator import ECHO_SECONDS, HANG_SECONDS, LIMITS, Fail, Finish
+
+
+@pytest.fixture
+def two() -> Agents:
+    return two_at_work()
+
+
+def test_a_run_begins_when_all_nodes_are_ready() -> None:
+    agents = Agents(ranks_per_node=2)
+    agents.join("a")
+    assert agents.pass_time(5) == []
+    agents.join("b", ready=False)
+    assert agents.pass_time(5) == []
+    agents.join("b")
+    generation = agents.started().generation
+    assert (generation.number, generation.nodes, generation.world) == (1, ["a", "b"], 4)
+    assert (generation.reason, generation.is_planned, generation.reached, generation.broke_at) == ("start", False, 0, 0)
+    assert generation.store == "a:1"
+    assert generation.keepers == {"a": "a:2", "b": "b:2"}
+    assert agents.pass_time(20) == []
+
+
+def test_nodes_that_never_come_end_a_run_with_their_names() -> None:
+    agents = Agents(give_up_seconds=60.0)
+    agents.join("b")
+    (fail,) = agents.pass_time(61)
+    assert isinstance(fail, Fail)
+    assert fail.text.startswith("a did not come back within 60 s, and the job needs 2 nodes")
+    assert agents.pass_time(100) == [], "a run fails once"
+
+
+def test_a_rank_that_failed_begins_a_new_generation_with_the_same_nodes(two: Agents) -> None:
+    two.fail("rank 1 on b exited with code 1", generation=1)
+    moment = EPOCH + two.now
+    start = two.started()
+    assert (start.generation.number, start.generation.nodes) == (2, ["a", "b"])
+    assert start.generation.reason == "rank 1 on b exited with code 1"
+    assert start.generation.reached == 9, "the tenth step was under way"
+    assert start.generation.broke_at == moment
+    assert not start.generation.is_planned
+    assert two.pass_time(20) == []
+
+
+def test_faults_of_an_earlier_generation_are_old_news(two: Agents) -> None:
+    two.fail(generation=1)
+    two.started()
+    two.fail(generation=1)
+    two.fail(generation=0)
+    assert two.pass_time(3) == []
+    two.fail(generation=2)
+    assert two.started().generation.number == 3
+
+
+def test_two_ranks_that_fail_at_once_are_one_failure(two: Agents) -> None:
+    two.fail("rank 0 exited")
+    two.fail("rank 1 exited")
+    two.fail("rank 1 exited")
+    assert two.started().generation.reason == "rank 0 exited; rank 1 exited"
+
+
+def test_a_broken_connection_waits_for_its_cause(two: Agents) -> None:
+    two.fail("rank 0 broke off", is_echo=True)
+    assert two.tick(ECHO_SECONDS / 2) == []
+    two.fail("rank 1 was killed")
+    assert two.started().generation.reason == "rank 1 was killed"
+    two.fail("rank 0 broke off", is_echo=True)
+    assert two.tick(ECHO_SECONDS / 2) == []
+    assert two.started().generation.reason == "rank 0 broke off", "a cause that nobody tells is not waited for"
+
+
+def test_a_fault_of_the_job_itself_ends_the_run(two: Agents) -> None:
+    two.fail("rank 0 on a exited with code 3", is_final=True)
+    two.fail("rank 1 on b was killed")
+    assert two.tick() == [Fail("rank 0 on a exited with code 3")]
+
+
+def test_who_hangs_is_the_laggard_by_its_own_limit(two: Agents) -> None:
+    two.work(10, age=HANG_SECONDS + 1)
+    two.rank_does(0, "checkpoint", 20.0)  # rank 1 waits for it, and it may take its time
+    assert two.pass_time(1) == []
+    two.rank_does(0, "checkpoint", LIMITS["checkpoint"] + 1)
+    start = two.started()
+    assert start.end == (0,)
+    assert start.generation.reason == "rank 0 hangs in checkpoint at step 10: no progress for 901.0 s"
+    assert start.generation.broke_at == pytest.approx(EPOCH + two.now - 901)
+
+
+@pytest.mark.parametrize(("step_seconds", "limit"), [(0.1, HANG_SECONDS), (10.0, 25.0)])
+def test_a_step_hangs_when_it_takes_much_longer_than_others(two: Agents, step_seconds: float, limit: float) -> None:
+    two.work(10, age=limit - 0.1, seconds=step_seconds)
+    two.rank_does(1, "productive", limit - 0.01)
+    assert two.tick() == []
+    two.rank_does(1, "productive", limit + 0.01)
+    assert two.started().end == (1,)
+
+
+def test_a_first_step_whose_length_is_unknown_has_time(two: Agents) -> None:
+    two.work(1, age=100.0, seconds=0.0)
+    assert two.tick() == []
+
+
+def test_a_rank_stopped_by_a_signal_is_the_one_that_hangs(two: Agents) -> None:
+    two.work(10, age=9.0)
+    two.rank_does(1, "checkpoint", HANG_SECONDS - 0.1, is_stopped=True)
+    assert two.tick() == [], "neither may be blamed yet"
+    two.rank_does(1, "checkpoint", HANG_SECONDS + 0.1, is_stopped=True)
+    start = two.started()
+    assert start.end == (1,)
+    assert "rank 1 is stopped by a signal at step 10" in start.generation.reason
+
+
+def test_nobody_hangs_while_a_rank_is_on_its_way(two: Agents) -> None:
+    two.fail()
+    two.started()  # the ranks are still those of generation 1
+    for status in two.there.values():
+        status["ranks"] = {rank: (*values[:2], 1e4, *values[3:]) for rank, values in status["ranks"].items()}
+    assert two.pass_time(10) == []
+
+
+def test_failures_at_one_step_end_the_run() -> None:
+    agents = Agents(tries=2)
+    agents.join("a", "b")
+    agents.started()
+    agents.work(10)
+    agents.tick()
+    for number in (2, 3):
+        agents.fail(f"it broke in {number - 1}")
+        assert agents.started().generation.number == number
+        agents.work(10)
+        agents.tick()
+    agents.fail("it broke in 3")
+    (fail,) = agents.tick()
+    assert isinstance(fail, Fail)
+    assert fail.text == "it broke in 3\nthis was failure 3 in a row at step 10: it would break there again"
+
+
+def test_a_new_step_forgives_failures() -> None:
+    agents = Agents(tries=1)
+    agents.join("a", "b")
+    agents.started()
+    for step in range(10, 20):
+        agents.work(step)
+        agents.tick()
+        agents.fail()
+        assert agents.started().generation.reached == step - 1
+    agents.work(15)  # back behind where it was: no progress
+    agents.tick()
+    agents.fail()
+    assert isinstance(agents.tick()[0], Fail)
+
+
+def test_without_tries_the_first_failure_ends_the_run() -> None:
+    agents = Agents(tries=0)
+    agents.join("a", "b")
+    agents.started()
+    agents.fail("rank 0 on a exited with code 1 (generation 1)")
+    assert agents.tick() == [Fail("rank 0 on a exited with code 1 (generation 1)")]
+
+
+def test_a_run_is_done_when_every_node_is(two: Agents) -> None:
+    two.there["a"] |= {"done_with": 1, "ranks": {}}
+    assert two.pass_time(20) == []
+    two.there["b"] |= {"done_with": 0, "ranks": {}}
+    assert two.tick() == [], "done with an earlier generation"
+    two.there["b"] |= {"done_with": 1}
+    assert two.tick() == [Finish()]
+    assert two.pass_time(20) == []
