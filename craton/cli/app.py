@@ -14,10 +14,12 @@ import typer
 from craton.cli import bench, data
 from craton.cli.calibrate import calibrate
 from craton.cli.catalog import catalog
+from craton.cli.chaos import chaos
 from craton.cli.export import export
 from craton.cli.logs import logs
 from craton.cli.plan import plan
 from craton.cli.ps import ps
+from craton.cli.resize import resize
 from craton.cli.resume import resume
 from craton.cli.run import run
 from craton.cli.sample import sample
@@ -40,6 +42,8 @@ app.command()(ps)
 app.command()(logs)
 app.command()(stop)
 app.command()(resume)
+app.command()(resize)
+app.command()(chaos)
 app.command()(export)
 app.command()(sample)
 app.command()(validate)

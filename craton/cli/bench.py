@@ -1,4 +1,5 @@
-"""`craton bench plan CASES.json`: how well the planner predicts published runs."""
+"""`craton bench plan CASES.json`: how well the planner predicts published runs. `craton bench recover`: how fast a
+training that breaks goes on."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from craton.orchestration import Case
 
 app = typer.Typer(help="Benchmarks of Craton itself.", no_args_is_help=True)
 
@@ -57,6 +60,71 @@ def plan(
         console.print(f"\nskipped {len(result.skipped)}:", highlight=False)
         for entry in result.skipped:
             console.print(f"  {entry.quality or '-'}  {entry.id}: {entry.reason}", highlight=False, markup=False)
+
+
+@app.command("recover")
+def recover(
+    ranks: Annotated[
+        list[int] | None, typer.Option(help="Ranks, on two nodes of this machine; may be repeated.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each case is broken.")] = 5,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="respawn (a killed rank), spare (a lost node), hang, torchrun; may be repeated; default: all."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every measurement as JSON.")] = False,
+) -> None:
+    """Break a small training on this machine again and again, and measure how long it takes to go on."""
+    import json
+    import tempfile
+
+    from rich.console import Console
+
+    from craton.cli.progress import progress
+    from craton.orchestration import RECOVERY_CASES, bench_recover
+
+    with tempfile.TemporaryDirectory(prefix="craton-bench-") as folder, progress("recoveries") as report:
+        found = bench_recover(
+            Path(folder),
+            ranks or [4],
+            rounds,
+            case or RECOVERY_CASES,
+            lambda what, done, total: report(done, total, what),
+        )
+    if as_json:
+        print(json.dumps([entry.to_json() for entry in found]))
+        return
+    _print_recoveries(Console(), found)
+
+
+def _print_recoveries(console: Console, found: list[Case]) -> None:
+    from rich.table import Table
+
+    from craton.orchestration import RECOVERY_KINDS
+
+    table = Table(title="From the fault to the end of the next step, medians in seconds", title_justify="left")
+    table.add_column("")
+    for name in ("ranks", "step", "seconds", "range", "noticed", *RECOVERY_KINDS):
+        table.add_column(name, justify="right")
+    for entry in found:
+        kinds = entry.median_kinds() if entry.kinds else {}
+        table.add_row(
+            entry.name,
+            str(entry.ranks),
+            f"{entry.step_seconds:.2f}",
+            f"{entry.median:.2f}",
+            f"{min(entry.seconds):.2f} – {max(entry.seconds):.2f}",
+            f"{sum(entry.noticed) / len(entry.noticed):.2f}" if entry.noticed else "",
+            *(f"{kinds[kind]:.2f}" if kind in kinds else "" for kind in RECOVERY_KINDS),
+        )
+    console.print(table)
+    console.print(
+        "respawn: a rank is killed · spare: a node is lost and a spare takes its place · hang: a rank stops moving · "
+        "torchrun: the same training under torchrun, all ranks started again from a checkpoint on disk",
+        highlight=False,
+    )
 
 
 def _print(console: Console, summary: dict[str, Any], count: int) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from craton.orchestration import View
+    from craton.orchestration import Recovery, View
     from craton.telemetry import RunDirectory
 
 LOOK_SECONDS = 0.5
@@ -39,7 +39,7 @@ PHASE_STYLES = {
 
 
 # Events that a log does without: every checkpoint, and what the outcome tells at length.
-_UNTOLD_EVENTS = ("checkpoint_saved", "failed", "rank_ended", "ranks_told_to_end")
+_UNTOLD_EVENTS = ("checkpoint_saved", "failed", "rank_ended", "ranks_told_to_end", "recovered")
 _SILENT_FIELDS = ("time", "generation", "event", "node", "step", "rank", "pid")
 
 
@@ -92,17 +92,26 @@ def panel(view: View, width: int) -> RenderableType:
     inner = width - 4
     ranks = f"{summary.ranks} rank{'' if summary.ranks == 1 else 's'}"
     parts: list[RenderableType] = [_progress(view, inner)]
+    if view.recovering is not None:
+        parts.insert(0, _recovering(view.recovering, inner))
     if view.losses:
         parts.append(_loss(view, inner))
     if summary.step_seconds and summary.state != "starting":  # until then they are those of the generation before
         parts += [Text(), _twins(view)]
     if view.phases and summary.state != "starting":
         parts += [Text(), _phases(view, inner)]
+    if view.recoveries and view.recovering is None:
+        last = Text(f"last recovery: {view.recoveries[-1].text}", style="yellow", no_wrap=True)
+        last.truncate(inner, overflow="ellipsis")
+        parts += [Text(), last]
     if view.events:
         parts += [Text(), *(_event(event, inner) for event in view.events)]
     title = Text.assemble((summary.name, "bold"), " · ", (summary.state, STATE_STYLES[summary.state]), f" · {ranks}")
     if summary.generation:
         title.append(f" · generation {summary.generation}")
+    if view.recoveries:
+        count = len(view.recoveries)
+        title.append(f" · {count} recover{'y' if count == 1 else 'ies'}")
     hint = "Ctrl-C leaves the view, the run goes on" if view.is_moving else ""
     return Panel(
         Group(*parts), title=title, title_align="left", subtitle=hint, subtitle_align="right", width=width, style=""
@@ -112,6 +121,8 @@ def panel(view: View, width: int) -> RenderableType:
 def line(view: View) -> str:
     """The same in one line, for a log."""
     summary = view.summary
+    if view.recovering is not None:
+        return f"{summary.name}: RECOVERING  {view.recovering.text}"
     if not summary.step or summary.state == "starting":
         return f"{summary.name}: {summary.state}"
     change = figures.change(summary.step_seconds, summary.plan.get("step_seconds"))
@@ -133,6 +144,7 @@ def line(view: View) -> str:
 def _watch_plainly(look: Callable[[], View], console: Console | None) -> View:
     printed, printed_at = "", -PLAIN_SECONDS
     seen: list[dict[str, Any]] = []
+    told = was_recovering = None
     while True:
         view = look()
         news = [event for event in view.events if event.get("generation") == view.summary.generation]
@@ -140,13 +152,29 @@ def _watch_plainly(look: Callable[[], View], console: Console | None) -> View:
             if console and event not in seen and event.get("event") not in _UNTOLD_EVENTS:
                 console.print(f"{view.summary.name}: {describe(event)}", soft_wrap=True, markup=False)
         seen = news
+        back = [each for each in view.recoveries if each.seconds is not None]
+        for recovery in back[told if told is not None else len(back) :]:
+            if console:
+                console.print(f"{view.summary.name}: RECOVERED  {recovery.text}", soft_wrap=True, markup=False)
+        told = len(back)
         over, text = not view.is_moving, line(view)
-        if console and text != printed and (over or time.monotonic() - printed_at >= PLAIN_SECONDS):
+        due = over or view.recovering != was_recovering or time.monotonic() - printed_at >= PLAIN_SECONDS
+        was_recovering = view.recovering
+        if console and text != printed and due:
             console.print(text, soft_wrap=True, markup=False)
             printed, printed_at = text, time.monotonic()
         if over:
             return view
         time.sleep(LOOK_SECONDS)
+
+
+def _recovering(recovery: Recovery, width: int) -> Text:
+    from rich.text import Text
+
+    seconds = max(0.0, time.time() - recovery.began)
+    text = Text(f"RECOVERING for {seconds:.0f} s: {recovery.text}", style="bold white on red", no_wrap=True)
+    text.truncate(width, overflow="ellipsis")
+    return text
 
 
 def _progress(view: View, width: int) -> RenderableType:
@@ -276,7 +304,7 @@ def _field(key: str, value: float | str) -> str:
     name = key.replace("_", " ")
     if isinstance(value, str):
         text = value.splitlines()[0] if value else ""
-        return text if key in ("message", "reason", "text") else f"{name} {text}"
+        return text if key in ("message", "reason", "text", "fault") else f"{name} {text}"
     if name.endswith("seconds"):
         return f"{name.removesuffix('seconds') or 'took '}{figures.duration(value)}"
     if name.endswith("bytes"):

@@ -19,18 +19,22 @@ def ps(
     import json
 
     from craton.cli.live import make_console
-    from craton.cli.outcome import summary_json
-    from craton.telemetry import list_runs, runs_root, summarize
+    from craton.cli.outcome import goodput_text, ledger_text, recoveries_json, recoveries_text, summary_json
+    from craton.orchestration import read_recoveries
+    from craton.telemetry import find_run, list_runs, runs_root, summarize
 
-    summaries, unreadable = [], {}
+    summaries, recoveries, unreadable = [], {}, {}
     for run in list_runs():
         try:
-            summaries.append(summarize(run))
+            summary = summarize(run)
+            recoveries[run.name] = read_recoveries(run)
+            summaries.append(summary)
         except (ValueError, TypeError, AttributeError, OSError) as error:  # one broken folder hides no other run
             unreadable[run.name] = f"{run.path} cannot be read: {error}"
     if as_json:
         broken = [{"name": name, "state": "unreadable", "message": text} for name, text in unreadable.items()]
-        print(json.dumps([*(summary_json(summary) for summary in summaries), *broken]))
+        found = [{**summary_json(each), **recoveries_json(find_run(each.path))} for each in summaries]
+        print(json.dumps([*found, *broken]))
         return
     console = make_console()
     for text in unreadable.values():
@@ -40,6 +44,12 @@ def ps(
         return
     console.print(_table(summaries))
     for summary in summaries:
+        back = recoveries[summary.name]
+        if summary.ledger and (back or summary.state in ("starting", "running", "stopping")):
+            told = f"{summary.name}: {ledger_text(summary)} · {goodput_text(summary)}"
+            console.print(told, soft_wrap=True, markup=False)
+        if back:
+            console.print(f"{summary.name}: {recoveries_text(back)}", style="yellow", soft_wrap=True, markup=False)
         if summary.state in ("failed", "lost") and summary.message:
             reason = summary.message.splitlines()[0]
             console.print(f"{summary.name}: {reason}", style="red", soft_wrap=True, markup=False)
@@ -54,7 +64,7 @@ def _table(summaries: list[RunSummary]) -> Table:
     from craton.cli.live import STATE_STYLES, change_style
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("RUN", "STATE", "STEP", "%", "ETA", "TOK/S", "vs PLAN", "GOODPUT", "$"):
+    for column in ("RUN", "STATE", "GEN", "STEP", "%", "ETA", "TOK/S", "vs PLAN", "GOODPUT", "$"):
         table.add_column(column, justify="left" if column in ("RUN", "STATE") else "right", no_wrap=column != "RUN")
     for each in summaries:
         change = figures.change(each.tokens_per_second, each.plan.get("tokens_per_second"))
@@ -62,6 +72,7 @@ def _table(summaries: list[RunSummary]) -> Table:
         table.add_row(
             each.name,
             Text(each.state, style=STATE_STYLES[each.state]),
+            str(each.generation),
             f"{each.step:,}{of}",
             figures.percent(each.progress).removesuffix(" %"),
             figures.remaining(each.eta_seconds),

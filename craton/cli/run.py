@@ -33,6 +33,13 @@ def run(
         str | None,
         typer.Option(help="Stop with a checkpoint after this step (120, or 60%); resume goes on.", show_default=False),
     ] = None,
+    chaos: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Break it on purpose, such as 'kill rank=1@step=40'; may be repeated (see craton chaos).",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written and started.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before spending money.")] = False,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Start it and return at once.")] = False,
@@ -50,11 +57,12 @@ def run(
         free_port,
         named_job,
         start_run,
+        with_chaos,
     )
     from craton.telemetry import runs_root
 
     console = make_console(as_json)
-    wanted = named_job(load_job(job), name)
+    wanted = with_chaos(named_job(load_job(job), name), chaos or ())
     root = runs_root()
     if not dry_run:
         check_name_is_free(root, wanted.name)
@@ -121,6 +129,8 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
     console.print(Text.assemble((job.name, "bold"), f"  {job.kind}{model} · {job.cluster}"))
     if draft.note:
         console.print(Text(draft.note, style="yellow"))
+    for text in draft.launch.chaos:
+        console.print(Text(f"CHAOS on purpose: {text}", style="bold red"))
     if plan is None:
         return
     between = f"{figures.duration(plan.step_seconds_low)} – {figures.duration(plan.step_seconds_high)}"
@@ -131,6 +141,10 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
         f"{figures.duration(plan.step_seconds)} a step ({between}) · {figures.amount(plan.tokens_per_second)} tokens/s"
         f" · {figures.size(plan.memory_bytes)} of {figures.size(plan.memory_limit_bytes)} a rank",
     )
+    smaller = [size for size in draft.sizes if size.num_nodes < draft.launch.working_nodes]
+    if smaller:
+        counts = ", ".join(f"{size.num_nodes} ({figures.duration(size.step_seconds)} a step)" for size in smaller)
+        print_field(console, "elastic", f"goes on with fewer nodes when some are lost: {counts}")
     left = _share_left(plan, begin)
     low, middle, high = (figures.duration(left * seconds) for seconds in _run_seconds(plan))
     steps = f"{plan.steps - begin.step:,} of {plan.steps:,} steps" if begin else f"{plan.steps:,} steps"
@@ -228,9 +242,11 @@ def stop_step(text: str | None, job: Job) -> int | None:
 
 def _ranks(draft: Draft) -> str:
     launch = draft.launch
-    ranks, nodes = f"{draft.num_ranks} ranks", f"{len(launch.nodes)} nodes"
+    count, spares = launch.working_nodes, draft.num_spares
+    ranks, nodes = f"{draft.num_ranks} ranks", f"{count} nodes"
     each = f"{launch.threads_per_rank} thread{'s' if launch.threads_per_rank > 1 else ''} each"
-    return f"{ranks if draft.num_ranks > 1 else '1 rank'} on {nodes if len(launch.nodes) > 1 else '1 node'}, {each}"
+    beside = f" and {spares} spare{'s' if spares > 1 else ''}" if spares else ""
+    return f"{ranks if draft.num_ranks > 1 else '1 rank'} on {nodes if count > 1 else '1 node'}{beside}, {each}"
 
 
 def _way_back(name: str) -> str:

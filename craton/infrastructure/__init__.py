@@ -15,7 +15,7 @@ from craton.infrastructure.catalog import (
     load_catalog,
     user_catalog_path,
 )
-from craton.infrastructure.cluster import choose_price, cluster_of, own_price, resolve_cluster
+from craton.infrastructure.cluster import choose_price, cluster_of, own_price, resized_cluster, resolve_cluster
 from craton.infrastructure.errors import CatalogError, ObjectMissingError, StorageError
 from craton.infrastructure.hardware import (
     STALE_PRICE_DAYS,
@@ -94,6 +94,7 @@ __all__ = [
     "open_store",
     "own_price",
     "price_age_days",
+    "resized_cluster",
     "resolve_cluster",
     "sync_folder",
     "user_catalog_path",

@@ -70,6 +70,13 @@ def cluster_of(instance_name: str, num_nodes: int, purchase: PurchaseKind | None
     return replace(cluster, **{name: value for name, value in overrides.items() if name in cluster_fields})
 
 
+def resized_cluster(cluster: Cluster, num_nodes: int, file: ClusterFile | None = None) -> Cluster:
+    """Another number of the same nodes, and not elastic; `file` is the one that `cluster` was resolved from."""
+    node = cluster.instance
+    name, tiers = cluster_name(node.name, num_nodes, file), tiers_of(node, num_nodes, file)
+    return replace(cluster, name=name, num_nodes=num_nodes, min_nodes=0, tiers=tiers)
+
+
 def choose_price(prices: tuple[Price, ...], purchase: PurchaseKind | None, machine: str) -> Price | None:
     """The user's own price, else on-demand, else a capacity block, else spot; or the one kind that was asked for."""
     by_kind = {price.kind: price for price in prices}

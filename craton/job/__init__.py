@@ -13,7 +13,26 @@ from craton.job.clusterfile import (
 )
 from craton.job.data import STANDARD_LIBRARY, Data, WeightedPath
 from craton.job.dump import dump_job
-from craton.job.errors import ContentError, CratonError, FileError, JobError, LayoutError, ModelError, did_you_mean
+from craton.job.errors import (
+    ContentError,
+    CratonError,
+    FaultError,
+    FileError,
+    JobError,
+    LayoutError,
+    ModelError,
+    did_you_mean,
+)
+from craton.job.faults import (
+    DURING,
+    EXAMPLES,
+    FAULT_KINDS,
+    RANDOM_KINDS,
+    Fault,
+    check_fault,
+    parse_fault,
+    random_faults,
+)
 from craton.job.huggingface import load_config, model_from_config
 from craton.job.jobfile import TRAINING_KINDS, Job, LayoutSpec, Placement, Run, load_job, parse_job
 from craton.job.layout import (
@@ -31,6 +50,7 @@ from craton.job.layout_check import FP8_MULTIPLE, check_layout, layout_is_valid
 from craton.job.model import MlaShape, ModelShape
 from craton.job.nearest_layout import divisors, layout_line, nearest_layout
 from craton.job.presets import model_preset, model_presets
+from craton.job.recover import RandomChaos, RecoverSection, faults_of
 from craton.job.schedules import (
     Action,
     forward_actions,
@@ -45,10 +65,14 @@ from craton.job.train import Evaluate, FaultPolicy, LearningRateSchedule, Lora, 
 from craton.job.units import parse_count, parse_seconds
 
 __all__ = [
+    "DURING",
+    "EXAMPLES",
+    "FAULT_KINDS",
     "FP8_MULTIPLE",
     "LEVELS",
     "OFFLOADS",
     "PRECISIONS",
+    "RANDOM_KINDS",
     "RECOMPUTES",
     "SCHEDULES",
     "STANDARD_LIBRARY",
@@ -62,6 +86,8 @@ __all__ = [
     "CratonError",
     "Data",
     "Evaluate",
+    "Fault",
+    "FaultError",
     "FaultPolicy",
     "FileError",
     "GpuNumbers",
@@ -81,7 +107,9 @@ __all__ = [
     "Placement",
     "Precision",
     "PriceNumbers",
+    "RandomChaos",
     "Recompute",
+    "RecoverSection",
     "Run",
     "Schedule",
     "Spike",
@@ -90,12 +118,14 @@ __all__ = [
     "Train",
     "WeightedPath",
     "Weights",
+    "check_fault",
     "check_job",
     "check_layout",
     "checked_layout",
     "did_you_mean",
     "divisors",
     "dump_job",
+    "faults_of",
     "forward_actions",
     "in_flight_limit",
     "lane_of",
@@ -110,9 +140,11 @@ __all__ = [
     "nearest_layout",
     "num_lanes",
     "parse_count",
+    "parse_fault",
     "parse_job",
     "parse_seconds",
     "place_of",
+    "random_faults",
     "schedule_actions",
     "stage_layers",
 ]

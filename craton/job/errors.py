@@ -5,7 +5,8 @@ CratonError(ValueError)            the root: every package's own tree hangs belo
     ├── FileError                  the file cannot be read as YAML at all (missing, too large, duplicate key, ...)
     ├── ContentError               it is YAML, but keys or values are wrong; `.problems` lists every one
     ├── ModelError                 a model name, folder or config.json cannot be understood
-    └── LayoutError                a layout does not fit the model, the batch or the number of GPUs
+    ├── LayoutError                a layout does not fit the model, the batch or the number of GPUs
+    └── FaultError                 a fault to be made on purpose cannot be understood, or cannot happen in this run
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class ModelError(JobError):
 
 class LayoutError(JobError):
     """A layout does not fit the model, the batch or the number of GPUs."""
+
+
+class FaultError(JobError):
+    """A fault to be made on purpose cannot be understood, or cannot happen in this run."""
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:

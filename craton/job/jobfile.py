@@ -29,6 +29,7 @@ from craton.job.errors import ContentError, JobError, LayoutError
 from craton.job.layout import Layout, Offload, Precision, Recompute, Schedule
 from craton.job.model import ModelShape
 from craton.job.modelspec import ModelSpec, model_shape, weights_folder
+from craton.job.recover import ChaosSpec, RecoverSection
 from craton.job.section import ConflictError, Section, parse_section
 from craton.job.train import Float8Recipe, Train
 from craton.job.units import Seconds, Size
@@ -174,6 +175,8 @@ class Job(Section):
     layout: Annotated[LayoutSpec | None, BeforeValidator(_parse_layout)] = None  # None: auto
     placement: Placement | None = None
     checkpoint: Checkpoint = Checkpoint()
+    recover: RecoverSection = RecoverSection()
+    chaos: ChaosSpec = ()
     run: Run = Run()
     track: Annotated[tuple[Tracker, ...], BeforeValidator(_one_or_many)] = ()
     command: Annotated[tuple[Text, ...], BeforeValidator(_one_or_many)] = ()  # a single text is run by the shell
@@ -338,6 +341,13 @@ class Job(Section):
         if self.train.final_learning_rate is not None:
             return self.train.final_learning_rate
         return self.learning_rate * (1.0 if self.train.schedule == "constant" else FINAL_LEARNING_RATE_SHARE)
+
+    @property
+    def spares(self) -> int:
+        """Nodes that stand by for one that is lost: as written, else those of the cluster file."""
+        if self.recover.spares is not None:
+            return self.recover.spares
+        return self.cluster.file.spares if self.cluster.file else 0
 
     @property
     def fp8(self) -> Float8Recipe | None:

@@ -1,9 +1,15 @@
 """Where runs happen: drafts of what would be started, the backend `local` that starts it, and following it."""
 
+from craton.orchestration.chaos import arm_faults, faults_for, fired_faults, random_faults_for, what_happens
 from craton.orchestration.comparison import Compared, compare
-from craton.orchestration.draft import STOP_AT, Draft, agent_command, draft_run, named_job
+from craton.orchestration.draft import STOP_AT, Draft, agent_command, draft_run, named_job, with_chaos
 from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import AgentProcess, agent_log, check_machine, free_port, living_agents, read_agents
+from craton.orchestration.recoveries import Recoveries, Recovery, read_recoveries
+from craton.orchestration.recovery_bench import CASES as RECOVERY_CASES
+from craton.orchestration.recovery_bench import SHOWN_KINDS as RECOVERY_KINDS
+from craton.orchestration.recovery_bench import Case, bench_recover
+from craton.orchestration.resize import Resize, draft_resize, has_resized, resize_run, resized_nodes
 from craton.orchestration.runs import (
     SavedStep,
     check_name_is_free,
@@ -16,40 +22,60 @@ from craton.orchestration.runs import (
     resumed_job,
     start_run,
     stop_run,
-    wait_for_agents,
 )
+from craton.orchestration.sizes import Size
 from craton.orchestration.start import run
+from craton.orchestration.state import wait_for_agents
 from craton.orchestration.watch import Follower, View
 
 __all__ = [
+    "RECOVERY_CASES",
+    "RECOVERY_KINDS",
     "STOP_AT",
     "AgentProcess",
+    "Case",
     "Compared",
     "Draft",
     "Follower",
+    "Recoveries",
+    "Recovery",
+    "Resize",
     "RunStateError",
     "SavedStep",
+    "Size",
     "StartError",
     "View",
     "agent_command",
     "agent_log",
+    "arm_faults",
+    "bench_recover",
     "check_machine",
     "check_name_is_free",
     "check_places",
     "compare",
+    "draft_resize",
     "draft_resume",
     "draft_run",
+    "faults_for",
+    "fired_faults",
     "free_port",
+    "has_resized",
     "kill_run",
     "living_agents",
     "named_job",
     "newest_checkpoint",
     "prepare_data",
+    "random_faults_for",
     "read_agents",
+    "read_recoveries",
+    "resize_run",
+    "resized_nodes",
     "resume_run",
     "resumed_job",
     "run",
     "start_run",
     "stop_run",
     "wait_for_agents",
+    "what_happens",
+    "with_chaos",
 ]

@@ -9,23 +9,22 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from craton.agent import Launch
 from craton.infrastructure import resolve_cluster, visible_accelerators
-from craton.job import TRAINING_KINDS, Job, JobError, dump_job, parse_job, place_of
+from craton.job import TRAINING_KINDS, FaultError, Job, JobError, dump_job, faults_of, parse_fault, parse_job, place_of
 from craton.ml import TRAINED_PRECISIONS
 from craton.orchestration.errors import StartError
+from craton.orchestration.sizes import Size, check_memory, check_offload, elastic_sizes
 from craton.planning import Plan, plan, plan_to_json
 
 BACKENDS = ("local", "slurm", "kubernetes")
 KINDS = ("pretrain", "sft", "command")
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment of the ranks: where a user's own functions are looked for
 STOP_AT = "CRATON_STOP_AT"  # and the step after which the loop saves, sets the STOP marker and ends
-STATES = ("parameters", "gradients", "optimizer states")  # parts of memory that no batch or sequence changes
-GIBIBYTE = 2**30
 
 Progress = Callable[[int, int, str], None]
 
@@ -38,18 +37,28 @@ class Draft:
     plan: Plan | None  # None: a command, or a model whose numbers only its author knows
     launch: Launch
     note: str = ""  # why there is no plan, or what had to differ from the best one
+    sizes: list[Size] = field(default_factory=list)  # of an elastic job: all it may run on, the largest last
 
     @property
     def num_ranks(self) -> int:
-        return len(self.launch.nodes) * self.launch.ranks_per_node
+        return self.launch.world_size
+
+    @property
+    def num_spares(self) -> int:
+        return len(self.launch.nodes) - self.launch.working_nodes
 
     def files(self) -> dict[str, str]:
         """Name → text of every file that a launch writes into the run directory."""
         texts = {"job.yaml": dump_job(self.job)}
         if self.plan is not None:
-            texts["plan.json"] = json.dumps(plan_to_json(self.plan), indent=1) + "\n"
+            texts["plan.json"] = plan_text(self.plan)
+        texts |= {f"plans/{size.num_nodes}.json": plan_text(size.plan) for size in self.sizes if size.plan}
         texts["launch.json"] = json.dumps(asdict(self.launch), indent=1) + "\n"
         return texts
+
+
+def plan_text(found: Plan) -> str:
+    return json.dumps(plan_to_json(found), indent=1) + "\n"
 
 
 def named_job(job: Job, name: str | None) -> Job:
@@ -59,6 +68,17 @@ def named_job(job: Job, name: str | None) -> Job:
     renamed = job.model_copy(update={"name": name})
     parse_job(dump_job(renamed), "--name")  # a copy is not checked
     return renamed
+
+
+def with_chaos(job: Job, faults: Sequence[str]) -> Job:
+    """The job with more that is broken on purpose."""
+    if not faults:
+        return job
+    if not isinstance(job.chaos, tuple):
+        raise StartError(f"{job.where('chaos')}the job draws its faults from a seed; give no others, or list them all")
+    for text in faults:
+        parse_fault(text)
+    return job.model_copy(update={"chaos": (*job.chaos, *faults)})
 
 
 def draft_run(
@@ -96,11 +116,23 @@ def draft_run(
     environment = {**job.run.env, JOB_FOLDER: str(Path(job_folder).absolute())}
     if stop_at is not None:
         environment[STOP_AT] = str(stop_at)
-    return Draft(job, found, launch_of(job, found, run, generation, environment, port), note)
+    launch = launch_of(job, found, run, generation, environment, port)
+    sizes: list[Size] = []
+    if launch.min_nodes and job.kind in TRAINING_KINDS:
+        sizes, refused = elastic_sizes(job, launch.ranks_per_node, found, progress)
+        note = "; ".join(filter(None, [note, elastic_note(job, sizes, refused)]))
+        launch = replace(launch, min_nodes=min((size.num_nodes for size in sizes), default=0))
+    layouts = {str(size.num_nodes): size.layout_json for size in sizes}
+    if launch.min_nodes and job.kind == "command":  # which has no layout, and runs on any number
+        layouts = {str(count): {} for count in range(launch.min_nodes, launch.working_nodes + 1)}
+    launch = replace(launch, layouts=layouts)
+    return Draft(job, found, replace(launch, chaos=chaos_of(job, launch)), note, sizes)
 
 
-def agent_command(run: Path, node: int) -> list[str]:
-    return [sys.executable, "-m", "craton.agent", str(run), "--node", str(node)]
+def agent_command(run: Path, node: int | None = None) -> list[str]:
+    """The agent of a node; without one, all but the number, which is the last word."""
+    number = [] if node is None else [str(node)]
+    return [sys.executable, "-m", "craton.agent", str(run), "--node", *number]
 
 
 def rank_command(job: Job, run: Path) -> list[str]:
@@ -110,6 +142,11 @@ def rank_command(job: Job, run: Path) -> list[str]:
     return ["/bin/sh", "-c", job.command[0]] if len(job.command) == 1 else list(job.command)
 
 
+def nursery_command(job: Job, run: Path) -> list[str]:
+    """What imports the training loop once and forks ranks; a foreign command is started anew each time."""
+    return [] if job.kind == "command" else [sys.executable, "-m", "craton.ml.nursery", str(run)]
+
+
 def launch_of(
     job: Job, found: Plan | None, run: Path, generation: int, environment: Mapping[str, str], port: int
 ) -> Launch:
@@ -117,7 +154,7 @@ def launch_of(
     num_nodes, ranks_per_node, gpus = ranks_of(job, found)
     return Launch(
         generation=generation,
-        nodes=[f"node-{number}" for number in range(num_nodes)],
+        nodes=[f"node-{number}" for number in range(num_nodes + job.spares)],
         ranks_per_node=ranks_per_node,
         command=rank_command(job, run),
         env=dict(environment),
@@ -127,7 +164,48 @@ def launch_of(
         gpus=gpus,
         track=list(job.track),
         metrics_port=0,
+        num_nodes=num_nodes,
+        min_nodes=job.cluster.min_nodes if job.cluster.min_nodes < num_nodes else 0,
+        nursery=nursery_command(job, run),
+        tries=job.recover.tries,
+        spare_seconds=job.recover.spare_wait,
+        give_up_seconds=job.recover.give_up,
+        agent_command=agent_command(run),
     )
+
+
+def elastic_note(job: Job, sizes: list[Size], refused: Mapping[int, str]) -> str:
+    """What keeps an elastic job from some of the sizes it asks for."""
+    if not refused:
+        return ""
+    why = next(iter(refused.values())).removeprefix(job.where("cluster"))
+    if not sizes:
+        return f"not elastic: fewer than {job.cluster.num_nodes} nodes cannot train this job: {why}"
+    return f"elastic, but not on {', '.join(map(str, refused))} nodes: {why}"
+
+
+def chaos_of(job: Job, launch: Launch) -> list[str]:
+    """The faults that the job asks for, each one possible on these nodes."""
+    try:
+        faults = faults_of(
+            job.chaos,
+            world=launch.world_size,
+            nodes=launch.nodes,
+            spares=job.spares,
+            tiers=tier_names(job),
+            steps=job.steps,
+            trains=job.kind in TRAINING_KINDS,
+        )
+    except FaultError as error:
+        raise StartError(f"{job.where('chaos')}{error}") from None
+    return [fault.text for fault in faults]
+
+
+def tier_names(job: Job) -> list[str]:
+    """Where the state of a job lives, by the names that faults use; nowhere for a command."""
+    if job.kind not in TRAINING_KINDS:
+        return []
+    return [*([] if job.checkpoint.peer == "off" else ["peer"]), *(tier.to for tier in job.checkpoint.places)]
 
 
 def ranks_of(job: Job, found: Plan | None) -> tuple[int, int, bool]:
@@ -217,39 +295,3 @@ def check_stop(job: Job, stop_at: int) -> None:
         raise StartError(
             f"--stop-at {stop_at} is not inside the job, which has {job.steps:,} steps; give a step from 1 to {last:,}"
         )
-
-
-def check_offload(job: Job, found: Plan) -> None:
-    if found.layout.offload != "none":
-        raise StartError(
-            f"{job.where('layout', 'offload')}offload {found.layout.offload} can be planned but not trained yet; "
-            "write offload: none"
-        )
-
-
-def check_memory(job: Job, found: Plan) -> None:
-    """Refuse before launch what would run out of memory, with what to change."""
-    if found.fits:
-        return
-    need, limit = found.memory_bytes / GIBIBYTE, found.memory_limit_bytes / GIBIBYTE
-    largest = sorted(found.memory_parts.items(), key=lambda part: -part[1])[:2]
-    parts = " and ".join(f"{name} {size / GIBIBYTE:.3g} GiB" for name, size in largest)
-    raise StartError(
-        f"{job.where('layout' if job.layout else 'cluster')}{job.name} does not fit {found.cluster.name}: a rank needs "
-        f"{need:.3g} of {limit:.3g} GiB ({parts}); use {' or '.join(_relief(job, found))}"
-    )
-
-
-def _relief(job: Job, found: Plan) -> list[str]:
-    """What would make the job fit, the nearest first."""
-    fitting = [each.layout for each in found.alternatives if each.fits and each.cluster == found.cluster.name]
-    if fitting:
-        return [f"the layout {fitting[0]}"]
-    relief = []
-    if sum(found.memory_parts.get(name, 0.0) for name in STATES) < found.memory_limit_bytes:
-        if found.layout.micro_batch > 1:
-            relief.append("layout: {micro_batch: 1}")
-        if found.layout.recompute != "full":
-            relief.append("layout: {recompute: full}")
-        relief.append("a shorter data.sequence")
-    return [*relief, "a smaller model", "more or larger machines"]

@@ -1,8 +1,8 @@
 """The backend `local`: every node of the job is an agent on this machine, a process that outlives the command.
 
 An agent has its own session and no terminal, so neither Ctrl-C nor a closed shell ends it. Who they are stands in
-`agents.json` with each process's start time, so that a number that the system has given to another process since is
-never taken for an agent, let alone killed.
+`agents.json`, or in the heartbeat of one that another agent has started again, with the start time of its process: a
+number that the system has given to another process since is never taken for an agent, let alone killed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from craton.agent import Launch
 from craton.infrastructure import visible_accelerators
 from craton.orchestration.draft import agent_command
 from craton.orchestration.errors import StartError
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, read_heartbeat
 
 MOVING = ("starting", "running", "stopping")  # states of a run whose agents should live
 AGENTS_FILE = "agents.json"
@@ -53,11 +55,13 @@ def agent_log(node: str) -> str:
     return f"logs/agent-{node}.log"
 
 
-def start_agents(run: RunDirectory, launch: Launch) -> list[AgentProcess]:
-    """Start one agent a node, each in a session of its own, and write down who they are."""
+def start_agents(run: RunDirectory, launch: Launch, nodes: Iterable[int] | None = None) -> list[AgentProcess]:
+    """Start one agent a node (all of them, or those at these positions), each in a session of its own, and write down
+    who they are."""
     (run.path / "logs").mkdir(exist_ok=True)
     agents = []
-    for number, node in enumerate(launch.nodes):
+    for number in range(len(launch.nodes)) if nodes is None else nodes:
+        node = launch.nodes[number]
         with open(run.path / agent_log(node), "ab") as log:
             process = subprocess.Popen(
                 agent_command(run.path, number),
@@ -68,14 +72,16 @@ def start_agents(run: RunDirectory, launch: Launch) -> list[AgentProcess]:
                 env={**os.environ, **_own_gpus(launch, number)},
             )
         agents.append(AgentProcess(node, process.pid, _process(process.pid)[1], socket.gethostname()))
+    started = {agent.node for agent in agents}
+    others = [] if nodes is None else [agent for agent in read_agents(run) if agent.node not in started]
     partial = run.path / f"{AGENTS_FILE}.partial"
-    partial.write_text(json.dumps([asdict(agent) for agent in agents], indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps([asdict(agent) for agent in [*others, *agents]], indent=1) + "\n", encoding="utf-8")
     os.replace(partial, run.path / AGENTS_FILE)
     return agents
 
 
 def read_agents(run: RunDirectory) -> list[AgentProcess]:
-    """The agents of the newest generation; none where the file is missing or torn."""
+    """The agents as a command started them; none where the file is missing or torn."""
     try:
         return [AgentProcess(**each) for each in json.loads((run.path / AGENTS_FILE).read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError):
@@ -83,28 +89,38 @@ def read_agents(run: RunDirectory) -> list[AgentProcess]:
 
 
 def living_agents(run: RunDirectory) -> list[AgentProcess]:
-    return [agent for agent in read_agents(run) if agent.is_alive]
+    """Those that were started and those whose heartbeat says so, as far as their process lives; by the node's name."""
+    known = {(agent.pid, agent.started): agent for agent in [*_beating_agents(run), *read_agents(run)]}
+    return sorted((agent for agent in known.values() if agent.is_alive), key=lambda agent: _in_order(agent.node))
 
 
 def kill_agents(run: RunDirectory) -> list[AgentProcess]:
-    """Kill every agent that lives with all that descends from it. Returns those that were alive."""
-    alive = living_agents(run)
-    for pid in (pid for agent in alive for pid in _family(agent.pid)):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    """Kill every agent with all that descends from it, and what an agent that is gone has left, until there is none:
+    one that was just being started by another is found at the next look. Returns the agents that were alive."""
+    killed: dict[int, AgentProcess] = {}
     deadline = time.monotonic() + KILL_SECONDS
-    while living_agents(run) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        alive = living_agents(run)
+        killed |= {agent.pid: agent for agent in alive}
+        pids = _families(run, [agent.pid for agent in alive])
+        if not pids:
+            break
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    return alive
+    return list(killed.values())
 
 
 def check_machine(launch: Launch) -> None:
     """Refuse ranks that this machine has no GPUs for."""
+    needed = len(launch.nodes) * launch.ranks_per_node  # a spare has its own
     there = len(visible_accelerators()) if launch.gpus else 0
-    if launch.gpus and there < launch.world_size:
+    if launch.gpus and there < needed:
+        spares = len(launch.nodes) - launch.working_nodes
+        advice = "recover: {spares: 0}" if spares and there >= launch.world_size else "cluster: local x 1"
         raise StartError(
-            f"this job needs {launch.world_size} GPUs, and this machine shows {there}; write `cluster: local x 1` to "
-            "run on what it has"
+            f"this job needs {needed} GPUs, and this machine shows {there}; write `{advice}` to run on what it has"
         )
 
 
@@ -124,17 +140,40 @@ def _own_gpus(launch: Launch, node: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(card.uuid for card in cards)}
 
 
-def _family(pid: int) -> list[int]:
-    """A process and all its descendants, ancestors first, so that none can start another that is not yet listed."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+def _beating_agents(run: RunDirectory) -> list[AgentProcess]:
+    found = []
+    for path in sorted((run.path / "heartbeat").glob("[!.]*")):
+        beat = read_heartbeat(run, path.name)
+        if beat is not None and beat.host and beat.started:
+            found.append(AgentProcess(path.name, beat.pid, beat.started, beat.host))
+    return found
+
+
+def _families(run: RunDirectory, agents: Iterable[int]) -> list[int]:
+    """These agents, every process that is an agent or a nursery of the run by its command, and all their descendants;
+    ancestors first, so that none can start another that is not yet listed."""
+    listed = subprocess.run(
+        ["ps", "-A", "-ww", "-o", "pid=,ppid=,stat=,args="], capture_output=True, text=True, check=True
+    ).stdout
+    of_run = re.compile(rf"\S+ -m craton\.(agent|ml\.nursery) {re.escape(str(run.path))}( --node \d+)?")
+    family = list(agents)
     children: dict[int, list[int]] = {}
     for line in listed.splitlines():
-        child, parent = map(int, line.split())
-        children.setdefault(parent, []).append(child)
-    family = [pid]
+        child, parent, state, *words = line.split(maxsplit=3)
+        if state.startswith(("Z", "X")):
+            continue
+        children.setdefault(int(parent), []).append(int(child))
+        if words and of_run.fullmatch(words[0].strip()) and int(child) not in family:
+            family.append(int(child))
     for member in family:
-        family += children.get(member, [])
+        family += [child for child in children.get(member, []) if child not in family]
     return family
+
+
+def _in_order(node: str) -> tuple[str, int]:
+    """node-2 comes before node-10."""
+    name, _, number = node.rpartition("-")
+    return (name, int(number)) if number.isdecimal() else (node, 0)
 
 
 def _process(pid: int) -> tuple[str, str]:

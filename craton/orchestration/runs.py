@@ -6,24 +6,23 @@ a resume changes only the files that say how the next generation runs.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
-from craton.agent import read_launch
+from craton.agent import next_number, read_launch
 from craton.infrastructure import CachedFolder, StorageError, open_store
 from craton.job import TRAINING_KINDS, Job, TierPlace, dump_job, load_job, parse_job, place_of
+from craton.orchestration.chaos import disarm, faults_left
 from craton.orchestration.draft import JOB_FOLDER, Draft, Progress, draft_run
 from craton.orchestration.errors import RunStateError, StartError
-from craton.orchestration.local import MOVING, free_port, kill_agents, living_agents, start_agents
-from craton.telemetry import Heartbeat, RunDirectory, RunExistsError, summarize, write_heartbeat
+from craton.orchestration.local import free_port, kill_agents, living_agents, start_agents
+from craton.orchestration.resize import resized_nodes
+from craton.orchestration.state import check_not_running, check_running, launching, write_whole
+from craton.telemetry import Heartbeat, RunDirectory, RunExistsError, write_heartbeat
 
 CHECK_SECONDS = 20.0  # how long a service is waited for that a run would write to
 
@@ -57,7 +56,7 @@ def start_run(draft: Draft, root: Path) -> RunDirectory:
         run = RunDirectory.create(root, draft.job.name)
     except RunExistsError:
         raise RunExistsError(_taken(root, draft.job.name)) from None
-    with _launching(run):
+    with launching(run):
         _launch(run, draft)
     return run
 
@@ -104,7 +103,7 @@ def stop_run(run: RunDirectory) -> None:
 def kill_run(run: RunDirectory) -> int:
     """End every process of the run at once, without a checkpoint. Returns how many agents lived."""
     check_running(run)
-    run.mark("STOP", "craton stop --now")
+    run.mark("STOP", "craton stop --now")  # first: an agent that comes up now ends by itself
     killed = kill_agents(run)
     generation = read_launch(run).generation
     for agent in killed:  # they cannot say it any more
@@ -113,9 +112,15 @@ def kill_run(run: RunDirectory) -> int:
 
 
 def resumed_job(run: RunDirectory, cluster: str | None = None, steps: int | None = None) -> Job:
-    """The job of a run as its next generation has it. On another cluster the layout is chosen anew."""
+    """The job of a run as its next generation has it, on as many nodes as were asked for last. On another cluster the
+    layout is chosen anew."""
     check_not_running(run)
     job = load_job(run.job_path)
+    nodes = resized_nodes(run)
+    if cluster is None and nodes is not None and nodes != job.cluster.num_nodes:
+        smallest = job.cluster.min_nodes if job.cluster.min_nodes < nodes else 0
+        resized = job.cluster.model_copy(update={"num_nodes": nodes, "min_nodes": smallest})
+        job = job.model_copy(update={"cluster": resized})
     if cluster is None and steps is None:
         return job
     document = yaml.safe_load(dump_job(job))
@@ -146,51 +151,29 @@ def draft_resume(run: RunDirectory, job: Job, *, stop_at: int | None = None, pro
     if run.has("DONE") and job.kind == "command":
         raise RunStateError(f"{run.name} is done; `craton run` with another --name starts its command again")
     last = read_launch(run)
-    return draft_run(
-        job,
+    draft = draft_run(
+        job.model_copy(update={"chaos": ()}),
         run.path,
         on="local",
-        generation=last.generation + 1,
+        generation=max(next_number(run), last.generation + 1),
         stop_at=stop_at,
         job_folder=last.env.get(JOB_FOLDER, "."),
         port=free_port(),
         progress=progress,
     )
+    left = faults_left(run, job, last, draft.launch, saved.step if saved else 0)
+    return replace(draft, job=job, launch=replace(draft.launch, chaos=left))
 
 
 def resume_run(run: RunDirectory, draft: Draft) -> None:
     """Start the next generation; it restores the newest checkpoint by itself."""
-    with _launching(run):
+    with launching(run):
         check_not_running(run)
         for marker in ("STOP", "FATAL", "DONE"):
             run.unmark(marker)
+        run.resize_path.unlink(missing_ok=True)
+        disarm(run)
         _launch(run, draft)
-
-
-def wait_for_agents(run: RunDirectory, seconds: float = 10.0) -> None:
-    """Until the agents of a run that has ended are gone too, so that it may be resumed at once."""
-    deadline = time.monotonic() + seconds
-    while living_agents(run) and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def check_running(run: RunDirectory) -> None:
-    if not living_agents(run):
-        state = summarize(run).state
-        if state == "done":
-            raise RunStateError(f"{run.name} is done already: there is nothing to stop")
-        raise RunStateError(
-            f"{run.name} does not run here ({'lost' if state in MOVING else state}); `craton resume {run.name}` goes on"
-        )
-
-
-def check_not_running(run: RunDirectory) -> None:
-    alive = living_agents(run)
-    if alive:
-        raise RunStateError(
-            f"{run.name} is running ({', '.join(agent.node for agent in alive)}); `craton logs {run.name} -f` follows "
-            f"it, `craton stop {run.name}` stops it with a checkpoint"
-        )
 
 
 def newest_checkpoint(run: RunDirectory, job: Job | None = None) -> SavedStep | None:
@@ -255,21 +238,8 @@ def _saved_objects(name: str, located: TierPlace) -> list[SavedStep]:
 def _launch(run: RunDirectory, draft: Draft) -> None:
     ready = replace(draft, launch=replace(draft.launch, master_port=free_port()))
     for name, text in ready.files().items():
-        partial = run.path / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, run.path / name)
+        write_whole(run.path / name, text)
     start_agents(run, ready.launch)
-
-
-@contextmanager
-def _launching(run: RunDirectory) -> Iterator[None]:
-    """One command at a time starts processes for a run."""
-    with open(run.path / "launch.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunStateError(f"{run.name} is being started by another command; `craton ps` shows it") from None
-        yield
 
 
 def _taken(root: Path, name: str) -> str:

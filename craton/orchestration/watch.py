@@ -6,11 +6,12 @@ A look costs what was written since the last one, however long the run is.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from craton.orchestration.local import MOVING, living_agents, read_agents
+from craton.orchestration.recoveries import Recoveries, Recovery, under_way
 from craton.telemetry import RunDirectory, RunSummary, Summarizer, read_lines
 
 PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
@@ -18,7 +19,8 @@ RECENT_LINES = 20  # a phase is shown as the mean of so many of the newest measu
 MOST_POINTS = 4096  # of the loss curve; a longer one is thinned to every second point
 SHOWN_EVENTS = 6
 LAST_LINES = 5
-ROUTINE = ("agent_started", "metrics_served", "agent_ended", "predicted", "summary")  # events that every run has
+# Events that every run has.
+ROUTINE = ("agent_started", "metrics_served", "coordinates", "rank_started", "agent_ended", "predicted", "summary")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class View:
     evaluation_loss: float | None
     phases: dict[str, float]  # measured seconds of a step, recent mean; without what was not measured
     events: list[dict[str, Any]]  # the newest, oldest first
+    recoveries: list[Recovery] = field(default_factory=list)  # oldest first
+    recovering: Recovery | None = None  # the one that is under way
 
     @property
     def is_moving(self) -> bool:
@@ -49,6 +53,7 @@ class Follower:
         self.run = run
         self._steps = steps  # of a run without a plan
         self._summarizer = Summarizer(run)
+        self._recoveries = Recoveries(run)
         self._offsets: dict[Path, int] = {}
         self._losses: dict[int, float] = {}
         self._evaluation_loss: float | None = None
@@ -71,7 +76,9 @@ class Follower:
                 summary = replace(summary, state="lost", message=self._last_words())
         if summary.steps is None:
             summary = replace(summary, steps=self._steps)
-        return View(summary, losses, self._evaluation_loss, self._phases(), list(self._events))
+        recoveries = self._recoveries.all()
+        recovering = under_way(recoveries) if summary.state in MOVING else None
+        return View(summary, losses, self._evaluation_loss, self._phases(), list(self._events), recoveries, recovering)
 
     def _agents_are_gone(self) -> bool:
         return bool(read_agents(self.run)) and not living_agents(self.run)
@@ -121,4 +128,6 @@ def _is_news(event: dict[str, Any]) -> bool:
     name = event.get("event")
     if name == "rank_ended":
         return event.get("code") != 0
+    if name == "generation_started":
+        return event.get("reason") != "start"
     return name not in ROUTINE and (event.get("rank", 0) == 0 or name == "failed")

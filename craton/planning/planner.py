@@ -52,12 +52,15 @@ SECONDS_PER_DAY = 86400.0
 Progress = Callable[[int, int, str], None]
 
 
-def plan(job: Job, *, today: date | None = None, progress: Progress | None = None) -> Plan:
-    """Predict a job: the layout it names or the best one, and everything that follows from it."""
+def plan(
+    job: Job, *, cluster: Cluster | None = None, today: date | None = None, progress: Progress | None = None
+) -> Plan:
+    """Predict a job: the layout it names or the best one, and everything that follows from it. `cluster` is another one
+    than the job's own, such as a part of it."""
     today = today or date.today()
     check_plannable(job)
     try:
-        cluster = resolve_cluster(job.cluster, job.price)
+        cluster = cluster or resolve_cluster(job.cluster, job.price)
     except CatalogError as error:
         raise PlanError(f"{job.where('cluster')}cluster: {error}") from None
     setting = setting_of(job, cluster)

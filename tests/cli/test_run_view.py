@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from craton.agent import Generation
 from craton.cli import figures
 from craton.cli.live import describe, line, make_console, panel, watch
 from craton.cli.outcome import outcome_json, print_outcome
@@ -103,6 +104,33 @@ def test_without_a_terminal_what_happens_is_told_once(
     assert told.count("demo: step 30 · checkpoint passed over · step 40 cannot be used\n") == 1
     assert "checkpoint saved" not in told
     assert "another generation" not in told
+
+
+def test_a_recovery_is_loud_until_it_is_over(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    run.launch_path.write_text(json.dumps({**json.loads(run.launch_path.read_text()), "nursery": ["python"]}))
+    moment = time.time() - 2
+    made = Generation(1, ["node-0", "node-1"], 1, "", reason="rank 1 was killed", reached=39, broke_at=moment)
+    run.generation_path(1).write_text(json.dumps(made.to_message()))
+    view = Follower(run).look()
+    assert line(view) == "demo: RECOVERING  rank 1 was killed at step 40, not back yet"
+    assert "RECOVERING for 2 s: rank 1 was killed at step 40" in shown(panel(view, 100), 100)
+
+    recorder = Recorder("node-0", 0, generation=1, run=run)
+    recorder.event("recovered", step=40, seconds=1.4, lost_steps=0, restored_from="peer")
+    recorder.ledger(40, {"detect": 0.1, "regroup": 0.4, "restore": 0.3, "redo": 0.6, "productive": 2.0})
+    recorder.close()
+    view = Follower(run).look()
+    text = shown(panel(view, 100), 100)
+    assert "RECOVERING" not in line(view) + text
+    assert "1 recovery" in text
+    assert "last recovery: rank 1 was killed at step 40, back after 1.4 s: detect 0.1 · regroup 0.4" in text
+    run.mark("DONE")
+    print_outcome(run, Follower(run).look().summary, make_console())
+    told = capsys.readouterr().out
+    assert "detect 0.1 · regroup 0.4 · restore 0.3 · redo 0.6" in told
+    assert "(planned 99 %)" in told
+    document = outcome_json(run, Follower(run).look().summary)
+    assert document["recoveries"][0]["restored_from"] == "peer"
 
 
 def test_the_table_at_the_end_holds_every_twin_with_its_interval(run: RunDirectory) -> None:

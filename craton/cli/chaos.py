@@ -1,0 +1,155 @@
+"""`craton chaos RUN`: break a run on purpose, loudly, to see that it goes on."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from craton.job import Fault
+    from craton.orchestration import Recovery, View
+    from craton.telemetry import RunDirectory
+
+LOOK_SECONDS = 0.2
+SETTLED_SECONDS = 10.0  # of steps after a fault, from which on no recovery is to be expected of it
+# Faults after which ranks have to regroup; the others a run goes on with.
+_BREAKING = ("kill", "hang", "fail", "lose-node")
+
+
+def chaos(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
+    kill: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WHAT", help="rank=3@step=40, agent=node-1, keeper=node-1, coordinator."),
+    ] = None,
+    hang: Annotated[list[str] | None, typer.Option(metavar="WHAT", help="rank=3@step=40,how=stop or spin.")] = None,
+    fail: Annotated[list[str] | None, typer.Option(metavar="WHAT", help="rank=2@step=9 raises an exception.")] = None,
+    corrupt: Annotated[list[str] | None, typer.Option(metavar="WHAT", help="tier=peer,rank=1@step=50.")] = None,
+    slow_disk: Annotated[
+        list[str] | None, typer.Option(metavar="WHAT", help="tier=shared,seconds=0.5,for=20s@step=10.")
+    ] = None,
+    lose_node: Annotated[list[str] | None, typer.Option(metavar="NODE", help="node-1@step=40, for good.")] = None,
+    random: Annotated[
+        int | None, typer.Option(min=1, help="So many random faults over the steps that are left.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random faults.")] = 0,
+    kinds: Annotated[str, typer.Option(help="Of the random faults, e.g. kill,hang.", show_default=False)] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="Follow until all have happened, with each recovery.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
+) -> None:
+    """Break a running run on purpose: at a step, in a phase (@during=restore), or at once."""
+    import json
+
+    from craton.cli.live import make_console
+    from craton.orchestration import arm_faults, faults_for, random_faults_for
+    from craton.telemetry import RunError, find_run
+
+    console = make_console(as_json)
+    found = find_run(run)
+    given = {
+        "kill": kill,
+        "hang": hang,
+        "fail": fail,
+        "corrupt": corrupt,
+        "slow-disk": slow_disk,
+        "lose-node": lose_node,
+    }
+    faults = faults_for(found, [f"{kind} {what}" for kind, all_of_kind in given.items() for what in all_of_kind or []])
+    if random is not None:
+        chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()]
+        faults += random_faults_for(found, random, seed, chosen) if chosen else random_faults_for(found, random, seed)
+    elif kinds:
+        raise RunError("--kinds belongs to --random, which draws faults of these kinds")
+    if not faults:
+        raise RunError(f"nothing to break; give e.g. `craton chaos {found.name} --kill rank=0@step=40`, or --random 5")
+    print_faults(found, faults, console)
+    confirm(found, yes)
+    since = time.time()
+    path = arm_faults(found, faults)
+    outcome: dict[str, Any] = {"run": found.name, "order": str(path), "faults": [fault.text for fault in faults]}
+    if wait:
+        try:
+            outcome |= follow(found, faults, since, console)
+        except KeyboardInterrupt:
+            console.print(f"\nleft the view; the faults are armed all the same: `craton logs {found.name} -f`")
+            raise typer.Exit(130) from None
+    elif not as_json:
+        console.print(f"armed; `craton logs {found.name} --agent -f` shows them happen")
+    if as_json:
+        print(json.dumps(outcome))
+    if wait and outcome["not_fired"]:
+        raise typer.Exit(1)
+
+
+def print_faults(run: RunDirectory, faults: list[Fault], console: Console) -> None:
+    from rich.text import Text
+
+    from craton.orchestration import what_happens
+
+    number = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
+    console.print(Text(f"CHAOS: {number} on purpose in the run {run.name} ({run.path})", style="bold white on red"))
+    for fault in faults:
+        console.print(Text.assemble("  ", (fault.text, "bold red"), f"  {what_happens(fault)}"), soft_wrap=True)
+
+
+def confirm(run: RunDirectory, yes: bool) -> None:
+    import sys
+
+    from craton.orchestration import RunStateError
+
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise RunStateError(
+            f"this breaks {run.name} on purpose and there is no terminal to ask on; give --yes to do it"
+        )
+    typer.confirm(f"Do this to {run.name}?", abort=True)
+
+
+def follow(run: RunDirectory, faults: list[Fault], since: float, console: Console) -> dict[str, Any]:
+    """Print each fault as it happens and each recovery as it ends, until the last one or the end of the run."""
+    from dataclasses import asdict
+
+    from craton.orchestration import Follower, fired_faults
+
+    follower = Follower(run)
+    texts = [fault.text for fault in faults]
+    fired: dict[str, float] = {}
+    told: dict[int, Recovery] = {}
+    while True:
+        view = follower.look()  # before the events, so that what happened last is read too
+        for text, moment in fired_faults(run, since).items():
+            if text in texts and text not in fired:
+                fired[text] = moment
+                console.print(f"fired: {text}", style="bold red", markup=False)
+        for recovery in view.recoveries:
+            if recovery.began >= since and recovery.seconds is not None and recovery.generation not in told:
+                told[recovery.generation] = recovery
+                console.print(f"recovered: {recovery.text}", style="green", soft_wrap=True, markup=False)
+        if not view.is_moving or (set(texts) == set(fired) and not _awaited(faults, fired, view)):
+            break
+        time.sleep(LOOK_SECONDS)
+    left = [text for text in texts if text not in fired]
+    for text in left:
+        console.print(f"did not happen before the run ended: {text}", style="yellow", markup=False)
+    return {
+        "fired": list(fired),
+        "not_fired": left,
+        "recoveries": [{**asdict(each), "text": each.text} for each in told.values()],
+    }
+
+
+def _awaited(faults: list[Fault], fired: dict[str, float], view: View) -> bool:
+    """Whether the last fault that breaks a run has not been recovered from yet. A rank that died before its first step
+    is started again without a recovery: then the run just moves on."""
+    breaking = [fired[each.text] for each in faults if each.kind in _BREAKING and each.target != "keeper"]
+    if not breaking:
+        return False
+    if any(each.seconds is not None and each.began + each.seconds >= max(breaking) for each in view.recoveries):
+        return False
+    return view.recovering is not None or (view.summary.updated_at or 0.0) < max(breaking) + SETTLED_SECONDS

@@ -1,0 +1,58 @@
+"""`craton resize RUN N`: another number of nodes for a run, while it runs and without losing a step."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+LOOK_SECONDS = 0.2
+
+
+def resize(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
+    nodes: Annotated[int, typer.Argument(metavar="N", min=1, help="Nodes to go on with.", show_default=False)],
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Ask for it and return at once.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Go on with more or fewer nodes: the ranks finish their step, and the next one is done by the new ones."""
+    import json
+
+    from rich.status import Status
+
+    from craton.cli.live import make_console
+    from craton.cli.outcome import outcome_json
+    from craton.orchestration import Follower, draft_resize, has_resized, resize_run
+    from craton.telemetry import find_run, summarize
+
+    console = make_console(as_json)
+    found = find_run(run)
+    wanted = draft_resize(found, nodes)
+    since = time.time()
+    started = resize_run(found, wanted)
+    many = f"{wanted.before} to {nodes} node{'s' if nodes > 1 else ''}"
+    console.print(f"{found.name}: from {many}, {wanted.size.layout}")
+    if started:
+        console.print(f"started the agent{'s' if len(started) > 1 else ''} of {', '.join(started)}", style="dim")
+    if detach:
+        if as_json:
+            print(json.dumps(outcome_json(found, summarize(found))))
+        return
+    follower = Follower(found)
+    try:
+        with Status(f"going from {many}", console=console):
+            while not (is_done := has_resized(found, nodes, since)) and follower.look().is_moving:
+                time.sleep(LOOK_SECONDS)
+    except KeyboardInterrupt:
+        console.print(f"\nnot waiting any longer; {found.name} goes to {nodes} nodes by itself")
+        raise typer.Exit(130) from None
+    summary = follower.look().summary
+    if as_json:
+        print(json.dumps(outcome_json(found, summary)))
+    elif is_done:
+        took = f"{time.time() - since:.1f} s"
+        console.print(f"{found.name} goes on at step {summary.step:,} on {many.partition(' to ')[2]}, {took} later")
+    else:
+        console.print(f"{found.name} is {summary.state}, not on {nodes} nodes: {summary.message}", style="red")
+    raise typer.Exit(0 if is_done else 1)

@@ -1,0 +1,286 @@
+"""Faults made on purpose: one line of text each, the same in a job file and behind `craton chaos`.
+
+`parse_fault` turns a line into a `Fault` or says which words are allowed. `check_fault` says what cannot happen in a
+given run. `random_faults` draws faults from a seed: the same arguments give the same faults, in the order of steps.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from craton.job.errors import FaultError, did_you_mean
+from craton.job.units import parse_seconds
+
+# kind → what it may be done to; "node" is named by a word of its own, the others by key=value
+TARGETS: Mapping[str, tuple[str, ...]] = {
+    "kill": ("rank", "agent", "keeper", "coordinator"),
+    "hang": ("rank",),
+    "fail": ("rank",),
+    "corrupt": ("tier",),
+    "slow-disk": ("tier",),
+    "lose-node": ("node",),
+}
+FAULT_KINDS = tuple(TARGETS)
+RANDOM_KINDS = ("kill", "hang", "fail", "corrupt", "slow-disk")  # what a run gets over with the nodes it has
+DURING = ("staging", "checkpoint", "regroup", "restore", "evaluate", "data", "productive", "saving")
+HANGS = ("stop", "spin")
+WHOSE = ("own", "copies", "all")
+TIERS = ("peer", "nvme", "shared")
+EXAMPLES: Mapping[str, str] = {
+    "kill": "rank=3@step=40",
+    "hang": "rank=3@step=40,how=stop",
+    "fail": "rank=2@step=9",
+    "corrupt": "tier=peer,rank=1,whose=copies@step=50",
+    "slow-disk": "tier=shared,seconds=0.5,for=20s@step=10",
+    "lose-node": "node-1@step=40",
+}
+# kind → what may be said besides its target and `step`
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "kill": ("during",),
+    "hang": ("during", "how"),
+    "fail": ("during",),
+    "corrupt": ("rank", "whose"),
+    "slow-disk": ("seconds", "for"),
+    "lose-node": (),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that breaks, and when. Without `step` and `during` at once; with both in the first such phase from that
+    step on."""
+
+    kind: str  # one of FAULT_KINDS
+    target: str  # what it is done to: rank, agent, keeper, coordinator, tier or node
+    text: str  # as one writes it
+    rank: int | None = None
+    node: str | None = None
+    tier: str | None = None
+    step: int | None = None
+    during: str | None = None  # one of DURING
+    seconds: float | None = None  # slow-disk: how much longer a write takes
+    for_seconds: float | None = None  # slow-disk: how long that lasts; None: to the end
+    how: str | None = None  # hang: one of HANGS; corrupt of peer memory: one of WHOSE
+
+    @property
+    def needs_training(self) -> bool:
+        """Whether only Craton's own training loop can do it."""
+        return self.kind in ("fail", "corrupt", "slow-disk") or self.during is not None or self.target == "keeper"
+
+
+def parse_fault(text: str) -> Fault:
+    """`kill rank=3@step=40` and the like; FaultError names what is allowed and the nearest word."""
+    kind, _, rest = " ".join(str(text).split()).partition(" ")
+    if kind not in TARGETS:
+        raise FaultError(f"{text!r}: {_no_fault(kind)}")
+    # Where it happens stands before the @ and when behind it, but a word is known by its name and not by its place.
+    words = [word.strip() for part in rest.split("@") for word in part.split(",")]
+    if rest.count("@") > 1 or not all(words):
+        raise FaultError(f"{text!r} cannot be read; write e.g. {kind} {EXAMPLES[kind]}")
+    given: dict[str, str] = {}
+    for position, word in enumerate(words):
+        key, is_pair, value = word.partition("=")
+        if not is_pair:
+            key, value = _bare_word(kind, word, position, text)
+        if key in given:
+            raise FaultError(f"{text!r} says {key} twice; keep one")
+        given[key] = value
+    allowed = (*TARGETS[kind], "step", *_OPTIONS[kind])
+    for key in given:
+        if key not in allowed:
+            raise FaultError(
+                f"{text!r}: {key!r} is not known here; allowed: {', '.join(allowed)}{did_you_mean(key, allowed)}; "
+                f"e.g. {kind} {EXAMPLES[kind]}"
+            )
+    targets = [key for key in given if key in TARGETS[kind]]
+    if len(targets) != 1:
+        raise FaultError(
+            f"{text!r} names {' and '.join(targets) or 'nothing'} to {kind}; name one of {', '.join(TARGETS[kind])}, "
+            f"e.g. {kind} {EXAMPLES[kind]}"
+        )
+    return _fault(kind, targets[0], given, str(text))
+
+
+def check_fault(
+    fault: Fault,
+    *,
+    world: int,
+    nodes: Sequence[str],
+    tiers: Sequence[str],
+    step: int = 0,
+    steps: int | None = None,
+    trains: bool = True,
+) -> None:
+    """FaultError when it cannot happen in a run of these ranks, nodes and checkpoint tiers that has done `step` of its
+    `steps`."""
+    if fault.needs_training and not trains:
+        raise FaultError(
+            f"{fault.text!r} needs the training loop, and this run is a command; kill rank, agent or coordinator, hang "
+            "and lose-node work on any run"
+        )
+    if fault.rank is not None and fault.rank >= world:
+        raise FaultError(f"{fault.text!r}: there is no rank {fault.rank}; the ranks are 0 to {world - 1}")
+    if fault.node is not None and fault.node not in nodes:
+        near = did_you_mean(fault.node, nodes)
+        raise FaultError(f"{fault.text!r}: there is no node {fault.node}; the nodes are {', '.join(nodes)}{near}")
+    if fault.tier is not None and fault.tier not in tiers:
+        there = ", ".join(tiers) or "none"
+        raise FaultError(f"{fault.text!r}: the job has no tier {fault.tier}; it has {there}")
+    if fault.step is not None and fault.step <= step and step:
+        raise FaultError(f"{fault.text!r}: step {fault.step:,} is past, {step:,} are done; give a later one")
+    if fault.step is not None and steps is not None and fault.step > steps:
+        raise FaultError(f"{fault.text!r}: the job ends after step {steps:,}; give an earlier one")
+
+
+def random_faults(
+    count: int,
+    seed: int,
+    steps: int,
+    world: int,
+    nodes: Sequence[str],
+    tiers: Sequence[str],
+    kinds: Iterable[str] = RANDOM_KINDS,
+    first: int = 1,
+) -> list[Fault]:
+    """`count` faults, one in each equal part of the steps from `first` on; kinds that need a tier are left out where
+    there is none. A fault inside a recovery is followed by one that causes a recovery, or it would never happen."""
+    wanted = tuple(kinds)
+    for kind in wanted:
+        if kind not in TARGETS:
+            raise FaultError(_no_fault(kind))
+    folders = [tier for tier in tiers if tier in ("nvme", "shared") or tier.startswith("/")]
+    flipped = [tier for tier in tiers if tier == "peer" or tier in folders]
+    possible = [
+        kind
+        for kind in wanted
+        if (kind != "corrupt" or flipped)
+        and (kind != "slow-disk" or folders)
+        and (kind != "lose-node" or len(nodes) > 1)
+    ]
+    if count and not possible:
+        raise FaultError(f"none of {', '.join(wanted)} can happen here; allowed: {', '.join(FAULT_KINDS)}")
+    if steps - first + 1 < count:
+        raise FaultError(f"{count} faults do not fit into steps {first:,} to {steps:,}; ask for fewer")
+    draw = random.Random(f"craton {seed}")
+    edges = [first + index * (steps - first + 1) // count for index in range(count)] + [steps + 1]
+    faults: list[Fault] = []
+    for index in range(count):
+        step = draw.randrange(edges[index], edges[index + 1])
+        before = faults[-1] if faults else None
+        if before is not None and before.during in ("regroup", "restore"):
+            text = f"kill rank={draw.randrange(world)}@step={step}"
+        else:
+            text = _draw(draw, draw.choice(possible), step, world, nodes, flipped, folders, index == count - 1)
+        faults.append(parse_fault(text))
+    return faults
+
+
+def _draw(
+    draw: random.Random,
+    kind: str,
+    step: int,
+    world: int,
+    nodes: Sequence[str],
+    flipped: Sequence[str],
+    folders: Sequence[str],
+    is_last: bool,
+) -> str:
+    rank, node = draw.randrange(world), draw.choice(list(nodes))
+    if kind == "lose-node":
+        return f"lose-node {node}@step={step}"
+    if kind == "corrupt":
+        return f"corrupt tier={draw.choice(list(flipped))}@step={step}"
+    if kind == "slow-disk":
+        seconds, lasting = draw.choice((0.1, 0.5, 1.0)), draw.choice((5, 10))
+        return f"slow-disk tier={draw.choice(list(folders))},seconds={seconds},for={lasting}s@step={step}"
+    if kind == "hang":
+        return f"hang rank={rank}@step={step},how={draw.choice(HANGS)}"
+    if kind == "fail":
+        return f"fail rank={rank}@step={step}"
+    other = draw.choice(("rank", "rank", "rank", "phase", "phase", "agent", "keeper", "coordinator"))
+    if other == "phase":
+        phases = ["productive", *(["checkpoint", "staging", "saving"] if flipped else [])]
+        phases += [] if is_last else ["regroup", "restore"]
+        return f"kill rank={rank}@step={step},during={draw.choice(phases)}"
+    if other == "coordinator":
+        return f"kill coordinator@step={step}"
+    return f"kill rank={rank}@step={step}" if other == "rank" else f"kill {other}={node}@step={step}"
+
+
+def _no_fault(kind: str) -> str:
+    return f"{kind!r} is no fault; allowed: {', '.join(FAULT_KINDS)}{did_you_mean(kind, FAULT_KINDS)}"
+
+
+def _bare_word(kind: str, word: str, position: int, text: str) -> tuple[str, str]:
+    """`coordinator`, of which there is one, and the name of a lost node stand for themselves."""
+    if position == 0 and kind == "kill" and word == "coordinator":
+        return "coordinator", ""
+    if position == 0 and kind == "lose-node":
+        return "node", word
+    allowed = (*TARGETS[kind], "step", *_OPTIONS[kind])
+    raise FaultError(
+        f"{text!r}: {word!r} has no value; allowed: {', '.join(allowed)}; write e.g. {kind} {EXAMPLES[kind]}"
+    )
+
+
+def _fault(kind: str, target: str, given: Mapping[str, str], text: str) -> Fault:
+    node = given[target] if target in ("agent", "keeper", "node") else None
+    if target != "coordinator" and not given[target]:
+        raise FaultError(f"{text!r}: {target} has no value; write e.g. {kind} {EXAMPLES[kind]}")
+    tier = given.get("tier")
+    if tier is not None and (tier == "object" or tier.startswith("s3://")):
+        raise FaultError(f"{text!r}: objects in S3 can be neither flipped nor slowed down; use peer, nvme or shared")
+    if tier is not None and tier not in TIERS and not tier.startswith("/"):
+        raise FaultError(
+            f"{text!r}: {tier!r} is no tier; allowed: {', '.join(TIERS)} or an absolute path{did_you_mean(tier, TIERS)}"
+        )
+    if kind == "slow-disk" and tier == "peer":
+        raise FaultError(f"{text!r}: {tier} is not on a disk; use nvme or shared")
+    if kind == "slow-disk" and "seconds" not in given:
+        raise FaultError(f"{text!r} does not say how slow; write e.g. {kind} {EXAMPLES[kind]}")
+    if tier != "peer" and ("whose" in given or "rank" in given) and kind == "corrupt":
+        raise FaultError(f"{text!r}: rank and whose belong to tier=peer, where every rank has memory of its own")
+    how = None
+    if kind == "hang":
+        how = _one_of(given.get("how", "stop"), "how", HANGS, text)
+    elif kind == "corrupt" and tier == "peer":
+        how = _one_of(given.get("whose", "all"), "whose", WHOSE, text)
+    return Fault(
+        kind=kind,
+        target=target,
+        text=text,
+        rank=_number(given, "rank", 0, text),
+        node=node,
+        tier=tier,
+        step=_number(given, "step", 1, text),
+        during=_one_of(given["during"], "during", DURING, text) if "during" in given else None,
+        seconds=_seconds(given, "seconds", text),
+        for_seconds=_seconds(given, "for", text),
+        how=how,
+    )
+
+
+def _number(given: Mapping[str, str], key: str, at_least: int, text: str) -> int | None:
+    if key not in given:
+        return None
+    value = given[key]
+    if not value.isascii() or not value.isdecimal() or int(value) < at_least:
+        raise FaultError(f"{text!r}: {key} is {value!r}, not a whole number from {at_least}")
+    return int(value)
+
+
+def _seconds(given: Mapping[str, str], key: str, text: str) -> float | None:
+    if key not in given:
+        return None
+    try:
+        return parse_seconds(given[key])
+    except ValueError as error:
+        raise FaultError(f"{text!r}: {key}: {error}") from None
+
+
+def _one_of(value: str, key: str, allowed: Sequence[str], text: str) -> str:
+    if value not in allowed:
+        raise FaultError(f"{text!r}: {key} is {value!r}; allowed: {', '.join(allowed)}{did_you_mean(value, allowed)}")
+    return value

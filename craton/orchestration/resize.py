@@ -1,0 +1,118 @@
+"""Another number of nodes for a run while it runs; what decides, moves and restores is the run's coordinator.
+
+`draft_resize` plans the new size or says which ones are near; `resize_run` writes the wish (launch.json with the names
+of new nodes, plans/N.json, and last resize.json, which the agents look for) and starts the agents that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+
+from craton.agent import Launch, newest_generation, read_launch, write_launch
+from craton.infrastructure import resolve_cluster
+from craton.job import TRAINING_KINDS, CratonError, Job, load_job
+from craton.orchestration.draft import plan_text
+from craton.orchestration.errors import RunStateError, StartError
+from craton.orchestration.local import check_machine, living_agents, start_agents
+from craton.orchestration.sizes import Size, nearest_sizes, plan_size
+from craton.orchestration.state import check_running, launching, write_whole
+from craton.telemetry import RunDirectory, read_json, tail_lines
+
+TAIL_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Resize:
+    """A run on another number of nodes, ready to be asked for."""
+
+    size: Size
+    launch: Launch
+    before: int  # nodes that work now
+
+
+def draft_resize(run: RunDirectory, num_nodes: int) -> Resize:
+    """Plan the run on so many nodes; a StartError names the nearest numbers that are possible."""
+    check_running(run, "resize")
+    job, launch = load_job(run.job_path), read_launch(run)
+    if job.kind not in TRAINING_KINDS:
+        raise RunStateError(
+            f"{run.name} is of kind {job.kind}, whose processes Craton cannot move; `craton stop {run.name}`, then "
+            f"`craton resume {run.name} --cluster '{job.cluster.instance} x {num_nodes}'`"
+        )
+    newest = newest_generation(run)
+    before = len(newest.nodes) if newest else launch.working_nodes
+    if num_nodes == before and resized_nodes(run) in (None, before):
+        raise RunStateError(f"{run.name} runs on {before} node{'s' if before > 1 else ''} already")
+    check_within_cluster(job, num_nodes)
+    cluster = resolve_cluster(job.cluster, job.price) if job.model_shape is not None else None
+    try:
+        size = plan_size(job, num_nodes, launch.ranks_per_node, cluster)
+    except CratonError as error:
+        near = nearest_sizes(job, num_nodes, launch.ranks_per_node, cluster)
+        possible = f"; possible: {' or '.join(map(str, near))}" if near else ""
+        raise StartError(f"{run.name} cannot run on {num_nodes} nodes: {error}{possible}") from None
+    grown = with_nodes(launch, num_nodes)
+    check_machine(grown)
+    layouts = {**grown.layouts, str(num_nodes): size.layout_json}
+    if planned := read_json(run.plan_path).get("layout"):
+        layouts.setdefault(str(before), planned)
+    return Resize(size, replace(grown, layouts=layouts), before)
+
+
+def resize_run(run: RunDirectory, wanted: Resize) -> list[str]:
+    """Ask for the new size. Returns the nodes whose agents had to be started."""
+    size = wanted.size
+    with launching(run):
+        check_running(run, "resize")
+        write_launch(run, wanted.launch)
+        plans = run.path / "plans"
+        present = plans / f"{wanted.before}.json"
+        if run.plan_path.exists() and not present.exists():  # for the way back
+            write_whole(present, run.plan_path.read_text(encoding="utf-8"))
+        if size.plan is not None:
+            write_whole(plans / f"{size.num_nodes}.json", plan_text(size.plan))
+        order = {"nodes": size.num_nodes, "layout": size.layout_json, "time": time.time()}
+        write_whole(run.resize_path, json.dumps(order, indent=1) + "\n")
+        living = {agent.node for agent in living_agents(run)}
+        needed = max(0, size.num_nodes - len(living))
+        dead = [number for number, node in enumerate(wanted.launch.nodes) if node not in living]
+        return [agent.node for agent in start_agents(run, wanted.launch, dead[:needed])] if needed else []
+
+
+def resized_nodes(run: RunDirectory) -> int | None:
+    """How many nodes were asked for last, if ever."""
+    nodes = read_json(run.resize_path).get("nodes")
+    return nodes if isinstance(nodes, int) and nodes > 0 else None
+
+
+def has_resized(run: RunDirectory, num_nodes: int, since: float) -> bool:
+    """Whether a generation of this size has begun since then and has done a step."""
+    newest = newest_generation(run)
+    if newest is None or len(newest.nodes) != num_nodes or newest.time < since:
+        return False
+    lines = tail_lines(run.metrics_path(newest.nodes[0]), TAIL_BYTES)
+    return any(line.get("rank") == 0 and line.get("generation") == newest.number for line in lines)
+
+
+def check_within_cluster(job: Job, num_nodes: int) -> None:
+    if not job.cluster.is_local and num_nodes > 1:
+        raise StartError(
+            f"{num_nodes} nodes of {job.cluster.instance} are more than this machine, and runs start only on this "
+            "machine so far"
+        )
+
+
+def with_nodes(launch: Launch, num_nodes: int) -> Launch:
+    """A launch that names enough nodes for so many to work beside the spares; none is taken away, for those that work
+    now are among them."""
+    more = num_nodes - launch.working_nodes
+    if more <= 0:
+        return launch
+    names, number = list(launch.nodes), len(launch.nodes)
+    while len(names) < len(launch.nodes) + more:
+        if f"node-{number}" not in names:
+            names.append(f"node-{number}")
+        number += 1
+    return replace(launch, nodes=names, num_nodes=num_nodes)
