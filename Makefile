@@ -1,8 +1,9 @@
 # make install   .venv with Craton and everything its tests need
-# make demo      train a small model on this machine: plan, run, stop, resume on other ranks, export, sample
+# make demo      train a small model on this machine: plan, run, kill a rank, stop, resume on other ranks, export, sample
 # make plans     plan the example jobs and write their reports
 # make test      style, types, imports, tests
 # make test-all  the same with the tests that take minutes
+# make chaos     break small trainings in every way, dozens of times, and hold each against one that nothing happened to
 # make bench     predict every published run and print the errors
 # Each target does its own set-up; nothing is done twice.
 
@@ -14,7 +15,7 @@ CRATON := $(VENV)/bin/craton
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PLANNED_JOBS := $(filter-out $(wildcard examples/custom-*.yaml), $(wildcard examples/*.yaml))
 
-.PHONY: install browser demo plans test test-all bench clean
+.PHONY: install browser demo plans test test-all chaos bench clean
 
 install: $(STAMP)
 	@echo "Craton is installed in $(VENV): try $(CRATON) --help"
@@ -53,8 +54,8 @@ DEMO := CRATON_RUNS=runs/demo $(CRATON)
 demo: $(TRAIN_STAMP)
 	@rm -rf runs/demo; start=$$(date +%s); set -e; \
 	say() { echo; echo "\$$ $$*"; }; \
-	say craton run examples/quickstart.yaml --stop-at 60%; \
-	$(DEMO) run examples/quickstart.yaml --stop-at 60%; \
+	say "craton run examples/quickstart.yaml --stop-at 60% --chaos 'kill rank=1@step=120'"; \
+	$(DEMO) run examples/quickstart.yaml --stop-at 60% --chaos 'kill rank=1@step=120'; \
 	say "craton resume quickstart --cluster 'local x 1'"; \
 	$(DEMO) resume quickstart --cluster 'local x 1'; \
 	say craton ps; \
@@ -86,6 +87,9 @@ test:
 
 test-all:
 	@$(MAKE) --no-print-directory test PYTEST_FLAGS='-m "slow or not slow"'
+
+chaos: $(STAMP)
+	$(VENV)/bin/python -m pytest -m 'slow or not slow' tests/recovery
 
 bench: $(STAMP)
 	$(CRATON) bench plan data/training_results.json

@@ -254,7 +254,7 @@ def test_the_tables_of_a_run_are_the_codes() -> None:
     assert {*FOLDERS, *MARKERS, "job.yaml", "plan.json", "launch.json", AGENTS_FILE} <= files
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "craton").rglob("*.py"))
     events = table_of(runs, "Events")
-    assert set(re.findall(r'(?:\.event|_event|_warn)\(\s*"(\w+)"', source)) <= events
+    assert set(re.findall(r'(?:\.event|_event|\.warn)\(\s*"(\w+)"', source)) <= events
     assert all(f'"{name}"' in source for name in events)
     variables = set(re.findall(r'"([A-Z]+(?:_[A-Z]+)+|RANK)": ', inspect.getsource(start_rank)))
     assert variables - {"PYTHONUNBUFFERED"} <= table_of(runs, "Agents and ranks")

@@ -1,0 +1,147 @@
+"""Runs that are broken on purpose: real agents, keepers and ranks on this machine, and what must be true of them after.
+
+`expect_same_end` is what every disturbed run has to meet: the losses of the undisturbed one to the bit, no step lost
+beyond the interval of peer memory, books that sum to wall time, no process and no shared memory left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from craton.orchestration.local import kill_agents
+from craton.orchestration.rehearsal import EXPERTS, Rehearsal, start_rehearsal
+from craton.telemetry import LedgerReader, RunDirectory, read_lines
+
+LIMIT_SECONDS = 240.0
+SHARED_MEMORY = Path("/dev/shm")
+# name → what of a Rehearsal differs; two nodes with two ranks each
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {"layout": {"fsdp": 4, "micro_batch": 4}},
+    "hsdp": {"layout": {"replicate": 2, "fsdp": 2, "micro_batch": 4}},
+    "tp": {"layout": {"fsdp": 2, "tp": 2, "micro_batch": 4}},
+    "pp": {"layout": {"pp": 2, "fsdp": 2, "micro_batch": 4}},
+    "experts": {"model": EXPERTS, "layout": {"fsdp": 4, "ep": 2, "micro_batch": 4}},
+    "hsdp experts": {"model": EXPERTS, "layout": {"replicate": 2, "fsdp": 2, "ep": 2, "micro_batch": 4}},
+}
+
+
+@contextmanager
+def running(root: Path, rehearsal: Rehearsal) -> Iterator[RunDirectory]:
+    run = start_rehearsal(root, rehearsal)
+    try:
+        yield run
+    finally:
+        if not run.has("DONE"):
+            run.mark("STOP", "the test is over")
+        kill_agents(run)
+
+
+def finish(run: RunDirectory, seconds: float = LIMIT_SECONDS) -> None:
+    """Until the run is done and its agents are gone."""
+    wait_until(lambda: run.has("DONE") or run.has("FATAL"), f"{run.name} ends", run, seconds)
+    assert not run.has("FATAL"), run.marker_text("FATAL") + last_words(run)
+    wait_until(lambda: not processes_of(run), f"the processes of {run.name} end", run, 20.0)
+
+
+def wait_until(condition: Callable[[], Any], what: str, run: RunDirectory, seconds: float = LIMIT_SECONDS) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"not within {seconds:.0f} s: {what}{last_words(run)}")
+
+
+def last_words(run: RunDirectory) -> str:
+    told = [
+        f"\n{event['time']:.2f} {event['node']} {event['event']} {json.dumps(event)[:300]}" for event in events(run)
+    ]
+    logs = [
+        f"\n== {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-12:])
+        for path in sorted((run.path / "logs").glob("*.log"))
+    ]
+    return "".join(told[-40:] + logs)
+
+
+def events(run: RunDirectory, name: str | None = None) -> list[dict[str, Any]]:
+    lines = [line for path in (run.path / "events").glob("*.jsonl") for line in read_lines(path)[0]]
+    return sorted((line for line in lines if name in (None, line["event"])), key=lambda line: float(line["time"]))
+
+
+def losses(run: RunDirectory) -> dict[int, float]:
+    """step → the loss that counts: that of the last time it was done."""
+    lines = [line for path in (run.path / "metrics").glob("*.jsonl") for line in read_lines(path)[0]]
+    ordered = sorted((line for line in lines if "run_loss" in line), key=lambda line: float(line["time"]))
+    return {int(line["step"]): line["run_loss"] for line in ordered}
+
+
+def processes_of(run: RunDirectory) -> list[int]:
+    """Everything that has the run in its command line: agents, nurseries, and what these forked."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        is_ours = re.search(rf"craton\.(agent|ml\.nursery|ml\.training) {re.escape(str(run.path))}( |$)", command)
+        if is_ours and state != "Z" and int(folder.name) != os.getpid():
+            found.append(int(folder.name))
+    return found
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+
+def died_in(run: RunDirectory) -> list[str]:
+    """What ranks were doing when they died, as the ledger says: the kind, and what went on beside it."""
+    lines = [line for path in (run.path / "ledger").glob("*.jsonl") for line in read_lines(path)[0]]
+    return [str(line["died_in"]) for line in lines if "died_in" in line]
+
+
+def fired(run: RunDirectory) -> list[str]:
+    return [str(event["fault"]) for event in events(run, "chaos_fired")]
+
+
+def check_ledger(run: RunDirectory) -> None:
+    """The books of the run sum to wall time within 1 %, and a tenth of a second for its beginning and its end."""
+    seconds = sum(LedgerReader(run).totals().values())
+    told = events(run)
+    wall = max(event["time"] for event in told) - min(
+        event["time"] for event in told if event["event"] == "agent_started"
+    )
+    assert abs(seconds - wall) <= 0.01 * wall + 0.3, f"the ledger has {seconds:.2f} s of {wall:.2f}{last_words(run)}"
+
+
+def check_steps(run: RunDirectory, interval: int) -> None:
+    """What a recovery from memory lost is at most the policy's interval, unless what memory held was spoilt."""
+    spoilt = any(fault.startswith(("corrupt", "kill keeper")) for fault in fired(run))
+    for event in events(run, "recovered") if not spoilt else ():
+        if event["restored_from"] == "peer":
+            assert event["lost_steps"] <= interval, event
+
+
+@cache
+def undisturbed(root: Path, name: str, steps: int) -> dict[int, float]:
+    """The losses of a run that nothing happens to."""
+    with running(root, Rehearsal(f"calm-{name.replace(' ', '-')}-{steps}", steps=steps, **LAYOUTS[name])) as run:
+        finish(run)
+        return losses(run)
+
+
+def expect_same_end(run: RunDirectory, expected: dict[int, float], before: set[str], interval: int = 1) -> None:
+    finish(run)
+    assert losses(run)[max(expected)] == expected[max(expected)], last_words(run)
+    check_steps(run, interval)
+    check_ledger(run)
+    assert processes_of(run) == []
+    assert shared_memory() <= before

@@ -1,0 +1,212 @@
+"""Faults where faults are handled: agents, keepers, coordinators, copies, networks and mounts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rehearsed import (
+    LAYOUTS,
+    check_ledger,
+    events,
+    expect_same_end,
+    finish,
+    losses,
+    processes_of,
+    running,
+    shared_memory,
+    undisturbed,
+    wait_until,
+)
+
+from craton.agent import Launch, write_launch
+from craton.orchestration.local import kill_agents, start_agents
+from craton.orchestration.rehearsal import Rehearsal, write_rehearsal
+from craton.telemetry import RunDirectory
+
+STEPS = 30
+FSDP = LAYOUTS["fsdp"]
+
+
+def test_the_agent_the_keeper_and_the_coordinator_are_killed(runs: Path) -> None:
+    expected, before = undisturbed(runs, "fsdp", STEPS), shared_memory()
+    chaos = ("kill agent=node-1@step=8", "kill keeper=node-0@step=16", "kill coordinator@step=24")
+    with running(runs, Rehearsal("killed-agents", steps=STEPS, chaos=chaos, **FSDP)) as run:
+        expect_same_end(run, expected, before, interval=2)  # a keeper takes the newest copy of its node with it
+        assert [event["fault"] for event in events(run, "chaos_fired")] == list(chaos)
+        assert any(event["takes_over"] for event in events(run, "coordinates"))
+
+
+@pytest.mark.slow
+def test_two_ranks_at_once_and_then_everything_that_holds_a_copy(runs: Path) -> None:
+    expected, before = undisturbed(runs, "fsdp", STEPS), shared_memory()
+    chaos = (
+        *("kill rank=0@step=9", "kill rank=3@step=9"),
+        *("kill keeper=node-0@step=25", "kill keeper=node-1@step=25"),
+    )
+    with running(runs, Rehearsal("two-at-once", steps=STEPS, chaos=chaos, **FSDP)) as run:
+        expect_same_end(run, expected, before)
+        told = [event["restored_from"] for event in events(run, "recovered")]
+        assert told[0] == "peer"
+        assert "shared" in told[1:], told  # neither the node's memory nor its buddy's was there any more
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_stopped_for_longer_than_its_heartbeat(runs: Path) -> None:
+    expected, before = undisturbed(runs, "fsdp", STEPS), shared_memory()
+    with running(runs, Rehearsal("stopped-agent", steps=STEPS, **FSDP)) as run:
+        wait_until(lambda: max(losses(run), default=0) >= 8, "8 steps", run)
+        agent = next(event["pid"] for event in events(run, "agent_started") if event["node"] == "node-1")
+        os.kill(agent, signal.SIGSTOP)
+        wait_until(lambda: events(run, "waiting_for_nodes"), "the other agent misses it", run)
+        os.kill(agent, signal.SIGCONT)
+        expect_same_end(run, expected, before)
+        assert "node-1 is lost: no sign of life" in events(run, "generation_started")[-1]["reason"]
+
+
+def test_a_full_shared_memory_mount_costs_the_tier_and_not_the_run(runs: Path, small_disk: Path) -> None:
+    expected, before = undisturbed(runs, "fsdp", STEPS), shared_memory()
+    chaos = ("kill rank=2@step=24",)
+    environment = {"CRATON_SHARED_MEMORY": str(small_disk)}
+    rehearsal = Rehearsal("full-mount", steps=STEPS, chaos=chaos, environment=environment, **FSDP)
+    with running(runs, rehearsal) as run:
+        expect_same_end(run, expected, before)
+        assert "has no room" in events(run, "peer_off")[0]["reason"]
+        assert [event["restored_from"] for event in events(run, "recovered")] == ["shared"]
+
+
+def test_a_run_that_breaks_at_the_same_step_stops_with_the_reason(runs: Path) -> None:
+    chaos = ["fail rank=1@step=10"] * 6
+    with running(runs, Rehearsal("stubborn", steps=STEPS, chaos=chaos, **FSDP)) as run:
+        wait_until(lambda: run.has("FATAL"), "the run gives up", run)
+        wait_until(lambda: not processes_of(run), "its processes end", run, 20.0)
+        assert "told to fail at step 10" in run.marker_text("FATAL")
+        assert "failure 4 in a row at step 10" in run.marker_text("FATAL")
+        assert len(events(run, "generation_started")) == 4
+        check_ledger(run)
+
+
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_lost_node(runs: Path) -> None:
+    expected, before = undisturbed(runs, "fsdp", STEPS), shared_memory()
+    chaos = ("lose-node node-1@step=12",)
+    with running(runs, Rehearsal("spared", steps=STEPS, chaos=chaos, spares=1, **FSDP)) as run:
+        expect_same_end(run, expected, before)
+        assert events(run, "generation_started")[-1]["nodes"] == ["node-0", "node-2"]
+
+
+@pytest.mark.slow
+def test_an_elastic_run_shrinks_and_grows_again(runs: Path) -> None:
+    steps = 3 * STEPS  # enough for a node to come back before the end
+    expected = undisturbed(runs, "fsdp", steps)
+    rehearsal = Rehearsal(
+        "elastic",
+        steps=steps,
+        chaos=("lose-node node-1@step=10",),
+        min_nodes=1,
+        layouts={1: {"fsdp": 2, "micro_batch": 4}},
+        recover="{spare_wait: 1s}",
+        **FSDP,
+    )
+    run, launch = write_rehearsal(runs, rehearsal)
+    start_agents(run, launch)
+    try:
+        wait_until(lambda: len(events(run, "generation_started")) == 2, "it goes on with one node", run)
+        assert events(run, "generation_started")[1]["world"] == 2
+        wait_until(lambda: max(losses(run), default=0) >= 14, "it moves", run)
+        (run.path / "heartbeat" / ".node-1.lost").unlink()
+        start_agents(run, launch, [1])
+        finish(run)
+        grown = events(run, "generation_started")[-1]
+        assert grown["world"] == 4
+        assert grown["planned"]
+        # other ranks sum in another order: what fp32 makes of that in a hundred steps
+        assert losses(run)[steps] == pytest.approx(expected[steps], rel=1e-4)
+        assert sorted(losses(run)) == list(range(1, steps + 1))
+        check_ledger(run)
+    finally:
+        run.mark("STOP", "the test is over")
+        kill_agents(run)
+
+
+@pytest.fixture
+def two_networks() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them."""
+    names = [f"craton{os.getpid()}a", f"craton{os.getpid()}b"]
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and `ip`")
+    commands = [
+        *(["ip", "netns", "add", name] for name in names),
+        ["ip", "link", "add", "craton-a", "netns", names[0], "type", "veth", "peer", "craton-b", "netns", names[1]],
+    ]
+    for side, name in enumerate(names):
+        inside = ["ip", "-n", name]
+        commands += [
+            [*inside, "addr", "add", f"10.77.0.{side + 1}/24", "dev", f"craton-{'ab'[side]}"],
+            [*inside, "link", "set", f"craton-{'ab'[side]}", "up"],
+            [*inside, "link", "set", "lo", "up"],
+        ]
+    made = [subprocess.run(command, capture_output=True, text=True, check=False) for command in commands]
+    try:
+        if problems := [each.stderr for each in made if each.returncode]:
+            pytest.skip(f"network namespaces cannot be made here: {problems[0].strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@pytest.mark.slow
+def test_a_network_that_is_cut_and_healed(runs: Path, two_networks: list[str]) -> None:
+    expected, before = undisturbed(runs, "fsdp", STEPS), shared_memory()
+    run, launch = write_rehearsal(runs, Rehearsal("cut-network", steps=STEPS, **FSDP))
+    write_launch(run, Launch(**{**launch.__dict__, "master_address": "10.77.0.1", "agent_command": []}))
+    agents = [start_agent_in(name, run, number) for number, name in enumerate(two_networks)]
+    cable = ["ip", "-n", two_networks[0], "link", "set", "craton-a"]
+    try:
+        wait_until(lambda: max(losses(run), default=0) >= 8, "8 steps", run)
+        subprocess.run([*cable, "down"], check=True)
+        wait_until(lambda: events(run, "waiting_for_nodes"), "the cut is noticed", run)
+        time.sleep(2.0)
+        assert len(events(run, "generation_started")) == 1  # neither side goes on alone
+        subprocess.run([*cable, "up"], check=True)
+        expect_same_end(run, expected, before)
+    finally:
+        run.mark("STOP", "the test is over")
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+
+
+def start_agent_in(network: str, run: RunDirectory, number: int) -> subprocess.Popen[Any]:
+    with open(run.path / "logs" / f"agent-node-{number}.log", "ab") as log:
+        return subprocess.Popen(
+            [
+                "ip",
+                "netns",
+                "exec",
+                network,
+                sys.executable,
+                "-m",
+                "craton.agent",
+                str(run.path),
+                "--node",
+                str(number),
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={
+                **os.environ,
+                "CRATON_ADDRESS": f"10.77.0.{number + 1}",
+                "GLOO_SOCKET_IFNAME": f"craton-{'ab'[number]}",
+            },
+            start_new_session=True,
+        )
