@@ -1,4 +1,4 @@
-"""`python -m craton.agent RUN --node K`: one node's agent for one generation.
+"""`python -m craton.agent RUN --node K`: one node's agent, through all generations of a run.
 
 Exit codes: 0 done or stopped, 1 failed, 2 nothing was started because of what was given.
 """
@@ -42,7 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if run.has("DONE") or run.has("STOP"):
         print(f"craton agent: nothing to start, {run.name} is {'done' if run.has('DONE') else 'stopped'}")
         return 0
-    return Supervisor(run, launch, given.node, lock).supervise()
+    try:
+        supervisor = Supervisor(run, launch, given.node, lock)
+    except LaunchError as error:
+        with contextlib.suppress(OSError):
+            run.mark("FATAL", str(error))
+        return _refuse(str(error))
+    return supervisor.supervise()
 
 
 def _refuse(text: str) -> int:

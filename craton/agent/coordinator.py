@@ -6,7 +6,7 @@ tested without a process. One agent has one at a time: the first node's, and whe
 - A rank that ended, raised or hangs: a new generation with the same nodes. Who hangs is the rank that has not moved for
   the longest time, measured by the limit of what *it* is doing: everybody else waits for it.
 - A node that is gone: a spare takes its place; without one it is waited for; an elastic run then goes on with fewer.
-- `tries` failures without a new step between them end the run: it would break again.
+- After `tries` tries that brought no new step the run has failed: it would break again.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Member:
     store: str = ""
     done_with: int = -1  # the generation that its ranks have ended well
     ranks: dict[int, RankStatus] = field(default_factory=dict)
+    done: frozenset[int] = frozenset()  # ranks that have ended well
     gone_since: float | None = None  # its connection broke
     is_released: bool = False
 
@@ -132,8 +133,8 @@ class Coordinator:
         self.members: dict[str, Member] = {}
         self._next_number = next_number
         self._faults: list[Fault] = []
-        self._failures = 0
-        self._failed_at = -1  # the step of the last failure
+        self._failures = current.failures if current else 0
+        self._failed_at = current.failed_at if current else -1  # the step of the last failure
         self._reached = current.reached if current else 0
         self._short_since: float | None = None
         self._told_short = False
@@ -161,6 +162,7 @@ class Coordinator:
         member.is_ready = bool(status.get("ready"))
         member.keeper, member.store = str(status.get("keeper", "")), str(status.get("store", ""))
         member.done_with = int(status.get("done_with", -1))
+        member.done = frozenset(int(rank) for rank in status.get("done", ()))
         member.ranks = {int(rank): RankStatus(*values) for rank, values in dict(status.get("ranks", {})).items()}
         steps = [rank.step for rank in member.ranks.values() if self.current and rank.generation == self.current.number]
         self._reached = max([self._reached, *(step - 1 for step in steps)])
@@ -232,13 +234,19 @@ class Coordinator:
         found: dict[int, RankStatus] = {}
         for node in self.current.nodes:
             member = self.members.get(node)
-            if member is None or self._is_done(node) or now - member.heard > FRESH_SECONDS:
+            if self._is_done(node):
+                continue
+            if member is None or now - member.heard > FRESH_SECONDS:
                 return  # what is not known to be so now is not held against anybody
             for rank in self.current.ranks_of(node):
+                if rank in member.done:
+                    continue
                 status = member.ranks.get(rank)
                 if status is None or status.generation != self.current.number:
                     return  # still on its way: its agent sees to that
                 found[rank] = status
+        if not found:
+            return
         stopped = {rank: status for rank, status in found.items() if status.is_stopped}
         rank, last = max((stopped or found).items(), key=lambda item: item[1].age)
         if last.age > last.limit:
@@ -332,6 +340,8 @@ class Coordinator:
             reached=self._reached,
             is_planned=bool(self.current) and not faults,
             broke_at=min((fault.time for fault in faults), default=0.0),
+            failures=self._failures,
+            failed_at=self._failed_at,
             by=self.me,
             time=clock,
         )

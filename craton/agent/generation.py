@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -32,6 +33,8 @@ class Generation:
     reached: int = 0  # the last step that was done before; up to it, steps are done again
     is_planned: bool = False  # a change nobody died for: the ranks finish their step and keep its state first
     broke_at: float = 0.0  # epoch seconds at which the one before stopped moving; 0: it did not
+    failures: int = 0  # in a row without a new step between them, until this one began
+    failed_at: int = -1  # the step of the last of them
     by: str = ""  # the node that coordinates
     time: float = 0.0
 
@@ -59,7 +62,7 @@ def create_generation(run: RunDirectory, generation: Generation) -> bool:
     """False when somebody else has made one of this number. OSError when the run directory cannot be written."""
     path = run.generation_path(generation.number)
     path.parent.mkdir(exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with open(fresh, "w", encoding="utf-8") as file:
         json.dump(generation.to_message(), file, indent=1)
         file.flush()

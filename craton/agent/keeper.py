@@ -41,7 +41,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 _HEADER = struct.Struct("<Q")
 _NEEDED = {"rank": int, "generation": int, "step": int, "save": str, "course": list, "base": int, "bytes": int}
 
-Answer = tuple[dict[str, Any], tuple[int, ...]]
+Answer = tuple[dict[str, Any], tuple[int, ...]]  # with descriptors that are closed when they are sent
 
 
 class Slot:
@@ -50,7 +50,11 @@ class Slot:
     def __init__(self, number: int, rank: int, num_bytes: int, own: bool, folder: str) -> None:
         self.number, self.rank, self.bytes, self.own = number, rank, num_bytes, own
         self.descriptor = make_memory(folder, num_bytes)
-        self.memory = mmap.mmap(self.descriptor, HEADER_BYTES + num_bytes)
+        try:
+            self.memory = mmap.mmap(self.descriptor, HEADER_BYTES + num_bytes)
+        except OSError as error:
+            os.close(self.descriptor)
+            raise KeeperError(f"a slot of {num_bytes:,} bytes cannot be mapped: {error.strerror}") from error
         self.manifest: dict[str, Any] = {}
         self.generation = 0  # that last used it
         self.token = ""  # of the process that may fill it
@@ -179,21 +183,28 @@ class Keeper:
                 answer, descriptors = {"error": str(error)}, ()
             except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
                 answer, descriptors = {"error": f"{verb} cannot be done: {type(error).__name__}: {error}"}, ()
-            send_message(connection, answer, descriptors)
+            try:
+                send_message(connection, answer, descriptors)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
 
     def _reserve(self, rank: int, bytes: int, generation: int) -> Answer:  # noqa: A002 -- the word of the manifest
+        key = (True, rank, bytes)
         with self._lock:
-            slots = self._slots.setdefault((True, rank, bytes), [])
-        made: list[Slot] = []
-        try:
-            while len(slots) + len(made) < SLOTS_EACH:  # takes seconds for many gigabytes: not under the lock
-                made.append(Slot(next(self._numbers), rank, bytes, True, self.folder))
-        except KeeperError:
-            for slot in made:  # one alone is of no use to anybody
-                slot.close()
-            raise
+            for slot in self._slots.get(key, []):
+                slot.generation = generation  # from here on nobody frees it
+            missing = SLOTS_EACH - len(self._slots.get(key, []))
+        made = self._make_slots(missing, rank, bytes)  # takes seconds for many gigabytes: not under the lock
         with self._lock:
-            slots += made
+            for slot in made:
+                slot.generation = generation
+                if len(self._slots.setdefault(key, [])) < SLOTS_EACH:
+                    self._slots[key].append(slot)
+                else:  # another process of this rank has made them meanwhile
+                    slot.close()
+            slots = list(self._slots[key])
+            descriptors = tuple(os.dup(slot.descriptor) for slot in slots)
         token = secrets.token_hex(8)
         for slot in slots:
             with slot.lock:  # the commit of a rank that died meanwhile ends first
@@ -202,7 +213,18 @@ class Keeper:
             {"slot": slot.number, "save": slot.save, "step": slot.manifest["step"] if slot.is_whole else -1}
             for slot in slots
         ]
-        return {"token": token, "slots": told}, tuple(slot.descriptor for slot in slots)
+        return {"token": token, "slots": told}, descriptors
+
+    def _make_slots(self, count: int, rank: int, num_bytes: int) -> list[Slot]:
+        made: list[Slot] = []
+        try:
+            while len(made) < count:
+                made.append(Slot(next(self._numbers), rank, num_bytes, True, self.folder))
+        except KeeperError:
+            for slot in made:  # one alone is of no use to anybody
+                slot.close()
+            raise
+        return made
 
     def _filled(self, slot: int, token: str, manifest: dict[str, Any], keep: str | None, buddy: str | None) -> Answer:
         began = time.monotonic()
@@ -213,7 +235,7 @@ class Keeper:
                 raise KeeperError(f"slot {slot} belongs to a later process of rank {found.rank} by now")
             manifest["sums"] = self._sums(found)
             found.commit(manifest)
-            descriptor = os.dup(found.descriptor)  # the slot may be freed while it is sent
+            descriptor = self._duplicate(slot)  # it may be freed while it is sent
         self._counts["commits"] += 1
         self._counts["last_commit_seconds"] = time.monotonic() - began
         problem = None
@@ -242,10 +264,11 @@ class Keeper:
         a push that a later generation of the rank has overtaken."""
         _check_manifest(manifest, manifest.get("bytes"))
         rank, size = manifest["rank"], manifest["bytes"]
+        key = (False, rank, size)
         deadline = time.monotonic() + STALL_SECONDS
         while True:
             with self._lock:
-                slots = self._slots.setdefault((False, rank, size), [])
+                slots = self._slots.get(key, [])
                 if any(slot.is_whole and slot.manifest["course"] > manifest["course"] for slot in slots):
                     raise KeeperError(f"a later save of rank {rank} is here already")
                 free = [slot for slot in slots if slot.save is None or slot.save != keep]
@@ -254,17 +277,19 @@ class Keeper:
                 room = len(slots) < SLOTS_EACH and not any(slot.save is None for slot in free)
             if room:
                 slot = Slot(next(self._numbers), rank, size, False, self.folder)
+                slot.generation = manifest["generation"]
                 with self._lock:
-                    slots.append(slot)
+                    self._slots.setdefault(key, []).append(slot)
             else:
                 slot = min(free, key=lambda each: each.age)
             if slot.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                if slot.save is None or slot.save != keep:
-                    slot.invalidate()
-                    slot.generation = manifest["generation"]
-                    self._counts["copies_received"] += 1
-                    return slot
-                slot.lock.release()  # what had to be kept has arrived here meanwhile
+                with self._lock:
+                    if slot in self._slots.get(key, []) and (slot.save is None or slot.save != keep):
+                        slot.invalidate()
+                        slot.generation = manifest["generation"]
+                        self._counts["copies_received"] += 1
+                        return slot
+                slot.lock.release()  # it was freed, or what had to be kept has arrived here meanwhile
             elif time.monotonic() >= deadline:
                 raise KeeperError(f"the slots for copies of rank {rank} are busy")
 
@@ -279,7 +304,7 @@ class Keeper:
         return {"holdings": [{"slot": s.number, "own": s.own, "manifest": s.manifest} for s in whole]}, ()
 
     def _open(self, slot: int) -> Answer:
-        return {}, (self._find(slot).descriptor,)
+        return {}, (self._duplicate(slot),)
 
     def _give_back(self, token: str) -> Answer:
         return self._remove(lambda slot: slot.own and slot.token == token and not slot.is_whole)
@@ -337,9 +362,17 @@ class Keeper:
 
     def _find(self, number: int) -> Slot:
         with self._lock:
-            for slot in self._all():
-                if slot.number == number:
-                    return slot
+            return self._look_up(number)
+
+    def _duplicate(self, number: int) -> int:
+        """A descriptor of a slot that stays good when the slot is freed, and must be closed."""
+        with self._lock:
+            return os.dup(self._look_up(number).descriptor)
+
+    def _look_up(self, number: int) -> Slot:
+        for slot in self._all():
+            if slot.number == number:
+                return slot
         raise KeeperError(f"there is no slot {number}; it was given back")
 
     def _all(self) -> itertools.chain[Slot]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -31,6 +32,7 @@ class Launch:
     master_port: int = 29500
     threads_per_rank: int = 1
     gpus: bool = False  # False hides the node's GPUs from its ranks
+    cards: dict[str, str] = field(default_factory=dict)  # node → its CUDA_VISIBLE_DEVICES, where nodes share a machine
     track: list[str] = field(default_factory=list)  # sinks that the first node's agent starts
     metrics_port: int = 0  # of the Prometheus endpoint; 0 takes any free one
     leaves: dict[str, str] = field(default_factory=dict)  # node → the switch it hangs on, for the metrics' label
@@ -40,7 +42,7 @@ class Launch:
     min_nodes: int = 0  # an elastic run goes on with as few; 0: not elastic
     layouts: dict[str, Any] = field(default_factory=dict)  # number of nodes → layout, if not the plan's
     nursery: list[str] = field(default_factory=list)  # argv of what forks ranks; []: `command` starts each
-    tries: int = 3  # failures without a new step between them that end the run; 0: the first one does
+    tries: int = 3  # how often it goes on without a new step in between; 0: the first failure ends the run
     spare_seconds: float = 30.0  # how long a lost node is waited for before the run goes on with fewer
     give_up_seconds: float = 600.0  # how long a run that cannot go on with fewer waits
     agent_command: list[str] = field(default_factory=list)  # but for its number: to start a dead agent again
@@ -68,7 +70,7 @@ class Launch:
 
 def write_launch(run: RunDirectory, launch: Launch) -> None:
     """Replaces the run's launch.json as a whole."""
-    fresh = run.launch_path.with_name(f".launch.json.{os.getpid()}")
+    fresh = run.launch_path.with_name(f".launch.json.{secrets.token_hex(8)}")
     fresh.write_text(json.dumps(asdict(launch), indent=1) + "\n", encoding="utf-8")
     os.replace(fresh, run.launch_path)
 
@@ -130,6 +132,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "master_port": (_is_integer(1, 65535), "a port from 1 to 65535"),
     "threads_per_rank": (_is_integer(1, 4096), "a whole number from 1"),
     "gpus": (lambda value: isinstance(value, bool), "true or false"),
+    "cards": (_is_text_table, "an object of node names and lists of GPUs such as '0,1'"),
     "track": (_is_text_list, "a list of sink names"),
     "metrics_port": (_is_integer(0, 65535), "a port, 0 for any free one"),
     "leaves": (_is_text_table, "an object of node names and leaf names"),

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from craton.agent.coordinator import (
@@ -34,6 +35,7 @@ from craton.agent.wire import Link, Message
 from craton.telemetry import Marker, RunDirectory, process_start, read_heartbeat, read_json
 
 STATUS_SECONDS = 0.15  # between two words to whoever coordinates
+ALIVE_SECONDS = 3.0  # a heartbeat that has not changed for this long has stopped
 RESTART_SECONDS = 3.0  # between two starts of another node's agent
 
 
@@ -46,6 +48,8 @@ class NodeItself(Protocol):
     def status(self) -> dict[str, Any]: ...
 
     def enter(self, generation: Generation, end: tuple[int, ...]) -> None: ...
+
+    def wait_for_nodes(self) -> None: ...
 
     def fail(self, reason: str) -> None: ...
 
@@ -68,6 +72,7 @@ class Membership:
         self._next_status = 0.0
         self._agents_started: dict[str, float] = {}
         self._resize_seen = 0.0
+        self._seen_beats: dict[str, tuple[float, float]] = {}  # node → its last heartbeat, and when it was new here
         self.is_released = self.is_finished = False  # this node is needed no more; the run is done
         council.look()
 
@@ -103,7 +108,8 @@ class Membership:
                 self._coordinator.heard(self._node, status, now)
         if self._coordinator is not None and not is_ending:
             for action in self._coordinator.tick(now, time.time()):
-                self._act(action)
+                if self._coordinator is not None:
+                    self._act(action)
         if self._coordinator is not None and not is_ending:
             self._restart_agents(now)
 
@@ -116,12 +122,41 @@ class Membership:
         self._records.event("coordinates", takes_over=current is not None)
         for fault in self._untold:
             self._coordinator.fault(fault)
+        present = self._node_itself.generation
+        if current is not None and present is not None and present.number < current.number:
+            self._node_itself.enter(current, ())  # whoever made it is gone, and told nobody
+
+    def _is_superseded(self) -> bool:
+        """Whether another agent coordinates that this one cannot reach: it has made a newer generation, or made the
+        present one and still shows signs of life in the run directory, as behind a network that is cut."""
+        assert self._coordinator is not None
+        newest, current = newest_generation(self._run), self._coordinator.current
+        if newest is None or newest.number < self._launch.generation:
+            return False
+        if current is None or newest.number > current.number:
+            return True
+        return (
+            newest.by not in (self._node, "") and newest.by not in self._coordinator.members and self._lives(newest.by)
+        )
+
+    def _lives(self, node: str) -> bool:
+        """Whether a node's heartbeat goes on, by this machine's own clock."""
+        beat, now = read_heartbeat(self._run, node), time.monotonic()
+        if beat is None or beat.state not in ("running", "spare"):
+            return False
+        if beat.host == socket.gethostname() and process_start(beat.pid) != beat.started:
+            return False
+        seen, since = self._seen_beats.get(node, (0.0, now))
+        if beat.moment != seen:
+            self._seen_beats[node] = (beat.moment, now)
+            since = now
+        return now - since < ALIVE_SECONDS
 
     def _follow(self, link: Link, now: float) -> None:
         self._step_down()
         self._leader, self._leader_heard = link, now
         for fault in self._untold:
-            link.send({"is": "fault", **fault.__dict__})
+            link.send(_told(fault))
 
     def _step_down(self) -> None:
         self._council.coordinates = False
@@ -158,12 +193,15 @@ class Membership:
                 link.send({"is": "generation", "generation": current.to_message(), "end": []})
             link.send({"is": "beat"})
         elif message["is"] == "fault":
-            fields = {name: value for name, value in message.items() if name != "is"}
-            self._coordinator.fault(Fault(**{**fields, "ranks": tuple(fields.get("ranks", ()))}))
+            fields = {name: value for name, value in message.items() if name not in ("is", "age")}
+            moment = time.time() - max(0.0, float(message["age"]))  # clocks of machines differ, ages do not
+            self._coordinator.fault(Fault(**{**fields, "time": moment, "ranks": tuple(fields.get("ranks", ()))}))
 
     def _obey(self, message: Message) -> None:
         if message["is"] == "generation":
             self._node_itself.enter(Generation.from_message(message["generation"]), tuple(message["end"]))
+        elif message["is"] == "waiting":
+            self._node_itself.wait_for_nodes()
         elif message["is"] == "release":
             self.is_released = True
         elif message["is"] == "finish":
@@ -181,10 +219,14 @@ class Membership:
             self._coordinator.fault(fault)
         elif self._leader is not None:
             self._leader.send({"is": "status", "node": self._node, **status})
-            self._leader.send({"is": "fault", **fault.__dict__})
+            self._leader.send(_told(fault))
 
     def _act(self, action: Action) -> None:
-        if isinstance(action, Start):
+        if isinstance(action, Start | Fail) and self._is_superseded():
+            self._records.event("coordinates_no_more", message="another agent coordinates, which cannot be reached")
+            self._step_down()
+            self._council.look()
+        elif isinstance(action, Start):
             self._begin_generation(action)
         elif isinstance(action, Fail):
             self._node_itself.fail(action.text)
@@ -200,6 +242,8 @@ class Membership:
             self._records.event("nodes_released", nodes=list(action.nodes))
         elif isinstance(action, Notice):
             self._node_itself.warn(action.event, action.text)
+            self._node_itself.wait_for_nodes()
+            self._tell_all({"is": "waiting"})
 
     def _begin_generation(self, action: Start) -> None:
         generation = action.generation
@@ -276,3 +320,8 @@ class Membership:
         with contextlib.suppress(LaunchError):
             self._coordinator.launch = read_launch(self._run)
         self._coordinator.resize(int(wish["nodes"]), wish.get("layout"))
+
+
+def _told(fault: Fault) -> Message:
+    """A fault as it is sent: how long ago it was, and not when."""
+    return {"is": "fault", **asdict(fault), "age": time.time() - fault.time}

@@ -39,6 +39,7 @@ class Place:
     kill_at: float = float("inf")
     starts: int = 0  # in this generation
     is_done: bool = False  # ended well in this generation
+    missing_since: float = float("inf")  # monotonic: since when it has no process
     mute_at: float = -1.0  # what the page said of progress when a job's own command began, which may never say any
 
     @property
@@ -66,7 +67,6 @@ class NodeProcesses:
         self.keeper: ChildProcess | None = None
         self.keeper_name = ""  # abstract address of the keeper's socket for processes of this node
         self.keeper_address = self.store_address = ""
-        self._report = -1  # the pipe over which a new keeper says where it is
         self._nursery_by = float("inf")
         if not launch.nursery and next_number(run) > launch.generation:  # an agent that was killed came before
             self._offer_store()
@@ -148,21 +148,21 @@ class NodeProcesses:
         finally:
             os.close(writing)
         self.keeper = ChildProcess(f"keeper of {self._node}", pid, log_path, 0, time.time())
-        self._report = reading
-        self._selector.register(reading, selectors.EVENT_READ, self._hear_keeper)
+        keeper = self.keeper
+        self._selector.register(reading, selectors.EVENT_READ, lambda: self._hear_keeper(keeper, reading))
 
-    def _hear_keeper(self) -> None:
+    def _hear_keeper(self, keeper: ChildProcess, report_of_it: int) -> None:
         try:
-            said = os.read(self._report, 4096)
+            said = os.read(report_of_it, 4096)
         except BlockingIOError:
             return
-        self._selector.unregister(self._report)
-        os.close(self._report)
-        if said:
+        self._selector.unregister(report_of_it)
+        os.close(report_of_it)
+        if said and self.keeper is keeper:  # otherwise it is gone already
             report = json.loads(said)
             self.keeper_name = str(report["keeper"])
             self.keeper_address, self.store_address = str(report["peers"]), str(report["store"])
-            self._records.event("keeper_ready", pid=self.keeper.pid if self.keeper else None)
+            self._records.event("keeper_ready", pid=keeper.pid)
 
     # -- ranks ----------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class NodeProcesses:
         while len(self.places) < wanted:
             page = RankPage.make()
             if generation.broke_at:  # in the place of a node that was lost
-                page.begin("detect", time.monotonic() - (time.time() - generation.broke_at))
+                page.begin("waiting", time.monotonic() - max(0.0, generation.time - generation.broke_at))
             self.places.append(Place(page))
         if not wanted:
             for place in self.places:
@@ -184,9 +184,9 @@ class NodeProcesses:
                     place.process.send(signal.SIGKILL)
             return
         for rank, place in self.ranks:
-            place.starts, place.is_done = 0, False
+            place.starts, place.is_done, place.missing_since = 0, False, time.monotonic()
             if not place.is_running:
-                if place.page.kind == "detect":
+                if place.page.kind in ("detect", "waiting"):
                     place.page.switch("regroup")
                 self._start_rank(rank, place)
             elif rank in end:
@@ -196,6 +196,12 @@ class NodeProcesses:
                 self._tell(rank, place, generation)
             else:
                 self._end(place)
+
+    def wait_for_nodes(self) -> None:
+        """What has broken cannot go on before another node is there."""
+        for place in self.places:
+            if place.page.kind == "detect":
+                place.page.switch("waiting")
 
     def watch(self, now: float) -> None:
         """Ends ranks whose time is over."""
@@ -233,10 +239,9 @@ class NodeProcesses:
 
     def _start_rank(self, rank: int, place: Place) -> bool:
         assert self.generation is not None
-        place.starts += 1
         place.enter_by = place.kill_at = float("inf")
         place.page.beat()
-        if place.starts > MOST_STARTS:
+        if place.starts >= MOST_STARTS:
             return False
         if not self._launch.nursery:
             place.page.generation = self.generation.number
@@ -248,6 +253,7 @@ class NodeProcesses:
         else:
             place.process = self._fork_rank(rank, place)
         if place.process is not None:
+            place.starts += 1
             self._selector.register(place.process.records, selectors.EVENT_READ, place.process)
             self._records.event("rank_started", rank, pid=place.process.pid)
         return True
@@ -284,12 +290,21 @@ class NodeProcesses:
         self._tell(rank, place, self.generation)
         return process
 
-    def tend_ranks(self) -> None:
-        """Starts ranks that could not be started while there was no nursery."""
-        if self.generation is not None and self.nursery is not None and self.nursery.is_ready:
-            for rank, place in self.ranks:
-                if place.process is None:
-                    self._start_rank(rank, place)
+    def tend_ranks(self) -> list[int]:
+        """Starts ranks that could not be started while there was no nursery; those that have waited too long."""
+        given_up: list[int] = []
+        if self.generation is None or not self._launch.nursery:
+            return given_up
+        now = time.monotonic()
+        for rank, place in self.ranks:
+            if place.process is not None:
+                place.missing_since = now
+            elif now - place.missing_since > NURSERY_SECONDS:
+                place.missing_since = now
+                given_up.append(rank)
+            elif self.nursery is not None and self.nursery.is_ready:
+                self._start_rank(rank, place)
+        return given_up
 
     def _tell(self, rank: int, place: Place, generation: Generation) -> None:
         assert place.process is not None
@@ -342,6 +357,7 @@ class NodeProcesses:
                 for rank, place in self.ranks
                 if place.process is not None and place.process.is_running
             },
+            "done": [rank for rank, place in self.ranks if place.is_done],
         }
 
     def book(self, ended: str | None = None) -> None:

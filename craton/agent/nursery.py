@@ -20,7 +20,7 @@ from craton.agent.launch import Launch
 from craton.agent.process import ChildProcess, common_environment, start
 from craton.telemetry import RunDirectory
 
-FORK_SECONDS = 10.0
+FORK_SECONDS = 4.0  # less than what makes the agent itself look dead
 MESSAGE_BYTES = 1 << 20
 NURSERY_VARIABLE = "CRATON_NURSERY"  # environment of the nursery: the descriptor of its end of the connection
 KIND = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
@@ -72,8 +72,9 @@ class Nursery:
             raise
         except OSError as error:
             raise NurseryError(f"{self.child.name} is gone ({error.strerror})") from error
-        if not answer:
-            raise NurseryError(f"{self.child.name} is gone")
+        if not answer.isdigit():
+            self.child.send(signal.SIGKILL)
+            raise NurseryError(f"{self.child.name} is gone, or cannot fork")
         return int(answer)
 
     def close(self) -> None:

@@ -96,6 +96,7 @@ def common_environment(run: RunDirectory, launch: Launch, node: str) -> dict[str
     return {
         "PYTHONUNBUFFERED": "1",
         **launch.env,
+        **({"CUDA_VISIBLE_DEVICES": launch.cards[node]} if node in launch.cards else {}),
         **({} if launch.gpus else {"CUDA_VISIBLE_DEVICES": ""}),
         "LOCAL_WORLD_SIZE": str(launch.ranks_per_node),
         "OMP_NUM_THREADS": str(launch.threads_per_rank),
@@ -229,3 +230,27 @@ def _reap_group(group: int) -> None:
                 time.sleep(0.002)
         except ChildProcessError:
             return
+
+
+def failure_text(rank: RankProcess, node: str, generation: int) -> str:
+    """How a rank ended, and what it said last."""
+    last_lines = rank.last_lines()
+    headline = f"{rank.name} on {node} {how_ended(rank.code)} (generation {generation})"
+    if rank.code > 0 and last_lines:  # it ended by itself: what it said last is most likely why
+        headline += f": {last_lines[-1].strip().removeprefix('craton: ')}"
+    text = [headline]
+    if rank.code == -signal.SIGKILL:
+        text.append("less memory is needed with a smaller layout.micro_batch, more layout.recompute or more ranks")
+    text.append(f"the end of {rank.log_path.name}:" if last_lines else f"{rank.log_path.name} is empty")
+    return "\n".join([*text, *(f"  {line}" for line in last_lines)])
+
+
+def how_ended(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = "; the kernel does that when memory runs out" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"

@@ -19,7 +19,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
 from types import FrameType
 from typing import Any
@@ -27,25 +26,17 @@ from typing import Any
 from craton.agent.chaos import Chaos
 from craton.agent.coordinator import Fault
 from craton.agent.council import Council
+from craton.agent.errors import LaunchError
+from craton.agent.face import NodeFace
 from craton.agent.generation import Generation, newest_generation
 from craton.agent.launch import Launch
 from craton.agent.lock import NodeLock
 from craton.agent.membership import Membership
 from craton.agent.node import NodeProcesses, Place
-from craton.agent.process import ChildProcess, RankProcess, adopt_orphans, end_sink, reap, start_sink
+from craton.agent.process import ChildProcess, RankProcess, adopt_orphans, failure_text, how_ended, reap
 from craton.agent.records import NodeRecords
 from craton.agent.wire import run_secret
-from craton.telemetry import (
-    Heartbeat,
-    Marker,
-    MetricsEndpoint,
-    NodeState,
-    RunDirectory,
-    Summarizer,
-    process_start,
-    touch_heartbeat,
-    write_heartbeat,
-)
+from craton.telemetry import Marker, MetricsEndpoint, NodeState, RunDirectory
 
 TURN_SECONDS = 0.2  # between two looks at everything, when nothing happens
 POLL_SECONDS = 0.5  # markers, chaos, resize
@@ -53,7 +44,6 @@ HEARTBEAT_SECONDS = 1.0
 LEDGER_SECONDS = 1.0
 SUMMARY_SECONDS = 30.0  # goodput and cost, as metrics of the first node
 GONE_SECONDS = 3.0  # a run directory that stays away this long is gone
-SINK_GRACE_SECONDS = 30.0  # MLflow takes ten of them to make its first database
 EARLY_SECONDS = 10.0  # a command that fails this soon after its first start is wrong, not unlucky
 MOST_NURSERIES = 3  # that may end before they are ready
 EXIT_FINAL = 3  # of a rank: the job itself is at fault, so another try would fail as well
@@ -68,17 +58,14 @@ class Supervisor:
         self._directory = _identity(run)
         self._node, self._index = launch.nodes[node], node
         self._host = os.environ.get("CRATON_ADDRESS") or _host_of(launch)
-        self._endpoint = MetricsEndpoint(run.name, self._node, launch.leaves.get(self._node, ""))
-        self._metrics_port = 0
+        endpoint = MetricsEndpoint(run.name, self._node, launch.leaves.get(self._node, ""))
         present = newest_generation(run)  # after an agent of this node that was killed
         number = max(launch.generation, present.number if present else 0)
-        self._records = NodeRecords(run, self._node, number, self._endpoint, self._on_rank_event)
+        self._records = NodeRecords(run, self._node, number, endpoint, self._on_rank_event)
+        self._face = NodeFace(run, launch, self._node, endpoint, self._records)
         self._selector = selectors.DefaultSelector()
         self._processes = NodeProcesses(run, launch, self._node, self._host, self._records, self._selector)
-        self._summarizer = Summarizer(run)
-        self._sinks: list[ChildProcess] = []
         self._membership: Membership | None = None
-        self._address = ""  # where the other agents reach this one
         self._chaos = Chaos(run, launch, self._node, self._records, self._processes, self._coordinates)
         self._ending: str | None = None  # why the ranks were told to end
         self._is_failure = self._is_done = False
@@ -93,19 +80,19 @@ class Supervisor:
     def supervise(self) -> int:
         self._catch_signals()
         adopt_orphans()
-        self._beat("running")
+        self._face.beat("running")
         self._records.event("agent_started", pid=os.getpid(), ranks=self._launch.ranks_per_node)
         if self._index < self._launch.working_nodes:
             self._processes.open_books(self._index)
-        self._serve_metrics()
+        self._face.serve_metrics(self._host)
         try:
             council = Council(self._run, self._launch, self._index, run_secret(self._run), self._host, self._wake)
         except OSError as error:
             self.fail(f"{self._node} cannot listen for the other agents at {self._host}: {error}")
         else:
-            self._address = council.address
+            self._face.address = council.address
             self._membership = Membership(self._run, self._launch, self._node, council, self._records, self)
-            self._beat("running")
+            self._face.beat("running")
         while not self._is_over:
             self._turn()
         state = self._finish()
@@ -119,33 +106,6 @@ class Supervisor:
         return self._ending is not None or self._is_done or not needed
 
     # -- start ----------------------------------------------------------------------------------------------------
-
-    def _serve_metrics(self) -> None:
-        try:
-            try:
-                self._metrics_port = self._endpoint.serve(self._launch.metrics_port, self._host)
-            except OSError as error:
-                self.warn(
-                    "metrics_port_taken",
-                    f"port {self._launch.metrics_port} for metrics: {error.strerror}; taking any free one",
-                )
-                self._metrics_port = self._endpoint.serve(0, self._host)
-        except (ImportError, OSError) as error:
-            self.warn("no_metrics_endpoint", f"no Prometheus endpoint: {error}")
-            return
-        plan = self._summarizer.summary().plan
-        self._endpoint.update({f"plan_{name}": value for name, value in plan.items()}, None)
-        self._records.event("metrics_served", address=self._host, port=self._metrics_port)
-
-    def _start_sinks(self) -> None:
-        """Beside the first rank, once."""
-        if self._index != 0 or self._sinks:
-            return
-        for sink in self._launch.track:
-            try:
-                self._sinks.append(start_sink(self._run, sink))
-            except OSError as error:
-                self.warn("sink_failed", f"sink {sink} cannot start ({error}); the run goes on without it")
 
     def _catch_signals(self) -> None:
         signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
@@ -192,19 +152,22 @@ class Supervisor:
     def _tend(self) -> None:
         try:
             self._processes.tend()
-            self._processes.tend_ranks()
+            for rank in self._processes.tend_ranks():
+                self._report(
+                    Fault(f"rank {rank} on {self._node} cannot be started: its nursery does not come", time.time())
+                )
         except OSError as error:
             self.fail(f"{self._node} cannot start its processes: {error}")
 
     def _reap(self) -> None:
-        for child in reap([*self._processes.children, *self._sinks]):
+        for child in reap([*self._processes.children, *self._face.sinks]):
             if isinstance(child, RankProcess):
                 self._on_rank_end(child)
             elif (helper := self._processes.helper_ended(child)) is not None:
                 self._on_helper_end(helper, child)
             elif child.code != 0:
                 told = "; ".join(child.last_lines(3))
-                self.warn("sink_failed", f"{child.name} {_how_ended(child.code)}: {told}; the run goes on without it")
+                self.warn("sink_failed", f"{child.name} {how_ended(child.code)}: {told}; the run goes on without it")
 
     def _due(self, what: str, now: float, seconds: float) -> bool:
         if now < self._next[what]:
@@ -214,12 +177,11 @@ class Supervisor:
 
     def _poll(self, now: float) -> None:
         if self._due("heartbeat", now, HEARTBEAT_SECONDS):
-            with contextlib.suppress(OSError):  # a directory that is gone is seen below
-                touch_heartbeat(self._run, self._node)
+            self._face.touch()
         if self._due("ledger", now, LEDGER_SECONDS):
             self._processes.book()
         if self._coordinates() and self._due("summary", now, SUMMARY_SECONDS):
-            self._record_summary()
+            self._face.record_summary()
         if not self._due("poll", now, POLL_SECONDS):
             return
         if not self._is_failure and self._run.has("FATAL"):
@@ -267,7 +229,7 @@ class Supervisor:
             self._records.book(id(place), rank.rank, place.page, died_in=died_in)
         if self._ending is not None:
             if not ended_well and not self._is_failure:
-                self._mark_fatal(self._failure_text(rank))
+                self._face.mark_fatal(failure_text(rank, self._node, self._records.generation))
                 self._is_failure = True
             return
         entered = place.page.generation == generation.number
@@ -291,7 +253,7 @@ class Supervisor:
             self._report(self._fault_of(rank, self._processes.generation))
 
     def _fault_of(self, rank: RankProcess, generation: Generation) -> Fault:
-        text = self._failure_text(rank)
+        text = failure_text(rank, self._node, self._records.generation)
         is_early = not self._launch.nursery and time.monotonic() - self._started < EARLY_SECONDS
         is_first = generation.number == self._launch.generation and generation.reached == 0
         is_final = rank.code in (EXIT_FINAL, 126, 127) or (is_early and is_first)
@@ -302,12 +264,12 @@ class Supervisor:
         if helper == "unborn nursery":
             self._failed_nurseries += 1
             if self._failed_nurseries >= MOST_NURSERIES and self._ending is None:
-                self.fail(f"{child.name} {_how_ended(child.code)} before it was ready: {told}")
+                self.fail(f"{child.name} {how_ended(child.code)} before it was ready: {told}")
                 return
         if self._ending is None:
-            self.warn(f"{helper.split()[-1]}_ended", f"{child.name} {_how_ended(child.code)}: {told}; a new one starts")
+            self.warn(f"{helper.split()[-1]}_ended", f"{child.name} {how_ended(child.code)}: {told}; a new one starts")
         if helper == "keeper" and self._processes.generation is not None and self._processes.ranks:
-            self._report(Fault(f"{child.name} {_how_ended(child.code)}", child.ended or time.time()))
+            self._report(Fault(f"{child.name} {how_ended(child.code)}", child.ended or time.time()))
 
     # -- among agents ---------------------------------------------------------------------------------------------
 
@@ -323,13 +285,16 @@ class Supervisor:
         if self._membership is not None:
             self._membership.entered()
         has_ranks = bool(generation.ranks_of(self._node))
-        self._beat("running" if has_ranks else "spare")
+        self._face.beat("running" if has_ranks else "spare")
         if has_ranks and generation.ranks_of(self._node).start == 0:
-            self._start_sinks()
+            self._face.start_sinks()
 
     @property
     def generation(self) -> Generation | None:
         return self._processes.generation
+
+    def wait_for_nodes(self) -> None:
+        self._processes.wait_for_nodes()
 
     def status(self) -> dict[str, Any]:
         return self._processes.status()
@@ -369,14 +334,20 @@ class Supervisor:
         if slow and not self._is_failure:
             # Not by _end_ranks: they have been told, and what they did since their last checkpoint is lost.
             self._is_failure = True
-            self._mark_fatal(
+            self._face.mark_fatal(
                 f"{', '.join(rank.name for rank in slow)} on {self._node} did not end within "
                 f"{self._launch.stop_grace_seconds:g} s of SIGTERM ({self._ending}) and had to be killed: the work "
                 "since the last checkpoint is lost"
             )
 
+    def mark(self, marker: Marker, text: str = "") -> None:
+        self._face.mark(marker, text)
+
+    def warn(self, event: str, text: str) -> None:
+        self._face.warn(event, text)
+
     def fail(self, reason: str) -> None:
-        self._mark_fatal(reason)
+        self._face.mark_fatal(reason)
         self._end_ranks(reason, is_failure=True)
 
     def _finish(self) -> NodeState:
@@ -389,7 +360,7 @@ class Supervisor:
             state = "released" if is_released and not self._run.has("DONE") else "done"
         self._processes.book(ended=state)
         if self._coordinates():
-            self._record_summary()
+            self._face.record_summary()
         self._records.event(
             "agent_ended",
             state=state,
@@ -398,95 +369,34 @@ class Supervisor:
         )
         if self._membership is not None:
             self._membership.close()
-        self._end_sinks()
+        self._face.end_sinks()
         self._end_helpers()
-        self._endpoint.close()
+        self._face.close()
         self._records.close()
         # Whoever sees the run's end may start its next generation at once.
         self._lock.release()
-        self._beat(state)
+        self._face.beat(state)
         return state
-
-    def _end_sinks(self) -> None:
-        """Sinks have seen every line by now, or write it in their grace."""
-        for sink in self._sinks:
-            end_sink(sink)
-        self._wait_for(self._sinks, SINK_GRACE_SECONDS)
 
     def _end_helpers(self) -> None:
         self._processes.end_helpers()
         helpers = [child for child in self._processes.children if not isinstance(child, RankProcess)]
-        self._wait_for(helpers, 0.0)
-
-    def _wait_for(self, children: list[ChildProcess], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while any(child.is_running for child in children):
-            reap(children)
-            with contextlib.suppress(OSError):
-                touch_heartbeat(self._run, self._node)
-            if time.monotonic() > deadline:
-                for child in children:
-                    child.send(signal.SIGKILL)
-            time.sleep(0.01)
-
-    def _failure_text(self, rank: RankProcess) -> str:
-        """How a rank ended, and what it said last."""
-        last_lines = rank.last_lines()
-        headline = f"{rank.name} on {self._node} {_how_ended(rank.code)} (generation {self._records.generation})"
-        if rank.code > 0 and last_lines:  # it ended by itself: what it said last is most likely why
-            headline += f": {last_lines[-1].strip().removeprefix('craton: ')}"
-        text = [headline]
-        if rank.code == -signal.SIGKILL:
-            text.append("less memory is needed with a smaller layout.micro_batch, more layout.recompute or more ranks")
-        text.append(f"the end of {rank.log_path.name}:" if last_lines else f"{rank.log_path.name} is empty")
-        return "\n".join([*text, *(f"  {line}" for line in last_lines)])
-
-    # -- what others see ------------------------------------------------------------------------------------------
-
-    def _record_summary(self) -> None:
-        measured = self._summarizer.summary().measured
-        values = {f"run_{name}": measured[name] for name in ("goodput", "cost_dollars") if name in measured}
-        if values:
-            self._records.metrics(values)
-
-    def _beat(self, state: NodeState) -> None:
-        beat = Heartbeat(
-            self._launch.generation,
-            state,
-            os.getpid(),
-            self._metrics_port,
-            self._address,
-            socket.gethostname(),
-            process_start(os.getpid()),
-        )
-        try:
-            write_heartbeat(self._run, self._node, beat)
-        except OSError as error:
-            print(f"craton agent: cannot write the heartbeat of {self._node}: {error}", file=sys.stderr, flush=True)
-
-    def _mark_fatal(self, text: str) -> None:
-        print(f"craton agent: {text}", file=sys.stderr, flush=True)
-        self.mark("FATAL", text)
-
-    def mark(self, marker: Marker, text: str = "") -> None:
-        try:
-            self._run.mark(marker, text)
-        except OSError as error:
-            print(f"craton agent: cannot set {marker}: {error}", file=sys.stderr, flush=True)
-
-    def warn(self, event: str, text: str) -> None:
-        print(f"craton agent: {text}", file=sys.stderr, flush=True)
-        self._records.event(event, message=text)
+        self._face.wait_for(helpers, 0.0)
 
 
 def _host_of(launch: Launch) -> str:
     """Where this node is reached by the others; where all of them are this machine, by nobody else."""
     if launch.master_address in ("127.0.0.1", "localhost", "::1"):
         return "127.0.0.1"
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "0.0.0.0"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((launch.master_address, launch.master_port))  # sends nothing: asks which way it would go
+            return str(probe.getsockname()[0])
+        except OSError as error:
+            raise LaunchError(
+                f"{launch.master_address} cannot be reached from here ({error.strerror}): set CRATON_ADDRESS to the "
+                "address at which the other nodes reach this one"
+            ) from error
 
 
 def _identity(run: RunDirectory) -> tuple[int, int] | None:
@@ -496,14 +406,3 @@ def _identity(run: RunDirectory) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _how_ended(code: int) -> str:
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    hint = "; the kernel does that when memory runs out" if -code == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"

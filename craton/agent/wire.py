@@ -16,6 +16,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ NONCE_BYTES, MAC_BYTES = 16, 32
 MAX_FRAME_BYTES = 8 << 20
 HANDSHAKE_SECONDS = 3.0
 SEND_SECONDS = 3.0
+ACCEPT_AGAIN_SECONDS = 0.1
 
 Message = dict[str, Any]
 
@@ -34,7 +36,7 @@ def run_secret(run: RunDirectory) -> bytes:
     """The run's secret, made by whoever needs it first."""
     path = run.secret_path
     try:
-        fresh = path.with_name(f".secret.{os.getpid()}")
+        fresh = path.with_name(f".secret.{secrets.token_hex(8)}")
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.write(descriptor, secrets.token_hex(32).encode())
@@ -59,10 +61,6 @@ class Link:
         self._lock = threading.Lock()
         self.is_open = True
         self.node = ""  # who is at the other end, once it has said so
-
-    @property
-    def local_address(self) -> str:
-        return str(self._connection.getsockname()[0])
 
     def send(self, message: Message) -> bool:
         """False when the other side is gone; the link is closed then."""
@@ -124,11 +122,12 @@ class Listener:
 
     def __init__(self, host: str, secret: bytes, welcome: Callable[[Link], None]) -> None:
         self._socket = socket.create_server((host, 0), backlog=128)
-        self._secret, self._welcome = secret, welcome
+        self._secret, self._welcome, self._closed = secret, welcome, False
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="agents", daemon=True).start()
 
     def close(self) -> None:
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -138,7 +137,10 @@ class Listener:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return
+                if self._closed:
+                    return
+                time.sleep(ACCEPT_AGAIN_SECONDS)  # too many open files, or a caller that has gone
+                continue
             threading.Thread(target=self._greet, args=(connection,), name="agent", daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:

@@ -100,6 +100,8 @@ def recover(
 
 
 def _print_recoveries(console: Console, found: list[Case]) -> None:
+    from statistics import median
+
     from rich.table import Table
 
     from craton.orchestration import RECOVERY_KINDS
@@ -116,7 +118,7 @@ def _print_recoveries(console: Console, found: list[Case]) -> None:
             f"{entry.step_seconds:.2f}",
             f"{entry.median:.2f}",
             f"{min(entry.seconds):.2f} – {max(entry.seconds):.2f}",
-            f"{sum(entry.noticed) / len(entry.noticed):.2f}" if entry.noticed else "",
+            f"{median(entry.noticed):.2f}" if entry.noticed else "",
             *(f"{kinds[kind]:.2f}" if kind in kinds else "" for kind in RECOVERY_KINDS),
         )
     console.print(table)

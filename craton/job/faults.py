@@ -172,7 +172,7 @@ def random_faults(
         if before is not None and before.during in ("regroup", "restore"):
             text = f"kill rank={draw.randrange(world)}@step={step}"
         else:
-            text = _draw(draw, draw.choice(possible), step, world, nodes, flipped, folders, index == count - 1)
+            text = _draw(draw, draw.choice(possible), step, world, nodes, flipped, index == count - 1)
         faults.append(parse_fault(text))
     return faults
 
@@ -184,24 +184,25 @@ def _draw(
     world: int,
     nodes: Sequence[str],
     flipped: Sequence[str],
-    folders: Sequence[str],
     is_last: bool,
 ) -> str:
     rank, node = draw.randrange(world), draw.choice(list(nodes))
+    folders = [tier for tier in flipped if tier != "peer"]
     if kind == "lose-node":
         return f"lose-node {node}@step={step}"
     if kind == "corrupt":
         return f"corrupt tier={draw.choice(list(flipped))}@step={step}"
     if kind == "slow-disk":
         seconds, lasting = draw.choice((0.1, 0.5, 1.0)), draw.choice((5, 10))
-        return f"slow-disk tier={draw.choice(list(folders))},seconds={seconds},for={lasting}s@step={step}"
+        return f"slow-disk tier={draw.choice(folders)},seconds={seconds},for={lasting}s@step={step}"
     if kind == "hang":
         return f"hang rank={rank}@step={step},how={draw.choice(HANGS)}"
     if kind == "fail":
         return f"fail rank={rank}@step={step}"
     other = draw.choice(("rank", "rank", "rank", "phase", "phase", "agent", "keeper", "coordinator"))
     if other == "phase":
-        phases = ["productive", *(["checkpoint", "staging", "saving"] if flipped else [])]
+        possible = {"checkpoint": bool(folders), "staging": "peer" in flipped, "saving": bool(folders)}
+        phases = ["productive", *(phase for phase, is_there in possible.items() if is_there)]
         phases += [] if is_last else ["regroup", "restore"]
         return f"kill rank={rank}@step={step},during={draw.choice(phases)}"
     if other == "coordinator":

@@ -33,7 +33,7 @@ Wait = Annotated[float, PlainValidator(_parse_wait)]
 class RecoverSection(Section):
     """How a run goes on after a failure."""
 
-    tries: Whole = 3  # failures at the same step after which the run stops; 0: the first one ends it
+    tries: Whole = 3  # how often a run goes on without a new step in between; 0: the first failure ends it
     spare_wait: Wait = 30.0  # for a lost node, before an elastic job goes on with fewer
     give_up: Wait = 600.0  # for a lost node, before a job that cannot shrink fails
     spares: Whole | None = None  # nodes started beside those that work; default: the cluster file's

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from craton.agent import Launch
@@ -69,7 +69,6 @@ def start_agents(run: RunDirectory, launch: Launch, nodes: Iterable[int] | None 
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **_own_gpus(launch, number)},
             )
         agents.append(AgentProcess(node, process.pid, _process(process.pid)[1], socket.gethostname()))
     started = {agent.node for agent in agents}
@@ -124,20 +123,21 @@ def check_machine(launch: Launch) -> None:
         )
 
 
+def with_cards(launch: Launch) -> Launch:
+    """Nodes that share this machine share its GPUs: each sees only its own, as it would on machines of its own. What a
+    node has been given stays."""
+    if not launch.gpus or len(launch.nodes) == 1:
+        return launch
+    count, there = launch.ranks_per_node, [card.uuid for card in visible_accelerators()]
+    cards = {node: ",".join(there[number * count : (number + 1) * count]) for number, node in enumerate(launch.nodes)}
+    return replace(launch, cards={**cards, **launch.cards})
+
+
 def free_port() -> int:
     """A TCP port of this machine that nothing listens on."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _own_gpus(launch: Launch, node: int) -> dict[str, str]:
-    """Nodes that share this machine share its GPUs: each sees only its own, as it would on machines of its own."""
-    if not launch.gpus or len(launch.nodes) == 1:
-        return {}
-    count = launch.ranks_per_node
-    cards = visible_accelerators()[node * count : (node + 1) * count]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(card.uuid for card in cards)}
 
 
 def _beating_agents(run: RunDirectory) -> list[AgentProcess]:

@@ -15,7 +15,8 @@ from typing import Any
 from craton.agent import Generation
 from craton.telemetry import LedgerReader, RunDirectory, read_json, read_lines
 
-PARTS = ("detect", "regroup", "start", "restore", "redo")  # ledger kinds of a recovery, in their order
+# ledger kinds of a recovery, in their order
+PARTS = ("detect", "waiting", "regroup", "start", "restore", "compile", "redo")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from craton.infrastructure import resolve_cluster
 from craton.job import TRAINING_KINDS, CratonError, Job, load_job
 from craton.orchestration.draft import plan_text
 from craton.orchestration.errors import RunStateError, StartError
-from craton.orchestration.local import check_machine, living_agents, start_agents
+from craton.orchestration.local import check_machine, living_agents, start_agents, with_cards
 from craton.orchestration.sizes import Size, nearest_sizes, plan_size
 from craton.orchestration.state import check_running, launching, write_whole
 from craton.telemetry import RunDirectory, read_json, tail_lines
@@ -58,7 +58,7 @@ def draft_resize(run: RunDirectory, num_nodes: int) -> Resize:
     layouts = {**grown.layouts, str(num_nodes): size.layout_json}
     if planned := read_json(run.plan_path).get("layout"):
         layouts.setdefault(str(before), planned)
-    return Resize(size, replace(grown, layouts=layouts), before)
+    return Resize(size, with_cards(replace(grown, layouts=layouts)), before)
 
 
 def resize_run(run: RunDirectory, wanted: Resize) -> list[str]:

@@ -19,7 +19,7 @@ from craton.job import TRAINING_KINDS, Job, TierPlace, dump_job, load_job, parse
 from craton.orchestration.chaos import disarm, faults_left
 from craton.orchestration.draft import JOB_FOLDER, Draft, Progress, draft_run
 from craton.orchestration.errors import RunStateError, StartError
-from craton.orchestration.local import free_port, kill_agents, living_agents, start_agents
+from craton.orchestration.local import free_port, kill_agents, living_agents, start_agents, with_cards
 from craton.orchestration.resize import resized_nodes
 from craton.orchestration.state import check_not_running, check_running, launching, write_whole
 from craton.telemetry import Heartbeat, RunDirectory, RunExistsError, write_heartbeat
@@ -236,7 +236,7 @@ def _saved_objects(name: str, located: TierPlace) -> list[SavedStep]:
 
 
 def _launch(run: RunDirectory, draft: Draft) -> None:
-    ready = replace(draft, launch=replace(draft.launch, master_port=free_port()))
+    ready = replace(draft, launch=with_cards(replace(draft.launch, master_port=free_port())))
     for name, text in ready.files().items():
         write_whole(run.path / name, text)
     start_agents(run, ready.launch)

@@ -12,11 +12,13 @@ import time
 import zlib
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from keepers import SECRET, KeeperProcess, Keepers, fill, manifest_of, read
 
 from craton.agent import KeeperClient, KeeperError, replicas
+from craton.agent import keeper as keeper_module
 from craton.agent.slots import BLOCK_BYTES, HEADER_BYTES, receive_message, send_message
 
 SIZE = 3 * 2**20
@@ -261,6 +263,38 @@ def test_slots_of_older_generations_are_given_back(keepers: Keepers) -> None:
         held = {(each.manifest["rank"], each.manifest["save"], each.own) for each in client.holdings()}
         assert (0, "2-2", own) in held
         assert not any(rank == 1 for rank, _, _ in held)
+
+
+def test_descriptors_are_closed_once_they_are_sent(keepers: Keepers) -> None:
+    keeper = keepers.start("node-0")
+    client = keeper.client()
+    save(client, 1)
+    (held,) = client.holdings()
+    folder = Path(f"/proc/{keeper.process.pid}/fd")
+    before = len(list(folder.iterdir()))
+    for _ in range(20):
+        os.close(client.open(held.slot))
+        for slot in client.reserve(0, SIZE, 1)[1]:
+            os.close(slot.descriptor)
+    assert len(list(folder.iterdir())) == before
+
+
+def test_a_copy_that_arrives_while_others_are_freed_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last slot of the rank goes between the moment when room is found and the one when it is taken."""
+    keeper = keeper_module.Keeper("node-0", SECRET, socket.socket(), socket.socket())
+
+    class LateSlot(keeper_module.Slot):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            keeper._free(generation=9)
+
+    monkeypatch.setattr(keeper_module, "Slot", LateSlot)
+    manifest = manifest_of(1, SIZE, generation=9)
+    copy = keeper._take_copy(manifest, None)
+    copy.commit(manifest)
+    copy.release()
+    assert [each["manifest"] for each in keeper._holdings()[0]["holdings"]] == [manifest]
+    keeper.close()
 
 
 def test_an_abandoned_course_is_forgotten(keepers: Keepers) -> None:

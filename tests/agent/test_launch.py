@@ -24,6 +24,7 @@ def test_a_launch_is_read_back_equal(tmp_path: Path) -> None:
         master_port=1234,
         threads_per_rank=2,
         gpus=True,
+        cards={"a": "0,1,2,3"},
         track=["tensorboard"],
         metrics_port=9100,
         leaves={"a": "leaf-1"},

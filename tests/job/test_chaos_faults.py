@@ -156,6 +156,20 @@ def test_random_faults_are_only_those_that_can_happen() -> None:
         drawn(kinds=["kil"])
 
 
+@pytest.mark.parametrize(
+    ("tiers", "expected"),
+    [
+        (["peer"], {"staging"}),
+        (["shared"], {"checkpoint", "saving"}),
+        (["peer", "nvme"], {"staging", "checkpoint", "saving"}),
+        (["s3://bucket"], set()),
+    ],
+)
+def test_a_rank_is_killed_only_in_what_happens_in_the_run(tiers: list[str], expected: set[str]) -> None:
+    drawn_in = {fault.during for fault in drawn(600, steps=6000, tiers=tiers, kinds=["kill"])}
+    assert drawn_in - {None, "productive", "regroup", "restore"} == expected
+
+
 def test_a_job_may_be_told_how_to_recover() -> None:
     job = parse_job(JOB)
     assert (job.recover.tries, job.recover.spare_wait, job.recover.give_up, job.spares) == (3, 30.0, 600.0, 0)

@@ -78,7 +78,7 @@ def test_a_full_shared_memory_mount_costs_the_tier_and_not_the_run(runs: Path, s
     environment = {"CRATON_SHARED_MEMORY": str(small_disk)}
     rehearsal = Rehearsal("full-mount", steps=STEPS, chaos=chaos, environment=environment, **FSDP)
     with running(runs, rehearsal) as run:
-        expect_same_end(run, expected, before)
+        expect_same_end(run, expected, before, interval=None)
         assert "has no room" in events(run, "peer_off")[0]["reason"]
         assert [event["restored_from"] for event in events(run, "recovered")] == ["shared"]
 
@@ -184,6 +184,47 @@ def test_a_network_that_is_cut_and_healed(runs: Path, two_networks: list[str]) -
         for agent in agents:
             agent.kill()
             agent.wait()
+
+
+@pytest.mark.slow
+def test_of_the_two_sides_of_a_cut_network_only_one_goes_on(runs: Path, two_networks: list[str]) -> None:
+    steps = 6 * STEPS
+    rehearsal = Rehearsal(
+        "two-sides",
+        steps=steps,
+        min_nodes=1,
+        layouts={1: {"fsdp": 2, "micro_batch": 4}},
+        recover="{spare_wait: 1s}",
+        **FSDP,
+    )
+    run, launch = write_rehearsal(runs, rehearsal)
+    write_launch(run, Launch(**{**launch.__dict__, "master_address": "10.77.0.1", "agent_command": []}))
+    agents = [start_agent_in(name, run, number) for number, name in enumerate(two_networks)]
+    cable = ["ip", "-n", two_networks[0], "link", "set", "craton-a"]
+    try:
+        wait_until(lambda: max(losses(run), default=0) >= 8, "8 steps", run)
+        subprocess.run([*cable, "down"], check=True)
+        wait_until(lambda: len(events(run, "generation_started")) == 2, "one side goes on", run)
+        time.sleep(8.0)  # the other side has had its time to do the same
+        assert [event["node"] for event in events(run, "generation_started")] == ["node-0", "node-0"]
+        assert not run.has("FATAL")
+        subprocess.run([*cable, "up"], check=True)
+        wait_until(lambda: len(events(run, "generation_started")) == 3, "it grows again", run)
+        finish(run)
+        assert sorted(losses(run)) == list(range(1, steps + 1))
+    finally:
+        run.mark("STOP", "the test is over")
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+
+
+def test_a_stop_while_a_node_is_missing_ends_at_once(runs: Path) -> None:
+    with running(runs, Rehearsal("stopped-waiting", steps=STEPS, chaos=("lose-node node-1@step=6",), **FSDP)) as run:
+        wait_until(lambda: events(run, "waiting_for_nodes"), "it waits", run)
+        run.mark("STOP", "craton stop")
+        wait_until(lambda: not processes_of(run), "it stops", run, 15.0)
+        assert not run.has("FATAL"), run.marker_text("FATAL")
 
 
 def start_agent_in(network: str, run: RunDirectory, number: int) -> subprocess.Popen[Any]:

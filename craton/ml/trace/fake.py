@@ -88,7 +88,7 @@ def _replacements(mode: FakeTensorMode) -> list[tuple[Any, str, Any]]:
         (Decoder, "initialize", nothing),
         (build, "load_weights", nothing),
         (build, "initialize_adapters", nothing),
-        (loop, "_HostCopy", _Unread),
+        (loop, "HostCopy", _Unread),
         (dispatch, "split_sizes", _balanced),
     ]
 

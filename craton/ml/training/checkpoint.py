@@ -28,7 +28,7 @@ from craton.ml.training.checkpoint_find import SavedStep, find_checkpoint, read_
 from craton.ml.training.checkpoint_lane import Lane, Save, SaveReport
 from craton.ml.training.checkpoint_restore import check_names, find_together, load_together, open_together
 from craton.ml.training.checkpoint_staging import Ranks, Staging, file_threads, local_data, synchronize
-from craton.ml.training.checkpoint_sums import CheckpointError, DifferentModelError
+from craton.ml.training.checkpoint_sums import CheckpointError, DifferentModelError, RanksLostError
 from craton.ml.training.checkpoint_tiers import TierFolder, open_tier
 from craton.ml.training.peer import PEER, Note, PeerMemory, PeerSetup
 from craton.ml.training.peer_restore import PeerSave, find_saves, load_save
@@ -40,6 +40,7 @@ __all__ = [
     "Checkpointer",
     "DifferentModelError",
     "PeerSetup",
+    "RanksLostError",
     "RestoreReport",
     "SaveReport",
     "SavedStep",
@@ -110,7 +111,7 @@ class Checkpointer:
         files are safe, and needs no memory for a copy.
 
         CheckpointError when an earlier save in the background failed, and this one goes on; with `wait` when this one
-        failed, unless a tier that outlives the nodes has the state.
+        failed, unless a tier that outlives the nodes has the state. RanksLostError when others are gone meanwhile.
         """
         began = time.perf_counter()
         if self._peer is not None and self._peer_due == step and not wait:
@@ -138,10 +139,14 @@ class Checkpointer:
             warnings.warn(earlier, stacklevel=2)
         return time.perf_counter() - began
 
-    def keep(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> bool:
+    def keep(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any], nodes: Sequence[str]) -> bool:
         """For ranks that are about to be exchanged though none failed: this very state in the nodes' memory, and whole
-        there when this returns. False: there is no such memory, so `save` must do it."""
-        return self._peer is not None and self._peer.keep(step, tensors, counters)
+        there when this returns. `nodes` are those that stay, as far as this rank was told. False: there is no such
+        memory, or some of it goes with its node, so `save` must do it."""
+        if self._peer is None or not self._peer.keep(step, tensors, counters):
+            return False
+        told = [set(each) for each in self._ranks.gather(tuple(nodes)) if each]
+        return all(stay.issuperset(self._peer.setup.nodes) for stay in told)
 
     def reserve(self, tensors: Mapping[str, Tensor], step: int = 0) -> None:
         """Takes the memory of the copies now, so that the first saves stop training no longer than others do: of one
@@ -158,7 +163,7 @@ class Checkpointer:
         return self._staging.finish_on_device() or in_slot
 
     def wait(self) -> None:
-        """Returns when no save is in flight; CheckpointError when one failed."""
+        """Returns when no save is in flight; CheckpointError when one failed, RanksLostError when ranks are gone."""
         if self._peer is not None:
             self._peer.settle()
         if problem := self._settle(wait=True):
@@ -189,7 +194,8 @@ class Checkpointer:
         distrusted = self.restored.step if self.restored is not None and not trust_peer else None
         if distrusted is not None:
             found = [(step, index) for step, index in found if step <= distrusted]
-        saves = self._find_in_memory(before, trust_peer)
+        saves, lost = self._find_in_memory(before, trust_peer)
+        passed_over += lost
         steps_in_memory = [(save.step, -1) for save in saves]
         for step, index in sorted(steps_in_memory + found, key=lambda each: (-each[0], each[1])):
             if index < 0:
@@ -251,18 +257,19 @@ class Checkpointer:
                     for later in [each for each in tier.steps() if each > step]:
                         tier.remove(later)
 
-    def _find_in_memory(self, before: int | None, trust: bool) -> list[PeerSave]:
+    def _find_in_memory(self, before: int | None, trust: bool) -> tuple[list[PeerSave], list[str]]:
+        """What the nodes' memory holds, and what it has lost."""
         if self._peer is None:
-            return []
+            return [], []
         self._peer.settle()
         self._peer.distrusted |= not trust
         if self._peer.distrusted:
-            return []
-        saves, told = find_saves(self._peer, self._ranks, before)
+            return [], []
+        saves, told, lost = find_saves(self._peer, self._ranks, before)
         if self.rank == 0:
-            for text in told:
+            for text in (*told, *lost):
                 warnings.warn(text, stacklevel=3)
-        return saves
+        return saves, lost
 
     def _restore_from_memory(
         self, save: PeerSave, tensors: Mapping[str, Tensor], passed_over: list[str], began: float
@@ -334,10 +341,13 @@ class Checkpointer:
         return tuple(names), taken, not wait and not missing
 
     def _settle(self, wait: bool) -> str | None:
-        """Takes note of the saves that ended, or with `wait` of all; what went wrong, if something did."""
+        """Takes note of the saves that ended, or with `wait` of all; what went wrong, if something did. RanksLostError
+        when it waited for ranks that are gone."""
         problems = []
         for lane in self._lanes.values():
             reports, broken = lane.finished(wait)
+            if broken and wait and self.world > 1:
+                raise RanksLostError(broken[0])
             problems += broken
             for report in reports:
                 if report.error is None:

@@ -27,6 +27,13 @@ class CheckpointError(CratonError):
     """A checkpoint could not be written or read."""
 
 
+class RanksLostError(RuntimeError):
+    """Ranks could not talk to each other while one waited for a save: not the job's fault, nor the checkpoint's."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"gloo: {what}")  # as torch begins what it says of a lost connection
+
+
 class DifferentModelError(CheckpointError):
     """A checkpoint is whole, but belongs to another model or another optimizer."""
 

@@ -12,11 +12,11 @@ import gc
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from craton.job import Job
 from craton.ml.data import Loader, Source
 from craton.ml.training.batch import Batch
-from craton.ml.training.checkpoint import Checkpointer, CheckpointError
+from craton.ml.training.checkpoint import Checkpointer
 from craton.ml.training.evaluate import evaluate
 from craton.ml.training.guard import Fault, Guard, TrainingStoppedError
 from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
@@ -34,9 +34,11 @@ from craton.ml.training.optimizer import AdamW
 from craton.ml.training.parallel import Ranks, accumulate_gradients
 from craton.ml.training.peer import PEER
 from craton.ml.training.pipeline import Pipeline
+from craton.ml.training.readout import HostCopy, Readout
+from craton.ml.training.saves import Saves
 from craton.ml.training.schedule import Schedule
 from craton.ml.training.tensor import sum_uncut_gradients
-from craton.ml.training.timing import StepTimer, StepTimes
+from craton.ml.training.timing import StepTimer
 from craton.telemetry import LedgerClock, Recorder
 
 DISTRUST_STEPS = 5  # after a restore from memory, in which a loss that is not finite is laid to it
@@ -44,13 +46,6 @@ DISTRUST_STEPS = 5  # after a restore from memory, in which a loss that is not f
 COLLECT_STEPS = 100  # between two garbage collections, the same on every rank so that none waits for another's
 
 LEDGER_SECONDS = 1.0  # between two lines of the ledger: what a crash may lose
-
-SAVE_EVENTS = {
-    "saved": "checkpoint_saved",
-    "failed": "checkpoint_failed",
-    "skipped": "checkpoint_skipped",
-    "moved": "checkpoint_moved",
-}
 
 Outcome = Literal["done", "stopped", "left"]  # left: for another generation that nobody died for
 
@@ -92,10 +87,11 @@ class Trainer:
         self._doing = "start"
         self._stop_asked = self._leaving = False
         self.check: Callable[[], None] = _nothing  # raises when this generation is over
-        self._reached, self._broke_at = reached, broke_at
+        self.saves = Saves(parts, reached, broke_at)
         self._leaves = False  # agreed on by all ranks
+        self._next_nodes: tuple[str, ...] = ()  # of the generation to leave for, where this rank was told of it
         self._step_seconds: deque[float] = deque(maxlen=9)
-        self._unread: _Readout | None = None  # the numbers of the step before, on their way to the host
+        self._unread: Readout | None = None  # the numbers of the step before, on their way to the host
         self._first_step = 0
         self._redo_until = reached
         self._booked = 0.0
@@ -106,9 +102,9 @@ class Trainer:
         """Asks for an end after the step in progress; safe in a signal handler."""
         self._stop_asked = True
 
-    def leave(self) -> None:
-        """Asks for an end after the step in progress, whose state the next generation takes over."""
-        self._leaving = True
+    def leave(self, nodes: Sequence[str]) -> None:
+        """Asks for an end after the step in progress, whose state the next generation, of these nodes, takes over."""
+        self._next_nodes, self._leaving = tuple(nodes), True
 
     def abandon(self, seconds: float) -> bool:
         """Lets go of what other ranks have no part in any more: threads that write, memory that is shared. False when
@@ -141,7 +137,7 @@ class Trainer:
         parts = self.parts
         self._begin(self._restore())
         self._first_step = self.step + 1
-        parts.checkpointer.reserve(self.tensors(), self.step)
+        self.saves.reserve(self.step)
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -152,11 +148,12 @@ class Trainer:
             if stopping or self.step == self.last_step:
                 self._read_late(None)  # the numbers of the last step may still send the training back
         if stopping and self._leaves and self.step < self.last_step:
-            self._keep()
+            self._doing = "checkpoint"
+            self.saves.keep(self.counters(), self._next_nodes)
             return "left"
         outcome: Outcome = "done" if self.step >= parts.schedule.steps else "stopped"
         self._checkpoint(wait=True)
-        self._report_checkpoints()
+        self.saves.report()
         parts.meter.summary(self.step, outcome)
         parts.recorder.ledger(self.step, parts.clock.take())
         return outcome
@@ -188,8 +185,8 @@ class Trainer:
         self.timer.mark("checkpoint")
 
         assert self.loader is not None
-        self._read_late(_Readout(self.step, self.loader.state, rate, numbers, list(report), self.timer.finish()))
-        self._tell_recovery()
+        self._read_late(Readout(self.step, self.loader.state, rate, numbers, list(report), self.timer.finish()))
+        self.saves.tell_recovery(self.step)
         self._evaluate_when_due()
         self._keep_house()
         _, stops, leaves = agreed.read()
@@ -205,7 +202,7 @@ class Trainer:
             batches = [batch.pin().to(self.parts.ranks.device) for batch in batches]
         return batches
 
-    def _agree(self, batches: list[Batch]) -> tuple[Tensor, _HostCopy]:
+    def _agree(self, batches: list[Batch]) -> tuple[Tensor, HostCopy]:
         """The weight of all labels of the step, for the loss; and how many ranks were asked to stop or to leave, for
         the host."""
         count = torch.stack([batch.count for batch in batches]).double().sum() * self.parts.ranks.counts_labels
@@ -213,7 +210,7 @@ class Trainer:
         numbers = torch.stack((count, *(torch.full_like(count, number) for number in asked)))
         with self.timer.waiting():
             self.parts.ranks.sum(numbers)
-        return numbers[0].clamp(min=1.0).float(), _HostCopy(numbers)
+        return numbers[0].clamp(min=1.0).float(), HostCopy(numbers)
 
     def _forward_backward(self, batches: list[Batch], count: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The gradient of the step; its loss and what the objective reports, summed over micro-batches and ranks."""
@@ -255,7 +252,7 @@ class Trainer:
         for module in self._auxiliary:
             module.aux_weight = labels / count
 
-    def _update(self, rate: float, loss: Tensor, report: dict[str, Tensor]) -> _HostCopy:
+    def _update(self, rate: float, loss: Tensor, report: dict[str, Tensor]) -> HostCopy:
         """One optimizer step, which the device skips when the loss or the gradient is bad; the step's numbers."""
         self._doing = "optimizer"
         parts = self.parts
@@ -265,9 +262,9 @@ class Trainer:
         parts.optimizer.zero_grad()
         for module in self._balanced:
             module.update_bias()
-        return _HostCopy(torch.stack((loss, norm, good.float(), *report.values())))
+        return HostCopy(torch.stack((loss, norm, good.float(), *report.values())))
 
-    def _read_late(self, readout: _Readout | None) -> None:
+    def _read_late(self, readout: Readout | None) -> None:
         """Records and judges the step before, whose numbers the device has sent meanwhile."""
         late, self._unread = self._unread, readout
         if late is None:
@@ -286,15 +283,15 @@ class Trainer:
             self._answer(fault, late.next_sample)
 
     def _answer(self, fault: Fault, next_sample: int) -> None:
-        self._event("bad_step", fault.step, reason=fault.reason, policy=fault.policy)
-        self._say(f"step {fault.step}: {fault.reason}; the job says {fault.policy}")
+        self.saves.event("bad_step", fault.step, reason=fault.reason, policy=fault.policy)
+        self.saves.say(f"step {fault.step}: {fault.reason}; the job says {fault.policy}")
         if fault.policy == "rollback":
             self._roll_back(fault, next_sample)
         elif fault.policy == "stop":
             advice = "the last checkpoint before it is what `craton resume` starts from"
             if not fault.counted:  # then the weights are as they were before the bad step
                 self._checkpoint(wait=True)
-                self._report_checkpoints()
+                self.saves.report()
                 advice = f"the weights without it are saved as step {self.step}"
             raise TrainingStoppedError(f"step {fault.step}: {fault.reason}, and the job says stop; {advice}")
 
@@ -304,11 +301,11 @@ class Trainer:
         with self.parts.clock.kind("restore"):
             counters = self._restore(before=fault.step)
         if counters is None:
-            self._say(f"step {fault.step}: there is no checkpoint to return to yet; training goes on")
+            self.saves.say(f"step {fault.step}: there is no checkpoint to return to yet; training goes on")
             return
         self.guard.rolled_back(counters["step"], fault)
         self._return_to({**counters, "next_sample": next_sample}, reached)
-        self._event("rolled_back", self.step, reached=reached, reason=fault.reason)
+        self.saves.event("rolled_back", self.step, reached=reached, reason=fault.reason)
 
     def _distrust_memory(self, step: int, loss: float) -> bool:
         """A loss that is not finite soon after the state came from the nodes' memory: whatever spoilt it there, a lower
@@ -320,11 +317,11 @@ class Trainer:
         with self.parts.clock.kind("restore"):
             counters = self._restore(trust_peer=False)
         reason = f"the loss is {loss} {step - report.step} steps after step {report.step} came from memory"
-        self._event("peer_distrusted", step, reason=reason)
+        self.saves.event("peer_distrusted", step, reason=reason)
         if counters is None:
-            self._say(f"step {step}: {reason}, and no other tier has a checkpoint; training goes on")
+            self.saves.say(f"step {step}: {reason}, and no other tier has a checkpoint; training goes on")
             return False
-        self._say(f"step {step}: {reason}; going back to step {counters['step']} of {self._restored_tier()}")
+        self.saves.say(f"step {step}: {reason}; going back to step {counters['step']} of {self.saves.restored_tier}")
         self._return_to(counters, reached)
         return True
 
@@ -334,22 +331,9 @@ class Trainer:
         self._begin(counters)
         self.timer.begin()
 
-    def _restored_tier(self) -> str:
-        report = self.parts.checkpointer.restored
-        return report.tier if report else "no tier"
-
     def _restore(self, before: int | None = None, trust_peer: bool = True) -> dict[str, Any] | None:
-        with self.parts.clock.kind("restore"):
-            self._doing = "restore"
-            counters = self.parts.checkpointer.restore(self.tensors(), before, trust_peer)
-            if counters is not None:
-                self.parts.optimizer.loaded(counters["step"])
-                report = self.parts.checkpointer.restored
-                for reason in report.passed_over if report else ():
-                    self._event("checkpoint_passed_over", counters["step"], reason=reason)
-                tier = self._restored_tier()
-                self._event("restored", counters["step"], tier=tier, next_sample=counters["next_sample"])
-        return counters
+        self._doing = "restore"
+        return self.saves.restore(before, trust_peer)
 
     def _begin(self, counters: dict[str, Any] | None) -> None:
         """Goes on from these counters; None: from the beginning."""
@@ -359,49 +343,12 @@ class Trainer:
         self.loader = self.parts.open_loader(counters["next_sample"] if counters else 0)
 
     def _checkpoint(self, wait: bool = False) -> None:
-        """A checkpoint in the background, whose failure costs that checkpoint; with `wait` one that must succeed."""
         self._doing = "checkpoint"
-        try:
-            with self.parts.clock.kind("checkpoint"):
-                self.parts.checkpointer.save(self.step, self.tensors(), self.counters(), wait=wait)
-        except CheckpointError as error:
-            if wait:
-                raise
-            self._say(f"step {self.step}: {error}; training goes on")
-
-    def _keep(self) -> None:
-        """The state of this very step, for the next generation."""
-        self._doing = "checkpoint"
-        with self.parts.clock.kind("checkpoint"):
-            if not self.parts.checkpointer.keep(self.step, self.tensors(), self.counters()):
-                self.parts.checkpointer.save(self.step, self.tensors(), self.counters(), wait=True)
-        self._report_checkpoints()
-
-    def _tell_recovery(self) -> None:
-        """After the first step that a broken generation cost: what it cost."""
-        if not self._broke_at:
-            return
-        report = self.parts.checkpointer.restored
-        restored = report.step if report else 0
-        seconds = time.time() - self._broke_at
-        tier = report.tier if report else "the beginning"
-        lost = max(0, self._reached - restored)
-        fields = {"seconds": seconds, "lost_steps": lost, "restored_from": tier, "restored_step": restored}
-        self._event("recovered", self.step, **fields)
-        self._say(f"step {self.step}: going on {seconds:.1f} s after the failure, from step {restored} of {tier}")
-        self._broke_at = 0.0
-
-    def _report_checkpoints(self) -> None:
-        for report in self.parts.checkpointer.reports():
-            fields = {"tier": report.tier, "bytes": report.bytes, "seconds": report.seconds, "reason": report.error}
-            self._event(SAVE_EVENTS[report.outcome], report.step, **fields)
-        for note in self.parts.checkpointer.notes():
-            self._event(note.event, note.step, **note.fields)
-            self._say(f"step {note.step}: {note.text}")
+        self.saves.save(self.counters(), wait)
 
     def _keep_house(self) -> None:
         """What is done beside the steps, at its own pace."""
-        self._report_checkpoints()
+        self.saves.report()
         if self.step % COLLECT_STEPS == 0:
             gc.collect(1)
         now = time.monotonic()
@@ -427,28 +374,6 @@ class Trainer:
             return "compile"
         return "redo" if self.step <= self._redo_until else "productive"
 
-    def _event(self, name: str, step: int, **fields: Any) -> None:
-        """What happens to all ranks is recorded once."""
-        if self.parts.ranks.rank == 0:
-            self.parts.recorder.event(name, step=step, **fields)
-
-    def _say(self, text: str) -> None:
-        if self.parts.ranks.rank == 0:
-            print(text, flush=True)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, under names that neither layout nor precision changes: trained weights (fp32 masters
-        where there are any), the model's buffers, and the optimizer's states."""
-        optimizer, model = self.parts.optimizer, self.parts.model
-        state = optimizer.state()
-        weights = {name: state.pop(f"master.{name}", value) for name, value in optimizer.parameters.items()}
-        persistent = model.state_dict().keys()
-        buffers = {name: value for name, value in model.named_buffers() if name in persistent}
-        return {
-            **{f"model.{name}": value.detach() for name, value in {**weights, **buffers}.items()},
-            **{f"optimizer.{name}": value for name, value in state.items()},
-        }
-
     def counters(self) -> dict[str, int]:
         assert self.loader is not None
         return {"step": self.step, "next_sample": self.loader.state}
@@ -456,41 +381,3 @@ class Trainer:
 
 def _nothing() -> None:
     """Nobody says that a generation is over."""
-
-
-class _HostCopy:
-    """A tensor on its way to the host; on a GPU only `read` waits, and only for what was asked before. The copy has a
-    stream of its own: a device copies to the host in one line, and behind a copy of the whole state these few numbers
-    would hold up the computation."""
-
-    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
-        self._values = tensor
-        if tensor.is_cuda:
-            stream = self._streams.get(tensor.device) or torch.cuda.Stream(tensor.device)
-            self._streams[tensor.device] = stream
-            stream.wait_stream(torch.cuda.current_stream(tensor.device))
-            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            with torch.cuda.stream(stream):
-                self._values.copy_(tensor, non_blocking=True)
-                self._arrived = stream.record_event()
-            tensor.record_stream(stream)
-
-    def read(self) -> list[float]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._values.tolist()
-
-
-@dataclass
-class _Readout:
-    """What is known of a step once the device has done it."""
-
-    step: int
-    next_sample: int
-    learning_rate: float
-    numbers: _HostCopy
-    report_names: list[str]
-    times: StepTimes

@@ -1,9 +1,10 @@
 """What a rank hears from its node's agent: the generations it is to enter, one after the other.
 
 A thread waits for orders, because the rank itself may be blocked in a collective whose other side is dead. On gloo
-nothing but a closed connection ends such a wait, so when a generation is broken the thread closes every connection of
-this process to other ranks, at both ends of which the wait ends at once; on NCCL it aborts the communicators. A planned
-generation only asks: the rank finishes its step first.
+nothing but a closed connection ends such a wait, so when a generation is broken the thread shuts down every TCP
+connection of this process, and the wait ends at once, here and at the other end; clients of other services connect
+again by themselves. On NCCL it aborts the communicators. A planned generation only asks: the rank finishes its step
+first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -54,7 +55,7 @@ class Orders:
         self._arrived = threading.Condition()
         self._newest: Order | None = None
         self._entered = -1
-        self._planned: Callable[[], None] | None = None
+        self._planned: Callable[[Sequence[str]], None] | None = None
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
 
     @classmethod
@@ -86,12 +87,22 @@ class Orders:
         if newest is not None and self.is_over and not newest.generation.is_planned:
             raise RegroupError(newest.generation.reason)
 
-    def when_planned(self, leave: Callable[[], None]) -> None:
-        """`leave` is called when a planned generation is ordered."""
+    @property
+    def broke_at(self) -> float:
+        """When the generation before the newest one stopped moving, epoch seconds; 0: it did not."""
+        return self._newest.generation.broke_at if self._newest is not None else 0.0
+
+    def is_over_within(self, seconds: float) -> bool:
+        """Waits for word that the generation is over."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: self.is_over, seconds)
+
+    def when_planned(self, leave: Callable[[Sequence[str]], None]) -> None:
+        """`leave` is called with the nodes of a planned generation when it is ordered."""
         with self._arrived:
             self._planned = leave
             if self.is_over and self._newest is not None and self._newest.generation.is_planned:
-                leave()
+                leave(self._newest.generation.nodes)
 
     def _listen(self) -> None:
         for line in self._stream:
@@ -101,7 +112,7 @@ class Orders:
                 is_first = self._newest is None
                 self._newest = Order(generation, **document)
                 if generation.is_planned and self._planned is not None:
-                    self._planned()
+                    self._planned(generation.nodes)
                 elif not is_first and not generation.is_planned and generation.number > self._entered:
                     cut_connections()
                 self._arrived.notify_all()

@@ -7,7 +7,7 @@ before the one under way is whole everywhere, and it is overwritten nowhere befo
 runs beside the next forward pass; the slot's header is cleared in the same stream, so it too comes after all that the
 host has waited for.
 
-What goes wrong costs this tier, on all ranks at once and out loud; the training goes on.
+What goes wrong costs this tier, on all ranks at once and out loud; the training goes on, unless ranks are gone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor
 from craton.agent import HEADER_BYTES, KeeperClient, KeeperError, OwnSlot
 from craton.infrastructure import free_memory_bytes
 from craton.ml.training.checkpoint_staging import FREE_SHARE, Ranks, local_data
+from craton.ml.training.checkpoint_sums import RanksLostError
 from craton.ml.training.peer_interval import MEASURED_SNAPSHOTS, Cost, Costs
 from craton.ml.training.peer_layout import SlotLayout, layout_of
 from craton.telemetry import own_page
@@ -161,6 +162,7 @@ class PeerMemory:
             "save": save,
             "course": self._course,
             "base": self._base,
+            "complete": self._complete,
             "counters": dict(counters),
             "bytes": self._layout.bytes,
             "layout": self._layout.digest,
@@ -192,7 +194,7 @@ class PeerMemory:
         return True
 
     def settle(self) -> None:
-        """Waits until every rank knows what became of the last snapshot."""
+        """Waits until every rank knows what became of the last snapshot; RanksLostError when they cannot agree."""
         work, self._under_way = self._under_way, None
         if work is None:
             return
@@ -291,10 +293,11 @@ class PeerMemory:
         try:
             worst = self._worst(code)
             problems = [text for text in self._agreeing.gather(problem) if text] if worst < _WHOLE else []
-        except RuntimeError as error:  # a rank is gone: so is this generation
-            worst, problems = _FAILED, [f"the ranks could not agree: {error}"]
-        if (page := own_page()) is not None:
-            page.set_beside("staging", False)
+        except RuntimeError as error:
+            raise RanksLostError(f"the ranks could not agree on the state in memory: {error}") from error
+        finally:
+            if (page := own_page()) is not None:
+                page.set_beside("staging", False)
         return worst, list(dict.fromkeys(problems)), time.perf_counter() - began
 
     def _worst(self, code: int) -> int:

@@ -53,6 +53,7 @@ class PeerSave:
     step: int
     course: list[int]
     base: int
+    complete: str | None  # the save before it that every rank was known to have
     counters: dict[str, Any]
     layouts: list[str]  # of every rank it was made by
     files: dict[str, HeldFile] = field(default_factory=dict)
@@ -75,8 +76,9 @@ class PeerSave:
             self.slots.pop(name, None)
 
 
-def find_saves(memory: PeerMemory, ranks: Ranks, before: int | None) -> tuple[list[PeerSave], list[str]]:
-    """Whole saves of the present course (of steps `before` one), newest first; and what else there is to tell."""
+def find_saves(memory: PeerMemory, ranks: Ranks, before: int | None) -> tuple[list[PeerSave], list[str], list[str]]:
+    """Whole saves of the present course (of steps `before` one), newest first; what else there is to tell; and what was
+    lost, when there was a whole one that is whole no more."""
     setup = memory.setup
     holdings: list[Holding] = []
     problem = None
@@ -99,11 +101,14 @@ def find_saves(memory: PeerMemory, ranks: Ranks, before: int | None) -> tuple[li
         save for save in saves.values() if not _is_abandoned(save, saves) and (before is None or save.step < before)
     ]
     whole = [save for save in current if not save.missing]
+    lost: list[str] = []
     if current and not whole:
         newest = max(current, key=lambda save: (save.step, save.course))
         ranks_text = ", ".join(map(str, newest.missing[:8]))
-        told.append(f"tier {PEER}: step {newest.step} is not whole: nobody holds the state of ranks {ranks_text}")
-    return sorted(whole, key=lambda save: (save.step, save.course), reverse=True), told
+        text = f"tier {PEER}: step {newest.step} is not whole: nobody holds the state of ranks {ranks_text}"
+        had_state = newest.complete is not None or newest.base > 0  # else the first save of all was cut off
+        (lost if had_state and before is None else told).append(text)
+    return sorted(whole, key=lambda save: (save.step, save.course), reverse=True), told, lost
 
 
 def load_save(
@@ -233,7 +238,7 @@ class _Parts(DefaultLoadPlanner):
 
 def _about(holding: Holding) -> tuple[dict[str, Any], str, tuple[str, int]]:
     manifest = holding.manifest
-    about = {name: manifest[name] for name in ("save", "step", "course", "base", "counters", "layouts")}
+    about = {name: manifest[name] for name in ("save", "step", "course", "base", "complete", "counters", "layouts")}
     return about, _file_name(holding), (manifest["layout"], manifest["bytes"])
 
 

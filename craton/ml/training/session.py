@@ -13,6 +13,7 @@ import gc
 import os
 import signal
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -29,7 +30,8 @@ from craton.telemetry import LedgerClock, Recorder, RunDirectory, summarize
 
 EXIT_FAILED, EXIT_FINAL = 1, 3  # final: the job itself is at fault, and another try would fail as well
 BLAME_SECONDS = 2.0  # an error of ours may be another rank's death: how long word of that may take
-ORDER_SECONDS = 900.0  # a rank that broke off waits this long for its next generation
+ORDER_SECONDS = 3600.0  # a rank that broke off waits this long for its next generation
+LOOK_SECONDS = 0.2
 WRITING_SECONDS = 10.0  # for files of the generation before that are still being written
 
 
@@ -72,16 +74,26 @@ class Session:
     def run(self) -> int:
         while True:
             if self.orders is not None:
-                self.order = self.orders.next(ORDER_SECONDS)
+                self.order = self._next_order(self.orders)
                 if self.order is None:
-                    return EXIT_FAILED
+                    return 0 if self.stop_asked else EXIT_FAILED
+                if self.clock.current in ("detect", "waiting"):
+                    self.clock.switch("regroup")
             code = self._generation()
             if code is not None:
                 return code
             self._leave()
+
+    def _next_order(self, orders: Orders) -> Order | None:
+        """None when none came in time, or a stop was asked for while there was nothing to save."""
+        deadline = time.monotonic() + ORDER_SECONDS
+        while time.monotonic() < deadline:
+            if (order := orders.next(LOOK_SECONDS)) is not None:
+                return order
             if self.stop_asked:
                 print("stopped while the run was broken: it goes on from the last checkpoint", flush=True)
-                return 0
+                return None
+        return None
 
     def _on_stop(self, number: int, _frame: Any) -> None:
         self.stop_asked = True
@@ -92,6 +104,7 @@ class Session:
         """The exit code, or None when there is another generation to enter."""
         place = Place.from_environment() if self.order is None else Place.of(self.order)
         self.recorder.generation = self.clock.page.generation = place.generation
+        self.clock.page.step_seconds = 0.0  # other ranks may take another time
         self.recorder.rank = place.rank
         try:
             return self._train(place)
@@ -128,7 +141,7 @@ class Session:
         step = self.trainer.step if self.trainer is not None else 0
         is_ours = isinstance(error, CratonError)
         if self.orders is not None:
-            if self.orders.is_over or (is_ours and self._is_over_within(BLAME_SECONDS)):
+            if self.orders.is_over or (is_ours and self.orders.is_over_within(BLAME_SECONDS)):
                 return None
             if not is_ours and not _device_is_lost(error):
                 if not _is_another_rank(error):
@@ -149,16 +162,10 @@ class Session:
         traceback.print_exception(error)
         return EXIT_FAILED
 
-    def _is_over_within(self, seconds: float) -> bool:
-        assert self.orders is not None
-        with self.orders._arrived:
-            return self.orders._arrived.wait_for(lambda: self.orders is not None and self.orders.is_over, seconds)
-
     def _leave(self) -> None:
         """Drops all that was built for a generation."""
-        newest = self.orders._newest if self.orders is not None else None
-        if self.clock.current != "detect":
-            broke_at = newest.generation.broke_at if newest is not None else 0.0
+        if self.clock.current not in ("detect", "waiting"):
+            broke_at = self.orders.broke_at if self.orders is not None else 0.0
             self.clock.break_off("regroup", monotonic_of(broke_at) if broke_at else None)
         trainer, self.trainer = self.trainer, None
         if trainer is not None and not trainer.abandon(WRITING_SECONDS):

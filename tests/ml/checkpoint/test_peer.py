@@ -205,7 +205,7 @@ def keep_without_room(nodes: Nodes) -> list[tuple[str, str]]:
     checkpointer = Checkpointer([], *rank_and_world(), nodes.setup())
     checkpointer.reserve(tensors)
     assert not checkpointer.due(1)
-    assert not checkpointer.keep(1, tensors, {})
+    assert not checkpointer.keep(1, tensors, {}, nodes.names)
     checkpointer.close()
     return [(note.event, note.text) for note in checkpointer.notes()]
 
@@ -228,7 +228,7 @@ def keep_one_step(nodes: Nodes) -> list[set[str]]:
     for step in (5, 7):
         if checkpointer.due(step):
             checkpointer.save(step, tensors, {"samples": step})
-        assert checkpointer.keep(step, tensors, {"samples": step})
+        assert checkpointer.keep(step, tensors, {"samples": step}, nodes.names)
         assert checkpointer._peer is not None
         own = [holding for holding in checkpointer._peer.client.holdings() if holding.own]
         held.append({holding.manifest["save"] for holding in own})

@@ -52,7 +52,7 @@ def fit(folder: Path | None, world: int) -> tuple[list[float], list[str], bool]:
     frozen = not any(value.requires_grad for value in base.values())
     if world == 1:
         frozen = frozen and all(torch.equal(value, before[name]) for name, value in base.items())
-    return list(records.losses.values()), list(trainer.tensors()), frozen
+    return list(records.losses.values()), list(trainer.saves.tensors()), frozen
 
 
 def test_adapters_start_as_the_model_itself_and_merge_into_it() -> None:

@@ -18,6 +18,7 @@ from tiny import GLOBAL_BATCH, Records, Text, make_trainer, moe_config, tiny_job
 from craton.agent import KeeperClient
 from craton.job import Layout
 from craton.ml.data.sample import Sample
+from craton.ml.training.checkpoint import CheckpointError
 from craton.ml.training.loop import Trainer
 from craton.ml.training.peer_interval import COST_SHARE, Cost
 
@@ -136,6 +137,50 @@ def test_state_that_turns_out_bad_is_taken_from_the_next_tier(gang: Gang, keeper
     assert courses == {(2, 1)}
 
 
+def train_and_leave(nodes: Nodes, stay: tuple[str, ...], folder: Path | None) -> None:
+    """Only one rank has heard of the next generation when all of them leave for it."""
+    trainer, _ = build(nodes, {"fsdp": 4}, folder)
+    load = trainer._load
+
+    def load_and_leave() -> Any:
+        if trainer.step == CRASH_AFTER and trainer.parts.ranks.rank == 2:
+            trainer.leave(stay)
+        return load()
+
+    trainer._load = load_and_leave  # type: ignore[method-assign]
+    assert trainer.fit() == "left"
+    assert trainer.parts.checkpointer.abandon(10)
+
+
+def train_or_tell(nodes: Nodes, folder: Path | None) -> list[tuple[str, int, dict[str, Any]]] | str:
+    trainer, records = build(nodes, {"fsdp": len(nodes.names)}, folder)
+    try:
+        assert trainer.fit() == "done"
+    except CheckpointError as error:
+        return str(error)
+    return records.events
+
+
+@pytest.mark.parametrize(("has_disk", "stay"), [(True, 2), (True, 4), (False, 2)])
+def test_a_planned_shrink_loses_nothing(
+    gang: Gang, keepers: Keepers, tmp_path: Path, has_disk: bool, stay: int
+) -> None:
+    """Two of four nodes go, a node and the one that has its copy: the state is on disk before they do. When all stay,
+    their memory is enough."""
+    made = [keepers.start(f"node-{number}") for number in range(4)]
+    folder = tmp_path if has_disk else None
+    gang.run(train_and_leave, nodes_of(made, 1), tuple(keeper.node for keeper in made[:stay]), folder, ranks=4)
+    if stay == 2:
+        for keeper in made[2:]:
+            keeper.kill()
+    found = gang.run(train_or_tell, nodes_of(made[:stay], 1, generation=2), folder, ranks=stay)[0]
+    if not has_disk:
+        assert "nobody holds the state of ranks 2" in found, "and nothing begins anew"
+        return
+    ((step, fields),) = [(step, fields) for name, step, fields in found if name == "restored"]
+    assert (step, fields["tier"]) == (CRASH_AFTER, "shared" if stay == 2 else "peer")
+
+
 class Poisoned(Text):
     """One step has a loss that is no number."""
 
@@ -249,7 +294,7 @@ def train_auto(nodes: Nodes, steps: int) -> tuple[Records, int | None, list[int]
 
     memory.snapshot = counted  # type: ignore[method-assign]
     said: list[str] = []
-    trainer._say = said.append  # type: ignore[method-assign]
+    trainer.saves.say = said.append  # type: ignore[method-assign]
     assert trainer.fit() == "done"
     trainer.parts.checkpointer.close()
     return records, memory._interval, taken, said

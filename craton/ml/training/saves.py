@@ -1,0 +1,120 @@
+"""The state of a training on its way to its checkpoints and back, and what is told of that.
+
+What happens to all ranks is recorded and said once, by rank 0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from craton.ml.training.checkpoint import CheckpointError
+
+if TYPE_CHECKING:
+    from craton.ml.training.loop import Parts
+
+SAVE_EVENTS = {
+    "saved": "checkpoint_saved",
+    "failed": "checkpoint_failed",
+    "skipped": "checkpoint_skipped",
+    "moved": "checkpoint_moved",
+}
+
+
+class Saves:
+    """Made by every rank; its methods are called by all of them in the same order."""
+
+    def __init__(self, parts: Parts, reached: int, broke_at: float) -> None:
+        """`reached` is the last step that an earlier generation recorded, `broke_at` when that one broke (epoch
+        seconds), if it did."""
+        self.parts = parts
+        self._reached, self._broke_at = reached, broke_at
+
+    @property
+    def restored_tier(self) -> str:
+        report = self.parts.checkpointer.restored
+        return report.tier if report else "no tier"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, under names that neither layout nor precision changes: trained weights (fp32 masters
+        where there are any), the model's buffers, and the optimizer's states."""
+        optimizer, model = self.parts.optimizer, self.parts.model
+        state = optimizer.state()
+        weights = {name: state.pop(f"master.{name}", value) for name, value in optimizer.parameters.items()}
+        persistent = model.state_dict().keys()
+        buffers = {name: value for name, value in model.named_buffers() if name in persistent}
+        return {
+            **{f"model.{name}": value.detach() for name, value in {**weights, **buffers}.items()},
+            **{f"optimizer.{name}": value for name, value in state.items()},
+        }
+
+    def reserve(self, step: int) -> None:
+        self.parts.checkpointer.reserve(self.tensors(), step)
+
+    def restore(self, before: int | None = None, trust_peer: bool = True) -> dict[str, Any] | None:
+        """The counters of the newest checkpoint that can be used, whose state model and optimizer then have."""
+        with self.parts.clock.kind("restore"):
+            counters = self.parts.checkpointer.restore(self.tensors(), before, trust_peer)
+            if counters is not None:
+                self.parts.optimizer.loaded(counters["step"])
+                report = self.parts.checkpointer.restored
+                for reason in report.passed_over if report else ():
+                    self.event("checkpoint_passed_over", counters["step"], reason=reason)
+                self.event("restored", counters["step"], tier=self.restored_tier, next_sample=counters["next_sample"])
+        return counters
+
+    def save(self, counters: Mapping[str, int], wait: bool = False) -> None:
+        """A checkpoint in the background, whose failure costs that checkpoint; with `wait` one that must succeed."""
+        step = counters["step"]
+        try:
+            with self.parts.clock.kind("checkpoint"):
+                self.parts.checkpointer.save(step, self.tensors(), counters, wait=wait)
+        except CheckpointError as error:
+            if wait:
+                raise
+            self.say(f"step {step}: {error}; training goes on")
+
+    def keep(self, counters: Mapping[str, int], nodes: Sequence[str]) -> None:
+        """The state of this very step, for the next generation, which has these nodes."""
+        with self.parts.clock.kind("checkpoint"):
+            state = counters["step"], self.tensors(), counters
+            if not self.parts.checkpointer.keep(*state, nodes):
+                self.parts.checkpointer.save(*state, wait=True)
+        self.report()
+
+    def report(self) -> None:
+        """Tells of the saves that ended."""
+        for report in self.parts.checkpointer.reports():
+            fields = {"tier": report.tier, "bytes": report.bytes, "seconds": report.seconds, "reason": report.error}
+            self.event(SAVE_EVENTS[report.outcome], report.step, **fields)
+        for note in self.parts.checkpointer.notes():
+            self.event(note.event, note.step, **note.fields)
+            self.say(f"step {note.step}: {note.text}")
+
+    def tell_recovery(self, step: int) -> None:
+        """After the first step since a generation broke: what that cost."""
+        if not self._broke_at:
+            return
+        if self.parts.ranks.device.type == "cuda":  # else the step is only asked for, not done
+            torch.cuda.synchronize(self.parts.ranks.device)
+        report = self.parts.checkpointer.restored
+        restored = report.step if report else 0
+        seconds = time.time() - self._broke_at
+        tier = report.tier if report else "the beginning"
+        lost = max(0, self._reached - restored)
+        fields = {"seconds": seconds, "lost_steps": lost, "restored_from": tier, "restored_step": restored}
+        self.event("recovered", step, **fields)
+        self.say(f"step {step}: going on {seconds:.1f} s after the failure, from step {restored} of {tier}")
+        self._broke_at = 0.0
+
+    def event(self, name: str, step: int, **fields: Any) -> None:
+        if self.parts.ranks.rank == 0:
+            self.parts.recorder.event(name, step=step, **fields)
+
+    def say(self, text: str) -> None:
+        if self.parts.ranks.rank == 0:
+            print(text, flush=True)
