@@ -2,17 +2,18 @@
 
 In a rank a `LedgerClock` is always in one kind. On disk a line holds the seconds by kind since the rank's line before;
 a negative number takes back what turned out to be of another kind (a step that was interrupted has to be redone).
-`LedgerReader` adds up a run: within a generation the mean over the ranks that keep books; between two generations the
-gap counts as `idle` when the earlier one failed or vanished (somebody wanted the run to run and it did not), and not at
-all after a stop that was asked for. Wall time is the sum of it all, goodput the productive share of it.
+`LedgerReader` adds up a run: at every moment the mean over the ranks whose books cover it; where none does the gap is
+`idle` when the generation before failed or vanished (somebody wanted the run to run and it did not), and nothing at all
+after a stop that was asked for. Wall time is the sum of it all, goodput the productive share of it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from craton.telemetry.page import LEDGER_KINDS, RankPage, own_page
 from craton.telemetry.rundirectory import RunDirectory
 
 CHUNK_BYTES = 8 << 20
-LOST_BOOKS_SECONDS = 1.5  # ranks that end a generation at different moments differ by less
+LATE_SECONDS = 10.0  # how much later than another node's a line may become visible
+SHORTEST_SECONDS = 1e-6  # of a line that only moves seconds from one kind to another
 
 
 class LedgerClock:
@@ -81,53 +83,82 @@ class GenerationBooks:
     """What the ranks of one generation booked so far."""
 
     seconds: dict[int, dict[str, float]] = field(default_factory=dict)  # rank → kind → seconds
-    begins: dict[int, float] = field(default_factory=dict)  # rank → where its books begin, epoch seconds
-    end: float = 0.0
-    outcomes: set[str] = field(default_factory=set)  # "done", "stopped", "failed", as the agents closed the books
 
-    @property
-    def begin(self) -> float:
-        return min(self.begins.values(), default=float("inf"))
-
-    @property
-    def ended_well(self) -> bool:
-        return bool(self.outcomes) and "failed" not in self.outcomes
-
-    def add(self, line: dict[str, Any]) -> None:
-        seconds, rank, moment = line.get("seconds"), line.get("rank"), line.get("time")
-        if not isinstance(seconds, dict) or not isinstance(rank, int) or not isinstance(moment, int | float):
-            return
-        known = {
-            kind: value for kind, value in seconds.items() if kind in LEDGER_KINDS and isinstance(value, int | float)
-        }
-        self.begins.setdefault(rank, moment - sum(known.values()))
+    def add(self, rank: int, seconds: Mapping[str, float]) -> None:
         booked = self.seconds.setdefault(rank, {})
-        for kind, value in known.items():
+        for kind, value in seconds.items():
             booked[kind] = booked.get(kind, 0.0) + value
-        self.end = max(self.end, moment)
-        if isinstance(line.get("ended"), str):
-            self.outcomes.add(line["ended"])
 
-    def means(self, since: float = 0.0) -> dict[str, float]:
-        """Seconds by kind, the mean over ranks. A rank whose node was lost has nobody who keeps its books: until the
-        generation ends it waits. Books that were taken up again only count from `since`, the end of the generation
-        before, which has counted that wait already."""
-        counted = {rank: self._counted(rank, since) for rank in self.seconds}
-        longest = max(sum(booked.values()) for booked in counted.values())
-        totals: dict[str, float] = {}
-        for booked in counted.values():
-            missing = longest - sum(booked.values())
-            for kind, seconds in (*booked.items(), ("waiting", missing if missing > LOST_BOOKS_SECONDS else 0.0)):
-                if seconds:
-                    totals[kind] = totals.get(kind, 0.0) + seconds
-        return {kind: seconds / len(counted) for kind, seconds in totals.items()}
+    def means(self) -> dict[str, float]:
+        """Seconds by kind, the mean over ranks."""
+        kinds = {kind for booked in self.seconds.values() for kind in booked}
+        return {
+            kind: sum(booked.get(kind, 0.0) for booked in self.seconds.values()) / len(self.seconds)
+            for kind in LEDGER_KINDS
+            if kind in kinds
+        }
 
-    def _counted(self, rank: int, since: float) -> dict[str, float]:
-        booked, early = self.seconds[rank], since - self.begins[rank]
-        if early <= LOST_BOOKS_SECONDS:
-            return booked
-        longest = max(booked, key=lambda kind: booked[kind])
-        return {**booked, longest: max(0.0, booked[longest] - early)}
+
+@dataclass(order=True)
+class _Entry:
+    """A line of the ledger as a stretch of time."""
+
+    begin: float  # epoch seconds
+    end: float
+    generation: int = field(compare=False)
+    seconds: dict[str, float] = field(compare=False)
+    ended: str | None = field(compare=False)  # "done", "stopped", "failed": how the agent closed the books
+
+
+@dataclass
+class _Sweep:
+    """Adds up stretches of time in the order of time: at every moment the mean over the ranks whose books cover it."""
+
+    totals: dict[str, float] = field(default_factory=dict)
+    at: float | None = None
+    active: list[tuple[float, _Entry]] = field(default_factory=list)  # a heap, by end
+    rates: dict[str, float] = field(default_factory=dict)  # the sum over active entries
+    generation: int = -1  # the newest whose books were closed
+    ended_well: bool = False
+
+    def copy(self) -> _Sweep:
+        return _Sweep(dict(self.totals), self.at, list(self.active), dict(self.rates), self.generation, self.ended_well)
+
+    def add(self, entry: _Entry) -> None:
+        """Entries come in the order in which they begin."""
+        self.advance(entry.begin)
+        length = entry.end - max(entry.begin, self.at or entry.begin)
+        if length <= 0:
+            return
+        for kind, seconds in entry.seconds.items():
+            self.rates[kind] = self.rates.get(kind, 0.0) + seconds / (entry.end - entry.begin)
+        heappush(self.active, (entry.end, entry))
+
+    def advance(self, moment: float) -> None:
+        """Books everything until this moment."""
+        while self.active and self.active[0][0] <= moment:
+            end, entry = self.active[0]
+            self._book(end)
+            heappop(self.active)
+            for kind, seconds in entry.seconds.items():
+                self.rates[kind] -= seconds / (entry.end - entry.begin)
+            if not self.active:
+                self.rates.clear()  # and what rounding has left in them
+            if entry.generation > self.generation:
+                self.generation, self.ended_well = entry.generation, False
+            if entry.ended is not None:
+                self.ended_well = entry.ended != "failed"
+        self._book(moment)
+
+    def _book(self, moment: float) -> None:
+        before, self.at = self.at, moment if self.at is None else max(self.at, moment)
+        if before is None or moment <= before:
+            return
+        if self.active:
+            for kind, rate in self.rates.items():
+                self.totals[kind] = self.totals.get(kind, 0.0) + rate / len(self.active) * (moment - before)
+        elif not self.ended_well:  # somebody wanted the run to run, and it did not
+            self.totals["idle"] = self.totals.get("idle", 0.0) + moment - before
 
 
 class LedgerReader:
@@ -137,26 +168,28 @@ class LedgerReader:
         self._folder = run.path / "ledger"
         self._offsets: dict[Path, int] = {}
         self._generations: dict[int, GenerationBooks] = {}
+        self._settled = _Sweep()  # until LATE_SECONDS before the newest line
+        self._pending: list[_Entry] = []  # begins after that
 
     def totals(self) -> dict[str, float]:
         """Wall seconds by kind, only kinds that occurred, in the order of LEDGER_KINDS."""
         self._read()
-        totals: dict[str, float] = {}
-        before: GenerationBooks | None = None
-        for _, books in sorted(self._generations.items()):
-            if not books.seconds:
-                continue
-            for kind, seconds in books.means(before.end if before else 0.0).items():
-                totals[kind] = totals.get(kind, 0.0) + seconds
-            if before is not None and not before.ended_well and books.begin > before.end:
-                totals["idle"] = totals.get("idle", 0.0) + books.begin - before.end
-            before = books
-        return {kind: totals[kind] for kind in LEDGER_KINDS if kind in totals}
+        self._pending.sort()
+        newest = max((entry.end for entry in self._pending), default=0.0)
+        settled = [entry for entry in self._pending if entry.begin < newest - LATE_SECONDS]
+        for entry in settled:
+            self._settled.add(entry)
+        self._pending = self._pending[len(settled) :]
+        sweep = self._settled.copy()
+        for entry in self._pending:
+            sweep.add(entry)
+        sweep.advance(max([newest, *(end for end, _ in sweep.active)], default=0.0))
+        return {kind: sweep.totals[kind] for kind in LEDGER_KINDS if kind in sweep.totals}
 
     def by_generation(self) -> dict[int, dict[str, float]]:
         """Generation → seconds by kind, the mean over its ranks."""
         self._read()
-        return {number: books.means() for number, books in sorted(self._generations.items()) if books.seconds}
+        return {number: books.means() for number, books in sorted(self._generations.items())}
 
     def _read(self) -> None:
         for path in sorted(self._folder.glob("*.jsonl")):
@@ -164,8 +197,22 @@ class LedgerReader:
                 offset = self._offsets.get(path, 0)
                 lines, self._offsets[path] = read_lines(path, offset, CHUNK_BYTES)
                 for line in lines:
-                    generation = line.get("generation")
-                    if isinstance(generation, int):
-                        self._generations.setdefault(generation, GenerationBooks()).add(line)
+                    self._take(line)
                 if self._offsets[path] == offset:
                     break
+
+    def _take(self, line: dict[str, Any]) -> None:
+        seconds, rank, moment, generation = (line.get(name) for name in ("seconds", "rank", "time", "generation"))
+        if not isinstance(seconds, dict) or not isinstance(rank, int) or not isinstance(generation, int):
+            return
+        if not isinstance(moment, int | float):
+            return
+        known = {
+            kind: float(value)
+            for kind, value in seconds.items()
+            if kind in LEDGER_KINDS and isinstance(value, int | float)
+        }
+        self._generations.setdefault(generation, GenerationBooks()).add(rank, known)
+        ended = line.get("ended")
+        begin = moment - max(sum(known.values()), SHORTEST_SECONDS)
+        self._pending.append(_Entry(begin, moment, generation, known, ended if isinstance(ended, str) else None))

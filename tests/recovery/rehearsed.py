@@ -133,7 +133,7 @@ def check_ledger(run: RunDirectory) -> None:
     wall = max(event["time"] for event in told) - min(
         event["time"] for event in told if event["event"] == "agent_started"
     )
-    assert abs(seconds - wall) <= 0.01 * wall + 0.3, f"the ledger has {seconds:.2f} s of {wall:.2f}{last_words(run)}"
+    assert abs(seconds - wall) <= 0.01 * wall + 0.1, f"the ledger has {seconds:.2f} s of {wall:.2f}{last_words(run)}"
 
 
 def check_steps(run: RunDirectory, interval: int) -> None:

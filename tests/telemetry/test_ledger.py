@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 import time
 from pathlib import Path
 
@@ -85,10 +86,10 @@ def test_a_run_is_the_mean_over_ranks(tmp_path: Path) -> None:
     assert reader.totals() == {}
     book(run, 0, 1, 110, start=4, productive=6)
     book(run, 1, 1, 110, start=2, productive=8)
-    assert reader.totals() == {"start": 3, "productive": 7}
+    assert reader.totals() == pytest.approx({"start": 3, "productive": 7})
     book(run, 0, 1, 120, productive=10)
     book(run, 1, 1, 120, data=10)
-    assert reader.totals() == LedgerReader(run).totals() == {"start": 3, "productive": 12, "data": 5}
+    assert reader.totals() == LedgerReader(run).totals() == pytest.approx({"start": 3, "productive": 12, "data": 5})
 
 
 @pytest.mark.parametrize(("ended", "idle"), [("", 1000), ("failed", 1000), ("stopped", 0), ("done", 0)])
@@ -110,14 +111,36 @@ def test_foreign_lines_in_the_books_are_ignored(tmp_path: Path) -> None:
     assert LedgerReader(run).totals() == {"productive": 2}
 
 
-def test_a_rank_whose_node_was_lost_waits_until_its_generation_ends(tmp_path: Path) -> None:
+def test_at_every_moment_the_ranks_count_whose_books_cover_it(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a")
+    reader = LedgerReader(run)
     book(run, 0, 1, 110, productive=10)
     book(run, 1, 1, 110, productive=10)
-    book(run, 0, 1, 130, detect=20)
-    assert LedgerReader(run).totals() == {"waiting": 10, "productive": 10, "detect": 10}
+    book(run, 0, 1, 130, detect=20)  # the node of rank 1 was lost
+    assert reader.totals() == pytest.approx({"productive": 10, "detect": 20})
     book(run, 0, 2, 140, productive=10)
-    assert LedgerReader(run).by_generation() == {
-        1: {"productive": 10, "waiting": 10, "detect": 10},
-        2: {"productive": 10},
-    }
+    book(run, 1, 2, 145, waiting=30, productive=5)  # its books were taken up again where they had ended
+    assert sum(reader.totals().values()) == pytest.approx(45)
+    assert reader.totals() == pytest.approx(LedgerReader(run).totals())
+    assert reader.by_generation()[1] == {"productive": 10, "detect": 10}
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.floats(0.1, 5), st.sampled_from(LEDGER_KINDS)), min_size=1, max_size=12),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_ranks_that_book_at_different_paces_sum_to_the_longest(ranks: list[list[tuple[float, str]]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDirectory.create(folder, "a")
+        reader = LedgerReader(run)
+        longest = 0.0
+        for rank, lines in enumerate(ranks):
+            moment = 1000.0
+            for number, (seconds, kind) in enumerate(lines):
+                moment += seconds
+                book(run, rank, 1 + number // 5, moment, **{kind: seconds})
+            longest = max(longest, moment - 1000.0)
+        assert sum(reader.totals().values()) == pytest.approx(longest, rel=1e-6)
