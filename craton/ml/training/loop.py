@@ -129,7 +129,6 @@ class Trainer:
             raise describe_out_of_memory(self._doing, self.parts.ranks, self.train, prediction) from error
         finally:
             gc.enable()
-            gc.unfreeze()
             if self.loader is not None:
                 self.loader.close()
 
@@ -139,7 +138,6 @@ class Trainer:
         self._first_step = self.step + 1
         self.saves.reserve(self.step)
         gc.collect()
-        gc.freeze()
         gc.disable()
         stopping = False
         self.timer.begin()

@@ -175,7 +175,6 @@ class Session:
         if dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
-        gc.unfreeze()
         gc.collect()
         gc.enable()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
