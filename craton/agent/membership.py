@@ -36,6 +36,7 @@ from craton.telemetry import Marker, RunDirectory, process_start, read_heartbeat
 
 STATUS_SECONDS = 0.15  # between two words to whoever coordinates
 ALIVE_SECONDS = 3.0  # a heartbeat that has not changed for this long has stopped
+UNHURRIED_SECONDS = 10.0  # before an agent is started again that nobody waits for
 RESTART_SECONDS = 3.0  # between two starts of another node's agent
 
 
@@ -71,6 +72,7 @@ class Membership:
         self._untold: list[Fault] = []  # since the present generation began
         self._next_status = 0.0
         self._agents_started: dict[str, float] = {}
+        self._agents_seen: dict[str, float] = {}
         self._resize_seen = 0.0
         self._seen_beats: dict[str, tuple[float, float]] = {}  # node → its last heartbeat, and when it was new here
         self.is_released = self.is_finished = False  # this node is needed no more; the run is done
@@ -290,8 +292,14 @@ class Membership:
             return
         if not self._launch.agent_command or self._run.has("STOP") or self._run.has("FATAL"):
             return
+        members = self._coordinator.members
+        is_short = sum(member.is_ready for member in members.values()) < self._launch.working_nodes
         for index, node in enumerate(self._launch.nodes):
-            if node in self._coordinator.members or (self._run.path / "heartbeat" / f".{node}.lost").exists():
+            if node in members:
+                self._agents_seen[node] = now
+            if not is_short and now - self._agents_seen.get(node, now) < UNHURRIED_SECONDS:
+                continue  # a spare has its place: what starts now would only slow down the others
+            if node in members or (self._run.path / "heartbeat" / f".{node}.lost").exists():
                 continue
             beat = read_heartbeat(self._run, node)
             if beat is None or beat.generation != self._launch.generation or beat.state not in ("running", "spare"):
