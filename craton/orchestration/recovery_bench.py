@@ -7,6 +7,7 @@ starts all ranks again and restores from disk.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import statistics
@@ -248,7 +249,9 @@ def _under_torchrun(root: Path, case: Case, rounds: int, report: Callable[[int],
             case.restored_from.append(str(restored.get("tier", "shared")))
             report(number + 1)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        for pid in [process.pid, *_children_of(process.pid)]:  # its workers have sessions of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
 
 
