@@ -12,11 +12,13 @@ from craton.agent.generation import Generation, newest_generation, next_number
 from craton.agent.keeper import Keeper
 from craton.agent.launch import Launch, read_launch, write_launch
 from craton.agent.nursery import NURSERY_VARIABLE, answer_requests
+from craton.agent.process import EXIT_FINAL
 from craton.agent.slots import BLOCK_BYTES, HEADER_BYTES, Committed, Holding, KeeperClient, OwnSlot
 from craton.agent.wire import run_secret
 
 __all__ = [
     "BLOCK_BYTES",
+    "EXIT_FINAL",
     "HEADER_BYTES",
     "NURSERY_VARIABLE",
     "Committed",

@@ -22,7 +22,7 @@ from craton.agent.launch import Launch
 from craton.agent.nursery import Nursery, NurseryError
 from craton.agent.process import ChildProcess, RankProcess, pipe, rank_environment, start_rank
 from craton.agent.records import NodeRecords
-from craton.telemetry import RankPage, RunDirectory
+from craton.telemetry import RankPage, RunDirectory, monotonic_of
 
 PLANNED_SECONDS = 600.0  # from being told of a planned generation to entering it: a step, and a save, must end first
 NURSERY_SECONDS = 120.0  # imports on a cold file system take their time
@@ -101,7 +101,7 @@ class NodeProcesses:
         for rank in range(first, first + self._launch.ranks_per_node):
             page = RankPage.make()
             if rank in ended:
-                page.begin("detect", time.monotonic() - (time.time() - ended[rank]))
+                page.begin("detect", monotonic_of(ended[rank]))
             self.places.append(Place(page))
 
     # -- nursery and keeper ---------------------------------------------------------------------------------------

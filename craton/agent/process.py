@@ -23,6 +23,7 @@ from craton.agent.generation import Generation
 from craton.agent.launch import Launch
 from craton.telemetry import RunDirectory
 
+EXIT_FINAL = 3  # of a rank: the job itself is at fault, and another try would fail as well
 PIPE_BYTES = 1 << 20
 GROUP_SECONDS = 1.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

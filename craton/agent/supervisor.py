@@ -33,10 +33,18 @@ from craton.agent.launch import Launch
 from craton.agent.lock import NodeLock
 from craton.agent.membership import Membership
 from craton.agent.node import NodeProcesses, Place
-from craton.agent.process import ChildProcess, RankProcess, adopt_orphans, failure_text, how_ended, reap
+from craton.agent.process import (
+    EXIT_FINAL,
+    ChildProcess,
+    RankProcess,
+    adopt_orphans,
+    failure_text,
+    how_ended,
+    reap,
+)
 from craton.agent.records import NodeRecords
 from craton.agent.wire import run_secret
-from craton.telemetry import Marker, MetricsEndpoint, NodeState, RunDirectory
+from craton.telemetry import BESIDE, Marker, MetricsEndpoint, NodeState, RunDirectory, monotonic_of
 
 TURN_SECONDS = 0.2  # between two looks at everything, when nothing happens
 POLL_SECONDS = 0.5  # markers, chaos, resize
@@ -46,7 +54,6 @@ SUMMARY_SECONDS = 30.0  # goodput and cost, as metrics of the first node
 GONE_SECONDS = 3.0  # a run directory that stays away this long is gone
 EARLY_SECONDS = 10.0  # a command that fails this soon after its first start is wrong, not unlucky
 MOST_NURSERIES = 3  # that may end before they are ready
-EXIT_FINAL = 3  # of a rank: the job itself is at fault, so another try would fail as well
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -223,9 +230,9 @@ class Supervisor:
         if ended_well:
             place.page.switch("idle")
         else:
-            place.page.break_off("detect", time.monotonic() - (time.time() - (rank.ended or time.time())))
-            place.page.set_beside("staging", False)
-            place.page.set_beside("saving", False)
+            place.page.break_off("detect", monotonic_of(rank.ended or time.time()))
+            for what in BESIDE:
+                place.page.set_beside(what, False)
             self._records.book(id(place), rank.rank, place.page, died_in=died_in)
         if self._ending is not None:
             if not ended_well and not self._is_failure:
@@ -267,7 +274,8 @@ class Supervisor:
                 self.fail(f"{child.name} {how_ended(child.code)} before it was ready: {told}")
                 return
         if self._ending is None:
-            self.warn(f"{helper.split()[-1]}_ended", f"{child.name} {how_ended(child.code)}: {told}; a new one starts")
+            event = "keeper_ended" if helper == "keeper" else "nursery_ended"
+            self.warn(event, f"{child.name} {how_ended(child.code)}: {told}; a new one starts")
         if helper == "keeper" and self._processes.generation is not None and self._processes.ranks:
             self._report(Fault(f"{child.name} {how_ended(child.code)}", child.ended or time.time()))
 

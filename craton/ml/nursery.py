@@ -14,9 +14,11 @@ import signal
 import socket
 import sys
 import time
-import traceback
+
+from torch.distributed import TCPStore
 
 from craton.agent import NURSERY_VARIABLE, Keeper, answer_requests, run_secret
+from craton.ml.training import session
 from craton.telemetry import RunDirectory
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
@@ -28,8 +30,6 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m craton.ml.nursery RUN", file=sys.stderr)
         return 2
-    import craton.ml.training.session as session
-
     session.import_everything()
     gc.collect()
     gc.freeze()  # what is imported is never collected, so its pages stay shared between all ranks
@@ -63,8 +63,6 @@ def _become_a_child_of(agent: int, log: str, name: str) -> None:
 
 def _keep(run: RunDirectory) -> int:
     """The keeper: the ranks' rendezvous and their state, which outlive any rank."""
-    from torch.distributed import TCPStore
-
     host = os.environ["CRATON_HOST"]
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -83,13 +81,4 @@ def _keep(run: RunDirectory) -> int:
 
 
 if __name__ == "__main__":
-    code = 1
-    try:
-        code = main(sys.argv[1:])
-    except BaseException:  # noqa: BLE001 -- shown, and turned into the exit code
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # A rank that failed must not wait in the destructor of a process group whose other ranks are still inside.
-        os._exit(code)
+    session.run_and_exit(main, sys.argv[1:])

@@ -14,16 +14,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from craton.errors import CratonError
-from craton.orchestration.local import kill_agents
-from craton.orchestration.rehearsal import Rehearsal, start_rehearsal, write_rehearsal
+from craton.orchestration.rehearsal import Rehearsal, running, write_rehearsal
 from craton.telemetry import RunDirectory, read_lines, summarize
 
 CASES = ("respawn", "spare", "hang", "torchrun")
@@ -117,7 +115,7 @@ def _measure(root: Path, name: str, ranks: int, rounds: int, report: Callable[[i
     rehearsal = Rehearsal(
         f"{name}-{ranks}", ranks_per_node=ranks // 2, layout=_layout(ranks), steps=ENDLESS_STEPS, spares=min(spares, 1)
     )
-    with _running(root, rehearsal) as run:
+    with running(root, rehearsal) as run:
         generation = 0
         _wait_for_step(run, SETTLED_STEPS, generation)
         for number in range(rounds):
@@ -139,16 +137,6 @@ def _measure(root: Path, name: str, ranks: int, rounds: int, report: Callable[[i
             if name == "spare":
                 _wait_for(run, partial(_spare, run), "the lost node did not come back as a spare")
     return case
-
-
-@contextmanager
-def _running(root: Path, rehearsal: Rehearsal) -> Iterator[RunDirectory]:
-    run = start_rehearsal(root, rehearsal)
-    try:
-        yield run
-    finally:
-        run.mark("STOP", "the measurement is over")
-        kill_agents(run)
 
 
 def _break(run: RunDirectory, name: str, number: int) -> float:

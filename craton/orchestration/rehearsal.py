@@ -6,7 +6,8 @@ has as many ranks as asked, though there is no GPU for each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from craton.agent import Launch, write_launch
 from craton.job import Layout, dump_job, parse_job
 from craton.orchestration.draft import agent_command, nursery_command, rank_command
-from craton.orchestration.local import free_port, start_agents
+from craton.orchestration.local import free_port, kill_agents, start_agents
 from craton.telemetry import RunDirectory
 
 DENSE = "{layers: 4, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, vocab: 64, tied_embeddings: true}"
@@ -54,11 +55,22 @@ class Rehearsal:
         )
 
 
-def start_rehearsal(root: Path, rehearsal: Rehearsal, nodes: Sequence[int] | None = None) -> RunDirectory:
-    """Makes the run and starts its agents, or only those of some nodes."""
+@contextmanager
+def running(root: Path, rehearsal: Rehearsal) -> Iterator[RunDirectory]:
+    """A rehearsal that leaves no process behind."""
     run, launch = write_rehearsal(root, rehearsal)
-    start_agents(run, launch, nodes)
-    return run
+    start_agents(run, launch)
+    try:
+        yield run
+    finally:
+        end_rehearsal(run)
+
+
+def end_rehearsal(run: RunDirectory) -> None:
+    """Ends every process of the run at once."""
+    if not run.has("DONE"):
+        run.mark("STOP", "the rehearsal is over")
+    kill_agents(run)
 
 
 def write_rehearsal(root: Path, rehearsal: Rehearsal) -> tuple[RunDirectory, Launch]:

@@ -85,6 +85,11 @@ class TrapError(RuntimeError):
     """What `craton chaos --fail` raises in a rank."""
 
 
+def monotonic_of(moment: float) -> float:
+    """A moment of the epoch, of this machine's clock, on its monotonic clock."""
+    return time.monotonic() - (time.time() - moment)
+
+
 def own_page() -> RankPage | None:
     """This process's page, when an agent gave it one."""
     return RankPage.from_environment()

@@ -27,7 +27,7 @@ from craton.agent.supervisor import Supervisor
 from craton.agent.wire import Link, Listener, dial
 from craton.telemetry import MetricsEndpoint, RankPage, RunDirectory
 
-SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
+IDLER = [sys.executable, "-c", "import signal; signal.pause()"]
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def make_node(run: RunDirectory, launch: Launch, host: str = "127.0.0.1") -> Nod
 
 @pytest.fixture
 def node(run: RunDirectory) -> Iterator[NodeProcesses]:
-    """A node whose rank sleeps, in generation 1, an hour after its agent began."""
-    made = make_node(run, Launch(1, ["a"], 1, SLEEPER))
+    """A node whose rank does nothing, in generation 1, an hour after its agent began."""
+    made = make_node(run, Launch(1, ["a"], 1, IDLER))
     made.open_books(0)
     made.places[0].page.begin("start", time.monotonic() - 3600)
     made.enter(Generation(1, ["a"], 1, ""), ())
@@ -84,7 +84,7 @@ def test_every_generation_is_offered_another_port(node: NodeProcesses) -> None:
 
 
 def test_the_first_generation_meets_where_the_launch_says(run: RunDirectory) -> None:
-    launch = Launch(3, ["a"], 1, SLEEPER)
+    launch = Launch(3, ["a"], 1, IDLER)
     create_generation(run, Generation(2, ["a"], 1, ""))  # of an earlier launch
     assert make_node(run, launch).status()["store"] == ""
     create_generation(run, Generation(3, ["a"], 1, ""))
@@ -93,7 +93,7 @@ def test_the_first_generation_meets_where_the_launch_says(run: RunDirectory) -> 
 
 
 def test_whoever_coordinates_next_is_told_of_faults_that_nothing_came_of(run: RunDirectory) -> None:
-    launch = Launch(1, ["a", "b"], 1, SLEEPER)
+    launch = Launch(1, ["a", "b"], 1, IDLER)
     supervisor = Supervisor(run, launch, 1, NodeLock(run, "b"))
     council = Council(run, launch, 1, b"secret", "127.0.0.1", lambda: None)
     member = supervisor._membership = Membership(run, launch, "b", council, supervisor._records, supervisor)

@@ -208,21 +208,14 @@ def test_a_forged_frame_ends_the_link(tapped: tuple[Link, Link, Tap], data: byte
     assert not listened.is_open
 
 
-def test_a_frame_that_is_repeated_ends_the_link(tapped: tuple[Link, Link, Tap]) -> None:
+@pytest.mark.parametrize("way", ["forth", "back"], ids=["in its own direction", "in the other one"])
+def test_a_frame_that_is_repeated_ends_the_link(tapped: tuple[Link, Link, Tap], way: str) -> None:
     dialed, listened, tap = tapped
-    shaken = len(tap.seen["forth"])
-    dialed.send({"is": "fault"})
-    assert listened.receive() == {"is": "fault"}
-    tap.inject(tap.seen["forth"][shaken:])
-    assert listened.receive() is None
-
-
-def test_a_frame_is_not_believed_in_the_other_direction(tapped: tuple[Link, Link, Tap]) -> None:
-    dialed, listened, tap = tapped
-    shaken = len(tap.seen["back"])
-    listened.send({"is": "finish"})
-    assert dialed.receive() == {"is": "finish"}
-    tap.inject(tap.seen["back"][shaken:])
+    sender, receiver = (dialed, listened) if way == "forth" else (listened, dialed)
+    shaken = len(tap.seen[way])
+    sender.send({"is": "fault"})
+    assert receiver.receive() == {"is": "fault"}
+    tap.inject(tap.seen[way][shaken:])
     assert listened.receive() is None
 
 

@@ -11,14 +11,12 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from craton.orchestration.local import kill_agents
-from craton.orchestration.rehearsal import EXPERTS, Rehearsal, start_rehearsal
+from craton.orchestration.rehearsal import EXPERTS, Rehearsal, running
 from craton.telemetry import LedgerReader, RunDirectory, read_lines
 
 LIMIT_SECONDS = 240.0
@@ -33,17 +31,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts": {"model": EXPERTS, "layout": {"fsdp": 4, "ep": 2, "micro_batch": 4}},
     "hsdp experts": {"model": EXPERTS, "layout": {"replicate": 2, "fsdp": 2, "ep": 2, "micro_batch": 4}},
 }
-
-
-@contextmanager
-def running(root: Path, rehearsal: Rehearsal) -> Iterator[RunDirectory]:
-    run = start_rehearsal(root, rehearsal)
-    try:
-        yield run
-    finally:
-        if not run.has("DONE"):
-            run.mark("STOP", "the test is over")
-        kill_agents(run)
 
 
 def finish(run: RunDirectory, seconds: float = LIMIT_SECONDS) -> None:
@@ -70,7 +57,8 @@ def last_words(run: RunDirectory) -> str:
         f"\n== {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-12:])
         for path in sorted((run.path / "logs").glob("*.log"))
     ]
-    return "".join(told[-40:] + logs)
+    left = [f"\n{pid} {text}" for pid, text in processes_of(run).items()]
+    return "".join(told[-40:] + logs + ["\n== processes", *left])
 
 
 def events(run: RunDirectory, name: str | None = None) -> list[dict[str, Any]]:
@@ -85,18 +73,18 @@ def losses(run: RunDirectory) -> dict[int, float]:
     return {int(line["step"]): line["run_loss"] for line in ordered}
 
 
-def processes_of(run: RunDirectory) -> list[int]:
-    """Everything that has the run in its command line: agents, nurseries, and what these forked."""
-    found = []
+def processes_of(run: RunDirectory) -> dict[int, str]:
+    """pid → state, parent and command of all that has the run in its command line: agents, nurseries, their ranks."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
         except OSError:
             continue
         is_ours = re.search(rf"craton\.(agent|ml\.nursery|ml\.training) {re.escape(str(run.path))}( |$)", command)
         if is_ours and state != "Z" and int(folder.name) != os.getpid():
-            found.append(int(folder.name))
+            found[int(folder.name)] = f"{state}, child of {parent}: {command}"
     return found
 
 
@@ -167,5 +155,5 @@ def expect_same_end(run: RunDirectory, expected: dict[int, float], before: int, 
     if interval is not None:
         check_steps(run, interval)
     check_ledger(run)
-    assert processes_of(run) == []
+    assert not processes_of(run)
     wait_until(lambda: shared_memory() <= before + 2**20, "its shared memory is given back", run, 3.0)

@@ -7,8 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from rehearsed import (
 )
 
 from craton.agent import Launch, write_launch
-from craton.orchestration.local import kill_agents, start_agents
-from craton.orchestration.rehearsal import Rehearsal, write_rehearsal
+from craton.orchestration.local import start_agents
+from craton.orchestration.rehearsal import Rehearsal, end_rehearsal, write_rehearsal
 from craton.telemetry import RunDirectory
 
 STEPS = 30
@@ -133,8 +133,7 @@ def test_an_elastic_run_shrinks_and_grows_again(runs: Path) -> None:
         assert sorted(losses(run)) == list(range(1, steps + 1))
         check_ledger(run)
     finally:
-        run.mark("STOP", "the test is over")
-        kill_agents(run)
+        end_rehearsal(run)
 
 
 @pytest.fixture
@@ -164,26 +163,41 @@ def two_networks() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-@pytest.mark.slow
-def test_a_network_that_is_cut_and_healed(runs: Path, two_networks: list[str]) -> None:
-    expected, before = undisturbed(runs, "fsdp", STEPS), shared_memory()
-    run, launch = write_rehearsal(runs, Rehearsal("cut-network", steps=STEPS, **FSDP))
+@contextmanager
+def across(networks: list[str], runs: Path, rehearsal: Rehearsal) -> Iterator[RunDirectory]:
+    """A run with a node in each network, at its 8th step."""
+    run, launch = write_rehearsal(runs, rehearsal)
     write_launch(run, Launch(**{**launch.__dict__, "master_address": "10.77.0.1", "agent_command": []}))
-    agents = [start_agent_in(name, run, number) for number, name in enumerate(two_networks)]
-    cable = ["ip", "-n", two_networks[0], "link", "set", "craton-a"]
+    agents = [start_agent_in(name, run, number) for number, name in enumerate(networks)]
     try:
         wait_until(lambda: max(losses(run), default=0) >= 8, "8 steps", run)
-        subprocess.run([*cable, "down"], check=True)
-        wait_until(lambda: events(run, "waiting_for_nodes"), "the cut is noticed", run)
-        time.sleep(2.0)
-        assert len(events(run, "generation_started")) == 1  # neither side goes on alone
-        subprocess.run([*cable, "up"], check=True)
-        expect_same_end(run, expected, before)
+        yield run
     finally:
-        run.mark("STOP", "the test is over")
+        end_rehearsal(run)
         for agent in agents:
             agent.kill()
             agent.wait()
+
+
+def set_cable(networks: list[str], way: str) -> None:
+    """Pulls it out ("down"), or plugs it in again ("up")."""
+    subprocess.run(["ip", "-n", networks[0], "link", "set", "craton-a", way], check=True)
+
+
+def told_by(run: RunDirectory, node: str, event: str) -> list[dict[str, Any]]:
+    return [each for each in events(run, event) if each["node"] == node]
+
+
+@pytest.mark.slow
+def test_a_network_that_is_cut_and_healed(runs: Path, two_networks: list[str]) -> None:
+    expected, before = undisturbed(runs, "fsdp", STEPS), shared_memory()
+    with across(two_networks, runs, Rehearsal("cut-network", steps=STEPS, **FSDP)) as run:
+        set_cable(two_networks, "down")
+        wait_until(lambda: told_by(run, "node-0", "waiting_for_nodes"), "one side notices the cut", run)
+        wait_until(lambda: told_by(run, "node-1", "waiting_for_nodes"), "and so does the other", run)
+        assert len(events(run, "generation_started")) == 1  # neither side goes on alone
+        set_cable(two_networks, "up")
+        expect_same_end(run, expected, before)
 
 
 @pytest.mark.slow
@@ -197,26 +211,16 @@ def test_of_the_two_sides_of_a_cut_network_only_one_goes_on(runs: Path, two_netw
         recover="{spare_wait: 1s}",
         **FSDP,
     )
-    run, launch = write_rehearsal(runs, rehearsal)
-    write_launch(run, Launch(**{**launch.__dict__, "master_address": "10.77.0.1", "agent_command": []}))
-    agents = [start_agent_in(name, run, number) for number, name in enumerate(two_networks)]
-    cable = ["ip", "-n", two_networks[0], "link", "set", "craton-a"]
-    try:
-        wait_until(lambda: max(losses(run), default=0) >= 8, "8 steps", run)
-        subprocess.run([*cable, "down"], check=True)
+    with across(two_networks, runs, rehearsal) as run:
+        set_cable(two_networks, "down")
         wait_until(lambda: len(events(run, "generation_started")) == 2, "one side goes on", run)
-        time.sleep(8.0)  # the other side has had its time to do the same
+        wait_until(lambda: told_by(run, "node-1", "coordinates_no_more"), "the other would, and may not", run)
         assert [event["node"] for event in events(run, "generation_started")] == ["node-0", "node-0"]
         assert not run.has("FATAL")
-        subprocess.run([*cable, "up"], check=True)
+        set_cable(two_networks, "up")
         wait_until(lambda: len(events(run, "generation_started")) == 3, "it grows again", run)
         finish(run)
         assert sorted(losses(run)) == list(range(1, steps + 1))
-    finally:
-        run.mark("STOP", "the test is over")
-        for agent in agents:
-            agent.kill()
-            agent.wait()
 
 
 def test_a_stop_while_a_node_is_missing_ends_at_once(runs: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from craton.ml.training.session import run_and_exit
+from craton.ml.training.session import main, run_and_exit
 
 if __name__ == "__main__":
-    run_and_exit(sys.argv[1:])
+    run_and_exit(main, sys.argv[1:])

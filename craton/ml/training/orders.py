@@ -15,7 +15,6 @@ import os
 import socket
 import stat
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -144,8 +143,3 @@ def connect(order: Order, backend: str) -> None:
         rank=order.rank,
         world_size=generation.world,
     )
-
-
-def monotonic_of(moment: float) -> float:
-    """A moment of the epoch on this machine's monotonic clock."""
-    return time.monotonic() - (time.time() - moment)

@@ -15,20 +15,22 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from craton.agent import EXIT_FINAL
 from craton.errors import CratonError
 from craton.ml.data import DataError
 from craton.ml.functions import FunctionError
 from craton.ml.training.build import Place, build
 from craton.ml.training.loop import Trainer
-from craton.ml.training.orders import Order, Orders, RegroupError, monotonic_of
-from craton.telemetry import LedgerClock, Recorder, RunDirectory, summarize
+from craton.ml.training.orders import Order, Orders, RegroupError
+from craton.telemetry import LedgerClock, Recorder, RunDirectory, monotonic_of, summarize
 
-EXIT_FAILED, EXIT_FINAL = 1, 3  # final: the job itself is at fault, and another try would fail as well
+EXIT_FAILED = 1
 BLAME_SECONDS = 2.0  # an error of ours may be another rank's death: how long word of that may take
 ORDER_SECONDS = 3600.0  # a rank that broke off waits this long for its next generation
 LOOK_SECONDS = 0.2
@@ -195,11 +197,11 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:300]
 
 
-def run_and_exit(arguments: list[str]) -> None:
-    """Ends the process with the rank's exit code."""
+def run_and_exit(work: Callable[[list[str]], int], arguments: list[str]) -> None:
+    """Ends the process with the exit code of its work, whatever the work raises."""
     code = EXIT_FAILED
     try:
-        code = main(arguments)
+        code = work(arguments)
     except BaseException:  # noqa: BLE001 -- shown, and turned into the exit code
         traceback.print_exc()
     finally:
