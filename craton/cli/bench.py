@@ -108,19 +108,15 @@ def _print_recoveries(console: Console, found: list[Case]) -> None:
 
     table = Table(title="From the fault to the end of the next step, medians in seconds", title_justify="left")
     table.add_column("")
-    for name in ("ranks", "step", "seconds", "range", "noticed", *RECOVERY_KINDS):
-        table.add_column(name, justify="right")
-    for entry in found:
-        kinds = entry.median_kinds() if entry.kinds else {}
-        table.add_row(
-            entry.name,
-            str(entry.ranks),
-            f"{entry.step_seconds:.2f}",
-            f"{entry.median:.2f}",
-            f"{min(entry.seconds):.2f} – {max(entry.seconds):.2f}",
-            f"{median(entry.noticed):.2f}" if entry.noticed else "",
-            *(f"{kinds[kind]:.2f}" if kind in kinds else "" for kind in RECOVERY_KINDS),
-        )
+    for entry in found:  # a case is a column: a row for each would not fit into a terminal
+        table.add_column(f"{entry.name}\n{entry.ranks} ranks", justify="right")
+    table.add_row("seconds", *(f"[bold]{entry.median:.2f}[/bold]" for entry in found))
+    table.add_row("range", *(f"{min(entry.seconds):.1f}–{max(entry.seconds):.1f}" for entry in found))
+    table.add_row("noticed", *(f"{median(entry.noticed):.2f}" if entry.noticed else "" for entry in found))
+    kinds = [entry.median_kinds() if entry.kinds else {} for entry in found]
+    for kind in RECOVERY_KINDS:
+        table.add_row(kind, *(f"{each[kind]:.2f}" if kind in each else "" for each in kinds))
+    table.add_row("(a step)", *(f"{entry.step_seconds:.2f}" for entry in found))
     console.print(table)
     console.print(
         "respawn: a rank is killed · spare: a node is lost and a spare takes its place · hang: a rank stops moving · "
