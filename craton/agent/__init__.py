@@ -12,6 +12,7 @@ from craton.agent.generation import Generation, newest_generation, next_number
 from craton.agent.keeper import Keeper
 from craton.agent.launch import Launch, read_launch, write_launch
 from craton.agent.nursery import NURSERY_VARIABLE, answer_requests
+from craton.agent.ports import free_port
 from craton.agent.process import EXIT_FINAL
 from craton.agent.slots import BLOCK_BYTES, HEADER_BYTES, Committed, Holding, KeeperClient, OwnSlot
 from craton.agent.wire import run_secret
@@ -31,6 +32,7 @@ __all__ = [
     "LaunchError",
     "OwnSlot",
     "answer_requests",
+    "free_port",
     "newest_generation",
     "next_number",
     "read_launch",

@@ -12,7 +12,6 @@ import json
 import os
 import selectors
 import signal
-import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from craton.agent.generation import Generation, next_number
 from craton.agent.launch import Launch
 from craton.agent.nursery import Nursery, NurseryError
+from craton.agent.ports import free_port
 from craton.agent.process import ChildProcess, RankProcess, pipe, rank_environment, start_rank
 from craton.agent.records import NodeRecords
 from craton.telemetry import RankPage, RunDirectory, monotonic_of
@@ -326,8 +326,7 @@ class NodeProcesses:
         of the generation before still holds."""
         if self._host == "0.0.0.0":  # nobody can be told to dial that; the launch's own address stays
             return
-        with socket.create_server((self._host, 0)) as probe:
-            self.store_address = f"{self._host}:{probe.getsockname()[1]}"
+        self.store_address = f"{self._host}:{free_port(self._host)}"
 
     def _end(self, place: Place) -> None:
         assert place.process is not None

@@ -1,10 +1,11 @@
 """Where runs happen: drafts of what would be started, the backend `local` that starts it, and following it."""
 
+from craton.agent import free_port
 from craton.orchestration.chaos import arm_faults, faults_for, fired_faults, random_faults_for, what_happens
 from craton.orchestration.comparison import Compared, compare
 from craton.orchestration.draft import STOP_AT, Draft, agent_command, draft_run, named_job, with_chaos
 from craton.orchestration.errors import RunStateError, StartError
-from craton.orchestration.local import AgentProcess, agent_log, check_machine, free_port, living_agents, read_agents
+from craton.orchestration.local import AgentProcess, agent_log, check_machine, living_agents, read_agents
 from craton.orchestration.recoveries import Recoveries, Recovery, read_recoveries
 from craton.orchestration.recovery_bench import CASES as RECOVERY_CASES
 from craton.orchestration.recovery_bench import SHOWN_KINDS as RECOVERY_KINDS

@@ -133,13 +133,6 @@ def with_cards(launch: Launch) -> Launch:
     return replace(launch, cards={**cards, **launch.cards})
 
 
-def free_port() -> int:
-    """A TCP port of this machine that nothing listens on."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _beating_agents(run: RunDirectory) -> list[AgentProcess]:
     found = []
     for path in sorted((run.path / "heartbeat").glob("[!.]*")):

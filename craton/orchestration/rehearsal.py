@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from craton.agent import Launch, write_launch
+from craton.agent import Launch, free_port, write_launch
 from craton.job import Layout, dump_job, parse_job
 from craton.orchestration.draft import agent_command, nursery_command, rank_command
-from craton.orchestration.local import free_port, kill_agents, start_agents
+from craton.orchestration.local import kill_agents, start_agents
 from craton.telemetry import RunDirectory
 
 DENSE = "{layers: 4, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, vocab: 64, tied_embeddings: true}"

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import yaml
 
-from craton.agent import next_number, read_launch
+from craton.agent import free_port, next_number, read_launch
 from craton.infrastructure import CachedFolder, StorageError, open_store
 from craton.job import TRAINING_KINDS, Job, TierPlace, dump_job, load_job, parse_job, place_of
 from craton.orchestration.chaos import disarm, faults_left
 from craton.orchestration.draft import JOB_FOLDER, Draft, Progress, draft_run
 from craton.orchestration.errors import RunStateError, StartError
-from craton.orchestration.local import free_port, kill_agents, living_agents, start_agents, with_cards
+from craton.orchestration.local import kill_agents, living_agents, start_agents, with_cards
 from craton.orchestration.resize import resized_nodes
 from craton.orchestration.state import check_not_running, check_running, launching, write_whole
 from craton.telemetry import Heartbeat, RunDirectory, RunExistsError, write_heartbeat

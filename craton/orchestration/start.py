@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from craton.agent import free_port
 from craton.job import Job
 from craton.orchestration.draft import Progress, draft_run, named_job
-from craton.orchestration.local import check_machine, free_port
+from craton.orchestration.local import check_machine
 from craton.orchestration.runs import check_name_is_free, check_places, prepare_data, start_run
 from craton.telemetry import RunDirectory, runs_root
 
