@@ -8,13 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from craton.ml.collectives import Peers
+from craton.ml.collectives import Peers, own_part
 from craton.ml.kernels import reference
 from craton.ml.kernels.attention import attention
 from craton.ml.kernels.documents import Documents
+from craton.ml.kernels.past import Past
 
 __all__ = [
     "Documents",
+    "Past",
     "add_norm",
     "attention",
     "gated_linears",
@@ -35,8 +37,19 @@ def is_fused(x: Tensor) -> bool:
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
+def _is_skinny(x: Tensor) -> bool:
+    """Whether a product without gradients has so few rows that its time is that of reading the weight."""
+    from craton.ml.kernels.paged import FEW_ROWS
+
+    return not torch.is_grad_enabled() and is_fused(x) and x.numel() <= FEW_ROWS * x.shape[-1]
+
+
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(x + delta, root-mean-square norm of it); x alone when there is no delta."""
+    if is_fused(x) and not torch.is_grad_enabled():
+        from craton.ml.kernels import triton_serving_norm
+
+        return triton_serving_norm.add_norm(x, delta, weight, epsilon)
     if is_fused(x):
         from craton.ml.kernels.triton_norm import AddNorm
 
@@ -66,8 +79,12 @@ def split_and_rotate(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, peers: Peers | None = None) -> Tensor:
     """x [..., in] · weight [out, in]ᵀ + bias. With peers x is this rank's share of the tokens, [tokens / tp, in], the
     weight its part of the rows, and the result [tokens, out / tp]."""
-    if torch.compiler.is_compiling() and peers is None:
-        return torch.nn.functional.linear(x, weight, bias)
+    if peers is None and _is_skinny(x):
+        from craton.ml.kernels.paged import skinny_linear
+
+        return skinny_linear(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], -1)
+    if peers is None and (torch.compiler.is_compiling() or not torch.is_grad_enabled()):
+        return torch.nn.functional.linear(x, own_part(weight), None if bias is None else own_part(bias))
     from craton.ml.kernels.layers import GatherLinear
 
     out: Tensor = GatherLinear.apply(x, peers, bias, weight)
@@ -95,9 +112,17 @@ def scatter_linear(x: Tensor, weight: Tensor, peers: Peers) -> Tensor:
 def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, peers: Peers | None = None) -> Tensor:
     """down(silu(gate(x)) · up(x)); x [..., hidden], weights [out, in]. With peers x is this rank's share of the tokens
     and the weights its parts."""
-    if torch.compiler.is_compiling() and peers is None:
-        torch_linear = torch.nn.functional.linear
-        return torch_linear(reference.swiglu(torch_linear(x, gate), torch_linear(x, up)), down)
+    if peers is None and _is_skinny(x):
+        from craton.ml.kernels.paged import skinny_gated, skinny_linear
+
+        return skinny_linear(skinny_gated(x.flatten(0, -2), gate, up), down).view(x.shape)
+    if peers is None and (torch.compiler.is_compiling() or not torch.is_grad_enabled()):
+        torch_linear, combine = (
+            torch.nn.functional.linear,
+            reference.swiglu if torch.compiler.is_compiling() else swiglu,
+        )
+        gate, up, down = own_part(gate), own_part(up), own_part(down)
+        return torch_linear(combine(torch_linear(x, gate), torch_linear(x, up)), down)
     from craton.ml.kernels.layers import GatedMlp
 
     out: Tensor = GatedMlp.apply(x, gate, up, down, peers)

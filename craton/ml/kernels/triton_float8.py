@@ -1,4 +1,4 @@
-"""Triton: a bf16 matrix to fp8 in one pass, as it lies and transposed.
+"""Triton: a bf16 matrix to fp8 in one pass, as it lies and transposed, or by rows that find their own scales.
 
 Hopper multiplies fp8 only when both operands run along the summed dimension, so the backward pass needs the transpose
 of everything the forward pass used.
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
+ROW_TILE = 4096  # numbers of a row that are read at once
 
 
 @triton.jit
@@ -79,3 +80,44 @@ def quantize(
         num_warps=8,
     )
     return plain, turned
+
+
+@triton.jit
+def _quantize_rows(source, values, inverse, columns, largest, least, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    source += row * columns
+    values += row * columns
+    extent = tl.full((TILE,), least, tl.float32)
+    is_unsound = tl.zeros((TILE,), tl.int1)
+    for start in range(0, columns, TILE):
+        column = start + tl.arange(0, TILE)
+        value = tl.load(source + column, mask=column < columns, other=0.0).to(tl.float32)
+        extent = tl.maximum(extent, tl.abs(value))
+        is_unsound = is_unsound | (value != value) | (tl.abs(value) == float("inf"))
+    most = tl.max(extent, 0)
+    # a maximum may pass over what is not a number
+    unsound = tl.max(is_unsound.to(tl.int32), 0)
+    tl.store(inverse + row, tl.where(unsound > 0, float("nan"), most / largest))
+    scale = largest / most
+    for start in range(0, columns, TILE):
+        column = start + tl.arange(0, TILE)
+        live = column < columns
+        value = tl.load(source + column, mask=live, other=0.0).to(tl.float32) * scale
+        cut = tl.minimum(tl.maximum(value, -largest), largest)
+        tl.store(values + column, cut.to(values.dtype.element_ty), mask=live)
+
+
+def quantize_rows(source: Tensor, dtype: torch.dtype, least: float) -> tuple[Tensor, Tensor]:
+    """(the matrix in fp8, what each of its rows must be multiplied by). The largest of a row becomes the largest of
+    fp8, or `least` does where all are smaller."""
+    source = source.contiguous()
+    rows, columns = source.shape
+    values = torch.empty_like(source, dtype=dtype)
+    inverse = source.new_empty(rows, dtype=torch.float32)
+    if rows:
+        tile = min(ROW_TILE, triton.next_power_of_2(columns))
+        largest = torch.finfo(dtype).max
+        _quantize_rows[(rows,)](
+            source, values, inverse, columns, largest, least, TILE=tile, num_warps=max(1, tile // 512)
+        )
+    return values, inverse

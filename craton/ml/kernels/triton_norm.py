@@ -91,7 +91,7 @@ class AddNorm(torch.autograd.Function):
             epsilon,
             HAS_DELTA=delta is not None,
             BLOCK=block,
-            num_warps=_warps(block),
+            num_warps=warps(block),
         )
         ctx.save_for_backward(total, scale, weight)
         ctx.has_delta = delta is not None
@@ -130,5 +130,6 @@ class AddNorm(torch.autograd.Function):
         return grad_x, grad_x if ctx.has_delta else None, grad_weight, None
 
 
-def _warps(block: int) -> int:
+def warps(block: int) -> int:
+    """For a program that holds a row."""
     return min(16, max(1, block // 512))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from craton.ml.collectives import ALONE, Connections
-from craton.ml.kernels import Documents, attention, reference, split_and_rotate
+from craton.ml.collectives import ALONE, Connections, own_part
+from craton.ml.kernels import Documents, Past, attention, reference, split_and_rotate
 from craton.ml.models.config import DecoderConfig
 from craton.ml.models.linear import Linear, Norm
 
@@ -16,9 +16,10 @@ from craton.ml.models.linear import Linear, Norm
 class Attention(nn.Module):
     """x [rows, sequence, hidden] → the same; with tensor parallelism [rows · sequence / tp, hidden]."""
 
-    def __init__(self, config: DecoderConfig, window: int = 0) -> None:
+    def __init__(self, config: DecoderConfig, window: int = 0, layer: int = 0) -> None:
         super().__init__()
         self.connections: Connections = ALONE
+        self.layer = layer
         shape = config.shape
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
         self.window = window
@@ -29,12 +30,16 @@ class Attention(nn.Module):
         self.q_norm = Norm(shape.head_dim, eps=norm) if shape.qk_norm else None
         self.k_norm = Norm(shape.head_dim, eps=norm) if shape.qk_norm else None
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | Past | None = None) -> Tensor:
         cosine, sine = rope
         tensor = self.connections.tensor
         share = 1 if tensor is None else tensor.size
         heads, kv_heads = self.heads // share, self.kv_heads // share
         qkv = self.qkv(x) if tensor is None else self.qkv(x).unflatten(0, cosine.shape[:2])
+        if isinstance(documents, Past):
+            flat = documents.attend(self.layer, qkv.flatten(0, 1), rope, heads, kv_heads, self._norms, self.window)
+            served: Tensor = self.output(flat.flatten(1) if tensor is not None else flat.view(*x.shape[:2], -1))
+            return served
         if self.q_norm is None or self.k_norm is None:
             query, key, value = split_and_rotate(qkv, cosine, sine, heads, kv_heads, self.head_dim)
         else:
@@ -44,3 +49,10 @@ class Attention(nn.Module):
         mixed = attention(query, key, value, documents, window=self.window, context=self.connections.context)
         out: Tensor = self.output(mixed.flatten(2) if tensor is None else mixed.flatten(2).flatten(0, 1))
         return out
+
+    @property
+    def _norms(self) -> tuple[Tensor, Tensor, float] | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        assert self.q_norm.eps is not None
+        return own_part(self.q_norm.weight), own_part(self.k_norm.weight), self.q_norm.eps

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from craton.ml.collectives import ALONE, Connections, local, own_part, own_slices
-from craton.ml.kernels import Documents, add_norm
+from craton.ml.kernels import Documents, Past, add_norm
 from craton.ml.models.attention import Attention
 from craton.ml.models.config import DecoderConfig
 from craton.ml.models.linear import Embedding, Linear, Norm
@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.epsilon = config.norm_epsilon
         window = shape.sliding_window if index in sliding_layers(config) else 0
         self.attention_norm = Norm(shape.hidden, eps=config.norm_epsilon)
-        self.attention = Attention(config, window) if shape.mla is None else LatentAttention(config)
+        self.attention = Attention(config, window, index) if shape.mla is None else LatentAttention(config, index)
         self.mlp_norm = Norm(shape.hidden, eps=config.norm_epsilon)
         has_experts = shape.is_moe and index >= shape.dense_layers
         self.mlp = MoE(config) if has_experts else Mlp(shape.hidden, shape.ffn_hidden)
@@ -44,7 +44,11 @@ class Block(nn.Module):
         return isinstance(self.attention, Attention) and self.attention.q_norm is None and isinstance(self.mlp, Mlp)
 
     def forward(
-        self, residual: Tensor, delta: Tensor | None, rope: tuple[Tensor, Tensor], documents: Documents | None = None
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        documents: Documents | Past | None = None,
     ) -> tuple[Tensor, Tensor]:
         residual, normed = add_norm(residual, delta, own_part(self.attention_norm.weight), self.epsilon)
         attended = self.attention(normed, rope, documents)

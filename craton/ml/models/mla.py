@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from craton.ml.collectives import ALONE, Connections, gather
-from craton.ml.kernels import Documents, attention, reference
+from craton.ml.kernels import Documents, Past, attention, reference
 from craton.ml.kernels.context import gather_in_order
 from craton.ml.kernels.recompute import ATTENTION_OPERATIONS, keeping
 from craton.ml.models.config import DecoderConfig
@@ -27,9 +27,10 @@ class LatentAttention(nn.Module):
     """x [rows, sequence, hidden] → the same; with tensor parallelism [rows · sequence / tp, hidden], latents made by
     each rank for its share of the tokens and gathered."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
         self.connections: Connections = ALONE
+        self.layer = layer
         shape = config.shape
         mla = shape.mla
         assert mla is not None, "latent attention needs shape.mla"
@@ -51,7 +52,7 @@ class LatentAttention(nn.Module):
             # DeepSeek puts YaRN's temperature into the scores, where it also reaches dimensions that do not turn
             self.scale *= yarn_mscale(config.rope.factor, config.rope.mscale_all_dim) ** 2
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | Past | None = None) -> Tensor:
         cosine, sine = rope
         mla, tensor = self.mla, self.connections.tensor
         places = x.shape[:2] if tensor is None else cosine.shape[:2]
@@ -63,16 +64,22 @@ class LatentAttention(nn.Module):
         latent, key_turning = self.kv_a(x).split((mla.kv_lora, mla.qk_rope), dim=-1)
         latent = self.kv_a_norm(latent)
         if self.connections.context is not None:
+            assert not isinstance(documents, Past), "context parallelism is for training"
             mixed = self._mix_across(query, latent, key_turning, rope, documents)
         else:
             if tensor is not None:
                 key_turning = gather(key_turning, tensor).unflatten(0, places)
             key_turning = reference.rotate(key_turning.unsqueeze(-2), cosine, sine)
             key, value = self._expand(latent, key_turning)
-            if documents is not None and x.is_cuda:
-                # the variable-length kernel wants values as wide as keys
+            if isinstance(documents, Past) or (documents is not None and x.is_cuda):
+                # the variable-length kernel, and what keeps both, want values as wide as keys
                 value = pad(value, (0, key.shape[-1] - mla.v_head))
-            mixed = attention(query, key, value, documents, scale=self.scale)[..., : mla.v_head]
+            if isinstance(documents, Past):
+                query, key, value = (part.flatten(0, 1) for part in (query, key, value))
+                mixed = documents.attend_expanded(self.layer, query, key, value, self.scale).unflatten(0, places)
+            else:
+                mixed = attention(query, key, value, documents, scale=self.scale)
+            mixed = mixed[..., : mla.v_head]
         out: Tensor = self.output(mixed.flatten(2) if tensor is None else mixed.flatten(2).flatten(0, 1))
         return out
 

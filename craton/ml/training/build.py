@@ -24,6 +24,7 @@ from craton.errors import CratonError
 from craton.job import Job, Layout, load_job, place_of
 from craton.ml.data import Loader, Source, open_source
 from craton.ml.functions import FunctionError, load_function, search_folder, user_code
+from craton.ml.kernels.float8 import check_device
 from craton.ml.models import Decoder, DecoderConfig, config_from_shape, load_weights
 from craton.ml.training import float8
 from craton.ml.training.checkpoint import Checkpointer, PeerSetup, TierFolder
@@ -280,7 +281,7 @@ def _adapt(model: nn.Module, job: Job, ranks: Ranks) -> None:
     if job.train.lora:
         add_adapters(model, job.train.lora)
     if job.fp8:
-        float8.check_device(ranks.device)
+        check_device(ranks.device)
         float8.convert(model, job.fp8)
 
 

@@ -8,35 +8,28 @@ as they are. What the backward pass needs of the input is kept as fp8, half the 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from craton.errors import CratonError
 from craton.job import FP8_MULTIPLE
 from craton.ml.collectives import gather, local, own_part, scatter_sum
 from craton.ml.kernels import swiglu, swiglu_backward
+from craton.ml.kernels.float8 import (
+    GRADIENTS,
+    VALUES,
+    Float8Error,
+    Recipe,
+    check_sizes,
+    product,
+    product_of_turned,
+    product_with_transposed,
+    quantize,
+)
 from craton.ml.kernels.weight_gradients import weight_gradient
 from craton.ml.models.linear import Linear
 from craton.ml.models.mlp import Mlp
-
-Recipe = Literal["tensorwise", "rowwise"]
-VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-LEAST = 1e-12  # of a largest value, so that a tensor of zeros has a scale
-
-
-class Float8Error(CratonError):
-    """The model or the machine cannot compute in fp8."""
-
-
-class Quantized(NamedTuple):
-    """A matrix in fp8, as it lies and transposed, each with what its numbers must be multiplied by."""
-
-    straight: Tensor | None
-    straight_inverse: Tensor
-    transposed: Tensor | None
-    transposed_inverse: Tensor
 
 
 def convert(model: nn.Module, recipe: Recipe) -> list[str]:
@@ -64,19 +57,8 @@ def convert(model: nn.Module, recipe: Recipe) -> list[str]:
 def _check(name: str, *layers: nn.Module) -> None:
     for layer in layers:
         assert isinstance(layer, Linear)
-        if layer.in_features % FP8_MULTIPLE or layer.out_features % FP8_MULTIPLE:
-            raise Float8Error(
-                f"precision fp8: {name} is {layer.out_features} × {layer.in_features}; fp8 products need multiples of "
-                f"{FP8_MULTIPLE}; change the model or use precision bf16"
-            )
+        check_sizes(name, layer.out_features, layer.in_features)
         layer.part_multiple = FP8_MULTIPLE
-
-
-def check_device(device: torch.device) -> None:
-    """fp8 products need Hopper (9.0), Ada (8.9) or later."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        name = torch.cuda.get_device_name(device)
-        raise Float8Error(f"precision fp8 needs a GPU of Hopper's kind or later; this is a {name}: use precision bf16")
 
 
 class Float8Linear(Linear):
@@ -157,60 +139,3 @@ class _GatedMlp(torch.autograd.Function):
         grad_gate = weight_gradient(gate, partial(product_of_turned, gated8, x_turned, x_inverse, dtype))
         grad_up = weight_gradient(up, partial(product_of_turned, lifted8, x_turned, x_inverse, dtype))
         return grad_x, grad_gate, grad_up, grad_down, None
-
-
-def quantize(
-    source: Tensor, recipe: Recipe, dtype: torch.dtype, straight: bool = True, transposed: bool = True
-) -> Quantized:
-    """A bf16 or fp32 matrix in fp8. Scales are chosen so that the largest value becomes the largest of fp8."""
-    largest = torch.finfo(dtype).max
-    if recipe == "tensorwise":
-        extent = torch.linalg.vector_norm(source, float("inf"), dtype=torch.float32).clamp(min=LEAST).view(1)
-        row_scale = column_scale = largest / extent
-    else:
-        size = source.abs()
-        row_scale = largest / size.amax(1).float().clamp(min=LEAST) if straight else source.new_ones(2).float()
-        column_scale = largest / size.amax(0).float().clamp(min=LEAST) if transposed else row_scale
-    if source.is_cuda:
-        from craton.ml.kernels.triton_float8 import quantize as fused
-
-        plain, turned = fused(source, row_scale, column_scale, dtype, straight, transposed)
-    else:
-        values = source.float()
-        plain = (values * row_scale.view(-1, 1)).clamp(-largest, largest).to(dtype) if straight else None
-        turned = (values * column_scale).t().clamp(-largest, largest).contiguous().to(dtype) if transposed else None
-    return Quantized(plain, row_scale.reciprocal(), turned, column_scale.reciprocal())
-
-
-def product(left: Quantized, right: Quantized, dtype: torch.dtype) -> Tensor:
-    """left [m, k] · right [n, k]ᵀ."""
-    assert left.straight is not None
-    assert right.straight is not None
-    return _multiply(left.straight, left.straight_inverse, right.straight, right.straight_inverse, dtype)
-
-
-def product_with_transposed(left: Quantized, right: Quantized, dtype: torch.dtype) -> Tensor:
-    """left [m, n] · right [n, k]."""
-    assert left.straight is not None
-    assert right.transposed is not None
-    return _multiply(left.straight, left.straight_inverse, right.transposed, right.transposed_inverse, dtype)
-
-
-def product_of_turned(gradient: Quantized, x_turned: Tensor, x_inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient [tokens, n]ᵀ · x [tokens, k]."""
-    assert gradient.transposed is not None
-    return _multiply(gradient.transposed, gradient.transposed_inverse, x_turned, x_inverse, dtype, exact=True)
-
-
-def _multiply(
-    left: Tensor, left_inverse: Tensor, right: Tensor, right_inverse: Tensor, dtype: torch.dtype, exact: bool = False
-) -> Tensor:
-    """left [m, k] · right [n, k]ᵀ. `exact` keeps sums in fp32 all the way; gradients of weights need it."""
-    if left_inverse.numel() > 1:
-        left_inverse, right_inverse = left_inverse.view(-1, 1), right_inverse.view(1, -1)
-    else:
-        left_inverse, right_inverse = left_inverse.view(()), right_inverse.view(())
-    out: Tensor = torch._scaled_mm(
-        left, right.t(), left_inverse, right_inverse, out_dtype=dtype, use_fast_accum=not exact
-    )
-    return out
