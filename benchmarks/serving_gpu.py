@@ -1,0 +1,355 @@
+"""How fast the engine is on this GPU, with a share of what the memory's speed allows, and transformers beside it.
+
+`python benchmarks/serving_gpu.py [--case NAME …] [--profile] [--json FILE]`; cases: batch1, set256, poisson, peer,
+mix-0.6b, mix-14b
+
+Weights are random, answers have fixed lengths, warm-up is not counted: tokens/s = written tokens ÷ seconds from the
+first submit. Greedy answers of the same weights are held against transformers, token for token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from craton.job import model_preset
+from craton.ml.models import Decoder, config_from_shape
+from craton.ml.serving.build import build_engine
+from craton.ml.serving.engine import Engine
+from craton.ml.serving.messages import Sampling, Submit
+from craton.ml.serving.runner import Result
+from craton.ml.serving.settings import EngineSettings
+
+DEVICE = torch.device("cuda")
+LONGEST = 4096
+
+
+def make_model(name: str) -> Decoder:
+    config = config_from_shape(model_preset(name))
+    with torch.device("meta"):
+        model = Decoder(config)
+    model = model.to(torch.bfloat16).to_empty(device=DEVICE)
+    model.initialize(0)
+    return model
+
+
+def measured_copy() -> float:
+    """Bytes a second that a large copy reads and writes."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return 2 * source.numel() / min(times)
+
+
+def answer(engine: Engine, requests: list[Submit]) -> tuple[dict[int, list[int]], float]:
+    """What all of them got, and the seconds it took."""
+    tokens: dict[int, list[int]] = {request.id: [] for request in requests}
+    gc.collect()
+    gc.freeze()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for request in requests:
+        engine.submit(request)
+    while not engine.is_idle:
+        for piece in engine.step():
+            assert not piece.error, piece.error
+            tokens[piece.id] += piece.tokens
+    return tokens, time.perf_counter() - began
+
+
+@contextmanager
+def waiting() -> Iterator[list[float]]:
+    """Seconds that the host waits for the device: where there are none, the host is what is slow."""
+    seconds = [0.0]
+    read = Result.read
+
+    def timed(result: Result) -> tuple[list[int], list[float]]:
+        began = time.perf_counter()
+        if result.done is not None:
+            result.done.synchronize()
+        seconds[0] += time.perf_counter() - began
+        return read(result)
+
+    Result.read = timed  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        Result.read = read  # type: ignore[method-assign]
+
+
+def profile(engine: Engine, vocabulary: int, requests: int, length: int) -> list[str]:
+    """The kernels of a decode step that take longest: microseconds a step, and how often."""
+    sampling = Sampling(max_tokens=60, temperature=0.6, ignore_eos=True)
+    for number, prompt in enumerate(texts(requests, length, length, vocabulary, 11)):
+        engine.submit(Submit(9000 + number, prompt, sampling))
+    while len(engine.scheduler.running) < requests or any(each.pending > 1 for each in engine.scheduler.running):
+        engine.step()
+    steps = 10
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    while not engine.is_idle:
+        engine.step()
+    found = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in found)
+    rows = [
+        f"{event.self_device_time_total / steps:8.1f} us {event.count / steps:6.1f} x {event.key[:70]}"
+        for event in found
+    ]
+    return [f"{total / steps:8.1f} us in all", *rows[:14]]
+
+
+def texts(count: int, shortest: int, longest: int, vocabulary: int, seed: int = 0) -> list[tuple[int, ...]]:
+    generator = random.Random(seed)
+    lengths = [generator.randint(shortest, longest) for _ in range(count)]
+    return [tuple(generator.randrange(vocabulary) for _ in range(length)) for length in lengths]
+
+
+def batch1(engine: Engine, vocabulary: int) -> dict[str, Any]:
+    (prompt,) = texts(1, 512, 512, vocabulary)
+    sampling = Sampling(max_tokens=512, temperature=0.0, ignore_eos=True)
+    answer(engine, [Submit(1, prompt, sampling)])
+    rates = []
+    for number in range(2):
+        tokens, seconds = answer(engine, [Submit(10 + number, prompt, sampling)])
+        rates.append(len(tokens[10 + number]) / seconds)
+    return {"tokens_per_second": statistics.median(rates), "all": rates}
+
+
+def request_set(engine: Engine, vocabulary: int, count: int = 256, written: int = 256) -> dict[str, Any]:
+    sampling = Sampling(max_tokens=written, temperature=0.0, ignore_eos=True)
+
+    def run(seed: int) -> float:
+        prompts = texts(count, 100, 1024, vocabulary, seed)
+        found, seconds = answer(engine, [Submit(n, prompt, sampling) for n, prompt in enumerate(prompts)])
+        return sum(map(len, found.values())) / seconds
+
+    run(1)
+    with waiting() as waited:
+        rate = run(2)
+    return {"tokens_per_second": rate, "host_waited_seconds": waited[0], **speed(engine)}
+
+
+def published_mix(engine: Engine, vocabulary: int) -> dict[str, Any]:
+    """256 texts of 100 to 1024 tokens in and as many out, seed 0, at temperature 0.6."""
+
+    def run(seed: int) -> float:
+        generator = random.Random(seed)
+        prompts = [
+            tuple(generator.randint(0, min(10_000, vocabulary - 1)) for _ in range(generator.randint(100, 1024)))
+            for _ in range(256)
+        ]
+        requests = [
+            Submit(n, prompt, Sampling(max_tokens=generator.randint(100, 1024), temperature=0.6, ignore_eos=True))
+            for n, prompt in enumerate(prompts)
+        ]
+        found, seconds = answer(engine, requests)
+        return sum(map(len, found.values())) / seconds
+
+    warm = texts(64, 100, 300, vocabulary, 7)
+    answer(engine, [Submit(n, text, Sampling(max_tokens=20, temperature=0.6)) for n, text in enumerate(warm)])
+    engine.forget()
+    with waiting() as waited:
+        rate = run(0)
+    return {"tokens_per_second": rate, "host_waited_seconds": waited[0], **speed(engine)}
+
+
+def speed(engine: Engine) -> dict[str, Any]:
+    stats = engine.stats()
+    return {"steps": stats.steps, "preemptions": stats.preemptions, "blocks": stats.blocks}
+
+
+def poisson(engine: Engine, vocabulary: int, saturated: float) -> dict[str, Any]:
+    """Requests of 100 to 1024 tokens in, 256 out, arriving at random at 70 % of what the engine can do."""
+    written = 256
+    rate = 0.7 * saturated / written
+    generator = random.Random(0)
+    prompts = texts(400, 100, 1024, vocabulary, 5)
+    due: list[float] = []
+    moment = 0.0
+    for _ in prompts:
+        moment += generator.expovariate(rate)
+        due.append(moment)
+    sampling = Sampling(max_tokens=written, temperature=0.0, ignore_eos=True)
+    engine.forget()
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    gaps: list[float] = []
+    began = time.perf_counter()
+    sent = 0
+    while sent < len(prompts) or not engine.is_idle:
+        now = time.perf_counter() - began
+        while sent < len(prompts) and due[sent] <= now:
+            engine.submit(Submit(sent, prompts[sent], sampling))
+            sent += 1
+        if engine.is_idle:
+            continue
+        for piece in engine.step():
+            now = time.perf_counter() - began
+            if piece.id not in first:
+                first[piece.id] = now
+            else:
+                gaps.append(now - last[piece.id])
+            last[piece.id] = now
+    waits = [first[number] - due[number] for number in first]
+    return {
+        "requests_per_second": rate,
+        "inter_token_p50": quantile(gaps, 0.5),
+        "inter_token_p99": quantile(gaps, 0.99),
+        "ratio": quantile(gaps, 0.99) / quantile(gaps, 0.5),
+        "first_token_p50": quantile(waits, 0.5),
+        "first_token_p99": quantile(waits, 0.99),
+    }
+
+
+def quantile(numbers: list[float], share: float) -> float:
+    return sorted(numbers)[min(len(numbers) - 1, int(share * len(numbers)))]
+
+
+def check(engine: Engine, model: Decoder) -> dict[str, Any]:
+    """Greedy answers against transformers with the same weights: where it would choose another token, how near the
+    two were."""
+    theirs = their_model(model)
+    vocabulary = model.config.shape.vocab
+    prompts = texts(8, 40, 300, vocabulary, 9)
+    sampling = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
+    found, _ = answer(engine, [Submit(5000 + n, prompt, sampling) for n, prompt in enumerate(prompts)])
+    same = total = others = 0
+    farthest = 0.0
+    for n, prompt in enumerate(prompts):
+        text = torch.tensor([[*prompt, *found[5000 + n]]], device=DEVICE)
+        with torch.inference_mode():
+            logits = theirs(text).logits[0, len(prompt) - 1 : -1].float()
+            theirs.set_attn_implementation("eager")
+            otherwise = theirs(text).logits[0, len(prompt) - 1 : -1]
+            theirs.set_attn_implementation("sdpa")
+        chosen = text[0, len(prompt) :]
+        best = logits.max(-1)
+        others += int((best.indices == otherwise.argmax(-1)).sum())
+        same += int((best.indices == chosen).sum())
+        total += len(chosen)
+        gap = best.values - logits.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        farthest = max(farthest, float((gap / logits.std(-1)).max()))
+    del theirs
+    return {
+        "same": same,
+        "of": total,
+        "farthest_gap_in_deviations": farthest,
+        "same_of_two_attentions_of_transformers": others,
+    }
+
+
+def their_model(model: Decoder) -> Any:
+    """The same weights, in the same memory where they are not fused, as a model of transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from craton.ml.models.huggingface import config_to_huggingface
+    from craton.ml.models.weight_names import weight_entries
+
+    fields = config_to_huggingface(model.config)
+    config = AutoConfig.for_model(**fields)
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    own = dict(model.named_parameters())
+    state = {}
+    for entry in weight_entries(model.config, "each"):
+        for name, part in entry.split(own[entry.ours].detach(), torch.bfloat16):
+            state[name] = part.to(DEVICE)
+    theirs.load_state_dict(state, assign=True, strict=False)
+    if model.config.shape.tied_embeddings:
+        theirs.tie_weights()
+    rotary = theirs.model.rotary_emb
+    theirs.model.rotary_emb = type(rotary)(config=config).to(DEVICE)
+    return theirs.eval()
+
+
+def peer(model: Decoder) -> dict[str, Any]:
+    """transformers' own continuous batching, on fewer requests: it is slow."""
+    from transformers import GenerationConfig
+
+    theirs = their_model(model)
+    theirs.set_attn_implementation("paged|sdpa")
+    prompts = [list(prompt) for prompt in texts(64, 100, 1024, model.config.shape.vocab, 2)]
+    settings = GenerationConfig(max_new_tokens=64, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    found = theirs.generate_batch(inputs=prompts, generation_config=settings)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return {"tokens_per_second": sum(len(each.generated_tokens) for each in found.values()) / seconds, "requests": 64}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", action="append")
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step where throughput counts")
+    parser.add_argument("--short-chunk", type=int, default=512, help="and where latency does")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of a decode step")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    cases = options.case or ["batch1", "set256", "poisson", "mix-0.6b", "mix-14b"]
+    results: dict[str, Any] = {"copy_bytes_per_second": measured_copy(), "torch": torch.__version__}
+
+    def say(name: str, work: Callable[[], Any]) -> Any:
+        found = work()
+        results[name] = found
+        print(name, json.dumps(found, default=str), flush=True)
+        if options.json:
+            with open(options.json, "w", encoding="utf-8") as file:
+                json.dump(results, file, indent=1, default=str)
+        return found
+
+    for name in ("llama-3.1-8b", "qwen3-0.6b", "qwen3-14b"):
+        mix = f"mix-{name.removeprefix('qwen3-')}"
+        wanted = {"batch1", "set256", "poisson", "peer"} if name.startswith("llama") else {mix}
+        if not wanted & set(cases):
+            continue
+        began = time.perf_counter()
+        model = make_model(name)
+        made = time.perf_counter()
+        engine = build_engine(model, EngineSettings(max_length=LONGEST, chunk_tokens=options.chunk))
+        vocabulary = model.config.shape.vocab
+        answer(engine, [Submit(1, (1, 2, 3), Sampling(max_tokens=1, temperature=0.0))])
+        say(f"{name} start", lambda began=began, made=made: [made - began, time.perf_counter() - made])
+        if "batch1" in cases and name.startswith("llama"):
+            say("batch1", lambda engine=engine, vocabulary=vocabulary: batch1(engine, vocabulary))
+            if options.profile:
+                print(*profile(engine, vocabulary, 1, 600), sep="\n", flush=True)
+        if {"set256", "poisson"} & set(cases) and name.startswith("llama"):
+            saturated = say("set256", lambda engine=engine, vocabulary=vocabulary: request_set(engine, vocabulary))
+            if "poisson" in cases:
+                rate = saturated["tokens_per_second"]
+                engine.scheduler.chunk_tokens = options.short_chunk
+                say(
+                    "poisson", lambda engine=engine, vocabulary=vocabulary, rate=rate: poisson(engine, vocabulary, rate)
+                )
+        if mix in cases and options.profile:
+            print(*profile(engine, vocabulary, 256, 600), sep="\n", flush=True)
+        if mix in cases:
+            say(mix, lambda engine=engine, vocabulary=vocabulary: published_mix(engine, vocabulary))
+        say(f"{name} check", lambda engine=engine, model=model: check(engine, model))
+        if "peer" in cases and name.startswith("llama"):
+            say("peer", lambda model=model: peer(model))
+        del engine, model
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

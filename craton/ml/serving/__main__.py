@@ -1,0 +1,296 @@
+"""A rank of a server: `python -m craton.ml.serving RUN`, started by the node's agent.
+
+The first rank has the engine and starts the front end beside it, which listens at once and says that it is loading. The
+other ranks of a tensor-parallel engine do what the first one says. Exit status 0: drained; what cannot be mended by
+starting again (a model that is not there, too little memory, a port that is taken) ends the run with its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from craton.agent import EXIT_FINAL, newest_generation, run_secret
+from craton.errors import CratonError
+from craton.job import Job, load_job
+from craton.ml.serving.adapters import Adapters
+from craton.ml.serving.build import build_runner
+from craton.ml.serving.engine import Engine
+from craton.ml.serving.gang import Gang, follow
+from craton.ml.serving.grammars import Grammars
+from craton.ml.serving.messages import Stats
+from craton.ml.serving.models import Served, load_served
+from craton.ml.serving.rank import Rank
+from craton.ml.serving.rates import Rates
+from craton.ml.serving.roofs import measure_roofs
+from craton.ml.serving.service import Service, tell_failure
+from craton.ml.serving.settings import EngineSettings
+from craton.planning import Roofline, ServedModel
+from craton.telemetry import Recorder, RunDirectory, own_page
+
+TOOL_STYLES = {"off": "none", "llama3": "llama3_json", "qwen3": "hermes", "qwen3-coder": "qwen3_coder"}
+REASONING_STYLES = {"off": "none"}
+FRONT_EXIT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Front:
+    """The front end's process, and the line to it."""
+
+    process: subprocess.Popen[bytes]
+    line: Connection
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    (folder,) = sys.argv[1:] if arguments is None else arguments
+    run = RunDirectory(folder)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    recorder = Recorder.from_environment(run)
+    front: Front | None = None
+    try:
+        job = load_job(run.job_path)
+        if rank == 0:
+            front = start_front(job, run)
+        else:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the first rank, which drains
+        return serve(job, run, rank, world, recorder, front)
+    except (CratonError, torch.OutOfMemoryError) as error:
+        reason = _in_words(error)
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        if front is not None:
+            tell_failure(front.line, reason)
+        return EXIT_FINAL
+    except Exception as error:  # noqa: BLE001 -- whatever it is, those who wait are told, and the agent starts again
+        traceback.print_exc()
+        if front is not None:
+            tell_failure(front.line, f"the engine failed: {type(error).__name__}: {error}")
+        return 1
+    finally:
+        if front is not None:
+            _end(front)
+
+
+def serve(job: Job, run: RunDirectory, rank: int, world: int, recorder: Recorder, front: Front | None) -> int:
+    """Until the front end is drained."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else _cpu()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world > 1:
+        recorder.event("serving", stage="connecting", ranks=world)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    recorder.event("serving", stage="loading weights")
+    served = load_served(job, device)
+    recorder.event("serving", stage="preparing the engine")
+    settings = settings_of(job, world)
+    adapters = None
+    if settings.adapter_slots:
+        adapters = Adapters(served.model, settings.adapter_slots, settings.adapter_rank)
+    runner, settings, max_length = build_runner(served.model, settings, served.peers, adapters)
+    secret = run_secret(run)
+    this = Rank(runner, adapters, rank, secret)
+    slots = {name: this.load_adapter(name, path) for name, path in settings.adapters.items()}
+    if rank:
+        follow(this, _line_to_first(secret))
+        return 0
+    assert front is not None
+    gang = Gang(this, _lines_to_others(world, secret))
+    engine = Engine(
+        gang,
+        settings,
+        runner.vocabulary,
+        max_length,
+        len(runner.past.cache),
+        0 if runner.host_cache is None else len(runner.host_cache),
+        served.stop_tokens,
+        _grammars(served, runner.vocabulary),
+        slots,
+        Rates(_floor(job, served, device)),
+    )
+    gang.watch(lambda number: _lost(number, front))
+    tokens = (len(runner.past.cache) - 1) * settings.page
+    recorder.event("serving", stage="ready", kv_tokens=tokens, max_length=max_length)
+    # What is here now stays: collecting garbage need not look at it again, in the middle of somebody's answer.
+    gc.collect()
+    gc.freeze()
+    Service(job.served_name, engine, gang, front.line, _recording(recorder, run)).run()
+    gang.close()
+    return front.process.wait(FRONT_EXIT_SECONDS)
+
+
+def settings_of(job: Job, world: int = 1) -> EngineSettings:
+    serve = job.serve
+    assert serve is not None
+    slots = len(serve.adapters) if serve.max_adapters is None else serve.max_adapters
+    return EngineSettings(
+        max_length=serve.max_length or 0,
+        max_running=serve.running,
+        chunk_tokens=serve.step_tokens,
+        page=serve.page,
+        memory=serve.memory,
+        host_bytes=serve.host_memory // world,
+        kv_precision=serve.kv_precision,
+        backend=serve.backend,
+        draft_tokens=serve.speculate.ngram if serve.speculate else 0,
+        adapters=serve.adapters,
+        adapter_slots=slots,
+        adapter_rank=serve.max_adapter_rank or EngineSettings.adapter_rank,
+    )
+
+
+def start_front(job: Job, run: RunDirectory) -> Front:
+    """Starts the front end, which takes no time: whoever asks is told that the model is being loaded."""
+    serve = job.serve
+    assert serve is not None
+    ours, theirs = socket.socketpair()
+    tokenizer = _front_folder(job)
+    command = [
+        *(sys.executable, "-m", "craton.ml.serving.server", "--connection", str(theirs.fileno())),
+        *("--host", serve.host, "--port", str(serve.port), "--served-name", job.served_name),
+        *("--tool-parser", TOOL_STYLES.get(serve.tool_parser, serve.tool_parser)),
+        *("--reasoning-parser", REASONING_STYLES.get(serve.reasoning_parser, serve.reasoning_parser)),
+        *("--drain-seconds", str(serve.drain)),
+    ]
+    if tokenizer is not None:
+        command += ["--model-folder", str(tokenizer)]
+    if serve.max_waiting is not None:
+        command += ["--max-waiting", str(serve.max_waiting)]
+    if serve.admin:
+        command.append("--admin")
+    environment = dict(os.environ)
+    if serve.api_keys is not None:
+        environment["CRATON_API_KEYS"] = os.environ[serve.api_keys]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+    theirs.close()
+
+    def drain(_number: int, _frame: FrameType | None) -> None:
+        process.terminate()
+
+    signal.signal(signal.SIGTERM, drain)
+    return Front(process, Connection(ours.detach()))
+
+
+def _front_folder(job: Job) -> Path | None:
+    from craton.ml.export import open_run
+
+    with contextlib.suppress(CratonError):
+        if job.trained_run is not None:
+            return open_run(str(job.trained_run)).tokenizer_folder()
+    return None if job.trained_run is not None else job.weights_folder
+
+
+def _end(front: Front) -> None:
+    front.line.close()
+    try:
+        front.process.wait(FRONT_EXIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        front.process.kill()
+        front.process.wait()
+
+
+def _lost(number: int, front: Front) -> None:
+    """Nothing can be computed any more, and the first rank may be waiting in a collective for ever."""
+    reason = f"rank {number} of the tensor-parallel group is lost; the server starts again"
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    tell_failure(front.line, reason)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        front.process.wait(FRONT_EXIT_SECONDS)
+    front.process.kill()
+    os._exit(1)
+
+
+def _lines_to_others(world: int, secret: bytes) -> list[Connection]:
+    if world == 1:
+        return []
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    is_here = host in ("127.0.0.1", "localhost")
+    with Listener(("127.0.0.1" if is_here else "", 0), authkey=secret) as listener:
+        address = listener.address
+        assert isinstance(address, tuple)
+        dist.broadcast_object_list([(host, address[1])], src=0)
+        lines: dict[int, Connection] = {}
+        for _ in range(world - 1):
+            line = listener.accept()
+            lines[line.recv()] = line
+    return [lines[number] for number in sorted(lines)]
+
+
+def _line_to_first(secret: bytes) -> Connection:
+    found: list[tuple[str, int] | None] = [None]
+    dist.broadcast_object_list(found, src=0)
+    assert found[0] is not None
+    line = Client(found[0], authkey=secret)
+    line.send(dist.get_rank())
+    return line
+
+
+def _floor(job: Job, served: Served, device: torch.device) -> Roofline:
+    assert job.serve is not None
+    size = 1 if served.peers is None else served.peers.size
+    model = ServedModel(served.model.config.shape, job.serve.precision, job.serve.kv_precision, size)
+    return Roofline(model, measure_roofs(device, next(served.model.norm.parameters()).dtype))
+
+
+def _grammars(served: Served, vocabulary: int) -> Grammars | None:
+    if served.tokenizer_folder is None:
+        return None
+    return Grammars(served.tokenizer_folder, vocabulary, served.stop_tokens)
+
+
+def _recording(recorder: Recorder, run: RunDirectory) -> Callable[[Stats], None]:
+    """The engine's numbers as metrics of the run, beside those of the plan. A server that has computed something since
+    its last failure has recovered from it: steps count on from those before."""
+    newest = newest_generation(run)
+    before = newest.reached if newest is not None else 0
+    page = own_page()
+    recorded = -1
+
+    def record(stats: Stats) -> None:
+        nonlocal recorded
+        if stats.steps == recorded:
+            return
+        recorded = stats.steps
+        if page is not None:
+            page.step = before + stats.steps
+        recorder.metrics(
+            before + stats.steps,
+            run_step_seconds=stats.step_seconds,
+            plan_step_seconds=stats.plan_step_seconds,
+            run_tokens_per_second=stats.tokens_per_second,
+            serve_roofline=stats.roofline,
+            serve_running=stats.running,
+            serve_waiting=stats.waiting,
+        )
+
+    return record
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            f"the device's memory does not suffice ({str(error).splitlines()[0]}); lower serve.max_running, "
+            "serve.chunk_tokens or serve.memory, serve in fp8, or on more GPUs (tp)"
+        )
+    return str(error)
+
+
+def _cpu() -> torch.device:
+    return torch.device("cpu")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Several ranks that share the weights of one model and act as one device.
+
+The first one has the engine; it tells the others each step before it does it itself. All choose the same tokens, so
+nothing comes back. A rank that is lost ends all of them: with a part of the weights gone there is nothing to compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from craton.errors import CratonError
+from craton.ml.collectives import Connections, Peers
+from craton.ml.models import Decoder
+from craton.ml.serving.rank import Rank
+from craton.ml.serving.runner import Result
+from craton.ml.serving.settings import ServingError
+from craton.ml.serving.work import Work
+from craton.ml.training.tensor import cut_parameters
+
+
+class Gang:
+    """The first rank, and its lines to the others."""
+
+    def __init__(self, rank: Rank, others: Sequence[Connection] = ()) -> None:
+        self.rank = rank
+        self._others = others
+        self._is_closing = False
+
+    def execute(self, work: Work) -> Result:
+        self._tell("execute", (work,))
+        return self.rank.execute(work)
+
+    def every(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of every rank; what the first one returns."""
+        self._tell(method, arguments)
+        return getattr(self.rank, method)(*arguments)
+
+    def close(self) -> None:
+        """Lets the others go."""
+        self._is_closing = True
+        for line in self._others:
+            with contextlib.suppress(OSError):
+                line.send(None)
+
+    def watch(self, lost: Callable[[int], None]) -> None:
+        """Calls `lost` with the number of a rank whose line ends, from a thread."""
+
+        def look(number: int, line: Connection) -> None:
+            try:
+                line.recv_bytes()
+            except (EOFError, OSError):
+                if not self._is_closing:
+                    lost(number)
+
+        for number, line in enumerate(self._others, 1):
+            threading.Thread(target=look, args=(number, line), daemon=True, name=f"rank {number}").start()
+
+    def _tell(self, method: str, arguments: tuple[Any, ...]) -> None:
+        for number, line in enumerate(self._others, 1):
+            try:
+                line.send((method, arguments))
+            except OSError as error:
+                raise ServingError(f"rank {number} of the tensor-parallel group is lost: {error}") from error
+
+
+def follow(rank: Rank, first: Connection) -> None:
+    """Does what the first rank says until that lets it go, or is gone."""
+    while True:
+        try:
+            order = first.recv()
+        except (EOFError, OSError):
+            return
+        if order is None:
+            return
+        method, arguments = order
+        try:
+            getattr(rank, method)(*arguments)
+        except CratonError as error:  # which the first rank has too, and tells whoever asked
+            print(f"{method}: {error}", file=sys.stderr, flush=True)
+
+
+def cut_model(model: Decoder, device: torch.device) -> Peers:
+    """Leaves this rank's part of the weights, over all ranks there are; on the meta device or with memory."""
+    world = dist.get_world_size()
+    mesh = DeviceMesh(device.type, torch.arange(world), mesh_dim_names=("tp",))
+    cut_parameters(model, mesh)
+    peers = Peers(mesh.get_group("tp"))
+    talking: list[Any] = [module for module in model.modules() if hasattr(module, "connections")]
+    for module in talking:
+        module.connections = Connections(tensor=peers)
+    return peers

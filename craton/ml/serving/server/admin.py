@@ -1,0 +1,95 @@
+"""Endpoints for those who run the engine: each is one of its controls, and shows what the engine says to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+
+from craton.ml.serving.server.errors import ApiError, BadRequestError, ConflictError
+from craton.ml.serving.server.protocol import LoadAdapterRequest, UnloadAdapterRequest, UpdateWeightsRequest
+from craton.ml.serving.server.service import Service
+
+
+def admin_routes(service: Service) -> APIRouter:
+    routes = APIRouter(tags=["admin"])
+    link = service.link
+
+    async def control(
+        name: str, arguments: Mapping[str, Any] | None = None, error: type[ApiError] = ConflictError
+    ) -> Any:
+        answer = await link.control(name, arguments)
+        if answer.error:
+            raise error(answer.error, code=f"{name}_refused")
+        return answer.result
+
+    @routes.post("/pause")
+    async def pause(mode: Literal["abort", "wait", "keep"] = "abort") -> dict[str, Any]:
+        """No more steps. What runs is aborted, is finished first, or stays as it is until /resume."""
+        result = await control("pause", {"mode": mode})
+        link.note_state("paused")
+        return {"status": "paused", "result": result}
+
+    @routes.post("/resume")
+    async def resume() -> dict[str, Any]:
+        result = await control("resume")
+        link.note_state("running")
+        return {"status": "running", "result": result}
+
+    @routes.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        return {"is_paused": link.stats.state == "paused"}
+
+    @routes.post("/sleep")
+    async def sleep(level: Annotated[int, Query(ge=1, le=2)] = 1) -> dict[str, Any]:
+        """Gives the device's memory back. Level 1 keeps the weights in host memory, level 2 nowhere."""
+        result = await control("sleep", {"level": level})
+        link.note_state("asleep")
+        return {"status": "asleep", "result": result}
+
+    @routes.post("/wake_up")
+    async def wake_up(tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None) -> dict[str, Any]:
+        """Takes the memory back: all of it, or that of the tags."""
+        result = await control("wake", {"tags": tags} if tags else None)
+        if not tags:
+            link.note_state("running")
+        return {"status": link.stats.state, "result": result}
+
+    @routes.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": link.stats.state == "asleep"}
+
+    @routes.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> dict[str, Any]:
+        return {"result": await control("reset_prefix_cache")}
+
+    @routes.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(request: LoadAdapterRequest) -> dict[str, Any]:
+        name = request.lora_name
+        known = link.working().adapters
+        if name == service.name or name in known:
+            raise BadRequestError(f"there is a model {name!r} already", "lora_name")
+        result = await control("load_adapter", {"name": name, "folder": request.lora_path}, BadRequestError)
+        link.note_adapters([*link.working().adapters, name])
+        return {"result": result}
+
+    @routes.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(request: UnloadAdapterRequest) -> dict[str, Any]:
+        name = request.lora_name
+        if name not in link.working().adapters:
+            raise BadRequestError(f"there is no adapter {name!r}", "lora_name")
+        result = await control("unload_adapter", {"name": name}, BadRequestError)
+        link.note_adapters(known for known in link.working().adapters if known != name)
+        return {"result": result}
+
+    @routes.post("/update_weights")
+    async def update_weights(request: UpdateWeightsRequest) -> dict[str, Any]:
+        arguments = {"folder": request.folder} if request.folder is not None else {"address": request.address}
+        return {"result": await control("update_weights", arguments, BadRequestError)}
+
+    @routes.get("/weights_version")
+    async def weights_version() -> dict[str, Any]:
+        return {"weights_version": await control("weights_version")}
+
+    return routes

@@ -1,0 +1,164 @@
+"""The HTTP application: its endpoints, and every error in OpenAI's form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from craton.ml.serving.server.admin import admin_routes
+from craton.ml.serving.server.chat import chat
+from craton.ml.serving.server.completions import complete
+from craton.ml.serving.server.errors import ApiError, BadRequestError, ClientGoneError
+from craton.ml.serving.server.gate import Gate
+from craton.ml.serving.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from craton.ml.serving.server.service import Service
+
+CLIENT_GONE = 499  # nginx's; nobody reads it but logs
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail
+
+
+_STATUSES = (400, 401, 404, 409, 413, 429, 500, 503, 504)
+_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in _STATUSES}
+
+_GENERATED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+
+
+def make_app(service: Service) -> FastAPI:
+    """The app for one engine; it reads the engine's messages while it runs."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.link.start()
+        yield
+        service.link.close()
+
+    app = FastAPI(title="Craton", version=version("craton"), lifespan=lifespan, responses=_ERRORS)
+    app.add_middleware(Gate, api_keys=service.settings.api_keys, max_body_bytes=service.settings.max_body_bytes)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGoneError, _client_gone)
+    _add_generation(app, service)
+    _add_information(app, service)
+    if service.settings.is_admin:
+        app.include_router(admin_routes(service))
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", responses=_GENERATED)
+    async def chat_completions(http: Request, request: ChatRequest) -> Response:
+        return await chat(service, http, request)
+
+    @app.post("/v1/completions", responses=_GENERATED)
+    async def completions(http: Request, request: CompletionRequest) -> Response:
+        return await complete(service, http, request)
+
+    @app.post("/tokenize")
+    async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
+        ready = service.link.working()
+        service.adapter(request.model)
+        if request.messages is not None:
+            text = await service.render(
+                request.messages, request.tools, request.add_generation_prompt, request.chat_template_kwargs
+            )
+            tokens = await service.encode(text, with_special_tokens=False)
+        else:
+            tokens = await service.encode(request.prompt or "", request.add_special_tokens)
+        body = {"count": len(tokens), "max_model_len": ready.max_length, "tokens": tokens}
+        if request.return_token_strs:
+            vocabulary = service.texts("return_token_strs")
+            body["token_strs"] = [vocabulary.token_text(token) for token in tokens]
+        return body
+
+    @app.post("/detokenize")
+    async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
+        service.link.working()
+        service.adapter(request.model)
+        vocabulary = service.texts("tokens")
+        service.check_tokens(request.tokens, "tokens")
+        return {"prompt": vocabulary.decode(request.tokens, keep_special=True)}
+
+
+def _add_information(app: FastAPI, service: Service) -> None:
+    started = int(time.time())
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        ready = service.link.working()
+        cards = []
+        for name in (service.name, *ready.adapters):
+            card = {"id": name, "object": "model", "created": started, "owned_by": "craton"}
+            is_adapter = name != service.name
+            card |= {"root": name if is_adapter else ready.model, "parent": service.name if is_adapter else None}
+            cards.append(card | {"max_model_len": ready.max_length})
+        return {"object": "list", "data": cards}
+
+    @app.get("/health")
+    @app.get("/ping")
+    async def health() -> Response:
+        status = service.status()
+        return JSONResponse({"status": status}, 200 if status == "ready" else 503)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version")
+    async def show_version() -> dict[str, str]:
+        return {"version": app.version}
+
+
+def _error_response(error: ApiError, status: int | None = None) -> Response:
+    return Response(error.encoded(), status or error.status, error.headers(), "application/json")
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _error_response(error)
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    """The first thing that is wrong with a body, and how much more there is."""
+    assert isinstance(error, RequestValidationError)
+    problems = error.errors()
+    first = problems[0]
+    where = ".".join(str(part) for part in first["loc"][1:])
+    message = f"{where}: {first['msg']}" if where else str(first["msg"])
+    if first["type"] == "json_invalid":
+        message = f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}"
+    if len(problems) > 1:
+        message += f" (and {len(problems) - 1} more)"
+    return _error_response(BadRequestError(message, where or None, "invalid_body"))
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    shown = BadRequestError(str(error.detail))
+    response = _error_response(shown, error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _client_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)

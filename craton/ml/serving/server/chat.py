@@ -1,0 +1,234 @@
+"""/v1/chat/completions: messages in, the assistant's next one out, with its tool calls and its reasoning apart."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from craton.ml.serving.messages import Grammar
+from craton.ml.serving.server.answer import Addition, AnswerReader
+from craton.ml.serving.server.errors import BadRequestError
+from craton.ml.serving.server.generation import Answers, Choice, Prompt, respond, to_json
+from craton.ml.serving.server.logprobs import chat_logprobs, prompt_logprobs
+from craton.ml.serving.server.protocol import ChatRequest, NamedTool
+from craton.ml.serving.server.service import Service
+from craton.ml.serving.server.tools import (
+    CallPart,
+    Parsed,
+    Parser,
+    ReasoningParser,
+    Schemas,
+    ToolChoice,
+    begins_inside,
+    choice_grammar,
+    keeps_special_tokens,
+    make_parser,
+)
+
+
+async def chat(service: Service, http: Request, request: ChatRequest) -> Response:
+    with service.admitted():
+        answers = await _submit(service, request)
+    return await respond(http, answers)
+
+
+async def _submit(service: Service, request: ChatRequest) -> ChatAnswers:
+    adapter = service.adapter(request.model)
+    if request.stream and request.prompt_logprobs is not None:
+        raise BadRequestError("prompt_logprobs are not given in a stream", "prompt_logprobs")
+    choice, schemas = _tool_choice(request), _schemas(request)
+    if choice.kind == "named" and choice.name not in schemas:
+        raise BadRequestError(f"tool_choice names {choice.name!r}, which is not among the tools", "tool_choice")
+    tools = None if choice.kind == "none" else request.tools
+    text = await service.render(request.messages, tools, request.add_generation_prompt, request.chat_template_kwargs)
+    tokens = await service.encode(text, with_special_tokens=False)
+    service.check_prompt(tokens)
+    sampling = service.sampling(
+        request,
+        len(tokens),
+        request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens,
+        None,
+        (request.top_logprobs or 0) if request.logprobs else None,
+        request.prompt_logprobs,
+        _grammar(service, request, choice, schemas),
+    )
+    # A grammar leaves no room for reasoning: what it made is the answer.
+    has_reasoning = service.settings.reasoning_style == "think" and sampling.grammar is None
+    answers = ChatAnswers(service, request, choice, schemas, has_reasoning, begins_inside(text))
+    keep_special = choice.kind == "auto" and keeps_special_tokens(service.tool_style)
+    answers.submit(tuple(tokens), sampling, adapter, keep_special=keep_special)
+    return answers
+
+
+class ChatChoice(Choice):
+    """One message of the assistant, as far as it has come."""
+
+    def __init__(self, index: int, prompt: Prompt, reader: AnswerReader, parser: Parser) -> None:
+        super().__init__(index, prompt, reader)
+        self.parser = parser
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+        self.scores: list[Any] = []
+
+
+class ChatAnswers(Answers[ChatChoice]):
+    id_prefix = "chatcmpl"
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    request: ChatRequest
+
+    def __init__(
+        self,
+        service: Service,
+        request: ChatRequest,
+        choice: ToolChoice,
+        schemas: Schemas,
+        has_reasoning: bool,
+        is_inside: bool,
+    ) -> None:
+        super().__init__(service, request)
+        self._tool_choice = choice
+        self._schemas = schemas
+        self._has_reasoning = has_reasoning
+        self._is_inside = is_inside  # the prompt has opened the reasoning
+
+    def make_choice(self, index: int, prompt: Prompt, reader: AnswerReader) -> ChatChoice:
+        parser = make_parser(self._service.tool_style, self._schemas, self._tool_choice)
+        if self._has_reasoning:
+            parser = ReasoningParser(parser, self._is_inside)
+        return ChatChoice(index, prompt, reader, parser)
+
+    def text_fields(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}}
+
+    def add(self, choice: ChatChoice, addition: Addition, events: list[str]) -> None:
+        found = [choice.parser.feed(addition.text)] if addition.text else []
+        if addition.finish is not None:
+            found.append(choice.parser.finish())
+        deltas = [delta for parsed in found for delta in self._deltas(choice, parsed)]
+        if addition.finish == "stop" and choice.calls:
+            choice.finish = "tool_calls"
+        logprobs = None
+        if self.request.logprobs:
+            logprobs = chat_logprobs(addition.scores, self.request.top_logprobs or 0, self.vocabulary)
+        if not self.request.stream:
+            choice.scores += logprobs["content"] if logprobs is not None else ()
+            return
+        if not choice.has_begun:
+            extra = {"prompt_token_ids": list(choice.prompt.tokens)} if self.request.return_token_ids else None
+            events.append(self._chunk(choice, {"role": "assistant", "content": ""}, extra=extra))
+        self._stream(choice, deltas, addition, logprobs, events)
+
+    def whole_choice(self, choice: ChatChoice) -> dict[str, Any]:
+        content = "".join(choice.content)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if choice.calls else "")}
+        message["refusal"] = None
+        if self._has_reasoning:
+            message["reasoning_content"] = "".join(choice.reasoning) or None
+        if choice.calls:
+            message["tool_calls"] = choice.calls
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": {"content": choice.scores, "refusal": None} if self.request.logprobs else None,
+            "finish_reason": choice.finish,
+            "stop_reason": choice.reason,
+            **self.token_fields(choice.tokens, choice.versions),
+        }
+
+    def whole_extra(self) -> dict[str, Any]:
+        prompt = next(iter(self.choices.values())).prompt
+        extra: dict[str, Any] = {"prompt_token_ids": list(prompt.tokens)} if self.request.return_token_ids else {}
+        if self.request.prompt_logprobs is not None and prompt.logprobs is not None:
+            extra["prompt_logprobs"] = prompt_logprobs(prompt.logprobs, self.request.prompt_logprobs, self.vocabulary)
+        return extra
+
+    def _stream(
+        self,
+        choice: ChatChoice,
+        deltas: list[dict[str, Any]],
+        addition: Addition,
+        logprobs: dict[str, Any] | None,
+        events: list[str],
+    ) -> None:
+        """One chunk for each delta; the first carries the log-probs and tokens, the last one why it ends."""
+        tokens = self.token_fields(addition.tokens, addition.versions)
+        if not deltas and (tokens or (logprobs is not None and logprobs["content"])):
+            deltas = [{}]
+        for delta in deltas:
+            if logprobs is None and not tokens and list(delta) == ["content"]:
+                events.append(choice.head + to_json(delta["content"]) + choice.tail)
+            else:
+                events.append(self._chunk(choice, delta, logprobs, tokens))
+            logprobs, tokens = None, {}
+        if addition.finish is not None:
+            ending = {"finish_reason": choice.finish, "stop_reason": choice.reason}
+            events.append(self._chunk(choice, {}, fields=ending))
+
+    def _chunk(
+        self,
+        choice: ChatChoice,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        fields: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> str:
+        known = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return self.event(choice, {**known, **(fields or {})}, extra)
+
+    def _deltas(self, choice: ChatChoice, parsed: Parsed) -> list[dict[str, Any]]:
+        """What a chunk of text adds to the message, kept for the whole one as well."""
+        deltas: list[dict[str, Any]] = []
+        if parsed.reasoning:
+            choice.reasoning.append(parsed.reasoning)
+            deltas.append({"reasoning_content": parsed.reasoning})
+        if parsed.content:
+            choice.content.append(parsed.content)
+            deltas.append({"content": parsed.content})
+        if parsed.calls:
+            deltas.append({"tool_calls": [_call_delta(choice, part) for part in parsed.calls]})
+        return deltas
+
+
+def _call_delta(choice: ChatChoice, part: CallPart) -> dict[str, Any]:
+    if part.name is None:
+        choice.calls[part.index]["function"]["arguments"] += part.arguments
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    call = {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": part.name, "arguments": part.arguments},
+    }
+    choice.calls.append(call)
+    return {"index": part.index, **call, "function": dict(call["function"])}  # type: ignore[arg-type]
+
+
+def _tool_choice(request: ChatRequest) -> ToolChoice:
+    given = request.tool_choice
+    if isinstance(given, NamedTool):
+        return ToolChoice("named", given.function.name)
+    if given in (None, "auto", "none"):
+        return ToolChoice("auto" if request.tools and given != "none" else "none")
+    if not request.tools:
+        raise BadRequestError('tool_choice is "required", and there are no tools', "tool_choice")
+    return ToolChoice("required")
+
+
+def _schemas(request: ChatRequest) -> Schemas:
+    empty: dict[str, Any] = {"type": "object", "properties": {}}
+    return {tool.function.name: tool.function.parameters or empty for tool in request.tools or ()}
+
+
+def _grammar(service: Service, request: ChatRequest, choice: ToolChoice, schemas: Schemas) -> Grammar | None:
+    grammar = request.grammar()
+    called = choice_grammar(service.tool_style, schemas, choice, request.parallel_tool_calls is not False)
+    if called is not None and grammar is not None:
+        raise BadRequestError(
+            "tool_choice makes the answer a tool call, and another form is asked for as well; ask for one",
+            "tool_choice",
+        )
+    return called or grammar

@@ -1,0 +1,137 @@
+"""/v1/completions: one or several prompts, as texts or as tokens, with what comes next in each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from craton.ml.serving.server.answer import Addition, AnswerReader
+from craton.ml.serving.server.errors import BadRequestError
+from craton.ml.serving.server.generation import Answers, Choice, Prompt, respond, to_json
+from craton.ml.serving.server.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
+from craton.ml.serving.server.protocol import MAX_CHOICES, CompletionRequest
+from craton.ml.serving.server.service import Service
+
+DEFAULT_TOKENS = 16  # OpenAI's
+
+
+async def complete(service: Service, http: Request, request: CompletionRequest) -> Response:
+    with service.admitted():
+        answers = await _submit(service, request)
+    return await respond(http, answers)
+
+
+async def _submit(service: Service, request: CompletionRequest) -> CompletionAnswers:
+    adapter = service.adapter(request.model)
+    prompts = _prompts(request.prompt)
+    if len(prompts) * request.n > MAX_CHOICES:
+        raise BadRequestError(
+            f"{len(prompts)} prompts with n {request.n} are {len(prompts) * request.n} answers; at most {MAX_CHOICES} "
+            "are given at once",
+            "prompt",
+        )
+    if request.stream and request.prompt_logprobs is not None:
+        raise BadRequestError("prompt_logprobs are not given in a stream", "prompt_logprobs")
+    grammar = request.grammar()
+    scored = request.prompt_logprobs
+    if request.echo and request.logprobs is not None:
+        scored = max(request.logprobs, scored or 0)
+    ready = []
+    for prompt in prompts:
+        tokens = await service.encode(prompt, request.add_special_tokens) if isinstance(prompt, str) else prompt
+        service.check_prompt(tokens)
+        sampling = service.sampling(
+            request, len(tokens), request.max_tokens, DEFAULT_TOKENS, request.logprobs, scored, grammar
+        )
+        echo = ""
+        if request.echo:
+            echo = prompt if isinstance(prompt, str) else service.texts("echo").decode(list(tokens))
+        ready.append((tuple(tokens), sampling, echo))
+    answers = CompletionAnswers(service, request)
+    for submitted, sampling, echo in ready:
+        answers.submit(submitted, sampling, adapter, echo)
+    return answers
+
+
+class CompletionChoice(Choice):
+    """Also what a response that is not streamed needs at the end."""
+
+    def __init__(self, index: int, prompt: Prompt, reader: AnswerReader) -> None:
+        super().__init__(index, prompt, reader)
+        self.texts: list[str] = []
+        self.logprobs: dict[str, list[Any]] = {}
+
+
+class CompletionAnswers(Answers[CompletionChoice]):
+    id_prefix = "cmpl"
+    whole_kind = chunk_kind = "text_completion"
+    request: CompletionRequest
+
+    def make_choice(self, index: int, prompt: Prompt, reader: AnswerReader) -> CompletionChoice:
+        return CompletionChoice(index, prompt, reader)
+
+    def text_fields(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def add(self, choice: CompletionChoice, addition: Addition, events: list[str]) -> None:
+        is_first = not choice.has_begun
+        text = choice.prompt.echo + addition.text if is_first else addition.text
+        logprobs = None if self.request.logprobs is None else self._logprobs(choice, addition, is_first)
+        if not self.request.stream:
+            choice.texts.append(text)
+            for key, values in (logprobs or {}).items():
+                choice.logprobs.setdefault(key, []).extend(values)
+            return
+        if logprobs is None and addition.finish is None and not self.request.return_token_ids:
+            if text:
+                events.append(choice.head + to_json(text) + choice.tail)
+            return
+        events.append(self.event(choice, self._fields(choice, text, logprobs, is_first, addition)))
+
+    def whole_choice(self, choice: CompletionChoice) -> dict[str, Any]:
+        logprobs = None if self.request.logprobs is None else choice.logprobs
+        whole = Addition(tokens=choice.tokens, versions=choice.versions, finish=choice.finish, reason=choice.reason)
+        fields = self._fields(choice, "".join(choice.texts), logprobs, True, whole)
+        if self.request.prompt_logprobs is not None and choice.prompt.logprobs is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(
+                choice.prompt.logprobs, self.request.prompt_logprobs, self.vocabulary
+            )
+        return {"index": choice.index, **fields}
+
+    def _fields(
+        self,
+        choice: CompletionChoice,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        has_prompt: bool,
+        addition: Addition,
+    ) -> dict[str, Any]:
+        fields = {
+            **self.text_fields(text),
+            "logprobs": logprobs,
+            "finish_reason": addition.finish,
+            "stop_reason": addition.reason,
+            **self.token_fields(addition.tokens, addition.versions),
+        }
+        if self.request.return_token_ids and has_prompt:
+            fields["prompt_token_ids"] = list(choice.prompt.tokens)
+        return fields
+
+    def _logprobs(self, choice: CompletionChoice, addition: Addition, is_first: bool) -> dict[str, list[Any]]:
+        top = self.request.logprobs or 0
+        found = completion_logprobs(addition.scores, top, self.vocabulary, len(choice.prompt.echo))
+        if is_first and self.request.echo and choice.prompt.logprobs is not None:
+            echoed = echoed_logprobs(choice.prompt.tokens, choice.prompt.logprobs, top, self.vocabulary)
+            return {key: echoed[key] + found[key] for key in found}
+        return found
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """A prompt may be a text, a list of tokens, or a list of those."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt) or [[]]

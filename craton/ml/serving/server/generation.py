@@ -1,0 +1,273 @@
+"""One HTTP request's answers, from the engine's pieces to a JSON body or a stream of events.
+
+A stream begins with the engine's first piece, so what the engine refuses is still an error with its status. A client
+that goes away, or a request that takes too long, is aborted in the engine, streaming or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from craton.ml.serving.messages import Alternatives, Piece, Sampling
+from craton.ml.serving.server.answer import Addition, AnswerReader
+from craton.ml.serving.server.errors import ApiError, BadRequestError, BrokenError, ClientGoneError
+from craton.ml.serving.server.metrics import Meter
+from craton.ml.serving.server.protocol import GenerationRequest
+from craton.ml.serving.server.service import Service
+from craton.ml.serving.server.vocabulary import Detokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+class Prompt:
+    """A prompt that was submitted, and what is known of it."""
+
+    def __init__(self, tokens: tuple[int, ...], meter: Meter, echo: str) -> None:
+        self.tokens = tokens
+        self.meter = meter
+        self.echo = echo  # its text, where the answer is to begin with it
+        self.cached_tokens = 0
+        self.logprobs: list[Alternatives | None] | None = None
+
+
+class Choice:
+    """One answer. `head` and `tail` are what all chunks of it have around their text."""
+
+    def __init__(self, index: int, prompt: Prompt, reader: AnswerReader) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.reader = reader
+        self.has_begun = False
+        self.head = ""
+        self.tail = ""
+        self.tokens: list[int] = []
+        self.versions: list[int] = []
+        self.finish: str | None = None
+        self.reason: str | int | None = None
+
+
+AnyChoice = TypeVar("AnyChoice", bound=Choice)
+
+
+class Answers(ABC, Generic[AnyChoice]):
+    """The answers to one request; chats and completions differ in how they look."""
+
+    id_prefix: str
+    whole_kind: str
+    chunk_kind: str
+
+    def __init__(self, service: Service, request: GenerationRequest) -> None:
+        self.exchange = service.exchange()
+        self.vocabulary = service.vocabulary
+        self.request = request
+        self.choices: dict[tuple[int, int], AnyChoice] = {}
+        self._service = service
+        self._prompts: dict[int, Prompt] = {}
+        self._num_open = 0
+        self._envelope = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": request.model or service.name,
+        }
+        self._has_usage = request.stream_options is not None and request.stream_options.include_usage
+
+    @property
+    def is_done(self) -> bool:
+        return not self._num_open
+
+    def submit(
+        self,
+        tokens: tuple[int, ...],
+        sampling: Sampling,
+        adapter: str | None,
+        echo: str = "",
+        keep_special: bool = False,
+    ) -> None:
+        """Sends a prompt to the engine; its answers are the next `n` choices."""
+        request = self.request
+        meter = self._service.metrics.meter(len(tokens), request.n, sampling.max_tokens)
+        prompt = Prompt(tokens, meter, echo)
+        choices = []
+        for copy in range(request.n):
+            detokenizer = None if self.vocabulary is None else Detokenizer(self.vocabulary, tokens, keep_special)
+            reader = AnswerReader(detokenizer, request.stops(), request.min_tokens, sampling.logprobs is not None)
+            choice = self.make_choice(len(self.choices) + copy, prompt, reader)
+            choice.head, choice.tail = self._around(choice.index)
+            choices.append(choice)
+        number = self.exchange.submit(tokens, sampling, request.n, request.priority, adapter)
+        self._prompts[number] = prompt
+        self._num_open += request.n
+        self.choices.update({(number, copy): choice for copy, choice in enumerate(choices)})
+
+    def read(self, pieces: list[Piece]) -> bytes:
+        """Takes pieces in; what a stream sends for them. Raises for one that the engine gave up."""
+        now = time.monotonic()
+        for piece in pieces:
+            prompt = self._prompts[piece.id]
+            prompt.cached_tokens = max(prompt.cached_tokens, piece.cached_tokens)
+            if piece.prompt_logprobs is not None:
+                prompt.logprobs = piece.prompt_logprobs
+        events: list[str] = []
+        for piece in pieces:
+            choice = self.choices[piece.id, piece.index]
+            if choice.reader.is_complete:
+                continue  # pieces that came together with the one that completed it
+            if piece.finish == "error":
+                # What fails before it has begun was asked for wrongly: a grammar that cannot be read, for one.
+                kind = BrokenError if choice.has_begun else BadRequestError
+                raise kind(piece.error or "the engine gave the request up", code="engine_refused")
+            if self.request.max_tokens == 0:
+                piece.tokens, piece.finish, piece.stop_token = [], "length", None
+                self.exchange.end(piece.id, piece.index)
+            addition = choice.reader.read(piece)
+            if choice.reader.is_complete:
+                self._num_open -= 1
+                self.exchange.end(piece.id, piece.index)
+            choice.prompt.meter.note(piece, now, addition.finish)
+            choice.tokens += addition.tokens
+            choice.versions += addition.versions
+            choice.finish, choice.reason = addition.finish, addition.reason
+            self.add(choice, addition, events)
+            choice.has_begun = True
+        return "".join(events).encode() if self.request.stream else b""
+
+    def last_events(self) -> bytes:
+        """What ends a stream."""
+        if not self._has_usage:
+            return DONE
+        chunk = {**self._envelope, "object": self.chunk_kind, "choices": [], "usage": self._usage()}
+        return b"data: " + to_json(chunk).encode() + b"\n\n" + DONE
+
+    def whole(self) -> bytes:
+        """The body of a response that is not streamed."""
+        choices = [self.whole_choice(choice) for choice in self.choices.values()]
+        body = {**self._envelope, "object": self.whole_kind, "choices": choices, "usage": self._usage()}
+        return to_json({**body, **self.whole_extra()}).encode()
+
+    @abstractmethod
+    def make_choice(self, index: int, prompt: Prompt, reader: AnswerReader) -> AnyChoice: ...
+
+    @abstractmethod
+    def add(self, choice: AnyChoice, addition: Addition, events: list[str]) -> None:
+        """Takes in what a piece adds, and appends the events that a stream sends for it."""
+
+    @abstractmethod
+    def whole_choice(self, choice: AnyChoice) -> dict[str, Any]: ...
+
+    def whole_extra(self) -> dict[str, Any]:
+        return {}
+
+    def event(self, choice: AnyChoice, fields: dict[str, Any], extra: Mapping[str, Any] | None = None) -> str:
+        """A chunk with more than text; `fields` are the choice's, `extra` the chunk's own."""
+        chunk: dict[str, Any] = {**self._envelope, "object": self.chunk_kind}
+        chunk["choices"] = [{"index": choice.index, **fields}]
+        if self._has_usage:
+            chunk["usage"] = None
+        return f"data: {to_json({**chunk, **(extra or {})})}\n\n"
+
+    def token_fields(self, tokens: list[int], versions: list[int]) -> dict[str, Any]:
+        """What `return_token_ids` adds to a choice."""
+        return {"token_ids": tokens, "weights_versions": versions} if self.request.return_token_ids else {}
+
+    def _around(self, index: int) -> tuple[str, str]:
+        """What stands before and behind the text of a chunk that has nothing else: made once, used for every token."""
+        mark = "\N{OBJECT REPLACEMENT CHARACTER}"
+        usage = {"usage": None} if self._has_usage else {}
+        choice = {"index": index, **self.text_fields(mark), "logprobs": None, "finish_reason": None}
+        chunk = {**self._envelope, "object": self.chunk_kind, "choices": [choice], **usage}
+        head, _, tail = f"data: {to_json(chunk)}\n\n".rpartition(f'"{mark}"')
+        return head, tail
+
+    @abstractmethod
+    def text_fields(self, text: str) -> dict[str, Any]:
+        """A choice of a chunk that adds this text."""
+
+    def _usage(self) -> dict[str, Any]:
+        prompt = sum(len(prompt.tokens) for prompt in self._prompts.values())
+        completion = sum(choice.reader.num_tokens for choice in self.choices.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(found.cached_tokens for found in self._prompts.values())},
+        }
+
+
+async def respond(http: Request, answers: Answers[Any]) -> Response:
+    """The answers as a body, or as a stream once the first of them begins."""
+    exchange = answers.exchange
+    ignored = answers.request.ignored()
+    headers = {"X-Ignored-Fields": ", ".join(map(_header_text, ignored[:20]))} if ignored else {}
+    watch = asyncio.create_task(_watch(http.receive, answers))
+    is_handed_on = False
+    try:
+        events = answers.read(await exchange.pieces())
+        if answers.request.stream:
+            is_handed_on = True
+            return EventStream(answers, events, watch, headers)
+        while not answers.is_done:
+            answers.read(await exchange.pieces())
+        return Response(answers.whole(), media_type="application/json", headers=headers)
+    finally:
+        if not is_handed_on:
+            watch.cancel()
+            exchange.close()
+
+
+class EventStream(Response):
+    """Server-sent events, from the first on."""
+
+    def __init__(
+        self, answers: Answers[Any], first: bytes, watch: asyncio.Task[None], headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self._answers = answers
+        self._first = first
+        self._watch = watch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answers, events = self._answers, self._first
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                while True:
+                    if answers.is_done:
+                        events += answers.last_events()
+                        break
+                    if events:
+                        await send({"type": "http.response.body", "body": events, "more_body": True})
+                    events = answers.read(await answers.exchange.pieces())
+            except ApiError as error:
+                events = b"data: " + error.encoded() + b"\n\n" + DONE
+            await send({"type": "http.response.body", "body": events, "more_body": False})
+        except ClientGoneError:
+            pass
+        finally:
+            self._watch.cancel()
+            answers.exchange.close()
+
+
+async def _watch(receive: Receive, answers: Answers[Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    answers.exchange.client_gone()
+
+
+def _header_text(name: str) -> str:
+    """A field may have any name; a header may not have any character."""
+    return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in name[:64])

@@ -1,0 +1,228 @@
+"""Metrics for Prometheus: under vLLM's names, which dashboards and routers know, and under ours with the plan's twins.
+
+What the engine counts comes from its newest report at each scrape; what only the front end sees (requests, latencies)
+is counted here. All of them have the label model_name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from craton.ml.serving.messages import Piece, Stats
+
+if TYPE_CHECKING:
+    from craton.ml.serving.server.link import EngineLink
+
+# vLLM's bounds, so that quantiles of both engines can be compared.
+FIRST_TOKEN_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_BOUNDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+COUNT_BOUNDS = tuple(number * 10**power for power in range(6) for number in (1, 2, 5))
+COPIES_BOUNDS = (1, 2, 5, 10, 20)
+
+SLEEP_STATES = {"running": "awake", "paused": "awake", "asleep": "weights_offloaded"}
+LABELS = ("model_name",)
+
+disable_created_metrics()
+
+
+class Metrics:
+    """Everything that /metrics shows."""
+
+    def __init__(self, link: EngineLink, served_name: str | None) -> None:
+        self._link = link
+        self._served_name = served_name
+        self.last_first_token_seconds = 0.0
+        registry = self._registry = CollectorRegistry()
+        registry.register(_EngineMetrics(link, self))
+
+        def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+            return Histogram(f"vllm:{name}", text, LABELS, buckets=bounds, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"vllm:{name}", text, (*LABELS, *labels), registry=registry)
+
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began")
+        self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found computed")
+        self._generation_tokens = counter("generation_tokens", "Tokens generated")
+        self._success = counter("request_success", "Answers that ended", "finished_reason")
+        self._first_token = histogram("time_to_first_token_seconds", "From request to first token", FIRST_TOKEN_BOUNDS)
+        self._inter_token = histogram("inter_token_latency_seconds", "From one token to the next", TOKEN_BOUNDS)
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "Mean time of a token after the first", TOKEN_BOUNDS
+        )
+        self._whole = histogram("e2e_request_latency_seconds", "From request to last token", REQUEST_BOUNDS)
+        self._decode = histogram("request_decode_time_seconds", "From first to last token", REQUEST_BOUNDS)
+        self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request", COUNT_BOUNDS)
+        self._request_generation = histogram("request_generation_tokens", "Tokens of an answer", COUNT_BOUNDS)
+        self._params_n = histogram("request_params_n", "The parameter n", COPIES_BOUNDS)
+        self._params_max_tokens = histogram("request_params_max_tokens", "The parameter max_tokens", COUNT_BOUNDS)
+
+    @property
+    def model_name(self) -> str:
+        """Empty until the engine is ready."""
+        ready = self._link.ready
+        return "" if ready is None else self._served_name or ready.model
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def meter(self, prompt_tokens: int, copies: int, max_tokens: int) -> Meter:
+        self._params_n.labels(self.model_name).observe(copies)
+        self._params_max_tokens.labels(self.model_name).observe(max_tokens)
+        self._request_prompt.labels(self.model_name).observe(prompt_tokens)
+        return Meter(self, prompt_tokens)
+
+
+class Meter:
+    """Times one prompt and its answers, from its making on."""
+
+    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._prompt_tokens = prompt_tokens
+        self._started = time.monotonic()
+        self._times: dict[int, tuple[float, float, int]] = {}  # first, last, tokens of each copy
+        self._inter_token = metrics._inter_token.labels(metrics.model_name)
+        self._generation_tokens = metrics._generation_tokens.labels(metrics.model_name)
+
+    def note(self, piece: Piece, now: float, finish: str | None) -> None:
+        """A piece was read; `finish` says why it is the last one."""
+        count = len(piece.tokens)
+        times = self._times.get(piece.index)
+        if times is None:
+            self._begin(piece, now)
+            times = (now, now, count)
+        elif count:
+            self._inter_token.observe((now - times[1]) / count)
+            times = (times[0], now, times[2] + count)
+        self._times[piece.index] = times
+        self._generation_tokens.inc(count)
+        if finish is not None:
+            self._end(*times, "abort" if piece.finish == "abort" else finish)
+
+    def _begin(self, piece: Piece, now: float) -> None:
+        if self._times:
+            return  # the copies share their prompt
+        metrics, name = self._metrics, self._metrics.model_name
+        metrics.last_first_token_seconds = now - self._started
+        metrics._first_token.labels(name).observe(now - self._started)
+        metrics._prompt_tokens.labels(name).inc(self._prompt_tokens)
+        metrics._cached_tokens.labels(name).inc(piece.cached_tokens)
+
+    def _end(self, first: float, last: float, tokens: int, finish: str) -> None:
+        metrics, name = self._metrics, self._metrics.model_name
+        metrics._success.labels(name, finish).inc()
+        metrics._whole.labels(name).observe(last - self._started)
+        metrics._decode.labels(name).observe(last - first)
+        metrics._request_generation.labels(name).observe(tokens)
+        if tokens > 1:
+            metrics._per_token.labels(name).observe((last - first) / (tokens - 1))
+
+
+class _EngineMetrics(Collector):
+    """The engine's newest report, whenever Prometheus asks."""
+
+    def __init__(self, link: EngineLink, metrics: Metrics) -> None:
+        self._link = link
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        if not self._metrics.model_name:
+            return
+        stats = self._link.stats
+        for name, text, value in _gauges(stats):
+            family = GaugeMetricFamily(name, text, labels=LABELS)
+            family.add_metric([self._metrics.model_name], value)
+            yield family
+        for name, text, value in _counters(stats):
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            counter.add_metric([self._metrics.model_name], value)
+            yield counter
+        yield self._sleep_state(stats)
+        yield from self._tiers(stats)
+        yield self._adapters()
+
+    def _sleep_state(self, stats: Stats) -> Metric:
+        family = GaugeMetricFamily(
+            "vllm:engine_sleep_state", "1 at the state it is in", labels=(*LABELS, "sleep_state")
+        )
+        now = SLEEP_STATES.get(stats.state, stats.state)
+        for state in ("awake", "weights_offloaded", "discard_all"):
+            family.add_metric([self._metrics.model_name, state], float(state == now))
+        return family
+
+    def _tiers(self, stats: Stats) -> Iterator[Metric]:
+        ratio = GaugeMetricFamily(
+            "craton_serve_prefix_hit_ratio", "Share of prompt tokens found computed", labels=(*LABELS, "tier")
+        )
+        tokens = CounterMetricFamily(
+            "craton_serve_prefix_hit_tokens", "Prompt tokens found computed", labels=(*LABELS, "tier")
+        )
+        for tier, hits in (("device", stats.prefix_hits), ("host", stats.host_hits)):
+            ratio.add_metric([self._metrics.model_name, tier], _share(hits, stats.prefix_queries))
+            tokens.add_metric([self._metrics.model_name, tier], hits)
+        yield ratio
+        yield tokens
+
+    def _adapters(self) -> Metric:
+        """vLLM's form, which routers read: names in labels, and the time as the value."""
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for exchange in self._link.exchanges:
+            (running if exchange.has_begun else waiting).update(exchange.adapters)
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use", labels=(*LABELS, *labels))
+        ready = self._link.ready
+        loaded = len(ready.adapters) if ready is not None else 0
+        values = [str(loaded), ",".join(sorted(running)), ",".join(sorted(waiting))]
+        family.add_metric([self._metrics.model_name, *values], time.time())
+        return family
+
+
+def _gauges(stats: Stats) -> list[tuple[str, str, float]]:
+    plan_tokens = stats.tokens_per_second / stats.roofline if stats.roofline else 0.0
+    return [
+        ("vllm:num_requests_running", "Requests that are computed", stats.running),
+        ("vllm:num_requests_waiting", "Requests that wait", stats.waiting),
+        ("vllm:kv_cache_usage_perc", "Share of the blocks that is used", _share(stats.blocks_used, stats.blocks)),
+        ("craton_serve_blocks", "Blocks for keys and values on the device", stats.blocks),
+        ("craton_serve_host_blocks", "Blocks for keys and values in host memory", stats.host_blocks),
+        (
+            "craton_serve_host_blocks_used_ratio",
+            "Share of the host's blocks that is used",
+            _share(stats.host_blocks_used, stats.host_blocks),
+        ),
+        ("craton_run_step_seconds", "Mean of the last steps", stats.step_seconds),
+        ("craton_plan_step_seconds", "What the machine's roofs allow for the same steps", stats.plan_step_seconds),
+        ("craton_run_tokens_per_second", "Generated over the last seconds", stats.tokens_per_second),
+        ("craton_plan_tokens_per_second", "The same at the machine's roofs", plan_tokens),
+        ("craton_serve_roofline", "Planned over measured step time", stats.roofline),
+        ("craton_serve_weights_version", "Of the weights", stats.weights_version),
+    ]
+
+
+def _counters(stats: Stats) -> list[tuple[str, str, float]]:
+    return [
+        ("vllm:num_preemptions", "Requests that gave their blocks up", stats.preemptions),
+        ("vllm:prefix_cache_queries", "Prompt tokens looked up", stats.prefix_queries),
+        ("vllm:prefix_cache_hits", "Of these, found on the device", stats.prefix_hits),
+        (
+            "vllm:external_prefix_cache_queries",
+            "Prompt tokens not found on the device",
+            max(stats.prefix_queries - stats.prefix_hits, 0),
+        ),
+        ("vllm:external_prefix_cache_hits", "Of these, found in host memory", stats.host_hits),
+        ("vllm:spec_decode_num_draft_tokens", "Tokens guessed", stats.drafted),
+        ("vllm:spec_decode_num_accepted_tokens", "Of these, right", stats.accepted),
+        ("craton_serve_steps", "Steps computed", stats.steps),
+    ]
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

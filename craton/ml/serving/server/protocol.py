@@ -1,0 +1,267 @@
+"""What clients send, checked: OpenAI's fields, and the ones that vLLM has beside them.
+
+A field that is not known is not an error, since clients send many that mean nothing here; it is named in the response's
+header `X-Ignored-Fields`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from craton.ml.serving.messages import Grammar
+from craton.ml.serving.server.errors import BadRequestError
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_STOPS = 64
+# Fields of OpenAI's that are bookkeeping of its own service: nothing is lost by doing nothing.
+HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+class Body(BaseModel):
+    """Any request's JSON."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    def ignored(self) -> list[str]:
+        return sorted(set(self.model_extra or ()) - HARMLESS)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class SchemaFormat(Body):
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's form; one of them."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+
+
+class GenerationRequest(Body):
+    """What chats and completions have in common."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)  # 0: only the prompt is read
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1, lt=1 << 31)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    min_tokens: int = Field(default=0, ge=0, lt=1 << 31)
+    ignore_eos: bool = False
+    prompt_logprobs: LogprobCount | None = None
+    priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
+    return_token_ids: bool = False
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, data: Any) -> Any:
+        """OpenAI takes null for a field that was not set."""
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def grammar(self) -> Grammar | None:
+        """The one constraint that is given; more than one cannot be kept."""
+        found: list[tuple[str, Grammar]] = []
+        if (form := self.response_format) is not None and form.type == "json_object":
+            found.append(("response_format", Grammar("json_object")))
+        elif form is not None and form.type == "json_schema":
+            if form.json_schema is None or form.json_schema.schema_ is None:
+                raise BadRequestError(
+                    "response_format of type json_schema needs json_schema.schema", "response_format.json_schema"
+                )
+            found.append(("response_format", Grammar("json_schema", json.dumps(form.json_schema.schema_))))
+        outputs = self.structured_outputs or StructuredOutputs()
+        schemas = {"guided_json": self.guided_json, "structured_outputs.json": outputs.json_}
+        for name, schema in schemas.items():
+            if schema is not None:
+                found.append((name, Grammar("json_schema", _schema_text(schema, name))))
+        for name, regex in {"guided_regex": self.guided_regex, "structured_outputs.regex": outputs.regex}.items():
+            if regex is not None:
+                found.append((name, Grammar("regex", regex)))
+        for name, text in {
+            "guided_grammar": self.guided_grammar,
+            "structured_outputs.grammar": outputs.grammar,
+        }.items():
+            if text is not None:
+                found.append((name, Grammar("lark", text)))
+        for name, choice in {"guided_choice": self.guided_choice, "structured_outputs.choice": outputs.choice}.items():
+            if choice is not None:
+                found.append((name, _one_of(choice, name)))
+        if outputs.json_object:
+            found.append(("structured_outputs.json_object", Grammar("json_object")))
+        if len(found) > 1:
+            names = " and ".join(name for name, _ in found)
+            raise BadRequestError(f"{names} are given; an answer can follow only one of them", found[1][0])
+        return found[0][1] if found else None
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(min_length=1, max_length=2048)]
+    echo: bool = False
+    logprobs: LogprobCount | None = None
+    add_special_tokens: bool = True
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ContentPart(Body):
+    type: str
+    text: str | None = None
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Body):
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatRequest(GenerationRequest):
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
+    logprobs: bool = False
+    top_logprobs: LogprobCount | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+
+class TokenizeRequest(Body):
+    """A text, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    tools: list[Tool] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class LoadAdapterRequest(Body):
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = Field(min_length=1, max_length=4096)
+
+
+class UnloadAdapterRequest(Body):
+    lora_name: str = Field(min_length=1, max_length=256)
+
+
+class UpdateWeightsRequest(Body):
+    """From a folder of weights, or from a trainer that listens at an address."""
+
+    folder: str | None = None
+    address: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> UpdateWeightsRequest:
+        if (self.folder is None) == (self.address is None):
+            raise ValueError("give either folder or address")
+        return self
+
+
+def _schema_text(schema: dict[str, Any] | str, name: str) -> str:
+    if not isinstance(schema, str):
+        return json.dumps(schema)
+    try:
+        json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"{name} is not JSON: {error}", name) from None
+    return schema
+
+
+def _one_of(choice: list[str], name: str) -> Grammar:
+    if not choice or not all(choice):
+        raise BadRequestError(f"{name} needs at least one text, and none that is empty", name)
+    return Grammar("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choice))

@@ -1,0 +1,26 @@
+"""How a front end is set up; what `python -m craton.ml.serving.server` takes as options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ToolStyle = Literal["auto", "hermes", "llama3_json", "qwen3_coder", "none"]
+ReasoningStyle = Literal["think", "none"]
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """The defaults suit one model for one team."""
+
+    served_name: str | None = None  # None: the engine's name for the model
+    model_folder: Path | None = None  # with the tokenizer; None: only tokens are taken, and only tokens come back
+    api_keys: tuple[str, ...] = ()  # none: everybody may ask
+    is_admin: bool = False  # serve the endpoints that change the engine
+    tool_style: ToolStyle = "auto"  # auto: by the chat template
+    reasoning_style: ReasoningStyle = "none"
+    max_waiting: int = 1024  # requests that have no token yet; one more is refused
+    max_body_bytes: int = 32 << 20
+    request_seconds: float = 0.0  # until a request is given up; 0: never
+    drain_seconds: float = 30.0  # that running requests have after SIGTERM

@@ -1,0 +1,121 @@
+"""A model's chat template: messages to the prompt it was trained on, as transformers renders it, without importing it.
+
+Templates come from model folders and are run in Jinja's sandbox, over plain JSON data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from craton.ml.serving.server.errors import BadRequestError
+
+TEMPLATE = "chat_template.jinja"
+_CONFIG = "tokenizer_config.json"
+_TOKENS_MAP = "special_tokens_map.json"
+
+
+class ChatTemplate:
+    """One template, or the pair of a default one and one for tools that some models have."""
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        environment = _environment()
+        self.source = "\n".join(templates.values())
+        self._special_tokens = dict(special_tokens)
+        self._templates = {name: environment.from_string(text) for name, text in templates.items()}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. BadRequestError with the template's own words when it refuses the messages."""
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        variables = {
+            **self._special_tokens,
+            "documents": None,
+            **(options or {}),
+            "messages": messages,
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._templates[name].render(variables)
+        except Exception as error:  # noqa: BLE001  (a template is a program: it may raise anything about its input)
+            raise BadRequestError(
+                f"the chat template refuses the messages: {type(error).__name__}: {error}", "messages"
+            ) from None
+
+
+def load_template(folder: Path) -> ChatTemplate | None:
+    """The template of a model folder; None when it has none."""
+    config = _read(folder / _CONFIG)
+    file = folder / TEMPLATE
+    found = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if isinstance(found, str):
+        templates = {"default": found}
+    elif isinstance(found, list):
+        templates = {str(entry["name"]): str(entry["template"]) for entry in found}
+        templates.setdefault("default", next(iter(templates.values())))
+    else:
+        return None
+    named = {**_read(folder / _TOKENS_MAP), **config}
+    special = {}
+    for key, value in named.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            special[key] = text
+    return ChatTemplate(templates, special)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant says for training; to render a prompt it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own form)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Without the escapes for HTML that Jinja's own filter makes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,104 @@
+"""Texts to tokens and back. The bytes of a token are exact, also where they are only a part of a character."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from craton.ml.data import load_tokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+HELD_TOKENS = 8  # a character has four bytes at most; what is not whole by then never will be
+CONTEXT_TOKENS = 5  # of the prompt: some tokenizers drop the space before the first token they decode
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Vocabulary:
+    """The tokenizer of a model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = load_tokenizer(folder)
+        self._bytes: dict[int, bytes] = {}
+
+    def encode(self, text: str, with_special_tokens: bool) -> list[int]:
+        """`with_special_tokens`: with those that the tokenizer puts around every text, as the beginning of one."""
+        return list(self.tokenizer.encode(text, add_special_tokens=with_special_tokens).ids)
+
+    def decode(self, tokens: list[int], keep_special: bool = False) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=not keep_special))
+
+    def token_bytes(self, token: int) -> bytes:
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._bytes_of(token)
+        return found
+
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode(errors="replace")
+
+    def _bytes_of(self, token: int) -> bytes:
+        name = self.tokenizer.id_to_token(token)
+        if name is None:
+            return b""  # models have more logits than their tokenizers have tokens
+        if (match := _BYTE_TOKEN.fullmatch(name)) is not None:
+            return bytes([int(match[1], 16)])
+        if self._is_byte_level and all(letter in _LETTERS for letter in name):
+            return bytes(_LETTERS[letter] for letter in name)
+        # Alone, a token may lose the space before it; after another one it does not.
+        probe = self.tokenizer.decode([token, token], skip_special_tokens=False)
+        alone = self.tokenizer.decode([token], skip_special_tokens=False)
+        return str(probe[len(alone) :]).encode() if probe.startswith(alone) else alone.encode()
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        decoder = json.loads(self.tokenizer.to_str())["decoder"] or {}
+        return any(part["type"] == "ByteLevel" for part in decoder.get("decoders", [decoder]) if part)
+
+
+class Detokenizer:
+    """Tokens of one answer to text as they come: a character is given out once all its bytes are there."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt: tuple[int, ...], keep_special: bool = False) -> None:
+        self._vocabulary = vocabulary
+        self._keep_special = keep_special
+        context = list(prompt[-CONTEXT_TOKENS:])
+        # A prompt that ends within a character must not give its part of it out again.
+        if vocabulary.decode(context, keep_special).endswith(REPLACEMENT):
+            context = []
+        self._stream = self._new_stream(context)
+        self._held: list[int] = []
+
+    def feed(self, token: int) -> str:
+        text: str | None = self._stream.step(self._vocabulary.tokenizer, token)
+        if text is not None:
+            self._held.clear()
+            return text
+        self._held.append(token)
+        return self.finish() if len(self._held) > HELD_TOKENS else ""
+
+    def finish(self) -> str:
+        """What is held, with a replacement for what will not become a character any more."""
+        held, self._held = self._held, []
+        if not held:
+            return ""
+        self._stream = self._new_stream([])
+        return self._vocabulary.decode(held, self._keep_special)
+
+    def _new_stream(self, context: list[int]) -> Any:
+        return DecodeStream(ids=context, skip_special_tokens=not self._keep_special)
+
+
+def _byte_letters() -> dict[str, int]:
+    """Byte-level tokenizers write a byte as a letter: printable ones as themselves, the others from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_LETTERS = _byte_letters()

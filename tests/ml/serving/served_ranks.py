@@ -1,0 +1,99 @@
+"""Models of serving's layers, whole and in parts: what the ranks of a gang run. No rank imports transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from craton.ml.collectives import Connections, Peers, local
+from craton.ml.models import Decoder, DecoderConfig, config_from_huggingface, load_weights, save_folder
+from craton.ml.serving.adapters import Adapters
+from craton.ml.serving.float8 import quantize_model
+from craton.ml.serving.weights import WeightsReceiver, named_targets, update_from_folder, update_from_state
+from craton.ml.training.tensor import cut_parameters
+
+
+def save_random(folder: Path, config: DecoderConfig, seed: int = 0, **sizes: int) -> Path:
+    """A model of this kind in other sizes, with random weights wide enough that a mistake in any of them shows."""
+    model = random_model(config, seed, **sizes)
+    return save_folder(model.state_dict(), model.config, folder, dtype=torch.float32)
+
+
+def random_model(config: DecoderConfig, seed: int = 0, **sizes: int) -> Decoder:
+    model = Decoder(replace(config, shape=replace(config.shape, **sizes), initializer_range=0.2))
+    model.initialize(seed)
+    return model.eval().requires_grad_(False)
+
+
+def load_model(folder: str | Path) -> Decoder:
+    model = Decoder(config_from_huggingface(folder)).eval().requires_grad_(False)
+    load_weights(model, folder)
+    return model
+
+
+def load_part(folder: str | Path) -> Decoder:
+    """This rank's part of a model, over all ranks of the group."""
+    with torch.device("meta"):
+        model = Decoder(config_from_huggingface(folder)).eval().requires_grad_(False)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    connections = Connections(tensor=Peers(mesh.get_group("tp")))
+    for module in model.modules():
+        if hasattr(module, "connections"):
+            module.connections = connections  # type: ignore[assignment]
+    cut_parameters(model, mesh)
+    model.to_empty(device="cpu")
+    load_weights(model, folder)
+    return model
+
+
+@torch.no_grad()
+def hidden(model: Decoder, tokens: Tensor) -> Tensor:
+    """[rows, sequence, hidden], on every rank."""
+    out: Tensor = model(tokens)
+    peers = model.blocks[0].attention.connections.tensor
+    return out if peers is None else peers.gather(out).view(*tokens.shape, -1)
+
+
+def hidden_with_adapters(folder: str, adapters: list[str], of_rows: list[int], tokens: Tensor) -> Tensor:
+    model = load_part(folder) if dist.is_initialized() else load_model(folder)
+    added = Adapters(model, slots=len(adapters), rank=4)
+    for adapter in adapters:
+        added.load(Path(adapter).name, adapter)
+    added.of_tokens = torch.tensor(of_rows, dtype=torch.int32).repeat_interleave(tokens.shape[1])
+    return hidden(model, tokens)
+
+
+def hidden_in_fp8(folder: str, tokens: Tensor) -> Tensor:
+    model = load_part(folder) if dist.is_initialized() else load_model(folder)
+    quantize_model(model)
+    return hidden(model, tokens)
+
+
+def receive_part(folder: str, key: bytes, addresses: str, tokens: Tensor, fp8: bool) -> tuple[int, Tensor, bool]:
+    """Tells its address in a file, takes new weights for its part: (version, hidden states with them, all in place)."""
+    model = load_part(folder)
+    if fp8:
+        quantize_model(model)
+    places = [local(tensor).data_ptr() for tensor in named_targets(model).values()]
+    with WeightsReceiver("127.0.0.1:0", key) as receiver:
+        draft = Path(addresses) / f"{dist.get_rank()}.draft"
+        draft.write_text(receiver.address)
+        draft.rename(draft.with_suffix(""))
+        version = receiver.receive(model, wait_seconds=60)
+    stayed = places == [local(tensor).data_ptr() for tensor in named_targets(model).values()]
+    return version, hidden(model, tokens), stayed
+
+
+def take_parts_from_memory(folder: str, other: str, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states after an update from whole tensors, and after one from sharded ones."""
+    model, whole, cut = load_part(folder), load_model(other), load_part(other)
+    update_from_state(model, whole.named_parameters())
+    first = hidden(model, tokens)
+    update_from_folder(model, folder)
+    update_from_state(model, cut.named_parameters())
+    return first, hidden(model, tokens)

@@ -1,0 +1,171 @@
+"""One small load for an engine, in every way in which an engine can compute it.
+
+What an answer is does not depend on any of these ways; `run_case` also says whether they were really taken.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+
+from model_pairs import VOCABULARY, Answer, pair
+
+from craton.ml.models import Decoder
+from craton.ml.serving.build import build_runner, bytes_of_block
+from craton.ml.serving.engine import Engine, Executor
+from craton.ml.serving.messages import Piece, Sampling, Stats, Submit
+from craton.ml.serving.runner import Runner
+from craton.ml.serving.settings import EngineSettings
+
+MAX_LENGTH = 64
+MOST_STEPS = 5000
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str = "llama"
+    chunk_tokens: int = 64
+    page: int = 4
+    prefix_hit: bool = False
+    preemption: bool = False
+    fork: bool = False
+    draft_tokens: int = 0
+    host: bool = False
+    ranks: int = 1
+    overlap: bool = True
+    seed: int = 0
+
+
+WAYS: dict[str, tuple[object, ...]] = {
+    "family": ("llama", "qwen3", "mixtral"),
+    "chunk_tokens": (5, 16, 256),
+    "page": (1, 4, 16),
+    "prefix_hit": (False, True),
+    "preemption": (False, True),
+    "fork": (False, True),
+    "draft_tokens": (0, 3),
+    "host": (False, True),
+    "ranks": (1, 2),
+    "overlap": (True, False),
+}
+
+
+def pairwise_cases() -> list[Case]:
+    """Few cases in which every two values of two ways come together."""
+    generator = random.Random(6)
+    names = list(WAYS)
+    left = {
+        (first, one, second, two)
+        for first, second in combinations(names, 2)
+        for one in WAYS[first]
+        for two in WAYS[second]
+    }
+
+    def covered(case: dict[str, object]) -> set[tuple[str, object, str, object]]:
+        return {(first, case[first], second, case[second]) for first, second in combinations(names, 2)} & left
+
+    cases = []
+    while left:
+        tried = [random_ways(generator) for _ in range(60)]
+        best = max(tried, key=lambda case: len(covered(case)))
+        left -= covered(best)
+        cases.append(Case(**best, seed=len(cases)))  # type: ignore[arg-type]
+    return cases
+
+
+def random_ways(generator: random.Random) -> dict[str, object]:
+    return {name: generator.choice(values) for name, values in WAYS.items()}
+
+
+def settings_of(case: Case, model: Decoder) -> EngineSettings:
+    """With little room where blocks shall be given up."""
+    blocks = 1200 // case.page
+    if case.preemption or case.host:
+        blocks = -(-MAX_LENGTH // case.page) + 3 + 24 // case.page
+    settings = EngineSettings(
+        max_length=MAX_LENGTH,
+        max_running=5,
+        chunk_tokens=case.chunk_tokens,
+        page=case.page,
+        blocks=blocks,
+        draft_tokens=case.draft_tokens,
+        overlap=case.overlap,
+    )
+    host_bytes = 400 // case.page * bytes_of_block(model, settings, case.ranks) if case.host else 0
+    return EngineSettings(**{**settings.__dict__, "host_bytes": host_bytes})
+
+
+def make_engine(case: Case, runner: Runner, settings: EngineSettings, executor: Executor | None = None) -> Engine:
+    host_blocks = 0 if runner.host_cache is None else len(runner.host_cache)
+    return Engine(executor or runner, settings, VOCABULARY, MAX_LENGTH, len(runner.past.cache), host_blocks)
+
+
+def local_engine(case: Case) -> Engine:
+    model = pair(case.family)[1]
+    settings = settings_of(case, model)
+    runner, settings, _ = build_runner(model, settings)
+    return make_engine(case, runner, settings)
+
+
+def run_case(
+    case: Case, build: Callable[[Case], Engine] = local_engine
+) -> tuple[list[tuple[list[int], Answer]], Stats]:
+    """Prompts and answers, and how the engine got there."""
+    engine = build(case)
+    generator = random.Random(case.seed)
+    greedy = Sampling(max_tokens=30, temperature=0.0)
+
+    def text(length: int) -> list[int]:
+        return [generator.randrange(VOCABULARY) for _ in range(length)]
+
+    prompts: dict[int, list[int]] = {}
+    pieces: dict[tuple[int, int], list[Piece]] = {}
+
+    def ask(prompt: list[int], copies: int = 1) -> None:
+        number = len(prompts)
+        prompts[number] = prompt
+        engine.submit(Submit(number, tuple(prompt), greedy, copies))
+
+    def work(most: int = MOST_STEPS) -> None:
+        for _ in range(most):
+            if engine.is_idle:
+                return
+            for piece in engine.step():
+                pieces.setdefault((piece.id, piece.index), []).append(piece)
+            engine.check()
+        assert most < MOST_STEPS, "requests do not end"
+
+    shared = text(33)
+    if case.prefix_hit or case.host:
+        ask(shared)
+        work()
+    if case.host:  # others push its blocks off the device
+        for _ in range(3):
+            ask(text(30))
+        work()
+    for length in (3, 17, 26, 9):
+        ask(text(length), copies=2 if case.fork and length == 17 else 1)
+    if case.prefix_hit or case.host:
+        ask([*shared[:32], *text(2)])
+        ask(shared[:18])
+    if case.preemption:
+        ask(text(21))
+    if case.fork:
+        work(6)
+        running = [number for number, prompt in prompts.items() if (number, 0) in pieces and not _ended(pieces, number)]
+        for number in running[:1]:
+            prompts[1000] = prompts[number]
+            known = [token for piece in pieces[number, 0] for token in piece.tokens]
+            engine.fork(number, 0, 1000)
+            pieces[1000, 0] = [Piece(1000, tokens=known, logprobs=[x for p in pieces[number, 0] for x in p.logprobs])]
+            pieces[1000, 0][0].versions = [0] * len(known)
+    work()
+    engine.check()
+    answers = [(prompts[number], Answer.of(each)) for (number, _), each in sorted(pieces.items())]
+    return answers, engine.stats()
+
+
+def _ended(pieces: dict[tuple[int, int], list[Piece]], number: int) -> bool:
+    return any(piece.finish for piece in pieces[number, 0])

@@ -1,0 +1,264 @@
+"""What a request may ask for, and what happens to the others when one goes wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from model_pairs import LONGEST, VOCABULARY, Answer, expect_greedy, pair, their_logprobs
+
+from craton.ml.models import Decoder
+from craton.ml.serving.build import build_engine
+from craton.ml.serving.engine import Engine
+from craton.ml.serving.messages import Abort, Piece, Sampling, Submit
+from craton.ml.serving.settings import EngineSettings, ServingError
+
+PROMPT = (5, 17, 2, 80, 33, 9, 41)
+GREEDY = Sampling(max_tokens=12, temperature=0.0)
+
+
+def engine_of(model: Decoder | None = None, stop_tokens: Sequence[int] = (), **settings: Any) -> Engine:
+    defaults = {"max_length": LONGEST, "blocks": 200, "max_running": 4, "page": 4, "chunk_tokens": 32}
+    return build_engine(model or pair("llama")[1], EngineSettings(**{**defaults, **settings}), stop_tokens=stop_tokens)
+
+
+def answers(engine: Engine, *requests: Submit) -> dict[tuple[int, int], Answer]:
+    pieces: dict[tuple[int, int], list[Piece]] = {}
+    for request in requests:
+        engine.submit(request)
+    for _ in range(2000):
+        for piece in engine.step():
+            pieces.setdefault((piece.id, piece.index), []).append(piece)
+        if engine.is_idle:
+            engine.check()
+            return {key: Answer.of(each) for key, each in pieces.items()}
+    raise AssertionError("requests do not end")
+
+
+def answer(engine: Engine, prompt: Sequence[int] = PROMPT, sampling: Sampling = GREEDY, **others: Any) -> Answer:
+    (found,) = answers(engine, Submit(1, tuple(prompt), sampling, **others)).values()
+    return found
+
+
+def error_of(engine: Engine, prompt: Sequence[int] = PROMPT, sampling: Sampling = GREEDY, **others: Any) -> str:
+    found = answer(engine, prompt, sampling, **others)
+    assert found.last is not None
+    assert found.last.finish == "error"
+    return found.last.error
+
+
+def test_a_stop_token_ends_an_answer_and_is_not_part_of_it() -> None:
+    plain = answer(engine_of())
+    stop = plain.tokens[4]
+    first = plain.tokens.index(stop)
+    for found in (
+        answer(engine_of(stop_tokens=[stop])),
+        answer(engine_of(), sampling=Sampling(max_tokens=12, temperature=0.0, stop_tokens=(stop,))),
+    ):
+        assert found.tokens == plain.tokens[:first]
+        assert found.last is not None
+        assert (found.last.finish, found.last.stop_token) == ("stop", stop)
+    ignoring = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+    assert answer(engine_of(stop_tokens=[stop]), sampling=ignoring).tokens == plain.tokens
+    late = Sampling(max_tokens=12, temperature=0.0, min_tokens=first + 3)
+    assert len(answer(engine_of(stop_tokens=[stop]), sampling=late).tokens) >= first + 3
+
+
+def test_an_answer_ends_where_the_model_does() -> None:
+    found = answer(engine_of(max_length=16), sampling=Sampling(max_tokens=100, temperature=0.0))
+    assert len(found.tokens) == 16 - len(PROMPT)
+    assert found.last is not None
+    assert found.last.finish == "length"
+
+
+def test_log_probabilities_of_prompt_and_alternatives() -> None:
+    theirs = pair("llama")[0]
+    prompt = [*PROMPT, *range(40, 60)]
+    sampling = Sampling(max_tokens=5, temperature=0.0, logprobs=3, prompt_logprobs=2)
+    found = answer(engine_of(chunk_tokens=8), prompt, sampling)
+    expected = their_logprobs(theirs, prompt + found.tokens)
+    assert found.prompt_logprobs is not None
+    assert found.prompt_logprobs[0] is None
+    for place, given in enumerate(found.prompt_logprobs[1:], 1):
+        assert given is not None
+        best = expected[place - 1].topk(2)
+        assert given.tokens == (prompt[place], *best.indices.tolist())
+        torch.testing.assert_close(
+            torch.tensor(given.logprobs[0]), expected[place - 1, prompt[place]], atol=1e-4, rtol=0
+        )
+        torch.testing.assert_close(torch.tensor(given.logprobs[1:]), best.values, atol=1e-4, rtol=0)
+    for place, (token, given) in enumerate(zip(found.tokens, found.alternatives, strict=True), len(prompt)):
+        assert given.tokens == (token, *expected[place - 1].topk(3).indices.tolist())
+
+
+def test_a_seed_decides_whatever_else_is_computed() -> None:
+    sampling = Sampling(max_tokens=20, temperature=1.0, seed=7)
+    alone = answer(engine_of(), sampling=sampling)
+    others = [Submit(number, (number, 3, 4), Sampling(max_tokens=25, temperature=1.0)) for number in range(2, 6)]
+    together = answers(engine_of(chunk_tokens=4), *others, Submit(1, PROMPT, sampling))[1, 0]
+    assert together.tokens == alone.tokens
+    assert answer(engine_of(), sampling=Sampling(max_tokens=20, temperature=1.0, seed=8)).tokens != alone.tokens
+
+
+def test_copies_differ_and_share_the_prompt() -> None:
+    sampling = Sampling(max_tokens=20, temperature=1.0, seed=7)
+    engine = engine_of()
+    found = answers(engine, Submit(1, PROMPT * 3, sampling, copies=3))
+    assert sorted(found) == [(1, 0), (1, 1), (1, 2)]
+    assert len({tuple(each.tokens) for each in found.values()}) == 3
+    assert [each.cached_tokens for each in found.values()] == [0, 20, 20]
+
+
+@pytest.mark.parametrize("draft_tokens", [2, 5])
+def test_drafts_change_no_random_answer(draft_tokens: int) -> None:
+    requests = [
+        Submit(number, (number, 8, 9, number, 8, 9), Sampling(max_tokens=40, temperature=0.3, seed=number))
+        for number in range(1, 9)
+    ]
+    plain = answers(engine_of(), *requests)
+    engine = engine_of(draft_tokens=draft_tokens)
+    drafted = answers(engine, *requests)
+    assert {key: each.tokens for key, each in drafted.items()} == {key: each.tokens for key, each in plain.items()}
+    assert engine.stats().accepted
+
+
+def test_penalties_and_bias_are_those_of_their_formulas() -> None:
+    theirs = pair("llama")[0]
+    sampling = Sampling(
+        max_tokens=15,
+        temperature=0.0,
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        repetition_penalty=1.3,
+        logit_bias={11: 2.5, 3: -4.0},
+    )
+    found = answer(engine_of(), sampling=sampling)
+    text = list(PROMPT)
+    for token in found.tokens:
+        with torch.no_grad():
+            logits = theirs(torch.tensor([text])).logits[0, -1].float()
+        seen = torch.zeros(VOCABULARY, dtype=torch.bool)
+        seen[torch.tensor(text)] = True
+        written = torch.bincount(torch.tensor(text[len(PROMPT) :], dtype=torch.int64), minlength=VOCABULARY)
+        logits = torch.where(seen, torch.where(logits > 0, logits / 1.3, logits * 1.3), logits)
+        logits = logits - 0.4 * written - 0.7 * (written > 0)
+        logits[11] += 2.5
+        logits[3] -= 4.0
+        assert token == int(logits.argmax())
+        text.append(token)
+
+
+def test_a_request_whose_logits_are_not_numbers_fails_alone() -> None:
+    model = copy.deepcopy(pair("llama")[1])
+    with torch.no_grad():
+        model.embedding.weight[90] = torch.nan
+    engine = engine_of(model)
+    found = answers(engine, Submit(1, PROMPT, GREEDY), Submit(2, (3, 90, 4), GREEDY), Submit(3, (6, 7), GREEDY))
+    assert found[2, 0].last is not None
+    assert found[2, 0].last.finish == "error"
+    assert "not a number" in found[2, 0].last.error
+    expect_greedy(pair("llama")[0], list(PROMPT), found[1, 0])
+    expect_greedy(pair("llama")[0], [6, 7], found[3, 0])
+
+
+def test_bad_requests_are_refused_with_a_reason() -> None:
+    engine = engine_of(max_length=32)
+    assert "40 tokens and the model takes 32" in error_of(engine, [1] * 40)
+    assert "no tokens" in error_of(engine, [])
+    assert f"token 500 is not one of the model's {VOCABULARY}" in error_of(engine, [500])
+    assert "max_tokens is 0" in error_of(engine, sampling=Sampling(max_tokens=0))
+    assert "adapter 'pirate' is not loaded" in error_of(engine, adapter="pirate")
+    assert answer(engine).tokens
+
+
+def test_an_abort_ends_a_request_and_frees_its_blocks() -> None:
+    engine = engine_of()
+    engine.submit(Submit(1, PROMPT, Sampling(max_tokens=200, temperature=0.0)))
+    engine.submit(Submit(2, PROMPT, GREEDY))
+    for _ in range(3):
+        engine.step()
+    engine.abort(Abort(1))
+    pieces = []
+    while not engine.is_idle:
+        pieces += engine.step()
+    assert [piece.finish for piece in pieces if piece.id == 1 and piece.finish] == ["abort"]
+    assert not [piece for piece in pieces if piece.id == 1 and piece.tokens]
+    engine.check()
+    assert engine.stats().blocks_used == 0
+
+
+def test_those_of_smaller_priority_come_first() -> None:
+    engine = engine_of(max_running=1)
+    requests = [Submit(number, (number,), GREEDY, priority=-number) for number in range(1, 5)]
+    engine.submit(Submit(9, PROMPT, GREEDY, priority=-100))
+    engine.step()
+    for request in requests:
+        engine.submit(request)
+    ended = []
+    while not engine.is_idle:
+        ended += [piece.id for piece in engine.step() if piece.finish]
+    assert ended == [9, 4, 3, 2, 1]
+
+
+def test_new_weights_in_place_have_a_version_and_no_old_prefix() -> None:
+    model = copy.deepcopy(pair("llama")[1])
+    engine = engine_of(model)
+    prompt = [*PROMPT, *PROMPT]
+    before = answer(engine, prompt)
+    assert before.versions == [0] * 12
+    assert answer(engine, prompt).cached_tokens
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    engine.change_version()
+    after = answer(engine, prompt)
+    assert after.cached_tokens == 0
+    assert after.versions == [1] * 12
+    assert after.logprobs != before.logprobs
+
+
+def test_a_version_that_changes_in_mid_answer_is_on_every_token() -> None:
+    engine = engine_of()
+    engine.submit(Submit(1, PROMPT, Sampling(max_tokens=30, temperature=0.0)))
+    pieces = []
+    for _ in range(10):
+        pieces += engine.step()
+    pieces += engine.change_version(5, recompute=True)
+    while not engine.is_idle:
+        pieces += engine.step()
+    found = Answer.of(pieces)
+    assert len(found.tokens) == 30
+    assert set(found.versions) == {0, 5}
+    assert sorted(found.versions) == found.versions
+    expect_greedy(pair("llama")[0], list(PROMPT), found)
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_pausing(mode: str) -> None:
+    engine = engine_of()
+    engine.submit(Submit(1, PROMPT, Sampling(max_tokens=30, temperature=0.0)))
+    pieces = []
+    for _ in range(5):
+        pieces += engine.step()
+    pieces += engine.pause(mode)  # type: ignore[arg-type]
+    engine.submit(Submit(2, PROMPT, GREEDY))
+    assert engine.step() == []
+    finish = {"keep": None, "wait": "length", "abort": "abort"}[mode]
+    assert pieces[-1].finish == finish
+    with pytest.raises(ServingError, match="paused"):
+        engine.pause()
+    engine.resume()
+    while not engine.is_idle:
+        pieces += engine.step()
+    by_id = {number: Answer.of([piece for piece in pieces if piece.id == number]) for number in (1, 2)}
+    assert len(by_id[1].tokens) == 30 or mode == "abort"
+    expect_greedy(pair("llama")[0], list(PROMPT), by_id[2])
+    engine.check()
+
+
+def test_too_little_room_says_what_to_lower() -> None:
+    with pytest.raises(ServingError, match=r"room for 72 tokens.*one text may have 256.*lower max_length"):
+        engine_of(blocks=20)

@@ -1,0 +1,124 @@
+"""Whatever comes in whatever order: no block is lost, none has two owners, every request ends.
+
+The device is a stand-in that chooses tokens at random: what is tested is who holds what, over far more steps than a
+model could compute here.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from craton.ml.serving.engine import Engine
+from craton.ml.serving.messages import Abort, Sampling, Submit
+from craton.ml.serving.runner import Result
+from craton.ml.serving.settings import EngineSettings
+from craton.ml.serving.work import Work
+
+VOCABULARY, MAX_LENGTH = 4, 40  # few tokens, so that texts begin alike
+
+
+class Device:
+    """Chooses at random, and checks that nobody writes where another one reads."""
+
+    def __init__(self, page: int, rows: int) -> None:
+        self.page = page
+        self.table: dict[tuple[int, int], int] = {}
+        self.random = random.Random(0)
+
+    def execute(self, work: Work) -> Result:
+        for row, column, block in work.table:
+            self.table[row, column] = block
+        written: set[int] = set()
+        for row, count, length in zip(work.rows.tolist(), work.counts.tolist(), work.lengths.tolist(), strict=True):
+            for place in range(length - count, length):
+                slot = self.table[row, place // self.page] * self.page + place % self.page
+                assert slot >= self.page, "the dummy's block is nobody's"
+                assert slot not in written, "two tokens in one place"
+                written.add(slot)
+        count = len(work.sampled)
+        tokens = [self.random.randrange(VOCABULARY) for _ in range(count)]
+        return Result(torch.tensor(tokens, dtype=torch.int64), torch.zeros(count), None, [])
+
+
+Action = tuple[str, int, int, int]
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["submit", "submit", "submit", "abort", "fork", "step", "step", "version", "forget", "release"]
+        ),
+        st.integers(0, 2**16),
+        st.integers(1, 30),
+        st.integers(1, 3),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=400, deadline=None, print_blob=True)
+@given(
+    ACTIONS,
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([3, 16, 64]),
+    st.integers(0, 12),
+    st.sampled_from([0, 2]),
+    st.booleans(),
+)
+def test_every_request_ends_and_blocks_are_conserved(
+    actions: list[Action], page: int, chunk: int, host_blocks: int, drafts: int, overlap: bool
+) -> None:
+    blocks = MAX_LENGTH // page + 3
+    options = EngineSettings(max_running=4, chunk_tokens=chunk, page=page, draft_tokens=drafts, overlap=overlap)
+    engine = Engine(Device(page, 4), options, VOCABULARY, MAX_LENGTH, blocks, host_blocks, stop_tokens=(0,))
+    open_requests: dict[int, set[int]] = {}
+    ended: dict[tuple[int, int], int] = {}
+    copies: dict[int, int] = {}
+
+    def step() -> None:
+        for piece in engine.step():
+            note(piece.id, piece.index, piece.finish)
+        engine.check()
+
+    def note(number: int, index: int, finish: str | None) -> None:
+        assert (number, index) not in ended, "a piece after the last one"
+        if finish is not None:
+            ended[number, index] = 1
+            open_requests[number].discard(index)
+
+    for number, (what, seed, length, count) in enumerate(actions):
+        generator = random.Random(seed)
+        running = [each for each, left in open_requests.items() if left]
+        if what == "submit":
+            prompt = tuple(generator.randrange(VOCABULARY) for _ in range(length))
+            sampling = Sampling(max_tokens=generator.randint(1, 20))
+            engine.submit(Submit(number, prompt, sampling, count, priority=generator.randint(0, 2)))
+            open_requests[number], copies[number] = set(range(count)), count
+        elif what == "abort" and running:
+            engine.abort(Abort(generator.choice(running)))
+        elif what == "fork" and running:
+            parent = generator.choice(running)
+            index = generator.choice(sorted(open_requests[parent]))
+            if any(each.index == index for each in engine._sequences.get(parent, ())):
+                engine.fork(parent, index, 10_000 + number)
+                open_requests[10_000 + number] = {0}
+        elif what == "version":
+            for piece in engine.change_version(recompute=bool(seed % 2)):
+                note(piece.id, piece.index, piece.finish)
+        elif what == "forget":
+            engine.forget()
+        elif what == "release":
+            for piece in engine.release():
+                note(piece.id, piece.index, piece.finish)
+        step()
+    for _ in range(5000):
+        if engine.is_idle:
+            break
+        step()
+    assert engine.is_idle, "requests do not end"
+    aborted_whole = {number for number, left in open_requests.items() if left}
+    for number in aborted_whole:  # copies that an abort came before
+        assert (number, 0) in ended
+    assert engine.stats().blocks_used == 0

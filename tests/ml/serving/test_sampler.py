@@ -1,0 +1,100 @@
+"""Tokens come as often as their probabilities say, whatever is asked for beside a temperature."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from craton.ml.serving.sampler import Tuning, sample
+
+VOCABULARY, DRAWS = 16, 20_000
+
+
+def logits() -> Tensor:
+    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3)) * 1.5
+
+
+def draw(row: Tensor, temperature: float, tuning: Tuning | None) -> Tensor:
+    """How often each token was chosen in many draws, each at another place of a text."""
+    rows = row.expand(DRAWS, -1)
+    found = sample(rows, torch.full((DRAWS,), temperature), torch.full((DRAWS,), 11), torch.arange(DRAWS), tuning)
+    return torch.bincount(found.tokens, minlength=VOCABULARY)
+
+
+def expect_distribution(counts: Tensor, probabilities: Tensor) -> None:
+    possible = probabilities > 0
+    assert not counts[~possible].any()
+    if possible.sum() == 1:
+        return
+    expected = probabilities[possible].double()
+    found = chisquare(counts[possible].double(), DRAWS * expected / expected.sum())
+    assert found.pvalue > 1e-4
+
+
+def every(value: float) -> Tensor:
+    return torch.full((DRAWS,), value)
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 1.7])
+def test_temperature(temperature: float) -> None:
+    expect_distribution(draw(logits(), temperature, None), (logits() / temperature).softmax(-1))
+    expect_distribution(draw(logits(), temperature, Tuning(top_p=every(1.0))), (logits() / temperature).softmax(-1))
+
+
+def test_top_k() -> None:
+    kept = logits().masked_fill(logits() < logits().topk(5).values[-1], -torch.inf)
+    expect_distribution(draw(logits(), 1.0, Tuning(top_k=every(5).long())), kept.softmax(-1))
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.6, 0.9])
+def test_top_p(top_p: float) -> None:
+    ordered, order = logits().softmax(-1).sort(descending=True)
+    fewest = int((ordered.cumsum(0) < top_p).sum()) + 1
+    kept = torch.zeros(VOCABULARY).scatter(0, order[:fewest], ordered[:fewest])
+    expect_distribution(draw(logits(), 1.0, Tuning(top_p=every(top_p))), kept)
+
+
+def test_min_p() -> None:
+    probabilities = logits().softmax(-1)
+    kept = probabilities * (probabilities >= 0.2 * probabilities.max())
+    expect_distribution(draw(logits(), 1.0, Tuning(min_p=every(0.2))), kept)
+
+
+def test_what_is_not_allowed_never_comes() -> None:
+    bits = 0b1010_0000_0001_1101
+    allowed = torch.tensor([[bits]], dtype=torch.int32).expand(DRAWS, -1)
+    kept = logits().softmax(-1) * torch.tensor([bits >> token & 1 for token in range(VOCABULARY)])
+    expect_distribution(draw(logits(), 1.0, Tuning(allowed=allowed)), kept)
+
+
+def test_rows_of_one_batch_do_not_disturb_each_other() -> None:
+    rows = torch.randn(4, VOCABULARY)
+    temperature = torch.tensor([0.0, 1.0, 0.5, 1.0])
+    seeds, positions = torch.tensor([1, 2, 3, 4]), torch.tensor([9, 8, 7, 6])
+    tuning = Tuning(top_k=torch.tensor([0, 3, 0, 1]), top_p=torch.tensor([1.0, 1.0, 0.3, 1.0]))
+    together = sample(rows, temperature, seeds, positions, tuning)
+    for row in range(4):
+        one = slice(row, row + 1)
+        assert tuning.top_k is not None
+        assert tuning.top_p is not None
+        alone = sample(
+            rows[one],
+            temperature[one],
+            seeds[one],
+            positions[one],
+            Tuning(top_k=tuning.top_k[one], top_p=tuning.top_p[one]),
+        )
+        assert int(alone.tokens) == int(together.tokens[row])
+    assert int(together.tokens[0]) == int(rows[0].argmax())
+    assert int(together.tokens[3]) == int(rows[3].argmax())
+
+
+@pytest.mark.parametrize("tuning", [None, Tuning(top_k=torch.tensor([0, 0, 0]))])
+def test_logits_that_are_not_numbers_choose_nothing(tuning: Tuning | None) -> None:
+    rows = torch.randn(3, VOCABULARY)
+    rows[1, 4] = torch.nan
+    found = sample(rows, torch.ones(3), torch.ones(3).long(), torch.arange(3), tuning)
+    assert (found.tokens >= 0).tolist() == [True, False, True]
+    assert found.logprobs.isnan().tolist() == [False, True, False]
