@@ -1,5 +1,5 @@
 """`craton bench plan CASES.json`: how well the planner predicts published runs. `craton bench recover`: how fast a
-training that breaks goes on."""
+training that breaks goes on. `craton bench serve URL`: how fast a server answers, in a file of its own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from craton.cli.bench_serve import serve
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from craton.orchestration import Case
 
 app = typer.Typer(help="Benchmarks of Craton itself.", no_args_is_help=True)
+app.command("serve")(serve)
 
 
 @app.callback()

@@ -1,0 +1,281 @@
+"""The report: a terminal of 80 columns, JSON, and a page that is complete, escaped, offline and right in a browser."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from datetime import UTC, datetime
+from html import unescape
+from html.parser import HTMLParser
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from craton.loadtest import (
+    Closed,
+    Lengths,
+    Level,
+    Limit,
+    Open,
+    Prefixes,
+    Report,
+    Sample,
+    Saturation,
+    Settings,
+    Sweep,
+    Target,
+    Workload,
+    parse_objectives,
+    print_report,
+    report_page,
+    summarize,
+)
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+OBJECTIVES = parse_objectives("ttft=500ms,itl=50ms")
+
+
+def samples(rate: float, number: int = 300, seed: int = 0) -> list[Sample]:
+    """As a server would answer that gets slower with the rate and with the prompt."""
+    generator = np.random.default_rng(seed)
+    made = []
+    for due in islice(Open(rate).times(seed, 0), number):
+        prompt = int(generator.integers(100, 1024))
+        first = due + 0.05 + prompt * 2e-4 * (1 + rate / 8) * generator.gamma(4, 0.25)
+        times = first + np.concatenate([[0.0], np.cumsum(generator.gamma(8, 0.0025, 60))])
+        made.append(Sample(due, due + 2e-4, float(times[-1]), times, prompt, 61, prompt // 4, has_usage=True))
+    return made
+
+
+def level(load: Closed | Open, made: list[Sample], trouble: str = "") -> Level:
+    return Level(load, tuple(made), summarize(made, OBJECTIVES), 0.12, trouble)
+
+
+def report(load: Closed | Open | Sweep, *levels: Level, found: Saturation | None = None, **changed: Any) -> Report:
+    workload = Workload(Lengths("uniform", 100, 1024), Lengths("fixed", 61), Prefixes(64, 4, 0.5))
+    settings = Settings(Target("http://localhost:8000"), workload, load, Limit(requests=300), 0, 4, OBJECTIVES)
+    made = Report(
+        settings, "llama-8b", "random token ids below 32,000", levels, found, (), datetime(2026, 1, 2, tzinfo=UTC)
+    )
+    return replace(made, **changed)
+
+
+@pytest.fixture(scope="module")
+def single() -> Report:
+    made = samples(4)
+    made += [Sample(due, due, due + 1, error="HTTP 429", error_detail="come back later") for due in (1.0, 2.0)]
+    return report(Open(4), level(Open(4), made), notes=("something to know",))
+
+
+@pytest.fixture(scope="module")
+def swept() -> Report:
+    rates = (1.0, 2.0, 4.0, 5.66, 8.0)
+    levels = [level(Open(rate), samples(rate, 150), "piles up" if rate > 5 else "") for rate in rates]
+    return report(Sweep(1, 64), *levels, found=Saturation(4.0, 5.66))
+
+
+def printed(shown: Report, width: int = 80) -> str:
+    written = io.StringIO()
+    print_report(shown, Console(file=written, width=width))
+    return written.getvalue()
+
+
+class Reader(HTMLParser):
+    """What a reader sees: text outside of scripts and styles; and which elements and plots there are."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.tags: list[str] = []
+        self.plots: list[str] = []
+        self._hidden = False
+        self.feed(page)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._hidden = tag in ("script", "style", "title")
+        attributes = dict(attrs)
+        if attributes.get("class") == "plot":
+            self.plots.append(attributes["id"] or "")
+        assert not {"src", "href"} & set(attributes)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden = False
+
+    def handle_data(self, data: str) -> None:
+        if not self._hidden:
+            self.words.append(data)
+
+
+def test_the_terminal_says_everything_in_eighty_columns(single: Report, swept: Report) -> None:
+    text = printed(single)
+    for words in (
+        "TTFT",
+        "ITL",
+        "TPOT",
+        "end to end",
+        "p50",
+        "p95",
+        "p99",
+        "mean",
+        "goodput",
+        "cached",
+        "302 answered",
+    ):
+        assert words in text
+    assert "2 × HTTP 429: come back later" in text
+    assert "Latencies count from when a request was due" in text
+    assert "note: something to know" in text
+    for each in (text, printed(swept)):
+        assert max(map(len, each.split("\n"))) <= 80
+    rows = [line for line in printed(swept).split("\n") if re.match(r"\s*(1|2|4|5|8)\.\d\d ", line)]
+    assert len(rows) == 5
+    assert "piles up" in rows[-1]
+    assert "Saturated between 4.00 and 5.66 requests/s." in printed(swept)
+
+
+def test_saturation_outside_of_a_sweep_is_said(swept: Report) -> None:
+    assert "Saturated below 1.00 requests/s" in printed(replace(swept, saturation=Saturation(None, 1.0)))
+    assert "Not saturated: the server keeps up with 8.00" in printed(replace(swept, saturation=Saturation(8.0, None)))
+
+
+def test_json_has_every_number(single: Report, swept: Report) -> None:
+    document = json.loads(json.dumps(single.to_json(), allow_nan=False))
+    summary = document["summary"]
+    assert set(summary["ttft_seconds"]) == {"mean", "p50", "p95", "p99"}
+    assert summary["failures"] == [{"kind": "HTTP 429", "count": 2, "example": "come back later"}]
+    assert document["objectives_seconds"] == {"ttft": 0.5, "itl": 0.05}
+    assert document["latencies_from"] == "the moment a request was due"
+    document = json.loads(json.dumps(swept.to_json(), allow_nan=False))
+    assert [entry["requests_per_second"] for entry in document["levels"]] == [1, 2, 4, 5.66, 8]
+    assert document["summary"] == document["levels"][2]["summary"]
+
+
+def test_a_page_has_every_plot_and_its_numbers(single: Report, swept: Report) -> None:
+    reader = Reader(report_page(single))
+    assert reader.plots == ["plot-latency", "plot-timeline", "plot-prompt"]
+    for words in ("llama-8b", "something to know", "2 of 302 requests failed", "come back later", "Between tokens"):
+        assert words in reader.text
+    assert Reader(report_page(swept)).plots == ["plot-sweep", "plot-latency", "plot-timeline", "plot-prompt"]
+
+
+def test_what_cannot_be_plotted_is_said_in_a_line() -> None:
+    same = [replace(each, prompt_tokens=512) for each in samples(4, 20)]
+    reader = Reader(report_page(report(Closed(2), level(Closed(2), same))))
+    assert reader.plots == ["plot-latency", "plot-timeline"]
+    assert "All prompts have 512 tokens" in reader.text
+    broken = [Sample(0.0, 0.0, 1.0, error="timeout")]
+    reader = Reader(report_page(report(Closed(2), level(Closed(2), broken))))
+    assert reader.plots == []
+    assert "None of 1 requests was answered" in reader.text
+
+
+def test_answers_of_one_token_have_no_gaps_to_plot() -> None:
+    single_tokens = [replace(each, chunk_seconds=each.chunk_seconds[:1], output_tokens=1) for each in samples(4, 20)]
+    shown = report(Closed(2), level(Closed(2), single_tokens))
+    assert "plot-latency" in Reader(report_page(shown)).plots
+    assert re.search(r"ITL +– +– +– +–", printed(shown))
+
+
+def hostile(shown: Report, words: str) -> Report:
+    """The report with every text that a user or a server could supply replaced."""
+    failure = replace(shown.shown.summary.failures[0], kind=words, example=words)
+    levels = tuple(replace(each, summary=replace(each.summary, failures=(failure,))) for each in shown.levels)
+    settings = replace(shown.settings, target=Target(words, chat=True))
+    return replace(shown, model=words, notes=(words,), levels=levels, settings=settings, prompts=words)
+
+
+def test_hostile_text_stays_text(single: Report) -> None:
+    reader = Reader(report_page(hostile(single, HOSTILE)))
+    assert reader.tags == Reader(report_page(hostile(single, "harmless"))).tags
+    assert reader.text.count(HOSTILE) >= 5
+
+
+def test_a_page_stays_small_however_long_the_load_was() -> None:
+    few, many = (report_page(report(Open(40), level(Open(40), samples(40, number)))) for number in (300, 4000))
+    assert "default-src 'none'" in few
+    assert few.count("plotly.js v") == 1
+    assert len(many) < len(few) + 500_000
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: the page is not opened in a browser")
+def test_in_a_browser(single: Report, swept: Report, tmp_path: Path) -> None:
+    pages = {"desk": (report_page(hostile(single, HOSTILE)), 1200), "phone": (report_page(swept), 400)}
+    seen = open_in_browser(pages, tmp_path)
+    for name, (_, width) in pages.items():
+        view = seen[name]
+        assert view["errors"] == [], name
+        assert view["requests"] == [], name
+        assert view["scroll_width"] <= width, name
+        for plot in view["plots"]:
+            assert 0 < plot["right"] <= width, (name, plot)
+            assert plot["marks"] > 0, (name, plot)
+    assert [plot["id"] for plot in seen["desk"]["plots"]] == ["plot-latency", "plot-timeline", "plot-prompt"]
+    assert [plot["id"] for plot in seen["phone"]["plots"]][:1] == ["plot-sweep"]
+
+
+# Runs first in the page under test and collects what goes wrong; tells the page around it what is seen once loaded.
+WATCHER = """<script>
+const errors = [];
+addEventListener("error", (event) => errors.push(String(event.message)));
+addEventListener("unhandledrejection", (event) => errors.push(String(event.reason)));
+document.addEventListener("securitypolicyviolation", (event) => errors.push("policy: " + event.blockedURI));
+for (const level of ["error", "warn"]) console[level] = (...words) => errors.push(level + ": " + words.join(" "));
+alert = (words) => errors.push("alert: " + words);
+addEventListener("load", () => parent.postMessage({ name: "NAME", view: {
+  errors,
+  requests: performance.getEntriesByType("resource").map((entry) => entry.name),
+  scroll_width: document.documentElement.scrollWidth,
+  plots: [...document.querySelectorAll(".plot")].map((plot) => ({
+    id: plot.id,
+    right: plot.querySelector("svg.main-svg")?.getBoundingClientRect().right ?? 0,
+    marks: plot.querySelectorAll(".point, .js-line").length,
+  })),
+} }, "*"));
+</script>"""
+
+# An iframe is as narrow as it is told; a headless window is never narrower than 500 pixels.
+AROUND = """<!doctype html><body><pre id="seen">{}</pre><script>
+addEventListener("message", ({ data }) => {
+  const pre = document.getElementById("seen");
+  pre.textContent = JSON.stringify({ ...JSON.parse(pre.textContent), [data.name]: data.view });
+});
+</script>"""
+
+
+def open_in_browser(pages: dict[str, tuple[str, int]], folder: Path) -> dict[str, Any]:
+    frames = []
+    for name, (page, width) in pages.items():
+        watched = page.replace("<head>", "<head>" + WATCHER.replace("NAME", name), 1)
+        (folder / f"{name}.html").write_text(watched, encoding="utf-8")
+        frames.append(f'<iframe name="{name}" src="{name}.html" width="{width}" height="900" frameborder="0"></iframe>')
+    # The listener stands before the frames, so that no message is missed.
+    (folder / "frames.html").write_text(AROUND + "".join(frames), encoding="utf-8")
+    assert CHROMIUM is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync", "--disable-quic"]
+    options += [
+        "--disable-background-networking",
+        "--disable-component-update",
+        f"--user-data-dir={folder / 'profile'}",
+    ]
+    # Virtual time runs ahead while nothing is pending, so this is a limit and not a wait.
+    options += ["--virtual-time-budget=20000", "--dump-dom", (folder / "frames.html").as_uri()]
+    done = subprocess.run([CHROMIUM, *options], capture_output=True, text=True, timeout=60, check=True)
+    seen = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert seen is not None, done.stderr[-2000:]
+    result = json.loads(unescape(seen[1]))
+    assert isinstance(result, dict)
+    return result
