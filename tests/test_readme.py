@@ -38,7 +38,13 @@ from craton.telemetry.rundirectory import FOLDERS
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-PAGES = [README, *(DOCS / name for name in ("architecture.md", "planning.md", "job-file.md", "training.md", "runs.md"))]
+PAGES = [
+    README,
+    *(
+        DOCS / name
+        for name in ("architecture.md", "planning.md", "job-file.md", "training.md", "serving.md", "runs.md")
+    ),
+]
 DAY = date(2026, 11, 15)  # of the plan in the README: prices are as old as they were on that day
 
 Generated = Callable[[Path, str, str], None]

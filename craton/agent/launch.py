@@ -38,6 +38,7 @@ class Launch:
     leaves: dict[str, str] = field(default_factory=dict)  # node → the switch it hangs on, for the metrics' label
     stop_grace_seconds: float = 120.0  # from SIGTERM to SIGKILL when a run is stopped: time to checkpoint
     failure_grace_seconds: float = 5.0  # the same for the other ranks of a run that failed
+    early_seconds: float = 10.0  # a command that fails this soon after its first start is wrong, not unlucky
     num_nodes: int = 0  # how many of the nodes work at a time, the others being spares; 0: all
     min_nodes: int = 0  # an elastic run goes on with as few; 0: not elastic
     layouts: dict[str, Any] = field(default_factory=dict)  # number of nodes → layout, if not the plan's
@@ -138,6 +139,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "leaves": (_is_text_table, "an object of node names and leaf names"),
     "stop_grace_seconds": (_is_seconds, "seconds from 0"),
     "failure_grace_seconds": (_is_seconds, "seconds from 0"),
+    "early_seconds": (_is_seconds, "seconds from 0"),
     "num_nodes": (_is_integer(0, 2**31), "a whole number from 0"),
     "min_nodes": (_is_integer(0, 2**31), "a whole number from 0"),
     "layouts": (lambda value: isinstance(value, Mapping), "an object of layouts by number of nodes"),

@@ -52,7 +52,6 @@ HEARTBEAT_SECONDS = 1.0
 LEDGER_SECONDS = 1.0
 SUMMARY_SECONDS = 30.0  # goodput and cost, as metrics of the first node
 GONE_SECONDS = 3.0  # a run directory that stays away this long is gone
-EARLY_SECONDS = 10.0  # a command that fails this soon after its first start is wrong, not unlucky
 MOST_NURSERIES = 3  # that may end before they are ready
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -261,7 +260,7 @@ class Supervisor:
 
     def _fault_of(self, rank: RankProcess, generation: Generation) -> Fault:
         text = failure_text(rank, self._node, self._records.generation)
-        is_early = not self._launch.nursery and time.monotonic() - self._started < EARLY_SECONDS
+        is_early = not self._launch.nursery and time.monotonic() - self._started < self._launch.early_seconds
         is_first = generation.number == self._launch.generation and generation.reached == 0
         is_final = rank.code in (EXIT_FINAL, 126, 127) or (is_early and is_first)
         return Fault(text, rank.ended or time.time(), generation=generation.number, is_final=is_final)

@@ -23,6 +23,7 @@ from craton.cli.resize import resize
 from craton.cli.resume import resume
 from craton.cli.run import run
 from craton.cli.sample import sample
+from craton.cli.serve import serve
 from craton.cli.stop import stop
 from craton.cli.validate import validate
 
@@ -38,6 +39,7 @@ app = typer.Typer(
 # A verb whose file is not written yet is not offered.
 app.command()(plan)
 app.command()(run)
+app.command()(serve)
 app.command()(ps)
 app.command()(logs)
 app.command()(stop)

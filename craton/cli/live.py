@@ -69,14 +69,15 @@ def watch(run: RunDirectory, console: Console, steps: int | None = None, quiet: 
     return view
 
 
-def wait_for_stop(run: RunDirectory, console: Console) -> None:
+def wait_for_stop(run: RunDirectory, console: Console, serves: bool = False) -> None:
     """Until the run has ended, with a sign that something is going on."""
     from rich.status import Status
 
     from craton.orchestration import Follower
 
     follower = Follower(run)
-    with Status("stopping: the ranks save a checkpoint", console=console):
+    what = "draining: requests under way are answered" if serves else "stopping: the ranks save a checkpoint"
+    with Status(what, console=console):
         while follower.look().is_moving:
             time.sleep(LOOK_SECONDS)
 

@@ -58,12 +58,19 @@ def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> N
         console.print(Text.assemble((f"{name} stopped", "bold yellow"), f" after step {summary.step:,}{of}{at}"))
         console.print(f"next: craton resume {name}", style="dim")
     else:
-        console.print(Text(f"{name} {'failed' if summary.state == 'failed' else 'is lost'}{at}", style="bold red"))
-        console.print(Text(summary.message or "it left no message"))
-        console.print(f"logs: {shown(run.path / 'logs')} · craton logs {name}", style="dim", soft_wrap=True)
-        begin = "" if saved else ", from the beginning"
-        job = shown(run.job_path)
-        console.print(f"next: mend the cause (the job is {job}), then craton resume {name}{begin}", style="dim")
+        print_failure(run, summary, console, at, "" if saved else ", from the beginning")
+
+
+def print_failure(run: RunDirectory, summary: RunSummary, console: Console, at: str = "", begin: str = "") -> None:
+    """That a run failed or is lost, its last words, and what to do. `at`: what is saved; `begin`: where it goes on."""
+    from rich.text import Text
+
+    name = summary.name
+    console.print(Text(f"{name} {'failed' if summary.state == 'failed' else 'is lost'}{at}", style="bold red"))
+    console.print(Text(summary.message or "it left no message"))
+    console.print(f"logs: {shown(run.path / 'logs')} · craton logs {name}", style="dim", soft_wrap=True)
+    job = shown(run.job_path)
+    console.print(f"next: mend the cause (the job is {job}), then craton resume {name}{begin}", style="dim")
 
 
 def ledger_text(summary: RunSummary) -> str:

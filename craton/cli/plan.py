@@ -1,4 +1,4 @@
-"""`craton plan JOB`: layout, step time, memory, goodput and dollars before a GPU is rented."""
+"""`craton plan JOB`: layout, step time, memory, goodput and dollars before a GPU is rented; of a server its speed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plan(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Predict a job: layout, step time, memory, goodput and cost, with intervals."""
+    """Predict a job: layout, step time, memory, goodput and cost, with intervals; of a server, room and speed."""
     import json
     from datetime import date
 
@@ -47,7 +47,13 @@ def plan(
     from craton.planning import plan_html, plan_to_json, render_front, render_plan
 
     chosen = _ranks(ranks, trace)
-    found = _plan(load_job(job), instances, gpus, by, deadline, budget)
+    wanted = load_job(job)
+    if wanted.serve:
+        options: dict[str, object] = {"--instances": instances, "--gpus": gpus, "--by": by, "--deadline": deadline}
+        options |= {"--budget": budget, "--html": html, "--trace": trace}
+        _plan_server(wanted, [name for name, given in options.items() if given], as_json)
+        return
+    found = _plan(wanted, instances, gpus, by, deadline, budget)
     traced = run_trace(job, found, chosen) if trace else None
     today = date.today()
     if html:
@@ -64,6 +70,22 @@ def plan(
         render_trace(traced, console)
     if html:
         console.print(f"report: {html}", highlight=False)
+
+
+def _plan_server(job: Job, options: list[str], as_json: bool) -> None:
+    import json
+
+    from rich.console import Console
+
+    from craton.planning import PlanError, plan_serving, render_serving, serving_to_json
+
+    if options:
+        raise PlanError(f"{options[0]} is for jobs that train; a server's plan is printed, or written by --json")
+    found = plan_serving(job)
+    if as_json:
+        print(json.dumps(serving_to_json(found)))
+    else:
+        render_serving(found, Console())
 
 
 def _plan(job: Job, instances: str, gpus: str, by: str, deadline: str, budget: str) -> Plan:

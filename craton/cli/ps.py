@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
-    from craton.telemetry import RunSummary
+    from craton.telemetry import RunDirectory, RunSummary
 
 
 def ps(
@@ -48,11 +49,25 @@ def ps(
         if summary.ledger and (back or summary.state in ("starting", "running", "stopping")):
             told = f"{summary.name}: {ledger_text(summary)} · {goodput_text(summary)}"
             console.print(told, soft_wrap=True, markup=False)
+        if summary.state in ("starting", "running", "stopping"):
+            _print_server(find_run(summary.path), console)
         if back:
             console.print(f"{summary.name}: {recoveries_text(back)}", style="yellow", soft_wrap=True, markup=False)
         if summary.state in ("failed", "lost") and summary.message:
             reason = summary.message.splitlines()[0]
             console.print(f"{summary.name}: {reason}", style="red", soft_wrap=True, markup=False)
+
+
+def _print_server(run: RunDirectory, console: Console) -> None:
+    """Where a server is, and how it does now; nothing for other runs."""
+    from craton.cli.server_view import state_line
+    from craton.job import load_job
+    from craton.orchestration import ServerWatch, address_of, is_server
+
+    if is_server(run):
+        server = ServerWatch(address_of(load_job(run.job_path)))
+        told = f"{state_line(run.name, server.look())} · {server.address.url}"
+        console.print(told, soft_wrap=True, markup=False)
 
 
 def _table(summaries: list[RunSummary]) -> Table:

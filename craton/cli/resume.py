@@ -41,9 +41,10 @@ def resume(
         draft = draft_resume(found, job, stop_at=stop_step(stop_at, job), progress=report)
     check_machine(draft.launch)
     check_places(draft.job, found.path)
-    saved = newest_checkpoint(found)
+    saved = None if job.serve else newest_checkpoint(found)
     if not as_json:
         print_plan(draft, console, saved)
+    if not as_json and not job.serve:
         at = f"step {saved.step:,} in {saved.tier}" if saved else "the beginning: there is no checkpoint"
         print_field(console, "from", at)
     confirm(draft, yes, saved)

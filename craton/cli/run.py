@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from craton.job import Job
     from craton.orchestration import Draft, SavedStep
-    from craton.planning import CostPlan, Plan
+    from craton.planning import CostPlan, Plan, ServePlan
     from craton.telemetry import RunDirectory
 
 TITLE_WIDTH = 11
@@ -90,6 +90,11 @@ def run(
 
 def follow(run: RunDirectory, draft: Draft, console: Console, *, detach: bool, as_json: bool) -> None:
     """Watch a started run to its end and exit as it did; or with `detach` say where to look."""
+    if draft.job.serve and not detach:
+        from craton.cli.server_view import follow_server
+
+        follow_server(run, draft, console, detach=False, as_json=as_json)
+        return
     from craton.cli.live import watch
     from craton.cli.outcome import exit_code, outcome_json, print_outcome
     from craton.orchestration import wait_for_agents
@@ -102,12 +107,12 @@ def follow(run: RunDirectory, draft: Draft, console: Console, *, detach: bool, a
         if as_json:
             print(json.dumps(outcome_json(run, summarize(run))))
         else:
-            console.print(f"{name} runs on its own: {_way_back(name)}")
+            console.print(f"{name} runs on its own: {_way_back(draft.job)}")
         return
     try:
         view = watch(run, console, steps=draft.job.steps, quiet=as_json)
     except KeyboardInterrupt:
-        console.print(f"\nleft the view; {name} goes on. {_way_back(name)}")
+        console.print(f"\nleft the view; {name} goes on. {_way_back(draft.job)}")
         raise typer.Exit(130) from None
     wait_for_agents(run)
     if as_json:
@@ -124,13 +129,16 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
     from craton.cli import figures
     from craton.orchestration import STOP_AT
 
-    job, plan = draft.job, draft.plan
-    model = "" if plan is None else f" · {plan.model.name}, {figures.amount(plan.model.parameters)} parameters"
+    job, plan, serving = draft.job, draft.plan, draft.serving
+    shape = plan.model if plan else serving.model if serving else None
+    model = "" if shape is None else f" · {shape.name}, {figures.amount(shape.parameters)} parameters"
     console.print(Text.assemble((job.name, "bold"), f"  {job.kind}{model} · {job.cluster}"))
     if draft.note:
         console.print(Text(draft.note, style="yellow"))
     for text in draft.launch.chaos:
         console.print(Text(f"CHAOS on purpose: {text}", style="bold red"))
+    if serving is not None:
+        print_serving(serving, console)
     if plan is None:
         return
     between = f"{figures.duration(plan.step_seconds_low)} – {figures.duration(plan.step_seconds_high)}"
@@ -154,6 +162,25 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
     if plan.cost is not None:
         low, middle, high = (figures.dollars(left * dollars) for dollars in _run_dollars(plan.cost))
         print_field(console, "cost", f"{middle} ({low} – {high}), {plan.cost.purchase}")
+
+
+def print_serving(plan: ServePlan, console: Console) -> None:
+    """What a server is predicted to hold and to reach."""
+    from craton.cli import figures
+
+    print_field(console, "layout", f"tp {plan.tp} · {plan.precision}")
+    single, best = (figures.amount(value) for value in (plan.single_tokens_per_second, plan.best_tokens_per_second))
+    print_field(
+        console,
+        "predicted",
+        f"{single} tokens/s for one request, {best} for {plan.best_batch} together · "
+        f"{figures.amount(plan.kv_tokens)} tokens of keys and values · "
+        f"{figures.size(plan.memory_bytes)} of {figures.size(plan.memory_limit_bytes)} a rank",
+    )
+    if plan.dollars_per_hour is not None:
+        print_field(console, "cost", f"{figures.dollars(plan.dollars_per_hour)} an hour")
+    for warning in plan.warnings:
+        print_field(console, "!", warning)
 
 
 def print_field(console: Console, title: str, text: str) -> None:
@@ -199,10 +226,15 @@ def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
     from craton.cli import figures
     from craton.orchestration import StartError
 
-    plan = draft.plan
-    if plan is None or plan.cost is None or yes:
+    plan, serving = draft.plan, draft.serving
+    if yes:
         return
-    dollars = figures.dollars(_share_left(plan, begin) * plan.cost.cost_dollars)
+    if serving is not None and serving.dollars_per_hour is not None:
+        dollars = f"{figures.dollars(serving.dollars_per_hour)} an hour"
+    elif plan is not None and plan.cost is not None:
+        dollars = figures.dollars(_share_left(plan, begin) * plan.cost.cost_dollars)
+    else:
+        return
     if not sys.stdin.isatty():
         raise StartError(f"this run costs about {dollars} and there is no terminal to ask on; give --yes to start it")
     typer.confirm(f"Start it for about {dollars}?", abort=True)
@@ -249,5 +281,6 @@ def _ranks(draft: Draft) -> str:
     return f"{ranks if draft.num_ranks > 1 else '1 rank'} on {nodes if count > 1 else '1 node'}{beside}, {each}"
 
 
-def _way_back(name: str) -> str:
-    return f"`craton logs {name} -f` follows it, `craton stop {name}` stops it with a checkpoint"
+def _way_back(job: Job) -> str:
+    stops = "drains and stops it" if job.serve else "stops it with a checkpoint"
+    return f"`craton logs {job.name} -f` follows it, `craton stop {job.name}` {stops}"

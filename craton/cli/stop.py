@@ -1,4 +1,4 @@
-"""`craton stop RUN`: the ranks checkpoint and leave; `--now` ends them without."""
+"""`craton stop RUN`: the ranks checkpoint, or answer the requests under way, and leave; `--now` ends them without."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ import typer
 
 def stop(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
-    now: Annotated[bool, typer.Option("--now", help="Kill it: what came after the last checkpoint is lost.")] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="Kill it: what came after the last checkpoint, or is under way, is lost.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
-    """Stop a run with a checkpoint, and wait until it has."""
+    """Stop a run with a checkpoint, a server when its requests are answered; wait until it has."""
     import json
 
     from craton.cli.live import make_console, wait_for_stop
     from craton.cli.outcome import outcome_json
-    from craton.orchestration import kill_run, newest_checkpoint, stop_run, wait_for_agents
+    from craton.orchestration import is_server, kill_run, newest_checkpoint, stop_run, wait_for_agents
     from craton.telemetry import find_run, summarize
 
     console = make_console(as_json)
     found = find_run(run)
-    before = newest_checkpoint(found)
+    serves = is_server(found)
+    before = None if serves else newest_checkpoint(found)
     if now:
         kill_run(found)
     else:
         stop_run(found)
         try:
-            wait_for_stop(found, console)
+            wait_for_stop(found, console, serves)
         except KeyboardInterrupt:
             console.print(f"\nnot waiting any longer; {found.name} still stops by itself")
             raise typer.Exit(130) from None
@@ -42,6 +45,10 @@ def stop(
         raise typer.Exit(1)
     if summary.state == "done":
         console.print(f"{found.name} was done before it could be stopped")
+        return
+    if serves:
+        console.print(f"{found.name} stopped")
+        console.print(f"next: craton resume {found.name}", style="dim")
         return
     saved = newest_checkpoint(found)
     if saved is None:

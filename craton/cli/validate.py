@@ -34,6 +34,7 @@ def _num_gpus(job: Job) -> int:
     if job.cluster.is_local:
         return job.cluster.num_nodes
     try:
-        return resolve_cluster(job.cluster, job.price).num_gpus
+        cluster = resolve_cluster(job.cluster, job.price)
+        return cluster.instance.num_gpus if job.serve else cluster.num_gpus
     except CatalogError as error:
         raise CatalogError(f"{job.where('cluster')}cluster: {error}") from None

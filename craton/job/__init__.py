@@ -34,7 +34,7 @@ from craton.job.faults import (
     random_faults,
 )
 from craton.job.huggingface import load_config, model_from_config
-from craton.job.jobfile import TRAINING_KINDS, Job, LayoutSpec, Placement, Run, load_job, parse_job
+from craton.job.jobfile import TRAINING_KINDS, Job, Placement, Run, load_job, make_job, parse_job
 from craton.job.layout import (
     OFFLOADS,
     PRECISIONS,
@@ -46,8 +46,10 @@ from craton.job.layout import (
     Recompute,
     Schedule,
 )
-from craton.job.layout_check import FP8_MULTIPLE, check_layout, layout_is_valid
+from craton.job.layout_check import FP8_MULTIPLE, check_layout, check_served_layout, layout_is_valid
+from craton.job.layoutspec import LayoutSpec
 from craton.job.model import MlaShape, ModelShape
+from craton.job.names import is_name
 from craton.job.nearest_layout import divisors, layout_line, nearest_layout
 from craton.job.presets import model_preset, model_presets
 from craton.job.recover import RandomChaos, RecoverSection, faults_of
@@ -60,11 +62,14 @@ from craton.job.schedules import (
     schedule_actions,
     stage_layers,
 )
+from craton.job.serve import DEFAULT_CHUNK_TOKENS, DEFAULT_RUNNING, Serve, Speculate
 from craton.job.summary import JobSummary, check_job, checked_layout
 from craton.job.train import Evaluate, FaultPolicy, LearningRateSchedule, Lora, Spike, Train, Weights
 from craton.job.units import parse_count, parse_seconds
 
 __all__ = [
+    "DEFAULT_CHUNK_TOKENS",
+    "DEFAULT_RUNNING",
     "DURING",
     "EXAMPLES",
     "FAULT_KINDS",
@@ -112,6 +117,8 @@ __all__ = [
     "RecoverSection",
     "Run",
     "Schedule",
+    "Serve",
+    "Speculate",
     "Spike",
     "StorageNumbers",
     "TierPlace",
@@ -121,6 +128,7 @@ __all__ = [
     "check_fault",
     "check_job",
     "check_layout",
+    "check_served_layout",
     "checked_layout",
     "did_you_mean",
     "divisors",
@@ -128,12 +136,14 @@ __all__ = [
     "faults_of",
     "forward_actions",
     "in_flight_limit",
+    "is_name",
     "lane_of",
     "layout_is_valid",
     "layout_line",
     "load_cluster",
     "load_config",
     "load_job",
+    "make_job",
     "model_from_config",
     "model_preset",
     "model_presets",

@@ -8,31 +8,28 @@ fits it is for craton.infrastructure and `check_layout`.
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PrivateAttr,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
 
 from craton.job.checkpoint import Checkpoint
 from craton.job.clusterfile import ClusterSpec, PriceNumbers, SchedulerKind
 from craton.job.data import Data, Function
 from craton.job.document import Document, parse_document, read_document
-from craton.job.errors import ContentError, JobError, LayoutError
-from craton.job.layout import Layout, Offload, Precision, Recompute, Schedule
+from craton.job.errors import ContentError, JobError
+from craton.job.layout import Layout, Precision
+from craton.job.layoutspec import LayoutSpec, parse_layout
 from craton.job.model import ModelShape
-from craton.job.modelspec import ModelSpec, model_shape, weights_folder
+from craton.job.modelspec import ModelNumbers, ModelSpec, is_function, model_shape, run_folder, weights_folder
+from craton.job.names import Name, Variable, is_name
 from craton.job.recover import ChaosSpec, RecoverSection
 from craton.job.section import ConflictError, Section, parse_section
+from craton.job.serve import DEFAULT_LENGTH, NOT_OF_A_SERVER, Serve
 from craton.job.train import Float8Recipe, Train
-from craton.job.units import Seconds, Size
+from craton.job.units import Seconds
+from craton.remote import is_url
 
 Kind = Literal["pretrain", "sft", "dpo", "grpo", "serve", "command"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -42,9 +39,7 @@ DEFAULT_LEARNING_RATES: dict[str, float] = {"pretrain": 3e-4, "sft": 2e-5, "dpo"
 FINAL_LEARNING_RATE_SHARE = 0.1
 MAX_WARMUP_STEPS = 2000
 
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _NO_SEQUENCE = "data.sequence is missing, and the model does not say how long its sequences are"
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def load_job(path: Path | str) -> Job:
@@ -57,16 +52,12 @@ def parse_job(text: str, name: str = "job.yaml", folder: Path | str = ".") -> Jo
     return _job(parse_document(text, name, folder))
 
 
-def _check_name(value: str) -> str:
-    if not _NAME.fullmatch(value):
-        raise ValueError(f"{value!r} is not a name; use up to 63 letters, digits, '.', '_' and '-', e.g. llama-8b")
-    return value
-
-
-def _check_variable(value: str) -> str:
-    if not _VARIABLE.fullmatch(value):
-        raise ValueError(f"{value!r} is not the name of an environment variable")
-    return value
+def make_job(data: Mapping[str, object], folder: Path | str = ".") -> Job:
+    """A job that no file holds; what is wrong with it is told by key, without a line."""
+    try:
+        return parse_section(Job, Document(name="", folder=Path(folder), data=dict(data), lines={}))
+    except ContentError as error:
+        raise ContentError([problem.removeprefix(":1: ") for problem in error.problems]) from None
 
 
 def _text(value: object) -> object:
@@ -81,58 +72,6 @@ def _one_or_many(value: object) -> object:
 
 
 Text = Annotated[str, BeforeValidator(_text)]
-Variable = Annotated[str, AfterValidator(_check_variable)]
-
-
-class LayoutSpec(Section):
-    """A layout as written: what is left out is 1 or the usual, and fsdp (or else replicate) takes the ranks left."""
-
-    pp: Size | None = None
-    replicate: Size | None = None
-    fsdp: Size | None = None
-    cp: Size | None = None
-    tp: Size | None = None
-    ep: Size | None = None
-    vpp: Size | None = None
-    micro_batch: Size | None = None
-    recompute: Recompute | None = None
-    precision: Precision | None = None
-    zero: Literal[1, 2, 3] | None = None
-    schedule: Schedule | None = None
-    offload: Offload | None = None
-
-    def resolve(self, world: int, precision: Precision = "bf16") -> Layout:
-        """The whole layout on `world` ranks; `precision` is the job's, used when the layout names none."""
-        sizes = {"precision": precision, **self.model_dump(exclude_none=True)}
-        free = "fsdp" if self.fsdp is None else "replicate" if self.replicate is None else None
-        if free:
-            named = Layout(**sizes).world
-            if world % named:
-                raise LayoutError(
-                    f"layout takes a multiple of {named} ranks, but the cluster has {world} GPUs; "
-                    f"{free} cannot fill the rest"
-                )
-            sizes[free] = world // named
-        return self._whole(sizes)
-
-    def named(self, precision: Precision = "bf16") -> Layout:
-        """Only what was written, the rest 1: for a layout that no world can fill."""
-        return self._whole({"precision": precision, **self.model_dump(exclude_none=True)})
-
-    def _whole(self, sizes: dict[str, Any]) -> Layout:
-        if "schedule" not in sizes and sizes.get("vpp", 1) > 1:
-            sizes["schedule"] = "interleaved"
-        return Layout(**sizes)
-
-
-def _parse_layout(value: object, info: ValidationInfo) -> LayoutSpec | None:
-    if value is None or value == "auto":
-        return None
-    if isinstance(value, LayoutSpec):
-        return value
-    if isinstance(value, dict):
-        return LayoutSpec.parse(value, info)
-    raise ValueError(f"{value!r} is not a layout; write auto, or a mapping such as {{fsdp: 16, tp: 8}}")
 
 
 class Placement(Section):
@@ -166,13 +105,14 @@ class Run(Section):
 class Job(Section):
     """One job. Paths in it are absolute, so that it means the same wherever it is read."""
 
-    name: Annotated[str, AfterValidator(_check_name)] = "job"
+    name: Name = "job"
     kind: Kind
     model: ModelSpec | None = None
     data: Data = Data()
     train: Train | None = None
+    serve: Serve | None = None  # always there for kind serve, and for no other
     cluster: ClusterSpec
-    layout: Annotated[LayoutSpec | None, BeforeValidator(_parse_layout)] = None  # None: auto
+    layout: Annotated[LayoutSpec | None, BeforeValidator(parse_layout)] = None  # None: auto
     placement: Placement | None = None
     checkpoint: Checkpoint = Checkpoint()
     recover: RecoverSection = RecoverSection()
@@ -192,8 +132,15 @@ class Job(Section):
     def _name_from_file(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, dict) and "name" not in value and info.context:
             stem = Path(info.context["name"]).stem
-            if _NAME.fullmatch(stem):
+            if is_name(stem):
                 return {**value, "name": stem}
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _server_has_its_section(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("kind") == "serve" and value.get("serve") is None:
+            return {**value, "serve": {}}
         return value
 
     @model_validator(mode="after")
@@ -263,6 +210,49 @@ class Job(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _serving_goes_together(self) -> Self:
+        if self.kind != "serve":
+            if self.serve:
+                raise ConflictError(f"serve belongs to kind serve, not {self.kind}", ("serve",), ("kind",))
+            if self.kind in TRAINING_KINDS and self.trained_run is not None:
+                raise ConflictError(
+                    f"model: {self.model} is a run, which can be served; to train on from it, `craton export` it and "
+                    "give the folder",
+                    ("model",),
+                )
+            return self
+        if isinstance(self.model, str) and is_function(self.model):
+            raise ConflictError(
+                f"kind serve needs a model that Craton builds itself, and {self.model} is a function; give a preset, a "
+                "folder, a Hub id or a run",
+                ("model",),
+                ("kind",),
+            )
+        if self.data != Data():
+            raise ConflictError("kind serve reads no data; remove `data:`", ("data",), ("kind",))
+        for key in self.layout.model_fields_set if self.layout else ():
+            if key in NOT_OF_A_SERVER:
+                raise ConflictError(f"layout: {key} is not for a server: {NOT_OF_A_SERVER[key]}", ("layout", key))
+        if self.recover.spares:
+            raise ConflictError("recover: a server runs on one node, without spares", ("recover", "spares"), ("kind",))
+        assert self.serve is not None
+        shape = self.model_shape
+        longest = shape.max_sequence if shape else 0
+        if longest and self.served_length > longest:
+            raise ConflictError(
+                f"serve: max_length {self.served_length:,} is more than the {longest:,} tokens that the model was made "
+                "for",
+                ("serve", "max_length"),
+            )
+        if self.served_name in self.serve.adapters:
+            raise ConflictError(
+                f"serve.adapters: {self.served_name!r} is the model's own name; give serve.served_name, or rename the "
+                "adapter",
+                ("serve", "adapters"),
+            )
+        return self
+
     def __eq__(self, other: object) -> bool:
         """Jobs that say the same are equal, whatever file they were read from."""
         return isinstance(other, Job) and self.__dict__ == other.__dict__
@@ -315,10 +305,11 @@ class Job(Section):
 
     @property
     def precision(self) -> Precision:
-        """The layout's own, else that of `train:`."""
+        """The layout's own, else that of `train:` or `serve:`."""
         if self.layout and self.layout.precision:
             return self.layout.precision
-        return self.train.precision if self.train else "bf16"
+        section = self.train or self.serve
+        return section.precision if section else "bf16"
 
     @property
     def learning_rate(self) -> float:
@@ -351,7 +342,7 @@ class Job(Section):
 
     @property
     def fp8(self) -> Float8Recipe | None:
-        """How matrix products are scaled in fp8; None in any other precision."""
+        """How matrix products of training are scaled in fp8; None in any other precision."""
         return (self.train and self.train.fp8) or "tensorwise" if self.precision == "fp8" else None
 
     @property
@@ -361,11 +352,12 @@ class Job(Section):
 
     @property
     def weights_folder(self) -> Path | None:
-        """The folder whose weights training starts from; None where it starts from random ones.
+        """The folder whose weights are trained on or served; None where they are random, or a run's own.
 
-        A JobError when weights are asked for and there are none; sft asks for them unless `initialize` is random.
+        A JobError when weights are asked for and there are none; sft and serve do unless `initialize` is random.
         """
-        initialize = self.train.initialize if self.train else "auto"
+        section = self.train or self.serve
+        initialize = section.initialize if section else "auto"
         folder = weights_folder(self.model) if isinstance(self.model, str) and initialize != "random" else None
         if folder is None and initialize == "weights":
             raise JobError(
@@ -377,7 +369,36 @@ class Job(Section):
                 f"{self.where('model')}kind sft starts from a trained model, and {self.model_shape.name} has no "
                 "weights here; give a folder or a Hub id that is in the local cache, or train.initialize: random"
             )
+        if folder is None and self.kind == "serve" and initialize != "random" and self.trained_run is None:
+            raise JobError(
+                f"{self.where('model')}kind serve needs trained weights, and {self.served_name} has none here; give a "
+                "folder, a Hub id that is in the local cache, or a run; or serve.initialize: random to measure speed"
+            )
         return folder
+
+    @property
+    def trained_run(self) -> Path | None:
+        """The directory of the run that `model:` names; None where it names none."""
+        return run_folder(self.model) if isinstance(self.model, str) else None
+
+    @property
+    def served_length(self) -> int:
+        """Tokens of a prompt and its answer together: as written, else what the model was made for. Where that is not
+        written an engine may have room for less."""
+        assert self.serve is not None, f"kind {self.kind} does not serve"
+        shape = self.model_shape
+        return self.serve.max_length or (shape.max_sequence if shape else 0) or DEFAULT_LENGTH
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model: as written, else the preset, the Hub id, or the name of the folder or run."""
+        assert self.serve is not None, f"kind {self.kind} does not serve"
+        if self.serve.served_name is not None:
+            return self.serve.served_name
+        if isinstance(self.model, ModelNumbers):
+            return self.model.name
+        assert self.model is not None
+        return Path(self.model).name if self.model.startswith("/") or is_url(self.model) else self.model
 
     def where(self, *location: str | int) -> str:
         """`job.yaml:7: `, the beginning of a message about a key; nothing for a job that was not read from a file."""

@@ -73,6 +73,18 @@ def check_layout(
     ]
 
 
+def check_served_layout(layout: Layout, shape: ModelShape) -> list[str]:
+    """What keeps the ranks of tp from serving the model together; each text ends with what to write instead."""
+    # Tokens need not divide: a step is padded to a multiple of tp.
+    problems = _tensor_problems(layout, shape, sequence=layout.tp, trained=True)
+    if narrow := _narrow_for_fp8(layout, shape):
+        problems.append(
+            f"tp {layout.tp} does not cut {' and '.join(narrow)} into multiples of {FP8_MULTIPLE}, which fp8 needs; "
+            "write serve.precision: bf16"
+        )
+    return problems
+
+
 def _world_problems(layout: Layout, world: int) -> list[str]:
     if layout.world == world:
         return []

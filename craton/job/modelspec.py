@@ -1,7 +1,8 @@
 """What may stand under `model:`, and the shape it means.
 
-A preset, a Hub id in the local cache, a folder (here or at an s3:// URL) or config.json, inline numbers, or
-`package.module:function`, whose shape is only known to its author: it loads and runs, but cannot be planned.
+A preset, a Hub id in the local cache, a folder (here or at an s3:// URL) or config.json, inline numbers, a run that
+trained one, or `package.module:function`, whose shape is only known to its author: it loads and runs, but cannot be
+planned.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ValidationInfo, model_validator
 
+from craton.job.document import read_document
 from craton.job.errors import ModelError, did_you_mean
 from craton.job.huggingface import cached_config, read_config
 from craton.job.model import MlaShape, ModelShape
@@ -19,6 +21,7 @@ from craton.job.presets import find_preset, preset_names
 from craton.job.section import ConflictError, Section
 from craton.job.units import Size, Whole
 from craton.remote import is_url, remote_config, remote_weights
+from craton.telemetry import RunDirectory, runs_root
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -107,12 +110,14 @@ def model_shape(model: str | ModelNumbers) -> ModelShape | None:
     if is_url(model):
         return read_config(remote_config(model), name=model.rstrip("/").rpartition("/")[2])
     path = Path(model).expanduser()
+    if (run := run_folder(model)) is not None:
+        return _shape_of_run(run)
     if path.exists() or looks_like_path(model):
         return read_config(path)
     if _HUB_ID.fullmatch(model):
         return read_config(cached_config(model), name=model)
     raise ModelError(
-        f"{model!r} is not a model preset, a Hub id (organisation/name), a folder with a config.json or "
+        f"{model!r} is not a model preset, a Hub id (organisation/name), a folder with a config.json, a run or "
         f"package.module:function; `craton catalog models` lists the presets{did_you_mean(model, preset_names())}"
     )
 
@@ -135,6 +140,24 @@ def weights_folder(model: str) -> Path | None:
     return folder if any(folder.glob("*.safetensors")) else None
 
 
+def run_folder(model: str) -> Path | None:
+    """The run directory at this absolute path; None where there is none."""
+    path = Path(model)
+    is_run = path.is_absolute() and (path / "job.yaml").is_file() and RunDirectory(path).looks_like_a_run()
+    return path if is_run else None
+
+
+def _shape_of_run(run: Path) -> ModelShape | None:
+    """Of the model that the run trains, as its own job file has it."""
+    job = read_document(run / "job.yaml").data
+    trained = job.get("model")
+    if "train" not in job or trained is None:
+        raise ModelError(f"the run {run.name} is of kind {job.get('kind')}, which trains no model")
+    if isinstance(trained, dict):
+        return ModelNumbers.model_validate(trained).shape()
+    return model_shape(str(trained))
+
+
 def _parse_model(value: object, info: ValidationInfo) -> str | ModelNumbers:
     """Checks that the model can be found now, and makes a path independent of where the command is started."""
     if isinstance(value, ModelNumbers):
@@ -148,6 +171,8 @@ def _parse_model(value: object, info: ValidationInfo) -> str | ModelNumbers:
         path = (Path((info.context or {}).get("folder", ".")) / Path(model).expanduser()).resolve()
         if path.exists() or looks_like_path(model):
             model = str(path)
+        elif "/" not in model and run_folder(str(runs_root() / model)) is not None:
+            model = str(runs_root() / model)
     model_shape(model)
     return model
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from craton.job.errors import ContentError, LayoutError
 from craton.job.jobfile import Job
 from craton.job.layout import Layout
-from craton.job.layout_check import check_layout
+from craton.job.layout_check import check_layout, check_served_layout
 from craton.job.nearest_layout import layout_line, nearest_layout
 
 OWN_SOFTWARE = "craton"  # jobs that name no other stack are trained by Craton's own loop
@@ -54,6 +54,13 @@ class JobSummary:
 def check_job(job: Job, num_gpus: int) -> JobSummary:
     """The summary of a job on so many GPUs, or a ContentError with what is wrong with its layout."""
     shape = job.model_shape
+    if job.serve and job.cluster.num_nodes > 1:
+        raise ContentError(
+            [
+                f"{job.where('cluster')}cluster: a server runs on one node, and {job.cluster} are "
+                f"{job.cluster.num_nodes}; write x 1, and start as many servers as you need"
+            ]
+        )
     layout = checked_layout(job, num_gpus, trained=job.software == OWN_SOFTWARE)
     return JobSummary(
         name=job.name,
@@ -61,14 +68,20 @@ def check_job(job: Job, num_gpus: int) -> JobSummary:
         model=shape.name if shape else job.model if isinstance(job.model, str) else None,
         parameters=shape.parameters if shape else None,
         cluster=str(job.cluster),
-        num_gpus=num_gpus,
+        num_gpus=layout.tp if job.serve and layout and job.cluster.is_local else num_gpus,
         sequence=job.sequence if job.train else None,
         global_batch_sequences=job.global_batch_sequences if job.train else None,
         global_batch_tokens=job.global_batch_tokens if job.train else None,
         steps=job.steps,
         total_tokens=job.total_tokens,
-        layout=str(layout) if layout else "auto",
+        layout=_layout_text(job, layout),
     )
+
+
+def _layout_text(job: Job, layout: Layout | None) -> str:
+    if layout is None:
+        return "auto"
+    return f"tp {layout.tp} · {layout.precision}" if job.serve else str(layout)
 
 
 def checked_layout(job: Job, num_gpus: int, *, trained: bool) -> Layout | None:
@@ -77,6 +90,8 @@ def checked_layout(job: Job, num_gpus: int, *, trained: bool) -> Layout | None:
     shape, where = job.model_shape, job.where("layout")
     if job.layout is None:
         return None
+    if job.serve:
+        return _served_layout(job, num_gpus)
     try:
         layout = job.layout.resolve(num_gpus, job.precision)
         problems = []
@@ -102,6 +117,18 @@ def checked_layout(job: Job, num_gpus: int, *, trained: bool) -> Layout | None:
         near = nearest_layout(layout, shape, num_gpus, batch, sequence, trained=trained, written=written)
         if near is not None:
             problems[-1] += f"; the nearest layout that fits: `{layout_line(near)}`"
+    return _without_problems(layout, problems)
+
+
+def _served_layout(job: Job, num_gpus: int) -> Layout:
+    """A server's ranks are those of tp; a local machine without GPUs may have any number of them."""
+    shape, where = job.model_shape, job.where("layout")
+    assert job.layout is not None
+    assert shape is not None
+    layout = Layout(tp=job.layout.tp or 1, precision=job.precision)
+    problems = [f"{where}layout: {problem}" for problem in check_served_layout(layout, shape)]
+    if not problems and layout.tp > num_gpus and not job.cluster.is_local:
+        problems.append(f"{where}layout: tp {layout.tp} needs as many GPUs on one node, and a node has {num_gpus}")
     return _without_problems(layout, problems)
 
 

@@ -15,6 +15,7 @@ from craton.orchestration.runs import (
     SavedStep,
     check_name_is_free,
     check_places,
+    check_server,
     draft_resume,
     kill_run,
     newest_checkpoint,
@@ -24,12 +25,24 @@ from craton.orchestration.runs import (
     start_run,
     stop_run,
 )
+from craton.orchestration.server import (
+    READY,
+    ServerAddress,
+    ServerState,
+    ServerWatch,
+    Stages,
+    address_of,
+    is_server,
+    serve_job,
+    server_name,
+)
 from craton.orchestration.sizes import Size
 from craton.orchestration.start import run
 from craton.orchestration.state import wait_for_agents
 from craton.orchestration.watch import Follower, View
 
 __all__ = [
+    "READY",
     "RECOVERY_CASES",
     "RECOVERY_KINDS",
     "STOP_AT",
@@ -43,9 +56,14 @@ __all__ = [
     "Resize",
     "RunStateError",
     "SavedStep",
+    "ServerAddress",
+    "ServerState",
+    "ServerWatch",
     "Size",
+    "Stages",
     "StartError",
     "View",
+    "address_of",
     "agent_command",
     "agent_log",
     "arm_faults",
@@ -53,6 +71,7 @@ __all__ = [
     "check_machine",
     "check_name_is_free",
     "check_places",
+    "check_server",
     "compare",
     "draft_resize",
     "draft_resume",
@@ -61,6 +80,7 @@ __all__ = [
     "fired_faults",
     "free_port",
     "has_resized",
+    "is_server",
     "kill_run",
     "living_agents",
     "named_job",
@@ -74,6 +94,8 @@ __all__ = [
     "resume_run",
     "resumed_job",
     "run",
+    "serve_job",
+    "server_name",
     "start_run",
     "stop_run",
     "wait_for_agents",

@@ -1,7 +1,8 @@
 """From a job to what would be written and started: nothing here touches a disk, a process or a network.
 
 A draft that comes back is one that may be launched: its backend exists, its plan fits the memory and its layout is one
-that the training loop knows. `--dry-run` prints a draft and a launch starts it; both use the same texts.
+that the training loop, or the serving engine, knows. `--dry-run` prints a draft and a launch starts it; both use the
+same texts.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from craton.job import TRAINING_KINDS, FaultError, Job, JobError, dump_job, faul
 from craton.ml import TRAINED_PRECISIONS
 from craton.orchestration.errors import StartError
 from craton.orchestration.sizes import Size, check_memory, check_offload, elastic_sizes
-from craton.planning import Plan, plan, plan_to_json
+from craton.planning import Plan, ServePlan, plan, plan_serving, plan_to_json, serving_to_json
 
 BACKENDS = ("local", "slurm", "kubernetes")
-KINDS = ("pretrain", "sft", "command")
+KINDS = ("pretrain", "sft", "serve", "command")
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment of the ranks: where a user's own functions are looked for
+END_SECONDS = 15.0  # from the last answer of a server that drains to the end of its ranks
 STOP_AT = "CRATON_STOP_AT"  # and the step after which the loop saves, sets the STOP marker and ends
 
 Progress = Callable[[int, int, str], None]
@@ -38,6 +40,7 @@ class Draft:
     launch: Launch
     note: str = ""  # why there is no plan, or what had to differ from the best one
     sizes: list[Size] = field(default_factory=list)  # of an elastic job: all it may run on, the largest last
+    serving: ServePlan | None = None  # the plan of a server
 
     @property
     def num_ranks(self) -> int:
@@ -52,6 +55,8 @@ class Draft:
         texts = {"job.yaml": dump_job(self.job)}
         if self.plan is not None:
             texts["plan.json"] = plan_text(self.plan)
+        if self.serving is not None:
+            texts["plan.json"] = json.dumps(serving_to_json(self.serving), indent=1) + "\n"
         texts |= {f"plans/{size.num_nodes}.json": plan_text(size.plan) for size in self.sizes if size.plan}
         texts["launch.json"] = json.dumps(asdict(self.launch), indent=1) + "\n"
         return texts
@@ -104,8 +109,11 @@ def draft_run(
     check_secrets(job, os.environ)
     if stop_at is not None:
         check_stop(job, stop_at)
-    found, note = None, ""
-    if job.kind == "command":
+    found, serving, note = None, None, ""
+    if job.kind == "serve":
+        serving = plan_serving(job)
+        check_room(job, serving)
+    elif job.kind == "command":
         note = "a command is run as it is, without a plan"
     elif job.model_shape is None:
         note = "no plan: the model is a function, whose numbers only its author knows"
@@ -116,7 +124,7 @@ def draft_run(
     environment = {**job.run.env, JOB_FOLDER: str(Path(job_folder).absolute())}
     if stop_at is not None:
         environment[STOP_AT] = str(stop_at)
-    launch = launch_of(job, found, run, generation, environment, port)
+    launch = launch_of(job, found or serving, run, generation, environment, port)
     sizes: list[Size] = []
     if launch.min_nodes and job.kind in TRAINING_KINDS:
         sizes, refused = elastic_sizes(job, launch.ranks_per_node, found, progress)
@@ -126,7 +134,7 @@ def draft_run(
     if launch.min_nodes and job.kind == "command":  # which has no layout, and runs on any number
         layouts = {str(count): {} for count in range(launch.min_nodes, launch.working_nodes + 1)}
     launch = replace(launch, layouts=layouts)
-    return Draft(job, found, replace(launch, chaos=chaos_of(job, launch)), note, sizes)
+    return Draft(job, found, replace(launch, chaos=chaos_of(job, launch)), note, sizes, serving)
 
 
 def agent_command(run: Path, node: int | None = None) -> list[str]:
@@ -136,25 +144,27 @@ def agent_command(run: Path, node: int | None = None) -> list[str]:
 
 
 def rank_command(job: Job, run: Path) -> list[str]:
-    """A job's own command (a single text goes to the shell), else the training loop."""
+    """A job's own command (a single text goes to the shell), else the training loop or the serving engine."""
     if job.kind != "command":
-        return [sys.executable, "-m", "craton.ml.training", str(run)]
+        module = "craton.ml.serving" if job.kind == "serve" else "craton.ml.training"
+        return [sys.executable, "-m", module, str(run)]
     return ["/bin/sh", "-c", job.command[0]] if len(job.command) == 1 else list(job.command)
 
 
 def nursery_command(job: Job, run: Path) -> list[str]:
-    """What imports the training loop once and forks ranks; a foreign command is started anew each time."""
-    return [] if job.kind == "command" else [sys.executable, "-m", "craton.ml.nursery", str(run)]
+    """What imports the training loop once and forks ranks; servers and commands are started anew each time."""
+    return [sys.executable, "-m", "craton.ml.nursery", str(run)] if job.kind in TRAINING_KINDS else []
 
 
 def launch_of(
-    job: Job, found: Plan | None, run: Path, generation: int, environment: Mapping[str, str], port: int
+    job: Job, found: Plan | ServePlan | None, run: Path, generation: int, environment: Mapping[str, str], port: int
 ) -> Launch:
     """Nodes, ranks and their command."""
     num_nodes, ranks_per_node, gpus = ranks_of(job, found)
+    spares = 0 if job.serve else job.spares
     return Launch(
         generation=generation,
-        nodes=[f"node-{number}" for number in range(num_nodes + job.spares)],
+        nodes=[f"node-{number}" for number in range(num_nodes + spares)],
         ranks_per_node=ranks_per_node,
         command=rank_command(job, run),
         env=dict(environment),
@@ -164,6 +174,8 @@ def launch_of(
         gpus=gpus,
         track=list(job.track),
         metrics_port=0,
+        stop_grace_seconds=job.serve.drain + END_SECONDS if job.serve else Launch.stop_grace_seconds,
+        early_seconds=0.0 if job.serve else Launch.early_seconds,  # an engine says by its exit code what is final
         num_nodes=num_nodes,
         min_nodes=job.cluster.min_nodes if job.cluster.min_nodes < num_nodes else 0,
         nursery=nursery_command(job, run),
@@ -208,8 +220,11 @@ def tier_names(job: Job) -> list[str]:
     return [*([] if job.checkpoint.peer == "off" else ["peer"]), *(tier.to for tier in job.checkpoint.places)]
 
 
-def ranks_of(job: Job, found: Plan | None) -> tuple[int, int, bool]:
-    """(nodes, ranks on each, whether they have GPUs): a rank for every GPU, one for a node without."""
+def ranks_of(job: Job, found: Plan | ServePlan | None) -> tuple[int, int, bool]:
+    """(nodes, ranks on each, whether they have GPUs): a rank for every GPU, one for a node without; of a server those
+    that share its model."""
+    if isinstance(found, ServePlan):
+        return 1, found.tp, found.cluster.instance.gpu.generation != "cpu"
     if found is None and job.cluster.is_local:  # without a plan there is no need to measure this machine
         cards, num_nodes = len(visible_accelerators()), job.cluster.num_nodes
         if cards % num_nodes:
@@ -246,6 +261,23 @@ def check_backend(job: Job, on: str | None) -> None:
         )
 
 
+def check_room(job: Job, found: ServePlan) -> None:
+    """Refuse before launch a server without room for a single text, with what to change."""
+    if found.fits:
+        return
+    weights, limit = found.memory_parts["weights"] / 2**30, found.memory_limit_bytes / 2**30
+    advice = [] if found.tp >= found.cluster.instance.num_gpus else ["more ranks (layout: {tp: N})"]
+    if found.precision != "fp8":
+        advice.append("serve.precision: fp8")
+    if weights < limit:
+        advice += ["serve.kv_precision: fp8", "a larger serve.memory", "a shorter serve.max_length"]
+    raise StartError(
+        f"{job.where('model')}{job.served_name} does not fit {found.cluster.name}: its weights take {weights:.3g} of "
+        f"{limit:.3g} GiB a rank, which leaves room for {found.kv_tokens:,} tokens of text where "
+        f"{found.needed_tokens:,} are needed; use {', '.join([*advice, 'a smaller model'])}"
+    )
+
+
 def check_precision(job: Job) -> None:
     if job.kind in TRAINING_KINDS and job.precision not in TRAINED_PRECISIONS:
         raise StartError(
@@ -264,7 +296,7 @@ def check_optimizer(job: Job) -> None:
 
 def check_weights(job: Job) -> None:
     """What the job starts from is on this machine: told before its data is prepared."""
-    if job.kind in TRAINING_KINDS:
+    if job.kind in TRAINING_KINDS or job.serve:
         _ = job.weights_folder
 
 
@@ -284,6 +316,12 @@ def check_secrets(job: Job, environment: Mapping[str, str]) -> None:
         raise StartError(
             f"{job.where('run', 'secrets')}run.secrets names {', '.join(missing)}, which this shell does not have; "
             f"`export {missing[0]}=...` and start again"
+        )
+    keys = job.serve.api_keys if job.serve else None
+    if keys is not None and not environment.get(keys, "").strip():
+        raise StartError(
+            f"{job.where('serve', 'api_keys')}serve.api_keys names {keys}, which this shell does not have or is empty; "
+            f"`export {keys}=KEY` (several with commas) and start again"
         )
 
 

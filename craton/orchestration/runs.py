@@ -21,6 +21,7 @@ from craton.orchestration.draft import JOB_FOLDER, Draft, Progress, draft_run
 from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import kill_agents, living_agents, start_agents, with_cards
 from craton.orchestration.resize import resized_nodes
+from craton.orchestration.server import check_port
 from craton.orchestration.state import check_not_running, check_running, launching, write_whole
 from craton.telemetry import Heartbeat, RunDirectory, RunExistsError, write_heartbeat
 
@@ -52,6 +53,7 @@ def check_name_is_free(root: Path, name: str) -> None:
 
 def start_run(draft: Draft, root: Path) -> RunDirectory:
     """Create the run directory, write what it holds, and start the agents."""
+    check_server(draft.job)
     try:
         run = RunDirectory.create(root, draft.job.name)
     except RunExistsError:
@@ -95,7 +97,7 @@ def _place(written: str, folder: Path) -> str:
 
 
 def stop_run(run: RunDirectory) -> None:
-    """Ask the ranks to checkpoint and leave; returns at once."""
+    """Ask the ranks to checkpoint, or to finish the requests under way, and leave; returns at once."""
     check_running(run)
     run.mark("STOP", "craton stop")
 
@@ -169,6 +171,7 @@ def resume_run(run: RunDirectory, draft: Draft) -> None:
     """Start the next generation; it restores the newest checkpoint by itself."""
     with launching(run):
         check_not_running(run)
+        check_server(draft.job)
         for marker in ("STOP", "FATAL", "DONE"):
             run.unmark(marker)
         run.resize_path.unlink(missing_ok=True)
@@ -215,6 +218,19 @@ def check_places(job: Job, run: Path) -> None:
             ) from None
         except StorageError as error:
             raise StartError(f"{job.where('checkpoint', 'tiers', number)}checkpoint tier {tier.to}: {error}") from None
+
+
+def check_server(job: Job) -> None:
+    """Refuse before a model is loaded what its server would fail on then; nothing for other jobs."""
+    if job.serve is None:
+        return
+    check_port(job)
+    trained = job.trained_run
+    if trained is not None and job.serve.initialize != "random" and newest_checkpoint(RunDirectory(trained)) is None:
+        raise StartError(
+            f"{job.where('model')}the run {trained.name} has no checkpoint yet, so that there is nothing to serve; "
+            f"`craton stop {trained.name}` saves one"
+        )
 
 
 def _saved_folders(name: str, located: TierPlace) -> list[SavedStep]:

@@ -4,6 +4,7 @@ from craton.planning.bench import Bench, bench_json, bench_plan, decisions, stat
 from craton.planning.calibration import Calibration, CalibrationError, calibrate, load_pins, load_runs
 from craton.planning.cases import Case, CaseFileError, Skipped, load_cases
 from craton.planning.corpus import corpus_path
+from craton.planning.inference import Roofline, Roofs, ServedModel, roofs_of
 from craton.planning.inventory import StageInventory, inventory
 from craton.planning.memory import Memory, memory
 from craton.planning.planner import plan, plan_clusters
@@ -19,7 +20,8 @@ from craton.planning.profiles import (
 )
 from craton.planning.report import render_front, render_plan
 from craton.planning.report_html import plan_html
-from craton.planning.report_json import plan_to_json
+from craton.planning.report_json import plan_to_json, serving_to_json
+from craton.planning.report_serving import render_serving
 from craton.planning.result import (
     Alternative,
     Bottleneck,
@@ -32,6 +34,7 @@ from craton.planning.result import (
     StoragePlan,
     TierPlan,
 )
+from craton.planning.serving import DecodePoint, ServePlan, plan_serving
 from craton.planning.setting import PlanError
 from craton.planning.software import CONSTANTS, SoftwareProfile, Traits
 from craton.planning.training import Workload
@@ -48,14 +51,19 @@ __all__ = [
     "Case",
     "CaseFileError",
     "CostPlan",
+    "DecodePoint",
     "GoodputPlan",
     "Memory",
     "Plan",
     "PlanError",
     "ProfileError",
     "RecoveryPlan",
+    "Roofline",
+    "Roofs",
     "ScalingPoint",
     "Sensitivity",
+    "ServePlan",
+    "ServedModel",
     "Skipped",
     "SoftwareProfile",
     "StageInventory",
@@ -79,10 +87,14 @@ __all__ = [
     "plan",
     "plan_clusters",
     "plan_html",
+    "plan_serving",
     "plan_to_json",
     "render_front",
     "render_plan",
+    "render_serving",
+    "roofs_of",
     "save_profile",
+    "serving_to_json",
     "software_names",
     "statistics",
     "summary",

@@ -12,6 +12,7 @@ from datetime import date
 from typing import Any
 
 from craton.planning.result import INTERVAL_LEVEL, Plan
+from craton.planning.serving import ServePlan
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -27,6 +28,17 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     document["goodput_detail"] = document.pop("goodput")
     document["goodput"] = document["goodput_detail"]["goodput"]
     document["cost_dollars"] = document["cost"]["cost_dollars"] if plan.cost else None
+    return document
+
+
+def serving_to_json(plan: ServePlan) -> dict[str, Any]:
+    """The same of a server's plan; `roofs` are what its steps are measured against."""
+    document: dict[str, Any] = {"schema": 1, **_plain_fields(plan)}
+    document |= {"fits": plan.fits, "requests": plan.requests}
+    document["model"] |= {
+        "parameters": plan.model.parameters,
+        "active_parameters": plan.model.active_parameters,
+    }
     return document
 
 

@@ -37,9 +37,11 @@ class Setting:
 
 def check_plannable(job: Job) -> None:
     """Whether the job can be planned at all, before anything is measured or searched."""
+    if job.serve:
+        raise PlanError(f"{job.where('kind')}kind serve does not train; `plan_serving` predicts it")
     if job.kind not in PLANNED_KINDS:
         raise PlanError(
-            f"{job.where('kind')}kind {job.kind} cannot be planned; {' and '.join(PLANNED_KINDS)} can. "
+            f"{job.where('kind')}kind {job.kind} cannot be planned; {', '.join(PLANNED_KINDS)} and serve can. "
             "`craton validate` checks the file"
         )
     if job.model_shape is None:

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from agent_gang import DEADLINE_SECONDS, Gang, is_alive, wait_until
 
-from craton.agent import newest_generation
-from craton.agent.supervisor import EARLY_SECONDS
+from craton.agent import Launch, newest_generation
 from craton.telemetry import read_heartbeat, read_lines
 
 # Rank 0 listens where the environment says, without a word to the kernel that it may share the port, and rank 1 comes
@@ -165,7 +164,7 @@ def test_a_command_that_breaks_again_and_again_ends_with_what_broke(gang: Gang) 
 def test_a_rank_of_the_first_generation_that_dies_late_is_started_again(gang: Gang) -> None:
     agents = start(gang)
     first = met(gang, 1)
-    time.sleep(EARLY_SECONDS)  # the agents began before the ranks
+    time.sleep(Launch.early_seconds)  # the agents began before the ranks
     os.kill(first[0]["pid"], signal.SIGKILL)
     met(gang, 2)
     gang.tell("go-2")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -68,3 +72,35 @@ class Verbs:
 
     def wait_for_step(self, step: int, name: str = "count") -> None:
         self.wait_for(lambda: summarize(self.run(name)).step >= step)
+
+
+def in_a_terminal(
+    verbs: Verbs, arguments: list[str], when: str = "", send: bytes = b"", program: tuple[str, ...] = ("-m", "craton")
+) -> tuple[int, str]:
+    """Runs the command (or another program of Python's) as the foreground of a terminal; types `send` when `when` is
+    on the screen."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(verbs.folder)
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
+        os.execve(sys.executable, [sys.executable, *program, *arguments], environment)
+    screen, sent = b"", False
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
+    signal.alarm(60)
+    try:
+        while True:
+            try:
+                part = os.read(terminal, 65536)
+            except OSError:  # how Linux says that the other side is gone
+                break
+            if not part:
+                break
+            screen += part
+            if send and not sent and when.encode() in screen:
+                os.write(terminal, send)
+                sent = True
+    finally:
+        signal.alarm(0)
+    _, status = os.waitpid(child, 0)
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(status), re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.decode(errors="replace"))

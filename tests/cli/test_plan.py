@@ -156,7 +156,8 @@ def test_wrong_usage_with_json_is_json_too(plan: Command, arguments: list[str]) 
 
 
 BAD_JOBS = {
-    "kind serve": "kind: serve\nmodel: llama-3.1-8b\ncluster: p5.48xlarge x 1\n",
+    "kind command": "kind: command\ncommand: ls\ncluster: p5.48xlarge x 1\n",
+    "a server on two nodes": "kind: serve\nmodel: llama-3.1-8b\ncluster: p5.48xlarge x 2\n",
     "a model that is a function": JOB.replace("llama-3.2-1b", "my.models:build"),
     "no end": JOB.replace(", tokens: 10B", ""),
     "an unknown stack": JOB + "software: torchtitn\n",
@@ -223,8 +224,32 @@ WORDS = [
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arguments=st.lists(st.sampled_from(WORDS), max_size=5))
 def test_no_arguments_make_a_traceback(plan: Command, arguments: list[str]) -> None:
-    plan.job.write_text("kind: serve\nmodel: llama-3.2-1b\ncluster: p5.48xlarge x 1\n")
+    plan.job.write_text("kind: command\ncommand: ls\ncluster: p5.48xlarge x 1\n")
     code, _, errors = plan(plan.job, *arguments)
     assert code == 2
     assert errors
     assert "Traceback" not in errors
+
+
+SERVER = "kind: serve\nmodel: llama-3.1-8b\ncluster: p5en.48xlarge x 1\n"
+
+
+def test_a_server_is_planned_too(plan: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan.job.write_text(SERVER)
+    monkeypatch.setenv("COLUMNS", "80")
+    code, output, errors = plan(plan.job)
+    assert (code, errors) == (0, "")
+    for words in ("FITS", "room", "one request", "best batch", "tokens/s", "of the roof"):
+        assert words in output
+    assert max(len(line) for line in output.splitlines()) <= 80
+    found = plan.json(plan.job)
+    assert (found["kind"], found["tp"], found["fits"]) == ("serve", 1, True)
+    assert found["best_tokens_per_second"] > found["single_tokens_per_second"] > 100
+
+
+@pytest.mark.parametrize("option", [["--html", "x.html"], ["--trace"], ["--instances", "p5"], ["--by", "cost"]])
+def test_what_is_only_for_training_is_said(plan: Command, option: list[str]) -> None:
+    plan.job.write_text(SERVER)
+    code, _, errors = plan(plan.job, *option)
+    assert code == 2
+    assert errors == f"error: {option[0]} is for jobs that train; a server's plan is printed, or written by --json\n"

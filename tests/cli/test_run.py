@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import re
-import signal
-import sys
 from pathlib import Path
 
 import pytest
-from run_verbs import Verbs
+from run_verbs import Verbs, in_a_terminal
 
 from craton.job import load_job
 from craton.orchestration import living_agents
@@ -155,35 +150,6 @@ def test_the_view_shows_progress_and_loss(verbs: Verbs) -> None:
     for words in ("count · running · 2 ranks", "step 60", "loss", "measured", "count is done"):
         assert words in screen
     assert "▁" in screen
-
-
-def in_a_terminal(verbs: Verbs, arguments: list[str], when: str = "", send: bytes = b"") -> tuple[int, str]:
-    """Runs the command as the foreground of a terminal; types `send` when `when` is on the screen."""
-    child, terminal = pty.fork()
-    if child == 0:
-        os.chdir(verbs.folder)
-        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
-        os.execve(sys.executable, [sys.executable, "-m", "craton", *arguments], environment)
-    screen, sent = b"", False
-    signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
-    signal.alarm(60)
-    try:
-        while True:
-            try:
-                part = os.read(terminal, 65536)
-            except OSError:  # how Linux says that the other side is gone
-                break
-            if not part:
-                break
-            screen += part
-            if send and not sent and when.encode() in screen:
-                os.write(terminal, send)
-                sent = True
-    finally:
-        signal.alarm(0)
-    _, status = os.waitpid(child, 0)
-    os.close(terminal)
-    return os.waitstatus_to_exitcode(status), re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.decode(errors="replace"))
 
 
 def test_the_quickstart_is_a_job_that_runs_here() -> None:

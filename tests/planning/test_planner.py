@@ -497,7 +497,7 @@ def test_a_fixed_layout_that_does_not_fit_is_planned_with_a_warning() -> None:
     [
         (
             "kind: serve\nmodel: llama-3.1-8b\ncluster: p5.48xlarge x 1\n",
-            "kind serve cannot be planned; pretrain and sft",
+            "kind serve does not train; `plan_serving` predicts it",
         ),
         ("kind: command\ncommand: ls\ncluster: p5.48xlarge x 1\n", "kind command cannot be planned"),
         (JOB.replace("pretrain", "dpo"), "kind dpo cannot be planned"),

@@ -1,0 +1,128 @@
+"""`craton serve MODEL`: an OpenAI-compatible server, as the run of a job of kind serve that is written for you."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A folder, a Hub id in the local cache, a run, or a preset.", show_default=False
+        ),
+    ],
+    port: Annotated[int | None, typer.Option(help="Where it listens [default: 8000].", show_default=False)] = None,
+    host: Annotated[
+        str | None, typer.Option(help="And at which address [default: 127.0.0.1].", show_default=False)
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="GPUs that share the model [default: as few as fit].", show_default=False)
+    ] = None,
+    max_length: Annotated[
+        str | None, typer.Option(help="Tokens of prompt and answer, e.g. 8k.", show_default=False)
+    ] = None,
+    max_running: Annotated[int | None, typer.Option(help="Requests computed together.", show_default=False)] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="bf16, fp8 or fp32 [default: bf16].", show_default=False)
+    ] = None,
+    kv_precision: Annotated[
+        str | None, typer.Option(help="Of keys and values: auto or fp8.", show_default=False)
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="Share of the device's memory [default: 0.9].", show_default=False)
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="For keys and values that leave the device, e.g. 64GiB.", show_default=False)
+    ] = None,
+    speculate: Annotated[
+        int | None, typer.Option(min=1, help="Guess so many tokens at a time from n-grams.", show_default=False)
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="NAME=FOLDER of a LoRA adapter; may be repeated.", show_default=False)
+    ] = None,
+    served_name: Annotated[str | None, typer.Option(help="What clients call the model.", show_default=False)] = None,
+    tool_parser: Annotated[str | None, typer.Option(help="How it writes tool calls.", show_default=False)] = None,
+    api_keys: Annotated[
+        str | None, typer.Option(help="Environment variable that holds the keys.", show_default=False)
+    ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="Allow requests that pause it or change weights.")] = False,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Serve a preset without weights, to measure.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="Of the run [default: from the model].", show_default=False)] = None,
+    cluster: Annotated[str, typer.Option(help="Where it runs.")] = "local",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written and started.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before spending money.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave it when it answers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")] = False,
+) -> None:
+    """Serve a model over the OpenAI API. Ctrl-C drains and stops it; --detach leaves it."""
+    from craton.cli.live import make_console
+    from craton.cli.progress import progress
+    from craton.cli.run import confirm, print_draft, print_plan
+    from craton.cli.server_view import follow_server
+    from craton.orchestration import (
+        check_machine,
+        check_name_is_free,
+        check_server,
+        draft_run,
+        free_port,
+        serve_job,
+        server_name,
+        start_run,
+    )
+    from craton.telemetry import runs_root
+
+    console, root = make_console(as_json), runs_root()
+    settings: dict[str, Any] = {
+        "port": port,
+        "host": host,
+        "served_name": served_name,
+        "max_length": max_length,
+        "max_running": max_running,
+        "precision": precision,
+        "kv_precision": kv_precision,
+        "memory": memory,
+        "host_memory": host_memory,
+        "speculate": None if speculate is None else {"ngram": speculate},
+        "adapters": _adapters(adapter) if adapter else None,
+        "tool_parser": tool_parser,
+        "api_keys": api_keys,
+        "admin": admin or None,
+        "initialize": "random" if random_weights else None,
+    }
+    wanted = serve_job(
+        model,
+        name=name or server_name(model, root),
+        cluster=cluster,
+        tp=tp,
+        settings={key: value for key, value in settings.items() if value is not None},
+    )
+    if not dry_run:
+        check_name_is_free(root, wanted.name)
+    with progress("planning") as report:
+        draft = draft_run(wanted, root / wanted.name, on="local", port=free_port(), progress=report)
+    if dry_run:
+        print_draft(draft, root / wanted.name, as_json)
+        return
+    check_machine(draft.launch)
+    check_server(draft.job)
+    if not as_json:
+        print_plan(draft, console)
+    confirm(draft, yes)
+    follow_server(start_run(draft, root), draft, console, detach=detach, as_json=as_json, owns=True)
+
+
+def _adapters(pairs: list[str]) -> dict[str, str]:
+    from craton.orchestration import StartError
+
+    found = {}
+    for pair in pairs:
+        name, equals, folder = pair.partition("=")
+        if not equals or not name or not folder:
+            raise StartError(f"--adapter {pair!r} is not NAME=FOLDER")
+        found[name] = folder
+    return found

@@ -1,0 +1,259 @@
+"""A server from outside: the job that `craton serve` runs, the port it needs, and how it does.
+
+A server is looked at as its users do, over HTTP: `/health` says whether it answers, `/metrics` how much it has to do,
+by the names that dashboards of vLLM know. What it does before it can answer stands in the run's `serving` events.
+"""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import re
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from craton.agent import free_port
+from craton.job import CratonError, Job, is_name, load_job, make_job
+from craton.orchestration.errors import StartError
+from craton.orchestration.local import living_agents
+from craton.telemetry import RunDirectory, list_runs, read_json, read_lines
+
+ANSWER_SECONDS = 2.0  # a server that takes longer is taken for one that does not answer
+RATE_SECONDS = 5.0  # over which tokens a second are told
+MEDIAN_SECONDS = 60.0  # over which the median time to a first token is told
+EVENT, READY = "serving", "ready"  # the event that tells what a server does before it can answer; its last stage
+
+RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+GENERATED, FIRST_TOKEN = "vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_bucket"
+
+Buckets = tuple[tuple[float, float], ...]  # (seconds, how many requests took at most that), the last one infinite
+
+
+def serve_job(
+    model: str,
+    *,
+    name: str,
+    cluster: str = "local",
+    tp: int | None = None,
+    settings: Mapping[str, object] | None = None,
+    folder: Path | str = ".",
+) -> Job:
+    """The job of kind serve for a model; `settings` are keys of its `serve:` section."""
+    layout: object = "auto" if tp is None else {"tp": tp}
+    section = dict(settings or {})
+    return make_job(
+        {"name": name, "kind": "serve", "model": model, "serve": section, "cluster": cluster, "layout": layout}, folder
+    )
+
+
+def server_name(model: str, root: Path) -> str:
+    """A free name for the run of this model's server: serve-llama-3.1-8b, then serve-llama-3.1-8b-2."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", model.rstrip("/").rpartition("/")[2])[:50].strip("-._")
+    name = f"serve-{stem}" if stem else "serve"
+    assert is_name(name), name
+    number, found = 2, name
+    while (root / found).exists():
+        found, number = f"{name}-{number}", number + 1
+    return found
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    @property
+    def reached_at(self) -> str:
+        """The host to dial from this machine: a server that listens at all addresses is reached at the first."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+    @property
+    def url(self) -> str:
+        host = self.reached_at
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+def address_of(job: Job) -> ServerAddress:
+    assert job.serve is not None, f"kind {job.kind} does not serve"
+    return ServerAddress(job.serve.host, job.serve.port)
+
+
+def is_server(run: RunDirectory) -> bool:
+    """Whether a run is of kind serve."""
+    return read_json(run.plan_path).get("kind") == "serve"
+
+
+def check_port(job: Job) -> None:
+    """Refuse before a model is loaded what cannot be listened at."""
+    address, where = address_of(job), job.where("serve", "port")
+    try:
+        kind, _, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(kind, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            probe.listen()
+    except socket.gaierror as error:
+        raise StartError(f"{where}host {address.host!r} is not known here: {error.strerror}") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            owner = _run_at(address.port)
+            whose = f" by the run {owner.name} (`craton stop {owner.name}` ends it)" if owner else ""
+            raise StartError(
+                f"{where}port {address.port} of {address.host} is taken{whose}; another one is free: "
+                f"{free_port()} (serve.port, or --port)"
+            ) from None
+        raise StartError(
+            f"{where}{address.host}:{address.port} cannot be listened at: {error.strerror}; give another "
+            "serve.host or serve.port"
+        ) from None
+
+
+def _run_at(port: int) -> RunDirectory | None:
+    """The run of ours whose server has this port."""
+    for run in list_runs():
+        try:
+            if is_server(run) and living_agents(run) and address_of(load_job(run.job_path)).port == port:
+                return run
+        except (CratonError, OSError):  # a broken run tells nothing
+            continue
+    return None
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """A server at one moment. None: nothing to tell it from."""
+
+    running: int
+    waiting: int
+    tokens_per_second: float | None  # generated
+    first_token_seconds: float | None  # the median of late, else since the start
+
+
+@dataclass(frozen=True)
+class _Look:
+    moment: float
+    running: int
+    waiting: int
+    generated: float
+    first_tokens: Buckets
+
+
+class ServerWatch:
+    """Looks at one server again and again."""
+
+    def __init__(self, address: ServerAddress) -> None:
+        self.address = address
+        self._looks: deque[_Look] = deque()
+
+    def is_ready(self) -> bool:
+        """Whether it takes requests."""
+        return _get(self.address, "/health")[0] == http.client.OK
+
+    def look(self) -> ServerState | None:
+        """How it does; None when it does not answer."""
+        status, text = _get(self.address, "/metrics")
+        if status != http.client.OK:
+            return None
+        return self.take(text, time.monotonic())
+
+    def take(self, metrics: str, moment: float) -> ServerState:
+        """The state that its metrics tell, read at this moment, together with those read before."""
+        new = _read_metrics(metrics, moment)
+        if self._looks and new.generated < self._looks[-1].generated:  # it was started anew
+            self._looks.clear()
+        self._looks.append(new)
+        while moment - self._looks[0].moment > MEDIAN_SECONDS:
+            self._looks.popleft()
+        recent = next(look for look in self._looks if moment - look.moment <= RATE_SECONDS)
+        seconds = moment - recent.moment
+        return ServerState(
+            running=new.running,
+            waiting=new.waiting,
+            tokens_per_second=(new.generated - recent.generated) / seconds if seconds > 0 else None,
+            first_token_seconds=_median(_since(self._looks[0].first_tokens, new.first_tokens))
+            or _median(new.first_tokens),
+        )
+
+
+class Stages:
+    """What a server says of its start, from the run's events since it was last launched."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._first = int(read_json(run.launch_path).get("generation") or 0)
+        self._offsets: dict[Path, int] = {}
+        self.newest: dict[str, Any] = {}  # the event with its `stage` and what it tells beside; empty before the first
+
+    def look(self) -> list[str]:
+        """The stages that were told since the last look."""
+        found = []
+        for path in sorted((self._run.path / "events").glob("*.jsonl")):
+            lines, self._offsets[path] = read_lines(path, self._offsets.get(path, 0))
+            for line in lines:
+                if line.get("event") == EVENT and line.get("generation", 0) >= self._first:
+                    self.newest = line
+                    found.append(str(line.get("stage")))
+        return found
+
+    @property
+    def is_ready(self) -> bool:
+        return self.newest.get("stage") == READY
+
+
+def _get(address: ServerAddress, path: str) -> tuple[int, str]:
+    """(status, body); status 0 when nobody answers. Not through a proxy: it is this machine."""
+    connection = http.client.HTTPConnection(address.reached_at, address.port, timeout=ANSWER_SECONDS)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode("utf-8", errors="replace")
+    except (OSError, http.client.HTTPException):
+        return 0, ""
+    finally:
+        connection.close()
+
+
+def _read_metrics(text: str, moment: float) -> _Look:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    totals: dict[str, float] = {}
+    buckets: dict[float, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == FIRST_TOKEN:
+                bound = float(sample.labels["le"])
+                buckets[bound] = buckets.get(bound, 0.0) + sample.value
+            else:
+                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return _Look(
+        moment,
+        int(totals.get(RUNNING, 0)),
+        int(totals.get(WAITING, 0)),
+        totals.get(GENERATED, 0.0),
+        tuple(sorted(buckets.items())),
+    )
+
+
+def _since(before: Buckets, now: Buckets) -> Buckets:
+    counts = dict(before)
+    return tuple((bound, count - counts.get(bound, 0.0)) for bound, count in now)
+
+
+def _median(buckets: Buckets) -> float | None:
+    """Of a histogram, evenly spread inside the bucket that holds it; None without a value."""
+    half = buckets[-1][1] / 2 if buckets else 0.0
+    if half <= 0:
+        return None
+    low, below = 0.0, 0.0
+    for bound, count in buckets:
+        if count >= half:
+            return low if bound == float("inf") else low + (bound - low) * (half - below) / (count - below)
+        low, below = bound, count
+    raise AssertionError("the last bucket holds everything")

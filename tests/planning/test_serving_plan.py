@@ -1,0 +1,173 @@
+"""Plans of servers: ranks, room and speed, and how they are told."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from craton.infrastructure import Cluster, LocalMachine, Measurement, instance_of_machine
+from craton.job import parse_job
+from craton.planning import PlanError, Roofline, Roofs, ServedModel, ServePlan, plan_serving, render_serving
+from craton.planning import serving_to_json as to_json
+
+
+def planned(model: str = "llama-3.1-8b", cluster: str = "p5en.48xlarge x 1", more: str = "", tp: int = 0) -> ServePlan:
+    layout = f"layout: {{tp: {tp}}}\n" if tp else ""
+    return plan_serving(
+        parse_job(f"kind: serve\nmodel: {model}\ncluster: {cluster}\n{layout}serve: {{initialize: random{more}}}\n")
+    )
+
+
+def rendered(plan: ServePlan, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO())
+    render_serving(plan, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_llama_8b_on_an_h200() -> None:
+    plan = planned()
+    assert (plan.tp, plan.fits, plan.kind, plan.served_name) == (1, True, "serve", "llama-3.1-8b")
+    assert plan.single_roof_tokens_per_second == pytest.approx(279, rel=0.02)
+    step = 1 / plan.single_roof_tokens_per_second / plan.efficiency + plan.overhead_seconds
+    assert plan.single_tokens_per_second == pytest.approx(1 / step)
+    assert plan.memory_bytes == pytest.approx(0.9 * plan.memory_limit_bytes, rel=0.001)
+    assert sum(plan.memory_parts.values()) == pytest.approx(plan.memory_bytes)
+    assert plan.kv_tokens * plan.kv_bytes_per_token == pytest.approx(plan.memory_parts["keys and values"])
+    assert (plan.best_batch, plan.bound) == (256, "memory")
+    assert plan.best_tokens_per_second == pytest.approx(256 / plan.best_step_seconds)
+    assert plan.best_roof_tokens_per_second > plan.best_tokens_per_second > plan.single_tokens_per_second
+    assert plan.dollars_per_million_tokens == pytest.approx(63.296 / 3600 / plan.best_tokens_per_second * 1e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "more", "tp"),
+    [
+        ("llama-3.1-8b", "p5.48xlarge x 1", "", 1),
+        ("llama-3.1-70b", "p5.48xlarge x 1", "", 2),
+        ("llama-3.1-70b", "p5.48xlarge x 1", ", max_length: 128k", 4),
+        ("llama-3.1-70b", "p5.48xlarge x 1", ", precision: fp8", 2),
+        ("llama-3.1-70b", "p5en.48xlarge x 1", ", precision: fp8", 1),
+        ("llama-3.1-405b", "p5en.48xlarge x 1", "", 8),
+    ],
+)
+def test_as_few_ranks_as_leave_room(model: str, cluster: str, more: str, tp: int) -> None:
+    plan = planned(model, cluster, more)
+    assert (plan.tp, plan.fits) == (tp, True)
+    if tp > 1 and model != "llama-3.1-405b":
+        fewer = planned(model, cluster, more, tp // 2)
+        assert not fewer.fits or fewer.kv_tokens < 16 * 1024
+
+
+def test_what_does_not_fit_is_still_an_answer() -> None:
+    plan = planned("deepseek-v3", "p5.48xlarge x 1")
+    assert not plan.fits
+    assert plan.tp == 8
+    text = rendered(plan)
+    assert "DOES NOT FIT" in text
+    assert "2,048 are needed" in text
+    assert "tokens/s" not in text
+
+
+def test_less_room_than_the_model_could_use_is_told() -> None:
+    short = planned("llama-3.1-70b", "p5.48xlarge x 1")
+    assert short.max_length == short.kv_tokens < 131_072
+    assert "longer texts are refused" in " ".join(rendered(short).split())
+    assert planned().warnings == []
+
+
+def test_what_is_written_counts() -> None:
+    plain = planned()
+    fp8 = planned(more=", kv_precision: fp8")
+    assert fp8.kv_tokens == pytest.approx(2 * plain.kv_tokens, rel=0.001)
+    assert planned(more=", memory: 0.5").kv_tokens < 0.6 * plain.kv_tokens
+    host = planned(more=", host_memory: 64GiB")
+    assert host.host_kv_tokens == 64 * 2**30 // 131_072
+    assert planned(more=", max_running: 32").best_batch == 32
+    assert planned(more=", precision: fp8").single_tokens_per_second > 1.5 * plain.single_tokens_per_second
+
+
+def test_ranks_of_a_processor_share_it() -> None:
+    measured = Measurement(100e9, 100e9, "by hand", 20e9, 1e9, 0.0)
+    machine = LocalMachine("a processor", 2, 16 * 2.0**30, measured, datetime(2026, 11, 15, tzinfo=UTC))
+    here = Cluster(name="local x 1", instance=instance_of_machine(machine), num_nodes=1)
+    tiny = "{layers: 2, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, vocab: 512, max_sequence: 2048}"
+    text = f"kind: serve\nmodel: {tiny}\ncluster: local\nserve: {{precision: fp32, initialize: random}}\n"
+    one = plan_serving(parse_job(text), cluster=here)
+    two = plan_serving(parse_job(text + "layout: {tp: 2}\n"), cluster=here)
+    assert (one.tp, two.tp) == (1, 2)
+    assert two.roofs.bytes_per_second == pytest.approx(one.roofs.bytes_per_second / 2)
+    assert two.memory_limit_bytes == pytest.approx(one.memory_limit_bytes / 2)
+    assert one.memory_parts["keys and values"] == pytest.approx(2**30, rel=0.01), "the rest is the machine's own"
+
+
+def test_the_json_is_plain_and_gives_the_engine_its_roofs() -> None:
+    plan = planned(tp=2)
+    document: dict[str, Any] = json.loads(json.dumps(to_json(plan)))
+    assert (document["kind"], document["tp"], document["fits"], document["requests"]) == (
+        "serve",
+        2,
+        True,
+        plan.requests,
+    )
+    assert "tokens_per_second" not in document, "it would be compared with what a server at any load measures"
+    line = Roofline(ServedModel(plan.model, tp=2), Roofs(**document["roofs"]))
+    floor = line.decode_seconds(plan.best_batch, plan.mean_context)
+    assert plan.best_batch / floor == pytest.approx(document["best_roof_tokens_per_second"])
+    assert all(math.isfinite(point["tokens_per_second"]) for point in document["decode"])
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_text_fits_the_terminal_and_says_what_is_asked(width: int) -> None:
+    text = rendered(planned("qwen3-30b-a3b", more=", host_memory: 64GiB", tp=4), width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    for words in ("FITS", "tp 4", "room", "one request", "best batch", "first token", "assumed", "of the roof", "past"):
+        assert words in text
+
+
+def test_the_table_has_a_rate_where_there_is_room() -> None:
+    plan = planned()
+    rates = {(point.batch, point.context): point for point in plan.decode}
+    assert rates[1, 512].tokens_per_second > rates[1, 8192].tokens_per_second
+    assert (256, 8192) not in rates, "2.1 million tokens do not fit"
+    assert "no room" in rendered(plan)
+    for (batch, context), point in rates.items():
+        assert batch * context <= plan.kv_tokens
+        assert point.tokens_per_second == pytest.approx(batch / point.step_seconds)
+
+
+def test_links_make_ranks_wait() -> None:
+    """A step of eight ranks is bound by 320 collectives, not by its eighth of the weights."""
+    plan = planned("llama-3.1-70b", tp=8)
+    alone = 1 / plan.single_roof_tokens_per_second / plan.efficiency + plan.overhead_seconds
+    assert 1 / plan.single_tokens_per_second > 1.3 * alone
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "kind: serve\nmodel: llama-3.1-8b\ncluster: p5.48xlarge x 2\n",
+            "job.yaml:3: cluster: a server runs on one node",
+        ),
+        ("kind: serve\nmodel: llama-3.1-8b\ncluster: p5.84xlarge x 1\n", "job.yaml:3: cluster: .*p5.84xlarge"),
+        (
+            "kind: serve\nmodel: llama-3.1-8b\ncluster: p5.48xlarge x 1\nlayout: {tp: 3}\n",
+            "job.yaml:4: layout: tp 3 does not divide .* nearest: tp 2",
+        ),
+        (
+            "kind: serve\nmodel: llama-2-7b\ncluster: p5.48xlarge x 1\nlayout: {tp: 16}\n",
+            "tp 16 needs as many GPUs on one node, and a node has 8",
+        ),
+        ("kind: command\ncommand: ls\ncluster: local\n", "kind command does not serve"),
+    ],
+)
+def test_jobs_that_cannot_be_planned_say_why(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_serving(parse_job(text))
