@@ -1,8 +1,6 @@
-"""The plots of a plan as plotly figures in plain dicts, without axes nobody reads and without a library to draw them.
+"""The plots of a plan as plotly figures in plain dicts, in colours of the page's style sheet.
 
-Colours are tokens ("@compute", or "@compute/60" for 60 % of it over the surface) that the page resolves against its
-style sheet, so that one figure serves light, dark and print. Every text that came from a user is escaped, because
-plotly reads tags.
+Every text that came from a user is escaped, because plotly reads tags.
 """
 
 from __future__ import annotations
@@ -11,10 +9,9 @@ import math
 from html import escape
 from typing import Any
 
+from craton.page import Figure, axis_name, axis_title, label, log_axis, log_range, plain_layout, vertical_line
 from craton.planning import findings, quantities
 from craton.planning.result import PHASES, Plan
-
-Figure = dict[str, Any]
 
 NUM_MEMORY_COLORS = 8
 _TINTS = (100, 70, 50, 36, 26)
@@ -60,11 +57,11 @@ def memory_figure(plan: Plan) -> Figure:
     figure = _rows_figure(traces, labels, "GiB on one GPU", [0, max(limit, plan.memory_bytes / _GIBIBYTE) * 1.03])
     figure["layout"]["height"] += 30
     figure["layout"]["margin"]["t"] += 30
-    figure["layout"]["shapes"] = [_line(limit, limit, 0, 1, "@ink" if plan.fits else "@bad", dash="solid")]
+    figure["layout"]["shapes"] = [vertical_line(limit, "@ink" if plan.fits else "@bad", dash="solid")]
     # Left of the line where there is room, so that the label never leaves the plot.
     side = "right" if limit > 0.5 * plan.memory_bytes / _GIBIBYTE else "left"
     card = f"card reports {quantities.memory(plan.memory_limit_bytes)}"
-    figure["layout"]["annotations"].append(_label(limit, 1, card, side, yshift=20))
+    figure["layout"]["annotations"].append(label(limit, 1, card, side, yshift=20))
     return figure
 
 
@@ -105,12 +102,12 @@ def front_figure(plan: Plan) -> Figure:
         "hovertemplate": "%{hovertext}<extra></extra>",
         "cliponaxis": False,
     }
-    layout = _layout(320)
-    layout["xaxis"] |= {"title": _axis_title(f"run time, {unit}"), "showgrid": False}
+    layout = plain_layout(320)
+    layout["xaxis"] |= {"title": axis_title(f"run time, {unit}"), "showgrid": False}
     if max(times) > 8 * min(times):
-        layout["xaxis"] |= _log_axis(min(times), max(times))
+        layout["xaxis"] |= log_axis(min(times), max(times), quantities.count)
     layout["yaxis"] |= {"tickprefix": "$", "tickformat": "~s", "nticks": 6}
-    layout["annotations"] = [_axis_name("cost, $")]
+    layout["annotations"] = [axis_name("cost, $")]
     return {"data": [line, points], "layout": layout}
 
 
@@ -127,15 +124,15 @@ def scaling_figure(plan: Plan) -> Figure:
         f"<br>step {quantities.duration(point.step_seconds)}<br>{escape(str(point.layout))}"
         for point in points
     ]
-    layout = _layout(390)
+    layout = plain_layout(390)
     every = math.ceil(len(gpus) / 6)
     shown = gpus[::-1][::every][::-1]
     layout["xaxis"] |= {
         "type": "log",
         "tickvals": shown,
         "ticktext": [f"{count:,}" for count in shown],
-        "range": _log_range(gpus[0], gpus[-1]),
-        "title": _axis_title("GPUs"),
+        "range": log_range(gpus[0], gpus[-1]),
+        "title": axis_title("GPUs"),
         "showgrid": False,
         "anchor": "y2",
     }
@@ -147,11 +144,11 @@ def scaling_figure(plan: Plan) -> Figure:
         "dtick": 50,
         "range": [0, max(105.0, 1.05 * max(efficiencies))],
     }
-    layout["yaxis"] |= _log_axis(min(tokens), ideal[-1])
+    layout["yaxis"] |= log_axis(min(tokens), ideal[-1], quantities.count)
     layout["annotations"] = [
-        _axis_name("tokens/s"),
-        _axis_name("efficiency, % of ideal", 0.24),
-        _label(math.log10(gpus[-1]), math.log10(ideal[-1]), "ideal", "right", "y", 6, -22),
+        axis_name("tokens/s"),
+        axis_name("efficiency, % of ideal", 0.24),
+        label(math.log10(gpus[-1]), math.log10(ideal[-1]), "ideal", "right", "y", 6, -22),
     ]
     dashed = {"color": "@muted", "width": 1.5, "dash": "dot"}
     solid = {"color": "@accent", "width": 2.5}
@@ -183,7 +180,7 @@ def goodput_figure(plan: Plan) -> Figure:
     # The far left, where checkpoints eat the run, would flatten the part people choose from.
     lowest = max(min([*shares, 100 * goodput.goodput_low]), 2 * chosen - 100 - 15, 0.0)
     margin = (max([*shares, 100 * goodput.goodput_high]) - lowest) * 0.08
-    layout = _layout(320)
+    layout = plain_layout(320)
     ticks = [
         tick for tick in (1, 10, 60, 600, 3600, 36000, 345600) if intervals[0] * 0.7 <= tick <= intervals[-1] * 1.4
     ]
@@ -191,19 +188,19 @@ def goodput_figure(plan: Plan) -> Figure:
         "type": "log",
         "tickvals": ticks,
         "ticktext": [quantities.setting(tick) for tick in ticks],
-        "range": _log_range(min([*intervals, goodput.interval_seconds]), max([*intervals, goodput.interval_seconds])),
-        "title": _axis_title("checkpoint interval"),
+        "range": log_range(min([*intervals, goodput.interval_seconds]), max([*intervals, goodput.interval_seconds])),
+        "title": axis_title("checkpoint interval"),
         "showgrid": False,
     }
     layout["yaxis"] |= {
         "range": [lowest - margin, max([*shares, 100 * goodput.goodput_high]) + margin],
         "nticks": 6,
     }
-    layout["shapes"] = [_line(goodput.interval_seconds, goodput.interval_seconds, 0, 1, "@muted", dash="dot")]
+    layout["shapes"] = [vertical_line(goodput.interval_seconds, "@muted")]
     left_half = goodput.interval_seconds < math.sqrt(intervals[0] * intervals[-1])
     layout["annotations"] = [
-        _axis_name("goodput, % of wall time"),
-        _label(
+        axis_name("goodput, % of wall time"),
+        label(
             math.log10(goodput.interval_seconds),
             0,
             f"chosen: every {quantities.setting(goodput.interval_seconds)}",
@@ -277,9 +274,9 @@ def _rows_figure(
 ) -> Figure:
     """Horizontal bars with their names above them, which leaves a phone's whole width to the bars."""
     num_rows = max((row for row, _, _ in labels), default=0) + 1
-    layout = _layout(num_rows * _ROW_PIXELS + 66)
+    layout = plain_layout(num_rows * _ROW_PIXELS + 66)
     layout |= {"barmode": "relative", "bargap": 0.62, "margin": {"l": 0, "r": 8, "t": 18, "b": 42}}
-    layout["xaxis"] |= {"title": _axis_title(unit), "range": span, "nticks": 6, "showgrid": False}
+    layout["xaxis"] |= {"title": axis_title(unit), "range": span, "nticks": 6, "showgrid": False}
     layout["yaxis"] |= {"visible": False, "range": [num_rows - 0.6, -0.5]}
     layout["annotations"] = [
         annotation
@@ -314,87 +311,6 @@ def _bar(row: int, value: float, color: str, hover: str) -> dict[str, Any]:
         "marker": {"color": color, "line": {"color": "@surface", "width": 1}},
         "hovertemplate": f"{hover}<extra></extra>",
     }
-
-
-def _label(
-    x: float, y: float, text: str, anchor: str, yref: str = "paper", yshift: float = 0.0, xshift: float = 0.0
-) -> dict[str, Any]:
-    return {
-        "x": x,
-        "y": y,
-        "yref": yref,
-        "xanchor": anchor,
-        "xshift": xshift,
-        "yshift": yshift,
-        "text": text,
-        "showarrow": False,
-        "font": {"color": "@muted", "size": 12},
-        "bgcolor": "@surface",
-    }
-
-
-def _line(x0: float, x1: float, y0: float, y1: float, color: str, dash: str) -> dict[str, Any]:
-    return {
-        "type": "line",
-        "x0": x0,
-        "x1": x1,
-        "yref": "paper",
-        "y0": y0,
-        "y1": y1,
-        "line": {"color": color, "width": 1.5, "dash": dash},
-    }
-
-
-def _layout(height: int) -> dict[str, Any]:
-    axis = {
-        "fixedrange": True,
-        "automargin": True,
-        "zeroline": False,
-        "showline": False,
-        "ticks": "",
-        "gridcolor": "@grid",
-    }
-    return {
-        "height": height,
-        "showlegend": False,
-        "font": {"color": "@muted", "size": 12, "family": "system-ui, sans-serif"},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "margin": {"l": 44, "r": 14, "t": 36, "b": 42},
-        "dragmode": False,
-        "hovermode": "closest",
-        "hoverlabel": {"bgcolor": "@ink", "bordercolor": "@ink", "font": {"color": "@surface"}, "align": "left"},
-        "xaxis": dict(axis),
-        "yaxis": dict(axis),
-    }
-
-
-def _log_axis(low: float, high: float) -> dict[str, Any]:
-    """A logarithmic axis with ticks at 1, 2 and 5, or at powers of ten where those would crowd."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    steps = (1, 2, 5) if last - first <= 3 else (1,)
-    ticks = [step * 10.0**power for power in range(first, last + 1) for step in steps]
-    return {
-        "type": "log",
-        "tickvals": ticks,
-        "ticktext": [quantities.count(tick) for tick in ticks],
-        "range": _log_range(low, high),
-    }
-
-
-def _axis_title(text: str) -> dict[str, Any]:
-    return {"text": text, "standoff": 10, "font": {"size": 12}}
-
-
-def _axis_name(text: str, y: float = 1.0) -> dict[str, Any]:
-    """The name of a vertical axis, lying above it: easier to read than on its side, and it costs no width."""
-    return _label(0, y, text, "left", yshift=20) | {"xref": "paper"}
-
-
-def _log_range(low: float, high: float) -> list[float]:
-    """The exponents of a logarithmic axis with room for the outer markers."""
-    room = max(0.06 * math.log10(high / low), 0.04) if high > low else 0.2
-    return [math.log10(low) - room, math.log10(high) + room]
 
 
 def _seconds_and_share(seconds: float, plan: Plan) -> str:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from datetime import UTC, datetime
-from html import unescape
-from html.parser import HTMLParser
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from html_pages import HOSTILE, Reader, check_in_browser, needs_browser
 from rich.console import Console
 
 from craton.loadtest import (
@@ -39,8 +36,6 @@ from craton.loadtest import (
     summarize,
 )
 
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 OBJECTIVES = parse_objectives("ttft=500ms,itl=50ms")
 
 
@@ -87,37 +82,6 @@ def printed(shown: Report, width: int = 80) -> str:
     written = io.StringIO()
     print_report(shown, Console(file=written, width=width))
     return written.getvalue()
-
-
-class Reader(HTMLParser):
-    """What a reader sees: text outside of scripts and styles; and which elements and plots there are."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.words: list[str] = []
-        self.tags: list[str] = []
-        self.plots: list[str] = []
-        self._hidden = False
-        self.feed(page)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self._hidden = tag in ("script", "style", "title")
-        attributes = dict(attrs)
-        if attributes.get("class") == "plot":
-            self.plots.append(attributes["id"] or "")
-        assert not {"src", "href"} & set(attributes)
-
-    def handle_endtag(self, tag: str) -> None:
-        self._hidden = False
-
-    def handle_data(self, data: str) -> None:
-        if not self._hidden:
-            self.words.append(data)
 
 
 def test_the_terminal_says_everything_in_eighty_columns(single: Report, swept: Report) -> None:
@@ -208,74 +172,14 @@ def test_a_page_stays_small_however_long_the_load_was() -> None:
     few, many = (report_page(report(Open(40), level(Open(40), samples(40, number)))) for number in (300, 4000))
     assert "default-src 'none'" in few
     assert few.count("plotly.js v") == 1
+    assert Reader(few).links == []
     assert len(many) < len(few) + 500_000
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: the page is not opened in a browser")
+@needs_browser
 def test_in_a_browser(single: Report, swept: Report, tmp_path: Path) -> None:
     pages = {"desk": (report_page(hostile(single, HOSTILE)), 1200), "phone": (report_page(swept), 400)}
-    seen = open_in_browser(pages, tmp_path)
-    for name, (_, width) in pages.items():
-        view = seen[name]
-        assert view["errors"] == [], name
-        assert view["requests"] == [], name
-        assert view["scroll_width"] <= width, name
-        for plot in view["plots"]:
-            assert 0 < plot["right"] <= width, (name, plot)
-            assert plot["marks"] > 0, (name, plot)
-    assert [plot["id"] for plot in seen["desk"]["plots"]] == ["plot-latency", "plot-timeline", "plot-prompt"]
-    assert [plot["id"] for plot in seen["phone"]["plots"]][:1] == ["plot-sweep"]
-
-
-# Runs first in the page under test and collects what goes wrong; tells the page around it what is seen once loaded.
-WATCHER = """<script>
-const errors = [];
-addEventListener("error", (event) => errors.push(String(event.message)));
-addEventListener("unhandledrejection", (event) => errors.push(String(event.reason)));
-document.addEventListener("securitypolicyviolation", (event) => errors.push("policy: " + event.blockedURI));
-for (const level of ["error", "warn"]) console[level] = (...words) => errors.push(level + ": " + words.join(" "));
-alert = (words) => errors.push("alert: " + words);
-addEventListener("load", () => parent.postMessage({ name: "NAME", view: {
-  errors,
-  requests: performance.getEntriesByType("resource").map((entry) => entry.name),
-  scroll_width: document.documentElement.scrollWidth,
-  plots: [...document.querySelectorAll(".plot")].map((plot) => ({
-    id: plot.id,
-    right: plot.querySelector("svg.main-svg")?.getBoundingClientRect().right ?? 0,
-    marks: plot.querySelectorAll(".point, .js-line").length,
-  })),
-} }, "*"));
-</script>"""
-
-# An iframe is as narrow as it is told; a headless window is never narrower than 500 pixels.
-AROUND = """<!doctype html><body><pre id="seen">{}</pre><script>
-addEventListener("message", ({ data }) => {
-  const pre = document.getElementById("seen");
-  pre.textContent = JSON.stringify({ ...JSON.parse(pre.textContent), [data.name]: data.view });
-});
-</script>"""
-
-
-def open_in_browser(pages: dict[str, tuple[str, int]], folder: Path) -> dict[str, Any]:
-    frames = []
-    for name, (page, width) in pages.items():
-        watched = page.replace("<head>", "<head>" + WATCHER.replace("NAME", name), 1)
-        (folder / f"{name}.html").write_text(watched, encoding="utf-8")
-        frames.append(f'<iframe name="{name}" src="{name}.html" width="{width}" height="900" frameborder="0"></iframe>')
-    # The listener stands before the frames, so that no message is missed.
-    (folder / "frames.html").write_text(AROUND + "".join(frames), encoding="utf-8")
-    assert CHROMIUM is not None
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync", "--disable-quic"]
-    options += [
-        "--disable-background-networking",
-        "--disable-component-update",
-        f"--user-data-dir={folder / 'profile'}",
-    ]
-    # Virtual time runs ahead while nothing is pending, so this is a limit and not a wait.
-    options += ["--virtual-time-budget=20000", "--dump-dom", (folder / "frames.html").as_uri()]
-    done = subprocess.run([CHROMIUM, *options], capture_output=True, text=True, timeout=60, check=True)
-    seen = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert seen is not None, done.stderr[-2000:]
-    result = json.loads(unescape(seen[1]))
-    assert isinstance(result, dict)
-    return result
+    assert check_in_browser(pages, tmp_path) == {
+        "desk": ["plot-latency", "plot-timeline", "plot-prompt"],
+        "phone": ["plot-sweep", "plot-latency", "plot-timeline", "plot-prompt"],
+    }

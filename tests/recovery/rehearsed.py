@@ -156,4 +156,5 @@ def expect_same_end(run: RunDirectory, expected: dict[int, float], before: int, 
         check_steps(run, interval)
     check_ledger(run)
     assert not processes_of(run)
-    wait_until(lambda: shared_memory() <= before + 2**20, "its shared memory is given back", run, 3.0)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # beside other tests the mount is not this run's alone
+        wait_until(lambda: shared_memory() <= before + 2**20, "its shared memory is given back", run, 3.0)

@@ -38,7 +38,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x) if tensor is None else self.qkv(x).unflatten(0, cosine.shape[:2])
         if isinstance(documents, Past):
             flat = documents.attend(self.layer, qkv.flatten(0, 1), rope, heads, kv_heads, self._norms, self.window)
-            served: Tensor = self.output(flat.flatten(1) if tensor is not None else flat.view(*x.shape[:2], -1))
+            served: Tensor = self.output(flat.flatten(1) if tensor is not None else flat.reshape(*x.shape[:2], -1))
             return served
         if self.q_norm is None or self.k_norm is None:
             query, key, value = split_and_rotate(qkv, cosine, sine, heads, kv_heads, self.head_dim)

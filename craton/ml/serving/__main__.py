@@ -45,6 +45,14 @@ from craton.telemetry import Recorder, RunDirectory, own_page
 TOOL_STYLES = {"off": "none", "llama3": "llama3_json", "qwen3": "hermes", "qwen3-coder": "qwen3_coder"}
 REASONING_STYLES = {"off": "none"}
 FRONT_EXIT_SECONDS = 10.0
+FRONT_REFUSES = 2  # its status when it cannot begin at all
+
+
+@dataclass
+class Progress:
+    """What fails before a server was ready fails again; later it may be worth another try."""
+
+    is_ready: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,19 +70,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     recorder = Recorder.from_environment(run)
     front: Front | None = None
+    signal.signal(signal.SIGTERM, _stop_loading)
+    progress = Progress()
     try:
         job = load_job(run.job_path)
-        if rank == 0:
-            front = start_front(job, run)
-        else:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the first rank, which drains
-        return serve(job, run, rank, world, recorder, front)
+        front = start_front(job, run) if rank == 0 else None
+        return serve(job, run, rank, world, recorder, front, progress)
     except (CratonError, torch.OutOfMemoryError) as error:
         reason = _in_words(error)
         print(f"error: {reason}", file=sys.stderr, flush=True)
         if front is not None:
             tell_failure(front.line, reason)
-        return EXIT_FINAL
+        return 1 if progress.is_ready else EXIT_FINAL
     except Exception as error:  # noqa: BLE001 -- whatever it is, those who wait are told, and the agent starts again
         traceback.print_exc()
         if front is not None:
@@ -85,7 +92,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _end(front)
 
 
-def serve(job: Job, run: RunDirectory, rank: int, world: int, recorder: Recorder, front: Front | None) -> int:
+def serve(
+    job: Job,
+    run: RunDirectory,
+    rank: int,
+    world: int,
+    recorder: Recorder,
+    front: Front | None,
+    progress: Progress,
+) -> int:
     """Until the front end is drained."""
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else _cpu()
     if device.type == "cuda":
@@ -95,6 +110,9 @@ def serve(job: Job, run: RunDirectory, rank: int, world: int, recorder: Recorder
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     recorder.event("serving", stage="loading weights")
     served = load_served(job, device)
+    floor = _floor(job, served, device)  # before keys and values take the memory that measuring needs
+    if front is not None and front.process.poll() is not None:
+        return _status(front)
     recorder.event("serving", stage="preparing the engine")
     settings = settings_of(job, world)
     adapters = None
@@ -105,7 +123,9 @@ def serve(job: Job, run: RunDirectory, rank: int, world: int, recorder: Recorder
     this = Rank(runner, adapters, rank, secret)
     slots = {name: this.load_adapter(name, path) for name, path in settings.adapters.items()}
     if rank:
-        follow(this, _line_to_first(secret))
+        line = _line_to_first(secret)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on it ends with the first rank, which drains
+        follow(this, line)
         return 0
     assert front is not None
     gang = Gang(this, _lines_to_others(world, secret))
@@ -119,7 +139,7 @@ def serve(job: Job, run: RunDirectory, rank: int, world: int, recorder: Recorder
         served.stop_tokens,
         _grammars(served, runner.vocabulary),
         slots,
-        Rates(_floor(job, served, device)),
+        Rates(floor),
     )
     gang.watch(lambda number: _lost(number, front))
     tokens = (len(runner.past.cache) - 1) * settings.page
@@ -127,9 +147,11 @@ def serve(job: Job, run: RunDirectory, rank: int, world: int, recorder: Recorder
     # What is here now stays: collecting garbage need not look at it again, in the middle of somebody's answer.
     gc.collect()
     gc.freeze()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: front.process.terminate())
+    progress.is_ready = True
     Service(job.served_name, engine, gang, front.line, _recording(recorder, run)).run()
     gang.close()
-    return front.process.wait(FRONT_EXIT_SECONDS)
+    return _status(front)
 
 
 def settings_of(job: Job, world: int = 1) -> EngineSettings:
@@ -176,11 +198,6 @@ def start_front(job: Job, run: RunDirectory) -> Front:
         environment["CRATON_API_KEYS"] = os.environ[serve.api_keys]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
     theirs.close()
-
-    def drain(_number: int, _frame: FrameType | None) -> None:
-        process.terminate()
-
-    signal.signal(signal.SIGTERM, drain)
     return Front(process, Connection(ours.detach()))
 
 
@@ -193,8 +210,20 @@ def _front_folder(job: Job) -> Path | None:
     return None if job.trained_run is not None else job.weights_folder
 
 
+def _stop_loading(_number: int, _frame: FrameType | None) -> None:
+    """There is nothing to drain yet."""
+    raise SystemExit(0)
+
+
+def _status(front: Front) -> int:
+    """What the end of the front end means for the rank: options or a port that it cannot use do not get better."""
+    code = front.process.wait(FRONT_EXIT_SECONDS)
+    return EXIT_FINAL if code == FRONT_REFUSES else int(code != 0)
+
+
 def _end(front: Front) -> None:
     front.line.close()
+    front.process.terminate()
     try:
         front.process.wait(FRONT_EXIT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -242,7 +271,10 @@ def _floor(job: Job, served: Served, device: torch.device) -> Roofline:
     assert job.serve is not None
     size = 1 if served.peers is None else served.peers.size
     model = ServedModel(served.model.config.shape, job.serve.precision, job.serve.kv_precision, size)
-    return Roofline(model, measure_roofs(device, next(served.model.norm.parameters()).dtype))
+    roofs = measure_roofs(device, next(served.model.norm.parameters()).dtype)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Roofline(model, roofs)
 
 
 def _grammars(served: Served, vocabulary: int) -> Grammars | None:

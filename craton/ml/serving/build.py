@@ -62,6 +62,8 @@ def build_runner(
     ranks = 1 if peers is None else peers.size
     block_bytes = bytes_of_block(model, settings, ranks)
     blocks = settings.blocks or _blocks(model, settings, block_bytes)
+    if peers is not None:  # all ranks have the same blocks: as many as the one with the least room
+        blocks = -int(peers.sum(torch.tensor([-blocks], device=next(model.parameters()).device), "max"))
     room = (blocks - 2) * settings.page
     if not settings.max_length and room >= SHORTEST:
         max_length = min(max_length, room)

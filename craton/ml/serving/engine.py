@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from craton.errors import CratonError
 from craton.ml.serving.blocks import BlockPool
 from craton.ml.serving.drafts import guess
+from craton.ml.serving.graphs import MOST_DRAFTED
 from craton.ml.serving.messages import Abort, Alternatives, Finish, Piece, Sampling, Stats, Submit
 from craton.ml.serving.prefix import PrefixTree
 from craton.ml.serving.rates import Rates
@@ -94,6 +95,12 @@ class Engine:
     def is_idle(self) -> bool:
         return not self._sequences and not self._flights and not self._ended
 
+    @property
+    def is_still(self) -> bool:
+        """Whether the next step would find nothing to do: all that there is, if anything, waits for its grammar."""
+        has_started = self._flights or self.scheduler.running or self.scheduler.has_waiting
+        return not self._ended and not has_started
+
     def submit(self, request: Submit) -> None:
         """Takes a request in. What is wrong with it is its last piece, and nobody else's trouble."""
         try:
@@ -114,32 +121,41 @@ class Engine:
     def abort(self, request: Abort) -> None:
         """Ends a request, or one copy of it, that has not ended yet."""
         for sequence in list(self._sequences.get(request.id, ())):
-            if request.index is None or sequence.index == request.index:
-                self._ended.append(Piece(sequence.id, sequence.index, finish="abort"))
-                self._end(sequence, "abort")
+            if request.index is None or (sequence.index == request.index and sequence.copies == 1):
+                self._ended += self._give_up(sequence, "abort")
+            elif sequence.index <= request.index < sequence.index + sequence.copies:  # a copy that is not made yet
+                if request.index not in sequence.skipped:
+                    sequence.skipped.add(request.index)
+                    self._ended.append(Piece(sequence.id, request.index, finish="abort"))
+                if len(sequence.skipped) == sequence.copies:
+                    self._end(sequence, "abort")
 
     def fork(self, id: int, index: int, new_id: int, sampling: Sampling | None = None) -> None:  # noqa: A002
         """A new request that goes on from where another one is, with its own choices from there on."""
         parent = next((each for each in self._sequences.get(id, ()) if each.index == index), None)
-        if parent is None:
+        if parent is None or parent.copies > 1:
             raise ServingError(f"request {id}, copy {index}, is not running: only those that are can be forked")
+        if new_id in self._sequences:
+            raise ServingError(f"request {new_id} is running already")
+        chosen = sampling or parent.sampling
+        if chosen.grammar != parent.sampling.grammar or (chosen.grammar is not None and parent.grammar is None):
+            raise ServingError("a fork is held to the grammar of its parent, once that is compiled, and to no other")
+        limit = min(chosen.max_tokens, self.max_length - parent.prompt_length)
+        if limit <= len(parent.tokens) - parent.prompt_length:
+            raise ServingError(f"request {id} has written as much as the fork may; give it more max_tokens")
         child = replace(
             parent,
             id=new_id,
             index=0,
             tokens=list(parent.tokens),
-            sampling=sampling or parent.sampling,
-            seed=self._seed(sampling or parent.sampling, 0),
-            in_flight=0,
-            drafts=[],
-            blocks=[],
-            nodes=[],
-            row=-1,
-            computed=0,
+            sampling=replace(chosen, max_tokens=limit),
+            seed=self._seed(chosen, 0),
+            stops=self._stops(chosen),
+            is_plain=is_plain(chosen),
+            **_unstarted(),
             grammar=None if parent.grammar is None else parent.grammar.fork(),
             is_new=True,
         )
-        child.is_plain = is_plain(child.sampling)
         self._sequences[new_id] = [child]
         self.scheduler.fork(parent, child)
 
@@ -172,13 +188,18 @@ class Engine:
                 self.abort(Abort(id))
         elif mode == "wait":
             self.scheduler.is_admitting = False
-            while self.scheduler.running:
+            while not self.is_drained:
                 pieces += self.step()
             self.scheduler.is_admitting = True
         pieces += self._read_all()
         ended, self._ended = self._ended, []
         self.state = "paused"
         return pieces + ended
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all that was let in has ended."""
+        return not self.scheduler.running and not self._flights
 
     def resume(self) -> None:
         self._expect("paused")
@@ -209,8 +230,7 @@ class Engine:
         """Ends all requests and takes none until the weights are whole again."""
         pieces = self._read_all()
         for sequence in [each for copies in self._sequences.values() for each in copies]:
-            pieces.append(Piece(sequence.id, sequence.index, finish="error", error=reason))
-            self._end(sequence, "error")
+            pieces += self._give_up(sequence, "error", reason)
         self.refusal = reason
         return pieces
 
@@ -222,9 +242,7 @@ class Engine:
         """Requests of an adapter that goes end with it."""
         pieces = self._read_all()
         for sequence in [each for copies in self._sequences.values() for each in copies if each.adapter == name]:
-            error = f"adapter {name!r} was unloaded"
-            pieces.append(Piece(sequence.id, sequence.index, finish="error", error=error))
-            self._end(sequence, "error")
+            pieces += self._give_up(sequence, "error", f"adapter {name!r} was unloaded")
         del self.adapters[name]
         self.forget_adapter(name)
         return pieces
@@ -365,6 +383,12 @@ class Engine:
         is_full = len(sequence.tokens) - sequence.prompt_length >= sequence.sampling.max_tokens
         return "length" if is_full else None
 
+    def _give_up(self, sequence: Sequence, finish: Finish, error: str = "") -> list[Piece]:
+        """Ends a sequence, and with it the copies that would have been made of it; their last pieces."""
+        copies = set(range(sequence.index, sequence.index + sequence.copies)) - sequence.skipped
+        self._end(sequence, finish)
+        return [Piece(sequence.id, index, finish=finish, error=error) for index in sorted(copies)]
+
     def _end(self, sequence: Sequence, finish: Finish) -> None:
         sequence.finish = finish
         self.scheduler.finish(sequence)
@@ -415,7 +439,6 @@ class Engine:
             raise ServingError("the engine is asleep; wake it first")
 
     def _sequence(self, request: Submit, sampling: Sampling, index: int = 0) -> Sequence:
-        stops = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self._stop_tokens)
         return Sequence(
             request.id,
             index,
@@ -423,46 +446,62 @@ class Engine:
             sampling,
             self._seed(sampling, index),
             len(request.prompt),
-            stops,
+            self._stops(sampling),
             is_plain(sampling),
             priority=request.priority,
             adapter=request.adapter,
             copies=request.copies,
             adapter_slot=-1 if request.adapter is None else self.adapters[request.adapter],
+            prompt_logprobs=[None] if len(request.prompt) == 1 else None,
         )
+
+    def _stops(self, sampling: Sampling) -> frozenset[int]:
+        return frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self._stop_tokens)
 
     def _seed(self, sampling: Sampling, index: int) -> int:
         return self._seeds.randrange(SEEDS) if sampling.seed is None else (sampling.seed + index) % SEEDS
 
     def _copy(self, first: Sequence) -> None:
         """The other copies of a request whose prompt is being computed go on from its blocks."""
-        for index in range(1, first.copies):
+        made = [index for index in range(first.copies) if index not in first.skipped]
+        first.index = made[0]
+        first.seed = self._seed(first.sampling, first.index) if first.index else first.seed
+        for index in made[1:]:
             child = replace(
                 first,
                 index=index,
                 tokens=list(first.tokens),
                 seed=self._seed(first.sampling, index),
                 copies=1,
-                in_flight=0,
-                blocks=[],
-                nodes=[],
-                row=-1,
-                computed=0,
-                drafts=[],
+                skipped=set(),
+                **_unstarted(),
                 grammar=None if first.grammar is None else first.grammar.fork(),
                 prompt_found={},
                 sampling=replace(first.sampling, prompt_logprobs=None),
             )
             self._sequences[first.id].append(child)
             self.scheduler.fork(first, child)
+            child.cached_tokens = first.cached_tokens  # what its first copy computed was not found
         first.copies = 1
 
     def _guess(self) -> None:
-        for sequence in self.scheduler.running:
-            sampling = sequence.sampling
-            may = sequence.pending == 1 and sequence.grammar is None and sequence.is_plain
-            left = sampling.max_tokens - sequence.outputs - 1
-            sequence.drafts = guess(sequence.tokens, min(self.settings.draft_tokens, left)) if may and left > 0 else []
+        """Drafts for all who write, or for nobody: where some of them have a guess, the others get any tokens, so that
+        the step is one that there is a graph for. With many requests computing drafts costs more than it saves."""
+        count = self.settings.draft_tokens
+        running = self.scheduler.running
+        guesses: dict[Sequence, list[int]] = {}
+        for sequence in running:
+            sequence.drafts = []
+        if len(running) * (count + 1) > MOST_DRAFTED:
+            return
+        for sequence in running:
+            left = min(sequence.sampling.max_tokens - sequence.outputs, self.max_length - sequence.length) - 1
+            if sequence.pending == 1 and sequence.grammar is None and sequence.is_plain and left >= count:
+                guesses[sequence] = guess(sequence.tokens, count)
+        if not any(guesses.values()):
+            return
+        for sequence, found in guesses.items():
+            sequence.drafts = found + [sequence.tokens[-1]] * (count - len(found))
 
     def _collect_grammars(self) -> None:
         for compiled, sequence in list(self._compiling):
@@ -471,8 +510,7 @@ class Engine:
             elif compiled.done():
                 self._compiling.remove((compiled, sequence))
                 if (error := compiled.exception()) is not None:
-                    self._ended.append(Piece(sequence.id, sequence.index, finish="error", error=str(error)))
-                    self._end(sequence, "error")
+                    self._ended += self._give_up(sequence, "error", str(error))
                 else:
                     sequence.grammar = compiled.result()
                     self.scheduler.add(sequence)
@@ -496,3 +534,8 @@ class Engine:
     def _expect(self, state: State) -> None:
         if self.state != state:
             raise ServingError(f"the engine is {self.state}; it must be {state} for this")
+
+
+def _unstarted() -> dict[str, Any]:
+    """What a sequence is whose computation has not begun."""
+    return {"in_flight": 0, "drafts": [], "blocks": [], "nodes": [], "row": -1, "computed": 0}

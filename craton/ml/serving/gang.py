@@ -22,7 +22,7 @@ from craton.ml.collectives import Connections, Peers
 from craton.ml.models import Decoder
 from craton.ml.serving.rank import Rank
 from craton.ml.serving.runner import Result
-from craton.ml.serving.settings import ServingError
+from craton.ml.serving.weights import MixedWeightsError
 from craton.ml.serving.work import Work
 from craton.ml.training.tensor import cut_parameters
 
@@ -42,7 +42,7 @@ class Gang:
     def every(self, method: str, *arguments: Any) -> Any:
         """Calls a method of every rank; what the first one returns."""
         self._tell(method, arguments)
-        return getattr(self.rank, method)(*arguments)
+        return together(self.rank, method, arguments)
 
     def close(self) -> None:
         """Lets the others go."""
@@ -69,7 +69,7 @@ class Gang:
             try:
                 line.send((method, arguments))
             except OSError as error:
-                raise ServingError(f"rank {number} of the tensor-parallel group is lost: {error}") from error
+                raise ConnectionError(f"rank {number} of the tensor-parallel group is lost: {error}") from error
 
 
 def follow(rank: Rank, first: Connection) -> None:
@@ -82,10 +82,32 @@ def follow(rank: Rank, first: Connection) -> None:
         if order is None:
             return
         method, arguments = order
+        if method == "execute":
+            rank.execute(*arguments)
+            continue
         try:
-            getattr(rank, method)(*arguments)
+            together(rank, method, arguments)
         except CratonError as error:  # which the first rank has too, and tells whoever asked
             print(f"{method}: {error}", file=sys.stderr, flush=True)
+
+
+def together(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+    """Does on one rank what all of them do. When it fails on some and not on others, none of them is as it was."""
+    result, failure = None, None
+    try:
+        result = getattr(rank, method)(*arguments)
+    except CratonError as error:
+        failure = error
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        texts: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, None if failure is None else f"{type(failure).__name__}: {failure}")
+        failed = {number: text for number, text in enumerate(texts) if text is not None}
+        if failed and len(failed) < len(texts):
+            told = "; ".join(f"rank {number}: {text}" for number, text in failed.items())
+            raise MixedWeightsError(f"{method} went through on some ranks only ({told}); update the weights")
+    if failure is not None:
+        raise failure
+    return result
 
 
 def cut_model(model: Decoder, device: torch.device) -> Peers:

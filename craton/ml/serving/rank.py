@@ -13,7 +13,7 @@ from craton.ml.collectives import local
 from craton.ml.models import Decoder
 from craton.ml.serving.runner import Result, Runner
 from craton.ml.serving.settings import ServingError
-from craton.ml.serving.weights import WeightsReceiver, update_from_folder, update_from_state
+from craton.ml.serving.weights import WeightsReceiver, named_targets, update_from_folder, update_from_state
 from craton.ml.serving.work import Work
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ class Rank:
     def sleep(self, level: int) -> None:
         """The device is free for somebody else: keys and values are let go, weights too. At level 1 they are kept in
         host memory, at level 2 they have to be sent again."""
+        sent = named_targets(self.model)
         for name, part in self._tensors():
-            if level == 1:
+            if level == 1 or name not in sent:  # adapters are small, and nobody would send them again
                 self._kept[name] = part.to("cpu", copy=True)
             self._sizes[name] = part.untyped_storage().nbytes()
             part.untyped_storage().resize_(0)

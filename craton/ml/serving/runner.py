@@ -211,8 +211,9 @@ class Runner:
         self.upload = Upload(self.device)
         self._padding = PADDING if self.device.type == "cuda" else (1 if peers is None else peers.size)
         self.graphs: DecodeGraphs | None = None
-        if settings.graphs and self.device.type == "cuda" and self.past.backend.can_be_captured:
-            self.graphs = DecodeGraphs(self, settings.max_running)
+        is_wanted = settings.graphs == "always" or (settings.graphs == "auto" and self.device.type == "cuda")
+        if is_wanted and self.past.backend.can_be_captured:
+            self.graphs = DecodeGraphs(self, settings.max_running, settings.draft_tokens)
 
     @torch.inference_mode()
     def execute(self, work: Work) -> Result:
@@ -271,24 +272,35 @@ class Runner:
         cache.untyped_storage().resize_(cache.numel() * cache.element_size())
         cache.view(torch.uint8).zero_()
 
-    def decode_body(self, rows: Tensor, lengths: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def decode_body(
+        self, rows: Tensor, lengths: Tensor, logits: Tensor, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """One token of every request, from the device's own table and back to it: what a graph is made of.
 
         rows, lengths int32 [requests]; logits are written to the tensor given → (tokens, their logprobs, positions).
+        Where `tokens` [requests · queries] are given, they are the last ones of each request, and all give another.
         """
+        queries = len(logits) // len(rows)
         places = rows.long()
-        positions = lengths.long() - 1
-        self.past.begin(Batch(rows, lengths, self._slots(places, positions), len(rows), longest=self.longest))
+        if tokens is None:
+            tokens, positions = self.table.next_token[places], lengths.long() - 1
+        else:
+            steps = torch.arange(-queries, 0, device=self.device)
+            places = places.repeat_interleave(queries)
+            positions = (lengths.long()[:, None] + steps).flatten()
+        slots = self._slots(places, positions)
+        self.past.begin(Batch(rows, lengths, slots, len(rows), longest=self.longest, queries=queries))
         if self.adapters is not None:
             self.adapters.of_tokens = self.table.adapters[places]
-        hidden = self._hidden(self.table.next_token[places], positions)
+        hidden = self._hidden(tokens, positions)
         if self.peers is None and len(hidden) > FEW_ROWS:
             torch.mm(hidden, own_part(self.model.head_weight).t(), out=logits)
         else:
             logits.copy_(self.logits(hidden))
         positions = positions + 1
         chosen = sample(logits, self.table.numbers["temperature"][places], self.table.seeds[places], positions)
-        self.table.next_token[places] = chosen.tokens.clamp(min=0)
+        if queries == 1:
+            self.table.next_token[places] = chosen.tokens.clamp(min=0)
         return chosen.tokens, chosen.logprobs, positions
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ REMEMBERED = 64  # answers whose lengths say how long the next ones will be
 # Reading prompts makes a step longer for all who write. So that it is seldom much longer, no more is read than is due:
 LEAST_READ = 512  # tokens, which cost about as much as writing for a hundred requests does
 READ_STEPS = 4  # in which all that waits would be read
-FIRST_SHARE = 0.5  # of the tokens a request may write, expected before anything is known
+FIRST_OUTPUTS = 256.0  # tokens that a request is expected to write before anything is known
 
 
 @dataclass(slots=True)
@@ -85,11 +85,15 @@ class Scheduler:
         self._admissions = count()
         self._table: list[tuple[int, int, int]] = []
         self._started: list[Sequence] = []
-        self._share = FIRST_SHARE  # of the tokens they may write, that requests do write
+        self._outputs, self._ended = FIRST_OUTPUTS, 0  # what requests wrote, in the mean; of how many
 
     @property
     def waiting(self) -> int:
         return sum(sequence.finish is None for _, _, sequence, _ in self._waiting)
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
         self._order[sequence] = next(self._arrivals)
@@ -166,9 +170,9 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Gives back all that a sequence had."""
-        if sequence.finish == "stop" or sequence.finish == "length":
-            wrote = sequence.outputs / max(1, sequence.sampling.max_tokens)
-            self._share += (wrote - self._share) / REMEMBERED
+        if sequence.finish != "error" and sequence.outputs:  # an abort may be the front end's: it found a stop string
+            self._ended += 1
+            self._outputs += (sequence.outputs - self._outputs) / min(self._ended, REMEMBERED)
         self._release(sequence)
         self._order.pop(sequence, None)
 
@@ -178,9 +182,10 @@ class Scheduler:
             self._preempt(sequence)
 
     def change_version(self, version: int) -> None:
-        """From now on tokens are computed with other weights; what was kept is of no use to new requests."""
+        """From now on tokens are computed with other weights; what was kept is of no use to new requests, also where
+        somebody gave two weights one number."""
         self.version = version
-        self.forget(lambda root: root[0] != version)
+        self.forget(lambda root: True)
 
     def forget(self, chosen: Callable[[Root], bool]) -> None:
         """Keeps nothing of what was computed below some roots; what is running there keeps its blocks for itself."""
@@ -252,6 +257,8 @@ class Scheduler:
         if sequence.row >= 0:
             del self.running[sequence]
             self._rows.append(sequence.row)
+            # the row may be another's in the same step, which must not be told two blocks for one place
+            self._table = [change for change in self._table if change[0] != sequence.row]
             if sequence in self._started:
                 self._started.remove(sequence)
             sequence.row = -1
@@ -317,7 +324,7 @@ class Scheduler:
 
     def _growth(self, sequence: Sequence) -> int:
         """Blocks that a sequence will need beyond those of its present text, as far as one can tell."""
-        expected = max(sequence.sampling.max_tokens * self._share, sequence.outputs + self.page)
+        expected = max(self._outputs, sequence.outputs + self.page)
         left = min(expected, sequence.sampling.max_tokens) - sequence.outputs
         return int(left // self.page) + 1
 

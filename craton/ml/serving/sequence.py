@@ -32,6 +32,7 @@ class Sequence:
     priority: int = 0
     adapter: str | None = None
     copies: int = 1  # of which this is the first, until its prompt is computed
+    skipped: set[int] = field(default_factory=set)  # copies that nobody waits for any more, before they were made
     computed: int = 0  # tokens whose keys and values are there, or on their way
     in_flight: int = 0
     drafts: list[int] = field(default_factory=list)  # guesses after the last token, not yet computed

@@ -6,19 +6,23 @@ end does, or with the reason why it cannot go on.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from craton.errors import CratonError
-from craton.ml.serving.engine import Engine
+from craton.ml.serving.engine import Engine, State
 from craton.ml.serving.gang import Gang
 from craton.ml.serving.messages import Abort, Answer, Control, Failed, Ready, Stats, Submit
 from craton.ml.serving.settings import ServingError
 from craton.ml.serving.weights import MixedWeightsError
 
 IDLE_SECONDS = 0.05  # between two looks when there is nothing to compute
+COMPILING_SECONDS = 0.002  # and when all there is waits for its grammar
 STATS_SECONDS = 0.5
 PARTS = ("weights", "kv_cache")  # of what sleeps
 
@@ -41,6 +45,8 @@ class Service:
         self._record = record
         self._next_stats = 0.0
         self._awake = set(PARTS)
+        self._before_sleep: State = "running"
+        self._pausing: int | None = None  # the control that waits for it
         self._controls: dict[str, Callable[..., Any]] = {
             "pause": self._pause,
             "resume": engine.resume,
@@ -55,14 +61,21 @@ class Service:
 
     def run(self) -> None:
         """Until the front end is gone."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
+            self._serve()
+
+    def _serve(self) -> None:
         engine = self._engine
         self._front.send(
             Ready(self._name, engine.vocabulary, engine.max_length, tuple(engine.adapters), engine.version)
         )
-        while self._hear():
-            pieces = engine.step()
-            if pieces:
-                self._front.send(pieces)
+        while True:
+            self._hear()
+            self._send(engine.step())
+            if self._pausing is not None and engine.is_drained:
+                self._front.send(self._control(Control(self._pausing, "pause", {"mode": "keep"})))
+                engine.scheduler.is_admitting = True
+                self._pausing = None
             now = time.monotonic()
             if now >= self._next_stats:
                 self._next_stats = now + STATS_SECONDS
@@ -71,24 +84,28 @@ class Service:
                 if self._record is not None:
                     self._record(stats)
 
-    def _hear(self) -> bool:
-        """Takes in all that has come; waits a little when there is nothing to do. False: nobody is there any more."""
+    def _hear(self) -> None:
+        """Takes in all that has come; waits a little when there is nothing to do."""
         engine = self._engine
-        is_waiting = engine.is_idle or engine.state != "running"
-        try:
-            while self._front.poll(IDLE_SECONDS if is_waiting else 0):
-                is_waiting = False
-                message = self._front.recv()
-                if isinstance(message, Submit):
-                    engine.submit(message)
-                elif isinstance(message, Abort):
-                    engine.abort(message)
+        seconds = 0.0
+        if engine.state != "running" or engine.is_idle:
+            seconds = IDLE_SECONDS
+        elif engine.is_still:
+            seconds = COMPILING_SECONDS
+        while self._front.poll(seconds):
+            seconds = 0.0
+            message = self._front.recv()
+            if isinstance(message, Submit):
+                engine.submit(message)
+            elif isinstance(message, Abort):
+                engine.abort(message)
+            else:
+                assert isinstance(message, Control)
+                if message.name == "pause" and message.arguments.get("mode") == "wait" and self._pausing is None:
+                    engine.scheduler.is_admitting = False
+                    self._pausing = message.id  # answered when all that was let in has ended
                 else:
-                    assert isinstance(message, Control)
                     self._front.send(self._control(message))
-        except (EOFError, OSError):
-            return False
-        return True
 
     def _control(self, control: Control) -> Answer:
         action = self._controls.get(control.name)
@@ -98,6 +115,8 @@ class Service:
             return Answer(control.id, action(**control.arguments))
         except (CratonError, TypeError) as error:
             return Answer(control.id, error=str(error))
+        except torch.OutOfMemoryError as error:
+            return Answer(control.id, error=f"the device has not enough free memory: {str(error).splitlines()[0]}")
 
     def _pause(self, mode: str = "keep") -> None:
         if mode not in ("abort", "wait", "keep"):
@@ -108,6 +127,7 @@ class Service:
         engine = self._engine
         if engine.state == "asleep":
             raise ServingError("the engine is asleep already")
+        self._before_sleep = engine.state
         if engine.state == "running":
             self._pause("keep")
         self._send(engine.release())
@@ -125,7 +145,7 @@ class Service:
         self._gang.every("wake", tuple(tags))
         self._awake.update(tags)
         if self._awake == set(PARTS):
-            self._engine.state = "running"
+            self._engine.state = self._before_sleep
 
     def _forget(self) -> None:
         if self._engine.state == "asleep":
@@ -133,6 +153,7 @@ class Service:
         self._engine.forget()
 
     def _load_adapter(self, name: str, folder: str) -> int:
+        self._expect_weights()
         if name == self._name:
             raise ServingError(f"{name!r} is the model's own name; give the adapter another one")
         slot = int(self._gang.every("load_adapter", name, folder))
@@ -141,6 +162,7 @@ class Service:
         return slot
 
     def _unload_adapter(self, name: str) -> None:
+        self._expect_weights()
         if name not in self._engine.adapters:
             raise ServingError(
                 f"adapter {name!r} is not loaded; there are: {', '.join(self._engine.adapters) or 'none'}"
@@ -152,8 +174,7 @@ class Service:
         self, folder: str | None = None, address: str | None = None, version: int | None = None, recompute: bool = False
     ) -> Mapping[str, int]:
         """New weights in place, from a folder or from whoever sends them to an address; graphs stay valid."""
-        if "weights" not in self._awake:
-            raise ServingError("the engine is asleep; wake it, or its weights alone, before they are changed")
+        self._expect_weights()
         if (folder is None) == (address is None):
             raise ServingError("give a folder, or an address at which the weights are to be received")
         self._send(self._engine.finish_flights())
@@ -167,6 +188,10 @@ class Service:
             raise
         self._send(self._engine.change_version(version, recompute))
         return {"version": self._engine.version}
+
+    def _expect_weights(self) -> None:
+        if "weights" not in self._awake:
+            raise ServingError("the engine is asleep; wake it, or its weights alone, before they are changed")
 
     def _send(self, pieces: list[Any]) -> None:
         if pieces:

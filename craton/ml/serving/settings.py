@@ -27,7 +27,7 @@ class EngineSettings:
     kv_precision: Literal["auto", "fp8"] = "auto"
     weights: Literal["auto", "fp8"] = "auto"
     backend: Literal["auto", "torch", "triton", "flash3", "flashinfer"] = "auto"
-    graphs: bool = True  # CUDA graphs; never elsewhere
+    graphs: Literal["auto", "always", "never"] = "auto"  # on a GPU; always: the same steps, as they are, elsewhere too
     draft_tokens: int = 0  # guessed by looking up n-grams in the text; 0: none
     adapters: Mapping[str, str] = field(default_factory=dict)  # name → folder
     adapter_slots: int = 0

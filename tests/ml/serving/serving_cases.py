@@ -21,6 +21,7 @@ from craton.ml.serving.settings import EngineSettings
 
 MAX_LENGTH = 64
 MOST_STEPS = 5000
+WRITTEN = 20  # tokens of an answer
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Case:
     host: bool = False
     ranks: int = 1
     overlap: bool = True
+    graphs: str = "auto"
     seed: int = 0
 
 
@@ -49,6 +51,7 @@ WAYS: dict[str, tuple[object, ...]] = {
     "host": (False, True),
     "ranks": (1, 2),
     "overlap": (True, False),
+    "graphs": ("never", "always"),
 }
 
 
@@ -92,6 +95,7 @@ def settings_of(case: Case, model: Decoder) -> EngineSettings:
         blocks=blocks,
         draft_tokens=case.draft_tokens,
         overlap=case.overlap,
+        graphs=case.graphs,  # type: ignore[arg-type]
     )
     host_bytes = 400 // case.page * bytes_of_block(model, settings, case.ranks) if case.host else 0
     return EngineSettings(**{**settings.__dict__, "host_bytes": host_bytes})
@@ -115,7 +119,7 @@ def run_case(
     """Prompts and answers, and how the engine got there."""
     engine = build(case)
     generator = random.Random(case.seed)
-    greedy = Sampling(max_tokens=30, temperature=0.0)
+    greedy = Sampling(max_tokens=WRITTEN, temperature=0.0)
 
     def text(length: int) -> list[int]:
         return [generator.randrange(VOCABULARY) for _ in range(length)]
@@ -137,6 +141,10 @@ def run_case(
             engine.check()
         assert most < MOST_STEPS, "requests do not end"
 
+    if case.preemption:  # who has seen only short answers lets too many in
+        engine.submit(Submit(5000, (1, 2), Sampling(max_tokens=1, temperature=0.0)))
+        while not engine.is_idle:
+            engine.step()
     shared = text(33)
     if case.prefix_hit or case.host:
         ask(shared)

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 from model_pairs import Answer, expect_greedy, pair
-from serving_cases import Case, pairwise_cases, random_ways, run_case
+from serving_cases import WRITTEN, Case, pairwise_cases, random_ways, run_case
 from two_ranks import ask, two_ranks
 
 from craton.ml.serving.messages import Stats
@@ -25,7 +25,7 @@ def compare(case: Case, answers: list[tuple[list[int], Answer]], stats: Stats) -
     for prompt, answer in answers:
         assert answer.last is not None
         assert answer.last.finish == "length", answer.last.error
-        assert len(answer.tokens) == 30
+        assert len(answer.tokens) == WRITTEN
         expect_greedy(pair(case.family)[0], prompt, answer)
     return stats
 
@@ -35,7 +35,7 @@ def test_every_two_ways_together(case: Case) -> None:
     stats = check(case)
     assert stats.prefix_hits or not case.prefix_hit or case.host
     assert stats.host_hits or not case.host
-    assert stats.preemptions or not case.preemption or case.page == 16
+    assert stats.preemptions or not case.preemption or case.page == 16 or case.chunk_tokens == 5
     assert stats.drafted or not case.draft_tokens
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from craton.ml.serving.engine import Engine
 from craton.ml.serving.messages import Abort, Sampling, Submit
 from craton.ml.serving.runner import Result
-from craton.ml.serving.settings import EngineSettings
+from craton.ml.serving.settings import EngineSettings, ServingError
 from craton.ml.serving.work import Work
 
 VOCABULARY, MAX_LENGTH = 4, 40  # few tokens, so that texts begin alike
@@ -30,6 +30,8 @@ class Device:
         self.random = random.Random(0)
 
     def execute(self, work: Work) -> Result:
+        places = [(row, column) for row, column, _ in work.table]
+        assert len(places) == len(set(places)), "two blocks for one place"
         for row, column, block in work.table:
             self.table[row, column] = block
         written: set[int] = set()
@@ -97,13 +99,16 @@ def test_every_request_ends_and_blocks_are_conserved(
             engine.submit(Submit(number, prompt, sampling, count, priority=generator.randint(0, 2)))
             open_requests[number], copies[number] = set(range(count)), count
         elif what == "abort" and running:
-            engine.abort(Abort(generator.choice(running)))
+            chosen, copy = generator.choice(running), generator.choice([None, 0, 1])
+            engine.abort(Abort(chosen, copy))
         elif what == "fork" and running:
             parent = generator.choice(running)
             index = generator.choice(sorted(open_requests[parent]))
-            if any(each.index == index for each in engine._sequences.get(parent, ())):
+            try:
                 engine.fork(parent, index, 10_000 + number)
-                open_requests[10_000 + number] = {0}
+            except ServingError:  # it waits, or has written all it may
+                continue
+            open_requests[10_000 + number] = {0}
         elif what == "version":
             for piece in engine.change_version(recompute=bool(seed % 2)):
                 note(piece.id, piece.index, piece.finish)
@@ -118,7 +123,5 @@ def test_every_request_ends_and_blocks_are_conserved(
             break
         step()
     assert engine.is_idle, "requests do not end"
-    aborted_whole = {number for number, left in open_requests.items() if left}
-    for number in aborted_whole:  # copies that an abort came before
-        assert (number, 0) in ended
+    assert not any(open_requests.values()), "a copy without an end"
     assert engine.stats().blocks_used == 0

@@ -53,7 +53,12 @@ def make_app(service: Service) -> FastAPI:
         service.link.close()
 
     app = FastAPI(title="Craton", version=version("craton"), lifespan=lifespan, responses=_ERRORS)
-    app.add_middleware(Gate, api_keys=service.settings.api_keys, max_body_bytes=service.settings.max_body_bytes)
+    app.add_middleware(
+        Gate,
+        api_keys=service.settings.api_keys,
+        max_body_bytes=service.settings.max_body_bytes,
+        check_taken=service.check_taken,
+    )
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)

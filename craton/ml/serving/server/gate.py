@@ -1,27 +1,32 @@
-"""What every request passes before it is read: its API key, and how large it may be.
+"""What every request passes before it is understood: its API key, how large it may be, whether one is taken now.
 
-/health, /ping and /metrics need no key, since those who watch a server have none.
+/health, /ping and /metrics need no key, since those who watch a server have none. A server that is asked for far more
+than it can do must be able to say no for next to nothing, or saying no is all it does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from craton.ml.serving.server.errors import ApiError, KeyRefusedError, TooLargeError
+from craton.ml.serving.server.errors import ApiError, BusyError, KeyRefusedError, TooLargeError
 
 FREE_PATHS = ("/health", "/ping", "/metrics")
+GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 class Gate:
-    """In front of the app."""
+    """In front of the app. `check_taken` raises why no answer is begun now."""
 
-    def __init__(self, app: ASGIApp, api_keys: Collection[str], max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, api_keys: Collection[str], max_body_bytes: int, check_taken: Callable[[], None]
+    ) -> None:
         self._app = app
+        self._check_taken = check_taken
         self._digests = [_digest(key.encode()) for key in api_keys]
         self._max_body_bytes = max_body_bytes
 
@@ -36,6 +41,13 @@ class Gate:
             length = headers.get(b"content-length", b"0")
             if length.isdigit() and int(length) > self._max_body_bytes:
                 raise self._too_large()
+            if scope["path"] in GENERATION_PATHS and scope["method"] == "POST":
+                self._check_taken()
+        except BusyError as error:  # whoever comes again may use the same connection
+            while (await receive()).get("more_body"):
+                pass
+            await _send_error(send, error, is_last=False)
+            return
         except ApiError as error:
             await _send_error(send, error)
             return
@@ -72,11 +84,14 @@ class Gate:
         return TooLargeError(f"the body is larger than {self._max_body_bytes:,} bytes", code="body_too_large")
 
 
-async def _send_error(send: Send, error: ApiError) -> None:
-    headers = {"content-type": "application/json", "connection": "close", **error.headers()}
+async def _send_error(send: Send, error: ApiError, is_last: bool = True) -> None:
+    body = error.encoded()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+    if is_last:
+        headers["connection"] = "close"
     encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": encoded})
-    await send({"type": "http.response.body", "body": error.encoded()})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _digest(key: bytes) -> bytes:

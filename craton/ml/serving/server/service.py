@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
 
 from craton.ml.serving.messages import Grammar, Sampling
 from craton.ml.serving.server.errors import BadRequestError, BusyError, NotFoundError, UnavailableError
@@ -25,6 +29,9 @@ from craton.ml.serving.server.vocabulary import Vocabulary
 
 LONG_CHARACTERS = 20_000  # a text that takes longer to encode than others should wait for
 MAX_RETRY_SECONDS = 60
+ADVISED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of a generation_config.json
+
+logger = logging.getLogger("craton.serving")
 
 Result = TypeVar("Result")
 
@@ -41,6 +48,7 @@ class Service:
         folder = settings.model_folder
         self.vocabulary: Vocabulary | None = None if folder is None else Vocabulary(folder)
         self.template: ChatTemplate | None = None if folder is None else load_template(folder)
+        self._defaults = {} if folder is None else generation_defaults(folder)
         self.tool_style: ToolStyle = settings.tool_style
         if self.tool_style == "auto":
             self.tool_style = guess_style(self.template.source) if self.template is not None else "none"
@@ -57,9 +65,8 @@ class Service:
             return "draining"
         return "loading" if self.link.ready is None else "ready"
 
-    @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Within it a request is prepared and submitted, and counts among those that wait. Raises why none is taken."""
+    def check_taken(self) -> None:
+        """Raises why no request is taken now, if none is."""
         if self.is_draining:
             raise UnavailableError("the server is shutting down", code="draining", retry_seconds=5)
         self.link.working()
@@ -69,6 +76,11 @@ class Service:
                 code="too_many_requests",
                 retry_seconds=min(max(math.ceil(self.metrics.last_first_token_seconds), 1), MAX_RETRY_SECONDS),
             )
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Within it a request is prepared and submitted, and counts among those that wait. Raises why none is taken."""
+        self.check_taken()
         self._num_preparing += 1
         try:
             yield
@@ -162,15 +174,16 @@ class Service:
             raise BadRequestError(f"min_tokens {request.min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
         stop_tokens = tuple(dict.fromkeys(request.stop_token_ids or ()))
         self.check_tokens(stop_tokens, "stop_token_ids")
+        chosen = {name: value for name, value in self._defaults.items() if name not in request.model_fields_set}
         return Sampling(
             max_tokens=max(max_tokens, 1),
-            temperature=request.temperature,
-            top_k=max(request.top_k, 0),
-            top_p=request.top_p,
-            min_p=request.min_p,
+            temperature=chosen.get("temperature", request.temperature),
+            top_k=max(int(chosen.get("top_k", request.top_k)), 0),
+            top_p=chosen.get("top_p", request.top_p),
+            min_p=chosen.get("min_p", request.min_p),
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
-            repetition_penalty=request.repetition_penalty,
+            repetition_penalty=chosen.get("repetition_penalty", request.repetition_penalty),
             seed=request.seed,
             logit_bias=_logit_bias(request.logit_bias or {}, ready.vocabulary),
             min_tokens=request.min_tokens,
@@ -185,6 +198,25 @@ class Service:
     async def _aside(text: str, work: Callable[[], Result]) -> Result:
         """Long texts are encoded in a thread, so that answers go on streaming meanwhile."""
         return await asyncio.to_thread(work) if len(text) > LONG_CHARACTERS else work()
+
+
+def generation_defaults(folder: Path) -> dict[str, float]:
+    """What the makers of a model advise, where a request says nothing; nothing where their file cannot be used."""
+    try:
+        advised = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    found = {}
+    for name in ADVISED:
+        value = advised.get(name) if isinstance(advised, dict) else None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                GenerationRequest.model_validate({name: value})
+            except ValidationError:
+                logger.warning("%s: %s %r is left out: no request could ask for it", folder, name, value)
+                continue
+            found[name] = float(value)
+    return found
 
 
 def _encode(vocabulary: Vocabulary, text: str, with_special_tokens: bool) -> list[int]:

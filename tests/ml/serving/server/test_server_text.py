@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from craton.ml.serving.messages import Piece
 from craton.ml.serving.server.answer import AnswerReader, StopStrings
 from craton.ml.serving.server.errors import BadRequestError
+from craton.ml.serving.server.service import generation_defaults
 from craton.ml.serving.server.templates import ChatTemplate, load_template
 from craton.ml.serving.server.vocabulary import HELD_TOKENS, Detokenizer, Vocabulary
 
@@ -211,3 +212,18 @@ def test_a_template_is_found_in_the_configuration_too(tmp_path: Path) -> None:
 def test_a_template_may_refuse_and_may_not_escape(template: str) -> None:
     with pytest.raises(BadRequestError, match="the chat template refuses the messages"):
         ChatTemplate({"default": template}, {}).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"temperature": 0.6, "top_k": 20, "do_sample": true}', {"temperature": 0.6, "top_k": 20.0}),
+        ('{"temperature": -1, "top_p": 0.9, "top_k": "many"}', {"top_p": 0.9}),
+        ("[1]", {}),
+        ("{", {}),
+    ],
+)
+def test_what_the_makers_of_a_model_advise(tmp_path: Path, text: str, expected: dict[str, float]) -> None:
+    assert generation_defaults(tmp_path) == {}
+    (tmp_path / "generation_config.json").write_text(text, encoding="utf-8")
+    assert generation_defaults(tmp_path) == expected

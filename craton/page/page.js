@@ -6,11 +6,13 @@
   const hex = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
   const channels = (name) => [1, 3, 5].map((at) => parseInt(hex(name).slice(at, at + 2), 16));
 
-  // "@name" is a variable of the style sheet, "@name/60" is 60 % of it over the surface.
+  // "@name" is a variable of the style sheet, "@name/60" is 60 % of it over the surface, "@name~60" is 60 % opaque.
   const resolve = (token) => {
     if (typeof token !== "string" || !token.startsWith("@")) return token;
-    const [name, percent] = token.slice(1).split("/");
-    const share = percent === undefined ? 1 : Number(percent) / 100;
+    const [, name, kind, percent] = token.match(/^@([^/~]+)([/~]?)(.*)$/);
+    if (kind === "") return hex(name);
+    const share = Number(percent) / 100;
+    if (kind === "~") return hex(name) + Math.round(255 * share).toString(16).padStart(2, "0");
     const surface = channels("surface");
     return "rgb(" + channels(name).map((c, i) => Math.round(c * share + surface[i] * (1 - share))).join(",") + ")";
   };

@@ -1,0 +1,68 @@
+"""Ten times what a server can do, for a minute: it refuses what it cannot take, and serves the others as before."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+from live_server import Server, make_model, serving
+
+from craton.loadtest import Closed, Limit, Open, Settings, Target, Workload, bench_serve, parse_lengths
+
+OVERLOAD_SECONDS = 60.0
+
+
+def load(server: Server, load: Closed | Open, limit: Limit) -> Settings:
+    workload = Workload(parse_lengths("20..60", "input"), parse_lengths("120", "output"), vocabulary=250)
+    return Settings(Target(server.url, ignore_eos=True), workload, load, limit)
+
+
+def memory_bytes(server: Server) -> int:
+    """Of the first rank and the front end, which is its child."""
+    rank = psutil.Process(server.rank_pids()[0])
+    return sum(process.memory_info().rss for process in (rank, *rank.children(recursive=True)))
+
+
+@pytest.mark.slow
+def test_ten_times_the_load_for_a_minute(tmp_path: Path) -> None:
+    folder = tmp_path / "little"
+    folder.mkdir()
+    make_model(folder, 1)
+    with serving(folder, tmp_path, "overloaded", more=", max_running: 16, max_waiting: 32") as server:
+        calm = bench_serve(load(server, Closed(16), Limit(seconds=10))).shown.summary
+        before = memory_bytes(server)
+        health: list[float] = []
+        largest = [0]
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(0.5):
+                began = time.monotonic()
+                assert requests.get(f"{server.url}/health", timeout=10).status_code == 200
+                health.append(time.monotonic() - began)
+                largest[0] = max(largest[0], memory_bytes(server))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            rate = 10 * calm.requests_per_second
+            loaded = bench_serve(load(server, Open(rate), Limit(seconds=OVERLOAD_SECONDS))).shown.summary
+        finally:
+            is_over.set()
+            watcher.join()
+        print(f"calm {calm.requests_per_second:.1f}/s, asked {rate:.0f}/s, answered {loaded.requests_per_second:.1f}/s")
+        print(
+            f"first token p99 {loaded.ttft_seconds}, health at most {max(health):.2f} s, memory {before} {largest[0]}"
+        )
+        assert len(health) > OVERLOAD_SECONDS, "health was answered throughout"
+        assert max(health) < 5.0
+        assert largest[0] < 1.5 * before
+        assert {failure.kind for failure in loaded.failures} == {"HTTP 429"}, loaded.failures
+        assert loaded.requests_per_second > 0.5 * calm.requests_per_second
+        assert loaded.ttft_seconds is not None
+        assert calm.e2e_seconds is not None
+        assert loaded.ttft_seconds.p99 < 5 * (32 + 16) / calm.requests_per_second + calm.e2e_seconds.p99
