@@ -26,7 +26,7 @@ from craton.ml.serving.rates import Rates
 from craton.ml.serving.runner import Result
 from craton.ml.serving.scheduler import Part, Scheduler, Step
 from craton.ml.serving.sequence import Sequence
-from craton.ml.serving.settings import EngineSettings, ServingError
+from craton.ml.serving.settings import EngineSettings, NotNowError, ServingError
 from craton.ml.serving.work import Integers, Work, is_plain, pack
 
 if TYPE_CHECKING:
@@ -106,7 +106,9 @@ class Engine:
         try:
             self._check(request)
         except ServingError as error:
-            self._ended.append(Piece(request.id, finish="error", error=str(error)))
+            is_ours = isinstance(error, NotNowError)
+            for index in range(request.copies):
+                self._ended.append(Piece(request.id, index, finish="error", error=str(error), is_ours=is_ours))
             return
         sampling = request.sampling
         limit = min(sampling.max_tokens, self.max_length - len(request.prompt))
@@ -230,7 +232,7 @@ class Engine:
         """Ends all requests and takes none until the weights are whole again."""
         pieces = self._read_all()
         for sequence in [each for copies in self._sequences.values() for each in copies]:
-            pieces += self._give_up(sequence, "error", reason)
+            pieces += self._give_up(sequence, "error", reason, is_ours=True)
         self.refusal = reason
         return pieces
 
@@ -242,7 +244,7 @@ class Engine:
         """Requests of an adapter that goes end with it."""
         pieces = self._read_all()
         for sequence in [each for copies in self._sequences.values() for each in copies if each.adapter == name]:
-            pieces += self._give_up(sequence, "error", f"adapter {name!r} was unloaded")
+            pieces += self._give_up(sequence, "error", f"adapter {name!r} was unloaded", is_ours=True)
         del self.adapters[name]
         self.forget_adapter(name)
         return pieces
@@ -287,7 +289,7 @@ class Engine:
     def _start(self, step: Step) -> None:
         for part in step.parts:
             if part.samples and part.sequence.copies > 1:
-                self._copy(part.sequence)
+                self._copy(part.sequence, step)
         allowed, lost = self._allowed(step)
         work = pack(step, allowed)
         self._flights.append(Flight(step, work, self._executor.execute(work), self.version))
@@ -357,7 +359,7 @@ class Engine:
                 piece.error = (
                     "the model's output for this request is not a number (NaN or infinite); its weights may be damaged"
                 )
-                piece.finish = "error"
+                piece.finish, piece.is_ours = "error", True
             elif token in sequence.stops:
                 piece.finish, piece.stop_token = "stop", token
             else:
@@ -383,11 +385,11 @@ class Engine:
         is_full = len(sequence.tokens) - sequence.prompt_length >= sequence.sampling.max_tokens
         return "length" if is_full else None
 
-    def _give_up(self, sequence: Sequence, finish: Finish, error: str = "") -> list[Piece]:
+    def _give_up(self, sequence: Sequence, finish: Finish, error: str = "", is_ours: bool = False) -> list[Piece]:
         """Ends a sequence, and with it the copies that would have been made of it; their last pieces."""
         copies = set(range(sequence.index, sequence.index + sequence.copies)) - sequence.skipped
         self._end(sequence, finish)
-        return [Piece(sequence.id, index, finish=finish, error=error) for index in sorted(copies)]
+        return [Piece(sequence.id, index, finish=finish, error=error, is_ours=is_ours) for index in sorted(copies)]
 
     def _end(self, sequence: Sequence, finish: Finish) -> None:
         sequence.finish = finish
@@ -434,9 +436,9 @@ class Engine:
         if sampling.grammar is not None and self._grammars is None:
             raise ServingError("this engine has no tokenizer, so answers cannot be held to a grammar")
         if self.refusal:
-            raise ServingError(self.refusal)
+            raise NotNowError(self.refusal)
         if self.state == "asleep":
-            raise ServingError("the engine is asleep; wake it first")
+            raise NotNowError("the engine is asleep; wake it first")
 
     def _sequence(self, request: Submit, sampling: Sampling, index: int = 0) -> Sequence:
         return Sequence(
@@ -461,11 +463,13 @@ class Engine:
     def _seed(self, sampling: Sampling, index: int) -> int:
         return self._seeds.randrange(SEEDS) if sampling.seed is None else (sampling.seed + index) % SEEDS
 
-    def _copy(self, first: Sequence) -> None:
+    def _copy(self, first: Sequence, step: Step) -> None:
         """The other copies of a request whose prompt is being computed go on from its blocks."""
         made = [index for index in range(first.copies) if index not in first.skipped]
-        first.index = made[0]
-        first.seed = self._seed(first.sampling, first.index) if first.index else first.seed
+        if made[0] != first.index:
+            first.index, first.seed = made[0], self._seed(first.sampling, made[0])
+            if first not in step.started:  # the device has the seed of the copy that it was
+                step.started.append(first)
         for index in made[1:]:
             child = replace(
                 first,

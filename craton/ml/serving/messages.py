@@ -95,6 +95,7 @@ class Piece:
     finish: Finish | None = None
     stop_token: int | None = None  # the one that ended it; it is not among `tokens`
     error: str = ""
+    is_ours: bool = False  # the error is the engine's: the same request may go through another time
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,10 @@ class ServingError(CratonError):
     """What was asked of an engine cannot be done."""
 
 
+class NotNowError(ServingError):
+    """The engine cannot do it in the state it is in; the request itself is right."""
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """Numbers that decide speed and memory, not answers."""

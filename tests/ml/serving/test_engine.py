@@ -262,3 +262,42 @@ def test_pausing(mode: str) -> None:
 def test_too_little_room_says_what_to_lower() -> None:
     with pytest.raises(ServingError, match=r"room for 72 tokens.*one text may have 256.*lower max_length"):
         engine_of(blocks=20)
+
+
+def test_what_is_the_engines_fault_is_told_apart() -> None:
+    engine = engine_of()
+    engine.submit(Submit(1, PROMPT, GREEDY, copies=2))
+    engine.step()
+    told = engine.refuse("the weights are mixed")
+    assert {(piece.index, piece.finish, piece.is_ours) for piece in told if piece.finish} == {
+        (0, "error", True),
+        (1, "error", True),
+    }
+    refused = answers(engine, Submit(2, PROMPT, GREEDY, copies=2), Submit(3, (), GREEDY))
+    assert all(refused[2, index].last.is_ours for index in (0, 1))  # type: ignore[union-attr]
+    assert not refused[3, 0].last.is_ours  # type: ignore[union-attr]
+    engine.change_version()
+    assert answer(engine).tokens
+    engine.check()
+
+
+def test_a_copy_that_nobody_waits_for_is_not_made() -> None:
+    engine = engine_of(max_running=1)
+    engine.submit(Submit(9, PROMPT, GREEDY))
+    engine.step()
+    engine.submit(Submit(1, (4, 5, 6), Sampling(max_tokens=5, temperature=1.0, seed=3), copies=3))
+    engine.abort(Abort(1, 0))
+    engine.abort(Abort(1, 2))
+    pieces: dict[int, list[Piece]] = {}
+    while not engine.is_idle:
+        for piece in engine.step():
+            pieces.setdefault(piece.index, []).append(piece) if piece.id == 1 else None
+    found = {index: Answer.of(each) for index, each in pieces.items()}
+    assert {index: each.last.finish for index, each in found.items()} == {  # type: ignore[union-attr]
+        0: "abort",
+        1: "length",
+        2: "abort",
+    }
+    alone = answers(engine_of(), Submit(1, (4, 5, 6), Sampling(max_tokens=5, temperature=1.0, seed=3), copies=3))
+    assert found[1].tokens == alone[1, 1].tokens
+    engine.check()

@@ -80,6 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
             max_waiting=options.max_waiting,
             max_body_bytes=options.max_body,
             request_seconds=options.request_timeout,
+            silent_seconds=options.silent_seconds,
             drain_seconds=options.drain_seconds,
         )
         link = EngineLink(Wire(options.connection))
@@ -122,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-waiting", type=int, default=default.max_waiting, help="requests without a token; one more gets 429")
     add("--max-body", type=int, default=default.max_body_bytes, metavar="BYTES")
     add("--request-timeout", type=float, default=default.request_seconds, metavar="SECONDS", help="0: never")
+    add("--silent-seconds", type=float, default=default.silent_seconds, help="of an engine that hangs, for /health")
     add("--drain-seconds", type=float, default=default.drain_seconds)
     return parser
 

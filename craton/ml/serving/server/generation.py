@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from craton.ml.serving.messages import Alternatives, Piece, Sampling
 from craton.ml.serving.server.answer import Addition, AnswerReader
-from craton.ml.serving.server.errors import ApiError, BadRequestError, BrokenError, ClientGoneError
+from craton.ml.serving.server.errors import ApiError, BadRequestError, BrokenError, ClientGoneError, UnavailableError
 from craton.ml.serving.server.metrics import Meter
 from craton.ml.serving.server.protocol import GenerationRequest
 from craton.ml.serving.server.service import Service
@@ -125,8 +125,9 @@ class Answers(ABC, Generic[AnyChoice]):
             if choice.reader.is_complete:
                 continue  # pieces that came together with the one that completed it
             if piece.finish == "error":
-                # What fails before it has begun was asked for wrongly: a grammar that cannot be read, for one.
-                kind = BrokenError if choice.has_begun else BadRequestError
+                # What fails before it has begun was asked for wrongly (a grammar that cannot be read, for one), unless
+                # the engine says that it is to blame.
+                kind = BrokenError if choice.has_begun else UnavailableError if piece.is_ours else BadRequestError
                 raise kind(piece.error or "the engine gave the request up", code="engine_refused")
             if self.request.max_tokens == 0:
                 piece.tokens, piece.finish, piece.stop_token = [], "length", None

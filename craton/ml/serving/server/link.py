@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
@@ -42,6 +43,7 @@ class EngineLink:
         self.ready: Ready | None = None
         self.failure: str | None = None
         self.stats = Stats()
+        self._heard = time.monotonic()  # when the engine last said anything
         self.on_end: Callable[[int], None] = lambda num_failed: None  # told how many requests the engine left open
         self._wire = wire
         self._ids = count(1)
@@ -73,6 +75,11 @@ class EngineLink:
     def exchanges(self) -> set[Exchange]:
         """Those with a request that has not ended."""
         return set(self._exchanges.values())
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long an engine that has something to do, and tells how it does twice a second, has said nothing."""
+        return time.monotonic() - self._heard if self._exchanges and self.ready is not None else 0.0
 
     def working(self) -> Ready:
         """What the engine said when it could take requests; an error while, or when, it cannot."""
@@ -110,6 +117,8 @@ class EngineLink:
     def _submit(self, exchange: Exchange, prompt: tuple[int, ...], options: dict[str, Any]) -> int:
         self.working()
         number = next(self._ids)
+        if not self._exchanges:  # until now nothing was expected of it
+            self._heard = time.monotonic()
         self._exchanges[number] = exchange
         self._waiting.add(exchange)
         self._outbox.put(Submit(number, prompt, **options))
@@ -129,6 +138,7 @@ class EngineLink:
         """Whatever the engine has said; it is called again when there is more."""
         try:
             for reply in self._wire.read():
+                self._heard = time.monotonic()
                 self._take(reply)
                 if self.failure is not None:
                     return

@@ -58,11 +58,13 @@ class Service:
         """Under which the model is served."""
         return self.settings.served_name or self.link.working().model
 
-    def status(self) -> Literal["loading", "ready", "draining", "failed"]:
+    def status(self) -> Literal["loading", "ready", "draining", "failed", "silent"]:
         if self.link.failure is not None:
             return "failed"
         if self.is_draining:
             return "draining"
+        if self.link.silent_seconds > self.settings.silent_seconds:
+            return "silent"
         return "loading" if self.link.ready is None else "ready"
 
     def check_taken(self) -> None:

@@ -23,4 +23,5 @@ class ServerSettings:
     max_waiting: int = 1024  # requests that have no token yet; one more is refused
     max_body_bytes: int = 32 << 20
     request_seconds: float = 0.0  # until a request is given up; 0: never
+    silent_seconds: float = 60.0  # after which an engine with requests, which speaks twice a second, counts as hanging
     drain_seconds: float = 30.0  # that running requests have after SIGTERM

@@ -268,3 +268,15 @@ def test_what_it_cannot_start_with(problem: str, tmp_path: Path) -> None:
     engine.close()
     taken.close()
     assert (done.returncode, said in done.stderr, len(done.stderr.splitlines())) == (2, True, 1)
+
+
+def test_an_engine_that_says_nothing_any_more_is_not_healthy(start: Start, encode: Encode) -> None:
+    served = start("--silent-seconds", "0.4")
+    served.engine.answer = lambda _: Script(encode("hello"), hold_at=1)
+    assert health(served) == (200, "ready")
+    with open_stream(served, {"messages": ASK, "stream": True}) as stream:
+        read_until(stream, b"data:")
+        wait_until(lambda: health(served) == (503, "silent"))
+        served.engine.release()
+        read_until(stream, b"[DONE]")
+    wait_until(lambda: health(served) == (200, "ready"))
