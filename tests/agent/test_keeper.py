@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_gang import wait_until
 from keepers import SECRET, KeeperProcess, Keepers, fill, manifest_of, read
 
 from craton.agent import KeeperClient, KeeperError, replicas
@@ -276,7 +277,8 @@ def test_descriptors_are_closed_once_they_are_sent(keepers: Keepers) -> None:
         os.close(client.open(held.slot))
         for slot in client.reserve(0, SIZE, 1)[1]:
             os.close(slot.descriptor)
-    assert len(list(folder.iterdir())) == before
+    # the last ones are closed after they were sent, perhaps a moment after they came
+    wait_until(lambda: len(list(folder.iterdir())) == before, "they are closed")
 
 
 def test_a_copy_that_arrives_while_others_are_freed_is_held(monkeypatch: pytest.MonkeyPatch) -> None:

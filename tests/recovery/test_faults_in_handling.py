@@ -223,6 +223,7 @@ def test_of_the_two_sides_of_a_cut_network_only_one_goes_on(runs: Path, two_netw
         assert sorted(losses(run)) == list(range(1, steps + 1))
 
 
+@pytest.mark.slow
 def test_a_stop_while_a_node_is_missing_ends_at_once(runs: Path) -> None:
     with running(runs, Rehearsal("stopped-waiting", steps=STEPS, chaos=("lose-node node-1@step=6",), **FSDP)) as run:
         wait_until(lambda: events(run, "waiting_for_nodes"), "it waits", run)

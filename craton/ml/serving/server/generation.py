@@ -76,6 +76,7 @@ class Answers(ABC, Generic[AnyChoice]):
         self._service = service
         self._prompts: dict[int, Prompt] = {}
         self._num_open = 0
+        self.unsent = b""  # events of a stream that came together with what broke it
         self._envelope = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -128,6 +129,7 @@ class Answers(ABC, Generic[AnyChoice]):
                 # What fails before it has begun was asked for wrongly (a grammar that cannot be read, for one), unless
                 # the engine says that it is to blame.
                 kind = BrokenError if choice.has_begun else UnavailableError if piece.is_ours else BadRequestError
+                self.unsent = "".join(events).encode() if self.request.stream else b""
                 raise kind(piece.error or "the engine gave the request up", code="engine_refused")
             if self.request.max_tokens == 0:
                 piece.tokens, piece.finish, piece.stop_token = [], "length", None
@@ -254,7 +256,7 @@ class EventStream(Response):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
                     events = answers.read(await answers.exchange.pieces())
             except ApiError as error:
-                events = b"data: " + error.encoded() + b"\n\n" + DONE
+                events = answers.unsent + b"data: " + error.encoded() + b"\n\n" + DONE
             await send({"type": "http.response.body", "body": events, "more_body": False})
         except ClientGoneError:
             pass
