@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from fast_server import fast_server
 
 from craton.loadtest import Closed, Lengths, Limit, Settings, Target, Workload, bench_serve
@@ -10,6 +11,7 @@ PIECES, STREAMS, REQUESTS = 200, 64, 192
 MOST_CPU_SECONDS = 1 / 20_000  # of one piece
 
 
+@pytest.mark.slow
 def test_a_piece_costs_less_than_fifty_microseconds() -> None:
     """Counted in processor time, so that whoever else is on this machine does not matter much."""
     with fast_server(PIECES, ticks_per_second=400) as (_, url):

@@ -107,6 +107,7 @@ def test_two_hundred_clients_stream_at_once(start: Start, encode: Encode) -> Non
     assert not [message for message in served.engine.received if isinstance(message, Abort)]
 
 
+@pytest.mark.slow
 def test_ten_thousand_chunks_a_second(start: Start, encode: Encode) -> None:
     """Of the front end's own processor time, so that a busy machine does not matter."""
     served = start()
