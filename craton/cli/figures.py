@@ -6,6 +6,8 @@ import math
 from datetime import datetime
 from itertools import pairwise
 
+from craton.digits import digits as plain_digits
+
 NONE = "–"
 _THOUSANDS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 _BARS = "▁▂▃▄▅▆▇█"
@@ -14,15 +16,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 def digits(value: float | None) -> str:
     """Three significant digits without an exponent: 5.12, 51.2, 5,120, 0.00512."""
-    if value is None or not math.isfinite(value):
-        return NONE
-    size = abs(value)
-    if size == 0:
-        return "0"
-    if size >= 99.95:
-        return f"{value:,.0f}"
-    decimals = 1 if size >= 9.995 else 2 if size >= 0.995 else 2 - math.floor(math.log10(size))
-    return f"{value:.{min(decimals, 6)}f}"
+    return NONE if value is None or not math.isfinite(value) else plain_digits(value)
 
 
 def amount(value: float | None) -> str:

@@ -11,7 +11,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, model_validator
 
-from craton.job.layout import Precision
 from craton.job.names import Variable
 from craton.job.recover import Wait
 from craton.job.section import ConflictError, Section
@@ -167,8 +166,3 @@ class Serve(Section):
     def step_tokens(self) -> int:
         """Tokens computed in one step at most."""
         return self.chunk_tokens or DEFAULT_CHUNK_TOKENS
-
-    @property
-    def compute_precision(self) -> Precision:
-        """Of what is not quantized: keys, values and activations."""
-        return "bf16" if self.precision == "fp8" else self.precision

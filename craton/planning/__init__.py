@@ -34,13 +34,22 @@ from craton.planning.result import (
     StoragePlan,
     TierPlan,
 )
-from craton.planning.serving import DecodePoint, ServePlan, plan_serving
+from craton.planning.serving import (
+    CPU_KV_BYTES,
+    GPU_RESERVE_BYTES,
+    DecodePoint,
+    ServePlan,
+    passing_bytes,
+    plan_serving,
+)
 from craton.planning.setting import PlanError
 from craton.planning.software import CONSTANTS, SoftwareProfile, Traits
 from craton.planning.training import Workload
 
 __all__ = [
     "CONSTANTS",
+    "CPU_KV_BYTES",
+    "GPU_RESERVE_BYTES",
     "STACKS",
     "UNKNOWN",
     "Alternative",
@@ -84,6 +93,7 @@ __all__ = [
     "load_profile",
     "load_runs",
     "memory",
+    "passing_bytes",
     "plan",
     "plan_clusters",
     "plan_html",

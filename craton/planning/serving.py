@@ -152,7 +152,7 @@ class _Candidate:
         if is_cpu and tp > 1:  # its ranks share the processor
             roofs = replace(roofs, bytes_per_second=roofs.bytes_per_second / tp, flops=roofs.flops / tp)
             memory_bytes /= tp
-        workspace = _passing_bytes(shape, serve.step_tokens, serve.running, PLAIN_BYTES[serve.precision])
+        workspace = passing_bytes(shape, serve.step_tokens, serve.running, PLAIN_BYTES[serve.precision])
         workspace += 0 if is_cpu else GPU_RESERVE_BYTES
         allowed = serve.memory * memory_bytes
         if is_cpu:
@@ -275,7 +275,7 @@ def _bound(roofline: Roofline, batch: int, context: int) -> str:
     return "memory" if memory >= roofline.step_flops(batch, tokens, batch) / roofline.roofs.flops else "computing"
 
 
-def _passing_bytes(shape: ModelShape, chunk_tokens: int, running: int, size: int) -> float:
+def passing_bytes(shape: ModelShape, chunk_tokens: int, running: int, size: int) -> float:
     """What a step needs beside weights, keys and values: hidden states of its tokens, logits of its requests."""
     ffn = max(shape.ffn_hidden, shape.top_k * shape.moe_ffn_hidden)
     widths = 6 * shape.hidden + 3 * ffn + 3 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim

@@ -1,4 +1,5 @@
-"""A stand-in for `python -m craton.ml.serving RUN`: no model, no engine, but the same promises to whoever starts it.
+"""A stand-in for `python -m craton.ml.serving RUN`: no model, no engine, but the same promises to whoever starts it. It
+breaks at the moment a test wants, in a tenth of the time; tests/ml/serving/test_whole_server.py starts the real one.
 
 Rank 0 tells its stages, answers /health and /metrics at the job's address, and on SIGTERM lets requests finish: as long
 as the file `busy` lies in the run directory there are some. Files in the run directory break it: `die-N` ends rank N.

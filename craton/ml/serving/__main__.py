@@ -28,8 +28,7 @@ from craton.agent import EXIT_FINAL, newest_generation, run_secret
 from craton.errors import CratonError
 from craton.job import Job, load_job
 from craton.ml.serving.adapters import Adapters
-from craton.ml.serving.build import build_runner
-from craton.ml.serving.engine import Engine
+from craton.ml.serving.build import build_runner, join_engine
 from craton.ml.serving.gang import Gang, follow
 from craton.ml.serving.grammars import Grammars
 from craton.ml.serving.messages import Stats
@@ -129,18 +128,8 @@ def serve(
         return 0
     assert front is not None
     gang = Gang(this, _lines_to_others(world, secret))
-    engine = Engine(
-        gang,
-        settings,
-        runner.vocabulary,
-        max_length,
-        len(runner.past.cache),
-        0 if runner.host_cache is None else len(runner.host_cache),
-        served.stop_tokens,
-        _grammars(served, runner.vocabulary),
-        slots,
-        Rates(floor),
-    )
+    grammars = _grammars(served, runner.vocabulary)
+    engine = join_engine(gang, runner, settings, max_length, served.stop_tokens, grammars, slots, Rates(floor))
     gang.watch(lambda number: _lost(number, front))
     tokens = (len(runner.past.cache) - 1) * settings.page
     recorder.event("serving", stage="ready", kv_tokens=tokens, max_length=max_length)
@@ -157,7 +146,6 @@ def serve(
 def settings_of(job: Job, world: int = 1) -> EngineSettings:
     serve = job.serve
     assert serve is not None
-    slots = len(serve.adapters) if serve.max_adapters is None else serve.max_adapters
     return EngineSettings(
         max_length=serve.max_length or 0,
         max_running=serve.running,
@@ -167,9 +155,9 @@ def settings_of(job: Job, world: int = 1) -> EngineSettings:
         host_bytes=serve.host_memory // world,
         kv_precision=serve.kv_precision,
         backend=serve.backend,
-        draft_tokens=serve.speculate.ngram if serve.speculate else 0,
+        draft_tokens=serve.draft_tokens,
         adapters=serve.adapters,
-        adapter_slots=slots,
+        adapter_slots=serve.adapter_slots,
         adapter_rank=serve.max_adapter_rank or EngineSettings.adapter_rank,
     )
 

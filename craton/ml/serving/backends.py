@@ -144,12 +144,10 @@ class FlashInfer(AttentionBackend):
     def __init__(self) -> None:
         self._module = _installed("flashinfer", "flashinfer")
         self._wrapper: Any = None
-        self._pages: tuple[Tensor, ...] = ()
         self._planned: tuple[Any, ...] | None = None
 
     def begin(self, batch: Batch, table: Tensor) -> None:
         self._planned = None
-        self._batch, self._table = batch, table
 
     def attend(
         self, query: Tensor, cache: Tensor, table: Tensor, batch: Batch, scale: float | None, window: int

@@ -42,9 +42,6 @@ class BlockPool:
         if not self._holders[block]:
             self._free.append(block)
 
-    def holders(self, block: int) -> int:
-        return self._holders[block]
-
     def check(self, held: Iterable[Sequence[int]]) -> None:
         """That every block has exactly the holders that `held` lists, and that all others are free, once each."""
         counts = [0] * len(self._holders)

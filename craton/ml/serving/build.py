@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from craton.ml.collectives import Peers
 from craton.ml.models import Decoder
 from craton.ml.serving.adapters import Adapters
-from craton.ml.serving.engine import Engine
+from craton.ml.serving.engine import Engine, Executor
+from craton.ml.serving.rates import Rates
 from craton.ml.serving.runner import Runner, block_shape
 from craton.ml.serving.settings import EngineSettings, ServingError
+from craton.planning import CPU_KV_BYTES, GPU_RESERVE_BYTES, passing_bytes
 
-CPU_BLOCK_BYTES = 1 << 30  # of keys and values where memory is the machine's own
+if TYPE_CHECKING:
+    from craton.ml.serving.grammars import Grammars
+
 SHORTEST = 128  # tokens of a text, below which a model whose own length does not fit is not served at all
-RESERVE_BYTES = 1 << 30  # of a GPU for what its libraries take: workspaces, code, graphs
 
 
 def build_engine(
@@ -36,15 +40,32 @@ def build_engine(
         from craton.ml.serving.grammars import Grammars
 
         grammars = Grammars(tokenizer_folder, runner.vocabulary, stops)
+    return join_engine(runner, runner, settings, max_length, stops, grammars)
+
+
+def join_engine(
+    executor: Executor,
+    runner: Runner,
+    settings: EngineSettings,
+    max_length: int,
+    stop_tokens: Iterable[int] = (),
+    grammars: Grammars | None = None,
+    adapters: Mapping[str, int] | None = None,
+    rates: Rates | None = None,
+) -> Engine:
+    """An engine over the blocks of a runner, whose steps the executor computes: the runner itself, or its gang."""
+    host_blocks = 0 if runner.host_cache is None else len(runner.host_cache)
     return Engine(
-        runner,
+        executor,
         settings,
         runner.vocabulary,
         max_length,
         len(runner.past.cache),
-        0 if runner.host_cache is None else len(runner.host_cache),
-        stops,
+        host_blocks,
+        stop_tokens,
         grammars,
+        adapters,
+        rates,
     )
 
 
@@ -89,21 +110,11 @@ def bytes_of_block(model: Decoder, settings: EngineSettings, ranks: int = 1) -> 
 def _blocks(model: Decoder, settings: EngineSettings, block_bytes: int) -> int:
     device = next(model.parameters()).device
     if device.type != "cuda":
-        return CPU_BLOCK_BYTES // block_bytes
+        return CPU_KV_BYTES // block_bytes
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    room = free - (1 - settings.memory) * total - _passing_bytes(model, settings) - RESERVE_BYTES
-    return max(0, int(room // block_bytes))
-
-
-def _passing_bytes(model: Decoder, settings: EngineSettings) -> int:
-    """What a step needs beside weights, keys and values: hidden states of its tokens, and logits of its requests."""
-    shape = model.config.shape
-    ffn = max(shape.ffn_hidden, shape.top_k * shape.moe_ffn_hidden)
-    heads = shape.heads + 2 * shape.kv_heads
-    widths = 6 * shape.hidden + 3 * ffn + 3 * heads * shape.head_dim
     size = next(model.parameters()).element_size()
-    hidden = settings.chunk_tokens * widths * size
-    logits = settings.max_running * shape.vocab * (2 * size + 4 * 4)
-    return hidden + logits
+    passing = passing_bytes(model.config.shape, settings.chunk_tokens, settings.max_running, size)
+    room = free - (1 - settings.memory) * total - passing - GPU_RESERVE_BYTES
+    return max(0, int(room // block_bytes))

@@ -189,14 +189,19 @@ class Engine:
             for id in list(self._sequences):  # noqa: A001
                 self.abort(Abort(id))
         elif mode == "wait":
-            self.scheduler.is_admitting = False
+            self.stop_admitting()
             while not self.is_drained:
                 pieces += self.step()
-            self.scheduler.is_admitting = True
+        self.scheduler.is_admitting = True
         pieces += self._read_all()
         ended, self._ended = self._ended, []
         self.state = "paused"
         return pieces + ended
+
+    def stop_admitting(self) -> None:
+        """What runs goes on, and nothing new begins; `pause` ends that when all is drained, or sooner."""
+        self._expect("running")
+        self.scheduler.is_admitting = False
 
     @property
     def is_drained(self) -> bool:

@@ -52,7 +52,6 @@ class DecodeGraphs:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # of steps with drafts
         self._logits = torch.empty(rows, runner.vocabulary, dtype=runner.dtype, device=device)
         self._steps: dict[tuple[int, int], tuple[Callable[[], None], Outputs]] = {}
-        self.replays = 0
 
     def capture(self) -> None:
         """The largest first, so that all share its memory."""
@@ -93,7 +92,6 @@ class DecodeGraphs:
             self._tokens[: len(work.tokens)].copy_(self._runner.upload.send(work.tokens))
         step, (tokens, logprobs, positions) = self._steps[size, queries]
         step()
-        self.replays += 1
         count = requests * queries
         return self._logits[:count], Chosen(tokens[:count], logprobs[:count]), positions[:count]
 

@@ -13,7 +13,7 @@ from craton.ml.collectives import local
 from craton.ml.models import Decoder
 from craton.ml.serving.runner import Result, Runner
 from craton.ml.serving.settings import ServingError
-from craton.ml.serving.weights import WeightsReceiver, named_targets, update_from_folder, update_from_state
+from craton.ml.serving.weights import WeightsReceiver, named_targets, update_from_folder
 from craton.ml.serving.work import Work
 
 if TYPE_CHECKING:
@@ -46,10 +46,6 @@ class Rank:
 
     def unload_adapter(self, name: str) -> None:
         self._adapters.unload(name)
-
-    def update_from_state(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """New weights by their names in the decoder, whole; each rank takes its part, in place."""
-        update_from_state(self.model, tensors)
 
     def update_from_folder(self, folder: str) -> None:
         update_from_folder(self.model, Path(folder))

@@ -6,7 +6,6 @@ are there and not computed yet are computed.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -48,7 +47,6 @@ class Sequence:
     prompt_found: dict[int, Alternatives] = field(default_factory=dict)  # place → log-probabilities there
     prompt_logprobs: list[Alternatives | None] | None = None  # all of them, when they are complete
     finish: Finish | None = None
-    arrived: float = field(default_factory=time.monotonic)
 
     @property
     def length(self) -> int:

@@ -74,7 +74,6 @@ class Service:
             self._send(engine.step())
             if self._pausing is not None and engine.is_drained:
                 self._front.send(self._control(Control(self._pausing, "pause", {"mode": "keep"})))
-                engine.scheduler.is_admitting = True
                 self._pausing = None
             now = time.monotonic()
             if now >= self._next_stats:
@@ -101,8 +100,9 @@ class Service:
                 engine.abort(message)
             else:
                 assert isinstance(message, Control)
-                if message.name == "pause" and message.arguments.get("mode") == "wait" and self._pausing is None:
-                    engine.scheduler.is_admitting = False
+                waits = message.name == "pause" and message.arguments.get("mode") == "wait"
+                if waits and engine.state == "running" and self._pausing is None:
+                    engine.stop_admitting()
                     self._pausing = message.id  # answered when all that was let in has ended
                 else:
                     self._front.send(self._control(message))

@@ -29,7 +29,6 @@ class EngineSettings:
     memory: float = 0.9  # share of the device's memory that the engine may fill
     host_bytes: int = 0  # of host memory for blocks that had to leave the device
     kv_precision: Literal["auto", "fp8"] = "auto"
-    weights: Literal["auto", "fp8"] = "auto"
     backend: Literal["auto", "torch", "triton", "flash3", "flashinfer"] = "auto"
     graphs: Literal["auto", "always", "never"] = "auto"  # on a GPU; always: the same steps, as they are, elsewhere too
     draft_tokens: int = 0  # guessed by looking up n-grams in the text; 0: none

@@ -13,10 +13,9 @@ from itertools import combinations
 from model_pairs import VOCABULARY, Answer, pair
 
 from craton.ml.models import Decoder
-from craton.ml.serving.build import build_runner, bytes_of_block
-from craton.ml.serving.engine import Engine, Executor
+from craton.ml.serving.build import build_runner, bytes_of_block, join_engine
+from craton.ml.serving.engine import Engine
 from craton.ml.serving.messages import Piece, Sampling, Stats, Submit
-from craton.ml.serving.runner import Runner
 from craton.ml.serving.settings import EngineSettings
 
 MAX_LENGTH = 64
@@ -101,16 +100,11 @@ def settings_of(case: Case, model: Decoder) -> EngineSettings:
     return EngineSettings(**{**settings.__dict__, "host_bytes": host_bytes})
 
 
-def make_engine(case: Case, runner: Runner, settings: EngineSettings, executor: Executor | None = None) -> Engine:
-    host_blocks = 0 if runner.host_cache is None else len(runner.host_cache)
-    return Engine(executor or runner, settings, VOCABULARY, MAX_LENGTH, len(runner.past.cache), host_blocks)
-
-
 def local_engine(case: Case) -> Engine:
     model = pair(case.family)[1]
     settings = settings_of(case, model)
     runner, settings, _ = build_runner(model, settings)
-    return make_engine(case, runner, settings)
+    return join_engine(runner, runner, settings, MAX_LENGTH)
 
 
 def run_case(

@@ -47,8 +47,9 @@ def ask(line: Connection, case: Any) -> Any:
 
 
 def first_rank(tests: Connection, second: Connection, port: int) -> None:
-    from serving_cases import Case, make_engine, run_case
+    from serving_cases import MAX_LENGTH, Case, run_case
 
+    from craton.ml.serving.build import join_engine
     from craton.ml.serving.engine import Engine
     from craton.ml.serving.gang import Gang
 
@@ -58,7 +59,7 @@ def first_rank(tests: Connection, second: Connection, port: int) -> None:
         second.send(case)
         rank, settings = make_rank(case)
         gangs.append(Gang(rank, [second]))
-        return make_engine(case, rank.runner, settings, gangs[-1])
+        return join_engine(gangs[-1], rank.runner, settings, MAX_LENGTH)
 
     gangs: list[Gang] = []
     while True:

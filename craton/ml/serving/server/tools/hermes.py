@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from craton.ml.serving.server.tools.json_calls import JsonCall
-from craton.ml.serving.server.tools.parsed import Findings, Lookout, Parsed
+from craton.ml.serving.server.tools.parsed import LetterParser, Lookout, Parsed
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-class HermesParser:
+class HermesParser(LetterParser):
     """What is no call is content, and so is a call without a name that can be read."""
 
     def __init__(self) -> None:
-        self._findings = Findings()
+        super().__init__()
         self._lookout = Lookout([BEGIN])
         self._call: JsonCall | None = None
         self._tail: Lookout | None = None  # behind a call, up to its end mark
         self._slip = ""  # what stands there though nothing should; content, unless the end mark still comes
 
-    def feed(self, text: str) -> Parsed:
-        if self._call is None and self._tail is None and not self._lookout.held and "<" not in text:
-            self._findings.content(text)
-        else:
-            for letter in text:
-                self._step(letter)
-        return self._findings.take()
+    @property
+    def _is_in_content(self) -> bool:
+        return self._call is None and self._tail is None and not self._lookout.held
 
     def finish(self) -> Parsed:
         if self._call is not None and self._call.name is None:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from craton.ml.serving.server.tools.json_calls import ARGUMENT_KEYS, NAME_KEYS, OTHER_KEYS, JsonCall
-from craton.ml.serving.server.tools.parsed import Findings, Lookout, Parsed
+from craton.ml.serving.server.tools.parsed import LetterParser, Lookout, Parsed
 
 MARK = "<|python_tag|>"
 
@@ -21,12 +21,12 @@ _BUILT_IN = re.compile(r"(\w+)\.call\((.*)\)\s*", re.DOTALL)
 _BUILT_IN_BEGINS = re.compile(r"\w+(\.(c(a(l(l\(?)?)?)?)?)?")
 
 
-class LlamaParser:
+class LlamaParser(LetterParser):
     """`tools` are the names that a call without the mark may have."""
 
     def __init__(self, tools: Collection[str]) -> None:
         self._tools = frozenset(tools)
-        self._findings = Findings()
+        super().__init__()
         self._lookout = Lookout([MARK])
         self._place: Literal["begin", "text", "marked", "built-in", "call", "between"] = "begin"
         self._call = JsonCall()
@@ -34,13 +34,9 @@ class LlamaParser:
         self._text = ""  # of a call of a built-in tool
         self._has_arguments = False
 
-    def feed(self, text: str) -> Parsed:
-        if self._place == "text" and not self._lookout.held and "<" not in text:
-            self._findings.content(text)
-        else:
-            for letter in text:
-                self._step(letter)
-        return self._findings.take()
+    @property
+    def _is_in_content(self) -> bool:
+        return self._place == "text" and not self._lookout.held
 
     def finish(self) -> Parsed:
         if self._place == "built-in":

@@ -5,6 +5,7 @@ Every parser is a machine over characters, so what it finds cannot depend on how
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -111,3 +112,26 @@ class Lookout:
     def release(self) -> str:
         held, self.held = self.held, ""
         return held
+
+
+class LetterParser(ABC):
+    """A parser of one style of tool calls, which looks at letters one by one."""
+
+    def __init__(self) -> None:
+        self._findings = Findings()
+
+    def feed(self, text: str) -> Parsed:
+        if self._is_in_content and "<" not in text:  # with which every mark begins
+            self._findings.content(text)
+        else:
+            for letter in text:
+                self._step(letter)
+        return self._findings.take()
+
+    @property
+    @abstractmethod
+    def _is_in_content(self) -> bool:
+        """Whether what comes next is content up to the next mark, of which nothing is held back."""
+
+    @abstractmethod
+    def _step(self, letter: str) -> None: ...

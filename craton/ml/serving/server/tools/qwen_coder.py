@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from craton.ml.serving.server.tools.parsed import Findings, Lookout, Parsed
+from craton.ml.serving.server.tools.parsed import LetterParser, Lookout, Parsed
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
@@ -30,12 +30,12 @@ _MARKS: dict[_Place, list[str]] = {
 }
 
 
-class QwenCoderParser:
+class QwenCoderParser(LetterParser):
     """`schemas`: the schema of each tool's parameters, by the tool's name."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self._schemas = schemas
-        self._findings = Findings()
+        super().__init__()
         self._place: _Place = "text"
         self._lookout = Lookout(_MARKS["text"])
         self._text = ""  # of what is collected: a name, a key, a value that is no string
@@ -44,13 +44,9 @@ class QwenCoderParser:
         self._types: set[str] = set()
         self._num_parameters = 0
 
-    def feed(self, text: str) -> Parsed:
-        if self._place == "text" and not self._lookout.held and "<" not in text:
-            self._findings.content(text)
-        else:
-            for letter in text:
-                self._step(letter)
-        return self._findings.take()
+    @property
+    def _is_in_content(self) -> bool:
+        return self._place == "text" and not self._lookout.held
 
     def finish(self) -> Parsed:
         if self._place == "text":
