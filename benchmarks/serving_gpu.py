@@ -1,7 +1,7 @@
 """How fast the engine is on this GPU, with a share of what the memory's speed allows, and transformers beside it.
 
-`python benchmarks/serving_gpu.py [--case NAME …] [--profile] [--json FILE]`; cases: batch1, set256, poisson, peer,
-mix-0.6b, mix-14b
+`python benchmarks/serving_gpu.py [--case NAME …] [--profile] [--json FILE]`; cases: batch1, set256, poisson, tuned,
+host, drafts, adapters, fp8, peer, mix-0.6b, mix-14b
 
 Weights are random, answers have fixed lengths, warm-up is not counted: tokens/s = written tokens ÷ seconds from the
 first submit. Greedy answers of the same weights are held against transformers, token for token.
@@ -14,7 +14,9 @@ import gc
 import json
 import random
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,14 +25,27 @@ import torch
 
 from craton.job import model_preset
 from craton.ml.models import Decoder, config_from_shape
-from craton.ml.serving.build import build_engine
+from craton.ml.serving.adapters import Adapters
+from craton.ml.serving.build import build_engine, build_runner, join_engine
 from craton.ml.serving.engine import Engine
+from craton.ml.serving.float8 import quantize_model
 from craton.ml.serving.messages import Sampling, Submit
 from craton.ml.serving.runner import Result
 from craton.ml.serving.settings import EngineSettings
 
 DEVICE = torch.device("cuda")
 LONGEST = 4096
+COMPILED: list[str] = []  # kernels that Triton had to compile, or fetch compiled, since somebody emptied it
+
+
+def count_compiled() -> None:
+    """From now on every kernel that was not ready is in COMPILED."""
+    from triton import knobs
+
+    def note(*, fn: Any, **_: Any) -> None:
+        COMPILED.append(fn.name)
+
+    knobs.runtime.jit_post_compile_hook = note
 
 
 def make_model(name: str) -> Decoder:
@@ -85,7 +100,7 @@ def waiting() -> Iterator[list[float]]:
         seconds[0] += time.perf_counter() - began
         return read(result)
 
-    Result.read = timed  # type: ignore[method-assign]
+    Result.read = timed  # type: ignore[assignment,method-assign]
     try:
         yield seconds
     finally:
@@ -218,6 +233,89 @@ def poisson(engine: Engine, vocabulary: int, saturated: float) -> dict[str, Any]
     }
 
 
+def tuned(engine: Engine, vocabulary: int) -> dict[str, Any]:
+    """The set again, greedy, then with a temperature alone, then with top-k and top-p: what choosing costs."""
+    prompts = texts(256, 100, 200, vocabulary, 3)
+    ways = {
+        "greedy": Sampling(max_tokens=128, temperature=0.0, ignore_eos=True),
+        "temperature": Sampling(max_tokens=128, temperature=0.7, ignore_eos=True),
+        "top_p": Sampling(max_tokens=128, temperature=0.7, top_p=0.9, ignore_eos=True),
+        "top_k_and_top_p": Sampling(max_tokens=128, temperature=0.7, top_k=50, top_p=0.9, ignore_eos=True),
+        "min_p": Sampling(max_tokens=128, temperature=0.7, min_p=0.05, ignore_eos=True),
+        "penalties": Sampling(max_tokens=128, temperature=0.7, frequency_penalty=0.3, ignore_eos=True),
+    }
+    found = {}
+    for name, sampling in ways.items():
+        answer(engine, [Submit(n, prompt, sampling) for n, prompt in enumerate(prompts[:16])])
+        engine.forget()
+        tokens, seconds = answer(engine, [Submit(n, prompt, sampling) for n, prompt in enumerate(prompts)])
+        found[name] = sum(map(len, tokens.values())) / seconds
+    return found
+
+
+def host_memory(model: Decoder) -> dict[str, Any]:
+    """Thirty-two long texts, then the same again, with room for half of them on the device: seconds to all first
+    tokens of the second round with and without host memory for the others."""
+    vocabulary = model.config.shape.vocab
+    prompts = texts(32, 3500, 3500, vocabulary, 4)
+    sampling = Sampling(max_tokens=1, temperature=0.0)
+    found: dict[str, Any] = {}
+    for name, room in (("without", 0), ("with", 16 << 30)):
+        engine = build_engine(
+            model, EngineSettings(max_length=LONGEST, blocks=3600, chunk_tokens=8192, max_running=8, host_bytes=room)
+        )
+        answer(engine, [Submit(n, prompt, sampling) for n, prompt in enumerate(prompts)])
+        first, _ = answer(engine, [Submit(n, prompt, sampling) for n, prompt in enumerate(prompts)])
+        again, seconds = answer(engine, [Submit(n, prompt, sampling) for n, prompt in enumerate(prompts)])
+        stats = engine.stats()
+        found[name] = {"seconds": seconds, "device_hits": stats.prefix_hits, "host_hits": stats.host_hits}
+        assert again == first
+        del engine
+    return found
+
+
+def drafts(model: Decoder) -> dict[str, Any]:
+    """One request whose answer repeats itself, with and without guesses from what was written."""
+    vocabulary = model.config.shape.vocab
+    (part,) = texts(1, 24, 24, vocabulary, 6)
+    sampling = Sampling(max_tokens=512, temperature=0.0, ignore_eos=True)
+    found: dict[str, Any] = {}
+    for count in (0, 4):
+        engine = build_engine(model, EngineSettings(max_length=LONGEST, blocks=3600, max_running=8, draft_tokens=count))
+        answer(engine, [Submit(1, part * 20, sampling)])
+        tokens, seconds = answer(engine, [Submit(2, part * 20, sampling)])
+        stats = engine.stats()
+        found[f"{count} drafts"] = {
+            "tokens_per_second": 512 / seconds,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+        }
+        found.setdefault("tokens", tokens[2])
+        found["same"] = sum(a == b for a, b in zip(found["tokens"], tokens[2], strict=True))
+        del engine
+    del found["tokens"]
+    return found
+
+
+def adapted(model: Decoder) -> dict[str, Any]:
+    """With room for eight adapters of rank 16 in every layer; which of them a request asks for changes nothing."""
+    adapters = Adapters(model, 8, 16)
+    runner, settings, longest = build_runner(model, EngineSettings(max_length=LONGEST), adapters=adapters)
+    engine = join_engine(runner, runner, settings, longest)
+    vocabulary = model.config.shape.vocab
+    return {"batch1": batch1(engine, vocabulary), "set256": request_set(engine, vocabulary)}
+
+
+def in_fp8(model: Decoder) -> dict[str, Any]:
+    """Weights, keys and values in fp8: the numbers beside those of bf16, and how many choices are the same."""
+    theirs = their_model(model)
+    quantize_model(model)
+    engine = build_engine(model, EngineSettings(max_length=LONGEST, chunk_tokens=8192, kv_precision="fp8"))
+    vocabulary = model.config.shape.vocab
+    found = {"batch1": batch1(engine, vocabulary), "set256": request_set(engine, vocabulary)}
+    return {**found, "check": compare(engine, theirs, vocabulary)}
+
+
 def quantile(numbers: list[float], share: float) -> float:
     return sorted(numbers)[min(len(numbers) - 1, int(share * len(numbers)))]
 
@@ -226,7 +324,10 @@ def check(engine: Engine, model: Decoder) -> dict[str, Any]:
     """Greedy answers against transformers with the same weights: where it would choose another token, how near the
     two were."""
     theirs = their_model(model)
-    vocabulary = model.config.shape.vocab
+    return compare(engine, theirs, model.config.shape.vocab)
+
+
+def compare(engine: Engine, theirs: Any, vocabulary: int) -> dict[str, Any]:
     prompts = texts(8, 40, 300, vocabulary, 9)
     sampling = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
     found, _ = answer(engine, [Submit(5000 + n, prompt, sampling) for n, prompt in enumerate(prompts)])
@@ -246,7 +347,6 @@ def check(engine: Engine, model: Decoder) -> dict[str, Any]:
         total += len(chosen)
         gap = best.values - logits.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
         farthest = max(farthest, float((gap / logits.std(-1)).max()))
-    del theirs
     return {
         "same": same,
         "of": total,
@@ -295,19 +395,92 @@ def peer(model: Decoder) -> dict[str, Any]:
     return {"tokens_per_second": sum(len(each.generated_tokens) for each in found.values()) / seconds, "requests": 64}
 
 
+Say = Callable[..., Any]
+OF_LLAMA = ("batch1", "set256", "poisson", "tuned", "host", "drafts", "adapters", "fp8", "peer")
+CASES = (*OF_LLAMA, "mix-0.6b", "mix-14b")
+
+
+def start(name: str, chunk: int, say: Say, memory: float = 0.9) -> tuple[Decoder, Engine]:
+    """A model and its engine, and the seconds that the model took, and the engine to its first token."""
+    began = time.perf_counter()
+    model = make_model(name)
+    made = time.perf_counter()
+    engine = build_engine(model, EngineSettings(max_length=LONGEST, chunk_tokens=chunk, memory=memory))
+    answer(engine, [Submit(1, (1, 2, 3), Sampling(max_tokens=1, temperature=0.0))])
+    say(f"{name} start", list, (made - began, time.perf_counter() - made))
+    COMPILED.clear()
+    return model, engine
+
+
+def llama(cases: list[str], options: argparse.Namespace, say: Say) -> None:
+    model = of_one_engine(cases, options, say)
+    for case, measure in {"host": host_memory, "drafts": drafts, "peer": peer}.items():
+        if case in cases:
+            free()
+            say(case, measure, model)
+    for case, measure in {"adapters": adapted, "fp8": in_fp8}.items():  # these change the model's layers
+        if case in cases:
+            model = None
+            free()
+            model = make_model("llama-3.1-8b")
+            say(case, measure, model)
+
+
+def of_one_engine(cases: list[str], options: argparse.Namespace, say: Say) -> Decoder | None:
+    model, engine = start("llama-3.1-8b", options.chunk, say)
+    vocabulary = model.config.shape.vocab
+    if "batch1" in cases:
+        say("batch1", batch1, engine, vocabulary)
+        if options.profile:
+            print(*profile(engine, vocabulary, 1, 600), sep="\n", flush=True)
+    if {"set256", "poisson"} & set(cases):
+        saturated = say("set256", request_set, engine, vocabulary)
+        if "poisson" in cases:
+            engine.scheduler.chunk_tokens = options.short_chunk
+            say("poisson", poisson, engine, vocabulary, saturated["tokens_per_second"])
+            engine.scheduler.chunk_tokens = options.chunk
+        say("compiled after the start", list, COMPILED)
+    if "tuned" in cases:
+        say("tuned", tuned, engine, vocabulary)
+    say("llama-3.1-8b check", check, engine, model)
+    return model
+
+
+def mix(name: str, options: argparse.Namespace, say: Say) -> None:
+    memory = 0.9 if name == "qwen3-0.6b" else 0.7  # transformers must find room for the weights a second time
+    model, engine = start(name, options.chunk, say, memory)
+    vocabulary = model.config.shape.vocab
+    if options.profile:
+        print(*profile(engine, vocabulary, 256, 600), sep="\n", flush=True)
+    say(f"{name} mix", published_mix, engine, vocabulary)
+    say(f"{name} check", check, engine, model)
+
+
+def free() -> None:
+    gc.unfreeze()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", action="append")
+    parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step where throughput counts")
     parser.add_argument("--short-chunk", type=int, default=512, help="and where latency does")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a decode step")
     parser.add_argument("--json")
     options = parser.parse_args()
-    cases = options.case or ["batch1", "set256", "poisson", "mix-0.6b", "mix-14b"]
+    cases = options.case or list(CASES)
     results: dict[str, Any] = {"copy_bytes_per_second": measured_copy(), "torch": torch.__version__}
+    failed: list[str] = []
 
-    def say(name: str, work: Callable[[], Any]) -> Any:
-        found = work()
+    def say(name: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            found = work(*arguments)
+        except Exception as error:  # noqa: BLE001 -- the other cases have their turn
+            traceback.print_exc()
+            failed.append(name)
+            found = {"error": f"{type(error).__name__}: {error}"}
         results[name] = found
         print(name, json.dumps(found, default=str), flush=True)
         if options.json:
@@ -315,40 +488,15 @@ def main() -> None:
                 json.dump(results, file, indent=1, default=str)
         return found
 
-    for name in ("llama-3.1-8b", "qwen3-0.6b", "qwen3-14b"):
-        mix = f"mix-{name.removeprefix('qwen3-')}"
-        wanted = {"batch1", "set256", "poisson", "peer"} if name.startswith("llama") else {mix}
-        if not wanted & set(cases):
-            continue
-        began = time.perf_counter()
-        model = make_model(name)
-        made = time.perf_counter()
-        engine = build_engine(model, EngineSettings(max_length=LONGEST, chunk_tokens=options.chunk))
-        vocabulary = model.config.shape.vocab
-        answer(engine, [Submit(1, (1, 2, 3), Sampling(max_tokens=1, temperature=0.0))])
-        say(f"{name} start", lambda began=began, made=made: [made - began, time.perf_counter() - made])
-        if "batch1" in cases and name.startswith("llama"):
-            say("batch1", lambda engine=engine, vocabulary=vocabulary: batch1(engine, vocabulary))
-            if options.profile:
-                print(*profile(engine, vocabulary, 1, 600), sep="\n", flush=True)
-        if {"set256", "poisson"} & set(cases) and name.startswith("llama"):
-            saturated = say("set256", lambda engine=engine, vocabulary=vocabulary: request_set(engine, vocabulary))
-            if "poisson" in cases:
-                rate = saturated["tokens_per_second"]
-                engine.scheduler.chunk_tokens = options.short_chunk
-                say(
-                    "poisson", lambda engine=engine, vocabulary=vocabulary, rate=rate: poisson(engine, vocabulary, rate)
-                )
-        if mix in cases and options.profile:
-            print(*profile(engine, vocabulary, 256, 600), sep="\n", flush=True)
-        if mix in cases:
-            say(mix, lambda engine=engine, vocabulary=vocabulary: published_mix(engine, vocabulary))
-        say(f"{name} check", lambda engine=engine, model=model: check(engine, model))
-        if "peer" in cases and name.startswith("llama"):
-            say("peer", lambda model=model: peer(model))
-        del engine, model
-        gc.collect()
-        torch.cuda.empty_cache()
+    count_compiled()
+    if set(OF_LLAMA) & set(cases):
+        llama(cases, options, say)
+    for name in ("qwen3-0.6b", "qwen3-14b"):
+        if f"mix-{name.removeprefix('qwen3-')}" in cases:
+            free()
+            mix(name, options, say)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

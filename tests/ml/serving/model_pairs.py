@@ -39,6 +39,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 FAMILIES = ("llama", "qwen3", "mixtral")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def their_model(family: str) -> PreTrainedModel:
@@ -60,7 +61,7 @@ def pair(family: str) -> tuple[PreTrainedModel, Decoder]:
         theirs.save_pretrained(folder)
         ours = Decoder(config_from_huggingface(Path(folder)))
         load_weights(ours, folder)
-    return theirs, ours
+    return theirs, ours.to(DEVICE)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import pytest
-from model_pairs import Answer, expect_greedy, pair
+from model_pairs import DEVICE, Answer, expect_greedy, pair
 from serving_cases import WRITTEN, Case, pairwise_cases, random_ways, run_case
 from two_ranks import ask, two_ranks
 
@@ -45,6 +45,7 @@ def ranks() -> Iterator[Connection]:
         yield line
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="two ranks would share one GPU")
 @pytest.mark.xdist_group("two ranks")
 @pytest.mark.parametrize("case", [case for case in CASES if case.ranks == 2], ids=str)
 def test_every_two_ways_together_on_two_ranks(case: Case, ranks: Connection) -> None:
