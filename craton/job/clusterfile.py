@@ -82,7 +82,7 @@ class LevelNumbers(Section):
     oversubscription: Annotated[float, Field(ge=1)] = 1.0  # 2.0: half the bandwidth leaves this level
     label: str | None = None  # Kubernetes node label
     switch: str | None = None  # Slurm switch name or prefix
-    tier: Size | None = None  # level in the provider's own topology
+    tier: Size | None = None  # of Volcano's HyperNodes, 1 being the closest
 
 
 class Levels(Section):
@@ -110,6 +110,7 @@ class StorageNumbers(Section):
     """One tier: where it is, and how fast when it was measured; what is left out comes from the catalog."""
 
     path: str | None = None
+    claim: str | None = None  # Kubernetes: the persistent volume claim that is mounted at the path; none: the node's own
     kind: Literal["nvme", "lustre", "nfs", "s3"] | None = None
     megabytes_per_second_per_tib: Annotated[float, Field(gt=0)] | None = None  # Lustre's throughput class
     capacity_bytes: Bytes | None = None
@@ -142,16 +143,27 @@ class Scheduler(Section):
     kind: SchedulerKind
     partition: str | None = None  # Slurm
     account: str | None = None  # Slurm
+    qos: str | None = None  # Slurm
+    block_nodes: Size | None = None  # Slurm with topology/block: nodes of a block, so that `--segment` can be used
     queue: str | None = None  # Kueue, Volcano or KAI
     namespace: str | None = None  # Kubernetes
+    gang: Literal["kueue", "kai", "volcano", "none"] = "none"  # Kubernetes: who admits and places a job's pods as one
+    topology: str | None = None  # Kubernetes: name of Kueue's or KAI's Topology object
+    priority: str | None = None  # Kubernetes: a priority class
+    service_account: str | None = None  # Kubernetes
+    node_pool: str | None = None  # Kubernetes: Karpenter's, where nodes are made on demand
+    tolerations: tuple[str, ...] = ()  # Kubernetes: keys of taints that nodes with GPUs have
+    image: str | None = None  # what runs are started in unless the job says
 
     @model_validator(mode="after")
     def _keys_fit_the_kind(self) -> Self:
-        foreign = {"slurm": ("queue", "namespace"), "kubernetes": ("partition", "account")}.get(
-            self.kind, ("partition", "account", "queue", "namespace")
+        of_slurm = ("partition", "account", "qos", "block_nodes")
+        of_kubernetes = (
+            *("queue", "namespace", "gang", "topology", "priority", "service_account", "node_pool", "tolerations"),
         )
+        foreign = {"slurm": of_kubernetes, "kubernetes": of_slurm}.get(self.kind, (*of_slurm, *of_kubernetes, "image"))
         for key in foreign:
-            if getattr(self, key) is not None:
+            if getattr(self, key) != type(self).model_fields[key].default:
                 raise ConflictError(f"scheduler: {key} does not exist on {self.kind}", (key,), ("kind",))
         return self
 

@@ -28,7 +28,7 @@ from craton.job.recover import ChaosSpec, RecoverSection
 from craton.job.section import ConflictError, Section, parse_section
 from craton.job.serve import DEFAULT_LENGTH, NOT_OF_A_SERVER, Serve
 from craton.job.train import Float8Recipe, Train
-from craton.job.units import Seconds
+from craton.job.units import Seconds, Size, Whole
 from craton.remote import is_url
 
 Kind = Literal["pretrain", "sft", "dpo", "grpo", "serve", "command"]
@@ -78,19 +78,31 @@ class Placement(Section):
     """How close together the nodes must be."""
 
     within: Literal["node", "leaf", "spine", "zone"]
+    wait: Seconds | None = None  # for such a place, before any other will do; none: for ever
 
 
 class Run(Section):
     """Where and under what the job is started; the cluster file supplies defaults."""
 
     on: SchedulerKind | None = None
-    partition: str | None = None
-    account: str | None = None
-    queue: str | None = None
+    partition: str | None = None  # Slurm
+    account: str | None = None  # Slurm
+    qos: str | None = None  # Slurm
+    gres: str | None = None  # Slurm: of one node; default: gpu:N
+    exclusive: bool = True  # Slurm: no other job on the nodes
+    constraint: str | None = None  # Slurm: features that nodes must have
+    reservation: str | None = None  # Slurm
+    exclude: tuple[str, ...] = ()  # nodes that are not wanted
+    queue: str | None = None  # Kueue, Volcano or KAI
+    namespace: str | None = None  # Kubernetes
+    priority: str | None = None  # Kubernetes: a priority class
     time_limit: Seconds | None = None
+    save_before: Seconds = 600.0  # so long before the time limit a checkpoint is made, and the job requeued
+    restarts: Whole = 10  # of the whole job by the scheduler: after a lost node, the time limit, a crash
+    copies: Size = 1  # runs of the same job, each with its number in CRATON_COPY and its own name: an array on Slurm
     image: str | None = None
     env: dict[Variable, Text] = Field(default_factory=dict)
-    secrets: tuple[Variable, ...] = ()  # names only; values come from the caller's environment
+    secrets: tuple[Variable, ...] = ()  # names only; values come from the caller's environment, or the cluster's secret
 
     @model_validator(mode="after")
     def _secrets_are_not_written_down(self) -> Self:

@@ -1,0 +1,85 @@
+"""What every place to run on can do: this machine, Slurm, Kubernetes.
+
+A backend is thin: texts come from pure emitters, and what it is told of a run it finds in the run directory. Which one a
+run belongs to stands in its `backend.json`, with what the scheduler called it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal, Protocol
+
+from craton.orchestration.draft import Draft
+from craton.telemetry import RunDirectory
+
+Condition = Literal["waiting", "running", "ended", "unknown"]
+BACKEND_FILE = "backend.json"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Where a run was handed to, and by which name it is known there."""
+
+    on: str  # local, slurm or kubernetes
+    job: str = ""  # Slurm's number, or KIND/NAME on Kubernetes
+    details: dict[str, str] = field(default_factory=dict)  # namespace, cluster, …: what it takes to find it again
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a scheduler says of a run now."""
+
+    condition: Condition
+    job: str = ""
+    nodes: tuple[str, ...] = ()
+    reason: str = ""  # the scheduler's own word
+    sentence: str = ""  # why it waits, for people: what it needs, what there is, when it may start
+    restarts: int = 0
+    expected_start: float | None = None  # seconds since 1970
+
+
+class Backend(Protocol):
+    """One way to run. Errors are StartError before anything was submitted, RunStateError after."""
+
+    name: str
+
+    def check(self, draft: Draft) -> None:
+        """Refuse what cannot be started here, before anybody is asked for money."""
+        ...
+
+    def files(self, draft: Draft, run: RunDirectory) -> Mapping[str, str]:
+        """Name → text of what is written into the run directory for the scheduler; `--dry-run` prints it."""
+        ...
+
+    def command(self, draft: Draft, run: RunDirectory) -> list[list[str]]:
+        """What is executed, or sent, to submit it: for `--dry-run`."""
+        ...
+
+    def submit(self, draft: Draft, run: RunDirectory) -> Submission:
+        """Hands the run over; its files are written already."""
+        ...
+
+    def look(self, runs: Iterable[RunDirectory]) -> dict[str, Standing]:
+        """Run's name → what the scheduler says of it, all in one question."""
+        ...
+
+    def kill(self, run: RunDirectory) -> None:
+        """Ends the run at once, wherever it is: waiting or running."""
+        ...
+
+
+def write_submission(run: RunDirectory, submission: Submission) -> None:
+    text = json.dumps(asdict(submission), indent=1) + "\n"
+    partial = run.path / f".{BACKEND_FILE}.partial"
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(run.path / BACKEND_FILE)
+
+
+def read_submission(run: RunDirectory) -> Submission:
+    """A run without the file is one of this machine."""
+    try:
+        return Submission(**json.loads((run.path / BACKEND_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return Submission("local")
