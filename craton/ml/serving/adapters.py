@@ -1,11 +1,9 @@
 """LoRA adapters (arXiv:2106.09685), any mix of them in one batch: W + scale · B · A, with the A and B that each token's
 request asks for.
 
-Every layer holds the A and B of all slots stacked, and multiplies all tokens with all of them; what a token did not ask
-for is set to zero between the two. All slots together are far narrower than the layer, so that costs a few per cent and
-needs no shape that depends on the requests: a CUDA graph may hold it, and stays valid when adapters come and go, as
-they are copied into place. With tensor parallelism no more is sent between ranks than without adapters. The stacked
-experts of a mixture have none.
+Every layer holds the A and B of all slots stacked; craton.ml.kernels.adapters multiplies with them. No shape depends
+on the requests: a CUDA graph may hold it, and stays valid when adapters come and go, as they are copied into place.
+With tensor parallelism no more is sent between ranks than without adapters. The stacked experts of a mixture have none.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import linear
 
 from craton.errors import CratonError
 from craton.ml.collectives import local, own_slices
+from craton.ml.kernels.adapters import add_adapters
 from craton.ml.models import Decoder
 from craton.ml.models.linear import Linear
 from craton.ml.models.mlp import Mlp
@@ -69,14 +67,11 @@ class AdaptedLinear(ServedLinear):
     adapter_b: Tensor
 
     def adapt(self, out: Tensor, x: Tensor) -> Tensor:
-        absent = self.adapters.absent
-        tensor = self.connections.tensor
+        adapters, tensor = self.adapters, self.connections.tensor
+        of_tokens, absent = adapters.of_tokens, adapters.absent
         if tensor is not None and self.cut is None:  # this rank's share of the tokens
-            absent = absent.chunk(tensor.size)[tensor.rank]
-        narrow = linear(x, self.adapter_a).unflatten(1, (-1, absent.shape[1]))  # [tokens, parts, slots · rank]
-        # not multiplied by zero: what overflows in one adapter would reach requests that have nothing to do with it
-        narrow.masked_fill_(absent.unsqueeze(1), 0.0)
-        return out.addmm_(narrow.flatten(1), self.adapter_b.t())
+            of_tokens, absent = (each.chunk(tensor.size)[tensor.rank] for each in (of_tokens, absent))
+        return add_adapters(out, x, self.adapter_a, self.adapter_b, of_tokens, absent, adapters.slots, adapters.rank)
 
 
 class AdaptedFloat8Linear(AdaptedLinear, Float8Linear):

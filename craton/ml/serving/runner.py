@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 PADDING = 16  # tokens of a step are a multiple of it on a GPU: kernels are compiled for one kind of number
 # what a row has of its request's sampling, and what it is where nothing was asked for
 NUMBERS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
+WARM_REQUESTS, WARM_TOKENS = (1, 33, 257), (2, 256)
 PROMPT_ROWS = 256  # of logits that are made at once for a prompt's log-probabilities
 
 
@@ -212,7 +213,7 @@ class Runner:
         self._padding = PADDING if self.device.type == "cuda" else (1 if peers is None else peers.size)
         self.graphs: DecodeGraphs | None = None
         is_wanted = settings.graphs == "always" or (settings.graphs == "auto" and self.device.type == "cuda")
-        if is_wanted and self.past.backend.can_be_captured:
+        if is_wanted and self.past.backend.can_be_captured and _has_captured_products(model):
             self.graphs = DecodeGraphs(self, settings.max_running, settings.draft_tokens)
 
     @torch.inference_mode()
@@ -255,9 +256,11 @@ class Runner:
         return self._result(chosen, prompts)
 
     def capture(self) -> None:
-        """Makes the graphs; weights, keys and values must be there."""
+        """Makes the graphs, and what else is made at first use; weights, keys and values must be there."""
         if self.graphs is not None:
             self.graphs.capture()
+        if self.graphs is not None or self.device.type == "cuda":
+            self._warm_up()
 
     def sleep(self) -> None:
         """Lets keys and values, and the graphs that name them, go."""
@@ -357,6 +360,18 @@ class Runner:
         hidden = add_norm(residual, delta, own_part(model.norm.weight), model.config.norm_epsilon)[1]
         return hidden.flatten(0, 1) if self.peers is None else self.peers.gather(hidden)
 
+    def _warm_up(self) -> None:
+        """Kernels are compiled at first use: now, and not in the middle of somebody's answer. Texts are read by nobody:
+        few and many, short and long ones take different kernels."""
+        largest = self.rows - 1
+        for requests in sorted({min(each, largest) for each in WARM_REQUESTS}):
+            for tokens in WARM_TOKENS:
+                counts = np.full(requests, 2, np.int32)
+                counts[0] = min(tokens, self.longest)
+                dummies = np.full(requests, self.rows - 1, np.int32)
+                known, last = np.zeros(counts.sum(), np.int32), np.cumsum(counts, dtype=np.int32) - 1
+                self.execute(Work(dummies, counts, counts, 0, known, last, dummies))
+
     def _slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         blocks = self.past.table[rows, positions // self.page].long()
         return blocks * self.page + positions % self.page
@@ -407,6 +422,13 @@ class Runner:
             result.done = torch.cuda.Event()
             result.done.record()
         return result
+
+
+def _has_captured_products(model: Decoder) -> bool:
+    """Whether a CUDA graph can hold the products of all layers: those of experts look at the host's memory, unless they
+    are in bf16 or fp8 (torch 2.11)."""
+    parameter = next(model.parameters())
+    return not (model.config.shape.experts and parameter.is_cuda and parameter.dtype is not torch.bfloat16)
 
 
 def block_shape(model: Decoder, page: int, ranks: int = 1) -> tuple[int, ...]:
