@@ -17,6 +17,9 @@ def export(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or Hub id [default: that of the run].", show_default=False)
     ] = None,
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Only the LoRA adapters, for `craton serve --adapter` or PEFT.")
+    ] = False,
     copy: Annotated[bool, typer.Option(help="Also copy it to the run's object tier, if it has one.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -25,7 +28,8 @@ def export(
 
     find_run(run)  # a wrong name is said before torch is loaded
     options = {"--step": step, "--dtype": dtype, "--tokenizer": tokenizer}
-    start_module("craton.ml.export", [run, folder, *([] if copy else ["--no-copy"])], options, as_json)
+    flags = [*(["--adapters"] if adapters else []), *([] if copy else ["--no-copy"])]
+    start_module("craton.ml.export", [run, folder, *flags], options, as_json)
 
 
 def start_module(module: str, arguments: list[str], options: dict[str, Any], as_json: bool) -> None:

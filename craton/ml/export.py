@@ -1,4 +1,5 @@
-"""From a checkpoint to a Hugging Face folder: `python -m craton.ml.export RUN FOLDER [--step N] [--dtype bf16|fp32]`.
+"""From a checkpoint to a Hugging Face folder: `python -m craton.ml.export RUN FOLDER [--step N] [--dtype bf16|fp32]`;
+with `--adapters` to a folder of its LoRA adapters alone, as PEFT has it.
 
 Reads a checkpoint of any number of ranks in one process and one tensor at a time, adds what adapters learnt to the
 weights they adapt, and puts the tokenizer beside them. The folder, here or at an s3:// URL, appears when it is whole.
@@ -22,6 +23,8 @@ from craton.agent import read_launch
 from craton.errors import CratonError
 from craton.infrastructure import StorageError, copy_down, open_store
 from craton.job import Job, Layout, load_job, place_of
+from craton.ml.export_adapters import CONFIG as ADAPTER_CONFIG
+from craton.ml.export_adapters import save_adapters
 from craton.ml.models import (
     Decoder,
     DecoderConfig,
@@ -68,6 +71,16 @@ class RunModel:
         if self.job.train.lora:
             return self.model(torch.device("cpu"), torch.float32).state_dict()
         return _SavedWeights(self.checkpoint)
+
+    def adapters(self) -> dict[str, Tensor]:
+        """What LoRA trained, by its names in the decoder."""
+        assert self.job.train is not None
+        if not self.job.train.lora:
+            raise ExportError(
+                f"run {self.run.name} trains all weights, not adapters; leave out --adapters to export its model"
+            )
+        saved = _SavedWeights(self.checkpoint)
+        return {name: saved[name] for name in saved if name.endswith((".lora_a", ".lora_b"))}
 
     def model(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The trained model, in one process."""
@@ -214,11 +227,27 @@ def export(
     return Exported(opened.step, target)
 
 
-def _check_place(url: str) -> None:
+def export_adapters(run: str, folder: Path | str, step: int | None = None, dtype: str = "bf16") -> Exported:
+    """Writes the adapters of a run, here or at a URL, to be served or loaded beside the model they were trained on."""
+    opened = open_run(run, step)
+    tensors, lora = opened.adapters(), opened.job.train.lora if opened.job.train else None
+    assert lora is not None
+    base = opened.job.model if isinstance(opened.job.model, str) else ""
+    if not is_url(folder):
+        save_adapters(tensors, opened.config, lora, base, folder, DTYPES[dtype])
+        return Exported(opened.step, None)
+    _check_place(str(folder), ADAPTER_CONFIG)
+    with TemporaryDirectory(dir=opened.run.path, prefix="export-") as staged:
+        local = save_adapters(tensors, opened.config, lora, base, Path(staged) / "adapters", DTYPES[dtype])
+        copy_down(local, str(folder), seal=ADAPTER_CONFIG)
+    return Exported(opened.step, None)
+
+
+def _check_place(url: str, seal: str = CONFIG) -> None:
     """Told before the work: that the place is taken, or may not be written."""
     store = open_store(url)
     store.check_writable()
-    if store.exists(CONFIG):
+    if store.exists(seal):
         raise ExportError(f"{url}: holds a model already; remove it, or give another place")
 
 
@@ -264,13 +293,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="default: the newest checkpoint")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of the weights")
     parser.add_argument("--tokenizer", help="folder or Hub id; default: that of the run's data or model")
+    parser.add_argument("--adapters", action="store_true", help="the LoRA adapters alone, as PEFT has them")
     parser.add_argument("--no-copy", action="store_true", help="do not also copy it to the run's object tier")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args(arguments)
     try:
-        done = export(
-            options.run, options.folder, options.step, options.dtype, options.tokenizer, copy=not options.no_copy
-        )
+        if options.adapters:
+            done = export_adapters(options.run, options.folder, options.step, options.dtype)
+        else:
+            done = export(
+                options.run, options.folder, options.step, options.dtype, options.tokenizer, copy=not options.no_copy
+            )
     except (CratonError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         if options.json:
@@ -280,7 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         copied = {"copy": done.copy} if done.copy else {}
         print(json.dumps({"folder": options.folder, "step": done.step, "dtype": options.dtype, **copied}))
     else:
-        print(f"wrote {options.folder}: step {done.step} of {options.run} in {options.dtype}")
+        what = "adapters of step" if options.adapters else "step"
+        print(f"wrote {options.folder}: {what} {done.step} of {options.run} in {options.dtype}")
         if done.copy:
             print(f"copied to {done.copy}")
     return 0

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from craton.errors import CratonError
 from craton.ml.collectives import local, own_slices
+from craton.ml.export_adapters import CONFIG, WEIGHTS
 from craton.ml.kernels.adapters import add_adapters
 from craton.ml.models import Decoder
 from craton.ml.models.linear import Linear
@@ -30,7 +31,6 @@ from craton.ml.models.weight_names import Entry, weight_entries
 from craton.ml.serving.float8 import Float8Linear, Float8Mlp
 from craton.ml.serving.layers import ServedLinear, ServedMlp
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 # What else PEFT's adapters may do; when one of these is set the numbers of A and B alone are not the adapter.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -88,6 +89,46 @@ def test_an_exported_run_computes_the_same_in_transformers(
     assert torch.allclose(logits(older, tokens), logits(first, tokens), atol=2e-2)  # through bf16
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.decode(tokenizer("return a")["input_ids"]) == "return a"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("targets", ["attention", "all"])
+def test_adapters_alone_are_served_as_they_were_trained(tmp_path: Path, data: Path, targets: str) -> None:
+    from craton.ml.serving.adapters import Adapters
+    from craton.ml.training.lora import add_adapters, merge_adapters
+
+    base = decoder(a_run(tmp_path, data, "first"), 1)
+    folder = save_folder(base.state_dict(), base.config, tmp_path / "base", dtype=torch.float32)
+    more = f", initialize: weights, lora: {{rank: 3, alpha: 5, targets: {targets}}}"
+    run = a_run(tmp_path, data, "tuned", model=str(folder), more=more)
+    lora = load_job(run.job_path).train.lora  # type: ignore[union-attr]
+    assert lora is not None
+    trained = copy.deepcopy(base)
+    add_adapters(trained, lora)
+    for name, tensor in trained.named_parameters():
+        if ".lora_" in name:
+            tensor.normal_(std=0.3)
+    save(run, 4, {name: tensor for name, tensor in weights(trained).items() if ".lora_" in name})
+    out = tmp_path / "adapters"
+    assert export.main([str(run.path), str(out), "--adapters", "--dtype", "fp32"]) == 0
+    assert export.main([str(run.path), str(out), "--adapters"]) == 2, "a folder that is there is not written over"
+    served = copy.deepcopy(base)
+    adapters = Adapters(served, slots=2, rank=4)
+    adapters.load("tuned", out)
+    tokens = torch.arange(20)[None]
+    adapters.of_tokens = torch.full((20,), adapters.slot("tuned"), dtype=torch.int32)
+    merge_adapters(trained)
+    assert torch.allclose(logits(served, tokens), logits(trained, tokens), atol=1e-4)
+    assert not torch.allclose(logits(served, tokens), logits(base, tokens), atol=1e-2)
+
+
+def test_a_run_without_adapters_has_none_to_export(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path, data)
+    save(run, 4, weights(decoder(run, 1)))
+    assert export.main([str(run.path), str(tmp_path / "out"), "--adapters"]) == 2
+    assert "trains all weights, not adapters; leave out --adapters" in capsys.readouterr().err
 
 
 def test_an_export_goes_to_s3_or_is_copied_there(

@@ -1,0 +1,72 @@
+"""The adapters of a run as a folder that PEFT, and `craton serve --adapter`, load beside the model they belong to.
+
+A fused projection has one adapter here and one for each of its layers there: they share A, and B is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from craton.errors import CratonError
+from craton.job import Lora
+from craton.ml.models import DecoderConfig
+from craton.ml.models.weight_names import weight_entries
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class AdapterExportError(CratonError):
+    """The adapters of a run cannot be written."""
+
+
+def save_adapters(
+    state: dict[str, Tensor], config: DecoderConfig, lora: Lora, base: str, folder: str | Path, dtype: torch.dtype
+) -> Path:
+    """`state` has lora_a and lora_b of every adapted layer under the decoder's names; the folder appears whole."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise AdapterExportError(f"{folder} exists and is not an empty folder; choose another name, or remove it first")
+    tensors: dict[str, Tensor] = {}
+    for entry in weight_entries(config):
+        path = entry.ours.removesuffix(".weight")
+        if (b := state.get(f"{path}.lora_b")) is None:
+            continue
+        a = state[f"{path}.lora_a"].to(dtype)
+        for name, part in replace(entry, shape=(entry.shape[0], lora.rank)).split(b, dtype):
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = a.clone()  # a file holds no two names of one memory
+            tensors[f"{module}.lora_B.weight"] = part
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha or lora.rank,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, partial / WEIGHTS)
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise AdapterExportError(f"{folder} cannot be written ({error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
