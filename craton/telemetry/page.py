@@ -61,6 +61,7 @@ class _Fields(ctypes.Structure):
         ("traps_sprung", ctypes.c_int64),
         ("seconds", ctypes.c_double * len(LEDGER_KINDS)),
         ("marked", ctypes.c_double * len(LEDGER_KINDS)),
+        ("patience", ctypes.c_double),
     )
 
     generation: int
@@ -79,6 +80,7 @@ class _Fields(ctypes.Structure):
     traps_sprung: int
     seconds: Any
     marked: Any
+    patience: float
 
 
 class TrapError(RuntimeError):
@@ -227,6 +229,15 @@ class RankPage:
     def progress(self) -> float:
         """When the rank last showed that it goes on."""
         return self._fields.progress
+
+    @property
+    def patience(self) -> float:
+        """Seconds without a beat after which the rank hangs; 0: what it does decides."""
+        return self._fields.patience
+
+    @patience.setter
+    def patience(self, value: float) -> None:
+        self._fields.patience = value
 
     def beat(self) -> None:
         self._fields.progress = time.monotonic()

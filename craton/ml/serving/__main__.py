@@ -33,6 +33,7 @@ from craton.ml.serving.gang import Gang, follow
 from craton.ml.serving.grammars import Grammars
 from craton.ml.serving.messages import Stats
 from craton.ml.serving.models import Served, load_served
+from craton.ml.serving.pulse import Pulse, patience_of
 from craton.ml.serving.rank import Rank
 from craton.ml.serving.rates import Rates
 from craton.ml.serving.roofs import measure_roofs
@@ -121,24 +122,26 @@ def serve(
     secret = run_secret(run)
     this = Rank(runner, adapters, rank, secret)
     slots = {name: this.load_adapter(name, path) for name, path in settings.adapters.items()}
+    tokens = (len(runner.past.cache) - 1) * settings.page
+    patience_seconds = patience_of(floor, settings, tokens)
     if rank:
         line = _line_to_first(secret)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on it ends with the first rank, which drains
-        follow(this, line)
+        follow(this, line, Pulse(own_page(), patience_seconds))
         return 0
     assert front is not None
     gang = Gang(this, _lines_to_others(world, secret))
     grammars = _grammars(served, runner.vocabulary)
     engine = join_engine(gang, runner, settings, max_length, served.stop_tokens, grammars, slots, Rates(floor))
     gang.watch(lambda number: _lost(number, front))
-    tokens = (len(runner.past.cache) - 1) * settings.page
     recorder.event("serving", stage="ready", kv_tokens=tokens, max_length=max_length)
     # What is here now stays: collecting garbage need not look at it again, in the middle of somebody's answer.
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGTERM, lambda _number, _frame: front.process.terminate())
     progress.is_ready = True
-    Service(job.served_name, engine, gang, front.line, _recording(recorder, run)).run()
+    pulse = Pulse(own_page(), patience_seconds)
+    Service(job.served_name, engine, gang, front.line, pulse, _recording(recorder, run)).run()
     gang.close()
     return _status(front)
 
@@ -285,7 +288,7 @@ def _recording(recorder: Recorder, run: RunDirectory) -> Callable[[Stats], None]
             return
         recorded = stats.steps
         if page is not None:
-            page.step = before + stats.steps
+            page.step, page.step_seconds = before + stats.steps, stats.step_seconds
         recorder.metrics(
             before + stats.steps,
             run_step_seconds=stats.step_seconds,

@@ -87,7 +87,7 @@ class Engine:
         self._ended: list[Piece] = []
         self._rates = rates or Rates()
         self._seeds = random.Random()
-        self._drafted = self._accepted = 0
+        self._drafts = self._drafted = self._accepted = 0
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Engine:
     @property
     def is_still(self) -> bool:
         """Whether the next step would find nothing to do: all that there is, if anything, waits for its grammar."""
-        has_started = self._flights or self.scheduler.running or self.scheduler.has_waiting
+        has_started = self._flights or self.scheduler.running or self.scheduler.waiting
         return not self._ended and not has_started
 
     def submit(self, request: Submit) -> None:
@@ -157,14 +157,14 @@ class Engine:
             **_unstarted(),
             grammar=None if parent.grammar is None else parent.grammar.fork(),
             is_new=True,
+            admitted=0.0,
         )
         self._sequences[new_id] = [child]
         self.scheduler.fork(parent, child)
 
     def step(self) -> list[Piece]:
         """Starts the next step, and tells what the one before it brought."""
-        pieces, self._ended = self._ended, []
-        self._collect_grammars()
+        pieces = self.take_ended()
         if self._must_read_first():
             pieces += self._read_all()
         if self.state != "running":
@@ -177,6 +177,12 @@ class Engine:
         self._start(step)
         if len(self._flights) > int(self.settings.overlap):
             pieces += self._read(self._flights.popleft())
+        return pieces
+
+    def take_ended(self) -> list[Piece]:
+        """The last pieces of those that ended outside of a step: refused, aborted, with a grammar that is none."""
+        self._collect_grammars()
+        pieces, self._ended = self._ended, []
         return pieces
 
     # -- for those who run it ---------------------------------------------------------------------------------------
@@ -194,9 +200,8 @@ class Engine:
                 pieces += self.step()
         self.scheduler.is_admitting = True
         pieces += self._read_all()
-        ended, self._ended = self._ended, []
         self.state = "paused"
-        return pieces + ended
+        return pieces + self.take_ended()
 
     def stop_admitting(self) -> None:
         """What runs goes on, and nothing new begins; `pause` ends that when all is drained, or sooner."""
@@ -278,9 +283,12 @@ class Engine:
             prefix_queries=counters.queried_tokens,
             prefix_hits=counters.device_tokens,
             host_hits=counters.host_tokens,
+            drafts=self._drafts,
             drafted=self._drafted,
             accepted=self._accepted,
             steps=self._rates.steps,
+            step_tokens=self._rates.step_tokens,
+            steps_by_tokens=tuple(self._rates.steps_by_tokens),
             step_seconds=self._rates.step_seconds,
             plan_step_seconds=self._rates.plan_step_seconds,
             roofline=self._rates.roofline,
@@ -350,6 +358,7 @@ class Engine:
             right = 0
             while right < part.drafts and sequence.drafts[right] == tokens[right]:
                 right += 1
+            self._drafts += 1
             self._drafted += part.drafts
             self._accepted += right
             tokens = tokens[: right + 1]
@@ -358,6 +367,7 @@ class Engine:
             sequence.in_flight -= 1
         if sequence.is_new:
             piece.cached_tokens, piece.prompt_logprobs = sequence.cached_tokens, sequence.prompt_logprobs
+            piece.admitted = sequence.admitted
             sequence.is_new = False
         for token in tokens:
             if token < 0:
@@ -529,16 +539,12 @@ class Engine:
         whose grammar has come to its limits, and why."""
         if not any(part.sequence.grammar is not None for part in step.parts):
             return None, []
+        assert self._grammars is not None
         sampled = [part.sequence for part in step.parts if part.samples for _ in range(1 + part.drafts)]
         allowed = np.full((len(sampled), -(-self.vocabulary // 32)), -1, np.int32)
-        lost = []
-        for row, sequence in enumerate(sampled):
-            if sequence.grammar is not None:
-                try:
-                    sequence.grammar.fill(allowed[row])
-                except CratonError as error:
-                    lost.append((sequence, str(error)))
-        return allowed, lost
+        states = {row: sequence.grammar for row, sequence in enumerate(sampled) if sequence.grammar is not None}
+        failed = self._grammars.fill(states, allowed)
+        return allowed, [(sampled[row], error) for row, error in failed.items()]
 
     def _expect(self, state: State) -> None:
         if self.state != state:

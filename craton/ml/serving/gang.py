@@ -10,6 +10,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,11 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from craton.errors import CratonError
 from craton.ml.collectives import Connections, Peers
 from craton.ml.models import Decoder
+from craton.ml.serving.pulse import Pulse
 from craton.ml.serving.rank import Rank
 from craton.ml.serving.runner import Result
 from craton.ml.serving.weights import MixedWeightsError
 from craton.ml.serving.work import Work
 from craton.ml.training.tensor import cut_parameters
+
+IDLE_SECONDS = 1.0  # between two signs of life of a rank that is told nothing
 
 
 class Gang:
@@ -43,6 +47,22 @@ class Gang:
         """Calls a method of every rank; what the first one returns."""
         self._tell(method, arguments)
         return together(self.rank, method, arguments)
+
+    def start(self, method: str, *arguments: Any) -> Future[Any]:
+        """The same on a thread, so that others can be heard meanwhile; nothing else may be asked of the ranks then."""
+        future: Future[Any] = Future()
+
+        def call() -> None:
+            device = self.rank.runner.device
+            try:
+                with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                    future.set_result(self.every(method, *arguments))
+            except BaseException as error:  # noqa: BLE001 -- whatever it is, whoever asks for the result gets it
+                future.set_exception(error)
+
+        # A process whose front end is gone does not wait for it.
+        threading.Thread(target=call, daemon=True, name=method).start()
+        return future
 
     def close(self) -> None:
         """Lets the others go."""
@@ -72,23 +92,31 @@ class Gang:
                 raise ConnectionError(f"rank {number} of the tensor-parallel group is lost: {error}") from error
 
 
-def follow(rank: Rank, first: Connection) -> None:
+def follow(rank: Rank, first: Connection, pulse: Pulse) -> None:
     """Does what the first rank says until that lets it go, or is gone."""
-    while True:
-        try:
-            order = first.recv()
-        except (EOFError, OSError):
-            return
-        if order is None:
-            return
-        method, arguments = order
-        if method == "execute":
-            rank.execute(*arguments)
-            continue
-        try:
-            together(rank, method, arguments)
-        except CratonError as error:  # which the first rank has too, and tells whoever asked
-            print(f"{method}: {error}", file=sys.stderr, flush=True)
+    with pulse:
+        while (order := _next_order(first, pulse)) is not None:
+            method, arguments = order
+            if method == "execute":
+                rank.execute(*arguments)
+                continue
+            try:
+                with pulse.patient():
+                    together(rank, method, arguments)
+            except CratonError as error:  # which the first rank has too, and tells whoever asked
+                print(f"{method}: {error}", file=sys.stderr, flush=True)
+
+
+def _next_order(first: Connection, pulse: Pulse) -> tuple[str, tuple[Any, ...]] | None:
+    """None: there will be no more."""
+    try:
+        pulse.beat()
+        while not first.poll(IDLE_SECONDS):
+            pulse.beat()
+        order: tuple[str, tuple[Any, ...]] | None = first.recv()
+    except (EOFError, OSError):
+        return None
+    return order
 
 
 def together(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:

@@ -8,7 +8,7 @@ here needs torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -57,18 +57,28 @@ class Grammars:
         """The state before the first token of an answer; the future raises GrammarError where there can be none."""
         return self._compilers.submit(self._start, grammar)
 
-    def fill(self, states: Sequence[GrammarState], masks: np.ndarray) -> None:
-        """Writes what each state allows next into its row of `masks`, int32 [states, words], on several threads. One
-        that fails allows stop tokens only, and says so when it is next asked for anything."""
+    def fill(self, states: Mapping[int, GrammarState], masks: np.ndarray) -> dict[int, str]:
+        """Writes what each state allows next into its row of `masks`, int32 [rows, words], on several threads; other
+        rows stay as they are. Those that have come to their limits, which allow stop tokens only, and why."""
         from llguidance import LLExecutor
 
-        assert masks.shape == (len(states), mask_words(self.vocabulary))
+        assert masks.shape[1:] == (mask_words(self.vocabulary),)
         assert masks.dtype == np.int32
         assert masks.flags.c_contiguous
-        if self._executor is None:
-            self._executor = LLExecutor()
-        rows = [(state.matcher, row) for row, state in enumerate(states)]
-        self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(states))
+        failed = {}
+        if len(states) > 1:
+            if self._executor is None:
+                self._executor = LLExecutor()
+            rows = [(state.matcher, row) for row, state in states.items()]
+            self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(masks))
+        for row, state in states.items():
+            try:
+                if len(states) == 1:  # waking threads would cost more than it saves
+                    state.fill(masks[row])
+                state.check()
+            except GrammarError as error:
+                failed[row] = str(error)
+        return failed
 
     def close(self) -> None:
         """Ends the threads; what is being compiled is waited for."""
@@ -116,7 +126,7 @@ class GrammarState:
         assert mask.dtype == np.int32
         assert mask.flags.c_contiguous
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self._check()
+        self.check()
 
     def accept(self, token: int) -> None:
         """One token further. A token that is not allowed raises GrammarError and leaves the state as it was."""
@@ -125,7 +135,7 @@ class GrammarState:
             return
         # a number outside of the vocabulary would spoil the matcher for good
         if not 0 <= token < self._vocabulary or not self.matcher.try_consume_tokens([token]):
-            self._check()
+            self.check()
             raise GrammarError(f"token {token} is not allowed here by the grammar")
 
     def rollback(self, count: int) -> None:
@@ -138,7 +148,7 @@ class GrammarState:
     @property
     def is_finished(self) -> bool:
         """Whether nothing but a stop token may follow, or one has come."""
-        self._check()
+        self.check()
         return bool(self.matcher.is_stopped())
 
     def fork(self) -> GrammarState:
@@ -147,7 +157,7 @@ class GrammarState:
         copy._stops = self._stops
         return copy
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """A matcher that ran into a limit of its size stays so, and allows stop tokens only."""
         if self.matcher.is_error():
             raise GrammarError(f"the grammar cannot be followed further: {self.matcher.get_error().strip()}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Finish = Literal["stop", "length", "abort", "error"]
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens, by which steps are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class Piece:
     versions: list[int] = field(default_factory=list)  # of the weights that chose each token
     prompt_logprobs: list[Alternatives | None] | None = None  # of the whole prompt, once; the first has none
     cached_tokens: int = 0  # of the prompt, found computed
+    admitted: float = 0.0  # in the first piece: when its computation began, on the clock that all processes share
     finish: Finish | None = None
     stop_token: int | None = None  # the one that ended it; it is not among `tokens`
     error: str = ""
@@ -116,6 +118,9 @@ class Ready:
     max_length: int  # tokens of prompt and answer together
     adapters: tuple[str, ...] = ()
     weights_version: int = 0
+    page: int = 0  # tokens of a block
+    kv_precision: str = "auto"
+    memory: float = 0.0  # share of the device's that the engine may fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +144,12 @@ class Stats:
     prefix_queries: int = 0  # prompt tokens looked up
     prefix_hits: int = 0  # of these, found on the device
     host_hits: int = 0  # of these, found in host memory
-    drafted: int = 0
+    drafts: int = 0  # guesses, of one or more tokens
+    drafted: int = 0  # tokens of these
     accepted: int = 0
     steps: int = 0
+    step_tokens: int = 0  # computed in all of these
+    steps_by_tokens: tuple[int, ...] = ()  # steps up to each of STEP_BOUNDS and above the one before; last: larger ones
     step_seconds: float = 0.0  # of the last steps, mean
     plan_step_seconds: float = 0.0  # what the roofs of this machine allow for the same steps
     roofline: float = 0.0  # plan_step_seconds / step_seconds

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
+
+from craton.ml.serving.messages import STEP_BOUNDS
 
 if TYPE_CHECKING:
     from craton.ml.serving.scheduler import Step
@@ -23,7 +26,8 @@ class Rates:
     """Means over the last steps. Steps overlap, so a step lasts from the reading of the one before to its own."""
 
     def __init__(self, floor: Floor | None = None) -> None:
-        self.steps = 0
+        self.steps = self.step_tokens = 0
+        self.steps_by_tokens = [0] * (len(STEP_BOUNDS) + 1)
         self._floor = floor
         self._last = 0.0
         self._recent: deque[tuple[float, float, int]] = deque(maxlen=STEPS)  # seconds, least seconds, tokens
@@ -32,13 +36,16 @@ class Rates:
         now = time.monotonic()
         seconds = now - self._last
         self._last = now
+        tokens = step.tokens
         self.steps += 1
+        self.step_tokens += tokens
+        self.steps_by_tokens[bisect_left(STEP_BOUNDS, tokens)] += 1
         if seconds < IDLE_SECONDS:
             least = 0.0
             if self._floor is not None:
                 context = sum(part.begin + part.count for part in step.parts)
                 pairs = sum(part.count * (part.begin + (part.count + 1) / 2) for part in step.parts)
-                least = self._floor.step_seconds(step.tokens, context, sampled, pairs)
+                least = self._floor.step_seconds(tokens, context, sampled, pairs)
             self._recent.append((seconds, least, sampled))
 
     @property

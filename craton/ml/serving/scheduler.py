@@ -2,13 +2,15 @@
 
 Requests that write come first, then those whose text is being read, then new ones, in the order of their priority and
 arrival. A new one is let in when the blocks it needs, and those the running ones are expected to need until they end,
-can be had; when that was too hopeful the last one in gives its blocks up and is computed again later.
+can be had; when that was too hopeful the one of the worst priority, of these the newest, gives its blocks up and is
+computed again later. Nobody who runs has to leave for one that waits.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -21,6 +23,7 @@ REMEMBERED = 64  # answers whose lengths say how long the next ones will be
 LEAST_READ = 512  # tokens, which cost about as much as writing for a hundred requests does
 READ_STEPS = 4  # in which all that waits would be read
 FIRST_OUTPUTS = 256.0  # tokens that a request is expected to write before anything is known
+MOST_ENDED = 64  # requests that ended while they waited and may lie among those that wait, whatever their number
 
 
 @dataclass(slots=True)
@@ -50,6 +53,15 @@ class Step:
 
 
 @dataclass(slots=True)
+class _Making:
+    """A step in the making: tokens that it may still have, and its parts."""
+
+    budget: int
+    parts: dict[Sequence, Part] = field(default_factory=dict)
+    is_admitting: bool = False  # those who run have what they need
+
+
+@dataclass(slots=True)
 class Counters:
     """Totals since the start."""
 
@@ -75,25 +87,21 @@ class Scheduler:
         self.chunk_tokens = max(chunk_tokens, 1)
         self.version = 0
         self.is_admitting = True
-        self.running: dict[Sequence, int] = {}  # in the order in which they were let in
+        self.running: dict[Sequence, None] = {}  # in the order in which they were let in
         self.counters = Counters()
-        self._waiting: list[tuple[int, int, Sequence, int]] = []  # priority, arrival, whose, its tokens then
+        self._queue: list[tuple[int, int, Sequence]] = []  # a heap: priority, arrival, whose; some of these have ended
+        self._waiting: dict[Sequence, int] = {}  # and those that have not, with the tokens that they had then
         self._waiting_tokens = 0
         self._arrivals = count()
         self._order: dict[Sequence, int] = {}  # arrival of each that has not ended
         self._rows = list(range(max_running - 1, -1, -1))
-        self._admissions = count()
         self._table: list[tuple[int, int, int]] = []
         self._started: list[Sequence] = []
         self._outputs, self._ended = FIRST_OUTPUTS, 0  # what requests wrote, in the mean; of how many
 
     @property
     def waiting(self) -> int:
-        return sum(sequence.finish is None for _, _, sequence, _ in self._waiting)
-
-    @property
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
+        return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
         self._order[sequence] = next(self._arrivals)
@@ -101,9 +109,7 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step; None when there is nothing to compute now."""
-        parts: list[Part] = []
-        budget = self.chunk_tokens
-        scheduled: set[Sequence] = set()
+        making = _Making(self.chunk_tokens)
         reading: list[Sequence] = []
         unread = self._waiting_tokens
         for sequence in list(self.running):
@@ -111,25 +117,19 @@ class Scheduler:
             if pending != 1:
                 reading.append(sequence)
                 unread += pending
-            elif budget and self._continue(sequence, 1, scheduled, parts):
-                budget -= 1
-        budget = min(budget, max(LEAST_READ, unread // READ_STEPS))
+            elif making.budget:
+                self._continue(sequence, 1, making)
+        making.budget = min(making.budget, max(LEAST_READ, unread // READ_STEPS))
         for sequence in reading:
-            if budget and sequence.row >= 0:
-                tokens = _fitting(sequence, budget)
-                if self._continue(sequence, tokens, scheduled, parts):
-                    budget -= tokens
-        while budget and self.is_admitting and self._rows and (waiting := self._next_waiting()) is not None:
-            if not self._admit(waiting):
+            if making.budget and sequence.row >= 0:
+                self._continue(sequence, _fitting(sequence, making.budget), making)
+        making.is_admitting = True
+        while making.budget and self.is_admitting and self._rows and (waiting := self._next_waiting()) is not None:
+            if not self._admit(waiting) or not self._continue(waiting, _fitting(waiting, making.budget), making):
                 break
-            self._pop_waiting()
-            tokens = _fitting(waiting, budget)
-            if not self._continue(waiting, tokens, scheduled, parts):
-                break
-            budget -= tokens
-        if not parts:
+        if not making.parts:
             return None
-        parts.sort(key=lambda part: part.count > 1)
+        parts = sorted(making.parts.values(), key=lambda part: part.count > 1)
         step = Step(parts, self.tree.moves, self._table, self._started)
         self.tree.moves, self._table, self._started = [], [], []
         return step
@@ -175,6 +175,8 @@ class Scheduler:
             self._outputs += (sequence.outputs - self._outputs) / min(self._ended, REMEMBERED)
         self._release(sequence)
         self._order.pop(sequence, None)
+        if sequence in self._waiting:
+            self._stop_waiting(sequence)
 
     def preempt_all(self) -> None:
         """Every running sequence gives its blocks up and waits."""
@@ -199,19 +201,21 @@ class Scheduler:
         self.tree.check()
         self.pool.check([*(sequence.blocks for sequence in self.running), self.tree.held()])
         assert len(self._rows) + len(self.running) == len(set(self._rows) | {each.row for each in self.running})
+        assert len(self._order) == len(self.running) + len(self._waiting), "one neither runs nor waits, or does both"
+        assert sum(self._waiting.values()) == self._waiting_tokens
+        assert len(self._queue) <= 2 * len(self._waiting) + MOST_ENDED
 
-    def _continue(self, sequence: Sequence, tokens: int, scheduled: set[Sequence], parts: list[Part]) -> bool:
+    def _continue(self, sequence: Sequence, tokens: int, making: _Making) -> bool:
         """Computes so many tokens of a running sequence, if they are wanted and have room."""
         if sequence.row < 0 or sequence.is_at_limit:  # was preempted just now, or waits to be read back
             return False
         begin = sequence.computed
         end = begin + tokens
-        scheduled.add(sequence)
-        if end > len(sequence.blocks) * self.page and not self._room(sequence, end, scheduled):
-            scheduled.discard(sequence)
+        if end > len(sequence.blocks) * self.page and not self._room(sequence, end, making):
             return False
         samples = end == len(sequence.tokens) + sequence.in_flight + len(sequence.drafts)
-        parts.append(Part(sequence, begin, tokens, samples, len(sequence.drafts) if samples else 0))
+        making.parts[sequence] = Part(sequence, begin, tokens, samples, len(sequence.drafts) if samples else 0)
+        making.budget -= tokens
         sequence.computed = end
         if samples and not sequence.drafts:
             sequence.in_flight += 1
@@ -225,7 +229,7 @@ class Scheduler:
                 return None
         return self.pool.take()
 
-    def _room(self, sequence: Sequence, length: int, scheduled: Iterable[Sequence]) -> bool:
+    def _room(self, sequence: Sequence, length: int, making: _Making) -> bool:
         """Gives a sequence the blocks for so many tokens, those of others if need be; False: it had to leave."""
         needed = -(-length // self.page)
         while len(sequence.blocks) < needed:
@@ -234,8 +238,12 @@ class Scheduler:
                 self._table.append((sequence.row, len(sequence.blocks), block))
                 sequence.blocks.append(block)
                 continue
-            others = [each for each in self.running if each not in scheduled] or [sequence]
-            victim = max([*others, sequence], key=lambda each: (each.priority, self.running[each]))
+            victim = sequence
+            if not making.is_admitting:
+                victim = max(self.running, key=lambda each: (each.priority, self._order[each]))
+            if (part := making.parts.pop(victim, None)) is not None:  # it would have been computed in this very step
+                making.budget += part.count
+                victim.in_flight -= int(part.samples and not part.drafts)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -266,23 +274,27 @@ class Scheduler:
     # -- who is next --------------------------------------------------------------------------------------------------
 
     def _wait(self, sequence: Sequence) -> None:
-        tokens = len(sequence.tokens)
-        heapq.heappush(self._waiting, (sequence.priority, self._order[sequence], sequence, tokens))
-        self._waiting_tokens += tokens
+        heapq.heappush(self._queue, (sequence.priority, self._order[sequence], sequence))
+        self._waiting[sequence] = len(sequence.tokens)
+        self._waiting_tokens += len(sequence.tokens)
 
-    def _pop_waiting(self) -> None:
-        self._waiting_tokens -= heapq.heappop(self._waiting)[3]
+    def _stop_waiting(self, sequence: Sequence) -> None:
+        self._waiting_tokens -= self._waiting.pop(sequence)
+        if len(self._queue) > 2 * len(self._waiting) + MOST_ENDED:
+            self._queue = [entry for entry in self._queue if entry[2] in self._waiting]
+            heapq.heapify(self._queue)
 
     def _next_waiting(self) -> Sequence | None:
-        while self._waiting and self._waiting[0][2].finish is not None:
-            self._pop_waiting()
-        if not self._waiting:
+        while self._queue and self._queue[0][2] not in self._waiting:
+            heapq.heappop(self._queue)
+        if not self._queue:
             return None
-        sequence = self._waiting[0][2]
+        sequence = self._queue[0][2]
         return None if sequence.in_flight else sequence  # what it wrote last must be known first
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gives a sequence a row and the blocks that are kept of its text, if all it needs can be had."""
+        """Gives the first of those that wait a row and the blocks that are kept of its text, if all it needs can be
+        had."""
         nodes: list[Node] = []
         if sequence.sampling.prompt_logprobs is None or sequence.prompt_logprobs is not None:
             nodes = self.tree.match((self.version, sequence.adapter), sequence.tokens)
@@ -313,12 +325,15 @@ class Scheduler:
             self.counters.queried_tokens += len(sequence.tokens)
             self.counters.device_tokens += min(on_device, len(nodes)) * self.page
             self.counters.host_tokens += max(0, len(nodes) - on_device) * self.page
+        heapq.heappop(self._queue)
+        self._stop_waiting(sequence)
         self._start(sequence)
         return True
 
     def _start(self, sequence: Sequence) -> None:
         sequence.row = self._rows.pop()
-        self.running[sequence] = next(self._admissions)
+        sequence.admitted = sequence.admitted or time.monotonic()
+        self.running[sequence] = None
         self._started.append(sequence)
         self._table.extend((sequence.row, column, block) for column, block in enumerate(sequence.blocks))
 

@@ -40,6 +40,7 @@ class Sequence:
     version: int = 0  # of the weights under which its first token was computed
     is_private: bool = False  # what it computed since is of several versions, or forgotten: its blocks are its own
     row: int = -1  # of the device's tables; -1: it is not running
+    admitted: float = 0.0  # moment at which it first ran; 0: it has not yet
     adapter_slot: int = -1
     grammar: GrammarState | None = None
     cached_tokens: int = 0

@@ -1,14 +1,19 @@
 """The engine's process: it takes what the front end sends, computes, and sends back what came of it.
 
-One turn of the loop is one step. Whoever is in charge of the engine is heard between two steps. It ends when the front
-end does, or with the reason why it cannot go on.
+One turn of the loop is one step. Whoever is in charge of the engine is heard between two steps. What he asks for may
+take minutes (an answer that must end first, weights that somebody has yet to send): then the loop goes on turning, with
+steps where there may be some and without where the ranks are busy, so that requests are taken, aborts are heard, and
+everybody sees that the engine lives. It ends when the front end does, or with the reason why it cannot go on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,13 +23,36 @@ from craton.errors import CratonError
 from craton.ml.serving.engine import Engine, State
 from craton.ml.serving.gang import Gang
 from craton.ml.serving.messages import Abort, Answer, Control, Failed, Ready, Stats, Submit
+from craton.ml.serving.pulse import CONTROL_SECONDS, Pulse
 from craton.ml.serving.settings import ServingError
 from craton.ml.serving.weights import MixedWeightsError
 
 IDLE_SECONDS = 0.05  # between two looks when there is nothing to compute
 COMPILING_SECONDS = 0.002  # and when all there is waits for its grammar
+BUSY_SECONDS = 0.005  # and while the ranks do what a control asks for
 STATS_SECONDS = 0.5
 PARTS = ("weights", "kv_cache")  # of what sleeps
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method of every rank that a control needs; its result comes back where the control asks for it."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+Steps = Generator[Call | None, Any, Any]  # of a control: a call, or None for a turn of the loop; then its result
+
+
+@dataclass
+class Task:
+    """A control that is not done at once."""
+
+    id: int
+    steps: Steps
+    call: Future[Any] | None = None  # that it waits for
+    began: float = 0.0  # the call
 
 
 class Service:
@@ -36,17 +64,21 @@ class Service:
         engine: Engine,
         gang: Gang,
         front: Connection,
+        pulse: Pulse,
         record: Callable[[Stats], None] | None = None,
     ) -> None:
         self._name = name
         self._engine = engine
         self._gang = gang
         self._front = front
+        self._pulse = pulse
         self._record = record
         self._next_stats = 0.0
         self._awake = set(PARTS)
         self._before_sleep: State = "running"
-        self._pausing: int | None = None  # the control that waits for it
+        self._waiting: list[Task] = []  # for a turn
+        self._calling: Task | None = None  # whose call the ranks are busy with
+        self._later: deque[Control] = deque()  # that came meanwhile: each finds the engine as the one before left it
         self._controls: dict[str, Callable[..., Any]] = {
             "pause": self._pause,
             "resume": engine.resume,
@@ -61,21 +93,31 @@ class Service:
 
     def run(self) -> None:
         """Until the front end is gone."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
+        with self._pulse, contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
             self._serve()
 
     def _serve(self) -> None:
         engine = self._engine
+        settings = engine.settings
         self._front.send(
-            Ready(self._name, engine.vocabulary, engine.max_length, tuple(engine.adapters), engine.version)
+            Ready(
+                self._name,
+                engine.vocabulary,
+                engine.max_length,
+                tuple(engine.adapters),
+                engine.version,
+                settings.page,
+                settings.kv_precision,
+                settings.memory,
+            )
         )
         while True:
             self._hear()
-            self._send(engine.step())
-            if self._pausing is not None and engine.is_drained:
-                self._front.send(self._control(Control(self._pausing, "pause", {"mode": "keep"})))
-                self._pausing = None
+            self._send(engine.step() if self._calling is None else engine.take_ended())
+            self._go_on()
             now = time.monotonic()
+            if self._calling is None or now - self._calling.began < CONTROL_SECONDS:
+                self._pulse.beat()
             if now >= self._next_stats:
                 self._next_stats = now + STATS_SECONDS
                 stats = engine.stats()
@@ -87,7 +129,9 @@ class Service:
         """Takes in all that has come; waits a little when there is nothing to do."""
         engine = self._engine
         seconds = 0.0
-        if engine.state != "running" or engine.is_idle:
+        if self._calling is not None:
+            seconds = BUSY_SECONDS
+        elif engine.state != "running" or engine.is_idle:
             seconds = IDLE_SECONDS
         elif engine.is_still:
             seconds = COMPILING_SECONDS
@@ -100,49 +144,95 @@ class Service:
                 engine.abort(message)
             else:
                 assert isinstance(message, Control)
-                waits = message.name == "pause" and message.arguments.get("mode") == "wait"
-                if waits and engine.state == "running" and self._pausing is None:
-                    engine.stop_admitting()
-                    self._pausing = message.id  # answered when all that was let in has ended
-                else:
-                    self._front.send(self._control(message))
+                self._later.append(message)
+                self._begin()
 
-    def _control(self, control: Control) -> Answer:
-        action = self._controls.get(control.name)
-        if action is None:
-            return Answer(control.id, error=f"{control.name!r} is not known; there are: {', '.join(self._controls)}")
+    # -- controls -----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Controls that may begin now, in the order in which they came."""
+        while self._later and self._calling is None:
+            control = self._later.popleft()
+            action = self._controls.get(control.name)
+            if action is None:
+                known = ", ".join(self._controls)
+                self._front.send(Answer(control.id, error=f"{control.name!r} is not known; there are: {known}"))
+            else:
+                self._advance(Task(control.id, _steps(action, control.arguments)))
+
+    def _go_on(self) -> None:
+        """Whatever has waited for a turn, or for a call that has ended."""
+        if self._calling is not None:
+            assert self._calling.call is not None
+            if not self._calling.call.done():
+                return
+            task, self._calling = self._calling, None
+            self._advance(task)
+        waiting, self._waiting = self._waiting, []
+        for task in waiting:
+            self._advance(task)
+        self._begin()
+
+    def _advance(self, task: Task) -> None:
+        """Goes on with a control until it waits, or is done and answered."""
+        call, task.call = task.call, None
         try:
-            return Answer(control.id, action(**control.arguments))
+            if call is None:
+                wanted = next(task.steps)
+            elif (error := call.exception()) is not None:
+                wanted = task.steps.throw(error)
+            else:
+                wanted = task.steps.send(call.result())
+        except StopIteration as end:
+            self._front.send(Answer(task.id, end.value))
         except (CratonError, TypeError) as error:
-            return Answer(control.id, error=str(error))
+            self._front.send(Answer(task.id, error=str(error)))
         except torch.OutOfMemoryError as error:
-            return Answer(control.id, error=f"the device has not enough free memory: {str(error).splitlines()[0]}")
+            reason = str(error).splitlines()[0]
+            self._front.send(Answer(task.id, error=f"the device has not enough free memory: {reason}"))
+        else:
+            if wanted is None:
+                self._waiting.append(task)
+                return
+            self._send(self._engine.finish_flights())
+            task.call, task.began = self._gang.start(wanted.method, *wanted.arguments), time.monotonic()
+            self._calling = task
 
-    def _pause(self, mode: str = "keep") -> None:
+    def _pause(self, mode: str = "keep") -> Steps:
         if mode not in ("abort", "wait", "keep"):
             raise ServingError(f"mode {mode!r} is not known; allowed: abort, wait, keep")
-        self._send(self._engine.pause(mode))  # type: ignore[arg-type]
+        engine = self._engine
+        if mode != "wait":
+            self._send(engine.pause(mode))  # type: ignore[arg-type]
+            return
+        engine.stop_admitting()
+        while not engine.is_drained and engine.state == "running":
+            yield None
+        if engine.state == "running":
+            self._send(engine.pause("keep"))
+        elif engine.state != "paused":  # by somebody who could not wait
+            raise ServingError(f"the engine is {engine.state} now; it was not drained before")
 
-    def _sleep(self, level: int = 1) -> None:
+    def _sleep(self, level: int = 1) -> Steps:
         engine = self._engine
         if engine.state == "asleep":
             raise ServingError("the engine is asleep already")
         self._before_sleep = engine.state
         if engine.state == "running":
-            self._pause("keep")
+            self._send(engine.pause("keep"))
         self._send(engine.release())
-        self._gang.every("sleep", level)
+        yield Call("sleep", (level,))
         engine.state = "asleep"
         self._awake.clear()
         if level > 1:
             self._send(engine.refuse("the weights were let go in a deep sleep; update them first"))
 
-    def _wake(self, tags: Sequence[str] = PARTS) -> None:
+    def _wake(self, tags: Sequence[str] = PARTS) -> Steps:
         if self._engine.state != "asleep":
             raise ServingError(f"the engine is {self._engine.state}, not asleep")
         if unknown := set(tags) - set(PARTS):
             raise ServingError(f"{', '.join(sorted(unknown))}: not a part of an engine; allowed: {', '.join(PARTS)}")
-        self._gang.every("wake", tuple(tags))
+        yield Call("wake", (tuple(tags),))
         self._awake.update(tags)
         if self._awake == set(PARTS):
             self._engine.state = self._before_sleep
@@ -152,37 +242,36 @@ class Service:
             raise ServingError("the engine is asleep and keeps nothing")
         self._engine.forget()
 
-    def _load_adapter(self, name: str, folder: str) -> int:
+    def _load_adapter(self, name: str, folder: str) -> Steps:
         self._expect_weights()
         if name == self._name:
             raise ServingError(f"{name!r} is the model's own name; give the adapter another one")
-        slot = int(self._gang.every("load_adapter", name, folder))
+        slot: int = yield Call("load_adapter", (name, folder))
         self._engine.adapters[name] = slot
         self._engine.forget_adapter(name)
         return slot
 
-    def _unload_adapter(self, name: str) -> None:
+    def _unload_adapter(self, name: str) -> Steps:
         self._expect_weights()
         if name not in self._engine.adapters:
             raise ServingError(
                 f"adapter {name!r} is not loaded; there are: {', '.join(self._engine.adapters) or 'none'}"
             )
         self._send(self._engine.drop_adapter(name))
-        self._gang.every("unload_adapter", name)
+        yield Call("unload_adapter", (name,))
 
     def _update_weights(
         self, folder: str | None = None, address: str | None = None, version: int | None = None, recompute: bool = False
-    ) -> Mapping[str, int]:
+    ) -> Steps:
         """New weights in place, from a folder or from whoever sends them to an address; graphs stay valid."""
         self._expect_weights()
         if (folder is None) == (address is None):
             raise ServingError("give a folder, or an address at which the weights are to be received")
-        self._send(self._engine.finish_flights())
         try:
             if folder is not None:
-                self._gang.every("update_from_folder", folder)
+                yield Call("update_from_folder", (folder,))
             else:
-                version = self._gang.every("receive_weights", address)
+                version = yield Call("receive_weights", (address,))
         except MixedWeightsError as error:
             self._send(self._engine.refuse(str(error)))
             raise
@@ -196,6 +285,12 @@ class Service:
     def _send(self, pieces: list[Any]) -> None:
         if pieces:
             self._front.send(pieces)
+
+
+def _steps(action: Callable[..., Any], arguments: Mapping[str, Any]) -> Steps:
+    """An action as steps, whether it has some or is done at once."""
+    done = action(**arguments)
+    return (yield from done) if isinstance(done, Generator) else done
 
 
 def tell_failure(front: Connection, reason: str) -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
+import gc
+import re
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from model_pairs import LONGEST, VOCABULARY, Answer, expect_greedy, pair, their_logprobs
+from served_ranks import random_model
 
+from craton.ml.data import load_tokenizer
+from craton.ml.data.tokenizer import train_bpe
 from craton.ml.models import Decoder
 from craton.ml.serving.build import build_engine
 from craton.ml.serving.engine import Engine
-from craton.ml.serving.messages import Abort, Piece, Sampling, Submit
+from craton.ml.serving.messages import STEP_BOUNDS, Abort, Grammar, Piece, Sampling, Submit
+from craton.ml.serving.sequence import Sequence as SequenceOfEngine
 from craton.ml.serving.settings import EngineSettings, ServingError
 
 PROMPT = (5, 17, 2, 80, 33, 9, 41)
@@ -122,7 +130,9 @@ def test_drafts_change_no_random_answer(draft_tokens: int) -> None:
     engine = engine_of(draft_tokens=draft_tokens)
     drafted = answers(engine, *requests)
     assert {key: each.tokens for key, each in drafted.items()} == {key: each.tokens for key, each in plain.items()}
-    assert engine.stats().accepted
+    stats = engine.stats()
+    assert stats.accepted
+    assert stats.drafted == draft_tokens * stats.drafts
 
 
 def test_penalties_and_bias_are_those_of_their_formulas() -> None:
@@ -201,6 +211,131 @@ def test_those_of_smaller_priority_come_first() -> None:
     while not engine.is_idle:
         ended += [piece.id for piece in engine.step() if piece.finish]
     assert ended == [9, 4, 3, 2, 1]
+
+
+def test_those_that_end_while_they_wait_are_neither_counted_nor_kept() -> None:
+    engine = engine_of(max_running=1)
+    engine.submit(Submit(0, PROMPT, Sampling(max_tokens=200, temperature=0.0), priority=-1))
+    engine.step()
+    for number in range(1, 1001):
+        engine.submit(Submit(number, (number % VOCABULARY, 3), GREEDY, priority=number % 7))
+    assert engine.stats().waiting == 1000
+    for number in range(1, 1000):
+        engine.abort(Abort(number))
+    assert engine.stats().waiting == 1
+    engine.step()
+    engine.check()
+    gc.collect()
+    kept = [each for each in gc.get_objects() if type(each) is SequenceOfEngine]
+    assert len(kept) < 100, "most of them lay deep among those that wait"
+    engine.abort(Abort(0))
+    ended = []
+    while not engine.is_idle:
+        ended += [piece.id for piece in engine.step() if piece.finish == "length"]
+    assert ended == [1000]
+    assert engine.is_still
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_when_blocks_run_out_the_worst_priority_leaves_then_the_newest(overlap: bool) -> None:
+    """Also those that write, and that would have been computed in the very step in which another one needs a block."""
+    engine = engine_of(max_length=64, blocks=28, max_running=6, overlap=overlap)
+    answer(engine, (1, 2), Sampling(max_tokens=1))  # who has seen only short answers lets too many in
+    priorities = {1: 5, 2: 0, 3: 5, 4: 0, 5: 1, 6: 1}
+    writing = Sampling(max_tokens=40, temperature=0.0)
+    prompts = {number: (number, 8, 9, 40 + number) for number in priorities}
+    pieces: dict[int, list[Piece]] = {number: [] for number in priorities}
+    for number, priority in priorities.items():  # one after the other, so that the worst come first in a step
+        engine.submit(Submit(number, prompts[number], writing, priority=priority))
+        for piece in engine.step():
+            pieces[piece.id].append(piece)
+    left: list[int] = []
+    while not engine.is_idle:
+        before = [sequence.id for sequence in engine.scheduler.running]
+        for piece in engine.step():
+            pieces[piece.id].append(piece)
+        engine.check()
+        ended = [number for number in before if pieces[number] and pieces[number][-1].finish]
+        after = [sequence.id for sequence in engine.scheduler.running]
+        gone = [number for number in before if number not in after and number not in ended]
+        for number in gone:
+            stayed = [each for each in after if each in before]
+            worse = [each for each in stayed if (priorities[each], each) > (priorities[number], number)]
+            assert not worse, f"{number} left, and {worse} stayed"
+        left += gone
+    assert left[:2] == [3, 1]
+    assert 2 not in left
+    assert engine.stats().preemptions >= 3
+    for number, prompt in prompts.items():
+        found = Answer.of(pieces[number])
+        assert len(found.tokens) == 40
+        expect_greedy(pair("llama")[0], list(prompt), found)
+
+
+def test_nobody_leaves_for_one_that_waits() -> None:
+    engine = engine_of(max_running=2)
+    writing = Sampling(max_tokens=30, temperature=0.0)
+    for number, priority in ((1, 5), (2, 5), (3, 0)):
+        engine.submit(Submit(number, (number, 4), writing, priority=priority))
+        engine.step()
+    ended = []
+    while not engine.is_idle:
+        ended += [piece.id for piece in engine.step() if piece.finish]
+    assert ended == [1, 2, 3]
+    assert engine.stats().preemptions == 0
+
+
+def test_the_first_piece_says_when_its_computation_began() -> None:
+    engine = engine_of(max_running=1)
+    asked = time.monotonic()
+    for number in (1, 2):
+        engine.submit(Submit(number, (number, 4), GREEDY, copies=2 if number == 2 else 1))
+    pieces: list[tuple[float, Piece]] = []
+    while not engine.is_idle:
+        pieces += [(time.monotonic(), piece) for piece in engine.step()]
+    by_copy = {key: [each for each in pieces if (each[1].id, each[1].index) == key] for key in ((1, 0), (2, 0), (2, 1))}
+    assert asked <= by_copy[1, 0][0][1].admitted <= by_copy[1, 0][0][0]
+    ended = next(moment for moment, piece in by_copy[1, 0] if piece.finish)
+    assert ended <= by_copy[2, 0][0][1].admitted <= by_copy[2, 0][0][0]
+    assert by_copy[2, 1][0][1].admitted == by_copy[2, 0][0][1].admitted, "copies share their prompt"
+    assert not any(piece.admitted for each in by_copy.values() for _, piece in each[1:])
+
+
+def test_steps_are_counted_by_their_tokens() -> None:
+    engine = engine_of(chunk_tokens=32)
+    answer(engine, [7] * 50, Sampling(max_tokens=4, temperature=0.0))
+    stats = engine.stats()
+    by_bound = dict(zip((*STEP_BOUNDS, None), stats.steps_by_tokens, strict=True))
+    assert {bound: count for bound, count in by_bound.items() if count} == {1: 3, 32: 2}
+    assert (stats.steps, stats.step_tokens) == (5, 53)
+
+
+def test_grammars_of_many_are_filled_together_and_one_at_its_limits_ends_alone(tmp_path: Path) -> None:
+    train_bpe(["0123456789 abc"] * 4, 300, tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    model = random_model(pair("llama")[1].config, vocab=320)
+    settings = EngineSettings(max_length=LONGEST, blocks=200, max_running=4, page=4, chunk_tokens=32)
+    engine = build_engine(model, settings, stop_tokens=(0,), tokenizer_folder=tmp_path)
+    alone = answer(engine)
+    held = Sampling(max_tokens=20, temperature=0.0, grammar=Grammar("regex", "[0-9]{6}"))
+    for number in (1, 2, 3):
+        engine.submit(Submit(number, (number, 5), held))
+    engine.submit(Submit(4, PROMPT, GREEDY))
+    pieces: dict[int, list[Piece]] = {number: [] for number in range(1, 5)}
+    while not engine.is_idle:
+        for piece in engine.step():
+            pieces[piece.id].append(piece)
+        if len(pieces[2]) == 2 and pieces[2][-1].finish is None:
+            for sequence in engine._sequences[2]:
+                assert sequence.grammar is not None
+                sequence.grammar.matcher.consume_token(1000)  # spoils it for good
+    for number in (1, 3):
+        assert re.fullmatch("[0-9]{6}", tokenizer.decode(Answer.of(pieces[number]).tokens))
+    assert pieces[2][-1].finish == "error"
+    assert "cannot be followed further" in pieces[2][-1].error
+    assert re.fullmatch("[0-9]+", tokenizer.decode(Answer.of(pieces[2]).tokens))
+    assert Answer.of(pieces[4]).tokens == alone.tokens
+    engine.check()
 
 
 def test_new_weights_in_place_have_a_version_and_no_old_prefix() -> None:

@@ -198,12 +198,13 @@ def test_masks_of_many_are_those_of_each(grammars: Grammars, folder: Path) -> No
     states = [start(grammars, "regex", expression) for expression in ("[0-9]{2}", "x|7y", "[^7]*", "7")]
     states[0].accept(digit)
     states[3].accept(digit)
-    masks = np.full((len(states), mask_words(PADDED)), -1, dtype=np.int32)
-    grammars.fill(states, masks)
-    for state, mask in zip(states, masks, strict=True):
+    masks = np.full((len(states) + 2, mask_words(PADDED)), -1, dtype=np.int32)
+    assert grammars.fill(dict(enumerate(states, 1)), masks) == {}
+    for state, mask in zip(states, masks[1:-1], strict=True):
         alone = np.zeros_like(mask)
         state.fill(alone)
         assert (mask == alone).all()
+    assert (masks[[0, -1]] == -1).all(), "rows of those without a grammar are left alone"
 
 
 def test_masks_are_the_bits_that_the_sampler_reads(grammars: Grammars) -> None:

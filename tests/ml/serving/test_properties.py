@@ -80,9 +80,16 @@ def test_every_request_ends_and_blocks_are_conserved(
     copies: dict[int, int] = {}
 
     def step() -> None:
+        scheduler = engine.scheduler
+        before, preempted = list(scheduler.running), scheduler.counters.preemptions
         for piece in engine.step():
             note(piece.id, piece.index, piece.finish)
         engine.check()
+        gone = [each for each in before if each.row < 0 and each.finish is None]
+        if len(gone) == scheduler.counters.preemptions - preempted:  # and nobody came back in the same step
+            best_gone = min((each.priority for each in gone), default=99)
+            worst = max((each.priority for each in before if each.row >= 0), default=-1)
+            assert worst <= best_gone, "one of a better priority had to leave"
 
     def note(number: int, index: int, finish: str | None) -> None:
         assert (number, index) not in ended, "a piece after the last one"

@@ -77,6 +77,7 @@ def first_rank(tests: Connection, second: Connection, port: int) -> None:
 
 def second_rank(first: Connection, port: int) -> None:
     from craton.ml.serving.gang import follow
+    from craton.ml.serving.pulse import Pulse
 
     connect(1, port)
     while True:
@@ -85,7 +86,7 @@ def second_rank(first: Connection, port: int) -> None:
         except EOFError:
             return
         rank, _ = make_rank(case)
-        follow(rank, first)
+        follow(rank, first, Pulse(None))
 
 
 def connect(rank: int, port: int) -> None:

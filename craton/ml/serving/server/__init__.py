@@ -4,10 +4,3 @@
 
 It speaks OpenAI's API to clients and `craton.ml.serving.messages` to the engine, over the connection it was given.
 """
-
-from craton.ml.serving.server.app import make_app
-from craton.ml.serving.server.link import EngineLink
-from craton.ml.serving.server.service import Service
-from craton.ml.serving.server.settings import ServerSettings
-
-__all__ = ["EngineLink", "ServerSettings", "Service", "make_app"]

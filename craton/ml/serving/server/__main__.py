@@ -1,146 +1,16 @@
-"""The front end's process. Exit status 0: drained after SIGTERM or SIGINT; 1: the engine failed; 2: bad options.
-
-The first of these signals drains: health and new requests get 503, what runs may end within --drain-seconds. A second
-one ends at once.
-"""
+"""Starts the front end, or says which package it lacks: another try would lack it too."""
 
 from __future__ import annotations
 
-import argparse
-import logging
-import os
-import signal
-import socket
 import sys
-import time
-from pathlib import Path
-from types import FrameType
-from typing import get_args
 
-import uvicorn
-
-from craton.errors import CratonError
-from craton.ml.serving.server.app import make_app
-from craton.ml.serving.server.errors import UnavailableError
-from craton.ml.serving.server.link import EngineLink
-from craton.ml.serving.server.service import Service
-from craton.ml.serving.server.settings import ReasoningStyle, ServerSettings, ToolStyle
-from craton.ml.serving.server.wire import Wire
-
-KEYS_VARIABLE = "CRATON_API_KEYS"  # one a line, or with commas between
-FLUSH_SECONDS = 5  # that clients have to take the end of their answers
-BACKLOG = 2048
-
-logger = logging.getLogger("craton.serving")
-
-
-class FrontEnd(uvicorn.Server):
-    """Serves until it is drained, or its engine has failed."""
-
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
-        self.has_failed = False
-        self._service = service
-        self._deadline = 0.0
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Uvicorn's handler of signals."""
-        if self._service.is_draining:
-            self._deadline = 0.0
-            return
-        logger.info("%s: draining for up to %g s", signal.Signals(sig).name, self._service.settings.drain_seconds)
-        self._deadline = time.monotonic() + self._service.settings.drain_seconds
-        self._service.is_draining = True
-
-    async def on_tick(self, counter: int) -> bool:
-        """Uvicorn asks ten times a second whether to end."""
-        if self.has_failed or (self._service.is_draining and not self.server_state.tasks):
-            self.should_exit = True
-        elif self._service.is_draining and time.monotonic() > self._deadline:
-            self._service.link.fail_all(UnavailableError("the server is shutting down", code="draining"))
-            self.should_exit = True
-        return await super().on_tick(counter)
-
-    def engine_ended(self, num_failed: int) -> None:
-        """With nothing left to answer in a drain, the engine may go first."""
-        self.has_failed = bool(num_failed) or not self._service.is_draining
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    try:
-        settings = ServerSettings(
-            served_name=options.served_name,
-            model_folder=options.model_folder,
-            api_keys=_api_keys(options.api_key_file),
-            is_admin=options.admin,
-            tool_style=options.tool_parser,
-            reasoning_style=options.reasoning_parser,
-            max_waiting=options.max_waiting,
-            max_body_bytes=options.max_body,
-            request_seconds=options.request_timeout,
-            silent_seconds=options.silent_seconds,
-            drain_seconds=options.drain_seconds,
-        )
-        link = EngineLink(Wire(options.connection))
-        service = Service(settings, link)
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listener = socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
-    except (CratonError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    config = uvicorn.Config(
-        make_app(service),
-        log_level="warning",
-        access_log=False,
-        lifespan="on",
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=FLUSH_SECONDS,
-        server_header=False,
+try:
+    from craton.ml.serving.server.front import main
+except ModuleNotFoundError as error:
+    print(
+        f"error: the front end needs {error.name}, which is not installed; pip install 'craton[serve]'", file=sys.stderr
     )
-    server = FrontEnd(config, service)
-    link.on_end = server.engine_ended
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    print(f"listening on http://{host}:{listener.getsockname()[1]}", flush=True)
-    server.run(sockets=[listener])
-    return int(server.has_failed)
-
-
-def _parser() -> argparse.ArgumentParser:
-    default = ServerSettings()
-    parser = argparse.ArgumentParser(prog="python -m craton.ml.serving.server", description="The HTTP front end")
-    add = parser.add_argument
-    add("--connection", type=int, required=True, metavar="FD", help="the file descriptor that leads to the engine")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000, help="0: any that is free; it is printed")
-    add("--served-name", help="the model's name for clients (default: the engine's)")
-    add("--model-folder", type=Path, help="with the tokenizer; without it only tokens are taken")
-    add("--api-key-file", type=Path, help=f"one key a line; else ${KEYS_VARIABLE}, else everybody may ask")
-    add("--admin", action="store_true", help="serve the endpoints that change the engine")
-    add("--tool-parser", choices=get_args(ToolStyle), default=default.tool_style)
-    add("--reasoning-parser", choices=get_args(ReasoningStyle), default=default.reasoning_style)
-    add("--max-waiting", type=int, default=default.max_waiting, help="requests without a token; one more gets 429")
-    add("--max-body", type=int, default=default.max_body_bytes, metavar="BYTES")
-    add("--request-timeout", type=float, default=default.request_seconds, metavar="SECONDS", help="0: never")
-    add("--silent-seconds", type=float, default=default.silent_seconds, help="of an engine that hangs, for /health")
-    add("--drain-seconds", type=float, default=default.drain_seconds)
-    return parser
-
-
-def _api_keys(file: Path | None) -> tuple[str, ...]:
-    """A file without a key is refused: it would open the server to everybody."""
-    if file is None:
-        return _split(os.environ.get(KEYS_VARIABLE, ""))
-    keys = _split(file.read_text(encoding="utf-8"))
-    if not keys:
-        raise CratonError(f"{file} has no API key; put one in each line, or leave --api-key-file out")
-    return keys
-
-
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(key for line in text.splitlines() for key in (part.strip() for part in line.split(",")) if key)
-
+    sys.exit(2)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from craton.ml.serving.messages import Piece, Stats
+from craton.ml.serving.messages import STEP_BOUNDS, Piece, Stats
 
 if TYPE_CHECKING:
     from craton.ml.serving.server.link import EngineLink
@@ -58,7 +59,11 @@ class Metrics:
             "request_time_per_output_token_seconds", "Mean time of a token after the first", TOKEN_BOUNDS
         )
         self._whole = histogram("e2e_request_latency_seconds", "From request to last token", REQUEST_BOUNDS)
+        # These add up: a request waits, its prompt is read (until the first token), its answer is written.
+        self._queue = histogram("request_queue_time_seconds", "From request to its first step", REQUEST_BOUNDS)
+        self._prefill = histogram("request_prefill_time_seconds", "From first step to first token", REQUEST_BOUNDS)
         self._decode = histogram("request_decode_time_seconds", "From first to last token", REQUEST_BOUNDS)
+        self._inference = histogram("request_inference_time_seconds", "From first step to last token", REQUEST_BOUNDS)
         self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request", COUNT_BOUNDS)
         self._request_generation = histogram("request_generation_tokens", "Tokens of an answer", COUNT_BOUNDS)
         self._params_n = histogram("request_params_n", "The parameter n", COPIES_BOUNDS)
@@ -87,6 +92,7 @@ class Meter:
         self._metrics = metrics
         self._prompt_tokens = prompt_tokens
         self._started = time.monotonic()
+        self._admitted = 0.0  # when the engine began with it; 0: it never told
         self._times: dict[int, tuple[float, float, int]] = {}  # first, last, tokens of each copy
         self._inter_token = metrics._inter_token.labels(metrics.model_name)
         self._generation_tokens = metrics._generation_tokens.labels(metrics.model_name)
@@ -112,6 +118,10 @@ class Meter:
         metrics, name = self._metrics, self._metrics.model_name
         metrics.last_first_token_seconds = now - self._started
         metrics._first_token.labels(name).observe(now - self._started)
+        if piece.admitted:
+            self._admitted = max(piece.admitted, self._started)
+            metrics._queue.labels(name).observe(self._admitted - self._started)
+            metrics._prefill.labels(name).observe(now - self._admitted)
         metrics._prompt_tokens.labels(name).inc(self._prompt_tokens)
         metrics._cached_tokens.labels(name).inc(piece.cached_tokens)
 
@@ -120,6 +130,8 @@ class Meter:
         metrics._success.labels(name, finish).inc()
         metrics._whole.labels(name).observe(last - self._started)
         metrics._decode.labels(name).observe(last - first)
+        if self._admitted:
+            metrics._inference.labels(name).observe(last - self._admitted)
         metrics._request_generation.labels(name).observe(tokens)
         if tokens > 1:
             metrics._per_token.labels(name).observe((last - first) / (tokens - 1))
@@ -144,9 +156,36 @@ class _EngineMetrics(Collector):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric([self._metrics.model_name], value)
             yield counter
+        yield self._step_tokens(stats)
+        yield self._cache(stats)
         yield self._sleep_state(stats)
         yield from self._tiers(stats)
         yield self._adapters()
+
+    def _step_tokens(self, stats: Stats) -> Metric:
+        bounds = [*(str(float(bound)) for bound in STEP_BOUNDS), "+Inf"]
+        counts = accumulate(stats.steps_by_tokens or [0] * len(bounds))
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed in a step", labels=LABELS)
+        family.add_metric(
+            [self._metrics.model_name], list(zip(bounds, map(float, counts), strict=True)), float(stats.step_tokens)
+        )
+        return family
+
+    def _cache(self, stats: Stats) -> Metric:
+        """vLLM's form: a gauge that is 1, with everything in labels."""
+        ready = self._link.ready
+        assert ready is not None
+        values = {
+            "block_size": ready.page,
+            "cache_dtype": ready.kv_precision,
+            "enable_prefix_caching": True,
+            "gpu_memory_utilization": ready.memory,
+            "num_gpu_blocks": stats.blocks,
+            "num_cpu_blocks": stats.host_blocks,
+        }
+        family = GaugeMetricFamily("vllm:cache_config_info", "Keys and values", labels=(*LABELS, *values))
+        family.add_metric([self._metrics.model_name, *map(str, values.values())], 1.0)
+        return family
 
     def _sleep_state(self, stats: Stats) -> Metric:
         family = GaugeMetricFamily(
@@ -218,6 +257,7 @@ def _counters(stats: Stats) -> list[tuple[str, str, float]]:
             max(stats.prefix_queries - stats.prefix_hits, 0),
         ),
         ("vllm:external_prefix_cache_hits", "Of these, found in host memory", stats.host_hits),
+        ("vllm:spec_decode_num_drafts", "Guesses, of one or more tokens", stats.drafts),
         ("vllm:spec_decode_num_draft_tokens", "Tokens guessed", stats.drafted),
         ("vllm:spec_decode_num_accepted_tokens", "Of these, right", stats.accepted),
         ("craton_serve_steps", "Steps computed", stats.steps),

@@ -57,6 +57,7 @@ class Script:
     version: int = 7
 
     sent: int = field(default=0, init=False)
+    taken: float = field(default_factory=time.monotonic, init=False)
 
 
 class ScriptedEngine:
@@ -69,7 +70,7 @@ class ScriptedEngine:
         self.control: Callable[[Control], Answer] = lambda control: Answer(control.id, {"name": control.name})
         self.received: list[Request] = []
         self.is_held = True
-        self.ready = Ready("scripted", VOCABULARY, MAX_LENGTH, adapters)
+        self.ready = Ready("scripted", VOCABULARY, MAX_LENGTH, adapters, page=16, kv_precision="fp8", memory=0.8)
         here, there = socket.socketpair()
         self.far_end = there.detach()
         self._connection = Connection(here.detach())
@@ -166,6 +167,8 @@ class ScriptedEngine:
             count = sampling.prompt_logprobs
             piece.prompt_logprobs = [None, *(beside(token, count) for token in submit.prompt[1:])]
         piece.cached_tokens = script.cached_tokens
+        if not script.sent:
+            piece.admitted = script.taken
         script.sent += len(tokens)
         if script.sent >= len(wanted):
             is_cut = len(wanted) < len(script.tokens)

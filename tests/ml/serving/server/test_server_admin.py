@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from scripted_engine import SECONDS, Script, Served, wait_until
 
-from craton.ml.serving.messages import Answer, Control, Stats
+from craton.ml.serving.messages import Answer, Control, Stats, Submit
 
 Encode = Callable[[str], list[int]]
 ASK: Any = [{"role": "user", "content": "hello"}]
@@ -96,15 +99,18 @@ def test_without_the_option_there_is_nothing_to_control(start: Callable[..., Ser
         assert post(served, path, {}).status_code == 404
 
 
+def samples(served: Served) -> list[Sample]:
+    text = requests.get(served.url + "/metrics", timeout=SECONDS).text
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
 def values(served: Served) -> dict[tuple[str, str], float]:
     """Metrics by name and one label beside the model's."""
-    text = requests.get(served.url + "/metrics", timeout=SECONDS).text
     found = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            assert sample.labels["model_name"] == "scripted", sample
-            others = [value for name, value in sample.labels.items() if name != "model_name"]
-            found[sample.name, ",".join(others)] = sample.value
+    for sample in samples(served):
+        assert sample.labels["model_name"] == "scripted", sample
+        others = [value for name, value in sample.labels.items() if name != "model_name"]
+        found[sample.name, ",".join(others)] = sample.value
     return found
 
 
@@ -123,9 +129,12 @@ def test_metrics(start: Callable[..., Served], encode: Encode) -> None:
             prefix_queries=200,
             prefix_hits=50,
             host_hits=20,
+            drafts=3,
             drafted=10,
             accepted=6,
             steps=77,
+            step_tokens=5000,
+            steps_by_tokens=(40, 0, 30, *[0] * 7, 5, 0, 0, 2),
             step_seconds=0.02,
             plan_step_seconds=0.015,
             roofline=0.75,
@@ -145,6 +154,7 @@ def test_metrics(start: Callable[..., Served], encode: Encode) -> None:
         ("vllm:prefix_cache_hits_total", ""): 50,
         ("vllm:external_prefix_cache_queries_total", ""): 150,
         ("vllm:external_prefix_cache_hits_total", ""): 20,
+        ("vllm:spec_decode_num_drafts_total", ""): 3,
         ("vllm:spec_decode_num_draft_tokens_total", ""): 10,
         ("vllm:spec_decode_num_accepted_tokens_total", ""): 6,
         ("vllm:engine_sleep_state", "awake"): 0,
@@ -158,7 +168,18 @@ def test_metrics(start: Callable[..., Served], encode: Encode) -> None:
         ("vllm:inter_token_latency_seconds_count", ""): 2 * (num_tokens - 1),
         ("vllm:request_time_per_output_token_seconds_count", ""): 2,
         ("vllm:e2e_request_latency_seconds_count", ""): 3,
+        ("vllm:request_queue_time_seconds_count", ""): 3,
+        ("vllm:request_prefill_time_seconds_count", ""): 3,
         ("vllm:request_decode_time_seconds_count", ""): 3,
+        ("vllm:request_inference_time_seconds_count", ""): 3,
+        ("vllm:iteration_tokens_total_bucket", "1.0"): 40,
+        ("vllm:iteration_tokens_total_bucket", "8.0"): 40,
+        ("vllm:iteration_tokens_total_bucket", "16.0"): 70,
+        ("vllm:iteration_tokens_total_bucket", "2048.0"): 70,
+        ("vllm:iteration_tokens_total_bucket", "4096.0"): 75,
+        ("vllm:iteration_tokens_total_bucket", "+Inf"): 77,
+        ("vllm:iteration_tokens_total_count", ""): 77,
+        ("vllm:iteration_tokens_total_sum", ""): 5000,
         ("vllm:request_prompt_tokens_sum", ""): 30,
         ("vllm:request_generation_tokens_sum", ""): 2 * num_tokens + 1,
         ("vllm:request_params_n_sum", ""): 3,
@@ -176,6 +197,45 @@ def test_metrics(start: Callable[..., Served], encode: Encode) -> None:
     }
     assert {key: found.get(key) for key in expected} == expected
     assert ("vllm:lora_requests_info", "1,,") in found
+    (info,) = [sample for sample in samples(served) if sample.name == "vllm:cache_config_info"]
+    assert info.value == 1
+    assert info.labels == {
+        "model_name": "scripted",
+        "block_size": "16",
+        "cache_dtype": "fp8",
+        "enable_prefix_caching": "True",
+        "gpu_memory_utilization": "0.8",
+        "num_gpu_blocks": "100",
+        "num_cpu_blocks": "0",
+    }
+
+
+def test_the_times_of_a_request_add_up(start: Callable[..., Served], encode: Encode) -> None:
+    served = start()
+    served.engine.answer = lambda _: Script(encode("hello world"), hold_at=0)
+    with ThreadPoolExecutor() as threads:
+        asked = time.monotonic()
+        running = threads.submit(post, served, "/v1/completions", {"prompt": [5] * 10, "n": 2})
+        served.engine.wait_for(Submit)
+        held = time.monotonic()
+        wait_until(lambda: time.monotonic() > held + 0.2)
+        served.engine.release()
+        assert running.result(SECONDS).status_code == 200
+        whole = time.monotonic() - asked
+    found = values(served)
+    counts = {
+        name: found[f"vllm:{name}_seconds_count", ""]
+        for name in ("request_queue_time", "request_prefill_time", "request_decode_time", "request_inference_time")
+    }
+    assert list(counts.values()) == [1, 1, 2, 2], "the copies share their prompt"
+    sums = {name: found[f"vllm:{name}_seconds_sum", ""] for name in (*counts, "e2e_request_latency")}
+    read = sums["request_prefill_time"]
+    assert 0.2 <= read <= whole, "nothing came of it while it was held"
+    assert 0 <= sums["request_queue_time"] <= whole - read
+    assert sums["request_inference_time"] == pytest.approx(2 * read + sums["request_decode_time"], abs=0.01)
+    assert sums["e2e_request_latency"] == pytest.approx(
+        2 * sums["request_queue_time"] + sums["request_inference_time"], abs=0.01
+    )
 
 
 def test_adapters_in_use_are_shown(served: Served, encode: Encode) -> None:

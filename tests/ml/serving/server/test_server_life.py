@@ -281,3 +281,14 @@ def test_an_engine_that_says_nothing_any_more_is_not_healthy(start: Start, encod
         served.engine.release()
         read_until(stream, b"[DONE]")
     wait_until(lambda: health(served) == (200, "ready"))
+
+
+def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "fastapi.py").write_text("import no_such_package\n")
+    command = [sys.executable, "-m", "craton.ml.serving.server", "--connection", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
+    assert found.returncode == 2
+    assert found.stderr == (
+        "error: the front end needs no_such_package, which is not installed; pip install 'craton[serve]'\n"
+    )
