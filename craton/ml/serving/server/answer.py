@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from craton.ml.serving.messages import Alternatives, Piece
-from craton.ml.serving.server.vocabulary import Detokenizer
+from craton.ml.serving.server.vocabulary import Detokenizer, TokenNumbers
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class AnswerReader:
 
     def __init__(
         self,
-        detokenizer: Detokenizer | None,
+        detokenizer: Detokenizer | TokenNumbers,
         stops: Sequence[str] = (),
         min_tokens: int = 0,
         has_scores: bool = False,
@@ -101,11 +101,10 @@ class AnswerReader:
             if self._has_scores:
                 alternatives = piece.alternatives[place] if piece.alternatives else None
                 self._scores.append(TokenScore(token, piece.logprobs[place], alternatives, self._decoded))
-            if self._detokenizer is not None:
-                texts.append(self._check(self._detokenizer.feed(token)))
-                if self._stops is not None and self._stops.found is not None:
-                    self._complete(addition, "stop", self._stops.found)
-                    break
+            texts.append(self._check(self._detokenizer.feed(token)))
+            if self._stops is not None and self._stops.found is not None:
+                self._complete(addition, "stop", self._stops.found)
+                break
         else:
             if piece.finish is not None:
                 self._finish(addition, piece, texts)
@@ -115,13 +114,12 @@ class AnswerReader:
         return addition
 
     def _finish(self, addition: Addition, piece: Piece, texts: list[str]) -> None:
-        if self._detokenizer is not None:
-            texts.append(self._check(self._detokenizer.finish()))
-            if self._stops is not None:
-                if self._stops.found is not None:
-                    self._complete(addition, "stop", self._stops.found)
-                    return
-                texts.append(self._stops.finish())
+        texts.append(self._check(self._detokenizer.finish()))
+        if self._stops is not None:
+            if self._stops.found is not None:
+                self._complete(addition, "stop", self._stops.found)
+                return
+            texts.append(self._stops.finish())
         self.num_tokens += piece.stop_token is not None
         # OpenAI's enumeration has no word for an answer that was cut off from outside; it is not complete, like one
         # that reached its length, and the reason tells them apart.
@@ -144,7 +142,7 @@ class AnswerReader:
     def _release_scores(self, addition: Addition) -> None:
         self._released += len(addition.text)
         is_whole = addition.finish is not None and (self._stops is None or self._stops.found is None)
-        if is_whole or self._detokenizer is None:
+        if is_whole:
             addition.scores, self._scores = self._scores, []
             return
         kept = 0

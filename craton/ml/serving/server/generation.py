@@ -24,7 +24,7 @@ from craton.ml.serving.server.errors import ApiError, BadRequestError, BrokenErr
 from craton.ml.serving.server.metrics import Meter
 from craton.ml.serving.server.protocol import GenerationRequest
 from craton.ml.serving.server.service import Service
-from craton.ml.serving.server.vocabulary import Detokenizer
+from craton.ml.serving.server.vocabulary import Detokenizer, TokenNumbers
 
 DONE = b"data: [DONE]\n\n"
 
@@ -102,7 +102,8 @@ class Answers(ABC, Generic[AnyChoice]):
         prompt = Prompt(tokens, meter, echo)
         choices = []
         for copy in range(request.n):
-            detokenizer = None if self.vocabulary is None else Detokenizer(self.vocabulary, tokens, keep_special)
+            words = self.vocabulary
+            detokenizer = TokenNumbers() if words is None else Detokenizer(words, tokens, keep_special)
             reader = AnswerReader(detokenizer, request.stops(), request.min_tokens, sampling.logprobs is not None)
             choice = self.make_choice(len(self.choices) + copy, prompt, reader)
             choice.head, choice.tail = self._around(choice.index)

@@ -15,7 +15,7 @@ class ServerSettings:
     """The defaults suit one model for one team."""
 
     served_name: str | None = None  # None: the engine's name for the model
-    model_folder: Path | None = None  # with the tokenizer; None: only tokens are taken, and only tokens come back
+    model_folder: Path | None = None  # with the tokenizer; None: prompts are tokens, and so are answers
     api_keys: tuple[str, ...] = ()  # none: everybody may ask
     is_admin: bool = False  # serve the endpoints that change the engine
     tool_style: ToolStyle = "auto"  # auto: by the chat template

@@ -94,6 +94,16 @@ class Detokenizer:
         return DecodeStream(ids=context, skip_special_tokens=not self._keep_special)
 
 
+class TokenNumbers:
+    """What stands for the text of a model without a tokenizer: the numbers of its tokens."""
+
+    def feed(self, token: int) -> str:
+        return f" {token}"
+
+    def finish(self) -> str:
+        return ""
+
+
 def _byte_letters() -> dict[str, int]:
     """Byte-level tokenizers write a byte as a letter: printable ones as themselves, the others from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_engine import Script, Served
 from tokenizers import Tokenizer, decoders, models
 
 from craton.ml.serving.messages import Piece
@@ -227,3 +229,17 @@ def test_what_the_makers_of_a_model_advise(tmp_path: Path, text: str, expected: 
     assert generation_defaults(tmp_path) == {}
     (tmp_path / "generation_config.json").write_text(text, encoding="utf-8")
     assert generation_defaults(tmp_path) == expected
+
+
+def test_without_a_tokenizer_answers_are_numbers(start: Callable[..., Served]) -> None:
+    served = start(has_folder=False)
+    served.engine.answer = lambda _: Script([7, 300, 12])
+    ask: Any = {"model": "scripted", "prompt": [1, 2, 3], "max_tokens": 9}
+    whole = served.client().completions.create(**ask, logprobs=1)
+    assert whole.choices[0].text == " 7 300 12"
+    assert whole.choices[0].logprobs is not None
+    assert whole.choices[0].logprobs.text_offset == [0, 2, 6]
+    chunks = served.client().completions.create(
+        model="scripted", prompt=[1, 2, 3], max_tokens=9, stop=" 300", stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == " 7"
