@@ -9,12 +9,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from craton.version import VERSION
+
 if TYPE_CHECKING:
     from craton.job import CratonError, Job, Layout, ModelShape, load_job, model_preset
     from craton.orchestration import run
     from craton.planning import Plan, plan
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["CratonError", "Job", "Layout", "ModelShape", "Plan", "load_job", "model_preset", "plan", "run"]
 
 _HOMES = {

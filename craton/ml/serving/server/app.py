@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,6 +21,7 @@ from craton.ml.serving.server.errors import ApiError, BadRequestError, ClientGon
 from craton.ml.serving.server.gate import Gate
 from craton.ml.serving.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from craton.ml.serving.server.service import Service
+from craton.version import VERSION
 
 CLIENT_GONE = 499  # nginx's; nobody reads it but logs
 
@@ -52,7 +52,7 @@ def make_app(service: Service) -> FastAPI:
         yield
         service.link.close()
 
-    app = FastAPI(title="Craton", version=version("craton"), lifespan=lifespan, responses=_ERRORS)
+    app = FastAPI(title="Craton", version=VERSION, lifespan=lifespan, responses=_ERRORS)
     app.add_middleware(
         Gate,
         api_keys=service.settings.api_keys,

@@ -1,0 +1,3 @@
+"""Which Craton this is."""
+
+VERSION = "0.1.0"
