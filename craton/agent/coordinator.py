@@ -52,10 +52,13 @@ class RankStatus:
     step_seconds: float
     is_stopped: bool = False  # by a signal
     generation: int = -1  # the one it has entered
+    patience: float = 0.0  # seconds without progress that it says it may need; 0: what it does decides
 
     @property
     def limit(self) -> float:
         """Seconds without progress after which it hangs."""
+        if self.patience and not self.is_stopped:
+            return self.patience
         if self.is_stopped or (self.kind in STEPPING and self.step_seconds):
             return max(HANG_SECONDS, HANG_STEPS * self.step_seconds)
         return LIMITS.get(self.kind, LIMITS["start"])
@@ -87,6 +90,7 @@ class Fault:
     ranks: tuple[int, ...] = ()  # to be ended first
     generation: int | None = None  # in which it happened; None: the present one
     is_final: bool = False  # it would happen again: the run has failed
+    is_early: bool = False  # so soon after the first start that it would too, unless there was a step
     is_echo: bool = False  # a rank whose connection to another one broke: most likely that one's fault
 
 
@@ -196,7 +200,8 @@ class Coordinator:
         echoes = self._faults and all(fault.is_echo for fault in self._faults)
         if echoes and clock - min(fault.time for fault in self._faults) < ECHO_SECONDS:
             return []
-        final = next((fault for fault in self._faults if fault.is_final), None)
+        is_wrong = not self._reached  # a command that has done no step yet, and fails at once
+        final = next((fault for fault in self._faults if fault.is_final or (fault.is_early and is_wrong)), None)
         if final is not None:
             self._finished = True
             return [Fail(final.text)]

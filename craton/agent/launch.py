@@ -48,6 +48,10 @@ class Launch:
     give_up_seconds: float = 600.0  # how long a run that cannot go on with fewer waits
     agent_command: list[str] = field(default_factory=list)  # but for its number: to start a dead agent again
     chaos: list[str] = field(default_factory=list)  # faults that the agents make on purpose
+    gpus_per_node: int = 0  # that the processes of a node share; 0: one each
+    workdir: str = ""  # where ranks run; "": where the agent was started
+    exits_together: bool = False  # processes of a command take each other down: how they leave a stop says nothing
+    progress: dict[str, Any] = field(default_factory=dict)  # how the progress of a job's own command is read
 
     def __post_init__(self) -> None:
         problems = [
@@ -63,6 +67,11 @@ class Launch:
     @property
     def working_nodes(self) -> int:
         return self.num_nodes or len(self.nodes)
+
+    @property
+    def node_gpus(self) -> int:
+        """GPUs that a node needs, where it has any."""
+        return self.gpus_per_node or self.ranks_per_node
 
     @property
     def world_size(self) -> int:
@@ -149,4 +158,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "give_up_seconds": (_is_seconds, "seconds from 0"),
     "agent_command": (_is_text_list, "a list of words, the program first"),
     "chaos": (_is_text_list, "a list of faults"),
+    "gpus_per_node": (_is_integer(0, 4096), "a whole number from 0"),
+    "workdir": (lambda value: isinstance(value, str), "a folder"),
+    "exits_together": (lambda value: isinstance(value, bool), "true or false"),
+    "progress": (lambda value: isinstance(value, Mapping), "an object of what is read, and how"),
 }

@@ -246,7 +246,8 @@ class NodeProcesses:
         if not self._launch.nursery:
             place.page.generation = self.generation.number
             place.mute_at = place.page.progress
-            place.page.switch("productive")  # what it does is not known, unless it books itself
+            # What it does is not known, unless it books itself or tells its steps.
+            place.page.switch("start" if self._launch.progress.get("has_steps") else "productive")
             place.process = start_rank(
                 self._run, self._launch, self.generation, self._node, rank, place.page.descriptor
             )
@@ -330,6 +331,7 @@ class NodeProcesses:
 
     def _end(self, place: Place) -> None:
         assert place.process is not None
+        place.page.break_off("regroup")
         place.process.send(signal.SIGTERM)
         place.kill_at = time.monotonic() + self._launch.failure_grace_seconds
 
@@ -352,6 +354,7 @@ class NodeProcesses:
                     place.page.step_seconds,
                     place.process.is_stopped,
                     place.page.generation,
+                    place.page.patience,
                 )
                 for rank, place in self.ranks
                 if place.process is not None and place.process.is_running

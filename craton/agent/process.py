@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,12 +22,14 @@ from pathlib import Path
 import craton.agent.child as child_program
 from craton.agent.generation import Generation
 from craton.agent.launch import Launch
+from craton.job import PLACEHOLDERS
 from craton.telemetry import RunDirectory
 
 EXIT_FINAL = 3  # of a rank: the job itself is at fault, and another try would fail as well
 PIPE_BYTES = 1 << 20
 GROUP_SECONDS = 1.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
 
 
 @dataclass
@@ -84,6 +87,7 @@ class RankProcess(ChildProcess):
     rank: int = 0
     records: int = -1  # descriptor of the reading end
     orders: int = -1  # of the writing end; -1: it takes none
+    values: dict[str, str] = field(default_factory=dict)  # what placeholders stand for in it
 
     def close(self) -> None:
         for descriptor in (self.records, self.orders):
@@ -119,6 +123,38 @@ def rank_environment(launch: Launch, generation: Generation, node: str, rank: in
     }
 
 
+def placeholder_values(
+    run: RunDirectory, launch: Launch, generation: Generation, node: str, rank: int
+) -> dict[str, str]:
+    """What `{name}` in a job's own command is replaced by; in its environment the same is called CRATON_NAME."""
+    words = rank_environment(launch, generation, node, rank)
+    values = {
+        "rank": words["RANK"],
+        "local_rank": words["LOCAL_RANK"],
+        "world_size": words["WORLD_SIZE"],
+        "node_rank": str(generation.nodes.index(node)),
+        "num_nodes": str(len(generation.nodes)),
+        "processes_per_node": str(generation.ranks_per_node),
+        "gpus_per_node": str(launch.gpus_per_node or generation.ranks_per_node),
+        "master_address": words["MASTER_ADDR"],
+        "master_port": words["MASTER_PORT"],
+        "run": str(run.path),
+    }
+    assert tuple(values) == PLACEHOLDERS, values
+    return values
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """The text with its placeholders replaced; other braces stay."""
+    return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
+
+
+def search_path() -> str:
+    """$PATH with the agent's own programs first, as if its virtual environment were active."""
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([str(Path(sys.executable).parent), *folders]))
+
+
 def pipe() -> tuple[int, int]:
     """(reading, writing): a large pipe that never blocks."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -133,21 +169,29 @@ def start_rank(
     """A rank of a job's own command; `page` is the descriptor of its page."""
     reading, writing = pipe()
     started = time.time()
+    values = placeholder_values(run, launch, generation, node, rank)
+    common = {"PATH": search_path(), **common_environment(run, launch, node)}
     environment = {
-        **common_environment(run, launch, node),
+        **{name: fill(value, values) for name, value in common.items()},
         **rank_environment(launch, generation, node, rank),
+        **{f"CRATON_{name.upper()}": value for name, value in values.items()},
         "CRATON_RECORDS": str(writing),
         "CRATON_PAGE": str(page),
     }
+    # A text for the shell keeps its braces: it has the environment, and nothing is put into it that it could execute.
+    is_text = launch.command[:2] == ["/bin/sh", "-c"]
+    command = launch.command if is_text else [fill(word, values) for word in launch.command]
     log_path = run.log_path(rank)
     try:
-        process, log_offset = start(launch.command, environment, log_path, (writing, page))
+        process, log_offset = start(command, environment, log_path, (writing, page), folder=launch.workdir or None)
     except OSError:
         os.close(reading)
         raise
     finally:
         os.close(writing)
-    return RankProcess(f"rank {rank}", process.pid, log_path, log_offset, started, rank=rank, records=reading)
+    return RankProcess(
+        f"rank {rank}", process.pid, log_path, log_offset, started, rank=rank, records=reading, values=values
+    )
 
 
 def start_sink(run: RunDirectory, sink: str) -> ChildProcess:
@@ -197,6 +241,8 @@ def reap(children: Sequence[ChildProcess]) -> list[ChildProcess]:
         child.ended = time.time()
         ended.append(child)
         _reap_group(child.pid)
+        if isinstance(child, RankProcess) and child.values:
+            _end_orphans(child.values, {*by_pid})
 
 
 def start(
@@ -205,6 +251,7 @@ def start(
     log_path: Path,
     pass_descriptors: tuple[int, ...],
     stdin: int = subprocess.DEVNULL,
+    folder: str | None = None,
 ) -> tuple[subprocess.Popen[bytes], int]:
     """(process, length of its log so far). Who ends it and how is found out by `reap`, not by the Popen object."""
     with open(log_path, "ab") as log:
@@ -215,6 +262,7 @@ def start(
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
+            cwd=folder,
             pass_fds=pass_descriptors,
             start_new_session=True,
         )
@@ -233,12 +281,50 @@ def _reap_group(group: int) -> None:
             return
 
 
+def _end_orphans(values: Mapping[str, str], known: set[int]) -> None:
+    """Kills what a rank has left in sessions of its own, as torchrun starts its workers: they are our children since
+    it ended, are none of the `known` ones, and have its run and number in their environment. Their children follow."""
+    marks = [f"\0CRATON_{name.upper()}={values[name]}\0".encode() for name in ("run", "rank")]
+    deadline = time.monotonic() + GROUP_SECONDS
+    while time.monotonic() < deadline:
+        strangers = {pid: _environment(pid) for pid in _children() if pid not in known}
+        orphans = [pid for pid, environment in strangers.items() if all(mark in environment for mark in marks)]
+        if not orphans:
+            return
+        for pid in orphans:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in orphans:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    """Processes whose parent we are, ended ones left out (proc(5)); none where the system does not tell."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state not in ("Z", "X"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def _environment(pid: int) -> bytes:
+    """What a process was started with, each variable between two zeros; nothing of one that has ended."""
+    try:
+        return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
 def failure_text(rank: RankProcess, node: str, generation: int) -> str:
     """How a rank ended, and what it said last."""
     last_lines = rank.last_lines()
     headline = f"{rank.name} on {node} {how_ended(rank.code)} (generation {generation})"
-    if rank.code > 0 and last_lines:  # it ended by itself: what it said last is most likely why
-        headline += f": {last_lines[-1].strip().removeprefix('craton: ')}"
+    words = [line.strip() for line in last_lines if any(letter.isalnum() for letter in line)]
+    if rank.code > 0 and words:  # it ended by itself: what it said last is most likely why
+        headline += f": {words[-1].removeprefix('craton: ')}"
     text = [headline]
     if rank.code == -signal.SIGKILL:
         text.append("less memory is needed with a smaller layout.micro_batch, more layout.recompute or more ranks")

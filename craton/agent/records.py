@@ -9,6 +9,7 @@ the run goes on.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -45,6 +46,7 @@ class NodeRecords:
         self._warned = False
         self.garbage_lines = 0
         self.step = 0  # the newest any rank has reported
+        self.booked_rank: int | None = None  # the only one whose books are kept: nobody knows what the others do
 
     @property
     def lost_lines(self) -> int:
@@ -91,8 +93,17 @@ class NodeRecords:
         self._append("metrics", [_encode({**self._stamp(None), **values})])
         self._endpoint.update(values, None)
 
+    def measured(self, rank: int, step: int, moment: float, values: Mapping[str, float]) -> None:
+        """What the agent has read of a rank that does not record by itself."""
+        self.step = max(self.step, step)
+        plain = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._append("metrics", [_encode({**self._stamp(rank), "time": moment, "step": step, **plain})])
+        self._endpoint.update(plain, rank)
+
     def book(self, place: int, rank: int, page: RankPage, ended: str | None = None, died_in: str | None = None) -> None:
         """Where the time of a rank's place on this node went since the last call; `ended` is how its run ended."""
+        if self.booked_rank not in (None, rank):
+            return
         totals = page.totals(time.monotonic())
         before = self._booked.get(place, {})
         self._booked[place] = totals

@@ -42,6 +42,7 @@ from craton.agent.process import (
     how_ended,
     reap,
 )
+from craton.agent.progress import Progress
 from craton.agent.records import NodeRecords
 from craton.agent.wire import run_secret
 from craton.telemetry import BESIDE, Marker, MetricsEndpoint, NodeState, RunDirectory, monotonic_of
@@ -53,6 +54,7 @@ LEDGER_SECONDS = 1.0
 SUMMARY_SECONDS = 30.0  # goodput and cost, as metrics of the first node
 GONE_SECONDS = 3.0  # a run directory that stays away this long is gone
 MOST_NURSERIES = 3  # that may end before they are ready
+STOPPED_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -71,6 +73,7 @@ class Supervisor:
         self._face = NodeFace(run, launch, self._node, endpoint, self._records)
         self._selector = selectors.DefaultSelector()
         self._processes = NodeProcesses(run, launch, self._node, self._host, self._records, self._selector)
+        self._progress = Progress(launch.progress, self._processes, self._records, self.warn)
         self._membership: Membership | None = None
         self._chaos = Chaos(run, launch, self._node, self._records, self._processes, self._coordinates)
         self._ending: str | None = None  # why the ranks were told to end
@@ -139,6 +142,7 @@ class Supervisor:
                     self._selector.unregister(key.fileobj)
             else:
                 key.data()
+        self._progress.look()
         # Before the reaping: a scheduler signals the ranks too, and one that dies of that has not failed.
         if self._stop_signal is not None and self._ending is None:
             self._stop_all_nodes(self._stop_signal)
@@ -218,12 +222,16 @@ class Supervisor:
             )
 
     def _on_rank_end(self, rank: RankProcess) -> None:
+        self._progress.look()  # at its last words
         place = self._processes.ended(rank)
         died_in = "+".join((place.page.kind, *place.page.beside))
         self._records.event("rank_ended", rank.rank, code=rank.code, during=died_in)
         was_asked = self._ending is not None and signal.SIGTERM in rank.sent
-        # A rank that had no time to say how it wants to be stopped dies of SIGTERM; that is a stop, not a fault.
-        ended_well = rank.code == 0 or (was_asked and rank.code == -signal.SIGTERM)
+        # A rank that had no time to say how it wants to be stopped dies of SIGTERM (a shell says 143 then); that is a
+        # stop, not a fault. So it is when the others leave and their connections break, on this node or another.
+        ended_well = rank.code == 0 or (was_asked and rank.code in STOPPED_CODES)
+        if self._launch.exits_together and not self._is_failure and self._run.has("STOP"):
+            ended_well = rank.code != -signal.SIGKILL
         generation = self._processes.generation
         assert generation is not None
         if ended_well:
@@ -262,8 +270,14 @@ class Supervisor:
         text = failure_text(rank, self._node, self._records.generation)
         is_early = not self._launch.nursery and time.monotonic() - self._started < self._launch.early_seconds
         is_first = generation.number == self._launch.generation and generation.reached == 0
-        is_final = rank.code in (EXIT_FINAL, 126, 127) or (is_early and is_first)
-        return Fault(text, rank.ended or time.time(), generation=generation.number, is_final=is_final)
+        is_final = rank.code in (EXIT_FINAL, 126, 127)
+        return Fault(
+            text,
+            rank.ended or time.time(),
+            generation=generation.number,
+            is_final=is_final,
+            is_early=is_early and is_first,
+        )
 
     def _on_helper_end(self, helper: str, child: ChildProcess) -> None:
         told = "; ".join(child.last_lines(3))
@@ -376,6 +390,7 @@ class Supervisor:
         )
         if self._membership is not None:
             self._membership.close()
+        self._progress.close()
         self._face.end_sinks()
         self._end_helpers()
         self._face.close()

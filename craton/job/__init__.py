@@ -1,5 +1,6 @@
 """What the user wrote: the job file, the cluster file, the model's shape and the layout algebra."""
 
+from craton.job.aws import Aws
 from craton.job.checkpoint import Checkpoint, CheckpointTier, TierPlace, place_of
 from craton.job.clusterfile import (
     LEVELS,
@@ -8,9 +9,11 @@ from craton.job.clusterfile import (
     GpuNumbers,
     HardwareNumbers,
     PriceNumbers,
+    Scheduler,
     StorageNumbers,
     load_cluster,
 )
+from craton.job.command import PLACEHOLDERS, ProgressSection, Workdir, starts_own_ranks
 from craton.job.data import STANDARD_LIBRARY, Data, WeightedPath
 from craton.job.dump import dump_job
 from craton.job.errors import (
@@ -76,6 +79,7 @@ __all__ = [
     "FP8_MULTIPLE",
     "LEVELS",
     "OFFLOADS",
+    "PLACEHOLDERS",
     "PRECISIONS",
     "RANDOM_KINDS",
     "RECOMPUTES",
@@ -83,6 +87,7 @@ __all__ = [
     "STANDARD_LIBRARY",
     "TRAINING_KINDS",
     "Action",
+    "Aws",
     "Checkpoint",
     "CheckpointTier",
     "ClusterFile",
@@ -112,11 +117,13 @@ __all__ = [
     "Placement",
     "Precision",
     "PriceNumbers",
+    "ProgressSection",
     "RandomChaos",
     "Recompute",
     "RecoverSection",
     "Run",
     "Schedule",
+    "Scheduler",
     "Serve",
     "Speculate",
     "Spike",
@@ -125,6 +132,7 @@ __all__ = [
     "Train",
     "WeightedPath",
     "Weights",
+    "Workdir",
     "check_fault",
     "check_job",
     "check_layout",
@@ -157,4 +165,5 @@ __all__ = [
     "random_faults",
     "schedule_actions",
     "stage_layers",
+    "starts_own_ranks",
 ]

@@ -15,6 +15,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_serializer, model_validator
 
+from craton.job.aws import Aws
 from craton.job.document import read_document
 from craton.job.section import ConflictError, Section, parse_section
 from craton.job.units import Bytes, BytesPerSecond, Flops, Size, Whole
@@ -110,7 +111,7 @@ class StorageNumbers(Section):
     """One tier: where it is, and how fast when it was measured; what is left out comes from the catalog."""
 
     path: str | None = None
-    claim: str | None = None  # Kubernetes: the persistent volume claim that is mounted at the path; none: the node's own
+    claim: str | None = None  # Kubernetes: the volume claim that is mounted at the path; none: the node's own
     kind: Literal["nvme", "lustre", "nfs", "s3"] | None = None
     megabytes_per_second_per_tib: Annotated[float, Field(gt=0)] | None = None  # Lustre's throughput class
     capacity_bytes: Bytes | None = None
@@ -217,6 +218,7 @@ class ClusterFile(Section):
     spares: Whole = 0
     health: Health = Health()
     runs: str | None = None  # shared path or s3:// prefix of the run directories
+    aws: Aws | None = None  # what `craton cluster provision` needs to know
 
     @model_validator(mode="after")
     def _one_kind_of_machine(self) -> Self:

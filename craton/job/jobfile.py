@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, model_
 
 from craton.job.checkpoint import Checkpoint
 from craton.job.clusterfile import ClusterSpec, PriceNumbers, SchedulerKind
+from craton.job.command import ProcessesSpec, ProgressSection, WorkdirSpec, check_placeholders
 from craton.job.data import Data, Function
 from craton.job.document import Document, parse_document, read_document
 from craton.job.errors import ContentError, JobError
@@ -132,6 +133,9 @@ class Job(Section):
     run: Run = Run()
     track: Annotated[tuple[Tracker, ...], BeforeValidator(_one_or_many)] = ()
     command: Annotated[tuple[Text, ...], BeforeValidator(_one_or_many)] = ()  # a single text is run by the shell
+    processes: ProcessesSpec = None  # of a command, on each node; None: as the command needs it
+    workdir: WorkdirSpec = None  # where a command runs: in a copy of this folder; None: of the job file's
+    progress: ProgressSection | None = None  # of a command, as it tells it
     software: str = "craton"  # software profile for the prediction: a name, or the path of a profile file
     objective: Function | None = None
     reward: Function | None = None
@@ -172,6 +176,14 @@ class Job(Section):
             raise ConflictError(f"reward belongs to kind grpo, not {self.kind}", ("reward",), ("kind",))
         if self.train and self.kind not in TRAINING_KINDS:
             raise ConflictError(f"kind {self.kind} does not train; remove `train:`", ("train",), ("kind",))
+        return self
+
+    @model_validator(mode="after")
+    def _command_goes_together(self) -> Self:
+        for key in ("processes", "workdir", "progress"):
+            if getattr(self, key) is not None and self.kind != "command":
+                raise ConflictError(f"{key} belongs to kind command, not {self.kind}", (key,), ("kind",))
+        check_placeholders(self.command)
         return self
 
     @model_validator(mode="after")

@@ -18,12 +18,14 @@ from craton.agent import Launch
 from craton.infrastructure import resolve_cluster, visible_accelerators
 from craton.job import TRAINING_KINDS, FaultError, Job, JobError, dump_job, faults_of, parse_fault, parse_job, place_of
 from craton.ml import TRAINED_PRECISIONS
+from craton.orchestration.command import command_environment, command_fields, processes_of
 from craton.orchestration.errors import StartError
 from craton.orchestration.sizes import Size, check_memory, check_offload, elastic_sizes
 from craton.planning import Plan, ServePlan, plan, plan_serving, plan_to_json, serving_to_json
 
 BACKENDS = ("local", "slurm", "kubernetes")
 KINDS = ("pretrain", "sft", "serve", "command")
+IMAGE_PYTHON = "python3"  # as images have it
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment of the ranks: where a user's own functions are looked for
 END_SECONDS = 15.0  # from the last answer of a server that drains to the end of its ranks
 STOP_AT = "CRATON_STOP_AT"  # and the step after which the loop saves, sets the STOP marker and ends
@@ -41,6 +43,7 @@ class Draft:
     note: str = ""  # why there is no plan, or what had to differ from the best one
     sizes: list[Size] = field(default_factory=list)  # of an elastic job: all it may run on, the largest last
     serving: ServePlan | None = None  # the plan of a server
+    on: str = "local"  # the backend that starts it
 
     @property
     def num_ranks(self) -> int:
@@ -101,12 +104,14 @@ def draft_run(
 
     `job_folder` is where a user's own functions are looked for; `port` is that of the ranks' rendezvous.
     """
-    check_backend(job, on)
+    backend = backend_name(job, on)
+    check_backend(job, backend)
     check_precision(job)
     check_optimizer(job)
     check_weights(job)
     check_tiers(job, run)
-    check_secrets(job, os.environ)
+    if backend != "kubernetes":  # where the cluster may hold what this shell does not have
+        check_secrets(job, os.environ)
     if stop_at is not None:
         check_stop(job, stop_at)
     found, serving, note = None, None, ""
@@ -121,10 +126,10 @@ def draft_run(
         found = plan(job, progress=progress)
         check_offload(job, found)
         check_memory(job, found)
-    environment = {**job.run.env, JOB_FOLDER: str(Path(job_folder).absolute())}
+    environment = {**command_environment(job), **job.run.env, JOB_FOLDER: str(Path(job_folder).absolute())}
     if stop_at is not None:
         environment[STOP_AT] = str(stop_at)
-    launch = launch_of(job, found or serving, run, generation, environment, port)
+    launch = launch_of(job, found or serving, run, generation, environment, port, backend)
     sizes: list[Size] = []
     if launch.min_nodes and job.kind in TRAINING_KINDS:
         sizes, refused = elastic_sizes(job, launch.ranks_per_node, found, progress)
@@ -134,7 +139,9 @@ def draft_run(
     if launch.min_nodes and job.kind == "command":  # which has no layout, and runs on any number
         layouts = {str(count): {} for count in range(launch.min_nodes, launch.working_nodes + 1)}
     launch = replace(launch, layouts=layouts)
-    return Draft(job, found, replace(launch, chaos=chaos_of(job, launch)), note, sizes, serving)
+    if backend != "local" and job.cluster.is_local and (found or serving):
+        note = "; ".join(filter(None, [note, f"planned as if the nodes of {backend} were this machine"]))
+    return Draft(job, found, replace(launch, chaos=chaos_of(job, launch)), note, sizes, serving, backend)
 
 
 def agent_command(run: Path, node: int | None = None) -> list[str]:
@@ -143,34 +150,48 @@ def agent_command(run: Path, node: int | None = None) -> list[str]:
     return [sys.executable, "-m", "craton.agent", str(run), "--node", *number]
 
 
-def rank_command(job: Job, run: Path) -> list[str]:
+def rank_command(job: Job, run: Path, python: str = sys.executable) -> list[str]:
     """A job's own command (a single text goes to the shell), else the training loop or the serving engine."""
     if job.kind != "command":
         module = "craton.ml.serving" if job.kind == "serve" else "craton.ml.training"
-        return [sys.executable, "-m", module, str(run)]
+        return [python, "-m", module, str(run)]
     return ["/bin/sh", "-c", job.command[0]] if len(job.command) == 1 else list(job.command)
 
 
-def nursery_command(job: Job, run: Path) -> list[str]:
+def nursery_command(job: Job, run: Path, python: str = sys.executable) -> list[str]:
     """What imports the training loop once and forks ranks; servers and commands are started anew each time."""
-    return [sys.executable, "-m", "craton.ml.nursery", str(run)] if job.kind in TRAINING_KINDS else []
+    return [python, "-m", "craton.ml.nursery", str(run)] if job.kind in TRAINING_KINDS else []
+
+
+def python_of(job: Job, backend: str) -> str:
+    """The Python that runs ranks: this one, or that of the image they are started in."""
+    scheduler = job.cluster.file.scheduler if job.cluster.file else None
+    image = job.run.image or (scheduler.image if scheduler else None)
+    return IMAGE_PYTHON if backend != "local" and image else sys.executable
 
 
 def launch_of(
-    job: Job, found: Plan | ServePlan | None, run: Path, generation: int, environment: Mapping[str, str], port: int
+    job: Job,
+    found: Plan | ServePlan | None,
+    run: Path,
+    generation: int,
+    environment: Mapping[str, str],
+    port: int,
+    backend: str = "local",
 ) -> Launch:
     """Nodes, ranks and their command."""
-    num_nodes, ranks_per_node, gpus = ranks_of(job, found)
+    num_nodes, gpus_per_node, gpus = ranks_of(job, found, backend)
+    ranks_per_node = processes_of(job, gpus_per_node)
     spares = 0 if job.serve else job.spares
     return Launch(
         generation=generation,
         nodes=[f"node-{number}" for number in range(num_nodes + spares)],
         ranks_per_node=ranks_per_node,
-        command=rank_command(job, run),
+        command=rank_command(job, run, python_of(job, backend)),
         env=dict(environment),
         master_address="127.0.0.1",
         master_port=port,
-        threads_per_rank=max(1, usable_cores() // (num_nodes * ranks_per_node)),
+        threads_per_rank=threads_of(job, found, num_nodes, max(ranks_per_node, gpus_per_node), backend),
         gpus=gpus,
         track=list(job.track),
         metrics_port=0,
@@ -178,11 +199,12 @@ def launch_of(
         early_seconds=0.0 if job.serve else Launch.early_seconds,  # an engine says by its exit code what is final
         num_nodes=num_nodes,
         min_nodes=job.cluster.min_nodes if job.cluster.min_nodes < num_nodes else 0,
-        nursery=nursery_command(job, run),
+        nursery=nursery_command(job, run, python_of(job, backend)),
         tries=job.recover.tries,
         spare_seconds=job.recover.spare_wait,
         give_up_seconds=job.recover.give_up,
-        agent_command=agent_command(run),
+        agent_command=agent_command(run) if backend == "local" else [],  # elsewhere its node starts it again
+        **command_fields(job, run, num_nodes, gpus_per_node),
     )
 
 
@@ -220,11 +242,13 @@ def tier_names(job: Job) -> list[str]:
     return [*([] if job.checkpoint.peer == "off" else ["peer"]), *(tier.to for tier in job.checkpoint.places)]
 
 
-def ranks_of(job: Job, found: Plan | ServePlan | None) -> tuple[int, int, bool]:
+def ranks_of(job: Job, found: Plan | ServePlan | None, backend: str = "local") -> tuple[int, int, bool]:
     """(nodes, ranks on each, whether they have GPUs): a rank for every GPU, one for a node without; of a server those
     that share its model."""
     if isinstance(found, ServePlan):
         return 1, found.tp, found.cluster.instance.gpu.generation != "cpu"
+    if found is None and job.cluster.is_local and backend != "local":  # what the nodes have is not known here
+        return job.cluster.num_nodes, 1, False
     if found is None and job.cluster.is_local:  # without a plan there is no need to measure this machine
         cards, num_nodes = len(visible_accelerators()), job.cluster.num_nodes
         if cards % num_nodes:
@@ -237,27 +261,37 @@ def ranks_of(job: Job, found: Plan | ServePlan | None) -> tuple[int, int, bool]:
     return cluster.num_nodes, cluster.instance.num_gpus, cluster.instance.gpu.generation != "cpu"
 
 
+def threads_of(job: Job, found: Plan | ServePlan | None, num_nodes: int, ranks_per_node: int, backend: str) -> int:
+    """For each rank its share of a node's cores; all nodes of this machine share those it has."""
+    if backend == "local":
+        return max(1, usable_cores() // (num_nodes * ranks_per_node))
+    if found is None and job.cluster.is_local:
+        return 1
+    cluster = found.cluster if found else resolve_cluster(job.cluster, job.price)
+    return max(1, cluster.instance.vcpus // ranks_per_node)
+
+
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_backend(job: Job, on: str | None) -> None:
-    """Runs start on this machine only, so far."""
+def backend_name(job: Job, on: str | None) -> str:
+    """Where the job runs: as asked on the command line, else by the job, else by its cluster file, else here."""
     scheduler = job.cluster.file.scheduler if job.cluster.file else None
     backend = on or job.run.on or (scheduler.kind if scheduler else "local")
     if backend not in BACKENDS:
         raise StartError(f"--on {backend!r} is not a backend; allowed: {', '.join(BACKENDS)}")
-    if backend != "local":
-        said = "--on" if on else "run.on" if job.run.on else "the cluster file"
-        raise StartError(
-            f"{said} names {backend}, where runs cannot be started yet; `--on local` runs this job on this machine"
-        )
+    return backend
+
+
+def check_backend(job: Job, backend: str) -> None:
+    """Refuse what no backend runs yet, and what is more than the one that was chosen."""
     if job.kind not in KINDS:
         raise StartError(f"{job.where('kind')}kind {job.kind} cannot be run yet; {', '.join(KINDS)} can")
-    if not job.cluster.is_local and job.cluster.num_nodes > 1:
+    if backend == "local" and not job.cluster.is_local and job.cluster.num_nodes > 1:
         raise StartError(
-            f"{job.where('cluster')}{job.cluster} is more than this machine, and runs start only on this machine so "
-            "far; write e.g. `cluster: local x 2` to run it here in small, or `craton plan` it"
+            f"{job.where('cluster')}{job.cluster} is more than this machine; `--on slurm` or `--on kubernetes` runs it "
+            "there, e.g. `cluster: local x 2` runs it here in small, `craton plan` plans it"
         )
 
 

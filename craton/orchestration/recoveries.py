@@ -1,7 +1,7 @@
 """What a run has recovered from, by its files alone: every generation that began because something broke.
 
-A recovery is over when training moves again (a foreign command: when its ranks are started again); until then `seconds`
-is None. Where its time went is what the ledger booked to the generation.
+A recovery is over when training moves again (a foreign command whose steps nobody reads: when its ranks are started
+again); until then `seconds` is None. Where its time went is what the ledger booked to the generation.
 """
 
 from __future__ import annotations
@@ -62,14 +62,15 @@ class Recoveries:
         if not broken:
             return []
         books, newest = self._ledger.by_generation(), max(self._generations)
-        trains = bool(read_json(self._run.launch_path).get("nursery"))
+        launch = read_json(self._run.launch_path)
+        trains = bool(launch.get("nursery") or (launch.get("progress") or {}).get("has_steps"))
         return [
             _recovery(each, self._told(each, trains), books.get(each.number, {}), each.number < newest)
             for each in broken
         ]
 
     def _told(self, made: Generation, trains: bool) -> Mapping[str, Any]:
-        """What was recorded of the way back; nobody but the training loop records it."""
+        """What was recorded of the way back, by the training loop or by who reads a command's progress."""
         if trains:
             return self._recovered.get(made.number, {})
         return {"seconds": made.time - made.broke_at}

@@ -6,6 +6,7 @@
     heartbeat/NODE                                   touched every second by the node's agent
     generations/000003.json                          who the ranks of each generation are, and why it began
     chaos/ID.json  resize.json  plans/N.json         what `craton chaos` and `resize` ask for; plans of other sizes
+    code/  code.json                                 what a command runs in, and the sums of its files
     secret                                           what the run's agents know each other by; readable by its owner
     checkpoints/TIER/step-N/
     STOP  DONE  FATAL                                markers

@@ -19,7 +19,8 @@ from craton.telemetry.lines import tail_lines
 from craton.telemetry.rundirectory import RunDirectory, read_json
 from craton.telemetry.vocabulary import TWINS, plan_twins
 
-RunState = Literal["starting", "running", "stopping", "stopped", "done", "failed", "lost"]
+# waiting: for its nodes, as only its scheduler can tell
+RunState = Literal["waiting", "starting", "running", "stopping", "stopped", "done", "failed", "lost"]
 WINDOW_STEPS = 20
 START_SECONDS = 30.0  # from launch.json to the first heartbeat; after that the agents are taken for lost
 TAIL_BYTES = 64 << 10
@@ -91,7 +92,7 @@ class Summarizer:
         state, message = _state(self.run, started, heartbeats, recent.generation, now)
         ledger = self._ledger.totals()
         wall_seconds = sum(ledger.values())
-        steps = int(plan["steps"]) if isinstance(plan.get("steps"), int | float) else None
+        steps = int(plan["steps"]) if isinstance(plan.get("steps"), int | float) else recent.steps
         measured = recent.medians()
         if wall_seconds > 0:
             measured["goodput"] = ledger.get("productive", 0.0) / wall_seconds
@@ -144,6 +145,12 @@ class _Recent:
         self.step = int(last.get("step") or 0)
         self.generation = last.get("generation")
         self.updated_at: float | None = last.get("time")
+
+    @property
+    def steps(self) -> int | None:
+        """How many there will be, where a command without a plan says so."""
+        values = (line.get("run_steps") for line in reversed(self._lines))
+        return next((int(value) for value in values if _is_number(value)), None)
 
     @property
     def loss(self) -> float | None:

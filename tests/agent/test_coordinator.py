@@ -107,6 +107,22 @@ def test_a_first_step_whose_length_is_unknown_has_time(two: Agents) -> None:
     assert two.tick() == []
 
 
+@pytest.mark.parametrize(("patience", "limit"), [(60.0, 60.0), (1.0, 1.0), (0.0, HANG_SECONDS)])
+def test_a_rank_may_say_how_long_a_step_may_take(two: Agents, patience: float, limit: float) -> None:
+    for age, hangs in ((limit - 0.01, False), (limit + 0.01, True)):
+        two.work(10, age=age)
+        for status in two.there.values():
+            status["ranks"] = {rank: (*values, patience) for rank, values in status["ranks"].items()}
+        assert bool(two.tick()) is hangs
+
+
+def test_a_stopped_rank_hangs_whatever_it_said_before(two: Agents) -> None:
+    two.work(10, age=0.1)
+    two.rank_does(1, "productive", HANG_SECONDS + 0.1, is_stopped=True)
+    two.there["b"]["ranks"][1] += (60.0,)
+    assert two.started().end == (1,)
+
+
 def test_a_rank_stopped_by_a_signal_is_the_one_that_hangs(two: Agents) -> None:
     two.work(10, age=9.0)
     two.rank_does(1, "checkpoint", HANG_SECONDS - 0.1, is_stopped=True)

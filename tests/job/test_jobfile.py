@@ -83,7 +83,7 @@ def test_every_key_of_a_full_job() -> None:
 def test_examples_load_and_mean_the_same_after_a_round_trip(file: Path) -> None:
     job = load_job(file)
     assert job.name == file.stem
-    assert job.steps or job.serve
+    assert job.steps or job.serve or job.progress
     assert parse_job(dump_job(job), folder="/elsewhere") == job
 
 

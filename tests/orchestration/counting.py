@@ -18,7 +18,8 @@ def counting_job(nodes: int = 2, name: str = "count", **environment: object) -> 
     env = ", ".join(f"{key}: '{value}'" for key, value in environment.items())
     return parse_job(
         f"name: {name}\nkind: command\ncommand: [{sys.executable}, {RANK}]\ncluster: local x {nodes}\n"
-        f"run: {{env: {{{env}}}}}\n"
+        f"run: {{env: {{{env}}}}}\n",
+        folder=RANK.parent,
     )
 
 

@@ -77,10 +77,12 @@ def test_a_stop_inside_the_job_reaches_the_ranks() -> None:
 
 
 REFUSED = {
-    "slurm by option": (TRAIN, {"on": "slurm"}, ["--on names slurm", "cannot be started yet", "--on local"]),
-    "kubernetes by file": (TRAIN + "run: {on: kubernetes}\n", {}, ["run.on names kubernetes"]),
     "an unknown backend": (TRAIN, {"on": "laptop"}, ["laptop", "local, slurm, kubernetes"]),
-    "more than this machine": (TRAIN.replace("x 1", "x 4"), {}, ["job.yaml:6", "p5.48xlarge x 4", "local x 2"]),
+    "more than this machine": (
+        TRAIN.replace("x 1", "x 4"),
+        {},
+        ["job.yaml:6", "p5.48xlarge x 4", "local x 2", "--on slurm"],
+    ),
     "a secret that is not there": (TRAIN + "run: {secrets: [NO_SUCH]}\n", {}, ["NO_SUCH", "export NO_SUCH=..."]),
     "a stop behind the end": (TRAIN, {"stop_at": 100}, ["--stop-at 100", "1 to 99"]),
     "a stop before the first step": (TRAIN, {"stop_at": 0}, ["--stop-at 0"]),
@@ -119,6 +121,35 @@ def test_what_cannot_run_is_refused_with_what_to_change(case: str) -> None:
         assert word in str(caught.value)
 
 
+def test_a_draft_for_a_cluster_is_made_of_what_its_nodes_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("this machine is not where the job runs")
+
+    monkeypatch.setattr("craton.orchestration.draft.visible_accelerators", measured)
+    monkeypatch.setattr("craton.infrastructure.cluster.local_instance", measured)
+    draft = draft_run(parse_job(TRAIN.replace("x 1", "x 4")), RUN, on="slurm")
+    launch = draft.launch
+    assert (draft.on, len(launch.nodes), launch.ranks_per_node, launch.gpus) == ("slurm", 4, 8, True)
+    assert launch.threads_per_rank == 192 // 8
+    assert launch.agent_command == [], "an agent can be started only on its own node"
+    counted = draft_run(counting_job(nodes=3), RUN, on="slurm").launch
+    assert (len(counted.nodes), counted.ranks_per_node, counted.gpus) == (3, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "on", "found"),
+    [("", None, "local"), ("run: {on: slurm}\n", None, "slurm"), ("run: {on: slurm}\n", "kubernetes", "kubernetes")],
+)
+def test_the_command_line_says_where_before_the_job_does(text: str, on: str | None, found: str) -> None:
+    assert draft_run(parse_job(TRAIN + text), RUN, on=on).on == found
+
+
+def test_an_image_has_its_own_python() -> None:
+    text = TRAIN + "run: {on: slurm, image: team/train.sqsh}\n"
+    assert draft_run(parse_job(text), RUN).launch.command[0] == "python3"
+    assert draft_run(parse_job(text), RUN, on="local").launch.command[0] != "python3"
+
+
 def test_another_name_is_checked_as_the_job_files_own() -> None:
     assert named_job(counting_job(), "again-2").name == "again-2"
     assert named_job(counting_job(), None).name == "count"
@@ -140,7 +171,8 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_local_nodes_share_the_gpus_and_each_sees_its_own(root: Path) -> None:
-    job = parse_job("name: cards\nkind: command\ncommand: echo sees $CUDA_VISIBLE_DEVICES\ncluster: local x 2\n")
+    text = "name: cards\nkind: command\ncommand: echo sees $CUDA_VISIBLE_DEVICES\ncluster: local x 2\n"
+    job = parse_job(text, folder=Path(__file__).parent)
     draft = draft_run(job, root / "cards", port=free_port())
     assert (draft.launch.gpus, draft.launch.ranks_per_node) == (True, 1)
     check_machine(draft.launch)

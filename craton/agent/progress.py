@@ -1,0 +1,393 @@
+"""How far a job's own command is: read from what one of its processes prints, or from metrics that it serves.
+
+What is read is recorded as the training loop would record it, and told to the page of the rank: so `ps` knows the step,
+the coordinator whether a failure came after new steps, and whether nothing has moved for too long. Guarantees that no
+output and no pattern can hold up the agent: lines are cut, a look takes so much of a log and no more, and patterns that
+use too much processor time are given up, out loud. Metrics are asked for in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import signal
+import statistics
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from craton.agent.errors import LaunchError
+from craton.agent.node import NodeProcesses, Place
+from craton.agent.process import RankProcess, fill
+from craton.agent.records import NodeRecords
+from craton.telemetry import monotonic_of
+
+LINE_BYTES = 4096  # what is longer is cut: it may be a matrix, or a file without line ends
+LOOK_BYTES = 256 << 10  # of a log at one look; what comes faster is skipped, but for its end
+MATCH_SECONDS = 0.1  # of processor time for all lines of a look
+SLOW_LOOKS = 3  # that may take longer before the patterns are given up
+MOST_RECORDS = 100  # of a look
+USUAL_OF = 20  # signs of progress whose median distance is the usual one
+UNSEEN_SECONDS, UNSEEN_LINES = 60.0, 20  # after which it is told that no line has matched
+LEAST_PATIENCE_SECONDS = 4.0  # a node may be so busy that its agent looks late
+NEVER_SECONDS = 1e9  # a job that never hangs, or whose pace is not known yet
+ANSWER_BYTES = 4 << 20
+ANSWER_SECONDS = 2.0
+
+_ENDS = re.compile(rb"[\r\n]+")  # progress bars go back with \r
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_SCALES = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+
+
+class PatternError(RuntimeError):
+    """A pattern that takes too long."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one line said, or one answer."""
+
+    values: dict[str, float]  # by the names of the job
+    moment: float  # epoch seconds
+
+
+class LogTail:
+    """Reads a log as it grows, from where it was when the process began."""
+
+    def __init__(self, path: Path, offset: int) -> None:
+        self._path, self._offset = path, offset
+        self._rest = b""
+        self.written_at = 0.0  # epoch seconds of the last write, as the file system says
+
+    def read(self) -> list[str]:
+        """The lines that have ended since the last call."""
+        try:
+            with open(self._path, "rb") as handle:
+                size = handle.seek(0, os.SEEK_END)
+                if size == self._offset:
+                    return []
+                if size < self._offset or size - self._offset > LOOK_BYTES:  # cut off, or too much to read
+                    self._offset, self._rest = max(0, size - LOOK_BYTES), b""
+                handle.seek(self._offset)
+                data = handle.read(LOOK_BYTES)
+                self.written_at = os.fstat(handle.fileno()).st_mtime
+        except OSError:
+            return []
+        self._offset += len(data)
+        *lines, rest = _ENDS.split(self._rest + data)
+        self._rest = rest[:LINE_BYTES]
+        return [_COLOURS.sub("", line[:LINE_BYTES].decode(errors="replace")) for line in lines if line]
+
+
+class Matcher:
+    """Finds numbers in lines by the job's patterns. Must be used in the main thread."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        try:
+            self._patterns = [re.compile(pattern) for pattern in patterns]
+        except re.error as error:
+            raise LaunchError(f"progress: {error.pattern!r} is not a regular expression: {error}") from error
+        self.slow_looks = 0
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.slow_looks >= SLOW_LOOKS
+
+    def find(self, lines: Sequence[str]) -> list[dict[str, float]]:
+        """What each line says that says something. After too much time, what was found until then."""
+        found: list[dict[str, float]] = []
+        if not lines or self.is_given_up:
+            return found
+        try:
+            with _processor_time(MATCH_SECONDS):
+                for line in lines:
+                    values: dict[str, float] = {}
+                    for pattern in self._patterns:
+                        if match := pattern.search(line):
+                            values |= _numbers(match.groupdict())
+                    if values:
+                        found.append(values)
+        except PatternError:
+            self.slow_looks += 1
+        return found
+
+
+class Scraper:
+    """Asks an address for metrics, again and again, in a thread of its own."""
+
+    def __init__(self, address: str, names: Mapping[str, str], seconds: float) -> None:
+        self._address, self._names, self._seconds = address, dict(names), seconds
+        self._found: deque[Reading] = deque(maxlen=MOST_RECORDS)
+        self._counters: dict[str, tuple[float, float]] = {}  # ours → (total, moment) of the last answer
+        self._closed = threading.Event()
+        self.error = ""  # why the last one failed
+        self._thread = threading.Thread(target=self._ask_on, name="progress", daemon=True)
+        self._thread.start()
+
+    def take(self) -> list[Reading]:
+        found = []
+        while self._found:
+            found.append(self._found.popleft())
+        return found
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _ask_on(self) -> None:
+        while not self._closed.wait(self._seconds):
+            try:
+                text = _fetch(self._address)
+                reading = self._read(text, time.time())
+            except (OSError, ValueError) as error:
+                self.error = str(error)
+                continue
+            self.error = "" if reading.values else f"none of {', '.join(self._names)} is among what it serves"
+            if reading.values:
+                self._found.append(reading)
+
+    def _read(self, text: str, now: float) -> Reading:
+        """A counter that is wanted per second becomes its rate; several samples of a counter are added, of anything
+        else their mean is taken."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        samples: dict[str, list[float]] = {}
+        counters: set[str] = set()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name in self._names and math.isfinite(sample.value):
+                    samples.setdefault(sample.name, []).append(sample.value)
+                    if family.type == "counter" or sample.name.endswith("_total"):
+                        counters.add(sample.name)
+        values: dict[str, float] = {}
+        for there, numbers in samples.items():
+            ours = self._names[there]
+            value = sum(numbers) if there in counters else sum(numbers) / len(numbers)
+            if there in counters and ours.endswith("_per_second"):
+                before, self._counters[ours] = self._counters.get(ours), (value, now)
+                if before is None or value < before[0] or now <= before[1]:  # the first one, or it began anew
+                    continue
+                value = (value - before[0]) / (now - before[1])
+            values[ours] = value
+        return Reading(values, now)
+
+
+@dataclass
+class _Course:
+    """The progress of one process."""
+
+    process: RankProcess
+    tail: LogTail
+    scraper: Scraper | None
+    began: float  # epoch seconds
+    looked_at: float
+    step: int | None = None
+    at: float = 0.0  # epoch seconds of the newest step
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL_OF))
+    intervals: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL_OF))
+    num_lines: int = 0
+    last_line: str = ""
+    was_read: bool = False
+    was_warned: bool = False
+
+
+class Progress:
+    """Of the process that a launch says is watched, while this node has it."""
+
+    def __init__(
+        self,
+        told: Mapping[str, Any],
+        processes: NodeProcesses,
+        records: NodeRecords,
+        warn: Callable[[str, str], None],
+    ) -> None:
+        self._told, self._processes, self._records, self._warn = told, processes, records, warn
+        self._matcher = Matcher(told.get("patterns") or ())
+        self._rank = int(told.get("rank") or 0)
+        self._steps = int(told.get("steps") or 0)  # of the job, where known
+        self._is_off = False
+        self._course: _Course | None = None
+        if told:
+            records.booked_rank = self._rank
+
+    def look(self) -> None:
+        """Takes what has been printed and served since the last look."""
+        if not self._told:
+            return
+        place = dict(self._processes.ranks).get(self._rank)
+        process = place.process if place is not None else None
+        if place is None or process is None:
+            self.close()
+            return
+        if self._course is None or self._course.process is not process:
+            self.close()
+            self._course = self._begin(process)
+        course = self._course
+        before, course.looked_at = course.looked_at, time.time()
+        lines = course.tail.read()
+        found = self._matcher.find(lines)
+        readings = _timed(found[-MOST_RECORDS:], before, course.tail.written_at)
+        if course.scraper is not None:
+            readings = sorted([*readings, *course.scraper.take()], key=lambda each: each.moment)
+        course.num_lines += len(lines)
+        course.last_line = lines[-1] if lines else course.last_line
+        self._pace(course, readings)
+        for reading in readings:
+            self._take(place, course, reading)
+        self._complain(course)
+
+    def close(self) -> None:
+        if self._course is not None and self._course.scraper is not None:
+            self._course.scraper.close()
+        self._course = None
+
+    def _begin(self, process: RankProcess) -> _Course:
+        source = self._told.get("prometheus")
+        scraper = None
+        if source:
+            address = fill(str(source["address"]), process.values)
+            scraper = Scraper(address, source["names"], float(source["every"]))
+        tail = LogTail(process.log_path, process.log_offset)
+        return _Course(process, tail, scraper, process.started, process.started)
+
+    def _pace(self, course: _Course, readings: Sequence[Reading]) -> None:
+        """The seconds of a step, and between two signs of progress: over a look as a whole, for the lines in it were
+        most likely written out together."""
+        stepping = [reading for reading in readings if "step" in reading.values]
+        if not stepping:
+            return
+        last, moment = int(stepping[-1].values["step"]), stepping[-1].moment
+        if course.step is not None and last > course.step and moment > course.at:
+            course.step_seconds.append((moment - course.at) / (last - course.step))
+            course.intervals.append((moment - course.at) / len(stepping))
+
+    def _take(self, place: Place, course: _Course, reading: Reading) -> None:
+        values = dict(reading.values)
+        step = values.pop("step", None)
+        self._steps = int(values.pop("steps", self._steps))
+        is_new = step is not None and (course.step is None or int(step) != course.step)
+        if step is not None and is_new:
+            self._advance(place, course, int(step), reading.moment)
+            if "step_seconds" not in values and course.step_seconds:
+                values["step_seconds"] = course.step_seconds[-1]
+            if self._steps:
+                values["steps"] = float(self._steps)
+        course.was_read = True
+        named = {f"run_{name}": value for name, value in values.items()}
+        at = course.step if course.step is not None else 0
+        self._records.measured(self._rank, at, reading.moment, named)
+
+    def _advance(self, place: Place, course: _Course, step: int, moment: float) -> None:
+        """The process has done a step."""
+        generation, page = self._processes.generation, place.page
+        assert generation is not None
+        if course.step is None and generation.broke_at:
+            lost = max(0, generation.reached - step + 1)
+            self._records.event(
+                "recovered", self._rank, seconds=moment - generation.broke_at, lost_steps=lost, first_step=step
+            )
+        course.step, course.at = step, moment
+        page.switch("redo" if step < generation.reached else "productive", max(page.since, monotonic_of(moment)))
+        page.begin_step(step + 1)
+        page.beat()
+        if course.step_seconds:
+            page.step_seconds = statistics.median(course.step_seconds)
+        usual = statistics.median(course.intervals) if course.intervals else 0.0
+        page.patience = _patience(
+            float(self._told.get("hang_times") or 0), float(self._told.get("hang_seconds") or 0), usual
+        )
+
+    def _complain(self, course: _Course) -> None:
+        """Tells once what keeps progress from being read."""
+        if self._matcher.is_given_up and not self._is_off:
+            self._is_off = True
+            self._warn(
+                "progress_given_up",
+                f"progress.pattern takes more than {MATCH_SECONDS:g} s of processor time on what rank {self._rank} "
+                "prints, and is no longer used; write it without repetitions inside repetitions, such as (a+)+",
+            )
+        late = time.time() - course.began > UNSEEN_SECONDS
+        if course.was_read or course.was_warned or not late:
+            return
+        if course.scraper is not None and course.scraper.error:
+            course.was_warned = True
+            self._warn(
+                "progress_unseen", f"no progress from {self._told['prometheus']['address']}: {course.scraper.error}"
+            )
+        elif self._told.get("patterns") and course.num_lines >= UNSEEN_LINES and not self._is_off:
+            course.was_warned = True
+            self._warn(
+                "progress_unseen",
+                f"none of the {course.num_lines} lines that rank {self._rank} has printed matches progress.pattern; "
+                f"the last one is {course.last_line[:200]!r}",
+            )
+
+
+def _patience(times: float, least: float, usual: float) -> float:
+    """Seconds without progress that are a hang: so many times the usual ones, and at least so many."""
+    if (not times and not least) or (times and not usual):
+        return NEVER_SECONDS
+    return max(times * usual, least, LEAST_PATIENCE_SECONDS)
+
+
+def _timed(found: Sequence[dict[str, float]], before: float, last: float) -> list[Reading]:
+    """Lines of one look, spread evenly over the time since the look before, when they were not there yet."""
+    begin = min(before, last)
+    return [Reading(values, begin + (last - begin) * (index + 1) / len(found)) for index, values in enumerate(found)]
+
+
+def _numbers(groups: Mapping[str, str | None]) -> dict[str, float]:
+    """The groups that are numbers; a step is a whole one."""
+    found = {}
+    for name, text in groups.items():
+        number = _number(text or "")
+        if number is not None and not (name in ("step", "steps") and not (number >= 0 and number.is_integer())):
+            found[name] = number
+    return found
+
+
+def _number(text: str) -> float | None:
+    """`1,234`, `5.6k`, `3e-4`, `nan`."""
+    plain = text.strip().replace(",", "").replace("_", "")
+    scale = _SCALES.get(plain[-1:], 1.0)
+    try:
+        return float(plain if scale == 1.0 else plain[:-1]) * scale
+    except ValueError:
+        return None
+
+
+@contextlib.contextmanager
+def _processor_time(seconds: float) -> Iterator[None]:
+    """PatternError once the block has used this much. Python's matcher looks for signals while it works, and the timer
+    counts this process's own time, so that a busy machine makes nothing slow."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise PatternError
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+    finally:
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _fetch(address: str) -> str:
+    """What an address answers; metrics are inside a cluster, where no proxy leads."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(address, timeout=ANSWER_SECONDS) as answer:
+        data: bytes = answer.read(ANSWER_BYTES + 1)
+    if len(data) > ANSWER_BYTES:
+        raise ValueError(f"the answer is longer than {ANSWER_BYTES >> 20} MiB")
+    return data.decode(errors="replace")

@@ -1,0 +1,97 @@
+"""Megatron-LM's arguments and NeMo's parallelism, from a model and a layout.
+
+Data parallelism is what is left of the world there. Megatron's distributed optimizer shards the optimizer's state:
+`zero: 1`.
+"""
+
+from __future__ import annotations
+
+from craton.frameworks.errors import FrameworkError
+from craton.job import Layout, ModelShape
+
+PRECISIONS = {"fp32": [], "fp16": ["--fp16"], "bf16": ["--bf16"], "fp8": ["--bf16", "--fp8-format", "hybrid"]}
+RECOMPUTES = {
+    "none": [],
+    "selective": ["--recompute-activations"],
+    "full": ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
+}
+
+
+def megatron_arguments(model: ModelShape, layout: Layout, sequence: int, global_batch_sequences: int) -> list[str]:
+    """Arguments of pretrain_gpt.py that say model, parallelism and batch; data, schedule and paths are the user's."""
+    if layout.fsdp > 1 and layout.zero != 1:
+        raise FrameworkError(f"Megatron's distributed optimizer is `zero: 1`, not zero {layout.zero}; give that layout")
+    if layout.precision not in PRECISIONS:
+        raise FrameworkError(f"Megatron is not told precision {layout.precision}; use {', '.join(PRECISIONS)}")
+    numbers = {
+        "--tensor-model-parallel-size": layout.tp,
+        "--pipeline-model-parallel-size": layout.pp,
+        "--context-parallel-size": layout.cp,
+        "--num-layers": model.layers,
+        "--hidden-size": model.hidden,
+        "--ffn-hidden-size": model.ffn_hidden,
+        "--num-attention-heads": model.heads,
+        "--kv-channels": model.head_dim,
+        "--seq-length": sequence,
+        "--max-position-embeddings": max(sequence, model.max_sequence),
+        "--micro-batch-size": layout.micro_batch,
+        "--global-batch-size": global_batch_sequences,
+    }
+    words = [word for name, number in numbers.items() for word in (name, str(number))]
+    words += ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--disable-bias-linear"]
+    words += ["--swiglu"] if model.gated_mlp else []
+    words += [] if model.tied_embeddings else ["--untie-embeddings-and-output-weights"]
+    words += ["--qk-layernorm"] if model.qk_norm else []
+    words += ["--sequence-parallel"] if layout.tp > 1 else []
+    words += ["--use-distributed-optimizer"] if layout.fsdp > 1 else []
+    return (
+        words
+        + _attention(model)
+        + _experts(model, layout)
+        + _stages(model, layout)
+        + [
+            *PRECISIONS[layout.precision],
+            *RECOMPUTES[layout.recompute],
+        ]
+    )
+
+
+def nemo_parallelism(layout: Layout) -> dict[str, int | bool | None]:
+    """The same as NeMo's MegatronStrategy takes it."""
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "sequence_parallel": layout.tp > 1,
+    }
+
+
+def _attention(model: ModelShape) -> list[str]:
+    if model.mla is not None:
+        raise FrameworkError(f"{model.name} has latent attention, which Megatron's arguments here do not cover")
+    if model.kv_heads == model.heads:
+        return []
+    return ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
+
+
+def _experts(model: ModelShape, layout: Layout) -> list[str]:
+    if not model.is_moe:
+        return []
+    words = ["--num-experts", str(model.experts), "--moe-router-topk", str(model.top_k)]
+    words += ["--moe-ffn-hidden-size", str(model.moe_ffn_hidden), "--expert-model-parallel-size", str(layout.ep)]
+    if model.shared_experts:
+        words += ["--moe-shared-expert-intermediate-size", str(model.shared_experts * model.moe_ffn_hidden)]
+    if model.dense_layers:
+        words += ["--moe-layer-freq", f"[0]*{model.dense_layers}+[1]*{model.moe_layers}"]
+    return words
+
+
+def _stages(model: ModelShape, layout: Layout) -> list[str]:
+    if layout.vpp == 1:
+        return []
+    stages = layout.pp * layout.vpp
+    if model.layers % stages:
+        raise FrameworkError(f"Megatron cuts layers into equal stages: {model.layers} are not {stages} times as many")
+    return ["--num-layers-per-virtual-pipeline-stage", str(model.layers // stages)]

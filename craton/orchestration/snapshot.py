@@ -1,0 +1,338 @@
+"""The code of a run: the working directory of a command, copied into the run before anything starts.
+
+RUN/code holds the files, RUN/code.json says which they are: the sha256 of each, and one of them all, which is the same
+wherever the same files are. Equal files of all runs under a root are one file on the disk, linked from a store beside
+the runs. Guarantees: a snapshot is whole or there is none; what .gitignore and .cratonignore leave out is left out, and
+so is what looks like a secret, whatever they say; a resume runs the same files or says which have changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from craton.job import Job, Workdir
+from craton.orchestration.errors import StartError
+from craton.telemetry import RunDirectory
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+STORE = ".code"  # beside the runs: SHA256[:2]/SHA256, with an x behind it for a program
+IGNORE_FILES = (".gitignore", ".cratonignore")  # the last one that says something of a path decides
+NEVER = (
+    *(".git", ".hg", ".svn", "__pycache__", "*.pyc", ".venv", ".ipynb_checkpoints", ".DS_Store", STORE),
+    *(".mypy_cache", ".pytest_cache", ".ruff_cache"),
+)
+SECRETS = (
+    *(".env", ".env.*", "*.env", ".netrc", ".pgpass", ".pypirc", ".npmrc", ".git-credentials", ".htpasswd"),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "*.keystore", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
+    *("credentials.json", "kubeconfig", ".aws", ".ssh", ".gnupg", ".kube", ".docker"),
+)
+NO_SECRETS = ("*.example", "*.sample", "*.template", "*.pub")  # .env.example shows what is needed
+MOST_FILES = 50_000
+SHOWN = 5  # files that an error names
+TRIES = 3  # to copy a file that changes meanwhile
+CHUNK_BYTES = 1 << 20
+SWEEP_SECONDS = 86400.0  # between two looks for stored files that no run has any more
+KEEP_SECONDS = 3600.0  # how long such a file stays: a run that is just being made may be about to link it
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a snapshot of a folder would hold."""
+
+    folder: Path
+    files: dict[str, int]  # path in the folder → bytes
+    links: dict[str, str]  # path in the folder → where it leads
+    withheld: list[str] = field(default_factory=list)  # what looks like a secret
+
+    @property
+    def size(self) -> int:
+        return sum(self.files.values())
+
+
+def code_folder(run: Path) -> Path:
+    return run / "code"
+
+
+def manifest_path(run: Path) -> Path:
+    return run / "code.json"
+
+
+def find_code(job: Job, root: Path) -> Found | None:
+    """What the working directory of a command holds, or why it cannot be copied; None for other jobs. Reads no file
+    but those that say what to ignore. `root` is where runs are, which are nobody's code."""
+    if job.kind != "command":
+        return None
+    workdir = job.workdir or Workdir()
+    folder = Path(workdir.path) if workdir.path else job.folder.resolve()
+    where = job.where("workdir")
+    if not folder.is_dir():
+        raise StartError(f"{where}workdir: {folder} is not a folder; give the one that the command runs in")
+    found = Found(folder, {}, {})
+    for path, entry in _walk(folder, root.resolve(), found.withheld):
+        if entry.is_symlink():
+            found.links[path] = _target(folder, path)
+        elif entry.is_file():
+            found.files[path] = entry.stat().st_size
+        if len(found.files) > MOST_FILES:
+            raise StartError(
+                f"{where}workdir: {folder} holds more than {MOST_FILES:,} files; name those that the command does not "
+                "need in a .cratonignore there (written as a .gitignore), or give another workdir"
+            )
+    if found.size > workdir.limit:
+        largest = sorted(found.files.items(), key=lambda item: -item[1])[:SHOWN]
+        shown = ", ".join(f"{path} ({_megabytes(size)})" for path, size in largest)
+        raise StartError(
+            f"{where}workdir: {folder} holds {_megabytes(found.size)}, and at most {_megabytes(workdir.limit)} are "
+            f"copied into a run; the largest are {shown}; name what the command does not need in a .cratonignore there "
+            "(written as a .gitignore), give another workdir, or `workdir: {limit: 1GB}`"
+        )
+    return found
+
+
+def keep_code(found: Found, run: RunDirectory) -> str:
+    """Copies what was found into the run, and returns the hash of it all."""
+    store = run.path.parent / STORE
+    fresh = run.path / f".code.{secrets.token_hex(4)}"
+    fresh.mkdir()
+    sums: dict[str, str] = {}
+    unreadable: list[str] = []
+    for path in sorted(found.files):
+        target = fresh / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            sums[path] = _store(found.folder / path, store, target)
+        except FileNotFoundError:
+            continue  # removed since it was found, as a temporary file may be
+        except PermissionError:
+            unreadable.append(path)
+    if unreadable:
+        raise StartError(
+            f"workdir: {', '.join(unreadable[:SHOWN])}{' and others' if len(unreadable) > SHOWN else ''} in "
+            f"{found.folder} cannot be read; make them readable, or name them in a .cratonignore there"
+        )
+    for path, leads_to in found.links.items():
+        (fresh / path).parent.mkdir(parents=True, exist_ok=True)
+        (fresh / path).symlink_to(leads_to)
+    total = _total(sums, found.links)
+    document = {
+        "sha256": total,
+        "folder": str(found.folder),
+        "bytes": found.size,
+        "files": sums,
+        "links": found.links,
+        "withheld": found.withheld,
+    }
+    manifest_path(run.path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(fresh, code_folder(run.path))
+    _sweep(store)
+    return total
+
+
+def check_code(run: RunDirectory) -> None:
+    """Refuse to go on with other files than the run began with; a run without a snapshot has none to check."""
+    if not manifest_path(run.path).exists():
+        return
+    document = json.loads(manifest_path(run.path).read_text(encoding="utf-8"))
+    folder = code_folder(run.path)
+    changed = [path for path, known in document["files"].items() if _sum_of(folder / path) != known]
+    changed += [path for path, leads_to in document["links"].items() if _link_of(folder / path) != leads_to]
+    if changed:
+        raise StartError(
+            f"{run.name} goes on with the code it began with, and {', '.join(sorted(changed)[:SHOWN])} in {folder} is "
+            f"no longer that; put it back, or start another run with `craton run JOB --name {run.name}-2`"
+        )
+
+
+def code_summary(run: RunDirectory) -> str:
+    """`12 files, 48 kB, sha256 3f2a9c…; left out as secret: .env`; nothing where a run has no snapshot."""
+    try:
+        document: dict[str, Any] = json.loads(manifest_path(run.path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    withheld = f"; left out as secret: {', '.join(document['withheld'])}" if document["withheld"] else ""
+    count = len(document["files"])
+    files = f"{count} file{'s' if count != 1 else ''}"
+    return f"{files} of {document['folder']}, sha256 {document['sha256'][:12]}{withheld}"
+
+
+# -- what belongs to it ---------------------------------------------------------------------------------------------
+
+
+def _walk(folder: Path, root: Path, withheld: list[str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """(path in the folder, entry) of everything that is not ignored; secrets are noted instead."""
+    pending = [("", _rules_above(folder))]
+    while pending:
+        inside, rules = pending.pop()
+        here = folder / inside
+        rules = [*rules, *_rules_of(here)]
+        try:
+            entries = sorted(os.scandir(here), key=lambda entry: entry.name)
+        except PermissionError:
+            raise StartError(
+                f"workdir: the folder {here} cannot be read; make it readable, or name it in a .cratonignore of "
+                f"{folder}"
+            ) from None
+        for entry in entries:
+            path = f"{inside}/{entry.name}" if inside else entry.name
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if _matches(entry.name, NEVER) or _is_ignored(folder / path, is_folder, rules):
+                continue
+            if is_folder and (Path(entry.path) == root or (Path(entry.path) / "pyvenv.cfg").exists()):
+                continue
+            if _matches(entry.name, SECRETS) and not _matches(entry.name, NO_SECRETS):
+                withheld.append(path)
+            elif is_folder:
+                pending.append((path, rules))
+            else:
+                yield path, entry
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+Rules = list[tuple[Path, "GitIgnoreSpec"]]
+
+
+def _rules_above(folder: Path) -> Rules:
+    """Those of the folders between the repository's and this one: a .gitignore holds for all below it."""
+    above = []
+    for parent in folder.parents:
+        if (folder / ".git").exists():
+            break
+        above.append(parent)
+        if (parent / ".git").exists():
+            return [rule for each in reversed(above) for rule in _rules_of(each)]
+    return []
+
+
+def _rules_of(folder: Path) -> Rules:
+    from pathspec import GitIgnoreSpec
+
+    found: Rules = []
+    for name in IGNORE_FILES:
+        with contextlib.suppress(OSError):
+            lines = (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
+            found.append((folder, GitIgnoreSpec.from_lines(lines)))
+    return found
+
+
+def _is_ignored(path: Path, is_folder: bool, rules: Rules) -> bool:
+    """What the last rule says that says anything."""
+    for folder, spec in reversed(rules):
+        said = spec.check_file(f"{path.relative_to(folder).as_posix()}{'/' if is_folder else ''}").include
+        if said is not None:
+            return said
+    return False
+
+
+def _target(folder: Path, path: str) -> str:
+    """Where a link leads from the copy: inside the folder as it is, otherwise to the very place."""
+    link = folder / path
+    leads_to = os.readlink(link)
+    place = Path(os.path.normpath(link.parent / leads_to))
+    if os.path.isabs(leads_to) and place.is_relative_to(folder):
+        return os.path.relpath(place, link.parent)
+    return leads_to if place.is_relative_to(folder) else str(place)
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def _store(source: Path, store: Path, target: Path) -> str:
+    """Puts a file into the store, unless it is there, and links it to `target`; its sha256."""
+    for _ in range(TRIES):
+        store.mkdir(parents=True, exist_ok=True)
+        fresh = store / f".{secrets.token_hex(8)}"
+        try:
+            digest = _copy(source, fresh)
+            if digest is None:
+                continue
+            place = store / digest[:2] / (digest + ("x" if fresh.stat().st_mode & stat.S_IXUSR else ""))
+            if _sum_of(place) != digest:  # new, or changed through the link of a run
+                place.parent.mkdir(exist_ok=True)
+                os.replace(fresh, place)
+            _link(place, target)
+            return digest
+        finally:
+            fresh.unlink(missing_ok=True)
+    raise StartError(
+        f"workdir: {source} changes while it is copied; name it in a .cratonignore, or stop what writes it"
+    )
+
+
+def _copy(source: Path, target: Path) -> str | None:
+    """The sha256 of what was copied; None when the file changed meanwhile."""
+    digest = hashlib.sha256()
+    with open(source, "rb") as reading, open(target, "xb") as writing:
+        before = os.fstat(reading.fileno())
+        left = before.st_size  # no further: a log may grow faster than it is read
+        while left and (data := reading.read(min(left, CHUNK_BYTES))):
+            digest.update(data)
+            writing.write(data)
+            left -= len(data)
+        after = os.fstat(reading.fileno())
+        os.fchmod(writing.fileno(), 0o555 if before.st_mode & stat.S_IXUSR else 0o444)
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        return None
+    return digest.hexdigest()
+
+
+def _link(place: Path, target: Path) -> None:
+    try:
+        os.link(place, target)
+    except OSError:  # a file system without links, or too many of them
+        target.write_bytes(place.read_bytes())
+        target.chmod(place.stat().st_mode)
+
+
+def _sum_of(path: Path) -> str:
+    """The sha256 of a file; nothing where there is none."""
+    try:
+        with open(path, "rb") as handle:
+            return hashlib.file_digest(handle, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def _link_of(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _total(sums: dict[str, str], links: dict[str, str]) -> str:
+    """One hash of all names and contents."""
+    lines = [f"{known} {path}\n" for path, known in sums.items()] + [f"-> {to} {path}\n" for path, to in links.items()]
+    return hashlib.sha256("".join(sorted(lines)).encode(errors="surrogateescape")).hexdigest()
+
+
+def _sweep(store: Path) -> None:
+    """Removes, once a day, stored files that no run holds any more."""
+    note, now = store / "swept", time.time()
+    with contextlib.suppress(OSError):
+        if note.exists() and now - note.stat().st_mtime < SWEEP_SECONDS:
+            return
+        note.touch()
+        for path in store.glob("??/*"):
+            status = path.stat()
+            if status.st_nlink == 1 and now - status.st_ctime > KEEP_SECONDS:
+                path.unlink()
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"

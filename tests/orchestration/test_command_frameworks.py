@@ -1,0 +1,115 @@
+"""Scripts that know nothing of Craton, on 2 nodes × 2 processes: killed, they go on from what they saved themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from counting import start, wait_for, wait_for_state
+
+from craton.job import Job, parse_job
+from craton.orchestration import draft_resume, resume_run, resumed_job, stop_run, wait_for_agents
+from craton.telemetry import RunDirectory, read_lines, summarize
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS, SAVED_EVERY = 60, 5
+
+
+def example(name: str) -> Job:
+    """The example with fewer steps."""
+    document = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    document["command"] += [f"--steps={STEPS}", f"--save-every={SAVED_EVERY}", "--step-seconds=0.05"]
+    return parse_job(yaml.safe_dump(document), f"{name}.yaml", EXAMPLES)
+
+
+def processes(run: RunDirectory, node: str) -> list[psutil.Process]:
+    """What the agent of a node has started last."""
+    started = [line["pid"] for line in read_lines(run.events_path(node))[0] if line["event"] == "rank_started"]
+    return [psutil.Process(pid) for pid in started if psutil.pid_exists(pid)]
+
+
+def shown_by_ps(root: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "craton", "ps", "--json"]
+    output = subprocess.run(
+        command, env={**os.environ, "CRATON_RUNS": str(root)}, capture_output=True, text=True, check=True
+    ).stdout
+    found: dict[str, Any] = json.loads(output)[0]
+    return found
+
+
+def beginnings(run: RunDirectory) -> list[int]:
+    """After which steps the script has gone on."""
+    return [int(step) for step in re.findall(r"go on after step (\d+)", run.log_path(0).read_text())]
+
+
+def losses(run: RunDirectory) -> dict[int, set[str]]:
+    """Step → what was printed as its loss, each time it was done."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for step, loss in re.findall(r"step (\d+)/\d+  loss (\S+)", run.log_path(0).read_text()):
+        found[int(step)].add(loss)
+    return found
+
+
+def check_recovered(run: RunDirectory, victim: psutil.Process) -> None:
+    """Kill it, and see the run go on from what the script has saved."""
+    os.kill(victim.pid, signal.SIGKILL)
+    wait_for(lambda: len(beginnings(run)) == 2, seconds=60)
+    began = beginnings(run)[1]
+    assert began % SAVED_EVERY == 0
+    assert began > 0
+    wait_for(lambda: summarize(run).generation == 1 and summarize(run).step > began, seconds=60)
+
+
+def check_shown(root: Path) -> None:
+    """`ps` tells how far it is, and what it came back from."""
+    shown = shown_by_ps(root)
+    assert shown["steps"] == STEPS
+    assert shown["step"] > beginnings(RunDirectory(root / shown["name"]))[1]
+    assert shown["step_seconds"] == pytest.approx(0.05, abs=0.05)
+    assert shown["recoveries"]
+
+
+def test_a_script_of_plain_accelerate_under_torchrun(root: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    run = start(root, example("command-accelerate"))
+    wait_for(lambda: summarize(run).step >= SAVED_EVERY + 2, seconds=60)
+    assert run.log_path(0).read_text().count("4 processes go on after step 0") == 1
+    (launcher,) = processes(run, "node-1")
+    workers = launcher.children()
+    assert len(workers) == 2
+    check_recovered(run, workers[0])
+    check_shown(root)
+    assert wait_for_state(run, "done", "failed", "lost").state == "done"
+    assert not any(worker.is_running() for worker in workers)
+    found = losses(run)
+    assert sorted(found) == list(range(1, STEPS + 1))
+    assert all(len(each) == 1 for each in found.values()), "a step that is done again has the same loss"
+
+
+def test_a_script_of_plain_jax(root: Path) -> None:
+    pytest.importorskip("jax", reason="jax is not installed")
+    run = start(root, example("command-jax"))
+    wait_for(lambda: summarize(run).step >= SAVED_EVERY + 2, seconds=60)
+    assert "4 processes with 4 devices go on after step 0" in run.log_path(0).read_text()
+    check_recovered(run, processes(run, "node-1")[-1])
+    stop_run(run)
+    check_shown(root)
+    assert wait_for_state(run, "stopped", "done", "failed", "lost").state == "stopped"
+    wait_for_agents(run)
+    resume_run(run, draft_resume(run, resumed_job(run)))
+    summary = wait_for_state(run, "done", "failed", "lost")
+    assert (summary.state, summary.step, summary.generation) == ("done", STEPS, 2)
+    assert len(beginnings(run)) == 3
+    found = losses(run)
+    assert sorted(found) == list(range(1, STEPS + 1))
+    assert all(len(each) == 1 for each in found.values()), "a step that is done again has the same loss"

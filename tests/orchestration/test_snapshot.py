@@ -1,0 +1,243 @@
+"""The working directory of a command, copied into its run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from craton.job import Job, parse_job
+from craton.orchestration import StartError
+from craton.orchestration.snapshot import (
+    STORE,
+    _copy,
+    check_code,
+    code_folder,
+    code_summary,
+    find_code,
+    keep_code,
+    manifest_path,
+)
+from craton.telemetry import RunDirectory
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "work"
+    made.mkdir()
+    write(made, {"train.py": "print('hello')\n", "lib/model.py": "layers = 4\n"})
+    return made
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def job_in(folder: Path, more: str = "") -> Job:
+    return parse_job(f"kind: command\ncommand: ./train.py\ncluster: local\n{more}", folder=folder)
+
+
+def snapshot(folder: Path, root: Path, name: str = "run", more: str = "") -> RunDirectory:
+    found = find_code(job_in(folder, more), root)
+    assert found is not None
+    run = RunDirectory.create(root, name)
+    keep_code(found, run)
+    return run
+
+
+def copied(run: RunDirectory) -> set[str]:
+    code = code_folder(run.path)
+    return {str(path.relative_to(code)) for path in code.rglob("*") if not path.is_dir() or path.is_symlink()}
+
+
+def test_files_are_copied_with_their_sums_and_modes(folder: Path, root: Path) -> None:
+    (folder / "train.py").chmod(0o755)
+    run = snapshot(folder, root)
+    assert copied(run) == {"train.py", "lib/model.py"}
+    manifest = json.loads(manifest_path(run.path).read_text())
+    assert manifest["files"]["lib/model.py"] == hashlib.sha256(b"layers = 4\n").hexdigest()
+    code = code_folder(run.path)
+    assert os.access(code / "train.py", os.X_OK)
+    assert not stat.S_IMODE((code / "lib/model.py").stat().st_mode) & 0o333
+    assert code_summary(run).startswith(f"2 files of {folder}, sha256 {manifest['sha256'][:12]}")
+
+
+def test_equal_files_of_several_runs_are_one_and_have_one_hash(folder: Path, root: Path, tmp_path: Path) -> None:
+    first, second = snapshot(folder, root, "first"), snapshot(folder, root, "second")
+    one, other = (code_folder(run.path) / "train.py" for run in (first, second))
+    assert one.samefile(other)
+    hashes = [json.loads(manifest_path(run.path).read_text())["sha256"] for run in (first, second)]
+    elsewhere = tmp_path / "elsewhere"
+    write(elsewhere, {"train.py": "print('hello')\n", "lib/model.py": "layers = 4\n"})
+    third = snapshot(elsewhere, root, "third")
+    assert {*hashes, json.loads(manifest_path(third.path).read_text())["sha256"]} == {hashes[0]}
+    write(elsewhere, {"lib/model.py": "layers = 5\n"})
+    fourth = snapshot(elsewhere, root, "fourth")
+    assert json.loads(manifest_path(fourth.path).read_text())["sha256"] != hashes[0]
+    assert (code_folder(first.path) / "lib/model.py").read_text() == "layers = 4\n"
+
+
+def test_a_file_of_a_run_that_was_changed_in_place_is_not_given_to_the_next(folder: Path, root: Path) -> None:
+    first = snapshot(folder, root, "first")
+    spoilt = code_folder(first.path) / "train.py"
+    spoilt.chmod(0o644)
+    spoilt.write_text("print('spoilt')\n")
+    second = snapshot(folder, root, "second")
+    assert (code_folder(second.path) / "train.py").read_text() == "print('hello')\n"
+    with pytest.raises(StartError, match=r"first goes on with the code it began with, and train.py in .* is no longer"):
+        check_code(first)
+    check_code(second)
+
+
+def test_what_is_ignored_stays_out_and_the_last_word_counts(folder: Path, root: Path) -> None:
+    (folder.parent / ".git").mkdir()
+    write(folder.parent, {".gitignore": "*.ckpt\n"})
+    write(
+        folder,
+        {
+            ".gitignore": "/data/\n*.log\n!keep.log\n",
+            ".cratonignore": "notes.md\n!important.ckpt\n",
+            "lib/.gitignore": "local.py\n",
+            **dict.fromkeys(
+                ["a.log", "keep.log", "data/big.bin", "lib/data/small.bin", "lib/local.py", "local.py"], "x"
+            ),
+            **dict.fromkeys(["notes.md", "old.ckpt", "important.ckpt", ".hg/config", "lib/__pycache__/m.pyc"], "x"),
+            **dict.fromkeys(["env/pyvenv.cfg", "env/bin/python", ".venv/x"], "x"),
+        },
+    )
+    expected = {"train.py", "lib/model.py", "keep.log", "lib/data/small.bin", "local.py", "important.ckpt"}
+    assert copied(snapshot(folder, root)) == expected | {".gitignore", ".cratonignore", "lib/.gitignore"}
+
+
+def test_secrets_stay_out_whatever_is_ignored_and_it_is_told(folder: Path, root: Path) -> None:
+    write(
+        folder, {".cratonignore": "!.env\n!*.pem\n", ".env": "TOKEN=1", "lib/server.pem": "k", ".env.example": "TOKEN="}
+    )
+    write(folder, {".ssh/id_rsa": "k", ".env.production": "TOKEN=2"})
+    run = snapshot(folder, root)
+    assert copied(run) == {"train.py", "lib/model.py", ".cratonignore", ".env.example"}
+    assert "left out as secret: .env, .env.production, .ssh, lib/server.pem" in code_summary(run)
+
+
+def test_runs_beside_the_code_are_no_code(folder: Path) -> None:
+    root = folder / "results"
+    snapshot(folder, root, "first")
+    assert copied(snapshot(folder, root, "second")) == {"train.py", "lib/model.py"}
+
+
+def test_links_lead_to_the_same_places(folder: Path, root: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "data"
+    write(outside, {"big.bin": "x"})
+    (folder / "inside").symlink_to("lib/model.py")
+    (folder / "lib" / "absolute").symlink_to(folder / "train.py")
+    (folder / "data").symlink_to("../data")
+    (folder / "dangling").symlink_to("nowhere")
+    run = snapshot(folder, root)
+    code = code_folder(run.path)
+    assert os.readlink(code / "inside") == "lib/model.py"
+    assert (code / "lib" / "absolute").resolve() == code / "train.py"
+    assert (code / "data" / "big.bin").read_text() == "x"
+    assert os.readlink(code / "dangling") == "nowhere"
+    (code / "inside").unlink()
+    with pytest.raises(StartError, match="inside in"):
+        check_code(run)
+
+
+def test_too_much_is_refused_with_what_takes_the_room(folder: Path, root: Path) -> None:
+    write(folder, {"model.bin": "x" * 3_000_000, "lib/other.bin": "x" * 1_500_000})
+    text = (
+        r"holds 4.5 MB, and at most 2.0 MB are copied into a run; the largest are model.bin \(3.0 MB\), lib/other.bin "
+        r"\(1.5 MB\), .*\.cratonignore"
+    )
+    with pytest.raises(StartError, match=text):
+        find_code(job_in(folder, "workdir: {limit: 2MB}\n"), root)
+    write(folder, {".cratonignore": "*.bin\n"})
+    assert find_code(job_in(folder, "workdir: {limit: 2MB}\n"), root) is not None
+
+
+def test_a_folder_that_is_not_there_is_told_with_its_line(folder: Path, root: Path) -> None:
+    with pytest.raises(StartError, match=r"job.yaml:4: workdir: .*/nowhere is not a folder"):
+        find_code(job_in(folder, "workdir: nowhere\n"), root)
+    assert (
+        find_code(parse_job("kind: serve\nmodel: llama-3.1-8b\ncluster: local\nserve: {initialize: random}\n"), root)
+        is None
+    )
+
+
+def test_what_cannot_be_read_is_named(folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "train.py").chmod(0)
+    if os.access(folder / "train.py", os.R_OK):  # root may read everything
+        monkeypatch.setattr("craton.orchestration.snapshot._copy", refuse_train)
+    with pytest.raises(StartError, match=r"train.py in .* cannot be read; make them readable, or name them"):
+        snapshot(folder, root)
+
+
+def refuse_train(source: Path, target: Path) -> str | None:
+    if source.name == "train.py":
+        raise PermissionError(source)
+    return _copy(source, target)
+
+
+def test_a_file_that_vanishes_is_left_out_and_one_that_keeps_changing_is_refused(
+    folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("craton.orchestration.snapshot.CHUNK_BYTES", 1 << 10)  # many pauses in which it grows
+    write(folder, {"passing.tmp": "x", "growing.log": "x" * 8_000_000})
+    found = find_code(job_in(folder), root)
+    assert found is not None
+    (folder / "passing.tmp").unlink()
+    stop = threading.Event()
+
+    def grow() -> None:
+        with open(folder / "growing.log", "ab", buffering=0) as log:
+            while not stop.is_set():
+                log.write(b"more\n")
+
+    writer = threading.Thread(target=grow)
+    writer.start()
+    try:
+        with pytest.raises(StartError, match=r"growing.log changes while it is copied; name it in a .cratonignore"):
+            keep_code(found, RunDirectory.create(root, "changing"))
+    finally:
+        stop.set()
+        writer.join()
+    run = RunDirectory.create(root, "quiet")
+    keep_code(found, run)
+    assert copied(run) == {"train.py", "lib/model.py", "growing.log"}
+
+
+def test_special_files_are_no_files(folder: Path, root: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    assert copied(snapshot(folder, root)) == {"train.py", "lib/model.py"}
+
+
+def test_what_no_run_holds_leaves_the_store_but_not_at_once(
+    folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = snapshot(folder, root, "first")
+    (code_folder(run.path) / "train.py").unlink()
+    stored = {path.stat().st_ino: path for path in (root / STORE).glob("??/*")}
+    lonely = next(path for path in stored.values() if path.stat().st_nlink == 1)
+    note = root / STORE / "swept"
+    os.utime(note, (time.time() - 2 * 86400,) * 2)
+    write(folder, {"train.py": "print('another')\n"})
+    snapshot(folder, root, "second")
+    assert lonely.exists(), "it may be about to be linked by a run that is just being made"
+    os.utime(note, (time.time() - 2 * 86400,) * 2)
+    monkeypatch.setattr("craton.orchestration.snapshot.KEEP_SECONDS", 0.0)
+    snapshot(folder, root, "third")
+    assert not lonely.exists()
+    check_code(RunDirectory(root / "second"))
