@@ -1,0 +1,64 @@
+"""What the NVIDIA driver wrote into the kernel log: XIDs of GPUs and SXIDs of NVSwitches.
+
+XID 154 is the driver's own word on what a card needs now; the newest one of a card wins over every table.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from craton.infrastructure.probes.root import NodeRoot
+
+RECOVERY_CHANGED = 154
+_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+),?\s*(.*)")
+_SXID = re.compile(r"SXid \(PCI:([0-9a-fA-F:.]+)\): (\d+),?\s*(.*)")
+_RECOVERY = re.compile(r"recovery action changed from .*? to \S+ \(([^)]*)\)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Xid:
+    bus_id: str  # 0000:53:00, as the driver writes it: without the function
+    code: int
+    text: str
+    is_switch: bool = False  # an SXID
+
+    @property
+    def is_fatal(self) -> bool:
+        """Of those that say so themselves: SXIDs, and XIDs 144 to 150."""
+        return re.search(r"(?<!non)(?<!non-)\bfatal\b", self.text, re.IGNORECASE) is not None
+
+    @property
+    def recovery(self) -> str:
+        """What XID 154 asks for: `Node Reboot Required`; "" for others."""
+        found = _RECOVERY.search(self.text) if self.code == RECOVERY_CHANGED and not self.is_switch else None
+        return found[1] if found else ""
+
+
+@dataclass(frozen=True)
+class KernelLog:
+    is_readable: bool
+    error: str = ""
+    xids: tuple[Xid, ...] = ()  # oldest first
+
+
+def probe_kernel_log(root: NodeRoot) -> KernelLog:
+    answer = root.ask("dmesg")
+    if not answer.worked:
+        return KernelLog(False, answer.first_line or "dmesg is not installed")
+    return KernelLog(True, xids=tuple(read_xids(answer.text)))
+
+
+def read_xids(text: str) -> list[Xid]:
+    """Every XID and SXID of a log, oldest first."""
+    found = []
+    for line in text.splitlines():
+        if match := _SXID.search(line):
+            found.append(Xid(_bus(match[1]), int(match[2]), match[3].strip(), is_switch=True))
+        elif match := _XID.search(line):
+            found.append(Xid(_bus(match[1]), int(match[2]), match[3].strip()))
+    return found
+
+
+def _bus(text: str) -> str:
+    return text.lower().partition(".")[0]

@@ -1,0 +1,175 @@
+"""Where probes read: this machine, or the image of a node in a folder. Nothing here writes, and nothing raises: what is
+not there is empty.
+
+A node image is a tree with the paths of the node (`sys/...`, `proc/...`, `opt/...`) and `commands/NAME.txt` for what a
+tool said there; a first line `exit N` tells that it failed. On this machine the tools are run instead, each once and
+with a time limit, all at the same time, so that a slow driver costs a pre-flight one wait and not six.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import distributions
+from pathlib import Path
+
+COMMANDS: dict[str, list[str]] = {
+    "nvidia-smi": ["nvidia-smi", "-q", "-x"],
+    "nvlink": ["nvidia-smi", "nvlink", "--status"],
+    "fi_info": ["fi_info", "-p", "efa"],
+    "lnet": ["lnetctl", "net", "show"],
+    "lctl": ["lctl", "get_param", "-n", "version"],
+    "ldconfig": ["ldconfig", "-p"],
+    "dmesg": ["dmesg"],
+    "chronyc": ["chronyc", "tracking"],
+    "timedatectl": ["timedatectl", "show"],
+}
+PACKAGES = "packages"  # what Python has installed, as lines NAME==VERSION; asked of Python itself
+ENVIRONMENT = "environment"  # lines NAME=VALUE
+MORE_PLACES = ("/usr/sbin", "/sbin", "/opt/amazon/efa/bin")  # of tools that a user's PATH may lack
+ANSWER_SECONDS = 20.0  # a driver without persistence mode wakes up for seconds
+TIMED_OUT, MISSING = 124, 127  # as timeout(1) and the shell have them
+_DIGITS = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a tool said, and how it ended."""
+
+    text: str = ""
+    code: int = MISSING
+
+    @property
+    def is_there(self) -> bool:
+        return self.code != MISSING
+
+    @property
+    def worked(self) -> bool:
+        return self.code == 0
+
+    @property
+    def timed_out(self) -> bool:
+        return self.code == TIMED_OUT
+
+    @property
+    def first_line(self) -> str:
+        return next((line.strip() for line in self.text.splitlines() if line.strip()), "")
+
+
+class NodeRoot:
+    """The files of a node and the answers of its tools."""
+
+    def __init__(self, path: Path | str = "/", answer_seconds: float = ANSWER_SECONDS) -> None:
+        self.path = Path(path)
+        self.answer_seconds = answer_seconds
+
+    @property
+    def is_live(self) -> bool:
+        return self.path == Path("/")
+
+    def at(self, path: str) -> Path:
+        return self.path / path.lstrip("/")
+
+    def read(self, path: str) -> str:
+        """The text of a file, without the space around it."""
+        try:
+            return self.at(path).read_text(encoding="utf-8", errors="replace").strip()
+        except (OSError, ValueError):
+            return ""
+
+    def number(self, path: str) -> int | None:
+        text = self.read(path)
+        return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+    def names(self, folder: str) -> list[str]:
+        """What is in a folder, mlx5_2 before mlx5_10."""
+        try:
+            return sorted((entry.name for entry in self.at(folder).iterdir()), key=_in_order)
+        except OSError:
+            return []
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(self.at(path))
+
+    def link(self, path: str) -> str:
+        """The name of what a link points to: how sysfs tells a device's driver."""
+        try:
+            return os.path.basename(os.readlink(self.at(path)))
+        except OSError:
+            return ""
+
+    def ask(self, name: str) -> Answer:
+        """What one of COMMANDS said."""
+        return self._answers[name]
+
+    @cached_property
+    def environment(self) -> dict[str, str]:
+        """The variables a job on this node would find."""
+        if self.is_live:
+            return dict(os.environ)
+        return dict(_pairs(self.read(f"commands/{ENVIRONMENT}.txt").splitlines(), "="))
+
+    @cached_property
+    def packages(self) -> dict[str, str]:
+        """Python packages and their versions, names in small letters with `-`."""
+        if self.is_live:
+            found = ((each.metadata["Name"], each.version) for each in distributions() if each.metadata["Name"])
+            return {_package(name): version for name, version in found}
+        lines = self.read(f"commands/{PACKAGES}.txt").splitlines()
+        return {_package(name): version for name, version in _pairs(lines, "==")}
+
+    @cached_property
+    def _answers(self) -> Mapping[str, Answer]:
+        if not self.is_live:
+            return {name: self._recorded(name) for name in COMMANDS}
+        with ThreadPoolExecutor(len(COMMANDS)) as pool:
+            return dict(zip(COMMANDS, pool.map(self._run, COMMANDS.values()), strict=True))
+
+    def _recorded(self, name: str) -> Answer:
+        text = self.read(f"commands/{name}.txt")
+        if not text:
+            return Answer()
+        first, _, rest = text.partition("\n")
+        failed = re.fullmatch(r"exit (\d+)", first)
+        return Answer(rest, int(failed[1])) if failed else Answer(text, 0)
+
+    def _run(self, command: list[str]) -> Answer:
+        program = shutil.which(command[0], path=os.pathsep.join([os.environ.get("PATH", ""), *MORE_PLACES]))
+        if program is None:
+            return Answer()
+        try:
+            ended = subprocess.run(
+                [program, *command[1:]],
+                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                timeout=self.answer_seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Answer("", TIMED_OUT)
+        except OSError as error:
+            return Answer(str(error), MISSING)
+        said = ended.stdout if ended.returncode == 0 else ended.stdout + ended.stderr
+        return Answer(said.decode(errors="replace").strip(), ended.returncode)
+
+
+def _pairs(lines: Iterable[str], sign: str) -> Iterable[tuple[str, str]]:
+    for line in lines:
+        name, found, value = line.strip().partition(sign)
+        if found:
+            yield name, value
+
+
+def _package(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _in_order(name: str) -> list[int | str]:
+    parts = _DIGITS.split(name)
+    return [int(part) if position % 2 else part for position, part in enumerate(parts)]

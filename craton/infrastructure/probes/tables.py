@@ -1,0 +1,176 @@
+"""The tables of facts beside this file, read once: what XIDs ask for, versions that do not go together, variables that
+hurt, counters that tell of trouble. Every entry has a source and a date.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from importlib import resources
+from typing import Any, Literal
+
+from craton.infrastructure.probes.software import version_numbers
+
+HealthAction = Literal["observe", "restart", "reset", "reboot", "replace"]
+HEALTH_ACTIONS: tuple[HealthAction, ...] = ("observe", "restart", "reset", "reboot", "replace")  # the gravest last
+Gravity = Literal["note", "warn", "fail"]
+_COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt}
+
+
+@dataclass(frozen=True)
+class XidFact:
+    code: int
+    name: str
+    action: HealthAction
+    advice: str
+    source: str
+    date: date
+
+
+@dataclass(frozen=True)
+class BadPair:
+    """Versions that do not go together, on these GPUs or instances where some are named."""
+
+    name: str
+    versions: Mapping[str, str]  # "nccl" → ">=2.19,<2.20"
+    gpus: tuple[str, ...]  # of the catalog; none: any
+    instances: tuple[str, ...]
+    severity: Gravity
+    problem: str
+    remedy: str
+    source: str
+    date: date
+
+    def holds(self, versions: Mapping[str, str], gpu: str = "", instance: str = "") -> bool:
+        """Whether a node has it; a version that is not known never matches."""
+        if self.gpus and gpu not in self.gpus:
+            return False
+        if self.instances and not any(fnmatchcase(instance, pattern) for pattern in self.instances):
+            return False
+        return all(name in versions and is_in(versions[name], wanted) for name, wanted in self.versions.items())
+
+
+@dataclass(frozen=True)
+class Trap:
+    """An environment variable that hurts."""
+
+    variable: str  # may hold *
+    fabric: str  # "efa", "infiniband", "rdma" (either) or "any"
+    values: tuple[str, ...]  # patterns that hurt; none: any value
+    unset: bool  # hurts by being missing
+    severity: Gravity
+    problem: str
+    remedy: str
+    source: str
+    date: date
+
+    def hits(self, environment: Mapping[str, str]) -> list[str]:
+        """The variables of the environment that fall into it; for one that should be set, its name."""
+        if self.unset:
+            return [] if environment.get(self.variable) else [self.variable]
+        return [
+            name
+            for name in sorted(environment)
+            if fnmatchcase(name, self.variable)
+            and (not self.values or any(fnmatchcase(environment[name].lower(), each) for each in self.values))
+        ]
+
+
+@dataclass(frozen=True)
+class CounterFact:
+    """An EFA counter that tells of trouble above a value, or above a share of another counter."""
+
+    name: str
+    share_of: str  # another counter; "": the value itself counts
+    above: float
+    severity: Gravity
+    meaning: str
+    remedy: str
+    source: str
+    date: date
+
+
+@lru_cache(maxsize=1)
+def xid_facts() -> dict[int, XidFact]:
+    found = [XidFact(**entry) for entry in _table("xid.toml")["xid"]]
+    return {fact.code: fact for fact in found}
+
+
+@lru_cache(maxsize=1)
+def recovery_actions() -> dict[str, HealthAction]:
+    """What XID 154 and nvidia-smi call an action → ours; names in small letters."""
+    return {name.lower(): action for name, action in _table("xid.toml")["recovery"]["actions"].items()}
+
+
+def recovery_action(said: str) -> HealthAction:
+    """Ours for the driver's own words; what nobody has seen yet is taken seriously."""
+    return recovery_actions().get(said.lower(), "reboot")
+
+
+@lru_cache(maxsize=1)
+def bad_pairs() -> tuple[BadPair, ...]:
+    return tuple(
+        BadPair(
+            **{
+                **entry,
+                "versions": entry.get("versions", {}),
+                "gpus": tuple(entry.get("gpus", ())),
+                "instances": tuple(entry.get("instances", ())),
+            }
+        )
+        for entry in _table("known_bad.toml")["pair"]
+    )
+
+
+@lru_cache(maxsize=1)
+def traps() -> tuple[Trap, ...]:
+    return tuple(
+        Trap(
+            **{
+                **entry,
+                "fabric": entry.get("fabric", "any"),
+                "values": tuple(entry.get("values", ())),
+                "unset": entry.get("unset", False),
+            }
+        )
+        for entry in _table("environment.toml")["trap"]
+    )
+
+
+@lru_cache(maxsize=1)
+def counter_facts() -> tuple[CounterFact, ...]:
+    return tuple(
+        CounterFact(**{**entry, "share_of": entry.get("share_of", "")}) for entry in _table("efa.toml")["counter"]
+    )
+
+
+def lustre_interfaces(instance: str) -> int:
+    """EFA interfaces that FSx's own setup binds to LNet on an instance; 0: not known."""
+    return int(_table("efa.toml")["lustre_interfaces"]["counts"].get(instance, 0))
+
+
+def is_in(version: str, wanted: str) -> bool:
+    """`2.27.5` is in `>=2.19,<2.28`; versions of different length compare by the numbers both have written out."""
+    numbers = version_numbers(version)
+    if not numbers:
+        return False
+    for part in wanted.split(","):
+        match = re.fullmatch(r"\s*(>=|<=|==|>|<)\s*([\d.]+)\s*", part)
+        assert match, f"{wanted!r} is not a range of versions"
+        limit = version_numbers(match[2])
+        length = max(len(numbers), len(limit))
+        padded, other = ((*each, *(0,) * (length - len(each))) for each in (numbers, limit))
+        if not _COMPARE[match[1]](padded, other):
+            return False
+    return True
+
+
+@lru_cache(maxsize=8)
+def _table(name: str) -> dict[str, Any]:
+    return tomllib.loads(resources.files("craton.infrastructure.probes").joinpath(name).read_text(encoding="utf-8"))

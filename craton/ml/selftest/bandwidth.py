@@ -1,0 +1,121 @@
+"""All-reduce in pairs of nodes (or of GPUs): how fast each pair is, and which one is slow with everybody.
+
+Ranks agree over gloo; what is measured goes over NCCL where there are GPUs, else over gloo. A unit is the ranks of one
+node, so that a pair is what published two-node measurements are of.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from craton.ml.selftest.pairs import Pair, next_pairs, slow_pairs, suspects
+
+GPU_MEGABYTES, CPU_MEGABYTES = 256.0, 4.0
+TRIES, TIMES = 4, 4
+LIMIT = timedelta(seconds=120)  # a partner that never comes is an error, no hang
+
+
+def measure_pairs(unit_ranks: int, megabytes: float | None, expected: float) -> dict[str, Any] | None:
+    """What rank 0 found; None on the others."""
+    rank, world, local = place()
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local % torch.cuda.device_count()) if is_gpu else torch.device("cpu")
+    if is_gpu:
+        torch.cuda.set_device(device)
+    if world % unit_ranks:
+        raise SystemExit(f"{world} ranks are no whole number of units of {unit_ranks}; start as many on every node")
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=LIMIT)
+    try:
+        return _measure(rank, unit_ranks, megabytes or (GPU_MEGABYTES if is_gpu else CPU_MEGABYTES), expected, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def place() -> tuple[int, int, int]:
+    """(rank, world, rank on this node), as torchrun or srun say."""
+    environment = os.environ
+    if "RANK" in environment:
+        rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        return rank, world, int(environment.get("LOCAL_RANK", 0))
+    if "SLURM_PROCID" in environment:
+        rank, world = int(environment["SLURM_PROCID"]), int(environment["SLURM_NTASKS"])
+        return rank, world, int(environment["SLURM_LOCALID"])
+    raise SystemExit("set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start it with srun or torchrun")
+
+
+def _measure(
+    rank: int, unit_ranks: int, megabytes: float, expected: float, device: torch.device
+) -> dict[str, Any] | None:
+    units = dist.get_world_size() // unit_ranks
+    names = _gathered(os.environ.get("SLURMD_NODENAME") or socket.gethostname())[::unit_ranks]
+    buffer = torch.ones(int(megabytes * 2**20) // 4, dtype=torch.float32, device=device)
+    rounds: list[dict[Pair, float]] = []
+    while pairs := next_pairs(rounds, units, expected):
+        rounds.append(_round(pairs, rank, unit_ranks, buffer))
+    if rank:
+        return None
+    return {
+        "backend": _backend(device),
+        "names": names,
+        "unit_ranks": unit_ranks,
+        "size_bytes": buffer.numel() * 4,
+        "expected_bytes_per_second": expected,
+        "rounds": [[{"pair": pair, "bytes_per_second": rate} for pair, rate in each.items()] for each in rounds],
+        "slow_pairs": sorted(slow_pairs(rounds, expected)),
+        "slow_units": suspects(rounds, units, expected),
+    }
+
+
+def _round(pairs: list[Pair], rank: int, unit_ranks: int, buffer: torch.Tensor) -> dict[Pair, float]:
+    """Buffer bytes per second of every pair, all measured at the same time."""
+    mine: tuple[Pair, Any] | None = None
+    for pair in pairs:  # every rank makes every group, in the same order: torch asks for that
+        members = [unit * unit_ranks + each for unit in pair for each in range(unit_ranks)]
+        group = dist.new_group(members, timeout=LIMIT, backend=_backend(buffer.device))
+        if rank in members:
+            mine = pair, group
+    seconds = exchange(buffer, mine[1]) if mine else 0.0
+    if mine:
+        dist.destroy_process_group(mine[1])
+    told = _gathered((mine[0], seconds) if mine else None)
+    slowest: dict[Pair, float] = {}
+    for each in told:
+        if each is not None:
+            slowest[each[0]] = max(slowest.get(each[0], 0.0), each[1])
+    return {pair: buffer.numel() * buffer.element_size() / slowest[pair] for pair in pairs}
+
+
+def exchange(buffer: torch.Tensor, group: Any) -> float:
+    """Seconds of one all-reduce of the buffer in the group, by the best of some tries: what else the machines do makes
+    one slower, never faster. Of maxima, which never overflow."""
+    best = float("inf")
+    for _ in range(1 + TRIES):  # the first one, which makes the connections, is never the best
+        _wait(buffer)
+        begin = time.perf_counter()
+        for _ in range(TIMES):
+            dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=group)
+        _wait(buffer)
+        best = min(best, (time.perf_counter() - begin) / TIMES)
+    return best
+
+
+def _gathered(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _wait(buffer: torch.Tensor) -> None:
+    if buffer.is_cuda:
+        torch.cuda.synchronize(buffer.device)

@@ -1,0 +1,190 @@
+"""A card that computes wrong: the same seeded products and attention again and again, every result compared bit by bit
+with the first, and the first by its hash with those of other cards.
+
+Results are the same from run to run on one kind of device with one build of torch: inputs are made on the processor
+from a seed, and only kernels are used that add in a fixed order. What differs is the hardware.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+SEED = 20261115
+GPU_SECONDS, CPU_SECONDS = 20.0, 1.0
+BATCH_SECONDS = 0.25  # of work between two looks at the clock
+CHECKED_ROWS = 8  # of a product, compared with the processor's in fp64
+FP8_CAPABILITY = (8, 9)
+# How far a product may be from fp64's: the rounding of its inputs is in both, that of its output is not.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+@dataclass
+class DeviceResult:
+    """What one device did."""
+
+    device: str  # cuda:3 or cpu
+    name: str
+    torch: str
+    cuda: str
+    hashes: dict[str, str] = field(default_factory=dict)  # operation → sha256 of its result
+    repeats: dict[str, int] = field(default_factory=dict)
+    mismatches: dict[str, int] = field(default_factory=dict)  # repeats whose result was another
+    wrong: list[str] = field(default_factory=list)  # operations whose result is far from the processor's
+    tflops: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Operation:
+    run: Callable[[], Tensor]
+    flops: float
+    reference: Callable[[], Tensor] | None = None  # the first rows, in fp64 on the processor
+
+
+def check_devices(seconds: float | None = None) -> list[dict[str, Any]]:
+    """All GPUs at the same time, as a run would load them; without one, the processor."""
+    # cuBLAS adds in a fixed order only with a workspace of its own.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(True)
+    # Chosen once and for all threads: torch keeps the choice for the whole process.
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            torch.set_num_threads(1)  # how a sum is cut into threads must not depend on how busy the machine is
+            return [asdict(check_device(torch.device("cpu"), seconds or CPU_SECONDS))]
+        devices = [torch.device("cuda", number) for number in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            results = list(pool.map(lambda device: check_device(device, seconds or GPU_SECONDS), devices))
+    return [asdict(result) for result in results]
+
+
+def check_device(device: torch.device, seconds: float) -> DeviceResult:
+    """Every operation for its share of the time; what CUDA raises is part of the result."""
+    result = DeviceResult(str(device), device_name(device), torch.__version__, torch.version.cuda or "")
+    begin = time.perf_counter()
+    try:
+        work = operations(device)
+        for name, operation in work.items():
+            _repeat(name, operation, device, seconds / len(work), result)
+    except RuntimeError as error:  # CUDA's errors, out of memory among them
+        result.error = str(error).strip().partition("\n")[0]
+    result.seconds = time.perf_counter() - begin
+    return result
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "processor")
+
+
+def operations(device: torch.device) -> dict[str, Operation]:
+    """bf16, fp32 and, where the card has it, fp8 products; causal attention in bf16."""
+    is_gpu = device.type == "cuda"
+    wide, narrow = (4096, 2048) if is_gpu else (256, 192)
+    found = {
+        "matmul_bf16": _product(wide, torch.bfloat16, device),
+        "matmul_fp32": _product(narrow, torch.float32, device),
+        "attention_bf16": _attention(device, *((2, 16, 2048, 128) if is_gpu else (1, 4, 128, 64))),
+    }
+    if is_gpu and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
+        found["matmul_fp8"] = _scaled_product(wide, device)
+    return found
+
+
+def result_hash(result: Tensor) -> str:
+    """Of the bits, so that two NaNs are equal and 0 and -0 are not."""
+    return hashlib.sha256(_bits(result).cpu().numpy().tobytes()).hexdigest()
+
+
+def _repeat(name: str, operation: Operation, device: torch.device, seconds: float, result: DeviceResult) -> None:
+    first = operation.run()
+    _wait(device)
+    result.hashes[name] = result_hash(first)
+    if operation.reference is not None and not _is_near(first[:CHECKED_ROWS], operation.reference()):
+        result.wrong.append(name)
+    wanted = _bits(first)
+    begin = time.perf_counter()
+    operation.run()
+    _wait(device)
+    batch = max(1, min(1000, int(BATCH_SECONDS / max(time.perf_counter() - begin, 1e-6))))
+    differing = torch.zeros((), dtype=torch.int64, device=device)
+    repeats, spent, end = 0, 0.0, time.perf_counter() + seconds
+    while not repeats or time.perf_counter() < end:
+        begin = time.perf_counter()
+        for _ in range(batch):
+            differing += (_bits(operation.run()) != wanted).any()
+        _wait(device)
+        spent += time.perf_counter() - begin
+        repeats += batch
+    result.repeats[name] = repeats
+    result.mismatches[name] = int(differing)
+    result.tflops[name] = repeats * operation.flops / spent / 1e12
+
+
+def _product(size: int, dtype: torch.dtype, device: torch.device) -> Operation:
+    left, right = _random(1, size, size).to(dtype), _random(2, size, size).to(dtype)
+    on_left, on_right = left.to(device), right.to(device)
+    return Operation(
+        run=lambda: on_left @ on_right,
+        flops=2.0 * size**3,
+        reference=lambda: left[:CHECKED_ROWS].double() @ right.double(),
+    )
+
+
+def _scaled_product(size: int, device: torch.device) -> Operation:
+    # The second one is given transposed: cuBLAS has fp8 products of a row-major and a column-major matrix only.
+    left = _random(3, size, size).to(device).to(torch.float8_e4m3fn)
+    right = _random(4, size, size).to(device).to(torch.float8_e4m3fn)
+    one = torch.ones((), dtype=torch.float32, device=device)
+    return Operation(
+        run=lambda: torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16),
+        flops=2.0 * size**3,
+        reference=lambda: left[:CHECKED_ROWS].cpu().double() @ right.cpu().double().t(),
+    )
+
+
+def _attention(device: torch.device, batch: int, heads: int, length: int, width: int) -> Operation:
+    query, key, value = (_random(seed, batch, heads, length, width).bfloat16().to(device) for seed in (5, 6, 7))
+
+    return Operation(
+        run=lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True),
+        flops=2.0 * batch * heads * length**2 * width,
+    )
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(SEED + seed))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def _is_near(found: Tensor, wanted: Tensor) -> bool:
+    scale = wanted.abs().max()
+    error = (found.cpu().double() - wanted).abs().max() / scale
+    return bool(error <= TOLERANCE[found.dtype])  # not a number is not near
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

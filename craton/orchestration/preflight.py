@@ -1,0 +1,176 @@
+"""Pre-flight: is this node what the job was promised, before its first step?
+
+`examine` reads a node and judges it; `preflight` does so for a run about to start here and writes what it found into
+the run's events; `diagnose` is `craton doctor` on one machine. All checks are pure functions of what the probes read
+(`preflight_gpus`, `_network`, `_host`, `_software`), so the image of a node is judged like the node.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from craton.agent import Launch
+from craton.infrastructure import (
+    CatalogError,
+    Instance,
+    NodeReport,
+    NodeRoot,
+    instance,
+    probe_node,
+    report_json,
+    resolve_cluster,
+)
+from craton.job import ClusterRef, load_cluster, load_job
+from craton.orchestration.errors import StartError
+from craton.orchestration.preflight_finding import Expected, Finding, ordered, worst
+from craton.orchestration.preflight_gang import check_bandwidth, check_compute
+from craton.orchestration.preflight_gpus import check_gpus
+from craton.orchestration.preflight_host import check_host
+from craton.orchestration.preflight_network import check_network
+from craton.orchestration.preflight_selftest import run_bandwidth, run_compute
+from craton.orchestration.preflight_software import check_software
+from craton.planning import pair_bytes_per_second
+from craton.telemetry import LineWriter, RunDirectory
+
+SCHEMA = 1
+MEASURED_BYTES = 256 * 2**20  # what the bandwidth test moves on GPUs
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `craton doctor` found on one node, or on several together."""
+
+    findings: list[Finding]
+    nodes: list[dict[str, Any]] = field(default_factory=list)  # node, instance, report, compute
+    bandwidth: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Keys are added, never changed, within a schema."""
+        return {
+            "schema": SCHEMA,
+            "worst": worst(self.findings),
+            "findings": [finding.to_json() for finding in self.findings],
+            "nodes": self.nodes,
+            "bandwidth": self.bandwidth,
+        }
+
+
+def examine(
+    root: NodeRoot, expected: Expected | None = None, environment: Mapping[str, str] | None = None
+) -> tuple[NodeReport, list[Finding]]:
+    """Reads a node and judges it, the gravest first. Without expectations a node is what it says it is."""
+    report = probe_node(root)
+    wanted = expected if expected is not None else Expected(instance_of(report))
+    return report, judge(report, wanted, root.environment if environment is None else environment)
+
+
+def judge(report: NodeReport, expected: Expected, environment: Mapping[str, str]) -> list[Finding]:
+    return ordered(
+        [
+            *check_gpus(report, expected),
+            *check_network(report, expected, environment),
+            *check_host(report, expected, environment),
+            *check_software(report, expected),
+        ]
+    )
+
+
+def instance_of(report: NodeReport) -> Instance | None:
+    """The catalog's entry of what the machine says it is: EC2 writes the instance type where others have a model."""
+    try:
+        return instance(report.host.product) if report.host.product else None
+    except CatalogError:
+        return None
+
+
+def expected_of(cluster: str | None) -> Expected | None:
+    """What the nodes of a cluster file, or of a catalog name, should be; None without either."""
+    if cluster is None:
+        return None
+    if not cluster.endswith((".yaml", ".yml")) and "/" not in cluster:
+        return Expected(instance(cluster))
+    file = load_cluster(cluster)
+    if file.machine == "local":
+        return Expected()
+    return Expected(resolve_cluster(ClusterRef(instance=file.machine, num_nodes=1, file=file)).instance)
+
+
+def preflight(run: RunDirectory, launch: Launch, node: str, root: NodeRoot | None = None) -> list[Finding]:
+    """The quick checks of one of a run's nodes, on that node, before its agent starts; recorded as an event.
+
+    Whoever launches decides: a `fail` is a node to leave out. Nothing is measured, so a healthy node is through in
+    less than two seconds.
+    """
+    begin = time.monotonic()
+    place = root or NodeRoot()
+    job = load_job(run.job_path)
+    needed = launch.ranks_per_node if launch.gpus else 0
+    node_type = None if job.cluster.is_local else resolve_cluster(job.cluster, job.price).instance
+    _, found = examine(place, Expected(node_type, needed), {**place.environment, **launch.env})
+    findings = [replace(finding, node=node) for finding in found]
+    # Before its agent is started nobody else writes to the node's file, which has one writer at a time.
+    record_preflight(run, launch.generation, node, findings, time.monotonic() - begin)
+    return findings
+
+
+def record_preflight(run: RunDirectory, generation: int, node: str, findings: list[Finding], seconds: float) -> None:
+    """One event: how it went, how long it took, and everything that is not fine."""
+    told = [finding.to_json() for finding in findings if finding.severity != "ok"]
+    line = {
+        "time": time.time(),
+        "step": 0,
+        "generation": generation,
+        "node": node,
+        "event": "preflight",
+        "worst": worst(findings),
+        "seconds": round(seconds, 3),
+        "checks": len(findings),
+        "findings": told,
+    }
+    writer = LineWriter(run.events_path(node))
+    writer.append([json.dumps(line, separators=(",", ":")).encode()])
+    writer.close()
+
+
+def node_name(report: NodeReport, root: NodeRoot) -> str:
+    """As Slurm calls the node, where it started this; else as it calls itself."""
+    return root.environment.get("SLURMD_NODENAME") or report.host.name or root.path.name or socket.gethostname()
+
+
+def diagnose(
+    root: Path | None = None, cluster: str | None = None, *, compute: bool = False, bandwidth: bool = False
+) -> Diagnosis:
+    """This machine, or the image of a node; with its self-tests where they are asked for."""
+    if root is not None and (compute or bandwidth):
+        raise StartError("--root reads the image of a node, which cannot compute; leave out --compute and --bandwidth")
+    if root is not None and not root.is_dir():
+        raise StartError(f"--root {root} is not a folder; give the root of a node image (docs/doctor.md)")
+    place = NodeRoot(root) if root is not None else NodeRoot()
+    wanted = expected_of(cluster)
+    report, findings = examine(place, wanted)
+    name = node_name(report, place)
+    machine = wanted.instance if wanted is not None else instance_of(report)
+    devices: list[dict[str, Any]] = []
+    measured = None
+    if compute:
+        devices = run_compute()
+        findings += check_compute({name: devices})
+    if bandwidth:
+        count = len(report.gpus.cards)
+        due = pair_bytes_per_second(machine, MEASURED_BYTES, between_nodes=False) if machine and count > 1 else 0.0
+        measured = run_bandwidth(count, due)
+        findings += check_bandwidth(measured)
+    node = {
+        "node": name,
+        "instance": machine.name if machine else None,
+        "report": report_json(report),
+        "compute": devices,
+    }
+    found = ordered(replace(finding, node=finding.node or name) for finding in findings)
+    return Diagnosis(found, [node], measured)

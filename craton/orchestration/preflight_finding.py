@@ -1,0 +1,56 @@
+"""What a check of a node says: in which layer, what it looked at, how grave, what it saw, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from craton.infrastructure import Instance
+
+Severity = Literal["ok", "note", "warn", "fail"]
+Layer = Literal["infrastructure", "orchestration", "ML software", "observability"]
+SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warn", "fail")  # the gravest last
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`fail`: a run here would fail, or lie, or crawl. `warn`: it costs something. `note`: worth knowing."""
+
+    layer: Layer
+    what: str  # stable: `gpu_count`, `nvlink`, ...
+    severity: Severity
+    evidence: str
+    remedy: str = ""
+    node: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a node should be: an instance of the catalog or of a cluster file, or at least so many GPUs."""
+
+    instance: Instance | None = None
+    num_gpus: int = 0  # that a run starts ranks for; 0: any
+
+    @property
+    def gpus(self) -> int:
+        """What a run needs, else what the instance has; 0: nothing is known."""
+        if self.num_gpus or self.instance is None or self.instance.gpu.generation == "cpu":
+            return self.num_gpus
+        return self.instance.num_gpus
+
+    @property
+    def name(self) -> str:
+        return self.instance.name if self.instance else "this run"
+
+
+def worst(findings: Iterable[Finding]) -> Severity:
+    return max((finding.severity for finding in findings), key=SEVERITIES.index, default="ok")
+
+
+def ordered(findings: Iterable[Finding]) -> list[Finding]:
+    """The gravest first, otherwise as they came."""
+    return sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity))

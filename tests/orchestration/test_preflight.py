@@ -1,0 +1,366 @@
+"""Pre-flight: every known degradation of a node is named, a healthy node raises no alarm, and a run records it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from infrastructure.node_images import DEGRADED, HEALTHY, Degraded, lab_cluster_file
+from slurm_lab import SlurmLab
+
+from craton.agent import Launch
+from craton.infrastructure import (
+    HEALTH_ACTIONS,
+    Instance,
+    NodeRoot,
+    bad_pairs,
+    counter_facts,
+    instance,
+    traps,
+    xid_facts,
+)
+from craton.job import load_cluster
+from craton.orchestration import Expected, Finding, diagnose, diagnose_nodes, examine, preflight, worst
+from craton.orchestration.preflight import expected_of
+from craton.orchestration.preflight_finding import SEVERITIES
+from craton.orchestration.preflight_gang import check_bandwidth, check_compute
+from craton.orchestration.preflight_gpus import is_model
+from craton.orchestration.preflight_nccl_log import check_nccl_log, read_nccl_log
+from craton.orchestration.preflight_slurm import joined, srun_words
+from craton.telemetry import RunDirectory, read_lines
+
+LAYERS = ("infrastructure", "orchestration", "ML software", "observability")
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    path = tmp_path / "lab.yaml"
+    path.write_text(lab_cluster_file(), encoding="utf-8")
+    return path
+
+
+def findings_of(base: str, root: Path, lab: Path) -> list[Finding]:
+    expected = expected_of(str(lab)) if base == "lab-h100" else None
+    return examine(NodeRoot(root), expected)[1]
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_healthy_node_raises_no_alarm(kind: str, tmp_path: Path, lab: Path) -> None:
+    found = findings_of(kind, HEALTHY[kind]().write(tmp_path / "node"), lab)
+    assert [finding for finding in found if finding.severity in ("warn", "fail")] == []
+    assert len([finding for finding in found if finding.severity == "ok"]) >= 4
+
+
+def test_there_are_as_many_images_as_promised() -> None:
+    assert len(DEGRADED) >= 20
+    assert len(DEGRADED) + len(HEALTHY) >= 24
+    assert {case.base for case in DEGRADED} >= {"p5", "p5en", "p6-b200", "p6-b300", "lab-h100"}
+
+
+@pytest.mark.parametrize("case", DEGRADED, ids=lambda case: case.name.replace(" ", "-"))
+def test_a_degradation_is_found(case: Degraded, tmp_path: Path, lab: Path) -> None:
+    found = findings_of(case.base, case.node().write(tmp_path / "node"), lab)
+    matching = [finding for finding in found if finding.what == case.what and case.evidence in finding.evidence]
+    assert [finding.severity for finding in matching] == [case.severity], [
+        (finding.what, finding.severity, finding.evidence) for finding in found if finding.severity != "ok"
+    ]
+    assert matching[0].remedy
+    assert matching[0].layer in LAYERS
+    assert found == sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity))
+    assert SEVERITIES.index(worst(found)) >= SEVERITIES.index(case.severity)  # type: ignore[arg-type]
+
+
+def test_a_card_that_recovered_is_no_alarm(tmp_path: Path) -> None:
+    node = HEALTHY["p5"]()
+    node.log += [
+        "NVRM: Xid (PCI:0000:63:00): 95, pid=1, uncontained",
+        "NVRM: Xid (PCI:0000:63:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)",
+        "NVRM: Xid (PCI:0000:63:00): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)",
+    ]
+    found = [finding for finding in examine(NodeRoot(node.write(tmp_path)))[1] if finding.what == "xid"]
+    assert [finding.severity for finding in found] == ["note"]
+    assert "XID 95" in found[0].evidence
+
+
+def test_a_users_bug_is_not_the_nodes_fault(tmp_path: Path) -> None:
+    node = HEALTHY["p5"]()
+    node.log.append("NVRM: Xid (PCI:0000:63:00): 31, pid=4711, name=python, MMU Fault: ENGINE GRAPHICS")
+    found = [finding for finding in examine(NodeRoot(node.write(tmp_path)))[1] if finding.what == "xid"]
+    assert [(finding.severity, "usually the program" in finding.remedy) for finding in found] == [("note", True)]
+    assert "GPU 1 (0000:63:00.0)" in found[0].evidence
+
+
+def test_a_job_that_was_given_two_of_eight_gpus_is_content(tmp_path: Path) -> None:
+    node = HEALTHY["p5-pod"]()
+    node.hidden_cards = [card.bus for card in node.cards[2:]]
+    del node.cards[2:]
+    _, found = examine(NodeRoot(node.write(tmp_path)), Expected(instance("p5"), num_gpus=2))
+    assert {finding.what: finding.severity for finding in found}["gpu_count"] == "ok"
+
+
+def test_every_entry_of_the_tables_has_a_source_and_can_be_acted_on() -> None:
+    for fact in xid_facts().values():
+        assert fact.action in HEALTH_ACTIONS
+        assert fact.advice
+    for entry in (*xid_facts().values(), *bad_pairs(), *traps(), *counter_facts()):
+        assert entry.source
+        assert entry.date.year >= 2024
+    assert xid_facts()[79].action == "reboot"
+    assert (xid_facts()[63].action, xid_facts()[64].action) == ("observe", "replace")  # not the other way round
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "is_it"),
+    [
+        ("NVIDIA H100 80GB HBM3", "p5", True),
+        ("NVIDIA H200", "p5en", True),
+        ("NVIDIA H200", "p5", False),
+        ("NVIDIA B300 SXM6 AC", "p6-b300", True),
+        ("NVIDIA B200", "p6-b300", False),
+        ("NVIDIA GH200 480GB", "p5en", False),
+    ],
+)
+def test_cards_are_known_by_their_names(name: str, kind: str, is_it: bool) -> None:
+    assert is_model(name, instance(kind).gpu) is is_it
+
+
+def test_preflight_is_quick_and_becomes_an_event(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "runs", "job")
+    run.job_path.write_text("kind: command\ncluster: p5 x 2\ncommand: 'true'\n", encoding="utf-8")
+    launch = Launch(3, ["node-0", "node-1"], 8, ["true"], env={"NCCL_PROTO": "simple"}, gpus=True)
+    node = HEALTHY["p5"]()
+    node.cards[1].xml["remapped_rows/remapped_row_failure"] = "Yes"
+    begin = time.monotonic()
+    found = preflight(run, launch, "node-1", NodeRoot(node.write(tmp_path / "node")))
+    assert time.monotonic() - begin < 2.0
+    assert {finding.node for finding in found} == {"node-1"}
+    (event,) = read_lines(run.events_path("node-1"))[0]
+    assert (event["event"], event["generation"], event["worst"], event["checks"]) == (
+        "preflight",
+        3,
+        "fail",
+        len(found),
+    )
+    told = {finding["what"]: finding for finding in event["findings"]}
+    assert told["gpu_row_remap"]["severity"] == "fail"
+    assert "NCCL_PROTO=simple" in told["environment"]["evidence"]  # of the launch, not of this shell
+
+
+def test_preflight_of_a_local_run_needs_no_catalog(tmp_path: Path) -> None:
+    """On this machine, whatever it is: nothing is measured, so it is through at once."""
+    run = RunDirectory.create(tmp_path / "runs", "job")
+    run.job_path.write_text("kind: command\ncluster: local x 2\ncommand: 'true'\n", encoding="utf-8")
+    begin = time.monotonic()
+    found = preflight(run, Launch(0, ["node-0"], 1, ["true"]), "node-0")
+    assert time.monotonic() - begin < 5.0
+    assert {finding.what for finding in found} >= {"processors", "shared_memory", "open_files"}
+
+
+NCCL = "ip-10-0-0-7:41:41 [0] NCCL INFO "
+ON_EFA = "\n".join(
+    [
+        "ip-10-0-0-7:41:41 [0] NCCL INFO NCCL version 2.27.5+cuda12.9",
+        f"{NCCL}NET/OFI Initializing aws-ofi-nccl 1.16.3",
+        f"{NCCL}NET/OFI Selected provider is efa, fabric is efa (found 32 nics)",
+        f"{NCCL}Using network AWS Libfabric",
+        f"{NCCL}Channel 00/0 : 7[7] -> 8[0] [receive] via NET/AWS Libfabric/0/GDRDMA",
+    ]
+)
+ON_SOCKETS = "\n".join(
+    [
+        f"{NCCL}NET/Plugin : dlerror=libnccl-net.so: cannot open shared object file No plugin found (libnccl-net.so)",
+        f"{NCCL}NET/Socket : Using [0]enp1s0:10.0.0.7<0>",
+        f"{NCCL}Using network Socket",
+        f"{NCCL}Channel 00/0 : 7[7] -> 8[0] [receive] via NET/Socket/0",
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "severity", "evidence"),
+    [
+        (ON_EFA, "ok", "NCCL 2.27.5 uses AWS Libfabric"),
+        (ON_SOCKETS, "fail", "uses Socket instead of EFA; it did not find its plugin"),
+        (ON_EFA.replace("found 32", "found 16"), "fail", "on 16 of 32 interfaces"),
+        (ON_EFA.replace("is efa,", "is tcp,"), "fail", "the provider tcp"),
+        (ON_EFA.replace("/GDRDMA", ""), "warn", "without GPUDirect"),
+        (ON_EFA.replace("provider is efa, fabric is efa", "Provider is efa"), "ok", "Libfabric"),
+        ("step 1 loss 2.5", "note", "does not tell"),
+    ],
+)
+def test_nccls_own_word_on_its_network(log: str, severity: str, evidence: str) -> None:
+    (finding,) = check_nccl_log(log, Expected(instance("p5")))
+    assert (finding.severity, evidence in finding.evidence) == (severity, True), finding
+
+
+def test_sockets_are_fine_where_there_is_nothing_else() -> None:
+    assert read_nccl_log(ON_SOCKETS).networks[0] == "Socket"
+    (finding,) = check_nccl_log(ON_SOCKETS, Expected())
+    assert finding.severity == "ok"
+    lab = dataclasses.replace(instance("p5"), efa_version=0, network_interfaces=8)
+    on_infiniband = f"{NCCL}Using network IB\n{NCCL}Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/3/GDRDMA"
+    assert check_nccl_log(on_infiniband, Expected(lab))[0].severity == "ok"
+    assert "instead of InfiniBand" in check_nccl_log(ON_SOCKETS, Expected(lab))[0].evidence
+
+
+def device(number: int, **changed: Any) -> dict[str, Any]:
+    healthy = {
+        "device": f"cuda:{number}",
+        "name": "NVIDIA H200",
+        "torch": "2.11.0",
+        "cuda": "13.0",
+        "hashes": {"matmul_bf16": "aa" * 32, "attention_bf16": "bb" * 32},
+        "repeats": {"matmul_bf16": 1000, "attention_bf16": 1000},
+        "mismatches": {"matmul_bf16": 0, "attention_bf16": 0},
+        "wrong": [],
+        "tflops": {"matmul_bf16": 700.0},
+        "seconds": 20.0,
+        "error": "",
+    }
+    return {**healthy, **changed}
+
+
+def test_cards_that_agree_are_fine() -> None:
+    (finding,) = check_compute({f"g{node}": [device(number) for number in range(8)] for node in range(4)})
+    assert (finding.severity, "32 devices" in finding.evidence) == ("ok", True)
+
+
+def test_the_odd_one_out_is_named() -> None:
+    gang = {f"g{node}": [device(number) for number in range(8)] for node in range(4)}
+    gang["g2"][5]["hashes"] = {"matmul_bf16": "ee" * 32, "attention_bf16": "bb" * 32}
+    (finding,) = check_compute(gang)
+    assert (finding.severity, finding.node) == ("fail", "g2")
+    assert "cuda:5 of g2: matmul_bf16 differs from 31 others" in finding.evidence
+
+
+def test_two_that_disagree_have_no_majority() -> None:
+    gang = {"g1": [device(0)], "g2": [device(0, hashes={"matmul_bf16": "ee" * 32, "attention_bf16": "bb" * 32})]}
+    (finding,) = check_compute(gang)
+    assert (finding.severity, "no majority" in finding.evidence, finding.node) == ("fail", True, "")
+
+
+def test_other_cards_or_another_torch_are_not_compared() -> None:
+    other = {"matmul_bf16": "ee" * 32, "attention_bf16": "ff" * 32}
+    gang = {"g1": [device(0)], "g2": [device(0, name="NVIDIA B200", hashes=other)]}
+    assert [finding.severity for finding in check_compute(gang)] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "evidence"),
+    [
+        ({"mismatches": {"matmul_bf16": 3, "attention_bf16": 0}}, "matmul_bf16 gave another result 3 of 1,000 times"),
+        ({"wrong": ["matmul_bf16"]}, "far from what the processor computes"),
+        ({"error": "CUDA error: an illegal instruction was encountered"}, "illegal instruction"),
+    ],
+)
+def test_a_card_that_disagrees_with_itself_is_named(changed: dict[str, Any], evidence: str) -> None:
+    (finding,) = check_compute({"g1": [device(0), device(1, **changed), device(2)]})
+    assert (finding.severity, finding.node, evidence in finding.evidence) == ("fail", "g1", True)
+    assert "cuda:1" in finding.evidence
+
+
+def test_a_slow_card_is_named() -> None:
+    right, finding = check_compute({"g1": [device(0), device(1, tflops={"matmul_bf16": 500.0}), device(2)]})
+    assert right.severity == "ok"  # it computes right, only slowly
+    assert (finding.what, finding.severity) == ("compute_speed", "warn")
+    assert "cuda:1 of g1: matmul_bf16 at 500 TFLOP/s, the others at 700" in finding.evidence
+
+
+def measured(rates: dict[tuple[int, int], float], slow: list[int], expected: float = 0.0) -> dict[str, Any]:
+    units = max(max(pair) for pair in rates) + 1
+    return {
+        "backend": "nccl",
+        "names": [f"g{unit}" for unit in range(units)],
+        "expected_bytes_per_second": expected,
+        "rounds": [[{"pair": list(pair), "bytes_per_second": rate} for pair, rate in rates.items()]],
+        "slow_pairs": [list(pair) for pair, rate in rates.items() if rate < 100e9],
+        "slow_units": slow,
+    }
+
+
+def test_the_slow_node_is_named_against_the_measured_curve() -> None:
+    rates = {(0, 1): 20e9, (2, 3): 180e9, (1, 2): 181e9, (0, 3): 21e9}
+    (finding,) = check_bandwidth(measured(rates, [0], expected=176e9))
+    assert (finding.severity, finding.node) == ("fail", "g0")
+    assert "g0 is slow with everybody: 20 GB/s with g1, 21 GB/s with g3" in finding.evidence
+    assert "the measured curve says 176 GB/s" in finding.evidence
+
+
+def test_a_bad_path_is_not_a_bad_node() -> None:
+    (finding,) = check_bandwidth(measured({(0, 1): 20e9, (2, 3): 180e9, (1, 2): 181e9, (0, 3): 179e9}, []))
+    assert (finding.severity, "it is the path" in finding.remedy) == ("warn", True)
+
+
+def test_all_slow_is_told_by_the_curve_alone() -> None:
+    rates = {(0, 1): 20e9, (2, 3): 21e9, (1, 2): 20e9, (0, 3): 20e9}
+    (finding,) = check_bandwidth(measured(rates, [0, 1, 2, 3], expected=176e9))
+    assert (finding.severity, "all pairs are slow" in finding.evidence) == ("fail", True)
+    assert check_bandwidth(measured(dict.fromkeys(rates, 200000000000.0), []))[0].severity == "ok"
+
+
+def test_nodes_are_asked_by_one_srun(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    scheduler = "scheduler: {kind: slurm, partition: p5, account: lab; rm -rf}"
+    path.write_text(f"name: c\ninstance: p5\nnodes: 4\n{scheduler}\n", encoding="utf-8")
+    words = srun_words(load_cluster(path), "g[1-4]", 4)
+    assert words[:4] == ["srun", "--nodelist=g[1-4]", "--nodes=4", "--ntasks-per-node=1"]
+    assert "--account=lab; rm -rf" in words  # one word, and no shell to take it for two
+    assert "--gres=gpu:8" in words
+
+
+def test_a_node_that_does_not_answer_is_a_finding() -> None:
+    told = [
+        Finding("infrastructure", "nvlink", "fail", "x", node="g10"),
+        Finding("infrastructure", "compute", "ok", "y"),
+    ]
+    documents = [
+        {"findings": [finding.to_json() for finding in told], "nodes": [{"node": "g10"}]},
+        {"findings": [], "nodes": [{"node": "g9"}]},
+    ]
+    found, entries = joined(["g9", "g10", "g11"], documents, "srun: error: Unable to confirm allocation")
+    assert [(finding.node, finding.what) for finding in found] == [("g10", "nvlink"), ("g11", "answer")]
+    assert "Unable to confirm" in found[1].evidence
+    assert [entry["node"] for entry in entries] == ["g9", "g10"]
+
+
+def test_the_instance_comes_from_the_machine_the_catalog_or_a_cluster_file(tmp_path: Path, lab: Path) -> None:
+    image = HEALTHY["p5en"]().write(tmp_path / "node")
+    assert diagnose(image).nodes[0]["instance"] == "p5en.48xlarge"
+    wrong = diagnose(image, "p6-b200")
+    assert {finding.what for finding in wrong.findings if finding.severity == "fail"} >= {"gpu_model"}
+    of_lab = expected_of(str(lab))
+    assert of_lab is not None
+    assert isinstance(of_lab.instance, Instance)
+    assert (of_lab.gpus, of_lab.instance.network_interfaces) == (8, 8)
+
+
+@pytest.fixture
+def slurm_cluster(tmp_path: Path, slurm: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A real Slurm whose nodes are processes of this machine, and the file that describes it."""
+    monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "runs"))
+    gpu = "{name: none, generation: cpu, flops: {bf16: 1e12}, memory_bytes: 4GB, memory_bytes_per_second: 10GB/s}"
+    hardware = f"{{name: lab, gpu: {gpu}, num_gpus: 1, network_bytes_per_second: 1GB/s}}"
+    path = tmp_path / "slurm.yaml"
+    path.write_text(f"name: lab\nhardware: {hardware}\nnodes: 8\nscheduler: {{kind: slurm, partition: train}}\n")
+    return str(path)
+
+
+def test_nodes_of_a_real_slurm_answer_by_slurms_names(slurm_cluster: str) -> None:
+    found = diagnose_nodes("g[2-3]", slurm_cluster)
+    assert [node["node"] for node in found.nodes] == ["g2", "g3"]
+    assert {finding.node for finding in found.findings} == {"g2", "g3"}
+    assert "answer" not in {finding.what for finding in found.findings}
+
+
+@pytest.mark.slow
+def test_nodes_of_a_real_slurm_measure_each_other(slurm_cluster: str) -> None:
+    found = diagnose_nodes("g[1-3]", slurm_cluster, compute=True, bandwidth=True)
+    assert found.bandwidth is not None
+    assert found.bandwidth["names"] == ["g1", "g2", "g3"]
+    assert [len(one) for one in found.bandwidth["rounds"]][:3] == [1, 1, 1]
+    assert all(node["compute"][0]["hashes"] for node in found.nodes)
+    (compute,) = [finding for finding in found.findings if finding.what == "compute"]
+    assert (compute.severity, "3 devices" in compute.evidence) == ("ok", True)
