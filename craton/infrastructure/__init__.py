@@ -1,6 +1,8 @@
 """The hardware of a job: a catalog of GPUs, instances, prices and storage, the clusters they form, and stored bytes."""
 
 from craton.infrastructure.accelerators import Accelerator, visible_accelerators
+from craton.infrastructure.aws import TARGETS as PROVISION_TARGETS
+from craton.infrastructure.aws import Provisioning, provision
 from craton.infrastructure.catalog import (
     KEYS,
     Catalog,
@@ -16,7 +18,7 @@ from craton.infrastructure.catalog import (
     user_catalog_path,
 )
 from craton.infrastructure.cluster import choose_price, cluster_of, own_price, resized_cluster, resolve_cluster
-from craton.infrastructure.errors import CatalogError, ObjectMissingError, StorageError
+from craton.infrastructure.errors import CatalogError, ObjectMissingError, ProvisionError, StorageError, TopologyError
 from craton.infrastructure.hardware import (
     STALE_PRICE_DAYS,
     Cluster,
@@ -36,6 +38,24 @@ from craton.infrastructure.local import (
     local_machine,
 )
 from craton.infrastructure.microbenchmark import Measurement
+from craton.infrastructure.probes import (
+    HEALTH_ACTIONS,
+    UNLIMITED,
+    GpuState,
+    HealthAction,
+    NodeReport,
+    NodeRoot,
+    Xid,
+    bad_pairs,
+    counter_facts,
+    is_in,
+    lustre_interfaces,
+    probe_node,
+    recovery_action,
+    report_json,
+    traps,
+    xid_facts,
+)
 from craton.infrastructure.storage import (
     CachedFolder,
     GrowingFile,
@@ -49,10 +69,22 @@ from craton.infrastructure.storage import (
     open_store,
     sync_folder,
 )
+from craton.infrastructure.topology import Place, Topology, level_names, natural
+from craton.infrastructure.topology_hostlist import expand as expand_hosts
+from craton.infrastructure.topology_read import read_instance_names, read_topology
+from craton.infrastructure.topology_sources import SOURCES as TOPOLOGY_SOURCES
+from craton.infrastructure.topology_sources import discover as discover_topology
+from craton.infrastructure.topology_write import FORMATS as TOPOLOGY_FORMATS
+from craton.infrastructure.topology_write import written as written_topology
 
 __all__ = [
+    "HEALTH_ACTIONS",
     "KEYS",
+    "PROVISION_TARGETS",
     "STALE_PRICE_DAYS",
+    "TOPOLOGY_FORMATS",
+    "TOPOLOGY_SOURCES",
+    "UNLIMITED",
     "Accelerator",
     "CachedFolder",
     "Catalog",
@@ -61,42 +93,69 @@ __all__ = [
     "Entry",
     "Fact",
     "Gpu",
+    "GpuState",
     "GrowingFile",
+    "HealthAction",
     "Instance",
     "Key",
     "LocalMachine",
     "Measurement",
+    "NodeReport",
+    "NodeRoot",
     "ObjectInfo",
     "ObjectMissingError",
     "ObjectWriter",
+    "Place",
     "Price",
+    "ProvisionError",
+    "Provisioning",
     "PurchaseKind",
     "StorageError",
     "StorageTier",
     "Store",
+    "Topology",
+    "TopologyError",
+    "Xid",
+    "bad_pairs",
     "cache_path",
     "cache_root",
     "choose_price",
     "cluster_of",
     "copy_down",
+    "counter_facts",
+    "discover_topology",
     "entry",
+    "expand_hosts",
     "free_memory_bytes",
     "gpu",
     "gpus",
     "instance",
     "instance_of_machine",
     "instances",
+    "is_in",
+    "level_names",
     "load_catalog",
     "local_instance",
     "local_machine",
+    "lustre_interfaces",
     "mirror",
     "mirror_folder",
+    "natural",
     "open_store",
     "own_price",
     "price_age_days",
+    "probe_node",
+    "provision",
+    "read_instance_names",
+    "read_topology",
+    "recovery_action",
+    "report_json",
     "resized_cluster",
     "resolve_cluster",
     "sync_folder",
+    "traps",
     "user_catalog_path",
     "visible_accelerators",
+    "written_topology",
+    "xid_facts",
 ]

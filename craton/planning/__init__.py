@@ -7,6 +7,8 @@ from craton.planning.corpus import corpus_path
 from craton.planning.inference import Roofline, Roofs, ServedModel, roofs_of
 from craton.planning.inventory import StageInventory, inventory
 from craton.planning.memory import Memory, memory
+from craton.planning.pair_rates import pair_bytes_per_second
+from craton.planning.placed import placed_step_seconds
 from craton.planning.planner import plan, plan_clusters
 from craton.planning.profiles import (
     STACKS,
@@ -93,7 +95,9 @@ __all__ = [
     "load_profile",
     "load_runs",
     "memory",
+    "pair_bytes_per_second",
     "passing_bytes",
+    "placed_step_seconds",
     "plan",
     "plan_clusters",
     "plan_html",

@@ -1,0 +1,6 @@
+"""The cluster itself on AWS, rendered from a cluster file: ParallelCluster, HyperPod, EKS and PCS."""
+
+from craton.infrastructure.aws.provisioning import Provisioning, provision
+from craton.infrastructure.aws.site import TARGETS
+
+__all__ = ["TARGETS", "Provisioning", "provision"]

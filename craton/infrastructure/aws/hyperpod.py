@@ -1,0 +1,110 @@
+"""SageMaker HyperPod: the request that creates the cluster (`aws sagemaker create-cluster --cli-input-json`), its
+lifecycle scripts, and a stack for the file system, which HyperPod only mounts.
+
+EFA and placement are HyperPod's own business; capacity is a training plan.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from craton.infrastructure.aws.scripts import setup_script, slurm_conf_lines, slurm_hooks
+from craton.infrastructure.aws.site import Site
+from craton.infrastructure.aws.stack import storage_stack
+
+DEEP_CHECKS = ["InstanceStress", "InstanceConnectivity"]
+ROOT_VOLUME_GB = 500
+
+
+def hyperpod_slurm(site: Site) -> dict[str, str]:
+    controller = _group(site, "controller", f"ml.{site.aws.head_instance}", 1, "on_create_controller.sh")
+    controller["SlurmConfig"] = {"NodeType": "Controller"}
+    nodes = _nodes(site)
+    nodes["SlurmConfig"] = {"NodeType": "Compute", "PartitionNames": [site.queue]}
+    request = _request(site, [controller, nodes])
+    request["Orchestrator"] = {"Slurm": {"SlurmConfigStrategy": "Merge"}}  # keeps the lines that our script adds
+    return {
+        "create-cluster.json": _json(request),
+        **storage_stack(site),
+        "scripts/on_create.sh": setup_script(site),
+        "scripts/on_create_controller.sh": _controller(site),
+        **{f"scripts/{name}": text for name, text in slurm_hooks(site).items()},
+    }
+
+
+def hyperpod_eks(site: Site) -> dict[str, str]:
+    """Deep health checks run before a node takes work; device plugins come with HyperPod's own chart."""
+    nodes = _nodes(site)
+    nodes["OnStartDeepHealthChecks"] = DEEP_CHECKS
+    scheduler = site.file.scheduler
+    if scheduler and scheduler.tolerations:
+        taints = [{"Key": key, "Value": "present", "Effect": "NoSchedule"} for key in scheduler.tolerations]
+        nodes["KubernetesConfig"] = {"Taints": taints}
+    request = _request(site, [nodes])
+    request["Orchestrator"] = {"Eks": {"ClusterArn": site.aws.eks_cluster}}
+    return {
+        "create-cluster.json": _json(request),
+        **storage_stack(site),
+        "scripts/on_create.sh": "#!/bin/bash\n# Nothing to set up: what nodes need comes as pods.\nexit 0\n",
+    }
+
+
+def _request(site: Site, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "ClusterName": site.name,
+        "InstanceGroups": groups,
+        "VpcConfig": {"SecurityGroupIds": list(site.aws.security_groups), "Subnets": [site.aws.subnet]},
+        "NodeRecovery": "Automatic" if site.file.health.policy == "replace" else "None",
+        "Tags": [{"Key": "craton:cluster", "Value": site.name}],
+    }
+
+
+def _nodes(site: Site) -> dict[str, Any]:
+    group = _group(site, site.queue, f"ml.{site.instance.name}", site.num_nodes, "on_create.sh")
+    if site.aws.training_plan:
+        group["TrainingPlanArn"] = site.aws.training_plan
+    if site.aws.image:
+        group["ImageId"] = site.aws.image
+    return group
+
+
+def _group(site: Site, name: str, machine: str, count: int, script: str) -> dict[str, Any]:
+    storage: list[dict[str, Any]] = [{"EbsVolumeConfig": {"VolumeSizeInGB": ROOT_VOLUME_GB}}]
+    lustre = site.lustre
+    if lustre.file_system:
+        mount = {
+            "DnsName": f"{lustre.file_system}.fsx.{site.region}.amazonaws.com",
+            "MountName": lustre.mount_name,
+            "MountPath": lustre.path,
+        }
+        storage.append({"FsxLustreConfig": mount})
+    return {
+        "InstanceGroupName": name,
+        "InstanceType": machine,
+        "InstanceCount": count,
+        "LifeCycleConfig": {"SourceS3Uri": site.scripts, "OnCreate": script},
+        "ExecutionRole": site.aws.execution_role,
+        "ThreadsPerCore": 1,
+        "InstanceStorageConfigs": storage,
+    }
+
+
+def _controller(site: Site) -> str:
+    lines = "\n".join(slurm_conf_lines())
+    return f"""\
+{setup_script(site)}
+# Slurm's prolog, epilog and health check; written once, whatever the script is run again for.
+conf=/opt/slurm/etc/slurm.conf
+if [ -f "$conf" ] && ! grep -q '^# craton' "$conf"; then
+  cat >> "$conf" <<'CONF'
+# craton
+{lines}
+CONF
+  systemctl is-active --quiet slurmctld && scontrol reconfigure || true
+fi
+"""
+
+
+def _json(request: dict[str, Any]) -> str:
+    return json.dumps(request, indent=2) + "\n"

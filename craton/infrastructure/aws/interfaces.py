@@ -1,0 +1,59 @@
+"""Network interfaces of an instance: one with an address, and an EFA on every card that has it.
+
+A node whose interfaces are left to defaults uses one card of 32 and says nothing: this table keeps it from that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from craton.infrastructure.aws.site import Site, facts
+from craton.infrastructure.errors import ProvisionError
+
+LAYER_LABEL = "topology.k8s.aws/network-node-layer-{}"
+
+
+@dataclass(frozen=True)
+class Interface:
+    card: int
+    device: int
+    kind: str  # "interface" (ENA, has an address) or "efa-only"
+
+
+def interfaces(site: Site) -> list[Interface]:
+    """In the order of cards. The first is the ENA interface; as many EFA follow as the catalog counts."""
+    known = facts()["cards"].get(site.instance.name, {})
+    efa = site.instance.network_interfaces if site.instance.efa_version else 0
+    first = bool(known.get("first_card_has_efa", True))
+    cards = site.aws.network_cards or int(known.get("network_cards", max(1, efa)))
+    found = [Interface(0, 0, "interface")]
+    if efa and first:
+        found.append(Interface(0, 1, "efa-only"))
+    found += [Interface(card, 0, "efa-only") for card in range(1, cards)] if efa else []
+    made = sum(interface.kind == "efa-only" for interface in found)
+    if made != efa:
+        raise ProvisionError(
+            [
+                f"{site.name}: {site.instance.name} has {efa} EFA by the catalog, but {cards} network cards would "
+                f"carry {made}; set aws.network_cards, or correct the catalog"
+            ]
+        )
+    return found
+
+
+def network_layers(site: Site) -> int:
+    known = facts()["layers"]
+    return int(known.get(site.instance.name, known["default"]))
+
+
+def level_labels(site: Site) -> dict[str, str]:
+    """Level → node label, broadest first: what the cluster file says, else the labels that EKS sets by itself."""
+    stated = site.file.levels
+    labels = {
+        name: level.label for name in ("zone", "spine", "leaf") if (level := getattr(stated, name)) and level.label
+    }
+    if labels:
+        return labels
+    layers = network_layers(site)
+    names = ["leaf", "spine", "core", "core-2"][:layers]
+    return {name: LAYER_LABEL.format(layers - index) for index, name in reversed(list(enumerate(names)))}

@@ -1,0 +1,132 @@
+"""A cluster file to all the files that make its cluster on AWS. Pure: nothing is asked, nothing is created."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from craton.infrastructure.aws.eks import eks_stack
+from craton.infrastructure.aws.hyperpod import hyperpod_eks, hyperpod_slurm
+from craton.infrastructure.aws.interfaces import level_labels
+from craton.infrastructure.aws.nodes import device_plugins, health_checks, karpenter, shared_volume
+from craton.infrastructure.aws.parallelcluster import parallelcluster
+from craton.infrastructure.aws.pcs import pcs
+from craton.infrastructure.aws.prometheus import prometheus_config
+from craton.infrastructure.aws.queues import machine_label, queue_objects
+from craton.infrastructure.aws.site import SLURM_TARGETS, Site, site_of
+from craton.job import ClusterFile
+
+
+@dataclass(frozen=True)
+class Provisioning:
+    """Files to be read and used by a person: name → text; `notes` is what they should know before."""
+
+    target: str
+    files: dict[str, str]
+    notes: tuple[str, ...]
+    steps: tuple[str, ...]  # what to do with the files, in order
+
+
+def provision(file: ClusterFile, target: str) -> Provisioning:
+    """Everything that `target` takes for the cluster of the file; ProvisionError tells all that is missing."""
+    site = site_of(file, target)
+    files = _files(site, target)
+    notes, steps = (*site.notes, *_notes(site, target)), _steps(site, target, files)
+    files["README.md"] = _readme(site, target, notes, steps)
+    return Provisioning(target, files, notes, steps)
+
+
+def _files(site: Site, target: str) -> dict[str, str]:
+    machine = machine_label(site, target)
+    files = {
+        "parallelcluster": parallelcluster,
+        "hyperpod-slurm": hyperpod_slurm,
+        "pcs": pcs,
+        "hyperpod-eks": hyperpod_eks,
+        "eks": eks_stack,
+    }[target](site)
+    if target not in SLURM_TARGETS:
+        if target == "eks":
+            files |= device_plugins(site, machine) | karpenter(site)
+        files |= queue_objects(site, machine) | shared_volume(site) | health_checks(site, machine)
+    return files | prometheus_config(site, target)
+
+
+def _notes(site: Site, target: str) -> list[str]:
+    notes = []
+    if target not in SLURM_TARGETS:
+        stated = site.file.levels
+        if not any(level and level.label for level in (stated.leaf, stated.spine, stated.zone)):
+            known = {name: label for name, label in level_labels(site).items() if name in ("leaf", "spine")}
+            labels = ", ".join(f"{name}: {{label: {label}}}" for name, label in known.items())
+            notes.append(f"for `placement: {{within: leaf}}` put into the cluster file: levels: {{{labels}}}")
+        if not (site.file.scheduler and site.file.scheduler.image):
+            notes.append("no health check was written: it runs in scheduler.image, which the cluster file leaves out")
+        if site.file.scheduler is None or site.file.scheduler.gang == "none":
+            notes.append("scheduler.gang is none: no queues were written, and jobs are not placed as a gang")
+    pool = site.file.scheduler.node_pool if site.file.scheduler else None
+    if target == "eks" and pool and site.own_placement_group:
+        notes.append("Karpenter takes a placement group by name only: make one and give aws.placement_group")
+    if target == "eks" and pool and not site.aws.karpenter_role:
+        notes.append(
+            f"Karpenter's nodes get the role KarpenterNodeRole-{site.name}: make it, or give aws.karpenter_role"
+        )
+    if not site.aws.capacity_block and not site.aws.capacity_reservation and not site.aws.training_plan:
+        notes.append("no reserved capacity is named: nodes are on demand and may not be there when asked for")
+    if not site.lustre.file_system and not site.lustre.data:
+        notes.append("the file system is linked to no S3 data: give storage.object.path or aws.data")
+    return notes
+
+
+def _steps(site: Site, target: str, files: dict[str, str]) -> tuple[str, ...]:
+    region, name = f"--region {site.region}", site.name
+    deploy = f"aws cloudformation deploy {region} --stack-name {{}} --template-file {{}} --capabilities CAPABILITY_IAM"
+    outputs = f"aws cloudformation describe-stacks {region} --stack-name {{}} --query 'Stacks[0].Outputs'"
+    gang = site.file.scheduler.gang if site.file.scheduler else "none"
+    pool = site.file.scheduler.node_pool if site.file.scheduler else None
+    steps = []
+    if any(path.startswith("scripts/") for path in files):
+        steps.append(f"aws s3 cp --recursive scripts {site.scripts} {region}")
+    if "storage.yaml" in files:
+        steps.append(deploy.format(f"{name}-storage", "storage.yaml"))
+        steps.append(
+            outputs.format(f"{name}-storage") + "  # into aws.file_system and aws.file_system_mount; render again"
+        )
+    if target == "parallelcluster":
+        steps.append(f"pcluster create-cluster {region} --cluster-name {name} --cluster-configuration cluster.yaml")
+    elif target in ("pcs", "eks"):
+        steps.append(deploy.format(name, "cluster.yaml"))
+    else:
+        steps.append(f"aws sagemaker create-cluster {region} --cli-input-json file://create-cluster.json")
+    if target == "eks" and not site.lustre.file_system:
+        steps.append(
+            outputs.format(name) + "  # into aws.file_system and aws.file_system_mount; render again for the volume"
+        )
+    if target in ("eks", "hyperpod-eks"):
+        cluster = (site.aws.eks_cluster or name).rsplit("/", 1)[-1] if target == "hyperpod-eks" else name
+        steps.append(f"aws eks update-kubeconfig {region} --name {cluster}")
+        charts = [name for name in (gang, "karpenter" if pool and target == "eks" else "") if name not in ("", "none")]
+        if charts:
+            steps.append(
+                f"# install {' and '.join(charts)} by {'their' if len(charts) > 1 else 'its'} own chart, then:"
+            )
+        steps.append("kubectl apply --server-side -f manifests/")
+    source = "slurm" if target in SLURM_TARGETS else "kubernetes"
+    form = "slurm-tree" if source == "slurm" else gang if gang != "none" else "levels"
+    steps.append(f"craton cluster discover --from {'ec2' if target == 'pcs' else source} --write {form}")
+    return tuple(steps)
+
+
+def _readme(site: Site, target: str, notes: tuple[str, ...], steps: tuple[str, ...]) -> str:
+    lines = [
+        f"# {site.name} for {target}",
+        "",
+        f"{site.num_nodes} x {site.instance.name} in {site.region}. Rendered by Craton; nothing was created.",
+        "",
+        *([*(f"- {note}" for note in notes), ""] if notes else []),
+        "Read the files, then:",
+        "",
+        "```",
+        *steps,
+        "```",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,176 @@
+"""What an administrator makes once on a Kubernetes cluster so that jobs can wait in line: queues with their quota, and
+the topology by which Kueue, KAI or Volcano place a gang.
+
+Quotas are the whole cluster's, counted from nodes and instance; every resource that Craton's pods ask for is covered,
+for Kueue lets a workload with one that is not wait for ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from craton.infrastructure.aws.interfaces import level_labels
+from craton.infrastructure.aws.site import GIB, Site
+from craton.infrastructure.topology_write import HOSTNAME_LABEL, kai_topology, kueue_topology
+from craton.infrastructure.yaml_text import to_yaml
+
+Manifest = dict[str, Any]
+EFA = "vpc.amazonaws.com/efa"
+GPU = "nvidia.com/gpu"
+HUGE_PAGES_GIB = 10  # of a node, as AWS's images reserve them for EFA
+PRIORITIES = {"low": 0, "high": 1000}
+UNLIMITED = {"quota": -1, "limit": -1, "overQuotaWeight": 1}
+GPU_TAINT = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}
+
+
+def queue_objects(site: Site, machine: dict[str, str]) -> dict[str, str]:
+    """Manifests for the cluster file's `scheduler.gang`."""
+    gang = site.file.scheduler.gang if site.file.scheduler else "none"
+    space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": site.namespace}}
+    if gang == "kueue":
+        objects = _kueue(site, machine)
+    elif gang == "kai":
+        objects = _kai(site)
+    elif gang == "volcano":
+        objects = _volcano(site)
+    else:
+        return {"manifests/namespace.yaml": to_yaml(space)}
+    return {f"manifests/{gang}.yaml": to_yaml(space, *objects)}
+
+
+def topology_name(site: Site) -> str:
+    return (site.file.scheduler and site.file.scheduler.topology) or "fabric"
+
+
+def capacity(site: Site) -> dict[str, str]:
+    """Resource → how much of it the whole cluster has."""
+    nodes, instance = site.num_nodes, site.instance
+    found = {
+        "cpu": str(nodes * instance.vcpus),
+        "memory": f"{nodes * int(instance.host_memory_bytes / GIB)}Gi",
+        GPU: str(nodes * instance.num_gpus),
+    }
+    if instance.efa_version:
+        found |= {EFA: str(nodes * instance.network_interfaces), "hugepages-2Mi": f"{nodes * HUGE_PAGES_GIB}Gi"}
+    return found
+
+
+def machine_label(site: Site, target: str) -> dict[str, str]:
+    """The node label of the instance type; HyperPod's types have a prefix."""
+    prefix = "ml." if target.startswith("hyperpod") else ""
+    return {"node.kubernetes.io/instance-type": prefix + site.instance.name}
+
+
+def _kueue(site: Site, machine: dict[str, str]) -> list[Manifest]:
+    flavor = site.instance.name.replace(".", "-")
+    quota = capacity(site)
+    api = "kueue.x-k8s.io/v1beta2"
+    return [
+        kueue_topology(level_labels(site), topology_name(site)),
+        {
+            "apiVersion": api,
+            "kind": "ResourceFlavor",
+            "metadata": {"name": flavor},
+            "spec": {
+                "topologyName": topology_name(site),
+                "nodeLabels": machine,
+                "tolerations": [GPU_TAINT],
+            },
+        },
+        {
+            "apiVersion": api,
+            "kind": "ClusterQueue",
+            "metadata": {"name": site.queue},
+            "spec": {
+                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": site.namespace}},
+                "queueingStrategy": "BestEffortFIFO",
+                "preemption": {"withinClusterQueue": "LowerPriority"},
+                "resourceGroups": [
+                    {
+                        "coveredResources": list(quota),
+                        "flavors": [
+                            {
+                                "name": flavor,
+                                "resources": [{"name": name, "nominalQuota": most} for name, most in quota.items()],
+                            }
+                        ],
+                    }
+                ],
+            },
+        },
+        {
+            "apiVersion": api,
+            "kind": "LocalQueue",
+            "metadata": {"name": site.queue, "namespace": site.namespace},
+            "spec": {"clusterQueue": site.queue},
+        },
+        *(
+            {"apiVersion": api, "kind": "WorkloadPriorityClass", "metadata": {"name": name}, "value": value}
+            for name, value in _priorities(site).items()
+        ),
+    ]
+
+
+def _kai(site: Site) -> list[Manifest]:
+    gpus = int(capacity(site)[GPU])
+
+    def queue(name: str, limit: int, parent: str = "") -> Manifest:
+        spec: Manifest = {"parentQueue": parent} if parent else {}
+        spec["resources"] = {
+            "cpu": UNLIMITED,
+            "memory": UNLIMITED,
+            "gpu": {"quota": gpus, "limit": limit, "overQuotaWeight": 1},
+        }
+        return {"apiVersion": "scheduling.run.ai/v2", "kind": "Queue", "metadata": {"name": name}, "spec": spec}
+
+    parent = f"{site.queue}-all"
+    topology = kai_topology(level_labels(site), topology_name(site))
+    return [topology, queue(parent, -1), queue(site.queue, gpus, parent)]
+
+
+def _volcano(site: Site) -> list[Manifest]:
+    """The queue, and HyperNodes that Volcano's controller makes of the nodes' labels and keeps as nodes come and go."""
+    levels = [{"nodeLabel": label} for label in (*level_labels(site).values(), HOSTNAME_LABEL)]
+    discovery = {
+        "networkTopologyDiscovery": [
+            {
+                "source": "label",
+                "enabled": True,
+                "interval": "1m",
+                "config": {"networkTopologyTypes": {topology_name(site): levels}},
+            }
+        ]
+    }
+    plugins = [
+        ["priority", "gang", "conformance"],
+        ["drf", "predicates", "capacity", "nodeorder", "binpack", "network-topology-aware"],
+    ]
+    scheduling = {
+        "actions": "enqueue, allocate, backfill",
+        "tiers": [{"plugins": [{"name": name} for name in tier]} for tier in plugins],
+    }
+    gpus = {GPU: capacity(site)[GPU]}
+    return [
+        {
+            "apiVersion": "scheduling.volcano.sh/v1beta1",
+            "kind": "Queue",
+            "metadata": {"name": site.queue},
+            "spec": {"weight": 1, "reclaimable": True, "deserved": gpus, "capability": gpus},
+        },
+        _config("volcano-controller-configmap", "volcano-controller.conf", discovery),
+        _config("volcano-scheduler-configmap", "volcano-scheduler.conf", scheduling),
+    ]
+
+
+def _config(name: str, key: str, document: Manifest) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name, "namespace": "volcano-system"},
+        "data": {key: to_yaml(document)},
+    }
+
+
+def _priorities(site: Site) -> dict[str, int]:
+    own = site.file.scheduler.priority if site.file.scheduler else None
+    return PRIORITIES | ({own: PRIORITIES["high"]} if own and own not in PRIORITIES else {})

@@ -1,0 +1,194 @@
+"""Shell scripts of the nodes: set-up, Slurm's prolog and epilog, the health check. All of them ask `craton doctor`.
+
+Every value that comes from the cluster file is quoted for the shell. A check that cannot run (not installed, too slow)
+is logged and lets the job start; only a failed check keeps a node from working, and only where `health.policy` says
+so.
+"""
+
+from __future__ import annotations
+
+from shlex import quote
+
+from craton.infrastructure.aws.site import Site
+
+HOOKS = "/opt/craton/hooks"
+CHECK_SECONDS = 60
+HEALTH_INTERVAL_SECONDS = 300
+EXPORTERS = {"node": 9100, "efa": 9109, "dcgm": 9400}  # ports as AWS's and NVIDIA's exporters have them
+JOB_MAPPING = "/run/slurm/dcgm_job_mapping"  # where dcgm-exporter looks for the job of a GPU
+
+_CHECK = f"""\
+craton=${{CRATON:-/opt/craton/bin/craton}}
+state=${{CRATON_STATE:-/run/craton}}
+mapping=${{DCGM_JOB_MAPPING:-{JOB_MAPPING}}}
+mkdir -p "$state"
+
+# 0: the node is fine, or nobody could tell; 1: a check failed
+check() {{
+  timeout {CHECK_SECONDS} "$craton" doctor --json > "$state/doctor.json" 2> "$state/doctor.err"
+  local code=$?
+  case $code in
+    0) return 0 ;;
+    1) return 1 ;;
+    *) logger -t craton "craton doctor cannot check this node (exit code $code): $state/doctor.err" || true ;;
+  esac
+  return 0
+}}
+"""
+
+
+def slurm_hooks(site: Site) -> dict[str, str]:
+    """Name → text of what Slurm runs on a node."""
+    return {
+        "hooks/prolog.sh": _prolog(site),
+        "hooks/epilog.sh": _epilog(),
+        "hooks/health.sh": _health(site),
+    }
+
+
+def setup_script(site: Site, *, timer: bool = False, raid: bool = False) -> str:
+    """What a node runs once, as root. `timer`: the health check runs by systemd, where Slurm may not be told of it;
+    `raid`: its local drives are joined and mounted, where nobody else does that."""
+    metrics = f"{site.lustre.path}/prometheus"
+    targets = ", ".join(f'"$(hostname -s):{port}"' for port in EXPORTERS.values()).replace('"', '\\"')
+    lines = [
+        "#!/bin/bash",
+        f"# Set-up of a node of {site.name}: Craton, its hooks for Slurm, and where Prometheus finds the node.",
+        "set -euo pipefail",
+        "",
+        "python3 -m venv /opt/craton 2>/dev/null || { apt-get update -qq; apt-get install -y -qq python3-venv; "
+        "python3 -m venv /opt/craton; }",
+        f"/opt/craton/bin/pip install --quiet {quote(site.aws.package)}",
+        f"mkdir -p {HOOKS}",
+        f"aws s3 cp --recursive --region {quote(site.region)} {quote(site.scripts + '/hooks')} {HOOKS}",
+        f"chmod 755 {HOOKS}/*.sh",
+    ]
+    nvme = site.file.storage.nvme
+    if raid and nvme and nvme.path:
+        lines += ["", *_raid(nvme.path)]
+    if timer:
+        lines += ["", *_timer()]
+    lines += [
+        "",
+        f"mkdir -p {quote(metrics)}",
+        f'echo "[{{\\"targets\\": [{targets}], \\"labels\\": {{\\"node\\": \\"$(hostname -s)\\"}}}}]" '
+        f'> {quote(metrics)}/"$(hostname -s).json"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def slurm_conf_lines() -> list[str]:
+    """slurm.conf, where we may write into it."""
+    return [
+        f"Prolog={HOOKS}/prolog.sh",
+        f"Epilog={HOOKS}/epilog.sh",
+        *health_settings(),
+    ]
+
+
+def health_settings() -> list[str]:
+    return [
+        f"HealthCheckProgram={HOOKS}/health.sh",
+        f"HealthCheckInterval={HEALTH_INTERVAL_SECONDS}",
+        "HealthCheckNodeState=IDLE",
+    ]
+
+
+def _prolog(site: Site) -> str:
+    keeps = site.file.health.policy != "observe"
+    verdict = (
+        'echo "craton doctor found this node unfit: $state/doctor.json"; exit 1'
+        if keeps
+        else 'logger -t craton "craton doctor found this node unfit (policy observe): $state/doctor.json" || true'
+    )
+    return f"""\
+#!/bin/bash
+# Before a job: the node is checked{", and kept from the job when a check fails: Slurm drains it" if keeps else ""}.
+set -u
+{_CHECK}
+check || {{ {verdict}; }}
+
+# dcgm-exporter labels a GPU's metrics with the jobs whose numbers stand in the file of that GPU
+mkdir -p "$mapping"
+IFS=, read -ra gpus <<< "${{SLURM_JOB_GPUS:-}}"
+for gpu in "${{gpus[@]}}"; do
+  echo "$SLURM_JOB_ID" >> "$mapping/$gpu"
+done
+exit 0
+"""
+
+
+def _epilog() -> str:
+    return f"""\
+#!/bin/bash
+# After a job: its number leaves the files of its GPUs, those of other jobs on the node stay.
+set -u
+{_CHECK}
+IFS=, read -ra gpus <<< "${{SLURM_JOB_GPUS:-}}"
+for gpu in "${{gpus[@]}}"; do
+  if [ -f "$mapping/$gpu" ]; then
+    sed -i "/^${{SLURM_JOB_ID}}\\$/d" "$mapping/$gpu"
+    [ -s "$mapping/$gpu" ] || rm -f "$mapping/$gpu"
+  fi
+done
+check || logger -t craton "craton doctor found this node unfit after job $SLURM_JOB_ID: $state/doctor.json" || true
+exit 0
+"""
+
+
+def _health(site: Site) -> str:
+    policy = site.file.health.policy
+    reason = '"craton doctor: $state/doctor.json"'
+    if policy == "observe":
+        act = "logger -t craton 'craton doctor found this node unfit (health.policy is observe)' || true"
+    else:
+        # HyperPod replaces a node whose reason is spelt exactly so; other clusters replace drained nodes themselves
+        if policy == "replace":
+            act = f"if [ -e /opt/sagemaker_cluster ]; then reason=Action:Replace; else reason={reason}; fi\n  "
+        else:
+            act = f"reason={reason}\n  "
+        act += 'state_of=drain; [ "$reason" = Action:Replace ] && state_of=fail\n  '
+        act += 'scontrol update "nodename=${SLURMD_NODENAME:-$(hostname -s)}" "state=$state_of" "reason=$reason"'
+    return f"""\
+#!/bin/bash
+# Every {HEALTH_INTERVAL_SECONDS // 60} minutes: what `craton doctor` finds becomes the node's state (policy {policy}).
+set -u
+{_CHECK}
+if ! check; then
+  {act}
+fi
+exit 0
+"""
+
+
+def _raid(path: str) -> list[str]:
+    mount = quote(path)
+    return [
+        f"if ! mountpoint -q {mount}; then",
+        "  mapfile -t drives < <(lsblk -dpno NAME,MODEL | awk '/Instance Storage/ {print $1}')",
+        "  if [ ${#drives[@]} -gt 0 ]; then",
+        '    mdadm --create /dev/md0 --run --level=0 --raid-devices="${#drives[@]}" --force "${drives[@]}"',
+        "    mkfs.xfs -q -f /dev/md0",
+        f"    mkdir -p {mount} && mount -o noatime /dev/md0 {mount} && chmod 1777 {mount}",
+        "  fi",
+        "fi",
+    ]
+
+
+def _timer() -> list[str]:
+    return [
+        "cat > /etc/systemd/system/craton-health.service <<'UNIT'",
+        "[Service]",
+        "Type=oneshot",
+        f"ExecStart={HOOKS}/health.sh",
+        "UNIT",
+        "cat > /etc/systemd/system/craton-health.timer <<'UNIT'",
+        "[Timer]",
+        f"OnBootSec={HEALTH_INTERVAL_SECONDS}",
+        f"OnUnitActiveSec={HEALTH_INTERVAL_SECONDS}",
+        "[Install]",
+        "WantedBy=timers.target",
+        "UNIT",
+        "systemctl daemon-reload",
+        "systemctl enable --now craton-health.timer",
+    ]

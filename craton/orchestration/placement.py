@@ -1,0 +1,274 @@
+"""Which of the allocated nodes gets which ranks, and whether the place that was got is the one that was asked for.
+
+Ranks are numbered node after node (pp · replicate · fsdp · cp · tp, tp innermost), so the order of nodes decides which
+groups of ranks share an NVLink domain, a leaf, a spine. `order_nodes` finds an order in which as many groups as
+possible do; `audit` says what came of it and what the planner thinks that costs. Both are pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from craton.infrastructure import Cluster, level_names, natural
+from craton.job import Job, Layout, Placement
+from craton.planning import PlanError, placed_step_seconds
+
+Address = str | Sequence[str]  # Slurm's `spine.leaf1.g1`, or the switches of a node, broadest first
+_CLOSE = ("node", "leaf")  # asked for these, nothing of a job crosses a leaf
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Groups of one dimension of the layout, and how many of them reach over a border."""
+
+    dimension: str  # tp, cp, ep, fsdp, replicate; pp: pairs of ranks in neighbouring stages
+    border: str  # leaf, or the NVLink domain
+    crossing: int
+    groups: int
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The placement that was asked for, the one that was got, and what the difference costs."""
+
+    asked: str  # a level, or "" where the job does not say
+    held: bool | None  # None: nothing was asked, or the nodes do not say where they are
+    nodes: dict[str, str]  # in rank order: node → its leaf
+    spread: dict[str, dict[str, int]]  # level → switch → how many of the nodes
+    crossings: list[Crossing]
+    asked_step_seconds: float | None = None
+    got_step_seconds: float | None = None
+    dollars_per_day: float | None = None  # of the difference
+    note: str = ""  # why there is no price, or what it leaves out
+
+    @property
+    def slower(self) -> float:
+        """Share of a step lost by not being where it was asked to be."""
+        if not self.asked_step_seconds or not self.got_step_seconds:
+            return 0.0
+        return 1.0 - self.asked_step_seconds / self.got_step_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "slower": self.slower, "sentences": self.sentences()}
+
+    def sentences(self) -> list[str]:
+        """For people, the verdict first."""
+        leaves = ", ".join(f"{name} x {count}" for name, count in self.spread.get("leaf", {}).items())
+        got = f"{len(self.nodes)} nodes on {leaves}" if leaves else f"{len(self.nodes)} nodes, their leaves unknown"
+        if self.held is None:
+            lines = [f"got {got}" + (f"; asked for one {self.asked}, which cannot be checked" if self.asked else "")]
+        else:
+            lines = [f"asked for one {self.asked}, got {got}: {'held' if self.held else 'not held'}"]
+        for found in self.crossings:
+            if found.crossing:
+                what = "sends between stages" if found.dimension == "pp" else f"{found.dimension} groups"
+                lines.append(f"{found.crossing} of {found.groups} {what} cross a {found.border}")
+        if self.asked_step_seconds and self.got_step_seconds:
+            if self.got_step_seconds > self.asked_step_seconds * 1.0005:
+                money = f", ${self.dollars_per_day:,.0f} a day" if self.dollars_per_day else ""
+                lines.append(
+                    f"that costs {self.slower:.1%} of every step by the plan ({self.got_step_seconds:.3g} s instead of "
+                    f"{self.asked_step_seconds:.3g} s{money})"
+                )
+            else:
+                lines.append("by the plan it costs nothing")
+        return lines + ([self.note] if self.note else [])
+
+
+def order_nodes(addresses: Mapping[str, Address], layout: Layout | None = None, ranks_per_node: int = 1) -> list[str]:
+    """The nodes in the order in which they get their ranks.
+
+    Blocks of nodes that hold one group of the layout each (tensor, context, expert, shard, replica, stage: each made of
+    whole blocks of the one before) are built from the smallest up, every time from what shares the most of its address.
+    So on every level of the network as many blocks stay whole as can: n nodes of a leaf hold n // b blocks of b, and no
+    order has more.
+    Nodes that fill no block come last: they are the ones that a run with spares leaves idle.
+    """
+    pieces = [([node], _path(node, address)) for node, address in addresses.items()]
+    pieces.sort(key=lambda piece: ([natural(name) for name in piece[1]], natural(piece[0][0])))
+    rest: list[_Piece] = []
+    size = 1
+    for block in _block_nodes(layout, ranks_per_node):
+        pieces, left = _join(pieces, block // size)
+        rest = left + rest
+        size = block
+    return [node for nodes, _ in pieces + rest for node in nodes]
+
+
+def audit(
+    addresses: Mapping[str, Address],
+    asked: Placement | None = None,
+    layout: Layout | None = None,
+    ranks_per_node: int = 1,
+    *,
+    levels: Sequence[str] = (),
+    job: Job | None = None,
+    cluster: Cluster | None = None,
+) -> Audit:
+    """Compares what was asked for with the nodes that were got, `addresses` being in rank order.
+
+    `levels` names the entries of an address, broadest first (default: …, spine, leaf). With `job` and `cluster` the
+    plan prices the difference: `asked` as if it had held, against groups that cross leaves as they now do.
+    """
+    paths = {node: _path(node, address) for node, address in addresses.items()}
+    depth = max((len(path) for path in paths.values()), default=0)
+    names = tuple(levels)[:depth] if levels else level_names(depth)
+    leaf_at = names.index("leaf") if "leaf" in names else -1
+    domains = {node: ".".join(path) if "domain" in names else node for node, path in paths.items()}
+    spread = {
+        level: dict(Counter(path[at] if at < len(path) else "" for path in paths.values()))
+        for at, level in enumerate(names)
+    }
+    known = leaf_at >= 0 and all(len(path) == depth for path in paths.values())
+    leaves = {node: ".".join(path[: leaf_at + 1]) for node, path in paths.items()} if known else {}
+    within = asked.within if asked else ""
+    found = Audit(
+        asked=within,
+        held=_held(within, names, spread, len(paths)) if known else None,
+        nodes={node: path[leaf_at] if known else "" for node, path in paths.items()},
+        spread=spread if known else {},
+        crossings=_crossings(layout, ranks_per_node, list(leaves.values()), list(domains.values())) if known else [],
+    )
+    if job is None or cluster is None or layout is None or not known:
+        return found
+    return _priced(found, job, cluster, layout, list(leaves.values()), ranks_per_node)
+
+
+_Piece = tuple[list[str], tuple[str, ...]]  # nodes in order, and the part of the address they share
+
+
+def _path(node: str, address: Address) -> tuple[str, ...]:
+    """The switches alone; Slurm's address ends with the node itself."""
+    if not isinstance(address, str):
+        return tuple(address)
+    return tuple(part for part in address.removesuffix(node).split(".") if part)
+
+
+def _block_nodes(layout: Layout | None, ranks_per_node: int) -> list[int]:
+    """Sizes in nodes, growing, of the blocks that hold a group of the layout each; every one divides the next."""
+    if layout is None:
+        return []
+    found: list[int] = []
+    for span in sorted(span for _, span, _ in _groups(layout)):
+        nodes, inner = span // ranks_per_node, found[-1] if found else 1
+        if span % ranks_per_node == 0 and nodes > inner and nodes % inner == 0:
+            found.append(nodes)
+    return found
+
+
+def _groups(layout: Layout) -> list[tuple[str, int, int]]:
+    """(dimension, ranks that a group reaches over, distance between its ranks), without dimensions of one."""
+    inner = layout.cp * layout.tp
+    shards, copies = inner * layout.fsdp, inner * layout.fsdp * layout.replicate
+    found = [
+        ("tp", layout.tp, layout.tp, 1),
+        ("cp", layout.cp, inner, layout.tp),
+        ("ep", layout.ep, layout.ep * layout.tp, layout.tp),
+        ("fsdp", layout.fsdp, shards, inner),
+        ("replicate", layout.replicate, copies, shards),
+        ("pp", layout.pp, layout.world, copies),
+    ]
+    return [(name, span, stride) for name, size, span, stride in found if size > 1]
+
+
+def _join(pieces: list[_Piece], count: int) -> tuple[list[_Piece], list[_Piece]]:
+    """`count` pieces at a time made into one, those that share the most first; and what was left over."""
+    depth = max((len(path) for _, path in pieces), default=0)
+    whole: list[_Piece] = []
+    for shared in range(depth, -1, -1):
+        groups: dict[tuple[str, ...], list[_Piece]] = {}
+        for piece in pieces:
+            if len(piece[1]) >= shared:
+                groups.setdefault(piece[1][:shared], []).append(piece)
+        taken: list[_Piece] = []
+        for path, group in groups.items():
+            # what shares the most, then what is left of the fullest switches: few switches a block, singles fill gaps
+            sizes = Counter(piece[1] for piece in group)
+            group.sort(key=lambda piece: (-len(piece[1]), -sizes[piece[1]], [natural(name) for name in piece[1]]))
+            for start in range(0, len(group) - count + 1, count):
+                block = group[start : start + count]
+                taken += block
+                same = len({piece[1] for piece in block}) == 1
+                whole.append(([node for nodes, _ in block for node in nodes], block[0][1] if same else path))
+        used = {id(piece) for piece in taken}
+        pieces = [piece for piece in pieces if id(piece) not in used]
+    # what shares the most comes first: a run that needs fewer blocks than there are takes the best of them
+    whole.sort(key=lambda piece: (-len(piece[1]), [natural(name) for name in piece[1]]))
+    return whole, pieces
+
+
+def _held(within: str, names: Sequence[str], spread: Mapping[str, Mapping[str, int]], num_nodes: int) -> bool | None:
+    if not within:
+        return None
+    if within == "node":
+        return num_nodes == 1
+    if within in names:
+        return len(spread[within]) == 1
+    return True if within == "zone" and names and len(spread[names[0]]) == 1 else None
+
+
+def _crossings(
+    layout: Layout | None, ranks_per_node: int, leaves: Sequence[str], domains: Sequence[str]
+) -> list[Crossing]:
+    """Counts over the ranks of the layout; nodes beyond it are spares."""
+    if layout is None:
+        return []
+    world = min(layout.world, len(leaves) * ranks_per_node)
+    found = []
+    for name, span, stride in _groups(layout):
+        for border, places in (("leaf", leaves), ("NVLink domain", domains)):
+            if border != "leaf" and name not in ("tp", "ep"):
+                continue
+            at = [places[rank // ranks_per_node] for rank in range(world)]
+            if name == "pp":
+                pairs = [(at[rank], at[rank + stride]) for rank in range(world - stride)]
+                found.append(Crossing(name, border, sum(one != other for one, other in pairs), len(pairs)))
+                continue
+            starts = [block + offset for block in range(0, world, span) for offset in range(stride)]
+            groups = [set(at[start : start - start % span + span : stride]) for start in starts]
+            found.append(Crossing(name, border, sum(len(group) > 1 for group in groups), len(groups)))
+    return found
+
+
+def _whole_nodes(layout: Layout, ranks_per_node: int, leaves: Sequence[str]) -> int:
+    """The largest block of nodes of which none crosses a leaf; 0: all nodes are on one."""
+    used = leaves[: max(1, layout.world // ranks_per_node)]
+    if len(set(used)) == 1:
+        return 0
+    whole = 1
+    for block in _block_nodes(layout, ranks_per_node):
+        if all(len(set(used[start : start + block])) == 1 for start in range(0, len(used), block)):
+            whole = block
+    return whole
+
+
+def _priced(
+    found: Audit, job: Job, cluster: Cluster, layout: Layout, leaves: Sequence[str], ranks_per_node: int
+) -> Audit:
+    asked_leaf = 0 if found.asked in _CLOSE else cluster.leaf_nodes
+    try:
+        asked = placed_step_seconds(job, cluster, layout, asked_leaf)
+        got = placed_step_seconds(job, cluster, layout, _whole_nodes(layout, ranks_per_node, leaves))
+    except PlanError as error:
+        return Audit(**{**vars(found), "note": f"no price: {error}"})
+    note = ""
+    if len(set(leaves)) > 1 and cluster.spine_oversubscription == 1.0:
+        note = (
+            "the cluster file states no oversubscription between leaves (levels: {leaf: {oversubscription: …}}), so "
+            "crossing them is taken to be free"
+        )
+    dollars = None
+    if cluster.price and got > asked:
+        dollars = (1.0 - asked / got) * cluster.price.dollars_per_hour * cluster.num_nodes * 24.0
+    return Audit(
+        **{
+            **vars(found),
+            "asked_step_seconds": asked,
+            "got_step_seconds": got,
+            "dollars_per_day": dollars,
+            "note": note,
+        }
+    )

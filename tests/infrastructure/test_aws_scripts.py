@@ -1,0 +1,231 @@
+"""The scripts of the nodes, really run: with a `craton` that says what the test wants, and an API server of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aws_clusters import cluster
+
+from craton.infrastructure import provision
+from craton.infrastructure.aws import node_check
+
+TOOLS = ("craton", "scontrol", "logger")
+
+
+class Node:
+    """A node whose tools write down how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tools = folder / "bin"
+        self.tools.mkdir()
+        self.doctor(0)
+        for name in TOOLS[1:]:
+            self._tool(name, "exit 0")
+
+    def doctor(self, code: int, seconds: float = 0) -> None:
+        self._tool("craton", f"sleep {seconds}; echo '{{}}'; exit {code}")
+
+    def run(self, text: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        script = self.folder / "script.sh"
+        script.write_text(text)
+        own = {
+            "PATH": f"{self.tools}:/usr/bin:/bin",
+            "CRATON": str(self.tools / "craton"),
+            "CRATON_STATE": str(self.folder / "state"),
+            "DCGM_JOB_MAPPING": str(self.folder / "mapping"),
+        }
+        command = ["bash", str(script)]
+        return subprocess.run(
+            command, env={**own, **environment}, capture_output=True, text=True, check=False, timeout=30
+        )
+
+    def calls(self, tool: str) -> list[str]:
+        path = self.folder / f"{tool}.calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def mapping(self) -> dict[str, str]:
+        folder = self.folder / "mapping"
+        return {path.name: path.read_text() for path in sorted(folder.iterdir())} if folder.exists() else {}
+
+    def _tool(self, name: str, does: str) -> None:
+        path = self.tools / name
+        path.write_text(f'#!/bin/bash\necho "$*" >> {self.folder}/{name}.calls\n{does}\n')
+        path.chmod(0o755)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def hook(folder: Path, name: str, policy: str = "replace") -> str:
+    made = provision(cluster(folder, "pcs", health={"policy": policy}), "pcs")
+    return made.files[f"scripts/hooks/{name}.sh"]
+
+
+def test_a_healthy_node_takes_the_job(node: Node) -> None:
+    done = node.run(hook(node.folder, "prolog"), SLURM_JOB_ID="812", SLURM_JOB_GPUS="0,3")
+    assert done.returncode == 0, done.stderr
+    assert node.calls("craton") == ["doctor --json"]
+    assert node.mapping() == {"0": "812\n", "3": "812\n"}
+
+
+def test_an_unfit_node_refuses_it(node: Node) -> None:
+    node.doctor(1)
+    done = node.run(hook(node.folder, "prolog"), SLURM_JOB_ID="812", SLURM_JOB_GPUS="0")
+    assert done.returncode == 1
+    assert "unfit" in done.stdout
+    assert node.mapping() == {}
+
+
+@pytest.mark.parametrize("code", [2, 127])
+def test_a_node_that_cannot_be_checked_takes_it(node: Node, code: int) -> None:
+    node.doctor(code)
+    assert node.run(hook(node.folder, "prolog"), SLURM_JOB_ID="812").returncode == 0
+    assert f"exit code {code}" in node.calls("logger")[0]
+
+
+def test_a_check_that_hangs_does_not_hold_the_job(node: Node) -> None:
+    node.doctor(1, seconds=20)
+    text = hook(node.folder, "prolog").replace("timeout 60", "timeout 0.2")
+    assert node.run(text, SLURM_JOB_ID="812").returncode == 0
+    assert "exit code 124" in node.calls("logger")[0]
+
+
+def test_with_the_policy_observe_an_unfit_node_works_on(node: Node) -> None:
+    node.doctor(1)
+    assert node.run(hook(node.folder, "prolog", "observe"), SLURM_JOB_ID="812").returncode == 0
+    assert node.run(hook(node.folder, "health", "observe")).returncode == 0
+    assert node.calls("scontrol") == []
+    assert len(node.calls("logger")) == 2
+
+
+def test_the_epilog_leaves_the_numbers_of_other_jobs(node: Node) -> None:
+    for job, gpus in (("812", "0,1"), ("81", "1")):
+        node.run(hook(node.folder, "prolog"), SLURM_JOB_ID=job, SLURM_JOB_GPUS=gpus)
+    done = node.run(hook(node.folder, "epilog"), SLURM_JOB_ID="812", SLURM_JOB_GPUS="0,1")
+    assert done.returncode == 0, done.stderr
+    assert node.mapping() == {"1": "81\n"}
+
+
+@pytest.mark.parametrize("policy", ["drain", "replace"])
+def test_the_health_check_drains_an_unfit_node(node: Node, policy: str) -> None:
+    node.run(hook(node.folder, "health", policy), SLURMD_NODENAME="g1")
+    assert node.calls("scontrol") == []
+    node.doctor(1)
+    done = node.run(hook(node.folder, "health", policy), SLURMD_NODENAME="g1")
+    assert done.returncode == 0, done.stderr
+    (call,) = node.calls("scontrol")
+    assert call.startswith("update nodename=g1 state=drain reason=craton doctor: ")
+
+
+def test_hyperpod_is_asked_to_replace_the_node(node: Node) -> None:
+    node.doctor(1)
+    text = hook(node.folder, "health").replace("/opt/sagemaker_cluster", str(node.folder))
+    node.run(text, SLURMD_NODENAME="g1")
+    assert node.calls("scontrol") == ["update nodename=g1 state=fail reason=Action:Replace"]
+
+
+def test_values_of_the_cluster_file_do_not_reach_the_shell(tmp_path: Path) -> None:
+    made = provision(cluster(tmp_path, "pcs", {"package": "craton; touch /tmp/owned $(id) 'x'"}), "pcs")
+    line = next(line for line in made.files["scripts/setup.sh"].splitlines() if "pip install" in line)
+    spoken = subprocess.run(
+        ["bash", "-c", line.replace("/opt/craton/bin/pip", "printf '%s\\n'")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert spoken.stdout.splitlines()[-1] == "craton; touch /tmp/owned $(id) 'x'"
+
+
+def test_the_setup_tells_prometheus_where_the_node_is(tmp_path: Path) -> None:
+    text = provision(cluster(tmp_path, "parallelcluster"), "parallelcluster").files["scripts/setup.sh"]
+    last = [line for line in text.splitlines() if line.startswith("echo ")][-1].replace(
+        "/fsx/prometheus", str(tmp_path)
+    )
+    subprocess.run(["bash", "-c", last], check=True)
+    name = os.uname().nodename.split(".")[0]
+    (entry,) = json.loads((tmp_path / f"{name}.json").read_text())
+    assert entry["targets"] == [f"{name}:{port}" for port in (9100, 9109, 9400)]
+
+
+@pytest.fixture
+def api() -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """An API server's port, and the patches that it got."""
+    got: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PATCH(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            got.append({"path": self.path, "type": self.headers["Content-Type"], "body": body})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield server.server_address[1], got
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize(("code", "cordon", "patches"), [(0, "yes", 0), (1, "yes", 1), (1, "no", 0), (2, "yes", 0)])
+def test_the_health_pod_cordons_an_unfit_node(
+    node: Node, api: tuple[int, list[dict[str, Any]]], code: int, cordon: str, patches: int
+) -> None:
+    port, got = api
+    node.doctor(code)
+    fit = node.folder / "fit"
+    environment = {
+        "PATH": f"{node.tools}:/usr/bin:/bin",
+        "KUBERNETES_SCHEME": "http",
+        "KUBERNETES_SERVICE_HOST": "127.0.0.1",
+        "KUBERNETES_SERVICE_PORT": str(port),
+        "NODE_NAME": "g1",
+        "CHECK_SECONDS": "10",
+        "INTERVAL_SECONDS": "0",
+        "ROUNDS": "1",
+        "CORDON": cordon,
+        "FIT_FILE": str(fit),
+    }
+    done = subprocess.run(
+        [sys.executable, str(Path(node_check.__file__))], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(got) == patches
+    assert fit.exists() == (code != 1)
+    if patches:
+        assert got[0]["path"] == "/api/v1/nodes/g1"
+        assert got[0]["body"]["spec"] == {"unschedulable": True}
+        assert got[0]["type"] == "application/merge-patch+json"
+
+
+def test_a_health_pod_without_craton_does_not_blame_the_node(node: Node, tmp_path: Path) -> None:
+    fit = tmp_path / "fit"
+    environment = {
+        "PATH": "/nowhere",
+        "FIT_FILE": str(fit),
+        "CHECK_SECONDS": "5",
+        "INTERVAL_SECONDS": "0",
+        "ROUNDS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(Path(node_check.__file__))], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "cannot be checked" in done.stderr
+    assert fit.exists()
