@@ -1,0 +1,186 @@
+"""The few questions that Craton has for a cluster, through kr8s: create, list, delete, read logs.
+
+kr8s finds the cluster and who we are (KUBECONFIG, ~/.kube/config, a pod's own account, login plugins). It is asked at
+its lowest level, because objects are sent exactly as they were emitted, with unknown fields refused, and because a list
+of each kind is one request whatever the number of runs.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from craton.orchestration.errors import SchedulerError, StartError
+from craton.orchestration.kubernetes.pods import Manifest
+
+if TYPE_CHECKING:
+    from kr8s.asyncio import Api
+
+PAGE = 500  # objects of one answer
+ANSWER_SECONDS = 30.0
+# What kinds are called in an address; Kubernetes would tell, at the price of a request for each group of kinds.
+PLURALS = {
+    "ConfigMap": "configmaps",
+    "Event": "events",
+    "Job": "jobs",
+    "JobSet": "jobsets",
+    "LeaderWorkerSet": "leaderworkersets",
+    "NetworkPolicy": "networkpolicies",
+    "Pod": "pods",
+    "PodGroup": "podgroups",
+    "Secret": "secrets",
+    "Service": "services",
+    "Workload": "workloads",
+}
+
+Answer = TypeVar("Answer")
+
+
+class ApiError(SchedulerError):
+    """The API server refuses; `status` is HTTP's."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def load_kr8s() -> Any:
+    """The client, or what to install. It takes a third of a second to import: before anybody waits for an answer."""
+    try:
+        import kr8s.asyncio
+    except ImportError as error:
+        raise StartError(
+            f"Kubernetes is spoken to by the package kr8s, which cannot be loaded ({error}); `pip install "
+            "'craton[kubernetes]'` installs it"
+        ) from None
+    return kr8s
+
+
+class Connection:
+    """An open connection to one cluster; made by `connected`."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self.namespace = str(api.namespace)
+
+    @property
+    def server(self) -> str:
+        return str(self._api.auth.server)
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        """Unknown and repeated fields are errors, not dropped in silence."""
+        return await self._ask("POST", manifest, params={"fieldValidation": "Strict"}, content=json.dumps(manifest))
+
+    async def delete(self, manifest: Manifest) -> bool:
+        """With everything it owns; False where there is nothing of the name."""
+        options = {"propagationPolicy": "Background"}
+        try:
+            await self._ask("DELETE", manifest, manifest["metadata"]["name"], content=json.dumps(options))
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    async def delete_pods(self, namespace: str, selector: str, grace_seconds: int) -> None:
+        place = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": namespace}}
+        options = json.dumps({"gracePeriodSeconds": grace_seconds})
+        await self._ask("DELETE", place, params={"labelSelector": selector}, content=options)
+
+    async def read(self, manifest: Manifest) -> Manifest | None:
+        try:
+            return await self._ask("GET", manifest, manifest["metadata"]["name"])
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def list(self, version: str, kind: str, namespace: str, **selectors: str) -> list[Manifest]:
+        """All of a kind in a namespace; none where the cluster does not know the kind."""
+        found: list[Manifest] = []
+        query: dict[str, str] = {"limit": str(PAGE), **selectors}
+        place = {"apiVersion": version, "kind": kind, "metadata": {"namespace": namespace}}
+        while True:
+            try:
+                page = await self._ask("GET", place, params=query)
+            except ApiError as error:
+                if error.status == 404:
+                    return []
+                raise
+            # Items of a list do not say what they are.
+            found += [{"apiVersion": version, "kind": kind, **item} for item in page.get("items") or ()]
+            token = (page.get("metadata") or {}).get("continue")
+            if not token:
+                return found
+            query = {**query, "continue": token}
+
+    async def log_lines(self, pod: str, namespace: str, follow: bool, tail: int | None) -> AsyncIterator[str]:
+        query = {"follow": str(follow).lower(), **({} if tail is None else {"tailLines": str(tail)})}
+        with translated():
+            async with self._api.call_api(
+                "GET", version="v1", namespace=namespace, url=f"pods/{pod}/log", params=query, stream=True, timeout=None
+            ) as response:
+                async for line in response.aiter_lines():
+                    yield line
+
+    async def _ask(self, method: str, manifest: Mapping[str, Any], name: str = "", **arguments: Any) -> Manifest:
+        namespace = manifest["metadata"].get("namespace") or self.namespace
+        address = "/".join(filter(None, [PLURALS[manifest["kind"]], name]))
+        with translated():
+            async with self._api.call_api(
+                method, version=manifest["apiVersion"], namespace=namespace, url=address, **arguments
+            ) as response:
+                answer = response.json()
+        assert isinstance(answer, dict)
+        return answer
+
+
+def ask(question: Callable[[Connection], Awaitable[Answer]]) -> Answer:
+    """Asks the cluster that the caller's configuration names, in a loop of its own: a notebook has one already."""
+    kr8s = load_kr8s()
+    from anyio.from_thread import start_blocking_portal
+
+    async def connected() -> Answer:
+        with translated(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the cluster is newer than the client
+            api = await kr8s.asyncio.api()
+        api.timeout = ANSWER_SECONDS
+        return await question(Connection(api))
+
+    with start_blocking_portal() as portal:
+        return portal.call(connected)
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Errors of the client and of the network as sentences."""
+    import httpx
+    import kr8s
+
+    try:
+        yield
+    except kr8s.ServerError as error:
+        status = error.response.status_code if error.response is not None else 0
+        raise ApiError(_refusal(str(error), status), status) from None
+    except (httpx.HTTPError, kr8s.APITimeoutError, kr8s.ConnectionClosedError, OSError) as error:
+        told = str(error) or type(error).__name__
+        raise SchedulerError(
+            f"the Kubernetes cluster does not answer ({told}); `kubectl cluster-info` asks the same one"
+        ) from None
+    except (KeyError, ValueError) as error:
+        raise SchedulerError(
+            f"no Kubernetes cluster can be found ({error}); set KUBECONFIG, or `kubectl config use-context NAME`"
+        ) from None
+
+
+def _refusal(text: str, status: int) -> str:
+    if status == 401:
+        return f"the Kubernetes cluster does not know you ({text}); log in again"
+    if status == 403:
+        return f"Kubernetes forbids it: {text}; ask for that right, or name another `namespace:`"
+    if status == 404:
+        return f"Kubernetes does not have it: {text}; is what the cluster file's `gang:` needs installed there?"
+    return f"Kubernetes refuses: {text}"

@@ -1,0 +1,44 @@
+"""The code of a run on its way into the cluster: the snapshot of a working directory, packed into a ConfigMap.
+
+Only where no pod sees the run directory that it lies in. The same files make the same bytes, whoever packs them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+from pathlib import Path
+
+from craton.orchestration.errors import StartError
+from craton.orchestration.snapshot import code_folder, manifest_path
+
+MOST_BYTES = 700_000  # packed: in base64 it must fit the 1 MiB that etcd takes
+
+
+def pack_code(run: Path) -> bytes:
+    """Nothing where the run has no code of its own."""
+    if not manifest_path(run).is_file():
+        return b""
+    packed = io.BytesIO()
+    with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
+        for path in [manifest_path(run), *sorted(code_folder(run).rglob("*"))]:
+            archive.add(path, str(path.relative_to(run)), recursive=False, filter=_without_origin)
+    if len(packed.getvalue()) > MOST_BYTES:
+        raise StartError(
+            f"the code of this run is {len(packed.getvalue()):,} bytes packed, more than the {MOST_BYTES:,} that a "
+            "ConfigMap takes; leave files out with .cratonignore, put them into the image, or start it where the "
+            "cluster's shared storage is mounted"
+        )
+    return packed.getvalue()
+
+
+def unpack_code(archive: Path, run: Path) -> None:
+    with tarfile.open(archive, "r:gz") as opened:
+        opened.extractall(run, filter="tar")
+
+
+def _without_origin(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.mtime = member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member

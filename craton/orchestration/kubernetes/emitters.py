@@ -1,0 +1,264 @@
+"""A run as objects of Kubernetes: a JobSet under Kueue or KAI, a Volcano Job, an Indexed Job, a LeaderWorkerSet. Pure.
+
+Every kind keeps the same promises. All pods are one gang where somebody can place a gang. A pod that fails is made
+again under the same number, up to `run.restarts` times, while the others live: their agents heal the run around it,
+from the memory of the nodes. A run that says FATAL (exit code 77) ends at once. What the scheduler ends by itself (a
+drained node, a preempted job) says so with exit code 75 and is not counted.
+"""
+
+from __future__ import annotations
+
+import base64
+
+import yaml
+
+from craton.orchestration.kubernetes.exits import EXIT_AGAIN, EXIT_FATAL
+from craton.orchestration.kubernetes.pods import (
+    CONTAINER,
+    INSTANCE,
+    Manifest,
+    config_key,
+    metadata_of,
+    pod_template,
+)
+from craton.orchestration.kubernetes.target import CODE_FILE, METRICS_PORT, Target
+
+KEPT_SECONDS = 7 * 86400  # an object that has ended is looked at by `ps` for a week, then removes itself
+
+
+def manifests(target: Target) -> list[Manifest]:
+    """Everything that is sent, the object that owns the others first."""
+    owner = owner_of(target)
+    around: list[Manifest] = []
+    if target.own_secrets:
+        around.append(secret(target))
+    if target.files:
+        around.append(config_map(target))
+    if target.code:
+        around.append(code_map(target))
+    if target.gang == "none" and target.kind != "serve":
+        around.append(headless_service(target))
+    if target.is_open:
+        around.append(server_service(target))
+    return [owner, *around, network_policy(target)]
+
+
+def to_yaml(documents: list[Manifest]) -> str:
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def owner_of(target: Target) -> Manifest:
+    if target.kind == "serve":
+        return leader_worker_set(target)
+    return {"kueue": jobset_kueue, "kai": jobset_kai, "volcano": volcano_job, "none": indexed_job}[target.gang](target)
+
+
+def jobset_kueue(target: Target) -> Manifest:
+    """Kueue suspends it until the quota, and a place where all pods are close enough, are there."""
+    metadata = metadata_of(target)
+    metadata["labels"] |= _kueue_labels(target)
+    return _jobset(metadata, _job_spec(target, pod_template(target, annotations=_kueue_annotations(target))))
+
+
+def jobset_kai(target: Target) -> Manifest:
+    """KAI makes a PodGroup of it by itself. It reads placement at the JobSet, not at the pods."""
+    metadata = metadata_of(target)
+    metadata["labels"] |= {"kai.scheduler/queue": target.queue}
+    if target.priority:
+        metadata["labels"]["priorityClassName"] = target.priority
+    metadata["annotations"] |= _kai_annotations(target)
+    spec = _job_spec(target, pod_template(target, scheduler="kai-scheduler"))
+    return _jobset(metadata, spec, {"kai.scheduler/batch-min-member": str(target.gang_pods)})
+
+
+def volcano_job(target: Target) -> Manifest:
+    template = pod_template(target)
+    if target.time_limit:  # the Job itself has no such key; the run stops before, by itself
+        template["spec"]["activeDeadlineSeconds"] = target.time_limit
+    spec: Manifest = {
+        "schedulerName": "volcano",
+        "minAvailable": target.gang_pods,
+        "maxRetry": target.restarts,
+        "ttlSecondsAfterFinished": KEPT_SECONDS,
+        "plugins": {"svc": ["--publish-not-ready-addresses=true"], "env": []},
+        # In this order: the first that fits is taken, and every failure is a PodFailed too.
+        "policies": [
+            {"exitCode": EXIT_FATAL, "action": "TerminateJob"},
+            {"events": ["PodEvicted", "PodFailed"], "action": "RestartPod"},
+            {"event": "TaskCompleted", "action": "CompleteJob"},
+        ],
+        "tasks": [{"name": CONTAINER, "replicas": target.num_pods, "template": template}],
+    }
+    if target.queue:
+        spec["queue"] = target.queue
+    if target.priority:
+        spec["priorityClassName"] = target.priority
+    if target.near is not None:
+        mode = "hard" if target.near.is_required else "soft"
+        spec["networkTopology"] = {"mode": mode, "highestTierAllowed": target.near.tier}
+    return {"apiVersion": "batch.volcano.sh/v1alpha1", "kind": "Job", "metadata": metadata_of(target), "spec": spec}
+
+
+def indexed_job(target: Target) -> Manifest:
+    """Nobody places the gang: pods that find no node wait, and those that did wait for them."""
+    template = pod_template(target, subdomain=target.name, has_affinity=True, priority_class=target.priority)
+    spec = {**_job_spec(target, template), "ttlSecondsAfterFinished": KEPT_SECONDS}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata_of(target), "spec": spec}
+
+
+def leader_worker_set(target: Target) -> Manifest:
+    """A server: started again whenever it ends, for that is what servers are for."""
+    metadata = metadata_of(target)
+    annotations: dict[str, str] = {}
+    scheduler = {"kai": "kai-scheduler", "volcano": "volcano"}.get(target.gang, "")
+    if target.gang == "kueue":
+        metadata["labels"] |= _kueue_labels(target)
+        annotations = _kueue_annotations(target)
+    if target.gang == "kai":
+        metadata["labels"] |= {"kai.scheduler/queue": target.queue}
+        metadata["annotations"] |= _kai_annotations(target)
+    template = pod_template(
+        target,
+        restart_policy="Always",
+        scheduler=scheduler,
+        annotations=annotations,
+        has_affinity=target.gang == "none",
+        priority_class="" if target.gang == "kueue" else target.priority,
+    )
+    spec = {
+        "replicas": 1,
+        "leaderWorkerTemplate": {
+            "size": target.num_pods,
+            "restartPolicy": "RecreateGroupOnPodRestart" if target.num_pods > 1 else "None",
+            "workerTemplate": template,
+        },
+        "networkConfig": {"subdomainPolicy": "Shared"},
+    }
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": metadata,
+        "spec": spec,
+    }
+
+
+def config_map(target: Target) -> Manifest:
+    """The files of a run whose directory the first pod makes, where no pod of the caller's could write it."""
+    data = {config_key(name): text for name, text in target.files.items()}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata_of(target), "immutable": True, "data": data}
+
+
+def code_map(target: Target) -> Manifest:
+    data = {CODE_FILE: base64.b64encode(target.code).decode()}
+    metadata = metadata_of(target, f"{target.name}-code")
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "binaryData": data}
+
+
+def secret(target: Target) -> Manifest:
+    """Without its values, which are put in when it is sent and are written nowhere else."""
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata_of(target, target.own_secret), "type": "Opaque"}
+
+
+def headless_service(target: Target) -> Manifest:
+    """Names for the pods, known before they are ready."""
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {INSTANCE: target.name}}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata_of(target), "spec": spec}
+
+
+def server_service(target: Target) -> Manifest:
+    ports = [{"name": "http", "port": target.server_port, "targetPort": "http"}]
+    spec = {"selector": {INSTANCE: target.name}, "ports": ports}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata_of(target, f"{target.name}-http"), "spec": spec}
+
+
+def network_policy(target: Target) -> Manifest:
+    """Ranks trust whoever connects to them (torch's store and gloo ask for no password), so only the run's own pods
+    may; metrics, and a server that is meant for others, are open."""
+    ours: Manifest = {"from": [{"podSelector": {"matchLabels": {INSTANCE: target.name}}}]}
+    ports = [{"port": METRICS_PORT}, *([{"port": target.server_port}] if target.is_open else [])]
+    spec = {
+        "podSelector": {"matchLabels": {INSTANCE: target.name}},
+        "policyTypes": ["Ingress"],
+        "ingress": [ours, {"ports": ports}],
+    }
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata_of(target),
+        "spec": spec,
+    }
+
+
+def _jobset(metadata: Manifest, job_spec: Manifest, job_annotations: dict[str, str] | None = None) -> Manifest:
+    template: Manifest = {"metadata": {"annotations": job_annotations}} if job_annotations else {}
+    template["spec"] = job_spec
+    spec = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "ttlSecondsAfterFinished": KEPT_SECONDS,
+        # The Job inside makes its pods again one by one; when it fails, that is the end.
+        "failurePolicy": {"maxRestarts": 0},
+        "replicatedJobs": [{"name": CONTAINER, "replicas": 1, "template": template}],
+    }
+    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+
+
+def _job_spec(target: Target, template: Manifest) -> Manifest:
+    spec: Manifest = {
+        "parallelism": target.num_pods,
+        "completions": target.num_pods,
+        "completionMode": "Indexed",
+        "backoffLimitPerIndex": target.restarts,
+        "maxFailedIndexes": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": _exits(EXIT_FATAL)},
+                {"action": "Ignore", "onExitCodes": _exits(EXIT_AGAIN)},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": template,
+    }
+    if target.time_limit:  # the run stops before, by itself and with a checkpoint; this is for one that does not
+        spec["activeDeadlineSeconds"] = target.time_limit
+    return spec
+
+
+def _exits(code: int) -> Manifest:
+    return {"containerName": CONTAINER, "operator": "In", "values": [code]}
+
+
+def _kueue_labels(target: Target) -> dict[str, str]:
+    labels = {"kueue.x-k8s.io/queue-name": target.queue}
+    return labels | ({"kueue.x-k8s.io/priority-class": target.priority} if target.priority else {})
+
+
+def _kueue_annotations(target: Target) -> dict[str, str]:
+    if target.near is not None:
+        how = "required" if target.near.is_required else "preferred"
+        return {f"kueue.x-k8s.io/podset-{how}-topology": target.near.label}
+    # Without it a quota of 8 GPUs may be 4 on one node and 4 on another, and the pod is admitted for ever in vain.
+    return {"kueue.x-k8s.io/podset-unconstrained-topology": "true"} if target.topology else {}
+
+
+def _kai_annotations(target: Target) -> dict[str, str]:
+    if target.near is None:
+        return {}
+    how = "required" if target.near.is_required else "preferred"
+    return {"kai.scheduler/topology": target.topology, f"kai.scheduler/topology-{how}-placement": target.near.label}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as such, and no anchors: what is printed is for people to read."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+    # A block cannot hold a line that ends in a space, nor characters that YAML has to escape.
+    is_block = "\n" in value and all(line == line.rstrip() and line.isprintable() for line in value.split("\n"))
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if is_block else None)
+
+
+_Dumper.add_representer(str, _text)

@@ -1,0 +1,68 @@
+"""What the ranks of a node print, on the pod's own output: `kubectl logs`, and `craton logs` from a laptop, read that.
+
+Lines are whole and say which rank they are of. What a rank printed before this pod began is not repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import TextIO
+
+from craton.agent import newest_generation
+from craton.telemetry import RunDirectory
+
+TURN_SECONDS = 0.5
+MOST_BYTES = 1 << 20  # of a log in one turn
+
+
+class LogCopier:
+    """Copies while it is open, and what is left when it closes."""
+
+    def __init__(self, run: RunDirectory, node: str, out: TextIO) -> None:
+        self._run, self._node, self._out = run, node, out
+        self._offsets = {path: path.stat().st_size for path in (run.path / "logs").glob("rank-*.log")}
+        self._rests: dict[Path, bytes] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._copy_until_closed, name="logs", daemon=True)
+
+    def __enter__(self) -> LogCopier:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _copy_until_closed(self) -> None:
+        while not self._closing.wait(TURN_SECONDS):
+            self._turn()
+        while self._turn():
+            pass
+        for path, rest in self._rests.items():
+            if rest:
+                self._print(path, rest)
+        self._out.flush()
+
+    def _turn(self) -> bool:
+        """Whether a log had more than was copied."""
+        generation = newest_generation(self._run)
+        has_more = False
+        for rank in generation.ranks_of(self._node) if generation else ():
+            path = self._run.log_path(rank)
+            with contextlib.suppress(OSError), open(path, "rb") as log:
+                log.seek(self._offsets.get(path, 0))
+                new = log.read(MOST_BYTES)
+                self._offsets[path] = log.tell()
+                has_more = has_more or len(new) == MOST_BYTES
+                *lines, rest = (self._rests.get(path, b"") + new).split(b"\n")
+                self._rests[path] = rest
+                for line in lines:
+                    self._print(path, line)
+        self._out.flush()
+        return has_more
+
+    def _print(self, path: Path, line: bytes) -> None:
+        rank = int(path.stem.removeprefix("rank-"))
+        self._out.write(f"[rank {rank}] {line.decode(errors='replace')}\n")

@@ -1,0 +1,287 @@
+"""Why a run waits, as one sentence for people: pure functions over the objects that Kubernetes shows.
+
+Whoever decides is asked first: Kueue's Workload, then the PodGroup of Volcano or KAI, then the pods themselves, then
+the events of a run without pods. What their words mean stands in `waiting.toml`; a word that is not there is passed on
+as it is, with its message, rather than guessed at.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from craton.orchestration.kubernetes.pods import WITHIN_ANNOTATION, Manifest
+
+_NODES = re.compile(
+    r"(?P<none>\d+)/(?P<all>\d+) nodes are available: (?P<parts>.*?)(?:\. preemption:.*|\. no new claims.*|\.?)$"
+)
+_PART = re.compile(r"(?P<count>\d+) (?P<why>.+)")
+_TAINT = re.compile(r"node\(s\) had untolerated taint(?:\(s\))?(?: \{(?P<taint>[^}]*)\})?")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What there is of a run."""
+
+    owner: Manifest
+    pods: Sequence[Manifest] = ()
+    workload: Manifest | None = None  # Kueue's
+    pod_group: Manifest | None = None  # Volcano's or KAI's
+    events: Sequence[Manifest] = ()
+
+
+@dataclass(frozen=True)
+class Waiting:
+    reason: str  # theirs
+    sentence: str  # ours
+    is_for_ever: bool = False  # time alone changes nothing
+
+
+@dataclass(frozen=True)
+class _Said:
+    by: str
+    of: str
+    reason: str
+    message: str
+    words: dict[str, str] = field(default_factory=dict)
+
+
+def why_waiting(seen: Seen) -> Waiting:
+    """One sentence, whatever there is to go by."""
+    said = _decider(seen)
+    if said is None:
+        return Waiting("", "Kubernetes has not looked at it yet")
+    return _told(said, seen)
+
+
+def _decider(seen: Seen) -> _Said | None:
+    for look in (_kueue, _pod_group, _containers, _unscheduled, _events):
+        if said := look(seen):
+            return said
+    if _is_queued(seen.owner) and seen.workload is None:
+        return _Said("kueue", "QuotaReserved", "PendingEvaluation", "")
+    return None
+
+
+def _kueue(seen: Seen) -> _Said | None:
+    if seen.workload is None:
+        return None
+    conditions = _conditions(seen.workload, "conditions")
+    evicted, reserved = conditions.get("Evicted"), conditions.get("QuotaReserved")
+    admitted, gated = conditions.get("Admitted"), conditions.get("BlockedOnPreemptionGates")
+    if evicted and evicted.get("status") == "True" and not _is_newer(reserved, evicted):
+        return _Said("kueue", "Evicted", evicted.get("reason", ""), evicted.get("message", ""))
+    if gated and gated.get("status") == "True":
+        return _Said("kueue", "BlockedOnPreemptionGates", gated.get("reason", ""), gated.get("message", ""))
+    if reserved is None:  # a fresh one may have no condition at all
+        return _Said("kueue", "QuotaReserved", "PendingEvaluation", "")
+    if reserved.get("status") != "True":
+        return _Said("kueue", "QuotaReserved", reserved.get("reason", ""), reserved.get("message", ""))
+    if admitted is None or admitted.get("status") != "True":
+        checks = (seen.workload.get("status") or {}).get("admissionChecks") or ()
+        open_checks = [f"{each.get('name')} ({each.get('state')})" for each in checks if each.get("state") != "Ready"]
+        reason = (admitted or {}).get("reason") or "UnsatisfiedAdmissionChecks"
+        words = {"checks": ", ".join(open_checks) or "of its queue"}
+        return _Said("kueue", "Admitted", reason, (admitted or {}).get("message", ""), words)
+    return None
+
+
+def _pod_group(seen: Seen) -> _Said | None:
+    group = seen.pod_group
+    if group is None:
+        return None
+    status = group.get("status") or {}
+    if str(group.get("apiVersion", "")).startswith("scheduling.run.ai/"):
+        for condition in reversed(status.get("schedulingConditions") or ()):
+            if condition.get("status", "True") == "True":
+                return _kai_condition(condition)
+        return None
+    if status.get("phase") == "Running":
+        return None
+    unschedulable = _conditions(group, "conditions").get("Unschedulable")
+    if unschedulable and unschedulable.get("status") == "True":
+        return _Said("volcano", "Unschedulable", unschedulable.get("reason", ""), unschedulable.get("message", ""))
+    phase = status.get("phase")
+    return _Said("volcano", "phase", phase, "") if phase in ("Pending", "Inqueue") else None
+
+
+def _kai_condition(condition: Manifest) -> _Said:
+    details = condition.get("reasons") or ()
+    reason = next((each.get("reason") for each in details if each.get("reason")), None) or condition.get("reason", "")
+    messages = [str(each["message"]) for each in details if each.get("message")] or [condition.get("message", "")]
+    return _Said("kai", "UnschedulableOnNodePool", reason, "; ".join(messages))
+
+
+def _containers(seen: Seen) -> _Said | None:
+    """The most common thing that containers of bound pods wait for; what is wrong comes before what takes its time."""
+    found: dict[str, list[str]] = {}
+    for pod in seen.pods:
+        for status in (pod.get("status") or {}).get("containerStatuses") or ():
+            held = (status.get("state") or {}).get("waiting")
+            if held:
+                found.setdefault(str(held.get("reason", "")), []).append(str(held.get("message", "")))
+    if not found:
+        return None
+    reason = max(found, key=lambda each: (each not in ("ContainerCreating", "PodInitializing"), len(found[each])))
+    if reason == "ContainerCreating" and (said := _event(seen, ("FailedMount", "FailedAttachVolume"))):
+        return said
+    return _Said("kubernetes", "container", reason, found[reason][0], {"waiting": str(len(found[reason]))})
+
+
+def _unscheduled(seen: Seen) -> _Said | None:
+    held = [
+        condition
+        for pod in seen.pods
+        if (condition := _conditions(pod, "conditions").get("PodScheduled")) and condition.get("status") == "False"
+    ]
+    if not held:
+        return None
+    first = next((each for each in held if each.get("reason") != "SchedulingGated"), held[0])
+    return _Said(
+        "kubernetes", "PodScheduled", first.get("reason", ""), first.get("message", ""), {"waiting": str(len(held))}
+    )
+
+
+def _events(seen: Seen) -> _Said | None:
+    return None if seen.pods else _event(seen, ("FailedCreate",))
+
+
+def _event(seen: Seen, reasons: tuple[str, ...]) -> _Said | None:
+    newest = None
+    for event in seen.events:
+        if event.get("reason") in reasons and (newest is None or _moment(event) >= _moment(newest)):
+            newest = event
+    return _Said("kubernetes", "event", newest["reason"], newest.get("message") or "") if newest else None
+
+
+def _told(said: _Said, seen: Seen) -> Waiting:
+    facts = _facts()
+    detail, meant, never = _detail(said)
+    fact = facts["reasons"].get((said.by, said.of, said.reason))
+    if meant and said.by == "kueue" and said.reason in ("", "Pending", "Inadmissible"):
+        # Before Kueue 0.19 one word stands for all reasons; the message has the better one.
+        fact = facts["reasons"].get((said.by, said.of, meant), fact)
+    if fact is None:
+        message = f": {_one_line(said.message)}" if said.message else ""
+        return Waiting(said.reason, f"{said.by} says {said.reason or said.of}{message}", never)
+    words = {
+        "queue": _queue(seen),
+        "pods": _counted(_asked_pods(seen), "pod"),
+        "within": f" on one {level}" if (level := _within(seen.owner)) else "",
+        "waiting": "some",
+        "checks": "",
+        "detail": f": {detail}" if detail else "",
+        "message": _one_line(said.message),
+        **said.words,
+    }
+    reason = meant or said.reason if fact["reason"] != said.reason else said.reason
+    return Waiting(reason, str(fact["sentence"]).format(**words), bool(fact.get("for_ever")) or never)
+
+
+def _detail(said: _Said) -> tuple[str, str, bool]:
+    """(what a message tells in our words, the reason it stands for, whether it stays so); the message itself where no
+    pattern fits."""
+    if said.of == "PodScheduled" and (counted := _node_counts(said.message)):
+        return counted, "", False
+    for pattern, fact in _facts()["messages"]:
+        if found := pattern.search(said.message):
+            return str(fact["sentence"]).format(**found.groupdict()), fact.get("reason", ""), bool(fact.get("for_ever"))
+    return _one_line(said.message), "", False
+
+
+def _node_counts(message: str) -> str:
+    """`0/64 nodes are available: 60 Insufficient nvidia.com/gpu, 4 node(s) had untolerated taint {x: y}` for people."""
+    found = _NODES.search(_one_line(message))
+    if found is None:
+        return ""
+    parts = []
+    for text in found["parts"].split(", "):
+        if part := _PART.fullmatch(text.strip()):
+            parts.append(f"{part['count']} {_node_words(part['why'])}")
+        elif parts:
+            parts[-1] += f", {text}"
+    return f"of {_counted(int(found['all']), 'node')} {', '.join(parts)}" if parts else ""
+
+
+def _node_words(why: str) -> str:
+    if why.startswith("Insufficient "):
+        return f"have too few free {why.removeprefix('Insufficient ')}"
+    if taint := _TAINT.fullmatch(why):
+        return f"have the taint {taint['taint'] or 'of others'}, which `tolerations:` of the cluster file does not name"
+    return {
+        "node(s) didn't match Pod's node affinity/selector": "are of another kind or pool",
+        "node(s) didn't match pod affinity rules": "are too far from the run's other pods",
+        "node(s) didn't satisfy existing pods anti-affinity rules": "are kept free of it by other pods",
+        "node(s) were unschedulable": "are cordoned",
+        "node(s) had volume node affinity conflict": "cannot reach its volume",
+        "node(s) didn't find available persistent volumes to bind": "have no volume for its claim",
+        "Too many pods": "have no room for another pod",
+    }.get(why, why)
+
+
+@lru_cache(maxsize=1)
+def _facts() -> dict[str, Any]:
+    document = tomllib.loads(files(__package__).joinpath("waiting.toml").read_text(encoding="utf-8"))
+    return {
+        "reasons": {(each["by"], each["of"], each["reason"]): each for each in document["reason"]},
+        "messages": [(re.compile(each["pattern"], re.DOTALL), each) for each in document["message"]],
+    }
+
+
+def _conditions(thing: Manifest, key: str) -> dict[str, Manifest]:
+    """By type, the newest of each: Volcano adds one at every try."""
+    return {each.get("type", ""): each for each in (thing.get("status") or {}).get(key) or ()}
+
+
+def _is_newer(condition: Manifest | None, than: Manifest) -> bool:
+    if condition is None or condition.get("reason") == than.get("reason"):
+        return False
+    return str(condition.get("lastTransitionTime", "")) > str(than.get("lastTransitionTime", ""))
+
+
+def _moment(event: Manifest) -> str:
+    return str(
+        event.get("lastTimestamp") or event.get("eventTime") or (event.get("metadata") or {}).get("creationTimestamp")
+    )
+
+
+def _labels(thing: Manifest) -> dict[str, str]:
+    return (thing.get("metadata") or {}).get("labels") or {}
+
+
+def _is_queued(owner: Manifest) -> bool:
+    return "kueue.x-k8s.io/queue-name" in _labels(owner)
+
+
+def _queue(seen: Seen) -> str:
+    labels = _labels(seen.owner)
+    named = labels.get("kueue.x-k8s.io/queue-name") or labels.get("kai.scheduler/queue")
+    return str(named or (seen.owner.get("spec") or {}).get("queue") or "default")
+
+
+def _within(owner: Manifest) -> str:
+    return str(((owner.get("metadata") or {}).get("annotations") or {}).get(WITHIN_ANNOTATION, ""))
+
+
+def _asked_pods(seen: Seen) -> int:
+    spec = seen.owner.get("spec") or {}
+    jobs = spec.get("replicatedJobs") or ()
+    if jobs:
+        return sum(int(job["template"]["spec"].get("parallelism", 1)) * int(job.get("replicas", 1)) for job in jobs)
+    if spec.get("tasks"):
+        return sum(int(task.get("replicas", 1)) for task in spec["tasks"])
+    size = (spec.get("leaderWorkerTemplate") or {}).get("size")
+    return int(spec.get("parallelism") or size or len(seen.pods) or 1)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

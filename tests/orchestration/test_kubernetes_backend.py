@@ -1,0 +1,274 @@
+"""The backend and its client, against a stand-in for an API server that keeps objects and refuses wrong ones."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes_jobs import cluster, draft, job
+from kubernetes_standin import TOKEN, StandIn
+
+from craton.orchestration import Draft, RunStateError, StartError
+from craton.orchestration.backend import write_submission
+from craton.orchestration.backends import backend_of
+from craton.orchestration.errors import SchedulerError
+from craton.orchestration.kubernetes import KubernetesBackend
+from craton.orchestration.kubernetes.backend import MANIFEST_FILE
+from craton.telemetry import RunDirectory
+
+SECRET = "hf_do_not_tell"
+JOBSETS = ("jobset.x-k8s.io/v1alpha2", "jobsets")
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    standin = StandIn(tmp_path)
+    monkeypatch.setenv("KUBECONFIG", str(standin.kubeconfig))
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "runs"))
+    yield standin
+    standin.shutdown()
+    standin.server_close()
+
+
+def drafted(folder: Path, gang: str = "kueue", name: str = "llm", **more: Any) -> tuple[Draft, RunDirectory]:
+    """A run whose files are written, as `craton run` leaves them to the backend."""
+    scheduler = {"gang": gang, **({"queue": "research"} if gang in ("kueue", "kai") else {})}
+    wanted = job("command", cluster(scheduler=scheduler, **more), name=name, run={"secrets": ["HF_TOKEN"]})
+    root = folder / "runs"
+    run = RunDirectory.create(root, name) if not (root / name).exists() else RunDirectory(root / name)
+    made = draft(wanted, run.path)
+    for file, text in {**made.files(), **KubernetesBackend().files(made, run)}.items():
+        (run.path / file).write_text(text)
+    return made, run
+
+
+def submitted(folder: Path, **more: Any) -> RunDirectory:
+    made, run = drafted(folder, **more)
+    write_submission(run, KubernetesBackend().submit(made, run))
+    return run
+
+
+def add_pod(server: StandIn, run: str, index: int, phase: str = "Running", **status: Any) -> None:
+    labels = {"app.kubernetes.io/managed-by": "craton", "app.kubernetes.io/instance": run}
+    spec = {"nodeName": f"n{index}"} if phase == "Running" else {}
+    metadata = {"name": f"{run}-node-0-{index}-abcde", "labels": labels}
+    server.put("v1", "pods", {"metadata": metadata, "spec": spec, "status": {"phase": phase, **status}})
+
+
+def test_it_is_the_backend_of_that_name() -> None:
+    assert isinstance(backend_of("kubernetes"), KubernetesBackend)
+
+
+def test_what_is_sent_is_what_is_written_and_everything_belongs_to_the_owner(server: StandIn, tmp_path: Path) -> None:
+    made, run = drafted(tmp_path)
+    written = (run.path / MANIFEST_FILE).read_text()
+    submission = KubernetesBackend().submit(made, run)
+    assert (submission.on, submission.job) == ("kubernetes", "JobSet/llm")
+    assert submission.details["namespace"] == "train"
+    creations = [line for line in server.requests if line.startswith("POST")]
+    assert all("fieldValidation=Strict" in line for line in creations)
+    assert "/jobsets" in creations[0], "what may be refused comes first"
+    uid = server.of("jobsets")[0]["metadata"]["uid"]
+    for document in yaml.safe_load_all(written):
+        kept = next(each for each in server.objects.values() if each["kind"] == document["kind"])
+        if kept["kind"] != "JobSet":
+            assert kept["metadata"].pop("ownerReferences")[0]["uid"] == uid
+        kept["metadata"].pop("uid")
+        data = kept.pop("data") if kept["kind"] == "Secret" else None
+        assert kept == document
+        if data is not None:
+            assert base64.b64decode(data["HF_TOKEN"]).decode() == SECRET
+    for path in run.path.rglob("*"):
+        if path.is_file():
+            assert SECRET.encode() not in path.read_bytes(), path
+            assert TOKEN.encode() not in path.read_bytes(), path
+
+
+def test_an_object_that_is_refused_leaves_nothing_behind(server: StandIn, tmp_path: Path) -> None:
+    made, run = drafted(tmp_path)
+    text = (run.path / MANIFEST_FILE).read_text()
+    (run.path / MANIFEST_FILE).write_text(text.replace("restartPolicy:", "restartsPolicy:"))
+    with pytest.raises(SchedulerError, match=r"Kubernetes refuses: strict decoding error: .*restartsPolicy"):
+        KubernetesBackend().submit(made, run)
+    assert server.objects == {}
+    (run.path / MANIFEST_FILE).write_text(text)
+    server.forbidden = {"configmaps"}
+    with pytest.raises(SchedulerError, match=r"Kubernetes forbids it: configmaps is forbidden.*; ask for that right"):
+        KubernetesBackend().submit(made, run)
+    assert server.objects == {}, "the owner was made, and is removed with what it owns"
+
+
+def test_without_the_right_to_make_network_policies_it_runs_and_says_so(server: StandIn, tmp_path: Path) -> None:
+    server.forbidden = {"networkpolicies"}
+    made, run = drafted(tmp_path)
+    submission = KubernetesBackend().submit(made, run)
+    assert "can be reached by others in the cluster" in submission.details["warning"]
+
+
+def test_a_name_that_is_taken_is_refused_while_it_runs_and_replaced_when_it_has_ended(
+    server: StandIn, tmp_path: Path
+) -> None:
+    run = submitted(tmp_path)
+    made, _ = drafted(tmp_path)
+    with pytest.raises(
+        RunStateError, match="JobSet llm is on the cluster already and has not ended; `craton stop llm`"
+    ):
+        KubernetesBackend().submit(made, run)
+    [owner] = server.of("jobsets")
+    owner["status"] = {"conditions": [{"type": "Failed", "status": "True", "reason": "FailedJobs"}]}
+    before = owner["metadata"]["uid"]
+    KubernetesBackend().submit(made, run)
+    [again] = server.of("jobsets")
+    assert again["metadata"]["uid"] != before
+    assert len(server.of("configmaps")) == 1
+
+
+def test_look_asks_once_for_each_kind_however_many_runs_there_are(server: StandIn, tmp_path: Path) -> None:
+    runs = [submitted(tmp_path, name=f"run-{number}") for number in range(3)]
+    runs.append(submitted(tmp_path, gang="volcano", name="vol"))
+    jobsets = {each["metadata"]["name"]: each for each in server.of("jobsets")}
+    jobsets["run-0"]["status"] = {"conditions": [{"type": "Completed", "status": "True", "reason": "AllJobsCompleted"}]}
+    for index in range(4):
+        add_pod(server, "run-1", index)
+    uid = jobsets["run-2"]["metadata"]["uid"]
+    said = {"type": "QuotaReserved", "status": "False", "reason": "Suspended", "message": ""}
+    metadata = {"name": "w", "labels": {"kueue.x-k8s.io/job-uid": uid}}
+    server.put("kueue.x-k8s.io/v1beta2", "workloads", {"metadata": metadata, "status": {"conditions": [said]}})
+    [volcano] = server.of("jobs")
+    group = {"metadata": {"name": f"vol-{volcano['metadata']['uid']}"}, "status": {"phase": "Pending"}}
+    server.put("scheduling.volcano.sh/v1beta1", "podgroups", group)
+    server.requests.clear()
+    found = KubernetesBackend().look(runs)
+    assert {name: each.condition for name, each in found.items()} == {
+        "run-0": "ended",
+        "run-1": "running",
+        "run-2": "waiting",
+        "vol": "waiting",
+    }
+    assert found["run-1"].nodes == ("n0", "n1", "n2", "n3")
+    assert found["run-2"].sentence == "the queue research is on hold"
+    assert "Volcano has no room" in found["vol"].sentence
+    assert len(server.requests) == 6, server.requests  # two kinds of owners, pods, workloads, groups, events
+
+
+def test_look_reads_every_page_and_knows_what_is_gone_or_elsewhere(server: StandIn, tmp_path: Path) -> None:
+    server.page = 2
+    runs = [submitted(tmp_path, name=f"run-{number}") for number in range(5)]
+    gone = server.of("jobsets")[3]["metadata"]["name"]
+    server.remove((*JOBSETS, "train", gone))
+    found = KubernetesBackend().look(runs)
+    assert {name for name, each in found.items() if each.condition == "waiting"} == {run.name for run in runs} - {gone}
+    assert (found[gone].condition, found[gone].sentence) == ("ended", "it was removed")
+    server.shutdown()
+    server.server_close()
+    found = KubernetesBackend().look(runs)
+    assert {each.condition for each in found.values()} == {"unknown"}
+    assert "does not answer" in found[gone].sentence
+
+
+def test_500_runs_are_looked_at_in_less_than_a_second(server: StandIn, tmp_path: Path) -> None:
+    first = submitted(tmp_path, name="run-0")
+    submission = (first.path / "backend.json").read_text()
+    [owner] = server.of("jobsets")
+    runs = [first]
+    for number in range(1, 500):
+        run = RunDirectory(tmp_path / "runs" / f"run-{number}")
+        run.path.mkdir()
+        (run.path / "backend.json").write_text(submission.replace("run-0", run.name))
+        labels = {**owner["metadata"]["labels"], "app.kubernetes.io/instance": run.name}
+        server.put(*JOBSETS, {**owner, "metadata": {"name": run.name, "labels": labels}})
+        add_pod(server, run.name, 0)
+        runs.append(run)
+    begin = time.monotonic()
+    found = KubernetesBackend().look(runs)
+    seconds = time.monotonic() - begin
+    assert len(found) == 500
+    assert [each.condition for each in found.values()].count("running") == 499
+    assert seconds < 2.0, f"{seconds:.2f} s"  # a tenth of it on an idle machine
+
+
+def test_logs_of_all_pods(server: StandIn, tmp_path: Path) -> None:
+    run = submitted(tmp_path)
+    with pytest.raises(RunStateError, match="JobSet/llm has no pods; `craton ps` says why"):
+        list(KubernetesBackend().logs(run))
+    for index in range(2):
+        add_pod(server, "llm", index)
+        server.logs[f"llm-node-0-{index}-abcde"] = [f"[rank {index}] step 1", f"[rank {index}] step 2"]
+    add_pod(server, "llm", 2, "Pending")
+    lines = sorted(KubernetesBackend().logs(run))
+    assert lines == [(f"llm-node-0-{i}-abcde", f"[rank {i}] step {step}") for i in range(2) for step in (1, 2)]
+
+
+def test_a_stop_removes_the_owner_and_a_kill_the_pods_at_once(server: StandIn, tmp_path: Path) -> None:
+    backend, run = KubernetesBackend(), submitted(tmp_path)
+    add_pod(server, "llm", 0)
+    backend.stop(run)
+    assert server.of("jobsets") == server.of("configmaps") == server.of("secrets") == []
+    assert len(server.of("pods")) == 1, "it has its grace"
+    with pytest.raises(RunStateError, match="llm is not on the cluster any more"):
+        backend.stop(run)
+    run = submitted(tmp_path)
+    backend.kill(run)
+    assert server.of("pods") == []
+
+
+def test_a_stop_that_the_pods_see_by_its_marker_leaves_them_alone(server: StandIn, tmp_path: Path) -> None:
+    shared = {"shared": {"path": str(tmp_path), "claim": "fsx"}}
+    run = submitted(tmp_path, storage=shared)
+    KubernetesBackend().stop(run)
+    assert len(server.of("jobsets")) == 1
+
+
+def test_a_submission_costs_little_beyond_the_server_s_own_time(server: StandIn, tmp_path: Path) -> None:
+    backend, seconds = KubernetesBackend(), []
+    for number in range(3):
+        made, run = drafted(tmp_path, name=f"run-{number}")
+        server.busy_seconds = 0.0
+        begin = time.monotonic()
+        backend.files(made, run)
+        backend.submit(made, run)
+        seconds.append(time.monotonic() - begin - server.busy_seconds)
+    assert min(seconds) < 0.15, seconds
+
+
+def test_no_cluster_no_login_and_no_client_are_sentences(
+    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, run = drafted(tmp_path)
+    server.kubeconfig.write_text(server.kubeconfig.read_text().replace(TOKEN, "old"))
+    with pytest.raises(SchedulerError, match=r"does not know you .*log in again"):
+        KubernetesBackend().submit(made, run)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
+    with pytest.raises(SchedulerError, match=r"no Kubernetes cluster can be found .*KUBECONFIG"):
+        KubernetesBackend().submit(made, run)
+    monkeypatch.setitem(sys.modules, "kr8s", None)
+    monkeypatch.setitem(sys.modules, "kr8s.asyncio", None)
+    with pytest.raises(StartError, match=r"pip install 'craton\[kubernetes\]'"):
+        KubernetesBackend().check(made)
+
+
+def test_a_check_refuses_before_anything_is_sent(server: StandIn, tmp_path: Path) -> None:
+    KubernetesBackend().check(drafted(tmp_path)[0])
+    wanted = job("command", {**cluster(), "storage": {}})
+    with pytest.raises(StartError, match="need a folder that all of them see"):
+        KubernetesBackend().check(draft(wanted, tmp_path / "runs" / "llm"))
+    assert server.requests == []
+
+
+def test_what_kubectl_would_do_is_shown(server: StandIn, tmp_path: Path) -> None:
+    made, run = drafted(tmp_path)
+    [command] = KubernetesBackend().command(made, run)
+    assert command == ["kubectl", "create", "--validate=strict", "-f", str(run.path / MANIFEST_FILE)]
+
+
+def test_the_client_is_not_loaded_until_it_is_needed() -> None:
+    code = "import sys, craton.orchestration.kubernetes; sys.exit('kr8s' in sys.modules or 'httpx' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,293 @@
+"""The program of a pod, as the real process that it is: two of them on this machine are the nodes of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from counting import RANK, wait_for
+
+from craton.agent import Launch, next_number, read_launch, write_launch
+from craton.job import parse_job
+from craton.orchestration import draft_run
+from craton.orchestration.kubernetes.codepack import pack_code, unpack_code
+from craton.orchestration.kubernetes.pod import (
+    POD_FILE,
+    Pod,
+    Signals,
+    adapted,
+    config_files,
+    follow,
+    is_schedulers,
+    prepare,
+    stop_in_time,
+    take_over,
+    verdict,
+)
+from craton.orchestration.snapshot import find_code, keep_code
+from craton.telemetry import Heartbeat, RunDirectory, RunError, summarize, write_heartbeat
+
+LAUNCH = Launch(0, ["node-0", "node-1"], 1, ["python3", "-m", "craton.ml.training", "/laptop/llm"])
+
+
+def write_config_map(folder: Path, files: dict[str, str]) -> Path:
+    """As the kubelet mounts one: links at the top, into a folder that a link of two dots names."""
+    data = folder / "..2026_11_15"
+    for name, text in files.items():
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        (data / name).write_text(text)
+    (folder / "..data").symlink_to(data.name)
+    for name in {name.partition("/")[0] for name in files}:
+        (folder / name).symlink_to(Path("..data", name))
+    return folder
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`pods(1)` starts the pod of that number; all are ended, with what they started, when the test is over."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(index: int, submission: str = "first", **more: str) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "JOB_COMPLETION_INDEX": str(index),
+            "CRATON_SUBMISSION": submission,
+            "CRATON_RUN_FILES": str(tmp_path / "config"),
+            "CRATON_DRAFTED_AT": "/laptop/runs/count",
+            "CRATON_ADDRESS": "127.0.0.1",
+            "CRATON_FIRST_POD": "127.0.0.1",
+            **more,
+        }
+        command = [sys.executable, "-m", "craton.orchestration.kubernetes.pod", str(tmp_path / "fsx" / "count")]
+        with open(tmp_path / f"pod-{index}.log", "a") as log:
+            pod = subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True, start_new_session=True)
+        started.append(pod)
+        return pod
+
+    yield start
+    for pod in started:
+        try:
+            os.killpg(pod.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        pod.wait(10)
+
+
+def counting_files(steps: int, **more: object) -> dict[str, str]:
+    text = (
+        f"name: count\nkind: command\ncommand: [{sys.executable}, {RANK}]\ncluster: local x 2\nprogress: null\n"
+        f"run: {{image: x, env: {{STEPS: '{steps}'}}}}\n"
+    )
+    draft = draft_run(parse_job(text, folder=RANK.parent), Path("/laptop/runs/count"), on="kubernetes")
+    return replace(draft, launch=replace(draft.launch, workdir="", **more)).files()
+
+
+def test_two_pods_make_the_run_work_in_it_and_end_with_it(
+    tmp_path: Path, pods: Callable[..., subprocess.Popen[str]]
+) -> None:
+    write_config_map(tmp_path / "config", counting_files(5))
+    second, first = pods(1), pods(0)
+    assert (first.wait(40), second.wait(40)) == (0, 0)
+    run = RunDirectory(tmp_path / "fsx" / "count")
+    assert run.has("DONE")
+    assert summarize(run).step == 5
+    assert "[rank 1] rank 1 leaves after step 5" in (tmp_path / "pod-1.log").read_text()
+    assert "[rank 0]" not in (tmp_path / "pod-1.log").read_text()
+
+
+def test_a_killed_pod_comes_back_and_a_drained_one_takes_all_along_and_they_go_on(
+    tmp_path: Path, pods: Callable[..., subprocess.Popen[str]]
+) -> None:
+    write_config_map(tmp_path / "config", counting_files(100_000))
+    run = RunDirectory(tmp_path / "fsx" / "count")
+    first, second = pods(0), pods(1)
+    wait_for(lambda: run.looks_like_a_run() and summarize(run).step >= 2)
+
+    os.killpg(second.pid, signal.SIGKILL)  # its node is gone, with all that ran there
+    second.wait(10)
+    second = pods(1)
+    wait_for(lambda: next_number(run) >= 2 and verdict(run) is None)
+    wait_for(lambda: "starts after step" in run.log_path(1).read_text().rpartition("rank 1 of 2")[2])
+    assert first.poll() is None, "the others live on"
+
+    second.send_signal(signal.SIGTERM)  # its node is drained
+    assert (first.wait(40), second.wait(40)) == (75, 75)
+    assert is_schedulers(run.marker_text("STOP"))
+    saved = summarize(run).step
+    second, first = pods(1), pods(0)
+    wait_for(lambda: not run.has("STOP") and summarize(run).step > saved)
+
+    run.mark("STOP", "craton stop")
+    assert (first.wait(40), second.wait(40)) == (0, 0)
+
+
+def test_a_run_that_cannot_go_on_says_so_by_its_exit_code(
+    tmp_path: Path, pods: Callable[..., subprocess.Popen[str]]
+) -> None:
+    write_config_map(
+        tmp_path / "config", counting_files(5, tries=0, num_nodes=1, nodes=["node-0"], env={"FAIL_RANK": "0"})
+    )
+    assert pods(0).wait(40) == 77
+    run = RunDirectory(tmp_path / "fsx" / "count")
+    assert "the reward function broke" in run.marker_text("FATAL")
+    assert "the reward function broke" in (tmp_path / "pod-0.log").read_text()
+
+
+def told(tmp_path: Path, index: int = 0, submission: str = "first", launch: Launch = LAUNCH, **more: object) -> Pod:
+    config = tmp_path / f"config-{submission}"
+    if not config.exists():
+        files = {"job.yaml": "name: llm\n", "plans/2.json": "{}", "launch.json": json.dumps(asdict(launch))}
+        write_config_map(config, files)
+    environment = {
+        "VC_TASK_INDEX": str(index),
+        "CRATON_SUBMISSION": submission,
+        "CRATON_RUN_FILES": str(config),
+        "CRATON_DRAFTED_AT": "/laptop/llm",
+        "CRATON_FIRST_POD": "llm-node-0.llm",
+        "CRATON_METRICS_PORT": "29400",
+        "CRATON_GIVE_UP_SECONDS": "3600",
+    }
+    return replace(Pod.of(RunDirectory(tmp_path / "fsx" / "llm"), environment), **more)
+
+
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield Signals()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_first_pod_makes_the_run_for_its_own_image(tmp_path: Path, signals: Signals) -> None:
+    launch = replace(LAUNCH, workdir="/laptop/llm/code", nursery=["python3", "-m", "craton.ml.nursery", "/laptop/llm"])
+    pod = told(tmp_path, launch=launch)
+    assert prepare(pod, signals) is None
+    made = read_launch(pod.run)
+    assert made.command == [sys.executable, "-m", "craton.ml.training", str(pod.run.path)]
+    assert made.nursery == [sys.executable, "-m", "craton.ml.nursery", str(pod.run.path)]
+    assert made.workdir == str(pod.run.path / "code")
+    assert (made.master_address, made.metrics_port, made.give_up_seconds) == ("llm-node-0.llm", 29400, 3600.0)
+    assert (pod.run.path / "plans" / "2.json").read_text() == "{}"
+    own = ["/usr/bin/env", "-m", "train", "/laptop/llm"]
+    assert adapted(replace(launch, command=own), pod.run, pod).command == own, "a user's command is not touched"
+    assert prepare(pod, signals) is None, "and again after its own death"
+    pod.run.mark("DONE")
+    assert prepare(pod, signals) == 0, "nothing is left to do"
+
+
+def test_another_run_of_the_same_name_is_left_alone_and_a_resume_takes_it_over(
+    tmp_path: Path, signals: Signals
+) -> None:
+    first = told(tmp_path)
+    prepare(first, signals)
+    first.run.mark("FATAL", "broke")
+    with pytest.raises(RunError, match="is another run of this name; `craton resume llm` goes on"):
+        prepare(told(tmp_path, submission="other"), signals)
+    assert first.run.has("FATAL")
+    assert prepare(first, signals) == 77
+    resumed = told(tmp_path, submission="resumed", launch=replace(LAUNCH, generation=1))
+    assert prepare(resumed, signals) is None
+    assert not first.run.has("FATAL")
+    assert read_launch(first.run).generation == 1
+
+
+def test_what_the_scheduler_stopped_begins_again_when_all_have_left(tmp_path: Path, signals: Signals) -> None:
+    pod = told(tmp_path)
+    take_over(pod)
+    pod.run.mark("STOP", "SIGTERM to the agent of node-1")
+    assert verdict(pod.run) == 75
+    write_heartbeat(pod.run, "node-1", Heartbeat(0, "running", 1, 0))
+    signals.told = signal.SIGTERM
+    assert prepare(pod, signals) == 75, "node-1 still lives, and this pod is told to leave"
+    assert pod.run.has("STOP")
+    signals.told = None
+    write_heartbeat(pod.run, "node-1", Heartbeat(0, "stopped", 1, 0))
+    assert prepare(pod, signals) is None
+    assert not pod.run.has("STOP")
+    assert read_launch(pod.run).generation == 1
+    pod.run.mark("STOP", "SIGTERM to the agent of node-1\ncraton stop")
+    assert prepare(pod, signals) == 0, "the user's word counts"
+
+
+def test_other_pods_wait_for_the_first_of_their_own_submission(tmp_path: Path, signals: Signals) -> None:
+    take_over(told(tmp_path))
+    signals.told = signal.SIGTERM
+    assert follow(told(tmp_path, 1, submission="next"), signals) == 75
+    assert follow(told(tmp_path, 1), signals) is None
+
+
+def test_markers_are_exit_codes(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "llm")
+    assert verdict(run) is None
+    run.mark("STOP", "craton stop")
+    assert verdict(run) == 0
+    run.mark("FATAL", "no")
+    assert verdict(run) == 77
+    run.mark("DONE")
+    assert verdict(run) == 0
+
+
+def test_the_time_limit_stops_the_run_and_counts_over_restarts(tmp_path: Path) -> None:
+    pod = told(tmp_path, stop_after_seconds=3600.0)
+    take_over(pod)
+    timer = stop_in_time(pod)
+    assert timer is not None
+    timer.cancel()
+    assert timer.interval == pytest.approx(3600, abs=5)
+    since = json.loads((pod.run.path / POD_FILE).read_text())
+    (pod.run.path / POD_FILE).write_text(json.dumps({**since, "since": since["since"] - 4000}))
+    late = stop_in_time(pod)
+    assert late is not None
+    late.join()
+    assert pod.run.marker_text("STOP").startswith("the time limit of the job")
+    assert verdict(pod.run) == 0, "which is no reason to start it again"
+    assert stop_in_time(replace(pod, stop_after_seconds=None)) is None
+
+
+@pytest.mark.parametrize("name", ["JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "LWS_WORKER_INDEX"])
+def test_every_owner_numbers_its_pods_in_its_own_way(tmp_path: Path, name: str) -> None:
+    assert Pod.of(RunDirectory(tmp_path), {name: "3"}).index == 3
+    with pytest.raises(RunError, match="says which pod this is"):
+        Pod.of(RunDirectory(tmp_path), {name: ""})
+
+
+def test_the_files_of_a_mounted_config_map_are_found_once(tmp_path: Path) -> None:
+    folder = write_config_map(tmp_path / "config", {"job.yaml": "a", "plans/2.json": "b", "plans/4.json": "c"})
+    assert config_files(folder) == ["job.yaml", "plans/2.json", "plans/4.json"]
+
+
+def test_the_code_of_a_command_travels_whole(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "package").mkdir(parents=True)
+    (source / "train.py").write_text("print(1)\n")
+    (source / "package" / "tool.sh").write_text("#!/bin/sh\n")
+    (source / "package" / "tool.sh").chmod(0o755)
+    (source / "link.py").symlink_to("train.py")
+    job = parse_job("name: a\nkind: command\ncommand: [python, train.py]\ncluster: local x 1\n", folder=source)
+    here, there = RunDirectory.create(tmp_path / "here", "a"), RunDirectory.create(tmp_path / "there", "a")
+    assert pack_code(here.path) == b""
+    found = find_code(job, tmp_path / "here")
+    assert found is not None
+    keep_code(found, here)
+    packed = pack_code(here.path)
+    assert packed == pack_code(here.path)
+    (tmp_path / "code.tar.gz").write_bytes(packed)
+    unpack_code(tmp_path / "code.tar.gz", there.path)
+    assert (there.path / "code" / "link.py").read_text() == "print(1)\n"
+    assert os.access(there.path / "code" / "package" / "tool.sh", os.X_OK)
+    assert (there.path / "code.json").read_text() == (here.path / "code.json").read_text()
+
+
+def test_a_run_directory_that_the_caller_made_is_adapted_in_place(tmp_path: Path, signals: Signals) -> None:
+    run = RunDirectory.create(tmp_path / "fsx", "llm")
+    write_launch(run, replace(LAUNCH, command=["python3", "-m", "craton.ml.training", str(run.path)]))
+    pod = replace(told(tmp_path), files=None)
+    assert prepare(pod, signals) is None
+    assert read_launch(run).command[0] == sys.executable

@@ -1,0 +1,325 @@
+"""Why a run waits, from what Kueue, Volcano, KAI, the default scheduler and the kubelet say."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from kubernetes_jobs import SHARED, cluster, job, target
+from kubernetes_schemas import problems
+
+from craton.orchestration.kubernetes import Seen, manifests, standing_of, why_waiting
+from craton.orchestration.kubernetes.waiting import _facts
+
+UID = "7d1f"
+KUEUE = "kueue.x-k8s.io/v1beta2"
+
+
+def owner(gang: str, kind: str = "pretrain") -> dict[str, Any]:
+    """As the API server has it."""
+    scheduler = {"gang": gang, "queue": "research", **({"topology": "efa"} if gang in ("kueue", "kai") else {})}
+    place = cluster(nodes=1 if kind == "serve" else 4, scheduler=scheduler if gang != "none" else {})
+    made = manifests(target(job(kind, place, placement={"within": "leaf"}), SHARED))[0]
+    made["metadata"]["uid"] = UID
+    return made
+
+
+def condition(kind: str, status: str, reason: str, message: str = "", at: str = "10:00") -> dict[str, Any]:
+    moment = f"2026-11-15T{at}:00Z"
+    return {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": moment}
+
+
+def workload(*conditions: dict[str, Any], **status: Any) -> dict[str, Any]:
+    pod = {"spec": {"containers": [{"name": "node", "image": "x"}]}}
+    spec = {"queueName": "research", "podSets": [{"name": "node", "count": 4, "template": pod}]}
+    made = {"apiVersion": KUEUE, "kind": "Workload", "metadata": {"name": "jobset-llm-1"}, "spec": spec}
+    made["status"] = {"conditions": list(conditions), **status}
+    assert problems(made) == []
+    return made
+
+
+def pod(index: int, phase: str = "Pending", *conditions: dict[str, Any], **status: Any) -> dict[str, Any]:
+    spec = {"nodeName": f"node-{index}"} if phase == "Running" else {}
+    return {
+        "metadata": {"name": f"llm-{index}"},
+        "spec": spec,
+        "status": {"phase": phase, "conditions": list(conditions), **status},
+    }
+
+
+def waiting_container(index: int, reason: str, message: str = "") -> dict[str, Any]:
+    state = {"waiting": {"reason": reason, "message": message}}
+    return pod(index, containerStatuses=[{"name": "node", "state": state, "restartCount": 0}])
+
+
+def event(reason: str, message: str, at: str = "10:00") -> dict[str, Any]:
+    return {
+        "reason": reason,
+        "message": message,
+        "lastTimestamp": f"2026-11-15T{at}:00Z",
+        "involvedObject": {"name": "llm"},
+    }
+
+
+KUEUE_CASES = [
+    (
+        "WaitingForQuota",
+        "couldn't assign flavors to pod set node: insufficient unused quota for nvidia.com/gpu in flavor p5, 16 more "
+        "needed",
+        "needs 4 pods at once on one leaf, and the queue research has not enough free quota: 16 more nvidia.com/gpu of "
+        "p5 would have to be free",
+    ),
+    (
+        "ExceedsMaxQuota",
+        "couldn't assign flavors to pod set node: insufficient quota for nvidia.com/gpu in flavor p5, previously "
+        "considered podsets requests (0) + current podset request (32) > maximum capacity (16)",
+        "asks for more than the queue research can ever have: it asks for 32 nvidia.com/gpu of p5, which has 16 in "
+        "all; ask for fewer nodes, or for a larger quota",
+    ),
+    (
+        "TopologyPlacementFailed",
+        'couldn\'t assign flavors to pod set node: topology "efa" allows to fit only 3 out of 4 pod(s)',
+        "needs 4 pods on one leaf, and no place has so many free: only 3 of 4 pods fit",
+    ),
+    (
+        "NoMatchingFlavor",
+        "couldn't assign flavors to pod set node: resource vpc.amazonaws.com/efa unavailable in ClusterQueue",
+        "no kind of node in the queue research fits its pods: the queue does not know vpc.amazonaws.com/efa: its "
+        "administrator has to add it to coveredResources",
+    ),
+    (
+        "Misconfigured",
+        "LocalQueue research doesn't exist",
+        "the queue research is not set up right: there is no queue research; `kubectl get localqueues` lists them; its "
+        "administrator has to mend it",
+    ),
+    ("WaitingForPreemptedWorkloads", "", "others are being preempted for it and still have to leave"),
+    ("Suspended", "", "the queue research is on hold"),
+    ("PendingEvaluation", "", "Kueue has not come to it yet in the queue research"),
+    ("WaitingForPodsReady", "", "the queue research admits nobody until the pods of the job before are ready"),
+]
+
+
+@pytest.mark.parametrize(("reason", "message", "sentence"), KUEUE_CASES)
+def test_kueue_has_not_reserved_the_quota(reason: str, message: str, sentence: str) -> None:
+    seen = Seen(owner("kueue"), workload=workload(condition("QuotaReserved", "False", reason, message)))
+    found = why_waiting(seen)
+    assert (found.reason, found.sentence) == (reason, sentence)
+    assert found.is_for_ever == (reason in ("ExceedsMaxQuota", "NoMatchingFlavor", "Misconfigured"))
+
+
+@pytest.mark.parametrize(("reason", "message", "sentence"), KUEUE_CASES[:5])
+def test_an_older_kueue_has_one_word_for_all_and_the_message_tells_more(
+    reason: str, message: str, sentence: str
+) -> None:
+    for word in ("Pending", "Inadmissible"):
+        found = why_waiting(Seen(owner("kueue"), workload=workload(condition("QuotaReserved", "False", word, message))))
+        assert (found.reason, found.sentence) == (reason, sentence)
+
+
+def test_kueue_s_other_stages() -> None:
+    def told(*conditions: dict[str, Any], **status: Any) -> str:
+        return why_waiting(Seen(owner("kueue"), workload=workload(*conditions, **status))).sentence
+
+    assert told() == "Kueue has not come to it yet in the queue research"
+    assert why_waiting(Seen(owner("kueue"))).sentence == "Kueue has not come to it yet in the queue research"
+    reserved = condition("QuotaReserved", "True", "QuotaReserved")
+    checks = [
+        {"name": "capacity", "state": "Pending", "message": "", "lastTransitionTime": "2026-11-15T10:00:00Z"},
+        {"name": "budget", "state": "Ready", "message": "", "lastTransitionTime": "2026-11-15T10:00:00Z"},
+    ]
+    unmet = condition("Admitted", "False", "UnsatisfiedAdmissionChecks")
+    assert told(reserved, unmet, admissionChecks=checks) == (
+        "its quota is reserved, and it waits for the admission checks capacity (Pending)"
+    )
+    evicted = condition("Evicted", "True", "Preempted", "Preempted to accommodate a workload", at="11:00")
+    assert told(condition("QuotaReserved", "False", "Pending", at="11:00"), evicted).startswith(
+        "a job with more right to the quota of research preempted it; it starts again by itself"
+    )
+    later = condition(
+        "QuotaReserved",
+        "False",
+        "WaitingForQuota",
+        "insufficient unused quota for cpu in flavor p5, 3 more needed",
+        at="12:00",
+    )
+    assert "3 more cpu of p5" in told(later, evicted), "what came after the eviction is what keeps it waiting now"
+    assert "was stopped by its administrator" in told(condition("Evicted", "True", "ClusterQueueStopped"))
+
+
+def volcano_group(phase: str, *conditions: dict[str, Any]) -> dict[str, Any]:
+    made = {
+        "apiVersion": "scheduling.volcano.sh/v1beta1",
+        "kind": "PodGroup",
+        "metadata": {"name": f"llm-{UID}"},
+        "spec": {"minMember": 4, "queue": "research"},
+        "status": {"phase": phase, "conditions": list(conditions)},
+    }
+    assert problems(made) == []
+    return made
+
+
+def test_volcano() -> None:
+    message = (
+        "4/4 tasks in gang unschedulable: pod group is not ready, 4 Pending, 4 minAvailable; Pending: 3 "
+        "node(s) resource fit failed."
+    )
+    group = volcano_group("Inqueue", condition("Unschedulable", "True", "NotEnoughResources", message))
+    assert why_waiting(Seen(owner("volcano"), pod_group=group)).sentence == (
+        "needs 4 pods at once on one leaf, and Volcano finds no place for all of them: 4 of 4 find none: 3 node(s) "
+        "resource fit failed"
+    )
+    assert why_waiting(Seen(owner("volcano"), pod_group=volcano_group("Pending"))).sentence == (
+        "the queue research of Volcano has no room for it yet; it has not been let in"
+    )
+    assert (
+        "its pods are being placed" in why_waiting(Seen(owner("volcano"), pod_group=volcano_group("Inqueue"))).sentence
+    )
+
+
+def kai_group(reason: str, message: str) -> dict[str, Any]:
+    said = {
+        "type": "UnschedulableOnNodePool",
+        "nodePool": "default",
+        "reason": "Unschedulable",
+        "message": message,
+        "transitionID": "1",
+        "lastTransitionTime": "2026-11-15T10:00:00Z",
+        "status": "True",
+        "reasons": [{"reason": reason, "message": message}] if reason else [],
+    }
+    made = {
+        "apiVersion": "scheduling.run.ai/v2alpha2",
+        "kind": "PodGroup",
+        "metadata": {"name": f"pg-llm-{UID}"},
+        "spec": {"minMember": 4, "queue": "research"},
+        "status": {"schedulingConditions": [said]},
+    }
+    assert problems(made) == []
+    return made
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "sentence"),
+    [
+        (
+            "",
+            "Resources were found for 2 pods while 4 are required for gang scheduling. Additional pods cannot be "
+            "scheduled",
+            "needs 4 pods at once on one leaf, and KAI finds no place for all of them: there is room for 2 of 4",
+        ),
+        (
+            "OverLimit",
+            "research quota has reached the allowable limit of GPUs. Limit is 64 GPUs, currently 48 GPUs allocated and "
+            "workload requested 32 GPUs",
+            "the queue research would go over its limit: 48 of 64 GPUs are taken, and it asks for 32",
+        ),
+        (
+            "NonPreemptibleOverQuota",
+            "Non-preemptible workload is over quota. Workload requested 32 GPUs, but research quota is 16 GPUs, while "
+            "0 GPUs are already allocated for non-preemptible pods.",
+            "what cannot be preempted may not go over the quota of research: it asks for 32 GPUs, and the quota is 16; "
+            "a preemptible priority class may",
+        ),
+        ("QueueDoesNotExist", "", "there is no queue research; `kubectl get queues.scheduling.run.ai` lists them"),
+    ],
+)
+def test_kai(reason: str, message: str, sentence: str) -> None:
+    assert why_waiting(Seen(owner("kai"), pod_group=kai_group(reason, message))).sentence == sentence
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        (
+            "0/64 nodes are available: 1 node(s) had untolerated taint {nvidia.com/gpu: present}, 3 node(s) were "
+            "unschedulable, 60 Insufficient nvidia.com/gpu. preemption: 0/64 nodes are available: 64 No preemption "
+            "victims found for incoming pod.",
+            "2 of 4 pods find no node on one leaf: of 64 nodes 1 have the taint nvidia.com/gpu: present, which "
+            "`tolerations:` of the cluster file does not name, 3 are cordoned, 60 have too few free nvidia.com/gpu",
+        ),
+        (
+            "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector. no new claims to "
+            "deallocate, preemption: 0/1 nodes are available: 1 Preemption is not helpful for scheduling.",
+            "2 of 4 pods find no node on one leaf: of 1 node 1 are of another kind or pool",
+        ),
+        (
+            'persistentvolumeclaim "fsx" not found',
+            "2 of 4 pods find no node on one leaf: there is no persistent volume claim fsx in the namespace",
+        ),
+    ],
+)
+def test_the_default_scheduler(message: str, sentence: str) -> None:
+    held = condition("PodScheduled", "False", "Unschedulable", message)
+    seen = Seen(owner("none"), [pod(0, "Running"), pod(1, "Running"), pod(2, "Pending", held), pod(3, "Pending", held)])
+    assert why_waiting(seen).sentence == sentence
+
+
+def test_containers_volumes_and_pods_that_cannot_be_made() -> None:
+    def told(*pods: dict[str, Any], events: tuple[dict[str, Any], ...] = ()) -> str:
+        return why_waiting(Seen(owner("none"), list(pods), events=events)).sentence
+
+    creating = waiting_container(0, "ContainerCreating")
+    pull = waiting_container(1, "ImagePullBackOff", 'Back-off pulling image "example.com/train:1"')
+    assert told(creating, creating) == "2 of 4 pods have a node, where the image is pulled and volumes are mounted"
+    assert told(creating, pull).startswith('the image cannot be pulled: Back-off pulling image "example.com/train:1"')
+    missing = waiting_container(0, "CreateContainerConfigError", 'secret "craton-secrets" not found')
+    assert "`kubectl create secret generic craton-secrets" in told(missing)
+    assert "no folder /scratch" in told(
+        creating,
+        events=(
+            event("FailedMount", "MountVolume.SetUp failed: hostPath type check failed: /scratch is not a directory"),
+        ),
+    )
+    forbidden = 'pods "llm-0" is forbidden: violates PodSecurity "restricted:latest": unrestricted capabilities'
+    assert told(events=(event("FailedCreate", forbidden),)) == (
+        "its pods cannot be made: the namespace enforces the pod security standard restricted:latest: unrestricted "
+        "capabilities"
+    )
+    old, new = event("FailedCreate", "old", "09:00"), event("FailedCreate", "new", "11:00")
+    assert told(events=(new, old)).endswith("new")
+    assert told() == "Kubernetes has not looked at it yet"
+
+
+def test_a_word_that_nobody_knows_is_passed_on() -> None:
+    said = condition("QuotaReserved", "False", "MoonIsFull", "come back\n tomorrow")
+    found = why_waiting(Seen(owner("kueue"), workload=workload(said)))
+    assert found.sentence == "kueue says MoonIsFull: come back tomorrow"
+
+
+def test_every_fact_makes_a_sentence() -> None:
+    words = dict.fromkeys(("queue", "pods", "within", "waiting", "checks", "detail", "message"), "x")
+    facts = _facts()
+    assert len(facts["reasons"]) >= 50
+    for fact in facts["reasons"].values():
+        assert fact["sentence"].format(**words)
+        assert not fact["sentence"].endswith(".")
+    for pattern, fact in facts["messages"]:
+        assert set(re.findall(r"{(\w+)}", fact["sentence"])) <= set(pattern.groupindex)
+
+
+def test_where_a_run_stands() -> None:
+    def stands(gang: str, status: dict[str, Any], *pods: dict[str, Any], kind: str = "pretrain") -> tuple[str, str]:
+        found = standing_of(Seen({**owner(gang, kind), "status": status}, list(pods)))
+        return found.condition, found.reason
+
+    assert stands("kueue", {}) == ("waiting", "PendingEvaluation")
+    assert stands("none", {}, pod(0, "Running")) == ("running", "")
+    assert stands("kueue", {"conditions": [condition("Completed", "True", "AllJobsCompleted")]}) == (
+        "ended",
+        "AllJobsCompleted",
+    )
+    assert stands("none", {"conditions": [condition("Failed", "True", "PodFailurePolicy")]}) == (
+        "ended",
+        "PodFailurePolicy",
+    )
+    assert stands("none", {"conditions": [condition("Failed", "False", "x")]}) == ("waiting", "")
+    assert stands("volcano", {"state": {"phase": "Completed"}}) == ("ended", "Completed")
+    assert stands("volcano", {"state": {"phase": "Running"}}, pod(0, "Running")) == ("running", "")
+    assert stands("none", {}, waiting_container(0, "CrashLoopBackOff"), kind="serve") == ("waiting", "CrashLoopBackOff")
+    partly = standing_of(
+        Seen({**owner("none"), "status": {"failed": 2}}, [pod(0, "Running"), waiting_container(1, "ContainerCreating")])
+    )
+    assert (partly.condition, partly.nodes, partly.restarts) == ("running", ("node-0",), 2)
+    assert "have a node" in partly.sentence
