@@ -397,19 +397,31 @@ def their_model(model: Decoder) -> Any:
 
 
 def peer(model: Decoder) -> dict[str, Any]:
-    """transformers' own continuous batching, on fewer requests: it is slow."""
+    """transformers' own continuous batching and this engine on the same requests, few of them: it is slow."""
     from transformers import GenerationConfig
 
+    count, written = 64, 64
+    prompts = texts(count, 100, 1024, model.config.shape.vocab, 2)
+    engine = build_engine(model, EngineSettings(max_length=LONGEST, chunk_tokens=8192, memory=0.5))
+    sampling = Sampling(max_tokens=written, temperature=0.0, ignore_eos=True)
+    answer(engine, [Submit(n, prompt[:50], sampling) for n, prompt in enumerate(prompts)])
+    _, own_seconds = answer(engine, [Submit(n, prompt, sampling) for n, prompt in enumerate(prompts)])
+    del engine
+    free()
     theirs = their_model(model)
     theirs.set_attn_implementation("paged|sdpa")
-    prompts = [list(prompt) for prompt in texts(64, 100, 1024, model.config.shape.vocab, 2)]
-    settings = GenerationConfig(max_new_tokens=64, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings = GenerationConfig(max_new_tokens=written, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    theirs.generate_batch(inputs=[list(prompt[:50]) for prompt in prompts[:8]], generation_config=settings)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    found = theirs.generate_batch(inputs=prompts, generation_config=settings)
+    found = theirs.generate_batch(inputs=[list(prompt) for prompt in prompts], generation_config=settings)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    return {"tokens_per_second": sum(len(each.generated_tokens) for each in found.values()) / seconds, "requests": 64}
+    return {
+        "requests": count,
+        "ours": count * written / own_seconds,
+        "transformers": sum(len(each.generated_tokens) for each in found.values()) / seconds,
+    }
 
 
 Say = Callable[..., Any]

@@ -28,6 +28,7 @@ SHOWN_BATCHES = (1, 8, 32, 128)
 SHOWN_CONTEXTS = (512, 2048, 8192)
 # As the engine has them (craton.ml.serving.build).
 GPU_RESERVE_BYTES = 2**30  # libraries, code, graphs
+SAMPLER_BYTES = 48  # of a token for each request: fp32 copies, order and sums of sorted logits, noise, counts
 CPU_KV_BYTES = 2**30  # keys and values where memory is the machine's own
 
 
@@ -276,7 +277,8 @@ def _bound(roofline: Roofline, batch: int, context: int) -> str:
 
 
 def passing_bytes(shape: ModelShape, chunk_tokens: int, running: int, size: int) -> float:
-    """What a step needs beside weights, keys and values: hidden states of its tokens, logits of its requests."""
+    """What a step needs beside weights, keys and values: hidden states of its tokens, and for its requests logits, what
+    sorting them for top-p takes, and the counts that penalties keep."""
     ffn = max(shape.ffn_hidden, shape.top_k * shape.moe_ffn_hidden)
     widths = 6 * shape.hidden + 3 * ffn + 3 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    return float(chunk_tokens * widths * size + running * shape.vocab * (2 * size + 4 * 4))
+    return float(chunk_tokens * widths * size + running * shape.vocab * (2 * size + SAMPLER_BYTES))

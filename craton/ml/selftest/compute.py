@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,29 +54,36 @@ class Operation:
     reference: Callable[[], Tensor] | None = None  # the first rows, in fp64 on the processor
 
 
-def check_devices(seconds: float | None = None) -> list[dict[str, Any]]:
-    """All GPUs at the same time, as a run would load them; without one, the processor."""
+def devices_here() -> list[torch.device]:
+    """All GPUs that torch can use; without one, the processor."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.device("cuda", number) for number in range(count)] or [torch.device("cpu")]
+
+
+def check_devices(devices: Sequence[torch.device], seconds: float | None = None) -> Iterator[dict[str, Any]]:
+    """All at the same time, as a run would load them; each result as soon as it is there."""
     # cuBLAS adds in a fixed order only with a workspace of its own.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.use_deterministic_algorithms(True)
     # Chosen once and for all threads: torch keeps the choice for the whole process.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if not count:
+        if devices[0].type == "cpu":
             torch.set_num_threads(1)  # how a sum is cut into threads must not depend on how busy the machine is
-            return [asdict(check_device(torch.device("cpu"), seconds or CPU_SECONDS))]
-        devices = [torch.device("cuda", number) for number in range(count)]
-        with ThreadPoolExecutor(count) as pool:
-            results = list(pool.map(lambda device: check_device(device, seconds or GPU_SECONDS), devices))
-    return [asdict(result) for result in results]
+            yield asdict(check_device(devices[0], seconds or CPU_SECONDS))
+            return
+        with ThreadPoolExecutor(len(devices)) as pool:
+            tests = [pool.submit(check_device, device, seconds or GPU_SECONDS) for device in devices]
+            for test in as_completed(tests):
+                yield asdict(test.result())
 
 
 def check_device(device: torch.device, seconds: float) -> DeviceResult:
     """Every operation for its share of the time; what CUDA raises is part of the result."""
-    result = DeviceResult(str(device), device_name(device), torch.__version__, torch.version.cuda or "")
+    result = DeviceResult(str(device), "", torch.__version__, torch.version.cuda or "")
     begin = time.perf_counter()
     try:
+        result.name = device_name(device)
         work = operations(device)
         for name, operation in work.items():
             _repeat(name, operation, device, seconds / len(work), result)

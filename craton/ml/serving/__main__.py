@@ -186,7 +186,8 @@ def start_front(job: Job, run: RunDirectory) -> Front:
         command.append("--admin")
     environment = dict(os.environ)
     if serve.api_keys is not None:
-        environment["CRATON_API_KEYS"] = os.environ[serve.api_keys]
+        environment["CRATON_API_KEYS"] = os.environ.get(serve.api_keys, "")
+        command += ["--keys-of", serve.api_keys]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
     theirs.close()
     return Front(process, Connection(ours.detach()))

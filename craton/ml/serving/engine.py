@@ -375,6 +375,8 @@ class Engine:
                     "the model's output for this request is not a number (NaN or infinite); its weights may be damaged"
                 )
                 piece.finish, piece.is_ours = "error", True
+                # What it computed must not reach others, and where it went wrong is not known.
+                self.scheduler.forget(lambda root: root == (sequence.version, sequence.adapter))
             elif token in sequence.stops:
                 piece.finish, piece.stop_token = "stop", token
             else:

@@ -24,11 +24,17 @@ from craton.ml.models import Decoder
 from craton.ml.serving.pulse import Pulse
 from craton.ml.serving.rank import Rank
 from craton.ml.serving.runner import Result
+from craton.ml.serving.settings import ServingError
 from craton.ml.serving.weights import MixedWeightsError
 from craton.ml.serving.work import Work
 from craton.ml.training.tensor import cut_parameters
 
 IDLE_SECONDS = 1.0  # between two signs of life of a rank that is told nothing
+WEIGHT_METHODS = ("update_from_folder", "receive_weights")  # of a rank, which can be done again
+
+
+class RanksDifferError(RuntimeError):
+    """Something was done on some ranks and not on others, and cannot be undone: they have to start again."""
 
 
 class Gang:
@@ -121,18 +127,24 @@ def _next_order(first: Connection, pulse: Pulse) -> tuple[str, tuple[Any, ...]] 
 
 def together(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
     """Does on one rank what all of them do. When it fails on some and not on others, none of them is as it was."""
-    result, failure = None, None
+    result: Any = None
+    failure: CratonError | None = None
     try:
         result = getattr(rank, method)(*arguments)
     except CratonError as error:
         failure = error
+    except torch.OutOfMemoryError as error:  # the others wait to hear of it
+        failure = ServingError(f"the device has not enough free memory: {str(error).splitlines()[0]}")
     if dist.is_initialized() and dist.get_world_size() > 1:
         texts: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(texts, None if failure is None else f"{type(failure).__name__}: {failure}")
         failed = {number: text for number, text in enumerate(texts) if text is not None}
         if failed and len(failed) < len(texts):
             told = "; ".join(f"rank {number}: {text}" for number, text in failed.items())
-            raise MixedWeightsError(f"{method} went through on some ranks only ({told}); update the weights")
+            what = f"{method} went through on some ranks only ({told})"
+            if method in WEIGHT_METHODS:
+                raise MixedWeightsError(f"{what}; update the weights")
+            raise RanksDifferError(what)
     if failure is not None:
         raise failure
     return result

@@ -50,13 +50,13 @@ class Rank:
     def update_from_folder(self, folder: str) -> None:
         update_from_folder(self.model, Path(folder))
 
-    def receive_weights(self, address: str) -> int:
+    def receive_weights(self, address: str, wait_seconds: float) -> int:
         """Waits at an address, whose port each further rank counts up by one, for new weights; their version."""
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ServingError(f"{address!r} is not an address; write host:port")
         with WeightsReceiver(f"{host}:{int(port) + self._number}", self._secret) as receiver:
-            return receiver.receive(self.model)
+            return receiver.receive(self.model, wait_seconds)
 
     @torch.no_grad()
     def sleep(self, level: int) -> None:

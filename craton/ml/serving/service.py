@@ -17,15 +17,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
 from craton.errors import CratonError
 from craton.ml.serving.engine import Engine, State
 from craton.ml.serving.gang import Gang
 from craton.ml.serving.messages import Abort, Answer, Control, Failed, Ready, Stats, Submit
 from craton.ml.serving.pulse import CONTROL_SECONDS, Pulse
 from craton.ml.serving.settings import ServingError
-from craton.ml.serving.weights import MixedWeightsError
+from craton.ml.serving.weights import RECEIVE_SECONDS, MixedWeightsError
 
 IDLE_SECONDS = 0.05  # between two looks when there is nothing to compute
 COMPILING_SECONDS = 0.002  # and when all there is waits for its grammar
@@ -76,12 +74,13 @@ class Service:
         self._next_stats = 0.0
         self._awake = set(PARTS)
         self._before_sleep: State = "running"
+        self._turns = 0  # how often somebody paused or resumed the engine at once
         self._waiting: list[Task] = []  # for a turn
         self._calling: Task | None = None  # whose call the ranks are busy with
         self._later: deque[Control] = deque()  # that came meanwhile: each finds the engine as the one before left it
         self._controls: dict[str, Callable[..., Any]] = {
             "pause": self._pause,
-            "resume": engine.resume,
+            "resume": self._resume,
             "sleep": self._sleep,
             "wake": self._wake,
             "reset_prefix_cache": self._forget,
@@ -187,9 +186,6 @@ class Service:
             self._front.send(Answer(task.id, end.value))
         except (CratonError, TypeError) as error:
             self._front.send(Answer(task.id, error=str(error)))
-        except torch.OutOfMemoryError as error:
-            reason = str(error).splitlines()[0]
-            self._front.send(Answer(task.id, error=f"the device has not enough free memory: {reason}"))
         else:
             if wanted is None:
                 self._waiting.append(task)
@@ -203,15 +199,21 @@ class Service:
             raise ServingError(f"mode {mode!r} is not known; allowed: abort, wait, keep")
         engine = self._engine
         if mode != "wait":
+            self._turns += 1
             self._send(engine.pause(mode))  # type: ignore[arg-type]
             return
+        turn = self._turns
         engine.stop_admitting()
-        while not engine.is_drained and engine.state == "running":
+        while not engine.is_drained and engine.state == "running" and turn == self._turns:
             yield None
+        if not engine.is_drained:  # there was somebody who could not wait
+            raise ServingError(f"the engine is {engine.state} now, and not all that ran had ended")
         if engine.state == "running":
             self._send(engine.pause("keep"))
-        elif engine.state != "paused":  # by somebody who could not wait
-            raise ServingError(f"the engine is {engine.state} now; it was not drained before")
+
+    def _resume(self) -> None:
+        self._engine.resume()
+        self._turns += 1
 
     def _sleep(self, level: int = 1) -> Steps:
         engine = self._engine
@@ -261,7 +263,12 @@ class Service:
         yield Call("unload_adapter", (name,))
 
     def _update_weights(
-        self, folder: str | None = None, address: str | None = None, version: int | None = None, recompute: bool = False
+        self,
+        folder: str | None = None,
+        address: str | None = None,
+        version: int | None = None,
+        recompute: bool = False,
+        wait_seconds: float = RECEIVE_SECONDS,
     ) -> Steps:
         """New weights in place, from a folder or from whoever sends them to an address; graphs stay valid."""
         self._expect_weights()
@@ -271,7 +278,7 @@ class Service:
             if folder is not None:
                 yield Call("update_from_folder", (folder,))
             else:
-                version = yield Call("receive_weights", (address,))
+                version = yield Call("receive_weights", (address, wait_seconds))
         except MixedWeightsError as error:
             self._send(self._engine.refuse(str(error)))
             raise

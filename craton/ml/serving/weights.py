@@ -34,6 +34,7 @@ from craton.ml.models import Decoder, Stage, WeightsError, load_weights
 from craton.ml.serving.float8 import Float8Experts, Float8Linear
 
 CHUNK = 16 << 20  # bytes of a tensor in one message
+RECEIVE_SECONDS = 600.0  # that a sender is waited for
 SILENCE_SECONDS = 60.0  # after which the other side is given up
 _MESSAGE = 65_536  # bytes of a message that is not a tensor's, at most
 _REASON = 4_096  # letters of a reason that are sent
@@ -113,7 +114,7 @@ class WeightsReceiver:
             raise WeightsError(f"cannot listen for weights at {address}: {error}") from None
         self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
 
-    def receive(self, model: Decoder, wait_seconds: float = 600.0) -> int:
+    def receive(self, model: Decoder, wait_seconds: float = RECEIVE_SECONDS) -> int:
         """Waits for a sender and takes all its weights; returns their version."""
         line = self._accept(wait_seconds)
         update = _Update(model)

@@ -97,3 +97,24 @@ def take_parts_from_memory(folder: str, other: str, tokens: Tensor) -> tuple[Ten
     update_from_folder(model, folder)
     update_from_state(model, cut.named_parameters())
     return first, hidden(model, tokens)
+
+
+class ShortRank:
+    """A rank whose first one has too little memory for anything."""
+
+    def wake(self, parts: object) -> None:
+        if dist.get_rank() == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    update_from_folder = wake
+
+
+def failure_together(method: str) -> tuple[str, str]:
+    """How a call that only one rank cannot do ends on this one."""
+    from craton.ml.serving.gang import together
+
+    try:
+        together(ShortRank(), method, (None,))  # type: ignore[arg-type]
+    except Exception as error:  # noqa: BLE001 -- the test says which it must be
+        return type(error).__name__, str(error)
+    return "", ""

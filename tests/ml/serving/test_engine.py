@@ -174,6 +174,23 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone() -> None:
     expect_greedy(pair("llama")[0], [6, 7], found[3, 0])
 
 
+def test_what_went_wrong_once_is_not_kept_for_others() -> None:
+    model = copy.deepcopy(pair("llama")[1])
+    engine = engine_of(model)
+    prompt = [*PROMPT, *PROMPT, *PROMPT]
+    sound = model.norm.weight.detach().clone()
+    with torch.no_grad():
+        model.blocks[0].attention.qkv.weight.add_(torch.nan)
+    assert "not a number" in error_of(engine, prompt)
+    with torch.no_grad():
+        model.load_state_dict(pair("llama")[1].state_dict())
+    assert torch.equal(model.norm.weight, sound)
+    found = answer(engine, prompt)
+    assert found.cached_tokens == 0
+    expect_greedy(pair("llama")[0], prompt, found)
+    assert answer(engine, prompt).cached_tokens
+
+
 def test_bad_requests_are_refused_with_a_reason() -> None:
     engine = engine_of(max_length=32)
     assert "40 tokens and the model takes 32" in error_of(engine, [1] * 40)

@@ -202,6 +202,22 @@ def test_whoever_cannot_wait_ends_a_pause_that_waits() -> None:
         assert service.finish(1) == "abort"
 
 
+@pytest.mark.parametrize("others", [["pause"], ["pause", "resume"]])
+def test_a_pause_that_waits_says_when_what_ran_has_not_ended(others: list[str]) -> None:
+    with live() as service:
+        service.gate.hold_after(3)
+        service.send(Submit(1, PROMPT, LONG))
+        service.wait(lambda: service.pieces(1), "it writes")
+        controls = [Control(11 + place, name) for place, name in enumerate(others)]
+        service.send(Control(10, "pause", {"mode": "wait"}), *controls, Submit(2, PROMPT, GREEDY))
+        service.gate.open()
+        assert "not all that ran had ended" in service.answered(10).error
+        assert service.finish(1) is None
+        if others[-1] == "resume":
+            service.wait_for_end(1)
+            service.wait_for_end(2)
+
+
 def test_weights_that_nobody_sends_yet_hold_up_nothing_but_steps() -> None:
     model = copy.deepcopy(pair("llama")[1])
     address = f"127.0.0.1:{free_port()}"

@@ -18,7 +18,15 @@ from typing import Any
 import pytest
 import torch
 from gang import Gang
-from served_ranks import hidden, load_model, random_model, receive_part, save_random, take_parts_from_memory
+from served_ranks import (
+    failure_together,
+    hidden,
+    load_model,
+    random_model,
+    receive_part,
+    save_random,
+    take_parts_from_memory,
+)
 from torch import Tensor
 
 from craton.job import ModelShape
@@ -402,3 +410,12 @@ def test_ranks_take_their_parts_from_memory_and_folders(gang: Gang, tmp_path: Pa
     for pair in gang.run(take_parts_from_memory, str(old), str(new), TOKENS, ranks=2):
         for got in pair:
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "error"), [("update_from_folder", "MixedWeightsError"), ("wake", "RanksDifferError")]
+)
+def test_what_one_rank_has_no_memory_for_is_known_to_all(gang: Gang, method: str, error: str) -> None:
+    for kind, said in gang.run(failure_together, method, ranks=2):
+        assert kind == error
+        assert f"{method} went through on some ranks only (rank 0: ServingError: the device has not enough" in said

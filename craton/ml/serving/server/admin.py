@@ -85,7 +85,11 @@ def admin_routes(service: Service) -> APIRouter:
 
     @routes.post("/update_weights")
     async def update_weights(request: UpdateWeightsRequest) -> dict[str, Any]:
-        arguments = {"folder": request.folder} if request.folder is not None else {"address": request.address}
+        arguments: dict[str, Any] = {"recompute": request.recompute}
+        if request.folder is not None:
+            arguments |= {"folder": request.folder, "version": request.version}
+        else:
+            arguments |= {"address": request.address, "wait_seconds": request.wait_seconds}
         return {"result": await control("update_weights", arguments, BadRequestError)}
 
     @routes.get("/weights_version")

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         settings = ServerSettings(
             served_name=options.served_name,
             model_folder=options.model_folder,
-            api_keys=_api_keys(options.api_key_file),
+            api_keys=_api_keys(options.api_key_file, options.keys_of),
             is_admin=options.admin,
             tool_style=options.tool_parser,
             reasoning_style=options.reasoning_parser,
@@ -117,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--served-name", help="the model's name for clients (default: the engine's)")
     add("--model-folder", type=Path, help="with the tokenizer; without it only tokens are taken")
     add("--api-key-file", type=Path, help=f"one key a line; else ${KEYS_VARIABLE}, else everybody may ask")
+    add("--keys-of", metavar="NAME", help=f"the variable that ${KEYS_VARIABLE} was taken from; it must hold a key")
     add("--admin", action="store_true", help="serve the endpoints that change the engine")
     add("--tool-parser", choices=get_args(ToolStyle), default=default.tool_style)
     add("--reasoning-parser", choices=get_args(ReasoningStyle), default=default.reasoning_style)
@@ -128,10 +129,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _api_keys(file: Path | None) -> tuple[str, ...]:
-    """A file without a key is refused: it would open the server to everybody."""
+def _api_keys(file: Path | None, variable: str | None) -> tuple[str, ...]:
+    """A file or variable that was to have keys and has none is refused: it would open the server to everybody."""
     if file is None:
-        return _split(os.environ.get(KEYS_VARIABLE, ""))
+        keys = _split(os.environ.get(KEYS_VARIABLE, ""))
+        if variable is not None and not keys:
+            raise CratonError(
+                f"serve.api_keys names {variable}, which holds no key; put one in it, or some with commas"
+            )
+        return keys
     keys = _split(file.read_text(encoding="utf-8"))
     if not keys:
         raise CratonError(f"{file} has no API key; put one in each line, or leave --api-key-file out")

@@ -239,10 +239,13 @@ class UnloadAdapterRequest(Body):
 
 
 class UpdateWeightsRequest(Body):
-    """From a folder of weights, or from a trainer that listens at an address."""
+    """From a folder of weights, or from a trainer that sends them to an address of the engine's machine."""
 
     folder: str | None = None
     address: str | None = None
+    version: int | None = Field(None, ge=0)  # of a folder's weights; default: the next one
+    recompute: bool = False  # keys and values of what runs, too
+    wait_seconds: float = Field(600.0, gt=0, le=3600)  # for whoever sends
 
     @model_validator(mode="after")
     def _check(self) -> UpdateWeightsRequest:

@@ -37,8 +37,14 @@ def get(served: Served, path: str) -> Any:
         ("/wake_up", None, "wake", {}),
         ("/wake_up?tags=weights", None, "wake", {"tags": ["weights"]}),
         ("/reset_prefix_cache", None, "reset_prefix_cache", {}),
-        ("/update_weights", {"folder": "/w"}, "update_weights", {"folder": "/w"}),
-        ("/update_weights", {"address": "h:1"}, "update_weights", {"address": "h:1"}),
+        (
+            *("/update_weights", {"folder": "/w", "version": 7, "recompute": True}, "update_weights"),
+            {"folder": "/w", "version": 7, "recompute": True},
+        ),
+        (
+            *("/update_weights", {"address": "h:1", "wait_seconds": 5}, "update_weights"),
+            {"address": "h:1", "wait_seconds": 5.0, "recompute": False},
+        ),
     ],
 )
 def test_controls_reach_the_engine(served: Served, path: str, body: Any, name: str, arguments: dict[str, Any]) -> None:

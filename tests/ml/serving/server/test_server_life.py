@@ -251,7 +251,7 @@ def test_a_second_signal_ends_at_once(start: Start, encode: Encode) -> None:
         assert running.result(SECONDS).status_code == 503
 
 
-@pytest.mark.parametrize("problem", ["port", "folder", "keys"])
+@pytest.mark.parametrize("problem", ["port", "folder", "keys", "variable"])
 def test_what_it_cannot_start_with(problem: str, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("\n")
     taken = socket.create_server(("127.0.0.1", 0))
@@ -259,11 +259,19 @@ def test_what_it_cannot_start_with(problem: str, tmp_path: Path) -> None:
         "port": (["--port", str(taken.getsockname()[1])], "in use"),
         "folder": (["--model-folder", str(tmp_path)], "tokenizer.json"),
         "keys": (["--api-key-file", str(tmp_path / "keys")], "no API key"),
+        "variable": (["--keys-of", "TEAM_KEYS"], "TEAM_KEYS, which holds no key"),
     }[problem]
     engine = ScriptedEngine(lambda _: Script())
     command = [sys.executable, "-m", "craton.ml.serving.server", "--connection", str(engine.far_end), *options]
+    environment = {**os.environ, "CRATON_API_KEYS": ", ,"}
     done = subprocess.run(
-        command, pass_fds=[engine.far_end], capture_output=True, text=True, timeout=SECONDS, check=False
+        command,
+        pass_fds=[engine.far_end],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        env=environment,
     )
     os.close(engine.far_end)
     engine.close()
