@@ -294,9 +294,17 @@ def _end_orphans(values: Mapping[str, str], known: set[int]) -> None:
         for pid in orphans:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        for pid in orphans:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        # One that may not be killed, or that the kernel holds back, must not hold up the agent.
+        while (orphans := [pid for pid in orphans if not _is_reaped(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+
+def _is_reaped(pid: int) -> bool:
+    """Whether a child has ended, and is gone now."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
 
 
 def _children() -> list[int]:

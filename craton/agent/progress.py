@@ -66,26 +66,39 @@ class LogTail:
     def __init__(self, path: Path, offset: int) -> None:
         self._path, self._offset = path, offset
         self._rest = b""
+        self._is_inside = False  # a line whose beginning was skipped
         self.written_at = 0.0  # epoch seconds of the last write, as the file system says
 
-    def read(self) -> list[str]:
-        """The lines that have ended since the last call."""
+    def read(self, to_the_end: bool = False) -> list[str]:
+        """The lines that have ended since the last call; `to_the_end`: nothing more is written, and the last one may
+        have no end."""
+        data = self._new_bytes()
+        if self._is_inside and data:
+            end = _ENDS.search(data)
+            self._is_inside, data = end is None, data[end.end() :] if end else b""
+        *lines, rest = _ENDS.split(self._rest + data)
+        if to_the_end:
+            lines, rest = [*lines, rest], b""
+        self._rest = rest[:LINE_BYTES]
+        return [_COLOURS.sub("", line[:LINE_BYTES].decode(errors="replace")) for line in lines if line]
+
+    def _new_bytes(self) -> bytes:
+        """What was written since the last call, or the end of it."""
         try:
             with open(self._path, "rb") as handle:
                 size = handle.seek(0, os.SEEK_END)
                 if size == self._offset:
-                    return []
+                    return b""
                 if size < self._offset or size - self._offset > LOOK_BYTES:  # cut off, or too much to read
                     self._offset, self._rest = max(0, size - LOOK_BYTES), b""
+                    self._is_inside = self._offset > 0
                 handle.seek(self._offset)
                 data = handle.read(LOOK_BYTES)
                 self.written_at = os.fstat(handle.fileno()).st_mtime
         except OSError:
-            return []
+            return b""
         self._offset += len(data)
-        *lines, rest = _ENDS.split(self._rest + data)
-        self._rest = rest[:LINE_BYTES]
-        return [_COLOURS.sub("", line[:LINE_BYTES].decode(errors="replace")) for line in lines if line]
+        return data
 
 
 class Matcher:
@@ -232,9 +245,9 @@ class Progress:
             self._course = self._begin(process)
         course = self._course
         before, course.looked_at = course.looked_at, time.time()
-        lines = course.tail.read()
+        lines = course.tail.read(to_the_end=not process.is_running)
         found = self._matcher.find(lines)
-        readings = _timed(found[-MOST_RECORDS:], before, course.tail.written_at)
+        readings = _timed(found[-MOST_RECORDS:], before, course.tail.written_at, time.time())
         if course.scraper is not None:
             readings = sorted([*readings, *course.scraper.take()], key=lambda each: each.moment)
         course.num_lines += len(lines)
@@ -338,8 +351,10 @@ def _patience(times: float, least: float, usual: float) -> float:
     return max(times * usual, least, LEAST_PATIENCE_SECONDS)
 
 
-def _timed(found: Sequence[dict[str, float]], before: float, last: float) -> list[Reading]:
-    """Lines of one look, spread evenly over the time since the look before, when they were not there yet."""
+def _timed(found: Sequence[dict[str, float]], before: float, written: float, now: float) -> list[Reading]:
+    """Lines of one look, spread evenly from the look before, when they were not there yet, to the last write. That one
+    was not after now, whatever a file server's clock says, nor before."""
+    last = min(max(before, written), now)
     begin = min(before, last)
     return [Reading(values, begin + (last - begin) * (index + 1) / len(found)) for index, values in enumerate(found)]
 

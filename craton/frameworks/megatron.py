@@ -7,6 +7,7 @@ Data parallelism is what is left of the world there. Megatron's distributed opti
 from __future__ import annotations
 
 from craton.frameworks.errors import FrameworkError
+from craton.frameworks.rope import megatron_rope
 from craton.job import Layout, ModelShape
 
 PRECISIONS = {"fp32": [], "fp16": ["--fp16"], "bf16": ["--bf16"], "fp8": ["--bf16", "--fp8-format", "hybrid"]}
@@ -23,6 +24,7 @@ def megatron_arguments(model: ModelShape, layout: Layout, sequence: int, global_
         raise FrameworkError(f"Megatron's distributed optimizer is `zero: 1`, not zero {layout.zero}; give that layout")
     if layout.precision not in PRECISIONS:
         raise FrameworkError(f"Megatron is not told precision {layout.precision}; use {', '.join(PRECISIONS)}")
+    attention = _attention(model)
     numbers = {
         "--tensor-model-parallel-size": layout.tp,
         "--pipeline-model-parallel-size": layout.pp,
@@ -38,15 +40,15 @@ def megatron_arguments(model: ModelShape, layout: Layout, sequence: int, global_
         "--global-batch-size": global_batch_sequences,
     }
     words = [word for name, number in numbers.items() for word in (name, str(number))]
-    words += ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--disable-bias-linear"]
+    words += [*megatron_rope(model), "--normalization", "RMSNorm", "--disable-bias-linear"]
     words += ["--swiglu"] if model.gated_mlp else []
     words += [] if model.tied_embeddings else ["--untie-embeddings-and-output-weights"]
     words += ["--qk-layernorm"] if model.qk_norm else []
     words += ["--sequence-parallel"] if layout.tp > 1 else []
-    words += ["--use-distributed-optimizer"] if layout.fsdp > 1 else []
+    words += _optimizer(layout)
     return (
         words
-        + _attention(model)
+        + attention
         + _experts(model, layout)
         + _stages(model, layout)
         + [
@@ -66,6 +68,14 @@ def nemo_parallelism(layout: Layout) -> dict[str, int | bool | None]:
         "expert_model_parallel_size": layout.ep,
         "sequence_parallel": layout.tp > 1,
     }
+
+
+def _optimizer(layout: Layout) -> list[str]:
+    """State is sharded over all of data parallelism, unless that is cut into as many instances as there are copies."""
+    if layout.fsdp == 1:
+        return []
+    copies = ["--num-distributed-optimizer-instances", str(layout.replicate)] if layout.replicate > 1 else []
+    return ["--use-distributed-optimizer", *copies]
 
 
 def _attention(model: ModelShape) -> list[str]:

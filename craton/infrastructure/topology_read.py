@@ -1,7 +1,7 @@
 """What others say of a network, read into a `Topology`: Slurm's text and files, Kubernetes labels, EC2's topology.
 
 Guarantees: pure; a node that does not say where it is becomes `unplaced` instead of being put somewhere; text of none
-of these kinds is refused with what would be accepted.
+of these kinds, or with parts missing, is refused with what would be accepted.
 """
 
 from __future__ import annotations
@@ -32,11 +32,22 @@ _FILES = (
 
 def read_topology(text: str, names: Mapping[str, str] | None = None) -> Topology:
     """Any of the texts that the readers below understand; `names` is for EC2's, instance → node."""
+    try:
+        return _read(text, names)
+    except TopologyError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        # The readers take parts for granted that a file edited by hand may lack.
+        lacks = f"lacks {error}" if isinstance(error, KeyError) else f"has a part of the wrong kind ({error})"
+        raise TopologyError(f"it begins like a topology, but {lacks}; give {_FILES} as they were printed") from None
+
+
+def _read(text: str, names: Mapping[str, str] | None) -> Topology:
     if re.search(r"^\s*(?:SwitchName|BlockName)\s*=", text, re.IGNORECASE | re.MULTILINE):
         return read_slurm(text)
     try:
         document = json.loads(text) if text.lstrip()[:1] in ("{", "[") else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise TopologyError(f"neither Slurm's text nor JSON nor YAML ({str(error)[:80]}); give {_FILES}") from None
     if isinstance(document, list) and document and isinstance(document[0], dict) and "topology" in document[0]:
         return read_slurm_yaml(document)
@@ -132,7 +143,7 @@ def read_instance_names(text: str) -> dict[str, str]:
             return {str(instance): str(name) for instance, name in document.items()}
         instances = [entry for group in document["Reservations"] for entry in group["Instances"]]
         return {entry["InstanceId"]: entry["PrivateDnsName"].split(".")[0] for entry in instances}
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise TopologyError(
             'names of instances are a JSON mapping {"i-0123": "node1"} or the output of `aws ec2 describe-instances`'
         ) from None

@@ -13,7 +13,14 @@ from craton.job.clusterfile import (
     StorageNumbers,
     load_cluster,
 )
-from craton.job.command import PLACEHOLDERS, ProgressSection, Workdir, starts_own_ranks
+from craton.job.command import (
+    PLACEHOLDERS,
+    ProgressSection,
+    Workdir,
+    named_launcher,
+    processes_per_node,
+    starts_own_ranks,
+)
 from craton.job.data import STANDARD_LIBRARY, Data, WeightedPath
 from craton.job.dump import dump_job
 from craton.job.errors import (
@@ -155,6 +162,7 @@ __all__ = [
     "model_from_config",
     "model_preset",
     "model_presets",
+    "named_launcher",
     "nearest_layout",
     "num_lanes",
     "parse_count",
@@ -162,6 +170,7 @@ __all__ = [
     "parse_job",
     "parse_seconds",
     "place_of",
+    "processes_per_node",
     "random_faults",
     "schedule_actions",
     "stage_layers",

@@ -90,7 +90,7 @@ class Aws(Section):
     capacity_block: Reservation | None = None
     capacity_reservation: Reservation | None = None
     training_plan: TrainingPlan | None = None  # HyperPod's reserved capacity
-    placement_group: str | None = None  # an existing one; default: one is made, except for capacity blocks
+    placement_group: str | None = None  # an existing one; default: one is made, but for reserved capacity
     scripts: Bucket | None = None  # where set-up scripts are uploaded to, for nodes to fetch
     data: Bucket | None = None  # linked to the shared file system; default: the object tier of `storage:`
     file_system: FileSystem | None = None  # an FSx for Lustre that exists; default: one is made

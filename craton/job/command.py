@@ -2,7 +2,8 @@
 they run, and how their progress is read.
 
 A command that starts its own ranks (torchrun, vLLM) is started once a node, any other once a GPU, unless `processes:`
-says otherwise. Patterns come out of here as regular expressions that compile and name what they find.
+says otherwise; where a launcher is hidden in a shell's text it must. Patterns come out of here as regular expressions
+that compile and name what they find.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ DEFAULT_LIMIT_BYTES = 200e6
 # A foreign command is silent while it evaluates or saves, which nobody can tell from a hang: only much longer is one.
 HANG_TIMES, HANG_SECONDS = 20.0, 300.0
 
-_PLACEHOLDER = re.compile(r"\{([a-z][a-z_]*)\}")
+_PLACEHOLDER = re.compile(r"(?<!\$)\{([a-z][a-z_]*)\}")  # ${name} is the shell's own
+_BETWEEN_WORDS = re.compile(r"[\s;&|()<>\"'`]+")
 _GROUP = re.compile(r"\(\?P<")
 _WHOLE = r"\d+(?:[,_]\d{3})*"
 _NUMBER = (
@@ -62,21 +64,61 @@ def starts_own_ranks(command: Sequence[str]) -> bool:
         return False
     program = PurePath(words[0]).name
     if program.startswith("python") and "-m" in words[1:3]:
-        module = words[words.index("-m") + 1] if words[-1] != "-m" else ""
-        return any(module == known or module.startswith(f"{known}.") for known in LAUNCHER_MODULES)
+        return _is_launcher_module(words[words.index("-m") + 1] if words[-1] != "-m" else "")
     return program in LAUNCHERS
 
 
+def named_launcher(command: Sequence[str]) -> str | None:
+    """The launcher whose name stands anywhere in the command, such as behind `cd x &&`, `bash -c` or `uv run`."""
+    words = [word for text in command for word in _BETWEEN_WORDS.split(text) if word]
+    for before, word in zip(["", *words], words, strict=False):
+        if PurePath(word).name in LAUNCHERS or (before == "-m" and _is_launcher_module(word)):
+            return word
+    return None
+
+
+def processes_per_node(command: Sequence[str], processes: Processes | None, gpus_per_node: int) -> int:
+    """As many as the job says, else one of a launcher, else one for each GPU."""
+    wanted = processes or ("node" if starts_own_ranks(command) else "gpu")
+    if isinstance(wanted, int):
+        return wanted
+    return 1 if wanted == "node" else gpus_per_node
+
+
+def check_processes(command: Sequence[str], processes: Processes | None) -> None:
+    """Refuse to guess how often a command is started that may start its own ranks, or may only name a launcher."""
+    if processes is not None or starts_own_ranks(command):
+        return
+    if launcher := named_launcher(command):
+        raise ConflictError(
+            f"command: whether {launcher} in it starts the ranks cannot be told; write `processes: node` if it does, "
+            "`processes: gpu` if not",
+            ("command",),
+        )
+
+
 def check_placeholders(command: Sequence[str]) -> None:
-    """Refuse `{node_rnk}`; braces around anything that looks like no placeholder are left to the command."""
-    for name in (found for word in command if len(command) > 1 for found in _PLACEHOLDER.findall(word)):
-        near = None if name in PLACEHOLDERS else nearest_name(name, PLACEHOLDERS)
+    """Refuse `{node_rnk}` in a list, and `{node_rank}` in a text for the shell, where nothing is filled in; braces
+    around anything that looks like no placeholder are left to the command."""
+    is_text = len(command) == 1 or tuple(command[:2]) == ("/bin/sh", "-c")
+    for name in (found for word in command for found in _PLACEHOLDER.findall(word)):
+        if is_text and name in PLACEHOLDERS:
+            raise ConflictError(
+                f"command: {{{name}}} is not replaced in a text for the shell; write $CRATON_{name.upper()}, or the "
+                "command as a list of words",
+                ("command",),
+            )
+        near = None if is_text or name in PLACEHOLDERS else nearest_name(name, PLACEHOLDERS)
         if near:
             raise ConflictError(
                 f"command: {{{name}}} is not replaced by anything; did you mean {{{near}}}? known are "
                 + ", ".join(f"{{{each}}}" for each in PLACEHOLDERS),
                 ("command",),
             )
+
+
+def _is_launcher_module(module: str) -> bool:
+    return any(module == known or module.startswith(f"{known}.") for known in LAUNCHER_MODULES)
 
 
 def parse_processes(value: object) -> Processes | None:
@@ -226,6 +268,12 @@ class ProgressSection(Section):
     def has_steps(self) -> bool:
         served = self.prometheus.names.values() if self.prometheus else ()
         return "step" in served or any("step" in re.compile(pattern).groupindex for pattern in self.pattern)
+
+    def rank_problem(self, num_ranks: int) -> str:
+        """Why the process whose output is read will not be there, among so many; nothing where it will be."""
+        if self.rank < num_ranks:
+            return ""
+        return f"progress.rank: there is no rank {self.rank}; give one from 0 to {num_ranks - 1}"
 
     @property
     def patience(self) -> tuple[float, float]:

@@ -16,7 +16,13 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, model_
 
 from craton.job.checkpoint import Checkpoint
 from craton.job.clusterfile import ClusterSpec, PriceNumbers, SchedulerKind
-from craton.job.command import ProcessesSpec, ProgressSection, WorkdirSpec, check_placeholders
+from craton.job.command import (
+    ProcessesSpec,
+    ProgressSection,
+    WorkdirSpec,
+    check_placeholders,
+    check_processes,
+)
 from craton.job.data import Data, Function
 from craton.job.document import Document, parse_document, read_document
 from craton.job.errors import ContentError, JobError
@@ -184,6 +190,7 @@ class Job(Section):
             if getattr(self, key) is not None and self.kind != "command":
                 raise ConflictError(f"{key} belongs to kind command, not {self.kind}", (key,), ("kind",))
         check_placeholders(self.command)
+        check_processes(self.command, self.processes)
         return self
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from craton.job.command import processes_per_node
 from craton.job.errors import ContentError, LayoutError
 from craton.job.jobfile import Job
 from craton.job.layout import Layout
@@ -54,6 +55,7 @@ class JobSummary:
 def check_job(job: Job, num_gpus: int) -> JobSummary:
     """The summary of a job on so many GPUs, or a ContentError with what is wrong with its layout."""
     shape = job.model_shape
+    _check_progress(job, num_gpus)
     if job.serve and job.cluster.num_nodes > 1:
         raise ContentError(
             [
@@ -76,6 +78,16 @@ def check_job(job: Job, num_gpus: int) -> JobSummary:
         total_tokens=job.total_tokens,
         layout=_layout_text(job, layout),
     )
+
+
+def _check_progress(job: Job, num_gpus: int) -> None:
+    """Refuse progress of a process that is never started; of an elastic job, on the fewest nodes."""
+    gpus_per_node = 0 if job.cluster.is_local else num_gpus // job.cluster.num_nodes  # 0: not known before it runs
+    per_node = processes_per_node(job.command, job.processes, gpus_per_node)
+    if job.progress is None or not per_node:
+        return
+    if problem := job.progress.rank_problem((job.cluster.min_nodes or job.cluster.num_nodes) * per_node):
+        raise ContentError([f"{job.where('progress', 'rank')}{problem}"])
 
 
 def _layout_text(job: Job, layout: Layout | None) -> str:

@@ -2,8 +2,9 @@
 
 RUN/code holds the files, RUN/code.json says which they are: the sha256 of each, and one of them all, which is the same
 wherever the same files are. Equal files of all runs under a root are one file on the disk, linked from a store beside
-the runs. Guarantees: a snapshot is whole or there is none; what .gitignore and .cratonignore leave out is left out, and
-so is what looks like a secret, whatever they say; a resume runs the same files or says which have changed.
+the runs; where that cannot be, a run has a copy of its own. Guarantees: a snapshot is whole or there is none; what
+.gitignore and .cratonignore leave out is left out, and so is what looks like a secret, whatever they say; a resume runs
+the same files or says which have changed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from craton.job import Job, Workdir
 from craton.orchestration.errors import StartError
@@ -109,15 +110,20 @@ def keep_code(found: Found, run: RunDirectory) -> str:
     fresh.mkdir()
     sums: dict[str, str] = {}
     unreadable: list[str] = []
+    unshared = 0
     for path in sorted(found.files):
-        target = fresh / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            sums[path] = _store(found.folder / path, store, target)
+        try:  # nothing but the source: what goes wrong in the run or in the store is no fault of this file
+            reading = open(found.folder / path, "rb")  # noqa: SIM115
         except FileNotFoundError:
             continue  # removed since it was found, as a temporary file may be
         except PermissionError:
             unreadable.append(path)
+            continue
+        target = fresh / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with reading:
+            sums[path] = _copy(reading, target)
+        unshared += not _share(target, sums[path], store)
     if unreadable:
         raise StartError(
             f"workdir: {', '.join(unreadable[:SHOWN])}{' and others' if len(unreadable) > SHOWN else ''} in "
@@ -134,6 +140,7 @@ def keep_code(found: Found, run: RunDirectory) -> str:
         "files": sums,
         "links": found.links,
         "withheld": found.withheld,
+        "unshared": unshared,
     }
     manifest_path(run.path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     os.replace(fresh, code_folder(run.path))
@@ -157,15 +164,17 @@ def check_code(run: RunDirectory) -> None:
 
 
 def code_summary(run: RunDirectory) -> str:
-    """`12 files, 48 kB, sha256 3f2a9c…; left out as secret: .env`; nothing where a run has no snapshot."""
+    """`12 files of FOLDER, sha256 3f2a9c…; left out as secret: .env`; nothing where a run has no snapshot."""
     try:
         document: dict[str, Any] = json.loads(manifest_path(run.path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
-    withheld = f"; left out as secret: {', '.join(document['withheld'])}" if document["withheld"] else ""
+    notes = f"; left out as secret: {', '.join(document['withheld'])}" if document["withheld"] else ""
+    if document.get("unshared"):
+        notes += f"; {document['unshared']} not shared with other runs, for want of rights to {STORE} or of links"
     count = len(document["files"])
     files = f"{count} file{'s' if count != 1 else ''}"
-    return f"{files} of {document['folder']}, sha256 {document['sha256'][:12]}{withheld}"
+    return f"{files} of {document['folder']}, sha256 {document['sha256'][:12]}{notes}"
 
 
 # -- what belongs to it ---------------------------------------------------------------------------------------------
@@ -252,51 +261,51 @@ def _target(folder: Path, path: str) -> str:
 # -- files ----------------------------------------------------------------------------------------------------------
 
 
-def _store(source: Path, store: Path, target: Path) -> str:
-    """Puts a file into the store, unless it is there, and links it to `target`; its sha256."""
+def _copy(reading: BinaryIO, target: Path) -> str:
+    """The sha256 of what was copied; tried again when the file changed meanwhile."""
     for _ in range(TRIES):
-        store.mkdir(parents=True, exist_ok=True)
-        fresh = store / f".{secrets.token_hex(8)}"
-        try:
-            digest = _copy(source, fresh)
-            if digest is None:
-                continue
-            place = store / digest[:2] / (digest + ("x" if fresh.stat().st_mode & stat.S_IXUSR else ""))
-            if _sum_of(place) != digest:  # new, or changed through the link of a run
-                place.parent.mkdir(exist_ok=True)
-                os.replace(fresh, place)
-            _link(place, target)
-            return digest
-        finally:
-            fresh.unlink(missing_ok=True)
+        digest = hashlib.sha256()
+        before = os.fstat(reading.fileno())
+        reading.seek(0)
+        left = before.st_size  # no further: a log may grow faster than it is read
+        with open(target, "wb") as writing:
+            while left and (data := reading.read(min(left, CHUNK_BYTES))):
+                digest.update(data)
+                writing.write(data)
+                left -= len(data)
+            after = os.fstat(reading.fileno())
+            if (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns):
+                os.fchmod(writing.fileno(), 0o555 if before.st_mode & stat.S_IXUSR else 0o444)
+                return digest.hexdigest()
     raise StartError(
-        f"workdir: {source} changes while it is copied; name it in a .cratonignore, or stop what writes it"
+        f"workdir: {reading.name} changes while it is copied; name it in a .cratonignore, or stop what writes it"
     )
 
 
-def _copy(source: Path, target: Path) -> str | None:
-    """The sha256 of what was copied; None when the file changed meanwhile."""
-    digest = hashlib.sha256()
-    with open(source, "rb") as reading, open(target, "xb") as writing:
-        before = os.fstat(reading.fileno())
-        left = before.st_size  # no further: a log may grow faster than it is read
-        while left and (data := reading.read(min(left, CHUNK_BYTES))):
-            digest.update(data)
-            writing.write(data)
-            left -= len(data)
-        after = os.fstat(reading.fileno())
-        os.fchmod(writing.fileno(), 0o555 if before.st_mode & stat.S_IXUSR else 0o444)
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        return None
-    return digest.hexdigest()
-
-
-def _link(place: Path, target: Path) -> None:
-    try:
-        os.link(place, target)
-    except OSError:  # a file system without links, or too many of them
-        target.write_bytes(place.read_bytes())
-        target.chmod(place.stat().st_mode)
+def _share(copy: Path, digest: str, store: Path) -> bool:
+    """Makes a copy one file with the equal ones of other runs. Where it returns False the copy stays as it is: the
+    store may be another user's, or the file system without links."""
+    place = store / digest[:2] / (digest + ("x" if copy.stat().st_mode & stat.S_IXUSR else ""))
+    for _ in range(TRIES):
+        beside, fresh = (folder / f".{secrets.token_hex(8)}" for folder in (copy.parent, store))
+        try:
+            if _sum_of(place) == digest:
+                os.link(place, beside)
+                os.replace(beside, copy)
+            else:  # new, or changed through the link of a run
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.link(copy, fresh)
+                os.replace(fresh, place)
+            return True
+        except FileNotFoundError:  # another run has swept the store meanwhile
+            continue
+        except OSError:
+            return False
+        finally:
+            for left in (beside, fresh):
+                with contextlib.suppress(OSError):
+                    left.unlink()
+    return False
 
 
 def _sum_of(path: Path) -> str:

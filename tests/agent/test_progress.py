@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 from agent_gang import Gang, is_alive, wait_until
 
 from craton.agent.errors import LaunchError
-from craton.agent.progress import LINE_BYTES, LOOK_BYTES, NEVER_SECONDS, LogTail, Matcher, Scraper, _patience
+from craton.agent.process import GROUP_SECONDS, _end_orphans
+from craton.agent.progress import LINE_BYTES, LOOK_BYTES, NEVER_SECONDS, LogTail, Matcher, Scraper, _patience, _timed
 from craton.job import parse_job
 from craton.telemetry import read_lines, summarize
 
@@ -61,6 +64,38 @@ def test_a_log_without_end_or_without_line_ends_is_cut(tmp_path: Path) -> None:
     assert len(lines) < LOOK_BYTES
     log.write_bytes(b"begun anew\n")
     assert tail.read() == ["begun anew"]
+
+
+def test_of_a_line_whose_beginning_was_skipped_nothing_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    tail = LogTail(log, 0)
+    line = b"step 1234/9999 loss 1\n"
+    log.write_bytes(line * (LOOK_BYTES // len(line) + 100))
+    assert set(tail.read()) == {line.decode().strip()}
+    log.write_bytes(log.read_bytes() + b"x" * 2 * LOOK_BYTES)
+    assert tail.read() == []
+    log.write_bytes(log.read_bytes() + b" step 7")
+    assert tail.read() == []
+    log.write_bytes(log.read_bytes() + b"8\r\nnext\n")
+    assert tail.read() == ["next"]
+    log.write_bytes(log.read_bytes() + b"x" * 2 * LOOK_BYTES)
+    assert tail.read(to_the_end=True) == []
+
+
+def test_the_last_line_needs_no_end_once_nothing_more_is_written(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    tail = LogTail(log, 0)
+    log.write_bytes(b"\r 50%\r 100%")
+    assert tail.read() == [" 50%"]
+    assert tail.read(to_the_end=True) == [" 100%"]
+    assert tail.read(to_the_end=True) == []
+
+
+def test_lines_were_written_between_two_looks_whatever_the_clock_of_a_file_server_says() -> None:
+    found = [{"step": 1.0}, {"step": 2.0}]
+    assert [each.moment for each in _timed(found, 10.0, 12.0, 14.0)] == [11.0, 12.0]
+    assert [each.moment for each in _timed(found, 10.0, 3600.0, 14.0)] == [12.0, 14.0]
+    assert [each.moment for each in _timed(found, 10.0, 3.0, 14.0)] == [10.0, 10.0]
 
 
 @pytest.mark.parametrize(
@@ -168,6 +203,33 @@ def test_steps_that_are_seen_together_took_no_longer_than_since_the_last_look(ga
     assert summary.step == 5
     assert summary.ledger["start"] > 1.2
     assert summary.ledger["productive"] < 0.8
+
+
+def test_the_last_state_of_a_progress_bar_is_read(gang: Gang) -> None:
+    gang.launch(
+        "for step in range(1, 6):\n    print(f'\\rstep {step}/5 loss 1', end='', flush=True)\n    time.sleep(0.05)\n",
+        progress=told(),
+    )
+    assert gang.finish() == 0
+    assert [line["step"] for line in metrics(gang)] == [1, 2, 3, 4, 5]
+    assert summarize(gang.run).step == 5
+
+
+def test_no_time_is_booked_twice_when_a_log_seems_to_be_written_in_the_future(gang: Gang) -> None:
+    gang.launch(
+        """
+for step in range(1, 11):
+    print(f"step {step}/10 loss 1", flush=True)
+    os.utime(1, (time.time() + 3600,) * 2)
+    time.sleep(0.1)
+""",
+        progress=told(),
+    )
+    assert gang.finish() == 0
+    booked = [line["seconds"] for line in read_lines(gang.run.ledger_path("node-0"))[0]]
+    assert min(seconds for line in booked for seconds in line.values()) >= 0
+    assert sum(summarize(gang.run).ledger.values()) < 60
+    assert max(line["time"] for line in metrics(gang)) <= time.time()
 
 
 def test_a_command_that_stops_printing_steps_is_started_again(gang: Gang) -> None:
@@ -305,6 +367,31 @@ time.sleep(600)
     os.kill(launcher, signal.SIGKILL)
     wait_until(lambda: not is_alive(worker), "the worker is gone")
     assert agent.wait(10) == 1
+
+
+def test_a_process_that_cannot_be_killed_does_not_hold_up_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one is that has become another user."""
+    values = {"run": "/runs/a", "rank": "3"}
+    environment = {f"CRATON_{name.upper()}": value for name, value in values.items()}
+    orphan = subprocess.Popen(["sleep", "60"], env={**os.environ, **environment, "LAST": "1"})
+    try:
+        wait_until(lambda: b"CRATON_RANK=3" in Path(f"/proc/{orphan.pid}/environ").read_bytes(), "it has begun")
+        with monkeypatch.context() as patched:
+            patched.setattr("os.kill", refuse)
+            ending = threading.Thread(target=_end_orphans, args=(values, set()), daemon=True)
+            ending.start()
+            ending.join(5 * GROUP_SECONDS)
+            assert not ending.is_alive()
+        assert orphan.poll() is None
+        _end_orphans(values, set())
+        assert not is_alive(orphan.pid)
+    finally:
+        orphan.kill()
+        orphan.wait()
+
+
+def refuse(pid: int, number: int) -> None:
+    raise PermissionError(pid)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,8 @@ def test_discover_as_json(craton: Craton, tree: str) -> None:
         (["--from", "/nowhere"], "cannot be read"),
         (["--write", "slrm"], "is not a format; allowed: slurm-tree"),
         (["--write", "kueue"], "node labels"),
+        (["--write", "slurm-tree", "--write", "slurm-block"], "written to topology.conf too"),
+        (["--names", "/nowhere/names.json"], "--names /nowhere/names.json: cannot be read"),
     ],
 )
 def test_discover_refuses_in_one_line(craton: Craton, tree: str, words: list[str], said: str) -> None:
@@ -118,6 +120,18 @@ def test_discover_refuses_in_one_line(craton: Craton, tree: str, words: list[str
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert said in line
+
+
+def test_the_same_format_twice_is_written_once(craton: Craton, tree: str) -> None:
+    once = craton("discover", "--from", tree, "--write", "levels")
+    assert craton("discover", "--from", tree, "--write", "levels", "--write", "levels") == once
+
+
+def test_names_that_are_no_text_are_refused(craton: Craton, tree: str, tmp_path: Path) -> None:
+    (tmp_path / "names").write_bytes(b"\xff\xfe")
+    done = craton("discover", "--from", tree, "--names", str(tmp_path / "names"))
+    assert done.returncode == 2
+    assert "cannot be read" in done.stderr
 
 
 def test_discover_asks_the_slurm_that_is_here(craton: Craton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,8 @@ def test_megatron_arguments_of_a_dense_model() -> None:
         "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --context-parallel-size 1 --num-layers 32 "
         "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --kv-channels 128 --seq-length 8192 "
         "--max-position-embeddings 131072 --micro-batch-size 2 --global-batch-size 128 "
-        "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --swiglu "
+        "--position-embedding-type rope --rotary-base 500000 --use-rope-scaling --rope-scaling-factor 8 "
+        "--normalization RMSNorm --disable-bias-linear --swiglu "
         "--untie-embeddings-and-output-weights --sequence-parallel --use-distributed-optimizer "
         "--group-query-attention --num-query-groups 8 --num-layers-per-virtual-pipeline-stage 4 --bf16 "
         "--recompute-activations"
@@ -121,6 +122,61 @@ def test_megatron_arguments_of_experts_and_what_megatron_has_no_word_for() -> No
         megatron_arguments(model_preset("deepseek-v3"), Layout(), 4096, 64)
     with pytest.raises(FrameworkError, match="48 are not 10 times as many"):
         megatron_arguments(qwen, Layout(pp=5, vpp=2), 4096, 64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "--rotary-base 10000"),
+        ({"rope_theta": 5e5}, "--rotary-base 500000"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "--rotary-base 1000000"),
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 32.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+            "--rotary-base 500000 --use-rope-scaling --rope-scaling-factor 32",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "stretches its rotation as linear"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "as llama3 with .*'original_sequence': 16384"),
+        ({"rope_theta": 10000.5}, "is a whole number, and model has 10000.5"),
+        ({"partial_rotary_factor": 0.5}, "turns 0.5 of a head"),
+    ],
+)
+def test_megatron_turns_positions_as_the_model_does(
+    server: Job, fields: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    shape = server.model_shape
+    assert shape is not None
+    if not words.startswith("--"):
+        with pytest.raises(FrameworkError, match=words):
+            megatron_arguments(shape, Layout(), 4096, 64)
+        return
+    told = shlex.join(megatron_arguments(shape, Layout(), 4096, 64))
+    assert f"--position-embedding-type rope {words} --normalization RMSNorm" in told
+
+
+@pytest.mark.parametrize(("name", "base"), [("qwen3-8b", "1000000"), ("llama-2-7b", "10000")])
+def test_megatron_has_the_rotary_base_of_a_preset(name: str, base: str) -> None:
+    words = megatron_arguments(model_preset(name), Layout(), 4096, 64)
+    assert words[words.index("--rotary-base") + 1] == base
+    assert "--use-rope-scaling" not in words
+
+
+def test_megatron_shards_the_optimizer_within_a_copy_and_not_over_all_copies() -> None:
+    model = model_preset("llama-3.1-8b")
+    both = megatron_arguments(model, Layout(replicate=2, fsdp=4, zero=1), 8192, 128)
+    assert "--use-distributed-optimizer --num-distributed-optimizer-instances 2" in shlex.join(both)
+    for layout in (Layout(fsdp=8, zero=1), Layout(replicate=8)):
+        assert "--num-distributed-optimizer-instances" not in megatron_arguments(model, layout, 8192, 128)
 
 
 def test_nemo_is_told_the_same_parallelism() -> None:

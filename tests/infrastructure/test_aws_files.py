@@ -127,7 +127,7 @@ def test_a_wrong_number_of_cards_is_refused(tmp_path: Path) -> None:
         provision(cluster(tmp_path, "pcs", {"network_cards": 8}), "pcs")
 
 
-def test_a_capacity_block_has_no_placement_group_and_others_have(tmp_path: Path) -> None:
+def test_only_nodes_on_demand_get_a_placement_group_of_their_own(tmp_path: Path) -> None:
     block = yaml.safe_load(files(tmp_path, "pcs", BLOCK)["cluster.yaml"])["Resources"]
     data = block["NodeTemplate"]["Properties"]["LaunchTemplateData"]
     assert "PlacementGroup" not in block
@@ -135,6 +135,15 @@ def test_a_capacity_block_has_no_placement_group_and_others_have(tmp_path: Path)
     assert block["Nodes"]["Properties"]["PurchaseOption"] == "CAPACITY_BLOCK"
     free = yaml.safe_load(files(tmp_path, "pcs")["cluster.yaml"])["Resources"]
     assert free["PlacementGroup"]["Properties"] == {"Strategy": "cluster"}
+    reserved = {"capacity_reservation": RESERVATION["capacity_reservation"]}
+    for target in ("pcs", "eks"):
+        made = provision(cluster(tmp_path, target, reserved), target)
+        resources = yaml.safe_load(made.files["cluster.yaml"])["Resources"]
+        assert "PlacementGroup" not in resources
+        assert "Placement" not in resources["NodeTemplate"]["Properties"]["LaunchTemplateData"]
+        assert [note for note in made.notes if "aws.placement_group" in note]
+    queue = yaml.safe_load(files(tmp_path, "parallelcluster", reserved)["cluster.yaml"])["Scheduling"]["SlurmQueues"][0]
+    assert "PlacementGroup" not in queue["Networking"]
     own = yaml.safe_load(files(tmp_path, "parallelcluster", RESERVATION)["cluster.yaml"])
     assert own["Scheduling"]["SlurmQueues"][0]["Networking"]["PlacementGroup"] == {"Enabled": True, "Name": "near"}
 
@@ -189,6 +198,40 @@ def test_karpenter_takes_the_place_of_the_node_group(tmp_path: Path) -> None:
     assert "manifests/karpenter.yaml" not in files(tmp_path, "eks", BLOCK)
 
 
+@pytest.mark.parametrize("role", [None, "TeamNodes"])
+def test_nodes_of_karpenter_may_join_and_reach_the_others(tmp_path: Path, role: str | None) -> None:
+    aws = {**BLOCK, "karpenter_role": role, "security_groups": ["sg-0123456789abcdef0"]}
+    pooled = files(tmp_path, "eks", aws, scheduler=POOLED)
+    entry = yaml.safe_load(pooled["cluster.yaml"])["Resources"]["KarpenterNodes"]
+    spec = list(yaml.safe_load_all(pooled["manifests/karpenter.yaml"]))[1]["spec"]
+    assert entry["Type"] == "AWS::EKS::AccessEntry"
+    assert entry["Properties"]["Type"] == "EC2_LINUX"
+    assert spec["role"] == (role or "KarpenterNodeRole-llm-train")
+    assert entry["Properties"]["PrincipalArn"]["Fn::Sub"].endswith(f":role/{spec['role']}")
+    assert spec["securityGroupSelectorTerms"] == [
+        {"tags": {"craton:cluster": "llm-train"}},
+        {"tags": {"aws:eks:cluster-name": "llm-train"}},
+        {"id": "sg-0123456789abcdef0"},
+    ]
+    assert "KarpenterNodes" not in yaml.safe_load(files(tmp_path, "eks", BLOCK)["cluster.yaml"])["Resources"]
+
+
+@pytest.mark.parametrize("gang", ["kueue", "kai", "volcano", "none"])
+@pytest.mark.parametrize("target", ["eks", "hyperpod-eks"])
+def test_the_namespace_is_applied_before_what_lies_in_it(tmp_path: Path, target: str, gang: str) -> None:
+    """As kubectl does it: file after file, by name."""
+    made = files(tmp_path, target, EXISTING, scheduler={**POOLED, "gang": gang, "namespace": "train"})
+    names = sorted(name for name in made if name.startswith("manifests/"))
+    objects = [one for name in names for one in yaml.safe_load_all(made[name])]
+    (first,) = [number for number, one in enumerate(objects) if one["kind"] == "Namespace"]
+    inside = [number for number, one in enumerate(objects) if one["metadata"].get("namespace") == "train"]
+    assert objects[first]["metadata"]["name"] == "train"
+    assert inside
+    assert first < min(inside)
+    # ConfigMaps of Volcano's chart have another owner
+    assert ("apply --server-side --force-conflicts -f" in made["README.md"]) == (gang == "volcano")
+
+
 def test_quotas_cover_every_resource_that_pods_ask_for(tmp_path: Path) -> None:
     objects = list(yaml.safe_load_all(files(tmp_path, "eks", BLOCK)["manifests/kueue.yaml"]))
     (queue,) = [one for one in objects if one["kind"] == "ClusterQueue"]
@@ -218,3 +261,15 @@ def test_only_a_policy_that_acts_may_change_nodes(tmp_path: Path) -> None:
     assert "ClusterRole" not in watching
     (pods,) = [one for one in yaml.safe_load_all(watching) if one["kind"] == "DaemonSet"]
     assert pods["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
+
+
+def test_health_pods_have_what_doctor_looks_at(tmp_path: Path) -> None:
+    objects = yaml.safe_load_all(files(tmp_path, "eks", BLOCK)["manifests/health.yaml"])
+    (spec,) = [one["spec"]["template"]["spec"] for one in objects if one["kind"] == "DaemonSet"]
+    (container,) = spec["containers"]
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    (memory,) = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+    assert volumes[memory]["emptyDir"] == {"medium": "Memory"}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["SYSLOG"]}  # the kernel log
+    assert container["securityContext"]["runAsUser"] == 0
+    assert {"name": "NVIDIA_DRIVER_CAPABILITIES", "value": "utility"} in container["env"]

@@ -1,4 +1,5 @@
-"""The scripts of the nodes, really run: with a `craton` that says what the test wants, and an API server of its own."""
+"""The scripts of the nodes, really run: with a `craton` that says what the test wants or judges the image of a node,
+and an API server of its own."""
 
 from __future__ import annotations
 
@@ -14,11 +15,16 @@ from typing import Any
 
 import pytest
 from aws_clusters import cluster
+from infrastructure.node_images import DEGRADED, HEALTHY, Degraded
+from infrastructure.node_images import Node as Image
 
-from craton.infrastructure import provision
+from craton.infrastructure import NodeRoot, provision
 from craton.infrastructure.aws import node_check
+from craton.orchestration import examine
 
 TOOLS = ("craton", "scontrol", "logger")
+Api = tuple[int, list[dict[str, Any]]]  # port, patches
+CRASH = "Traceback (most recent call last):\nKeyError: 'gpus'"
 
 
 class Node:
@@ -31,9 +37,21 @@ class Node:
         self.doctor(0)
         for name in TOOLS[1:]:
             self._tool(name, "exit 0")
+        self._tool("python", f'exec {sys.executable} "$@"')
+        self._tool("nvidia-smi", "exit 0")
 
-    def doctor(self, code: int, seconds: float = 0) -> None:
-        self._tool("craton", f"sleep {seconds}; echo '{{}}'; exit {code}")
+    def doctor(self, code: int, seconds: float = 0, what: str = "gpu_count") -> None:
+        """One that ends with `code`; with 1 because of a finding that fails."""
+        found = [{"what": what, "severity": "fail" if code == 1 else "ok", "evidence": "7 of 8 GPUs"}]
+        self.doctor_says(json.dumps({"findings": found}), code, seconds)
+
+    def doctor_says(self, text: str, code: int, seconds: float = 0) -> None:
+        (self.folder / "said").write_text(text)
+        self._tool("craton", f"sleep {seconds}; cat {self.folder}/said; exit {code}")
+
+    def doctor_sees(self, image: Path) -> None:
+        """The real one, on the image of a node."""
+        self._tool("craton", f'exec {sys.executable} -m craton "$@" --root {image}')
 
     def run(self, text: str, **environment: str) -> subprocess.CompletedProcess[str]:
         script = self.folder / "script.sh"
@@ -93,6 +111,18 @@ def test_a_node_that_cannot_be_checked_takes_it(node: Node, code: int) -> None:
     node.doctor(code)
     assert node.run(hook(node.folder, "prolog"), SLURM_JOB_ID="812").returncode == 0
     assert f"exit code {code}" in node.calls("logger")[0]
+
+
+@pytest.mark.parametrize(
+    "said", [CRASH, "", '{"error": "no space left on device", "problems": []}', '{"findings": [], "worst": "ok"}']
+)
+def test_a_doctor_that_fails_itself_does_not_blame_the_node(node: Node, said: str) -> None:
+    """A crash ends with 1, as a failed check does."""
+    node.doctor_says(said, 1)
+    assert node.run(hook(node.folder, "prolog"), SLURM_JOB_ID="812").returncode == 0
+    assert node.run(hook(node.folder, "health"), SLURMD_NODENAME="g1").returncode == 0
+    assert node.calls("scontrol") == []
+    assert ["exit code 1" in line for line in node.calls("logger")] == [True, True]
 
 
 def test_a_check_that_hangs_does_not_hold_the_job(node: Node) -> None:
@@ -160,7 +190,7 @@ def test_the_setup_tells_prometheus_where_the_node_is(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def api() -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def api() -> Iterator[Api]:
     """An API server's port, and the patches that it got."""
     got: list[dict[str, Any]] = []
 
@@ -184,48 +214,107 @@ def api() -> Iterator[tuple[int, list[dict[str, Any]]]]:
     thread.join()
 
 
-@pytest.mark.parametrize(("code", "cordon", "patches"), [(0, "yes", 0), (1, "yes", 1), (1, "no", 0), (2, "yes", 0)])
-def test_the_health_pod_cordons_an_unfit_node(
-    node: Node, api: tuple[int, list[dict[str, Any]]], code: int, cordon: str, patches: int
-) -> None:
-    port, got = api
-    node.doctor(code)
-    fit = node.folder / "fit"
-    environment = {
+def health_pod(node: Node, api: Api, **environment: str) -> subprocess.CompletedProcess[str]:
+    """One round of the health pod's program, with GPUs that a runtime gave it."""
+    control = node.folder / "nvidiactl"
+    control.touch()
+    own = {
         "PATH": f"{node.tools}:/usr/bin:/bin",
         "KUBERNETES_SCHEME": "http",
         "KUBERNETES_SERVICE_HOST": "127.0.0.1",
-        "KUBERNETES_SERVICE_PORT": str(port),
+        "KUBERNETES_SERVICE_PORT": str(api[0]),
         "NODE_NAME": "g1",
-        "CHECK_SECONDS": "10",
+        "CHECK_SECONDS": "60",
         "INTERVAL_SECONDS": "0",
         "ROUNDS": "1",
-        "CORDON": cordon,
-        "FIT_FILE": str(fit),
+        "CORDON": "yes",
+        "FIT_FILE": str(node.folder / "fit"),
+        "GPU_CONTROL": str(control),
     }
-    done = subprocess.run(
-        [sys.executable, str(Path(node_check.__file__))], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, str(Path(node_check.__file__))]
+    done = subprocess.run(command, env={**own, **environment}, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize(("code", "cordon", "patches"), [(0, "yes", 0), (1, "yes", 1), (1, "no", 0), (2, "yes", 0)])
+def test_the_health_pod_cordons_an_unfit_node(node: Node, api: Api, code: int, cordon: str, patches: int) -> None:
+    node.doctor(code)
+    health_pod(node, api, CORDON=cordon)
+    got = api[1]
     assert len(got) == patches
-    assert fit.exists() == (code != 1)
+    assert (node.folder / "fit").exists() == (code != 1)
     if patches:
         assert got[0]["path"] == "/api/v1/nodes/g1"
         assert got[0]["body"]["spec"] == {"unschedulable": True}
+        assert "7 of 8 GPUs" in got[0]["body"]["metadata"]["annotations"]["craton/unfit"]
         assert got[0]["type"] == "application/merge-patch+json"
 
 
-def test_a_health_pod_without_craton_does_not_blame_the_node(node: Node, tmp_path: Path) -> None:
-    fit = tmp_path / "fit"
-    environment = {
-        "PATH": "/nowhere",
-        "FIT_FILE": str(fit),
-        "CHECK_SECONDS": "5",
-        "INTERVAL_SECONDS": "0",
-        "ROUNDS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, str(Path(node_check.__file__))], env=environment, capture_output=True, text=True, check=False
-    )
-    assert "cannot be checked" in done.stderr
-    assert fit.exists()
+def bare_pod() -> Image:
+    """What the health pod sees of a healthy p5: all GPUs, 64 MiB of shared memory, no EFA devices, no libfabric, no
+    plugin of NCCL, little locked memory, and a torch that is not for GPUs."""
+    image = HEALTHY["p5-pod"]()
+    image.shared_memory_kib = 64 * 1024
+    image.limits["locked memory"] = "65536"
+    image.installer = image.plugin = ""
+    image.packages = {"torch": "2.11.0+cpu"}
+    for port in image.ports:
+        port.visible = False
+    return image
+
+
+def test_the_health_pod_does_not_cordon_a_healthy_node(node: Node, api: Api) -> None:
+    node.doctor_sees(bare_pod().write(node.folder / "image"))
+    done = health_pod(node, api)
+    for what in ("efa_count", "shared_memory", "nccl_plugin", "torch"):  # doctor fails them, and rightly, for this pod
+        assert f"of this pod, not of the node: {what}: " in done.stdout
+    assert api[1] == []
+    assert (node.folder / "fit").exists()
+
+
+def test_the_health_pod_cordons_a_node_with_a_broken_link(node: Node, api: Api) -> None:
+    image = bare_pod()
+    image.cards[1].links[7] = 0.0
+    node.doctor_sees(image.write(node.folder / "image"))
+    health_pod(node, api)
+    (patch,) = api[1]
+    assert "17 of 18 NVLinks up" in patch["body"]["metadata"]["annotations"]["craton/unfit"]
+    assert not (node.folder / "fit").exists()
+
+
+@pytest.mark.parametrize("case", DEGRADED, ids=lambda case: case.name.replace(" ", "-"))
+def test_the_health_pod_judges_the_cards_and_nothing_else(case: Degraded, tmp_path: Path) -> None:
+    found = [finding.to_json() for finding in examine(NodeRoot(case.node().write(tmp_path / "image")))[1]]
+    failed = {finding["what"] for finding in found if finding["severity"] == "fail"}
+    of_cards = {what for what in failed if what.startswith(("gpu_", "nvlink", "xid"))} - {"gpu_model"}
+    assert {finding["what"] for finding in node_check.judged(found)} == of_cards
+
+
+def test_what_the_health_pod_judges_is_what_doctor_says() -> None:
+    known = {case.what for case in DEGRADED if case.severity == "fail"}
+    assert set(node_check.JUDGED) <= known
+
+
+@pytest.mark.parametrize("said", [CRASH, "", "[]", '{"error": "no space left on device"}', '{"findings": null}'])
+def test_a_doctor_that_crashes_in_the_pod_does_not_blame_the_node(node: Node, api: Api, said: str) -> None:
+    node.doctor_says(said, 1)
+    assert "cannot be checked: craton doctor ended with 1" in health_pod(node, api).stderr
+    assert api[1] == []
+    assert (node.folder / "fit").exists()
+
+
+def test_a_pod_without_gpus_does_not_blame_the_node(node: Node, api: Api) -> None:
+    """Where the container runtime is not NVIDIA's: the driver is loaded, its tools and devices are not here."""
+    node.doctor(1)
+    assert "gave this pod no GPUs" in health_pod(node, api, GPU_CONTROL=str(node.folder / "none")).stderr
+    (node.tools / "nvidia-smi").unlink()
+    assert "gave this pod no GPUs" in health_pod(node, api).stderr
+    assert api[1] == []
+    assert node.calls("craton") == []
+
+
+def test_a_health_pod_without_craton_does_not_blame_the_node(node: Node, api: Api) -> None:
+    (node.tools / "craton").unlink()
+    assert "cannot be checked" in health_pod(node, api).stderr
+    assert (node.folder / "fit").exists()

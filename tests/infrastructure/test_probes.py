@@ -188,6 +188,83 @@ node kernel: NVRM: Xid (PCI:0008:01:00): 154, GPU recovery action changed from 0
     assert xids[1].recovery == "GPU Reset Required"
 
 
+def test_xids_know_their_age_and_whether_the_driver_came_back() -> None:
+    log = """
+[   12.100000] NVRM: loading NVIDIA UNIX x86_64 Kernel Module  550.54.15
+[ 4242.100000] NVRM: Xid (PCI:0000:63:00): 95, pid=1
+node kernel: NVRM: Xid (PCI:0000:63:00): 31, pid=1
+[ 5000.000000] NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  580.95.05
+[ 5100.000000] NVRM: Xid (PCI:0000:63:00): 31, pid=1
+"""
+    xids = read_xids(log, uptime_seconds=5242.1)
+    assert [(xid.age_seconds, xid.before_reload) for xid in xids] == [
+        (pytest.approx(1000.0), True),
+        (None, True),
+        (pytest.approx(142.1), False),
+    ]
+
+
+PLUGIN = "libnccl-net.so"
+
+
+@pytest.mark.parametrize(
+    ("files", "variables", "loaded", "is_found"),
+    [
+        ({f"opt/aws-ofi-nccl/lib/{PLUGIN}": ""}, {"LD_LIBRARY_PATH": "/opt/aws-ofi-nccl/lib"}, "aws-ofi-nccl", True),
+        ({f"opt/aws-ofi-nccl/lib/{PLUGIN}": ""}, {}, "", False),
+        (
+            {f"data/lib/{PLUGIN}": "", "data/lib/libnccl-net-ofi.so": ""},
+            {"LD_LIBRARY_PATH": "/data/lib"},
+            "/data",
+            True,
+        ),
+        ({f"data/lib/{PLUGIN}": ""}, {"LD_LIBRARY_PATH": "/data/lib"}, "/data", False),
+        ({f"data/lib/{PLUGIN}": ""}, {"NCCL_NET_PLUGIN": f"/data/lib/{PLUGIN}"}, "/data", False),
+        ({f"usr/local/lib/{PLUGIN}": ""}, {"LD_LIBRARY_PATH": "/usr/local/lib"}, "/usr/local", False),
+        (
+            {f"usr/local/lib/{PLUGIN}": "", "opt/amazon/efa_installed_packages": "libnccl-ofi_1.17.2-1_amd64"},
+            {"LD_LIBRARY_PATH": "/usr/local/lib"},
+            "/usr/local",
+            True,
+        ),
+        (
+            {f"data/lib/{PLUGIN}": "", "data/own/libnccl-net-ofi.so": ""},
+            {"LD_LIBRARY_PATH": "/data/lib:/data/own", "NCCL_NET_PLUGIN": "ofi"},
+            "/data/own/libnccl-net-ofi.so",
+            True,
+        ),
+        (
+            {f"opt/aws-ofi-nccl/lib/{PLUGIN}": ""},
+            {"LD_LIBRARY_PATH": "/opt/aws-ofi-nccl/lib", "NCCL_NET_PLUGIN": "none"},
+            "",
+            False,
+        ),
+    ],
+)
+def test_nccls_plugin_is_the_one_that_the_loader_takes(
+    files: dict[str, str], variables: dict[str, str], loaded: str, is_found: bool, tmp_path: Path
+) -> None:
+    fabric = probe_node(image(Node(installer="", files=files, environment=variables), tmp_path)).fabric
+    assert fabric.plugin_is_found is is_found
+    assert loaded in fabric.loaded_plugin
+    assert bool(fabric.loaded_plugin) is bool(loaded)
+
+
+def test_a_link_to_the_plugin_is_the_plugin(tmp_path: Path) -> None:
+    node = Node(installer="", environment={"LD_LIBRARY_PATH": "/usr/local/lib"})
+    root = image(node, tmp_path)
+    root.at("usr/local/lib").mkdir(parents=True)
+    root.at(f"usr/local/lib/{PLUGIN}").symlink_to(f"/opt/amazon/ofi-nccl/lib/{PLUGIN}")
+    assert probe_node(root).fabric.plugin_is_found
+
+
+def test_files_alone_are_read_without_a_tool(tmp_path: Path) -> None:
+    root = NodeRoot(HEALTHY["p5"]().write(tmp_path), files_only=True)
+    report = probe_node(root)
+    assert (report.host.processors, len(report.gpus.on_bus)) == (192, 8)
+    assert (report.gpus.cards, root.packages) == ((), {})
+
+
 @pytest.mark.parametrize(
     ("version", "wanted", "is_it"),
     [

@@ -151,6 +151,35 @@ def test_what_is_no_topology_is_refused_with_what_would_be(text: str) -> None:
         read_topology(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"Instances": [{"NetworkNodes": ["nn-1"]}]}', "lacks 'InstanceId'"),
+        ('{"Instances": 5}', "wrong kind"),
+        ('{"Instances": [7]}', "wrong kind"),
+        ('{"items": [{"metadata": {}}]}', "lacks 'name'"),
+        ('{"items": [{"metadata": {"name": "a", "labels": 3}}]}', "wrong kind"),
+        ("- topology: a\n  tree: {}\n", "lacks 'switches'"),
+        ("- topology: a\n  tree: {switches: [{nodes: a}]}\n", "lacks 'switch'"),
+        ("- topology: a\n  block: {blocks: [b1]}\n", "wrong kind"),
+        ("- topology: a\n- 5\n", "wrong kind"),
+        (f"SwitchName=a Nodes=g[{'1' * 5000}]\n", "wrong kind"),
+    ],
+)
+def test_a_topology_with_parts_missing_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "topology"
+    path.write_text(text)
+    with pytest.raises(TopologyError, match=f"{path}: it begins like a topology.*{said}.*scontrol show topology"):
+        discover_topology(str(path))
+
+
+def test_a_topology_of_endless_brackets_is_refused() -> None:
+    with pytest.raises(TopologyError, match="neither Slurm's text"):
+        read_topology("[" * 200_000)
+    with pytest.raises(TopologyError, match="names of instances"):
+        read_instance_names("[" * 200_000)
+
+
 def test_a_file_of_each_kind(tmp_path: Path) -> None:
     documents = {"slurm": SLURM_TREE, "nodes": json.dumps({"items": eks_nodes()}), "ec2": json.dumps(ec2_answer())}
     for name, text in documents.items():

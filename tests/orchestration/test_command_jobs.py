@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from counting import start, wait_for_state
 
-from craton.job import ContentError, parse_job, starts_own_ranks
+from craton.job import ContentError, Job, check_job, parse_job, starts_own_ranks
 from craton.orchestration import StartError, draft_resume, draft_run, resume_run, resumed_job, wait_for_agents
 from craton.telemetry import RunDirectory, summarize
 
@@ -51,6 +51,79 @@ def test_how_many_processes_a_node_gets(command: str, more: str, ranks_per_node:
     assert launch.env["JAX_COORDINATOR_ADDRESS"] == "{master_address}:{master_port}"
 
 
+@pytest.mark.parametrize(
+    ("command", "more", "device"),
+    [
+        ("[python, train.py]", "", "{local_rank}"),
+        ("[python, train.py]", "processes: 8\n", "{local_rank}"),
+        ("[python, train.py]", "processes: 4\n", None),
+        (TORCHRUN, "", None),
+        ("[python, train.py]", "run: {env: {JAX_LOCAL_DEVICE_IDS: '7'}}\n", "7"),
+    ],
+)
+def test_a_process_of_jax_for_each_gpu_takes_its_own(command: str, more: str, device: str | None) -> None:
+    launch = draft_run(parse_job(job_text(command, more)), RUN).launch
+    assert launch.env.get("JAX_LOCAL_DEVICE_IDS") == device
+
+
+def test_jax_without_gpus_is_told_of_none() -> None:
+    job = parse_job(job_text("[python, train.py]", "processes: 2\n", "local x 1"))
+    assert "JAX_LOCAL_DEVICE_IDS" not in draft_run(job, RUN).launch.env
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "cluster", "last"),
+    [
+        ("[python, x.py]", "", "p5.48xlarge x 2", 15),
+        (TORCHRUN, "", "p5.48xlarge x 2", 1),
+        ("x", "processes: 3\n", "local x 2", 5),
+        ("x", "processes: 3\n", "local x 2..4", 5),
+    ],
+)
+def test_progress_of_a_rank_that_is_never_there_is_refused(command: str, more: str, cluster: str, last: int) -> None:
+    def job_of(rank: int) -> Job:
+        return parse_job(job_text(command, f"{more}progress: {{pattern: '{{step}}', rank: {rank}}}\n", cluster))
+
+    num_gpus, on = (16, "slurm") if cluster.startswith("p5") else (2, "local")
+    check_job(job_of(last), num_gpus)
+    assert draft_run(job_of(last), RUN, on=on).launch.progress["rank"] == last
+    text = rf"job.yaml:\d: progress.rank: there is no rank {last + 1}; give one from 0 to {last}$"
+    with pytest.raises(ContentError, match=text):
+        check_job(job_of(last + 1), num_gpus)
+    with pytest.raises(StartError, match=text):
+        draft_run(job_of(last + 1), RUN, on=on)
+
+
+def test_how_many_gpus_this_machine_has_is_not_known_to_a_check() -> None:
+    check_job(parse_job(job_text("x", "progress: {pattern: '{step}', rank: 7}\n", "local x 1")), 1)
+
+
+@pytest.mark.parametrize(
+    ("command", "launcher"),
+    [
+        ("'cd x && torchrun train.py'", "torchrun"),
+        ("[bash, -c, 'torchrun train.py']", "torchrun"),
+        ("[uv, run, torchrun, train.py]", "torchrun"),
+        ("'source env; /opt/bin/accelerate launch train.py'", "/opt/bin/accelerate"),
+        ("[uv, run, python, -m, torch.distributed.run, train.py]", "torch.distributed.run"),
+        ("[python, train.py, --rollout, vllm]", "vllm"),
+    ],
+)
+def test_a_launcher_that_is_hidden_in_a_command_needs_a_word(command: str, launcher: str) -> None:
+    with pytest.raises(ContentError, match=rf"job.yaml:3: command: whether {launcher} in it .* `processes: node` if"):
+        parse_job(job_text(command))
+    launch = draft_run(parse_job(job_text(command, "processes: node\n")), RUN).launch
+    assert (launch.ranks_per_node, launch.exits_together) == (1, True)
+    assert draft_run(parse_job(job_text(command, "processes: gpu\n")), RUN).launch.ranks_per_node == 8
+
+
+@pytest.mark.parametrize(
+    "command", ["[python, vllm/train.py]", "[python, x.py, --config=deepspeed.json]", "[python, x, my-torchrun]"]
+)
+def test_what_only_looks_like_a_launcher_needs_none(command: str) -> None:
+    assert draft_run(parse_job(job_text(command)), RUN).launch.ranks_per_node == 8
+
+
 def test_a_launch_says_how_progress_is_read() -> None:
     more = "progress: {pattern: 'step {step}', hang: 10x, rank: 0, steps: 500}\n"
     told = draft_run(parse_job(job_text("x", more)), RUN).launch.progress
@@ -87,6 +160,11 @@ def test_a_placeholder_with_a_slip_is_told_and_other_braces_are_the_command_s_ow
         parse_job(job_text("[torchrun, '--node-rank={node_rnk}']"))
     parse_job(job_text("[x, '{a}', '{\"rank\": 3}', '{}', '${HOME}']"))
     parse_job(job_text("'echo {node_rnk}'"))
+    parse_job(job_text("'for rank in 1 2; do echo ${rank}; done'"))
+    for command in ("'train --nodes {num_nodes}'", "[/bin/sh, -c, 'train --nodes {num_nodes}']"):
+        text = r"job.yaml:3: command: \{num_nodes\} is not replaced in a text .* write \$CRATON_NUM_NODES, or"
+        with pytest.raises(ContentError, match=text):
+            parse_job(job_text(command))
     with pytest.raises(ContentError, match="progress belongs to kind command, not serve"):
         parse_job("kind: serve\nmodel: llama-3.1-8b\ncluster: local\nprogress: {pattern: '{step}'}\n")
 

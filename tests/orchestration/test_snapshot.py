@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import stat
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from craton.job import Job, parse_job
 from craton.orchestration import StartError
 from craton.orchestration.snapshot import (
     STORE,
-    _copy,
+    _sum_of,
     check_code,
     code_folder,
     code_summary,
@@ -25,6 +29,8 @@ from craton.orchestration.snapshot import (
     manifest_path,
 )
 from craton.telemetry import RunDirectory
+
+NOBODY = 65534  # the user that has no rights
 
 
 @pytest.fixture
@@ -177,18 +183,82 @@ def test_a_folder_that_is_not_there_is_told_with_its_line(folder: Path, root: Pa
     )
 
 
-def test_what_cannot_be_read_is_named(folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "train.py").chmod(0)
-    if os.access(folder / "train.py", os.R_OK):  # root may read everything
-        monkeypatch.setattr("craton.orchestration.snapshot._copy", refuse_train)
-    with pytest.raises(StartError, match=r"train.py in .* cannot be read; make them readable, or name them"):
-        snapshot(folder, root)
+@contextlib.contextmanager
+def another_user(*closed: Path) -> Iterator[None]:
+    """Whoever may write everywhere becomes a user who may not; others lose their right to write to these folders."""
+    is_root = os.geteuid() == 0
+    modes = {} if is_root else {path: stat.S_IMODE(path.stat().st_mode) for path in closed}
+    for path in modes:
+        path.chmod(0o555)
+    if is_root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        for path, mode in modes.items():
+            path.chmod(mode)
 
 
-def refuse_train(source: Path, target: Path) -> str | None:
-    if source.name == "train.py":
-        raise PermissionError(source)
-    return _copy(source, target)
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that all users may go through, which those of tmp_path are not, with `work` and `runs` for all."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        for each in ("work", "runs"):
+            (Path(name) / each).mkdir()
+            (Path(name) / each).chmod(0o777)
+        write(Path(name) / "work", {"train.py": "print('hello')\n", "lib/model.py": "layers = 4\n"})
+        yield Path(name)
+
+
+def test_what_cannot_be_read_is_named(shared: Path) -> None:
+    (shared / "work" / "train.py").chmod(0)
+    with another_user(), pytest.raises(StartError, match=r"train.py in .* cannot be read; make them readable, or name"):
+        snapshot(shared / "work", shared / "runs")
+
+
+def test_a_second_user_of_the_runs_has_copies_where_the_first_one_s_cannot_be_shared(shared: Path) -> None:
+    work, root = shared / "work", shared / "runs"
+    first = snapshot(work, root, "first")
+    write(work, {"new.py": "x = 1\n", "lib/other.py": "y = 2\n"})
+    with another_user(root / STORE, *(path for path in (root / STORE).iterdir() if path.is_dir())):
+        second = snapshot(work, root, "second")
+    assert copied(second) == {"train.py", "lib/model.py", "new.py", "lib/other.py"}
+    check_code(second)
+    assert not stat.S_IMODE((code_folder(second.path) / "new.py").stat().st_mode) & 0o222
+    assert "not shared with other runs, for want of rights to .code" in code_summary(second)
+    assert "not shared" not in code_summary(first)
+
+
+def test_a_file_that_leaves_the_store_before_it_is_linked_is_stored_again(
+    folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = snapshot(folder, root, "first")
+    shutil.rmtree(first.path)
+    swept: list[Path] = []
+
+    def sum_then_sweep(path: Path) -> str:
+        known = _sum_of(path)
+        if path.is_relative_to(root / STORE) and path not in swept and known:
+            swept.append(path)
+            path.unlink()
+        return known
+
+    monkeypatch.setattr("craton.orchestration.snapshot._sum_of", sum_then_sweep)
+    second = snapshot(folder, root, "second")
+    monkeypatch.undo()
+    assert len(swept) == 2
+    assert copied(second) == {"train.py", "lib/model.py"}
+    assert all(path.exists() and path.stat().st_nlink == 2 for path in swept)
+    assert "not shared" not in code_summary(second)
+
+
+def test_nothing_but_files_is_left_of_the_copying(folder: Path, root: Path) -> None:
+    runs = [snapshot(folder, root, name) for name in ("first", "second")]
+    assert [path.name for path in (root / STORE).glob(".*")] == []
+    assert [path for run in runs for path in run.path.rglob(".*")] == []
 
 
 def test_a_file_that_vanishes_is_left_out_and_one_that_keeps_changing_is_refused(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from craton.infrastructure.aws.nodes import karpenter_role
 from craton.infrastructure.aws.site import Site
 from craton.infrastructure.aws.stack import (
     Resource,
@@ -67,6 +68,8 @@ def eks_stack(site: Site) -> dict[str, str]:
             ),
             "Nodes": nodes,
         }
+    else:
+        resources["KarpenterNodes"] = _access_entry(karpenter_role(site))
     outputs: dict[str, Any] = {"Cluster": {"Ref": "Cluster"}, "NodeSecurityGroup": {"Ref": "NodeSecurityGroup"}}
     if not site.lustre.file_system:
         outputs |= file_system_outputs()
@@ -86,6 +89,15 @@ def _node_group(site: Site, name: str, machine: str, count: int, image: str) -> 
             "ScalingConfig": {"MinSize": count, "DesiredSize": count, "MaxSize": count},
             "NodeRepairConfig": {"Enabled": site.file.health.policy == "replace"},
         },
+    }
+
+
+def _access_entry(role: str) -> Resource:
+    """Lets nodes with the role join. EKS does so itself for the roles of its own node groups, and for no other."""
+    principal = {"Fn::Sub": f"arn:${{AWS::Partition}}:iam::${{AWS::AccountId}}:role/{role}"}
+    return {
+        "Type": "AWS::EKS::AccessEntry",
+        "Properties": {"ClusterName": {"Ref": "Cluster"}, "PrincipalArn": principal, "Type": "EC2_LINUX"},
     }
 
 

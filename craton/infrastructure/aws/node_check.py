@@ -1,5 +1,9 @@
 """The program of the health pods: asks `craton doctor`, shows by /tmp/fit what it said, cordons a node that is unfit.
 
+Guarantees: a node is unfit only by a failure that doctor wrote down, and only by one that a pod can judge. A pod has
+its own shared memory, limits, libraries and variables, and no EFA devices unless it asks for them: what is wrong with
+those says nothing of the node. A doctor that crashes, hangs or is not there says nothing either.
+
 It runs as a file of its own in the pod, with nothing but Python's standard library and the command `craton`.
 """
 
@@ -7,15 +11,31 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import ssl
 import subprocess
 import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 FIT = Path(os.environ.get("FIT_FILE", "/tmp/fit"))
+GPU_CONTROL = Path(os.environ.get("GPU_CONTROL", "/dev/nvidiactl"))  # of a pod that was given GPUs
+# Findings about the cards themselves. `gpu_model` is not one: it may be the catalog that is wrong, and for all nodes.
+JUDGED = (
+    "gpu_driver",
+    "gpu_count",
+    "gpu_recovery",
+    "gpu_memory",
+    "gpu_row_remap",
+    "gpu_throttle",
+    "gpu_pcie",
+    "nvlink",
+    "nvlink_fabric",
+    "xid",
+)
 
 
 def main() -> None:
@@ -32,27 +52,52 @@ def main() -> None:
 
 def look() -> None:
     """One check. What cannot be checked is not held against the node."""
-    try:
-        code = subprocess.run(
-            ["craton", "doctor", "--json"], timeout=float(os.environ["CHECK_SECONDS"]), check=False
-        ).returncode
-    except (OSError, subprocess.TimeoutExpired) as error:
-        print(f"the node cannot be checked: {error}", file=sys.stderr, flush=True)
-        code = 0
-    if code != 1:
+    found = ask()
+    failures = judged(found)
+    for finding in found:
+        if finding["severity"] == "fail" and finding not in failures:
+            print(f"of this pod, not of the node: {finding['what']}: {finding['evidence']}", flush=True)
+    if not failures:
         FIT.touch()
         return
+    reason = "; ".join(f"{finding['what']}: {finding['evidence']}" for finding in failures)
+    print(f"unfit: {reason}", flush=True)
     FIT.unlink(missing_ok=True)
     if os.environ.get("CORDON") == "yes":
-        cordon(os.environ["NODE_NAME"])
+        cordon(os.environ["NODE_NAME"], reason)
 
 
-def cordon(node: str) -> None:
+def ask() -> list[dict[str, Any]]:
+    """What doctor found; nothing where it could not look."""
+    if not (GPU_CONTROL.exists() and shutil.which("nvidia-smi")):
+        return cannot_be_checked("the container runtime gave this pod no GPUs (NVIDIA_VISIBLE_DEVICES=all)")
+    command, limit = ["craton", "doctor", "--json"], float(os.environ["CHECK_SECONDS"])
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return cannot_be_checked(str(error))
+    try:
+        return [dict(finding) for finding in json.loads(done.stdout)["findings"]]
+    except (ValueError, KeyError, TypeError):
+        return cannot_be_checked(f"craton doctor ended with {done.returncode}: {(done.stderr or done.stdout).strip()}")
+
+
+def judged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The failures that are the node's own."""
+    return [finding for finding in found if finding["severity"] == "fail" and finding["what"] in JUDGED]
+
+
+def cannot_be_checked(why: str) -> list[dict[str, Any]]:
+    print(f"the node cannot be checked: {why}", file=sys.stderr, flush=True)
+    return []
+
+
+def cordon(node: str, why: str) -> None:
     """No new pods; those that run are left alone. Whoever mended the node uncordons it."""
     host = os.environ["KUBERNETES_SERVICE_HOST"]
     scheme = os.environ.get("KUBERNETES_SCHEME", "https")
     address = f"{scheme}://{host}:{os.environ['KUBERNETES_SERVICE_PORT']}/api/v1/nodes/{node}"
-    reason = {"metadata": {"annotations": {"craton/unfit": "craton doctor found a failure: see the health pod's log"}}}
+    reason = {"metadata": {"annotations": {"craton/unfit": f"craton doctor: {why}"[:1000]}}}
     request = urllib.request.Request(
         address,
         data=json.dumps({"spec": {"unschedulable": True}, **reason}).encode(),

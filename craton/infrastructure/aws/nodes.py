@@ -74,13 +74,17 @@ def karpenter(site: Site) -> dict[str, str]:
             "disruption": {"consolidationPolicy": "WhenEmpty", "consolidateAfter": "10m"},
         },
     }
-    groups: list[Manifest] = [{"id": group} for group in aws.security_groups]
+    groups: list[Manifest] = [
+        {"tags": {"craton:cluster": site.name}},  # the stack's own: EFA among the nodes, and the file system
+        {"tags": {"aws:eks:cluster-name": site.name}},  # EKS's: control plane, and system nodes with the DNS
+        *({"id": group} for group in aws.security_groups),
+    ]
     spec: Manifest = {
         "amiSelectorTerms": [{"id": aws.image}] if aws.image else [{"alias": "al2023@latest"}],
         **({"amiFamily": "AL2023"} if aws.image else {}),
-        "role": aws.karpenter_role or f"KarpenterNodeRole-{site.name}",
+        "role": karpenter_role(site),
         "subnetSelectorTerms": [{"id": aws.subnet}],
-        "securityGroupSelectorTerms": groups or [{"tags": {"craton:cluster": site.name}}],
+        "securityGroupSelectorTerms": groups,
         "instanceStorePolicy": "RAID0",
         "networkInterfaces": [
             {"networkCardIndex": one.card, "deviceIndex": one.device, "interfaceType": one.kind}
@@ -100,6 +104,11 @@ def karpenter(site: Site) -> dict[str, str]:
         "spec": spec,
     }
     return {"manifests/karpenter.yaml": to_yaml(node_pool, node_class)}
+
+
+def karpenter_role(site: Site) -> str:
+    """Name of the role of Karpenter's nodes."""
+    return site.aws.karpenter_role or f"KarpenterNodeRole-{site.name}"
 
 
 def shared_volume(site: Site) -> dict[str, str]:
@@ -143,7 +152,7 @@ def shared_volume(site: Site) -> dict[str, str]:
 
 def health_checks(site: Site, machine: dict[str, str]) -> dict[str, str]:
     """A pod on every node that asks `craton doctor` every few minutes; with `health.policy` drain or replace it cordons
-    a node that fails, and only then may it change nodes at all."""
+    a node whose GPUs fail, and only then may it change nodes at all."""
     image = site.file.scheduler.image if site.file.scheduler else None
     if not image:
         return {}
@@ -167,13 +176,25 @@ def health_checks(site: Site, machine: dict[str, str]) -> dict[str, str]:
             {"name": "INTERVAL_SECONDS", "value": str(HEALTH_INTERVAL_SECONDS)},
             {"name": "CORDON", "value": "yes" if cordons else "no"},
             {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"},  # it looks at all cards and asks for none
+            {"name": "NVIDIA_DRIVER_CAPABILITIES", "value": "utility"},  # nvidia-smi, whatever the image asks for
         ],
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": [{"name": "check", "mountPath": "/check", "readOnly": True}],
+        # XIDs stand in the kernel log, which only root with SYSLOG may read
+        "securityContext": {
+            "runAsUser": 0,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"], "add": ["SYSLOG"]},
+        },
+        "volumeMounts": [
+            {"name": "check", "mountPath": "/check", "readOnly": True},
+            {"name": "memory", "mountPath": "/dev/shm"},
+        ],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
         "readinessProbe": {"exec": {"command": ["test", "-e", "/tmp/fit"]}, "periodSeconds": 30},
     }
-    volumes = [{"name": "check", "configMap": {"name": name}}]
+    volumes = [
+        {"name": "check", "configMap": {"name": name}},
+        {"name": "memory", "emptyDir": {"medium": "Memory"}},  # as jobs have it, not the 64 MiB of a bare container
+    ]
     pods = _daemons(name, site.namespace, container, volumes, machine)
     account = {
         "apiVersion": "v1",

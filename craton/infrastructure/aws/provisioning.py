@@ -11,7 +11,7 @@ from craton.infrastructure.aws.nodes import device_plugins, health_checks, karpe
 from craton.infrastructure.aws.parallelcluster import parallelcluster
 from craton.infrastructure.aws.pcs import pcs
 from craton.infrastructure.aws.prometheus import prometheus_config
-from craton.infrastructure.aws.queues import machine_label, queue_objects
+from craton.infrastructure.aws.queues import machine_label, namespace_object, queue_objects
 from craton.infrastructure.aws.site import SLURM_TARGETS, Site, site_of
 from craton.job import ClusterFile
 
@@ -45,6 +45,7 @@ def _files(site: Site, target: str) -> dict[str, str]:
         "eks": eks_stack,
     }[target](site)
     if target not in SLURM_TARGETS:
+        files |= namespace_object(site)
         if target == "eks":
             files |= device_plugins(site, machine) | karpenter(site)
         files |= queue_objects(site, machine) | shared_volume(site) | health_checks(site, machine)
@@ -64,11 +65,17 @@ def _notes(site: Site, target: str) -> list[str]:
         if site.file.scheduler is None or site.file.scheduler.gang == "none":
             notes.append("scheduler.gang is none: no queues were written, and jobs are not placed as a gang")
     pool = site.file.scheduler.node_pool if site.file.scheduler else None
+    if site.aws.capacity_reservation and not site.aws.placement_group:
+        notes.append(
+            "no placement group is made: a reservation is taken up where it was made; if that was in a placement "
+            "group, give its name as aws.placement_group"
+        )
     if target == "eks" and pool and site.own_placement_group:
         notes.append("Karpenter takes a placement group by name only: make one and give aws.placement_group")
     if target == "eks" and pool and not site.aws.karpenter_role:
         notes.append(
-            f"Karpenter's nodes get the role KarpenterNodeRole-{site.name}: make it, or give aws.karpenter_role"
+            f"Karpenter's nodes get the role KarpenterNodeRole-{site.name}: make it before the stack, whose access "
+            "entry names it, or give aws.karpenter_role"
         )
     if not site.aws.capacity_block and not site.aws.capacity_reservation and not site.aws.training_plan:
         notes.append("no reserved capacity is named: nodes are on demand and may not be there when asked for")
@@ -109,7 +116,9 @@ def _steps(site: Site, target: str, files: dict[str, str]) -> tuple[str, ...]:
             steps.append(
                 f"# install {' and '.join(charts)} by {'their' if len(charts) > 1 else 'its'} own chart, then:"
             )
-        steps.append("kubectl apply --server-side -f manifests/")
+        # the configuration of Volcano's scheduler and controller exists already, and its chart owns it
+        force = " --force-conflicts" if gang == "volcano" else ""
+        steps.append(f"kubectl apply --server-side{force} -f manifests/")
     source = "slurm" if target in SLURM_TARGETS else "kubernetes"
     form = "slurm-tree" if source == "slurm" else gang if gang != "none" else "levels"
     steps.append(f"craton cluster discover --from {'ec2' if target == 'pcs' else source} --write {form}")

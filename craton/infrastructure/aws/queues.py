@@ -23,10 +23,15 @@ UNLIMITED = {"quota": -1, "limit": -1, "overQuotaWeight": 1}
 GPU_TAINT = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}
 
 
-def queue_objects(site: Site, machine: dict[str, str]) -> dict[str, str]:
-    """Manifests for the cluster file's `scheduler.gang`."""
-    gang = site.file.scheduler.gang if site.file.scheduler else "none"
+def namespace_object(site: Site) -> dict[str, str]:
+    """The namespace of jobs, queue, claim and health pods. kubectl applies files by name: this one goes before all."""
     space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": site.namespace}}
+    return {"manifests/00-namespace.yaml": to_yaml(space)}
+
+
+def queue_objects(site: Site, machine: dict[str, str]) -> dict[str, str]:
+    """Manifests for the cluster file's `scheduler.gang`; nothing for none."""
+    gang = site.file.scheduler.gang if site.file.scheduler else "none"
     if gang == "kueue":
         objects = _kueue(site, machine)
     elif gang == "kai":
@@ -34,8 +39,8 @@ def queue_objects(site: Site, machine: dict[str, str]) -> dict[str, str]:
     elif gang == "volcano":
         objects = _volcano(site)
     else:
-        return {"manifests/namespace.yaml": to_yaml(space)}
-    return {f"manifests/{gang}.yaml": to_yaml(space, *objects)}
+        return {}
+    return {f"manifests/{gang}.yaml": to_yaml(*objects)}
 
 
 def topology_name(site: Site) -> str:

@@ -1,8 +1,8 @@
 """Shell scripts of the nodes: set-up, Slurm's prolog and epilog, the health check. All of them ask `craton doctor`.
 
-Every value that comes from the cluster file is quoted for the shell. A check that cannot run (not installed, too slow)
-is logged and lets the job start; only a failed check keeps a node from working, and only where `health.policy` says
-so.
+Every value that comes from the cluster file is quoted for the shell. A check that cannot run (not installed, too slow,
+crashed) is logged and lets the job start; only a finding that fails keeps a node from working, and only where
+`health.policy` says so.
 """
 
 from __future__ import annotations
@@ -17,21 +17,28 @@ HEALTH_INTERVAL_SECONDS = 300
 EXPORTERS = {"node": 9100, "efa": 9109, "dcgm": 9400}  # ports as AWS's and NVIDIA's exporters have them
 JOB_MAPPING = "/run/slurm/dcgm_job_mapping"  # where dcgm-exporter looks for the job of a GPU
 
+# Ends with 0 only where the file is doctor's answer and has a finding that fails.
+_HAS_FAILURE = (
+    "import json, sys; "
+    'sys.exit(all(one["severity"] != "fail" for one in json.load(open(sys.argv[1], encoding="utf-8"))["findings"]))'
+)
 _CHECK = f"""\
 craton=${{CRATON:-/opt/craton/bin/craton}}
 state=${{CRATON_STATE:-/run/craton}}
 mapping=${{DCGM_JOB_MAPPING:-{JOB_MAPPING}}}
 mkdir -p "$state"
 
-# 0: the node is fine, or nobody could tell; 1: a check failed
+# 0: the node is fine, or nobody could tell; 1: a check failed. A doctor that crashes ends with 1 too, so only what it
+# wrote down counts.
 check() {{
   timeout {CHECK_SECONDS} "$craton" doctor --json > "$state/doctor.json" 2> "$state/doctor.err"
   local code=$?
-  case $code in
-    0) return 0 ;;
-    1) return 1 ;;
-    *) logger -t craton "craton doctor cannot check this node (exit code $code): $state/doctor.err" || true ;;
-  esac
+  if [ $code -eq 1 ] && "${{craton%/*}}/python" -c '{_HAS_FAILURE}' "$state/doctor.json" 2>> "$state/doctor.err"; then
+    return 1
+  fi
+  if [ $code -ne 0 ]; then
+    logger -t craton "craton doctor cannot check this node (exit code $code): $state/doctor.err" || true
+  fi
   return 0
 }}
 """

@@ -87,8 +87,9 @@ class Site:
 
     @property
     def own_placement_group(self) -> bool:
-        """Whether one is made: EC2 places capacity blocks itself, and HyperPod all its nodes."""
-        return not (self.aws.capacity_block or self.aws.placement_group)
+        """Whether one is made: EC2 places capacity blocks itself, HyperPod all its nodes, and a reservation takes only
+        instances of the placement group that it was made in, or of none."""
+        return not (self.aws.capacity_block or self.aws.capacity_reservation or self.aws.placement_group)
 
 
 def site_of(file: ClusterFile, target: str) -> Site:

@@ -22,7 +22,9 @@ PLUGIN_FOLDERS = (
     "opt/aws-ofi-nccl/install/lib",
     "usr/local/lib",
 )
+SYSTEM_FOLDERS = ("usr/local/lib", "usr/local/lib64", "usr/lib", "usr/lib64", "lib", "lib64")
 _PLUGIN = re.compile(r"libnccl-net(-ofi)?\.so(\.\d+)*")
+_LISTED = re.compile(r"^\s*(libnccl-net(?:-ofi)?\.so[.\d]*) .*=> (\S+)\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,10 @@ class Fabric:
     devices: tuple[FabricDevice, ...]
     visible_uverbs: tuple[str, ...]  # in /dev/infiniband
     libfabric: Libfabric
-    plugins: tuple[str, ...]  # paths of libnccl-net*.so
-    plugin_is_found: bool  # by the loader: ldconfig, LD_LIBRARY_PATH or NCCL_NET_PLUGIN
+    plugins: tuple[str, ...]  # paths of aws-ofi-nccl
+    foreign_plugins: tuple[str, ...]  # of libnccl-net.so that others wrote, as HPC-X brings one
+    loaded_plugin: str  # what NCCL gets from the loader: NCCL_NET_PLUGIN, LD_LIBRARY_PATH, ldconfig; "": none
+    plugin_is_found: bool  # whether that is aws-ofi-nccl
     versions: dict[str, str]  # efa_driver, efa_installer, libfabric, aws_ofi_nccl, gdrcopy, nvidia_fs; what is there
     gdrcopy_device: bool
     peer_memory: bool  # the module nvidia_peermem
@@ -79,14 +83,20 @@ class Fabric:
 def probe_fabric(root: NodeRoot) -> Fabric:
     uverbs = {root.read(f"sys/class/infiniband_verbs/{name}/ibdev"): name for name in _uverbs(root)}
     devices = tuple(_device(root, name, uverbs.get(name, "")) for name in root.names(DEVICES))
-    plugins = tuple(_plugins(root))
+    versions = _versions(root)
+    there = [*dict.fromkeys([*_plugins(root), *_listed(root)])]
+    loaded = _loaded(root, there)
+    there += [loaded] if loaded and loaded not in there else []
+    own = tuple(path for path in there if _is_ofi(root, path, "aws_ofi_nccl" in versions))
     return Fabric(
         devices=devices,
         visible_uverbs=tuple(name for name in root.names("dev/infiniband") if name.startswith("uverbs")),
         libfabric=_libfabric(root),
-        plugins=plugins,
-        plugin_is_found=_is_found(root, plugins),
-        versions=_versions(root),
+        plugins=own,
+        foreign_plugins=tuple(path for path in there if path not in own),
+        loaded_plugin=loaded,
+        plugin_is_found=loaded in own,
+        versions=versions,
         gdrcopy_device=root.exists("dev/gdrdrv"),
         peer_memory=root.exists("sys/module/nvidia_peermem"),
         efa_peer_to_peer=_peer_to_peer(root, devices),
@@ -141,13 +151,38 @@ def _library_path(root: NodeRoot) -> list[str]:
     return [folder.strip("/") for folder in listed if folder.startswith("/")]
 
 
-def _is_found(root: NodeRoot, plugins: tuple[str, ...]) -> bool:
-    if _PLUGIN.search(root.ask("ldconfig").text):
-        return True
+def _listed(root: NodeRoot) -> list[str]:
+    return [path for _, path in _LISTED.findall(root.ask("ldconfig").text)]
+
+
+def _loaded(root: NodeRoot, plugins: list[str]) -> str:
+    """The library that NCCL opens: the one that is named, else the first of the name along the loader's way."""
     named = root.environment.get("NCCL_NET_PLUGIN", "")
-    if named.startswith("/") and root.exists(named):
+    if named.startswith("/"):
+        return named if root.exists(named) else ""
+    if named.lower() == "none":
+        return ""
+    names = [f"libnccl-net-{named}.so", named] if named else []
+    on_path = [plugin for folder in _library_path(root) for plugin in plugins if _folder(plugin) == folder]
+    ways = [*on_path, *_listed(root)]
+    for name in [*names, "libnccl-net.so"]:
+        if found := next((way for way in ways if Path(way).name == name), ""):
+            return found
+    return ""
+
+
+def _is_ofi(root: NodeRoot, plugin: str, is_installed: bool) -> bool:
+    """Whether it is aws-ofi-nccl: by its name, its folder, what lies beside it or what it links to. In a folder of the
+    system, which tells nothing, the installer's word that it installed one counts."""
+    folder = _folder(plugin)
+    told = f"{plugin} {root.target(plugin)}"
+    if "ofi-nccl" in told or "libnccl-net-ofi" in told or root.exists(f"{folder}/libnccl-net-ofi.so"):
         return True
-    return any(str(Path(plugin).parent).strip("/") in _library_path(root) for plugin in plugins)
+    return is_installed and (folder in SYSTEM_FOLDERS or folder.endswith("-linux-gnu"))
+
+
+def _folder(path: str) -> str:
+    return str(Path(path).parent).strip("/")
 
 
 def _versions(root: NodeRoot) -> dict[str, str]:

@@ -69,6 +69,19 @@ class GpuState:
     def label(self) -> str:
         return f"GPU {self.index} ({self.bus_id})"
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether the driver answers for the card and reports nothing that a reset or a replacement is for."""
+        return (
+            self.memory_bytes is not None
+            and self.recovery_action in ("", "None")
+            and not self.volatile_uncorrectable
+            and not (self.remap_pending or self.remap_failed or self.repair_pending or self.unrepairable)
+            and not self.sram_threshold_exceeded
+            and self.fabric_state in ("", "Completed")
+            and all(link.is_up for link in self.nvlinks)
+        )
+
 
 @dataclass(frozen=True)
 class Gpus:

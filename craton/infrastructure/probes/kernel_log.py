@@ -1,16 +1,19 @@
 """What the NVIDIA driver wrote into the kernel log: XIDs of GPUs and SXIDs of NVSwitches.
 
-XID 154 is the driver's own word on what a card needs now; the newest one of a card wins over every table.
+XID 154 is the driver's own word on what a card needs now; the newest one of a card wins over every table. The log is
+kept until the next boot, so every entry says when it was written, and whether the driver has been loaded again since.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from craton.infrastructure.probes.root import NodeRoot
 
 RECOVERY_CHANGED = 154
+_SINCE_BOOT = re.compile(r"^\[\s*(\d+\.\d+)\]")
+_LOADED = re.compile(r"NVRM: loading NVIDIA UNIX")
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+),?\s*(.*)")
 _SXID = re.compile(r"SXid \(PCI:([0-9a-fA-F:.]+)\): (\d+),?\s*(.*)")
 _RECOVERY = re.compile(r"recovery action changed from .*? to \S+ \(([^)]*)\)", re.IGNORECASE)
@@ -22,6 +25,8 @@ class Xid:
     code: int
     text: str
     is_switch: bool = False  # an SXID
+    age_seconds: float | None = None  # None where the log or the node does not tell
+    before_reload: bool = False  # whether the driver was loaded again afterwards
 
     @property
     def is_fatal(self) -> bool:
@@ -46,17 +51,23 @@ def probe_kernel_log(root: NodeRoot) -> KernelLog:
     answer = root.ask("dmesg")
     if not answer.worked:
         return KernelLog(False, answer.first_line or "dmesg is not installed")
-    return KernelLog(True, xids=tuple(read_xids(answer.text)))
+    uptime = re.match(r"\d+(?:\.\d+)?", root.read("proc/uptime"))
+    return KernelLog(True, xids=tuple(read_xids(answer.text, float(uptime[0]) if uptime else None)))
 
 
-def read_xids(text: str) -> list[Xid]:
+def read_xids(text: str, uptime_seconds: float | None = None) -> list[Xid]:
     """Every XID and SXID of a log, oldest first."""
-    found = []
+    found: list[Xid] = []
     for line in text.splitlines():
-        if match := _SXID.search(line):
-            found.append(Xid(_bus(match[1]), int(match[2]), match[3].strip(), is_switch=True))
-        elif match := _XID.search(line):
-            found.append(Xid(_bus(match[1]), int(match[2]), match[3].strip()))
+        if _LOADED.search(line):
+            found = [replace(xid, before_reload=True) for xid in found]
+        match = _SXID.search(line) or _XID.search(line)
+        if match is None:
+            continue
+        written = _SINCE_BOOT.match(line)
+        age = max(0.0, uptime_seconds - float(written[1])) if written and uptime_seconds is not None else None
+        is_switch = match.re is _SXID
+        found.append(Xid(_bus(match[1]), int(match[2]), match[3].strip(), is_switch, age))
     return found
 
 

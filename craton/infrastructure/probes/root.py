@@ -65,9 +65,12 @@ class Answer:
 class NodeRoot:
     """The files of a node and the answers of its tools."""
 
-    def __init__(self, path: Path | str = "/", answer_seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(
+        self, path: Path | str = "/", answer_seconds: float = ANSWER_SECONDS, *, files_only: bool = False
+    ) -> None:
         self.path = Path(path)
         self.answer_seconds = answer_seconds
+        self.files_only = files_only  # no tool is run and no package looked for: a reading of milliseconds
 
     @property
     def is_live(self) -> bool:
@@ -99,8 +102,12 @@ class NodeRoot:
 
     def link(self, path: str) -> str:
         """The name of what a link points to: how sysfs tells a device's driver."""
+        return os.path.basename(self.target(path))
+
+    def target(self, path: str) -> str:
+        """What a link points to, as it is written there."""
         try:
-            return os.path.basename(os.readlink(self.at(path)))
+            return os.readlink(self.at(path))
         except OSError:
             return ""
 
@@ -118,6 +125,8 @@ class NodeRoot:
     @cached_property
     def packages(self) -> dict[str, str]:
         """Python packages and their versions, names in small letters with `-`."""
+        if self.files_only:
+            return {}
         if self.is_live:
             found = ((each.metadata["Name"], each.version) for each in distributions() if each.metadata["Name"])
             return {_package(name): version for name, version in found}
@@ -126,6 +135,8 @@ class NodeRoot:
 
     @cached_property
     def _answers(self) -> Mapping[str, Answer]:
+        if self.files_only:
+            return dict.fromkeys(COMMANDS, Answer())
         if not self.is_live:
             return {name: self._recorded(name) for name in COMMANDS}
         with ThreadPoolExecutor(len(COMMANDS)) as pool:

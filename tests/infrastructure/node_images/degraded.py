@@ -36,6 +36,33 @@ def lose_card(node: Node) -> None:
     node.hidden_cards.append(node.cards.pop(1).bus)
 
 
+def fall_off(node: Node) -> None:
+    lose_card(node)
+    node.log.append(f"{XID}79, GPU has fallen off the bus.")
+
+
+def fail_remapping(node: Node) -> None:
+    node.cards[1].xml["remapped_rows/remapped_row_failure"] = "Yes"
+    node.log.append(f"{XID}64, pid='<unknown>', Row Remapper: failed")
+
+
+def foreign_plugin(node: Node) -> None:
+    """A container of HPC-X, whose plugin has the name of aws-ofi-nccl and comes first on the loader's way."""
+    node.files["opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so"] = ""
+    node.environment["LD_LIBRARY_PATH"] = "/opt/hpcx/nccl_rdma_sharp_plugin/lib"
+
+
+def foreign_plugin_alone(node: Node) -> None:
+    """The same on a node where aws-ofi-nccl was never installed."""
+    node.plugin = ""
+    foreign_plugin(node)
+
+
+def foreign_plugin_of_the_system(node: Node) -> None:
+    node.plugin = ""
+    node.files["commands/ldconfig.txt"] = "\tlibnccl-net.so (libc6,x86-64) => /opt/hpcx/lib/libnccl-net.so"
+
+
 def card(path: str, value: str, **more: str) -> Callable[[Node], None]:
     """One field of the second card."""
     return lambda node: node.cards[1].xml.update({path: value, **more})
@@ -217,8 +244,8 @@ DEGRADED = [
         "p5",
         "xid",
         "fail",
-        "XID 79, GPU has fallen off the bus",
-        log(f"{XID}79, GPU has fallen off the bus."),
+        "GPU 0000:63:00: XID 79, GPU has fallen off the bus",
+        fall_off,
     ),
     Degraded(
         "XID 64",
@@ -226,7 +253,7 @@ DEGRADED = [
         "xid",
         "fail",
         "XID 64, row remapping failed",
-        log(f"{XID}64, pid='<unknown>', Row Remapper: failed"),
+        fail_remapping,
     ),
     Degraded(
         "XID 154 after XID 31",
@@ -261,6 +288,30 @@ DEGRADED = [
     ),
     Degraded("plugin missing", "p5", "nccl_plugin", "fail", "aws-ofi-nccl is not there", change(plugin="")),
     Degraded("plugin not found", "p5en", "nccl_plugin", "fail", "neither ldconfig", change(plugin_on_path=False)),
+    Degraded(
+        "another plugin in front",
+        "p5",
+        "nccl_plugin",
+        "fail",
+        "/opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so, which does not know EFA, and /opt/amazon/ofi-nccl",
+        foreign_plugin,
+    ),
+    Degraded(
+        "another plugin alone",
+        "p5en",
+        "nccl_plugin",
+        "fail",
+        "/opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so, which does not know EFA, and aws-ofi-nccl is not there",
+        foreign_plugin_alone,
+    ),
+    Degraded(
+        "another plugin by ldconfig",
+        "p5",
+        "nccl_plugin",
+        "fail",
+        "NCCL gets /opt/hpcx/lib/libnccl-net.so",
+        foreign_plugin_of_the_system,
+    ),
     Degraded("gdrdrv not loaded", "p5", "gdrcopy", "warn", "not loaded", lambda node: node.modules.pop("gdrdrv")),
     Degraded("no GPUDirect RDMA", "p5", "gpudirect_rdma", "fail", "neither nvidia_peermem", change(open_modules=False)),
     Degraded(
