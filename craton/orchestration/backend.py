@@ -1,7 +1,7 @@
 """What every place to run on can do: this machine, Slurm, Kubernetes.
 
-A backend is thin: texts come from pure emitters, and what it is told of a run it finds in the run directory. Which one a
-run belongs to stands in its `backend.json`, with what the scheduler called it.
+A backend is thin: texts come from pure emitters, and what it is told of a run it finds in the run directory. Which one
+a run belongs to stands in its `backend.json`, with what the scheduler called it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from craton.orchestration.draft import Draft
 from craton.telemetry import RunDirectory
 
 Condition = Literal["waiting", "running", "ended", "unknown"]
+Outcome = Literal["", "done", "failed"]
 BACKEND_FILE = "backend.json"
 
 
@@ -38,6 +39,7 @@ class Standing:
     sentence: str = ""  # why it waits, for people: what it needs, what there is, when it may start
     restarts: int = 0
     expected_start: float | None = None  # seconds since 1970
+    outcome: Outcome = ""  # of one that has ended, where the scheduler knows it
 
 
 class Backend(Protocol):
@@ -63,6 +65,10 @@ class Backend(Protocol):
 
     def look(self, runs: Iterable[RunDirectory]) -> dict[str, Standing]:
         """Run's name → what the scheduler says of it, all in one question."""
+        ...
+
+    def stop(self, run: RunDirectory) -> None:
+        """What a stop needs beyond the STOP marker, which is set already: for nodes that do not see this directory."""
         ...
 
     def kill(self, run: RunDirectory) -> None:

@@ -34,7 +34,10 @@ class StandIn(ThreadingHTTPServer):
         self.objects: dict[tuple[str, str, str, str], dict[str, Any]] = {}  # (version, plural, namespace, name)
         self.requests: list[str] = []
         self.logs: dict[str, list[str]] = {}
+        self.unreadable_logs: set[str] = set()  # pods
         self.forbidden: set[str] = set()  # plurals that may not be created
+        self.hidden: set[str] = set()  # plurals that may not be listed
+        self.absent: set[str] = set()  # versions that this cluster does not know
         self.page = 500
         self.busy_seconds = 0.0  # answering
         self.lock = threading.Lock()
@@ -93,6 +96,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._fail(404, "the server could not find the requested resource")
         with self.server.lock:
             key = (found["version"], found["plural"], found["namespace"], found["name"] or "")
+            if found["version"] in self.server.absent:
+                return self._fail(404, "the server could not find the requested resource")
             if found["log"]:
                 return self._log(found["name"])
             if self.command == "POST":
@@ -130,6 +135,8 @@ class _Handler(BaseHTTPRequestHandler):
         if key[3]:
             made = self.server.objects.get(key)
             return self._answer(made) if made else self._fail(404, f'{key[1]} "{key[3]}" not found')
+        if key[1] in self.server.hidden:
+            return self._fail(403, f'{key[1]} is forbidden: User "ada" cannot list resource "{key[1]}"')
         items = [
             {name: value for name, value in each.items() if name not in ("apiVersion", "kind")}
             for other, each in sorted(self.server.objects.items())
@@ -140,8 +147,10 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer({"metadata": rest, "items": items[first : first + limit]})
 
     def _log(self, pod: str) -> None:
+        if pod in self.server.unreadable_logs:
+            return self._fail(400, f"container node in pod {pod} is waiting to start")
         text = "".join(f"{line}\n" for line in self.server.logs.get(pod, ())).encode()
-        self._send(200, text, "text/plain")
+        return self._send(200, text, "text/plain")
 
     def _answer(self, document: dict[str, Any], status: int = 200) -> None:
         self._send(status, json.dumps(document).encode(), "application/json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +13,19 @@ from typing import Any
 
 import pytest
 import yaml
+from counting import wait_for
 from kubernetes_jobs import cluster, draft, job
 from kubernetes_standin import TOKEN, StandIn
 
-from craton.orchestration import Draft, RunStateError, StartError
-from craton.orchestration.backend import write_submission
+from craton.cli import main
+from craton.orchestration import Draft, RunStateError, StartError, settled, standing_of, stop_run
+from craton.orchestration.backend import read_submission, write_submission
 from craton.orchestration.backends import backend_of
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.kubernetes import KubernetesBackend
 from craton.orchestration.kubernetes.backend import MANIFEST_FILE
-from craton.telemetry import RunDirectory
+from craton.orchestration.kubernetes.objects import KUEUE_VERSIONS
+from craton.telemetry import RunDirectory, summarize
 
 SECRET = "hf_do_not_tell"
 JOBSETS = ("jobset.x-k8s.io/v1alpha2", "jobsets")
@@ -61,6 +65,14 @@ def add_pod(server: StandIn, run: str, index: int, phase: str = "Running", **sta
     spec = {"nodeName": f"n{index}"} if phase == "Running" else {}
     metadata = {"name": f"{run}-node-0-{index}-abcde", "labels": labels}
     server.put("v1", "pods", {"metadata": metadata, "spec": spec, "status": {"phase": phase, **status}})
+
+
+def followed(run: RunDirectory) -> tuple[list[tuple[str, str]], threading.Thread]:
+    """The lines of its pods as they come, until the run has ended."""
+    found: list[tuple[str, str]] = []
+    reader = threading.Thread(target=lambda: found.extend(KubernetesBackend().logs(run, follow=True)), daemon=True)
+    reader.start()
+    return found, reader
 
 
 def test_it_is_the_backend_of_that_name() -> None:
@@ -129,6 +141,108 @@ def test_a_name_that_is_taken_is_refused_while_it_runs_and_replaced_when_it_has_
     [again] = server.of("jobsets")
     assert again["metadata"]["uid"] != before
     assert len(server.of("configmaps")) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"labels": {"app.kubernetes.io/managed-by": "helm"}},
+        {"labels": {}, "annotations": {}},
+        {"annotations": {"craton/run": "LLM", "craton/directory": "/fsx/runs/llm"}},
+        {"annotations": {"craton/run": "llm", "craton/directory": "/fsx/others/llm"}},
+    ],
+)
+def test_what_others_have_left_under_the_name_is_not_removed(
+    server: StandIn, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    made, run = drafted(tmp_path)
+    KubernetesBackend().submit(made, run)
+    [owner] = server.of("jobsets")
+    owner["status"] = {"conditions": [{"type": "Completed", "status": "True", "reason": "AllJobsCompleted"}]}
+    owner["metadata"] |= change
+    with pytest.raises(RunStateError, match="JobSet llm is on the cluster already, and not of this run; `--name`"):
+        KubernetesBackend().submit(made, run)
+    assert server.of("jobsets") == [owner]
+
+
+@pytest.mark.parametrize(
+    ("gang", "status", "state", "message"),
+    [
+        ("kueue", {"conditions": [{"type": "Completed", "status": "True"}]}, "done", ""),
+        (
+            "none",
+            {"conditions": [{"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "message": "code 77"}]},
+            "failed",
+            "its job Job/llm ended: PodFailurePolicy: code 77",
+        ),
+        ("volcano", {"state": {"phase": "Completed"}}, "done", ""),
+        ("volcano", {"state": {"phase": "Terminated"}}, "failed", "its job Job/llm ended: Terminated"),
+        ("volcano", {"state": {"phase": "Aborted"}}, "lost", "its job Job/llm ended: Aborted"),
+    ],
+)
+def test_how_a_run_ended_is_known_where_its_directory_is_not_seen(
+    server: StandIn, tmp_path: Path, gang: str, status: dict[str, Any], state: str, message: str
+) -> None:
+    run = submitted(tmp_path, gang=gang)
+    [owner] = server.of("jobsets") or server.of("jobs")
+    owner["status"] = status
+    seen = settled(summarize(run), standing_of(run))
+    assert (seen.state, seen.message) == (state, message)
+
+
+@pytest.mark.parametrize("hidden", [{"workloads"}, {"events"}, {"podgroups"}, {"workloads", "events", "podgroups"}])
+def test_a_caller_who_may_not_see_why_a_run_waits_still_sees_the_run(
+    server: StandIn, tmp_path: Path, hidden: set[str]
+) -> None:
+    runs = [submitted(tmp_path, gang=gang, name=gang) for gang in ("kueue", "volcano", "kai", "none")]
+    add_pod(server, "none", 0)
+    server.hidden = hidden
+    found = KubernetesBackend().look(runs)
+    assert {name: each.condition for name, each in found.items()} == {
+        "kueue": "waiting",
+        "volcano": "waiting",
+        "kai": "waiting",
+        "none": "running",
+    }
+    if "workloads" in hidden:
+        assert "not shown to you; ask for the right to list" in found["kueue"].sentence
+        assert "Workloads" in found["kueue"].sentence
+    stop_run(runs[0])
+    assert [each["metadata"]["name"] for each in server.of("jobsets")] == ["kai"]
+
+
+def test_an_older_kueue_is_asked_in_its_own_version(server: StandIn, tmp_path: Path) -> None:
+    run = submitted(tmp_path)
+    newer, older = KUEUE_VERSIONS
+    said = {"type": "QuotaReserved", "status": "False", "reason": "Suspended", "message": ""}
+    labels = {"kueue.x-k8s.io/job-uid": server.of("jobsets")[0]["metadata"]["uid"]}
+    server.put(older, "workloads", {"metadata": {"name": "w", "labels": labels}, "status": {"conditions": [said]}})
+    assert "on hold" not in standing_of(run).sentence
+    server.absent = {newer}
+    assert standing_of(run).sentence == "the queue research is on hold"
+
+
+def test_events_of_a_run_whose_name_begins_alike_are_not_its_own(server: StandIn, tmp_path: Path) -> None:
+    runs = [submitted(tmp_path, gang="none", name=name) for name in ("llama", "llama-8b")]
+    runs += [submitted(tmp_path, gang="kai", name=name) for name in ("mixtral", "mixtral-8x7b")]
+    uids = {each["metadata"]["name"]: each["metadata"]["uid"] for each in (*server.of("jobs"), *server.of("jobsets"))}
+    for number, about in enumerate(
+        [
+            {"kind": "Job", "name": "llama-8b", "uid": uids["llama-8b"]},
+            {"kind": "Job", "name": "llama", "uid": "of-an-older-one"},
+            # The Job that a JobSet makes: its name is known, its uid is not.
+            {"kind": "Job", "name": "mixtral-8x7b-node-0", "uid": "made-by-the-controller"},
+        ]
+    ):
+        event = {"reason": "FailedCreate", "message": "exceeded quota: research", "involvedObject": about}
+        server.put("v1", "events", {"metadata": {"name": f"e{number}"}, "type": "Warning", **event})
+    found = KubernetesBackend().look(runs)
+    assert {name: "exceeded quota" in each.sentence for name, each in found.items()} == {
+        "llama": False,
+        "llama-8b": True,
+        "mixtral": False,
+        "mixtral-8x7b": True,
+    }
 
 
 def test_look_asks_once_for_each_kind_however_many_runs_there_are(server: StandIn, tmp_path: Path) -> None:
@@ -205,6 +319,85 @@ def test_logs_of_all_pods(server: StandIn, tmp_path: Path) -> None:
     add_pod(server, "llm", 2, "Pending")
     lines = sorted(KubernetesBackend().logs(run))
     assert lines == [(f"llm-node-0-{i}-abcde", f"[rank {i}] step {step}") for i in range(2) for step in (1, 2)]
+
+
+def test_logs_are_followed_into_pods_that_come_later_and_past_one_that_cannot_be_read(
+    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("craton.orchestration.kubernetes.logs.LOOK_SECONDS", 0.02)
+    run = submitted(tmp_path)
+    add_pod(server, "llm", 0)
+    add_pod(server, "llm", 1)
+    server.logs["llm-node-0-1-abcde"] = ["[rank 1] step 1"]
+    server.unreadable_logs = {"llm-node-0-0-abcde"}
+    found, reader = followed(run)
+    wait_for(lambda: len(found) == 2)
+    [refused, read] = sorted(found)
+    assert refused[1].startswith("its log cannot be read: Kubernetes refuses: container node in pod")
+    assert read == ("llm-node-0-1-abcde", "[rank 1] step 1")
+    server.logs["llm-node-0-2-abcde"] = ["[rank 2] step 1"]
+    add_pod(server, "llm", 2)
+    wait_for(lambda: found[2:] == [("llm-node-0-2-abcde", "[rank 2] step 1")])
+    add_pod(server, "llm", 1, containerStatuses=[{"name": "node", "restartCount": 1}])
+    wait_for(lambda: found[3:] == [("llm-node-0-1-abcde", "[rank 1] step 1")])
+    [owner] = server.of("jobsets")
+    owner["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
+    reader.join(10)
+    assert not reader.is_alive()
+    assert len(found) == 4
+
+
+def test_following_waits_for_the_first_pod(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("craton.orchestration.kubernetes.logs.LOOK_SECONDS", 0.02)
+    run = submitted(tmp_path)
+    server.requests.clear()
+    found, reader = followed(run)
+    wait_for(lambda: sum("/pods?" in line for line in list(server.requests)) >= 2)
+    server.logs["llm-node-0-0-abcde"] = ["[rank 0] step 1"]
+    add_pod(server, "llm", 0)
+    [owner] = server.of("jobsets")
+    owner["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
+    reader.join(10)
+    assert found == [("llm-node-0-0-abcde", "[rank 0] step 1")]
+
+
+def test_craton_logs_reads_the_pods_of_a_run_whose_directory_is_not_here(
+    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def logs(*arguments: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["craton", "logs", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        output = capsys.readouterr()
+        assert not ended.value.code, output.err
+        return sorted(output.out.splitlines())
+
+    submitted(tmp_path)
+    for index in range(2):
+        add_pod(server, "llm", index)
+        server.logs[f"llm-node-0-{index}-abcde"] = ["craton pod: begins", f"[rank {index}] step 1"]
+    assert logs("llm") == ["rank-00000  step 1", "rank-00001  step 1"]
+    assert logs("llm", "--rank", "1") == ["step 1"]
+    assert logs("llm", "--agent") == [f"llm-node-0-{index}-abcde  craton pod: begins" for index in range(2)]
+
+    shared = submitted(tmp_path, name="near", storage={"shared": {"path": str(tmp_path), "claim": "fsx"}})
+    shared.log_path(0).parent.mkdir(exist_ok=True)
+    shared.log_path(0).write_text("from the file\n")
+    assert logs("near") == ["rank-00000  from the file"]
+
+
+def test_a_server_is_stopped_by_its_owner_s_end_wherever_its_directory_is(server: StandIn, tmp_path: Path) -> None:
+    place = cluster(nodes=1, storage={"shared": {"path": str(tmp_path), "claim": "fsx"}})
+    run = RunDirectory.create(tmp_path / "runs", "chat")
+    made = draft(job("serve", place, name="chat"), run.path)
+    for file, text in {**made.files(), **KubernetesBackend().files(made, run)}.items():
+        (run.path / file).write_text(text)
+    write_submission(run, KubernetesBackend().submit(made, run))
+    assert read_submission(run).details["directory"] == str(run.path)
+    add_pod(server, "chat", 0)
+    stop_run(run)
+    assert server.of("leaderworkersets") == []
+    assert len(server.of("pods")) == 1, "it drains"
 
 
 def test_a_stop_removes_the_owner_and_a_kill_the_pods_at_once(server: StandIn, tmp_path: Path) -> None:

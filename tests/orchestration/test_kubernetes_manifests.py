@@ -16,7 +16,7 @@ from kubernetes_jobs import LAPTOP, LEAF, SHARED, cluster, draft, job, target
 from kubernetes_schemas import problems
 
 from craton.orchestration import StartError
-from craton.orchestration.kubernetes import manifests, target_of, to_yaml
+from craton.orchestration.kubernetes import Target, manifests, target_of, to_yaml
 from craton.orchestration.kubernetes.names import MOST_LETTERS, object_name
 from craton.orchestration.kubernetes.target import Mount
 
@@ -264,7 +264,8 @@ def test_restarts_are_bounded_and_a_fatal_run_is_not_tried_again() -> None:
         owner = manifests(target(job("pretrain", place(gang), run=run), SHARED))[0]
         spec = owner["spec"] if gang == "none" else owner["spec"]["replicatedJobs"][0]["template"]["spec"]
         assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (3, 0)
-        assert spec["activeDeadlineSeconds"] == 3600
+        assert "activeDeadlineSeconds" not in spec, "it would count the time in a queue"
+        assert spec["template"]["spec"]["activeDeadlineSeconds"] == 3600
         rules = spec["podFailurePolicy"]["rules"]
         assert [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in rules] == [
             ("FailJob", [77]),
@@ -276,6 +277,47 @@ def test_restarts_are_bounded_and_a_fatal_run_is_not_tried_again() -> None:
     assert volcano["policies"][0] == {"exitCode": 77, "action": "TerminateJob"}
     environment = {each["name"]: each.get("value") for each in container_of([{"spec": volcano}])["env"]}
     assert environment["CRATON_STOP_AFTER"] == "3000", "a checkpoint is made save_before the time limit"
+
+
+def test_without_restarts_a_volcano_job_ends_with_its_first_failure() -> None:
+    spec = manifests(target(job("pretrain", place("volcano"), run={"restarts": 0}), SHARED))[0]["spec"]
+    assert spec["maxRetry"] > 0, "0 is read as Volcano's own default"
+    actions = {str(each.get("exitCode") or each.get("event")): each["action"] for each in spec["policies"]}
+    assert list(actions.items()) == [
+        ("77", "TerminateJob"),
+        ("75", "RestartPod"),
+        ("PodEvicted", "RestartPod"),
+        ("PodFailed", "TerminateJob"),
+        ("TaskCompleted", "CompleteJob"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "document"),
+    [
+        ("pretrain", "model", {"model": "mine.models:tiny"}),
+        ("pretrain", "objective", {"objective": "mine.losses:focal"}),
+        ("pretrain", "data.source", {"data": {"source": "mine.data:stream", "sequence": 8192}}),
+    ],
+)
+def test_functions_in_a_folder_that_no_pod_sees_are_refused(
+    tmp_path: Path, kind: str, key: str, document: dict[str, Any]
+) -> None:
+    def made(folder: Path, shared: str = "/fsx") -> Target:
+        wanted = job(kind, cluster(storage={"shared": {"path": shared, "claim": "fsx"}}), **document)
+        if isinstance(wanted.data.path, str):
+            wanted = wanted.model_copy(update={"data": wanted.data.model_copy(update={"path": f"{shared}/tokens"})})
+        drafted = draft(wanted, LAPTOP / "llm")
+        launch = replace(drafted.launch, env={**drafted.launch.env, "CRATON_JOB_FOLDER": str(folder)})
+        return target_of(replace(drafted, launch=launch), LAPTOP / "llm", submission="0123456789abcdef")
+
+    made(tmp_path)  # not there: in the image
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(
+        StartError, match=rf"{key}: mine\.\w+:\w+ is in {tmp_path}, which is not seen by the pods; keep"
+    ):
+        made(tmp_path)
+    made(tmp_path, shared=str(tmp_path.parent))
 
 
 def test_spares_and_elastic_jobs_ask_for_more_than_they_need_to_start() -> None:

@@ -19,19 +19,19 @@ from craton.job import parse_job
 from craton.orchestration import draft_run
 from craton.orchestration.kubernetes.codepack import pack_code, unpack_code
 from craton.orchestration.kubernetes.pod import (
-    POD_FILE,
     Pod,
     Signals,
     adapted,
     config_files,
+    exit_code,
     follow,
     is_schedulers,
     prepare,
-    stop_in_time,
     take_over,
     verdict,
 )
-from craton.orchestration.snapshot import find_code, keep_code
+from craton.orchestration.kubernetes.podfile import POD_FILE, TimeLimit, submission_of, used_seconds
+from craton.orchestration.snapshot import check_code, find_code, keep_code
 from craton.telemetry import Heartbeat, RunDirectory, RunError, summarize, write_heartbeat
 
 LAUNCH = Launch(0, ["node-0", "node-1"], 1, ["python3", "-m", "craton.ml.training", "/laptop/llm"])
@@ -234,21 +234,42 @@ def test_markers_are_exit_codes(tmp_path: Path) -> None:
     assert verdict(run) == 0
 
 
-def test_the_time_limit_stops_the_run_and_counts_over_restarts(tmp_path: Path) -> None:
-    pod = told(tmp_path, stop_after_seconds=3600.0)
+def test_the_time_limit_counts_while_the_run_runs_and_not_while_it_waits(
+    tmp_path: Path,
+) -> None:
+    pod = told(tmp_path)
+    run = pod.run
     take_over(pod)
-    timer = stop_in_time(pod)
-    assert timer is not None
-    timer.cancel()
-    assert timer.interval == pytest.approx(3600, abs=5)
-    since = json.loads((pod.run.path / POD_FILE).read_text())
-    (pod.run.path / POD_FILE).write_text(json.dumps({**since, "since": since["since"] - 4000}))
-    late = stop_in_time(pod)
-    assert late is not None
-    late.join()
-    assert pod.run.marker_text("STOP").startswith("the time limit of the job")
-    assert verdict(pod.run) == 0, "which is no reason to start it again"
-    assert stop_in_time(replace(pod, stop_after_seconds=None)) is None
+    with TimeLimit(run, pod.submission, 3600.0):
+        pass
+    assert 0 <= used_seconds(run) < 60
+    (run.path / POD_FILE).write_text(json.dumps({"submission": "first", "used_seconds": 3000.0}))
+    a_day_ago = (run.path / POD_FILE).stat().st_mtime - 86400  # preempted, and admitted again
+    os.utime(run.path / POD_FILE, (a_day_ago, a_day_ago))
+    with TimeLimit(run, pod.submission, 3600.0):
+        pass
+    assert not run.has("STOP")
+    assert 3000 <= used_seconds(run) < 3060
+    assert submission_of(run) == "first"
+    with TimeLimit(run, pod.submission, 3000.0):
+        wait_for(lambda: run.has("STOP"))
+    assert run.marker_text("STOP").startswith("the time limit of the job")
+    assert verdict(run) == 0, "which is no reason to start it again"
+    take_over(told(tmp_path, submission="resumed", launch=replace(LAUNCH, generation=1)))
+    assert used_seconds(run) == 0, "a resume has its own"
+    with TimeLimit(run, "resumed", None):
+        pass
+    assert used_seconds(run) == 0
+
+
+def test_what_was_used_is_kept_while_it_counts_for_a_pod_may_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("craton.orchestration.kubernetes.podfile.KEEP_SECONDS", 0.02)
+    pod = told(tmp_path)
+    take_over(pod)
+    with TimeLimit(pod.run, pod.submission, 3600.0):
+        wait_for(lambda: used_seconds(pod.run) > 0.05)
 
 
 @pytest.mark.parametrize("name", ["JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "LWS_WORKER_INDEX"])
@@ -283,6 +304,47 @@ def test_the_code_of_a_command_travels_whole(tmp_path: Path) -> None:
     assert (there.path / "code" / "link.py").read_text() == "print(1)\n"
     assert os.access(there.path / "code" / "package" / "tool.sh", os.X_OK)
     assert (there.path / "code.json").read_text() == (here.path / "code.json").read_text()
+
+
+def test_code_is_unpacked_a_second_time_over_files_that_may_not_be_written(tmp_path: Path) -> None:
+    there = RunDirectory.create(tmp_path / "there", "a")
+    for turn, files in enumerate([{"train.py": "old", "gone.py": "old"}, {"train.py": "new"}]):
+        source = tmp_path / f"source-{turn}"
+        source.mkdir()
+        for name, text in files.items():
+            (source / name).write_text(text)
+        (source / "link.py").symlink_to("train.py")
+        job = parse_job("name: a\nkind: command\ncommand: [python, train.py]\ncluster: local x 1\n", folder=source)
+        here = RunDirectory.create(tmp_path / f"here-{turn}", "a")
+        found = find_code(job, here.path.parent)
+        assert found is not None
+        keep_code(found, here)
+        archive = tmp_path / f"code-{turn}.tar.gz"
+        archive.write_bytes(pack_code(here.path))
+        unpack_code(archive, there.path)
+        assert not os.stat(there.path / "code" / "train.py").st_mode & 0o222
+    unpack_code(archive, there.path)
+    assert sorted(path.name for path in (there.path / "code").iterdir()) == ["link.py", "train.py"]
+    assert (there.path / "code" / "train.py").read_text() == "new"
+    check_code(there)
+    assert list(there.path.glob(".code*")) == []
+
+
+def test_a_slow_pod_comes_back_when_the_others_have_gone_on_without_it(tmp_path: Path) -> None:
+    pod = told(tmp_path)
+    take_over(pod)
+    began = read_launch(pod.run)
+    assert exit_code(pod.run, began, 0, was_told=False) == 0
+    assert exit_code(pod.run, began, 3, was_told=False) == 1
+    assert exit_code(pod.run, began, 3, was_told=True) == 75
+    # A drain ended its agent too, and the first pod has taken the marker of that away before it looked.
+    write_launch(pod.run, replace(began, generation=began.generation + 1))
+    assert exit_code(pod.run, began, 0, was_told=False) == 75
+    assert exit_code(pod.run, began, 3, was_told=False) == 75
+    pod.run.mark("FATAL", "broke")
+    assert exit_code(pod.run, began, 3, was_told=False) == 77
+    pod.run.mark("DONE")
+    assert exit_code(pod.run, began, 0, was_told=False) == 0
 
 
 def test_a_run_directory_that_the_caller_made_is_adapted_in_place(tmp_path: Path, signals: Signals) -> None:

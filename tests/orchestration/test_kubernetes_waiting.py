@@ -318,6 +318,9 @@ def test_where_a_run_stands() -> None:
     assert stands("volcano", {"state": {"phase": "Completed"}}) == ("ended", "Completed")
     assert stands("volcano", {"state": {"phase": "Running"}}, pod(0, "Running")) == ("running", "")
     assert stands("none", {}, waiting_container(0, "CrashLoopBackOff"), kind="serve") == ("waiting", "CrashLoopBackOff")
+    crashing = waiting_container(0, "CrashLoopBackOff", "back-off 5m0s")
+    crashing["status"]["phase"] = "Running"  # as Kubernetes calls it between two starts
+    assert stands("none", {}, crashing, kind="serve") == ("waiting", "CrashLoopBackOff")
     partly = standing_of(
         Seen({**owner("none"), "status": {"failed": 2}}, [pod(0, "Running"), waiting_container(1, "ContainerCreating")])
     )

@@ -5,7 +5,7 @@ The pods run `python -m craton.orchestration.kubernetes.pod`, which needs none o
 
 from __future__ import annotations
 
-from craton.orchestration.kubernetes.backend import KubernetesBackend
+from craton.orchestration.kubernetes.backend import KubernetesBackend, is_elsewhere
 from craton.orchestration.kubernetes.emitters import manifests, to_yaml
 from craton.orchestration.kubernetes.standing import standing_of
 from craton.orchestration.kubernetes.target import Target, target_of
@@ -16,6 +16,7 @@ __all__ = [
     "Seen",
     "Target",
     "Waiting",
+    "is_elsewhere",
     "manifests",
     "standing_of",
     "target_of",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,7 @@ from craton.orchestration.errors import SchedulerError, StartError
 from craton.orchestration.kubernetes.pods import Manifest
 
 if TYPE_CHECKING:
+    from httpx import Response
     from kr8s.asyncio import Api
 
 PAGE = 500  # objects of one answer
@@ -37,6 +38,7 @@ PLURALS = {
 }
 
 Answer = TypeVar("Answer")
+Manifests = list[Manifest]  # a name of its own, for `Connection` has a method `list`
 
 
 class ApiError(SchedulerError):
@@ -98,18 +100,35 @@ class Connection:
                 return None
             raise
 
-    async def list(self, version: str, kind: str, namespace: str, **selectors: str) -> list[Manifest]:
+    async def list(self, version: str, kind: str, namespace: str, **selectors: str) -> Manifests:
         """All of a kind in a namespace; none where the cluster does not know the kind."""
-        found: list[Manifest] = []
+        try:
+            return await self._all(version, kind, namespace, selectors)
+        except ApiError as error:
+            if error.status == 404:
+                return []
+            raise
+
+    async def list_if_shown(
+        self, versions: Sequence[str], kind: str, namespace: str, **selectors: str
+    ) -> Manifests | None:
+        """The same of the first of these versions that the cluster knows; None where the caller may not see them."""
+        for version in versions:
+            try:
+                return await self._all(version, kind, namespace, selectors)
+            except ApiError as error:
+                if error.status == 403:
+                    return None
+                if error.status != 404:
+                    raise
+        return []
+
+    async def _all(self, version: str, kind: str, namespace: str, selectors: Mapping[str, str]) -> Manifests:
+        found: Manifests = []
         query: dict[str, str] = {"limit": str(PAGE), **selectors}
         place = {"apiVersion": version, "kind": kind, "metadata": {"namespace": namespace}}
         while True:
-            try:
-                page = await self._ask("GET", place, params=query)
-            except ApiError as error:
-                if error.status == 404:
-                    return []
-                raise
+            page = await self._ask("GET", place, params=query)
             # Items of a list do not say what they are.
             found += [{"apiVersion": version, "kind": kind, **item} for item in page.get("items") or ()]
             token = (page.get("metadata") or {}).get("continue")
@@ -121,19 +140,36 @@ class Connection:
         query = {"follow": str(follow).lower(), **({} if tail is None else {"tailLines": str(tail)})}
         with translated():
             async with self._api.call_api(
-                "GET", version="v1", namespace=namespace, url=f"pods/{pod}/log", params=query, stream=True, timeout=None
+                "GET",
+                version="v1",
+                namespace=namespace,
+                url=f"pods/{pod}/log",
+                params=query,
+                stream=True,
+                timeout=None,
+                raise_for_status=False,
             ) as response:
-                async for line in response.aiter_lines():
-                    yield line
+                if response.is_error:
+                    await response.aread()
+                else:
+                    async for line in response.aiter_lines():
+                        yield line
+        _check(response)
 
     async def _ask(self, method: str, manifest: Mapping[str, Any], name: str = "", **arguments: Any) -> Manifest:
         namespace = manifest["metadata"].get("namespace") or self.namespace
         address = "/".join(filter(None, [PLURALS[manifest["kind"]], name]))
+        given = {"version": manifest["apiVersion"], "namespace": namespace, "url": address, **arguments}
         with translated():
-            async with self._api.call_api(
-                method, version=manifest["apiVersion"], namespace=namespace, url=address, **arguments
-            ) as response:
-                answer = response.json()
+            # kr8s takes every refusal for a login that has ended: it would ask four times, and cut off whatever else is
+            # being asked meanwhile, to log in again. Only a 401 is worth that.
+            async with self._api.call_api(method, raise_for_status=False, **given) as response:
+                pass
+            if response.status_code == 401:
+                async with self._api.call_api(method, **given) as response:
+                    pass
+        _check(response)
+        answer = response.json()
         assert isinstance(answer, dict)
         return answer
 
@@ -174,6 +210,16 @@ def translated() -> Iterator[None]:
         raise SchedulerError(
             f"no Kubernetes cluster can be found ({error}); set KUBECONFIG, or `kubectl config use-context NAME`"
         ) from None
+
+
+def _check(response: Response) -> None:
+    if not response.is_error:
+        return
+    try:
+        text = str(response.json()["message"])
+    except (ValueError, KeyError, TypeError):  # of a proxy, say
+        text = response.text or f"status {response.status_code}"
+    raise ApiError(_refusal(text, response.status_code), response.status_code)
 
 
 def _refusal(text: str, status: int) -> str:

@@ -26,23 +26,16 @@ from craton.orchestration.errors import RunStateError, SchedulerError
 from craton.orchestration.kubernetes.api import ApiError, Connection, ask, load_kr8s
 from craton.orchestration.kubernetes.codepack import pack_code
 from craton.orchestration.kubernetes.emitters import manifests, to_yaml
-from craton.orchestration.kubernetes.pods import DIRECTORY_ANNOTATION, INSTANCE, MANAGED_BY, Manifest
+from craton.orchestration.kubernetes.logs import read_logs
+from craton.orchestration.kubernetes.objects import OURS, seen_of
+from craton.orchestration.kubernetes.pods import DIRECTORY_ANNOTATION, INSTANCE, MANAGED_BY, RUN_ANNOTATION, Manifest
 from craton.orchestration.kubernetes.standing import ended_as, standing_of
 from craton.orchestration.kubernetes.target import Target, target_of
-from craton.orchestration.kubernetes.waiting import Seen
 from craton.telemetry import RunDirectory, RunError, runs_root
 
 MANIFEST_FILE = "kubernetes.yaml"
-OURS = f"{MANAGED_BY}=craton"
-KINDS = {
-    "JobSet": "jobset.x-k8s.io/v1alpha2",
-    "VolcanoJob": "batch.volcano.sh/v1alpha1",
-    "Job": "batch/v1",
-    "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
-}
 LEAVE_SECONDS = 180.0  # for the pods of an object that is being removed
 LOOK_SECONDS = 0.2
-MOST_NAMES = 50  # in one selector, which is a part of an address
 KILL_SECONDS = 1  # 0 would only make Kubernetes forget the pods, while they go on
 
 
@@ -78,19 +71,22 @@ class KubernetesBackend:
 
     def stop(self, run: RunDirectory) -> None:
         """Where the pods see another directory, and so not its marker, they are told by a signal, and have their time
-        to checkpoint. A resume hands the run in again."""
-        if read_submission(run).details.get("directory") != str(run.path):
+        to checkpoint. A server is always told so: its owner would start again whatever ends by itself. A resume hands
+        the run in again."""
+        if is_elsewhere(run) or read_submission(run).job.startswith("LeaderWorkerSet/"):
             self._end(run, None)
 
     def logs(self, run: RunDirectory, *, follow: bool = False, tail: int | None = None) -> Iterator[tuple[str, str]]:
-        """(pod, line) of all pods, from the cluster; a line of a rank begins with `[rank N]`."""
+        """(pod, line) of all pods, from the cluster; a line of a rank begins with `[rank N]`. When following, of those
+        that come later too, until the run has ended."""
         submission = read_submission(run)
+        owner, selector = _owner(submission), _selector(submission)
         lines: SimpleQueue[tuple[str, str] | None] = SimpleQueue()
         outcome: Future[None] = Future()
 
         def read() -> None:
             try:
-                ask(lambda connection: _read_logs(connection, submission, follow, tail, lines))
+                ask(lambda connection: read_logs(connection, owner, selector, follow, tail, lines))
                 outcome.set_result(None)
             except RunError as error:
                 outcome.set_exception(error)
@@ -125,6 +121,12 @@ class KubernetesBackend:
             raise RunStateError(
                 f"{run.name} is not on the cluster any more; `craton resume {run.name}` goes on with it"
             )
+
+
+def is_elsewhere(run: RunDirectory) -> bool:
+    """Whether the pods of a run write another directory than the one that is seen here."""
+    submission = read_submission(run)
+    return submission.on == "kubernetes" and submission.details.get("directory") != str(run.path)
 
 
 def read_manifests(run: RunDirectory) -> list[Manifest]:
@@ -173,7 +175,7 @@ async def _submit(
 
 
 async def _create_owner(connection: Connection, run: RunDirectory, owner: Manifest) -> Manifest:
-    """In place of one of the same name that has ended."""
+    """In place of one of the same run that has ended; what belongs to anybody else is left alone."""
     try:
         return await connection.create(owner)
     except ApiError as error:
@@ -181,6 +183,11 @@ async def _create_owner(connection: Connection, run: RunDirectory, owner: Manife
             raise
     there = await connection.read(owner)
     if there is not None:
+        if not _is_of_the_same_run(there, owner):
+            raise RunStateError(
+                f"{owner['kind']} {owner['metadata']['name']} is on the cluster already, and not of this run; `--name` "
+                "starts one of another name"
+            )
         if ended_as(there) is None and not there["metadata"].get("deletionTimestamp"):
             raise RunStateError(
                 f"{owner['kind']} {owner['metadata']['name']} is on the cluster already and has not ended; `craton "
@@ -189,6 +196,13 @@ async def _create_owner(connection: Connection, run: RunDirectory, owner: Manife
         await connection.delete(owner)
         await _wait_until_gone(connection, owner)
     return await connection.create(owner)
+
+
+def _is_of_the_same_run(there: Manifest, ours: Manifest) -> bool:
+    labels, noted = (there["metadata"].get(key) or {} for key in ("labels", "annotations"))
+    wanted = ours["metadata"]["annotations"]
+    keys = (RUN_ANNOTATION, DIRECTORY_ANNOTATION)
+    return labels.get(MANAGED_BY) == "craton" and all(noted.get(key) == wanted[key] for key in keys)
 
 
 async def _wait_until_gone(connection: Connection, owner: Manifest) -> None:
@@ -235,99 +249,11 @@ async def _look(connection: Connection, runs: Mapping[str, Submission]) -> dict[
     }
     for namespace in sorted({each.details["namespace"] for each in here.values()}):
         inside = {name: each for name, each in here.items() if each.details["namespace"] == namespace}
-        seen = await _seen(connection, namespace, {each.details["version"]: each.job for each in inside.values()})
+        seen = await seen_of(connection, namespace, {each.details["version"]: each.job for each in inside.values()})
         for name, each in inside.items():
             found = seen.get(each.job)
             standings[name] = standing_of(found) if found else Standing("ended", each.job, (), "Gone", "it was removed")
     return standings
-
-
-async def _seen(connection: Connection, namespace: str, kinds: Mapping[str, str]) -> dict[str, Seen]:
-    """KIND/NAME → everything there is of it."""
-    versions = {version: job.partition("/")[0] for version, job in kinds.items()}
-    owners_lists, pods = await asyncio.gather(
-        asyncio.gather(
-            *(connection.list(version, kind, namespace, labelSelector=OURS) for version, kind in versions.items())
-        ),
-        connection.list("v1", "Pod", namespace, labelSelector=OURS),
-    )
-    owners = [owner for listed in owners_lists for owner in listed]
-    pods_of: dict[str, list[Manifest]] = {}
-    for pod in pods:
-        pods_of.setdefault(pod["metadata"]["labels"].get(INSTANCE, ""), []).append(pod)
-    waiting = [owner for owner in owners if not _is_running(owner, pods_of.get(_instance_of(owner), []))]
-    workloads, groups, events = await asyncio.gather(
-        _workloads(connection, namespace, waiting),
-        _pod_groups(connection, namespace, waiting),
-        _events(connection, namespace, waiting),
-    )
-    found = {}
-    for owner in owners:
-        uid, instance = owner["metadata"]["uid"], _instance_of(owner)
-        told = [each for each in events if _is_about(each, owner["metadata"]["name"])]
-        seen = Seen(owner, pods_of.get(instance, []), workloads.get(uid), groups.get(uid), told)
-        found[f"{owner['kind']}/{owner['metadata']['name']}"] = seen
-    return found
-
-
-async def _workloads(connection: Connection, namespace: str, owners: list[Manifest]) -> dict[str, Manifest]:
-    """Owner's uid → Kueue's object for it."""
-    uids = [each["metadata"]["uid"] for each in owners if "kueue.x-k8s.io/queue-name" in each["metadata"]["labels"]]
-    found = {}
-    for first in range(0, len(uids), MOST_NAMES):
-        selector = f"kueue.x-k8s.io/job-uid in ({','.join(uids[first : first + MOST_NAMES])})"
-        for each in await connection.list("kueue.x-k8s.io/v1beta2", "Workload", namespace, labelSelector=selector):
-            found[each["metadata"]["labels"]["kueue.x-k8s.io/job-uid"]] = each
-    return found
-
-
-async def _pod_groups(connection: Connection, namespace: str, owners: list[Manifest]) -> dict[str, Manifest]:
-    """Owner's uid → Volcano's or KAI's object for it, which both end in that uid."""
-    versions = set()
-    if any(each["apiVersion"] == KINDS["VolcanoJob"] for each in owners):
-        versions.add("scheduling.volcano.sh/v1beta1")
-    if any("kai.scheduler/queue" in each["metadata"]["labels"] for each in owners):
-        versions.add("scheduling.run.ai/v2alpha2")
-    found = {}
-    for version in sorted(versions):
-        for group in await connection.list(version, "PodGroup", namespace):
-            uid = next(
-                (
-                    each["metadata"]["uid"]
-                    for each in owners
-                    if group["metadata"]["name"].endswith(each["metadata"]["uid"])
-                ),
-                "",
-            )
-            if uid:
-                found[uid] = group
-    return found
-
-
-async def _events(connection: Connection, namespace: str, owners: list[Manifest]) -> list[Manifest]:
-    if not owners:
-        return []
-    return await connection.list("v1", "Event", namespace, fieldSelector="type=Warning")
-
-
-async def _read_logs(
-    connection: Connection,
-    submission: Submission,
-    follow: bool,
-    tail: int | None,
-    lines: SimpleQueue[tuple[str, str] | None],
-) -> None:
-    namespace = submission.details["namespace"]
-    pods = await connection.list("v1", "Pod", namespace, labelSelector=_selector(submission))
-    if not pods:
-        raise RunStateError(f"{submission.job} has no pods; `craton ps` says why it waits, or how it ended")
-
-    async def read(pod: str) -> None:
-        async for line in connection.log_lines(pod, namespace, follow, tail):
-            lines.put((pod, line))
-
-    started = [pod for pod in pods if (pod.get("status") or {}).get("phase") != "Pending"]
-    await asyncio.gather(*(read(pod["metadata"]["name"]) for pod in started))
 
 
 def _owner(submission: Submission) -> Manifest:
@@ -340,19 +266,3 @@ def _owner(submission: Submission) -> Manifest:
 
 def _selector(submission: Submission) -> str:
     return f"{OURS},{INSTANCE}={submission.job.partition('/')[2]}"
-
-
-def _instance_of(owner: Manifest) -> str:
-    return str(owner["metadata"]["labels"].get(INSTANCE, ""))
-
-
-def _is_running(owner: Manifest, pods: list[Manifest]) -> bool:
-    return ended_as(owner) is not None or (
-        bool(pods) and all((pod.get("status") or {}).get("phase") in ("Running", "Succeeded") for pod in pods)
-    )
-
-
-def _is_about(event: Manifest, name: str) -> bool:
-    """Objects that an owner makes are called like it, with something added."""
-    about = str((event.get("involvedObject") or {}).get("name", ""))
-    return about == name or about.startswith(f"{name}-")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -34,8 +36,19 @@ def pack_code(run: Path) -> bytes:
 
 
 def unpack_code(archive: Path, run: Path) -> None:
+    """In place of what is there: kept files may not be written to, and one that is not in the archive has to go."""
+    fresh, old = run / ".code.new", run / ".code.old"
+    for left in (fresh, old):  # by one that died here
+        shutil.rmtree(left, ignore_errors=True)
+    fresh.mkdir()
     with tarfile.open(archive, "r:gz") as opened:
-        opened.extractall(run, filter="tar")
+        opened.extractall(fresh, filter="tar")
+    if code_folder(run).exists():
+        os.replace(code_folder(run), old)
+    os.replace(code_folder(fresh), code_folder(run))
+    os.replace(manifest_path(fresh), manifest_path(run))
+    shutil.rmtree(fresh)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _without_origin(member: tarfile.TarInfo) -> tarfile.TarInfo:

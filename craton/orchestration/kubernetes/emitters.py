@@ -23,6 +23,7 @@ from craton.orchestration.kubernetes.pods import (
 )
 from craton.orchestration.kubernetes.target import CODE_FILE, METRICS_PORT, Target
 
+EVICTIONS = 3  # of a Volcano Job without restarts, until it is given up
 KEPT_SECONDS = 7 * 86400  # an object that has ended is looked at by `ps` for a week, then removes itself
 
 
@@ -72,22 +73,30 @@ def jobset_kai(target: Target) -> Manifest:
 
 
 def volcano_job(target: Target) -> Manifest:
-    template = pod_template(target)
-    if target.time_limit:  # the Job itself has no such key; the run stops before, by itself
-        template["spec"]["activeDeadlineSeconds"] = target.time_limit
+    # Volcano reads 0 as its own default, 3. Without restarts a failure is the end; only what was evicted comes back.
+    has_restarts = target.restarts > 0
+    failed = (
+        [{"events": ["PodEvicted", "PodFailed"], "action": "RestartPod"}]
+        if has_restarts
+        else [
+            {"exitCode": EXIT_AGAIN, "action": "RestartPod"},
+            {"event": "PodEvicted", "action": "RestartPod"},
+            {"event": "PodFailed", "action": "TerminateJob"},
+        ]
+    )
     spec: Manifest = {
         "schedulerName": "volcano",
         "minAvailable": target.gang_pods,
-        "maxRetry": target.restarts,
+        "maxRetry": target.restarts if has_restarts else EVICTIONS,
         "ttlSecondsAfterFinished": KEPT_SECONDS,
         "plugins": {"svc": ["--publish-not-ready-addresses=true"], "env": []},
         # In this order: the first that fits is taken, and every failure is a PodFailed too.
         "policies": [
             {"exitCode": EXIT_FATAL, "action": "TerminateJob"},
-            {"events": ["PodEvicted", "PodFailed"], "action": "RestartPod"},
+            *failed,
             {"event": "TaskCompleted", "action": "CompleteJob"},
         ],
-        "tasks": [{"name": CONTAINER, "replicas": target.num_pods, "template": template}],
+        "tasks": [{"name": CONTAINER, "replicas": target.num_pods, "template": _ending(target, pod_template(target))}],
     }
     if target.queue:
         spec["queue"] = target.queue
@@ -203,7 +212,7 @@ def _jobset(metadata: Manifest, job_spec: Manifest, job_annotations: dict[str, s
 
 
 def _job_spec(target: Target, template: Manifest) -> Manifest:
-    spec: Manifest = {
+    return {
         "parallelism": target.num_pods,
         "completions": target.num_pods,
         "completionMode": "Indexed",
@@ -217,11 +226,16 @@ def _job_spec(target: Target, template: Manifest) -> Manifest:
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
-        "template": template,
+        "template": _ending(target, template),
     }
-    if target.time_limit:  # the run stops before, by itself and with a checkpoint; this is for one that does not
-        spec["activeDeadlineSeconds"] = target.time_limit
-    return spec
+
+
+def _ending(target: Target, template: Manifest) -> Manifest:
+    """The run stops before its time limit, by itself and with a checkpoint; this is for one that does not. It stands at
+    the pods, for whose object the time in a queue would count too."""
+    if target.time_limit:
+        template["spec"]["activeDeadlineSeconds"] = target.time_limit
+    return template
 
 
 def _exits(code: int) -> Manifest:

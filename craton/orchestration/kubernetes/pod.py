@@ -11,12 +11,11 @@ alike, but the pods come back, and the first of them starts the next generation 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,15 +26,14 @@ from craton.agent import Launch, LaunchError, next_number, read_launch, write_la
 from craton.orchestration.chaos import disarm
 from craton.orchestration.kubernetes.codepack import unpack_code
 from craton.orchestration.kubernetes.exits import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_FATAL
+from craton.orchestration.kubernetes.podfile import TimeLimit, submission_of, write_pod_file, write_whole
 from craton.orchestration.kubernetes.podlogs import LogCopier
 from craton.orchestration.preflight import preflight
-from craton.telemetry import MARKERS, RunDirectory, RunError, read_heartbeat, read_json
+from craton.telemetry import MARKERS, RunDirectory, RunError, read_heartbeat
 
 INDEX_VARIABLES = ("JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "LWS_WORKER_INDEX")
-POD_FILE = "pods.json"  # which submission the run directory is of, since when; written last, so it is ready then
 LOOK_SECONDS = 0.2
 SAY_SECONDS = 60.0  # between two lines about the same waiting
-TIME_LIMIT = "the time limit"
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,7 @@ def take_over(pod: Pod) -> None:
     if files is not None:
         for name in config_files(files):
             if name != "launch.json":
-                _write(run.path / name, (files / name).read_text(encoding="utf-8"))
+                write_whole(run.path / name, (files / name).read_text(encoding="utf-8"))
     if pod.code is not None:
         unpack_code(pod.code, run.path)
     for marker in MARKERS:
@@ -170,7 +168,7 @@ def take_over(pod: Pod) -> None:
     run.resize_path.unlink(missing_ok=True)
     disarm(run)
     write_launch(run, adapted(launch, run, pod))
-    _write(run.path / POD_FILE, json.dumps({"submission": pod.submission, "since": time.time()}) + "\n")
+    write_pod_file(run, pod.submission)
 
 
 def config_files(folder: Path) -> list[str]:
@@ -214,20 +212,25 @@ def supervise(pod: Pod, signals: Signals) -> int:
     if signals.told is not None:
         return EXIT_AGAIN
     command = [sys.executable, "-m", "craton.agent", str(run.path), "--node", str(pod.index)]
-    with LogCopier(run, launch.nodes[pod.index], sys.stdout):
+    limit = TimeLimit(run, pod.submission, pod.stop_after_seconds) if pod.index == 0 else contextlib.nullcontext()
+    with LogCopier(run, launch.nodes[pod.index], sys.stdout), limit:
         signals.agent = subprocess.Popen(command)
         if signals.told is not None:  # between the look above and now
             signals.agent.send_signal(signals.told)
-        stop = stop_in_time(pod) if pod.index == 0 else None
         code = signals.agent.wait()
-        if stop is not None:
-            stop.cancel()
+    return exit_code(run, launch, code, was_told=signals.told is not None)
+
+
+def exit_code(run: RunDirectory, launch: Launch, agent_code: int, was_told: bool) -> int:
+    """Of a pod whose agent has ended, which began with this launch."""
     ended = verdict(run)
     if ended is not None:
         return ended
-    if signals.told is not None:  # so early that the agent had no time to stop the run in order
+    if was_told:  # so early that the agent had no time to stop the run in order
         return EXIT_AGAIN
-    return EXIT_DONE if code == 0 else EXIT_FAILED
+    if read_launch(run).generation != launch.generation:
+        return EXIT_AGAIN  # the others have gone on already, and with them went the marker by which this one ended
+    return EXIT_DONE if agent_code == 0 else EXIT_FAILED
 
 
 def verdict(run: RunDirectory) -> int | None:
@@ -259,11 +262,6 @@ def is_healthy(pod: Pod) -> bool:
     return not bad
 
 
-def submission_of(run: RunDirectory) -> str | None:
-    found = read_json(run.path / POD_FILE).get("submission")
-    return found if isinstance(found, str) else None
-
-
 class Waiting:
     """Says now and then what is waited for."""
 
@@ -280,29 +278,9 @@ def say(text: str) -> None:
     print(f"craton pod: {text}", file=sys.stderr, flush=True)
 
 
-def stop_in_time(pod: Pod) -> threading.Timer | None:
-    """Before the time limit ends the pods, a checkpoint is made; it counts from the first start, not from this one."""
-    if pod.stop_after_seconds is None:
-        return None
-    since = float(read_json(pod.run.path / POD_FILE).get("since") or time.time())
-    left = max(0.0, since + pod.stop_after_seconds - time.time())
-    timer = threading.Timer(left, pod.run.mark, ("STOP", f"{TIME_LIMIT} of the job (run.time_limit)"))
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
 def _lives(run: RunDirectory, node: str) -> bool:
     beat = read_heartbeat(run, node)
     return beat is not None and beat.state in ("running", "spare") and not beat.is_lost()
-
-
-def _write(path: Path, text: str) -> None:
-    """As a whole, so that another pod sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 if __name__ == "__main__":

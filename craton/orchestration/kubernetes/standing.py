@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from craton.orchestration.backend import Standing
+from dataclasses import dataclass
+
+from craton.orchestration.backend import Outcome, Standing
 from craton.orchestration.kubernetes.pods import Manifest
 from craton.orchestration.kubernetes.waiting import Seen, why_waiting
 
-ENDED_VOLCANO = ("Completed", "Failed", "Terminated", "Aborted")
+# Terminated is what a Volcano Job's policies make of a run that says FATAL; Aborted is what somebody did to it by hand.
+VOLCANO_OUTCOMES: dict[str, Outcome] = {"Completed": "done", "Failed": "failed", "Terminated": "failed", "Aborted": ""}
+CONDITION_OUTCOMES: dict[str, Outcome] = {"Complete": "done", "Completed": "done", "Failed": "failed"}
+
+
+@dataclass(frozen=True)
+class Ended:
+    reason: str  # their word
+    message: str
+    outcome: Outcome
 
 
 def standing_of(seen: Seen) -> Standing:
@@ -15,11 +26,10 @@ def standing_of(seen: Seen) -> Standing:
     nodes = tuple(dict.fromkeys(node for pod in _living(seen) if (node := (pod.get("spec") or {}).get("nodeName"))))
     restarts = restarts_of(seen)
     if ended := ended_as(seen.owner):
-        reason, message = ended
-        return Standing("ended", job, nodes, reason, message, restarts)
+        return Standing("ended", job, nodes, ended.reason, ended.message, restarts, outcome=ended.outcome)
     if seen.owner["metadata"].get("deletionTimestamp"):
         return Standing("ended", job, nodes, "Deleted", "it is being removed", restarts)
-    running = [pod for pod in _living(seen) if (pod.get("status") or {}).get("phase") == "Running"]
+    running = [pod for pod in _living(seen) if is_running(pod)]
     if running:
         held = len(_living(seen)) - len(running)
         sentence = why_waiting(seen).sentence if held else ""
@@ -28,17 +38,30 @@ def standing_of(seen: Seen) -> Standing:
     return Standing("waiting", job, nodes, waiting.reason, waiting.sentence, restarts)
 
 
-def ended_as(owner: Manifest) -> tuple[str, str] | None:
-    """(their word, their message) of an owner that has ended. A server does not end by itself."""
+def is_running(pod: Manifest) -> bool:
+    """Kubernetes calls a pod Running whose container has ended and waits to be started again (CrashLoopBackOff)."""
+    status = pod.get("status") or {}
+    waits = any((each.get("state") or {}).get("waiting") for each in status.get("containerStatuses") or ())
+    return status.get("phase") == "Running" and not waits
+
+
+def ended_as(owner: Manifest) -> Ended | None:
+    """How an owner has ended, if it has. A server does not end by itself."""
     status = owner.get("status") or {}
     if owner["kind"] == "LeaderWorkerSet":
         return None
     if owner["apiVersion"].startswith("batch.volcano.sh/"):
         state = status.get("state") or {}
-        return (state["phase"], state.get("message") or "") if state.get("phase") in ENDED_VOLCANO else None
+        phase = str(state.get("phase") or "")
+        if phase not in VOLCANO_OUTCOMES:
+            return None
+        return Ended(phase, str(state.get("message") or ""), VOLCANO_OUTCOMES[phase])
     for condition in status.get("conditions") or ():
-        if condition.get("type") in ("Complete", "Completed", "Failed") and condition.get("status") == "True":
-            return str(condition.get("reason") or condition["type"]), str(condition.get("message") or "")
+        kind = condition.get("type")
+        if kind in CONDITION_OUTCOMES and condition.get("status") == "True":
+            return Ended(
+                str(condition.get("reason") or kind), str(condition.get("message") or ""), CONDITION_OUTCOMES[kind]
+            )
     return None
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from craton.infrastructure import Instance, resolve_cluster
 from craton.job import TRAINING_KINDS, Job, RecoverSection, Scheduler, StorageNumbers, place_of
-from craton.orchestration.draft import Draft
+from craton.orchestration.draft import JOB_FOLDER, Draft
 from craton.orchestration.errors import StartError
 from craton.orchestration.kubernetes.names import (
     check_image,
@@ -129,6 +129,7 @@ def target_of(
     mounts = mounts_of(job)
     directory, is_scratch = directory_of(job, run, mounts, len(launch.nodes))
     check_visible(job, mounts)
+    check_functions(job, launch.env.get(JOB_FOLDER, ""), mounts)
     exists = str(run) == directory
     files = {} if exists else draft.files()
     if sum(len(text.encode()) for text in files.values()) > MOST_FILE_BYTES:
@@ -233,6 +234,26 @@ def check_visible(job: Job, mounts: tuple[Mount, ...]) -> None:
             raise StartError(
                 f"{job.where('data')}{path} is not seen by the pods; keep it {places}, or in S3. Text is tokenized "
                 "into CRATON_CACHE: set that to a folder there too"
+            )
+
+
+def check_functions(job: Job, folder: str, mounts: tuple[Mount, ...]) -> None:
+    """Refuse a user's own functions in a folder of this machine that no pod sees. What is not in the job's folder is
+    looked for in the image, as Python does."""
+    seen = [mount.path for mount in mounts]
+    if not folder or any(_is_inside(folder, place) for place in seen):
+        return
+    model = job.model if isinstance(job.model, str) and job.model_shape is None else None
+    named = {"model": model, "objective": job.objective, "reward": job.reward, "data.source": job.data.source}
+    for key, function in named.items():
+        if function is None:
+            continue
+        module = Path(folder, *function.partition(":")[0].split(".")[:1])
+        if module.is_dir() or module.with_suffix(".py").is_file():
+            places = f"below {' or '.join(seen)}" if seen else "on storage that the cluster file mounts"
+            raise StartError(
+                f"{job.where(*key.split('.'))}{key}: {function} is in {folder}, which is not seen by the pods; keep "
+                f"the job file and its functions {places}, or install them in the image"
             )
 
 

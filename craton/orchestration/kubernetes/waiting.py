@@ -33,6 +33,7 @@ class Seen:
     workload: Manifest | None = None  # Kueue's
     pod_group: Manifest | None = None  # Volcano's or KAI's
     events: Sequence[Manifest] = ()
+    hidden: Sequence[str] = ()  # kinds that would tell more, and that the caller may not list
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class _Said:
 def why_waiting(seen: Seen) -> Waiting:
     """One sentence, whatever there is to go by."""
     said = _decider(seen)
+    if said is None and seen.hidden:
+        kinds = " and ".join(f"{each}s" for each in seen.hidden)
+        return Waiting("", f"why is not shown to you; ask for the right to list {kinds} in its namespace")
     if said is None:
         return Waiting("", "Kubernetes has not looked at it yet")
     return _told(said, seen)
@@ -63,7 +67,7 @@ def _decider(seen: Seen) -> _Said | None:
     for look in (_kueue, _pod_group, _containers, _unscheduled, _events):
         if said := look(seen):
             return said
-    if _is_queued(seen.owner) and seen.workload is None:
+    if _is_queued(seen.owner) and seen.workload is None and "Workload" not in seen.hidden:
         return _Said("kueue", "QuotaReserved", "PendingEvaluation", "")
     return None
 

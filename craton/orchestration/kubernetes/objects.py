@@ -1,0 +1,128 @@
+"""Everything that a cluster has of its runs: one request for each kind, however many runs there are.
+
+Owners and pods have to be seen. What explains why a run waits (Kueue's Workloads, PodGroups, events) is only asked for
+where something waits, and a caller who may not list it is told less, not nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from craton.orchestration.kubernetes.api import Connection
+from craton.orchestration.kubernetes.pods import CONTAINER, INSTANCE, MANAGED_BY, Manifest
+from craton.orchestration.kubernetes.standing import ended_as, is_running
+from craton.orchestration.kubernetes.waiting import Seen
+
+OURS = f"{MANAGED_BY}=craton"
+KUEUE_VERSIONS = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")  # older ones know only the second
+VOLCANO_JOBS = "batch.volcano.sh/v1alpha1"
+VOLCANO_GROUPS = "scheduling.volcano.sh/v1beta1"
+KAI_GROUPS = "scheduling.run.ai/v2alpha2"
+MOST_NAMES = 50  # in one selector, which is a part of an address
+SECONDS_LETTERS = len("2026-11-15T10:00:00")
+
+
+async def seen_of(connection: Connection, namespace: str, kinds: Mapping[str, str]) -> dict[str, Seen]:
+    """KIND/NAME → everything there is of it; `kinds` has a KIND/NAME of each version to look for."""
+    versions = {version: job.partition("/")[0] for version, job in kinds.items()}
+    owners_lists, pods = await asyncio.gather(
+        asyncio.gather(
+            *(connection.list(version, kind, namespace, labelSelector=OURS) for version, kind in versions.items())
+        ),
+        connection.list("v1", "Pod", namespace, labelSelector=OURS),
+    )
+    owners = [owner for listed in owners_lists for owner in listed]
+    pods_of: dict[str, list[Manifest]] = {}
+    for pod in pods:
+        pods_of.setdefault(pod["metadata"]["labels"].get(INSTANCE, ""), []).append(pod)
+    waiting = [owner for owner in owners if not _has_started(owner, pods_of.get(_instance_of(owner), []))]
+    hidden: set[str] = set()
+    workloads, groups, events = await asyncio.gather(
+        _workloads(connection, namespace, waiting, hidden),
+        _pod_groups(connection, namespace, waiting, hidden),
+        _events(connection, namespace, waiting, hidden),
+    )
+    found = {}
+    for owner in owners:
+        uid, its_pods = owner["metadata"]["uid"], pods_of.get(_instance_of(owner), [])
+        workload, group = workloads.get(uid), groups.get(uid)
+        parts = [each for each in (owner, workload, group, *its_pods) if each is not None]
+        told = [each for each in events if is_about(each, owner, parts)]
+        seen = Seen(owner, its_pods, workload, group, told, sorted(hidden))
+        found[f"{owner['kind']}/{owner['metadata']['name']}"] = seen
+    return found
+
+
+def is_about(event: Manifest, owner: Manifest, parts: Sequence[Manifest]) -> bool:
+    """Whether an event is of one of these objects, or of what stands between an owner and its pods. That is not asked
+    for, but has one name; an older one of this name may have had events as well."""
+    about = event.get("involvedObject") or {}
+    if about.get("uid") in {each["metadata"]["uid"] for each in parts}:
+        return True
+    name = owner["metadata"]["name"]
+    between = {
+        "JobSet": {("Job", f"{name}-{CONTAINER}-0")},
+        "LeaderWorkerSet": {("StatefulSet", name), ("StatefulSet", f"{name}-0")},
+    }
+    if (about.get("kind"), about.get("name")) not in between.get(owner["kind"], set()):
+        return False
+    moment = str(event.get("lastTimestamp") or event.get("eventTime") or "")
+    return moment[:SECONDS_LETTERS] >= str(owner["metadata"].get("creationTimestamp") or "")[:SECONDS_LETTERS]
+
+
+async def _workloads(
+    connection: Connection, namespace: str, owners: list[Manifest], hidden: set[str]
+) -> dict[str, Manifest]:
+    """Owner's uid → Kueue's object for it."""
+    uids = [each["metadata"]["uid"] for each in owners if "kueue.x-k8s.io/queue-name" in each["metadata"]["labels"]]
+    found = {}
+    for first in range(0, len(uids), MOST_NAMES):
+        selector = f"kueue.x-k8s.io/job-uid in ({','.join(uids[first : first + MOST_NAMES])})"
+        listed = await connection.list_if_shown(KUEUE_VERSIONS, "Workload", namespace, labelSelector=selector)
+        if listed is None:
+            hidden.add("Workload")
+        for each in listed or ():
+            found[each["metadata"]["labels"]["kueue.x-k8s.io/job-uid"]] = each
+    return found
+
+
+async def _pod_groups(
+    connection: Connection, namespace: str, owners: list[Manifest], hidden: set[str]
+) -> dict[str, Manifest]:
+    """Owner's uid → Volcano's or KAI's object for it, which both end in that uid."""
+    versions = set()
+    if any(each["apiVersion"] == VOLCANO_JOBS for each in owners):
+        versions.add(VOLCANO_GROUPS)
+    if any("kai.scheduler/queue" in each["metadata"]["labels"] for each in owners):
+        versions.add(KAI_GROUPS)
+    found: dict[str, Manifest] = {}
+    for version in sorted(versions):
+        listed = await connection.list_if_shown([version], "PodGroup", namespace)
+        if listed is None:
+            hidden.add("PodGroup")
+        for group in listed or ():
+            name = group["metadata"]["name"]
+            uids = [each["metadata"]["uid"] for each in owners if name.endswith(each["metadata"]["uid"])]
+            found |= dict.fromkeys(uids, group)
+    return found
+
+
+async def _events(connection: Connection, namespace: str, owners: list[Manifest], hidden: set[str]) -> list[Manifest]:
+    if not owners:
+        return []
+    listed = await connection.list_if_shown(["v1"], "Event", namespace, fieldSelector="type=Warning")
+    if listed is None:
+        hidden.add("Event")
+    return listed or []
+
+
+def _instance_of(owner: Manifest) -> str:
+    return str(owner["metadata"]["labels"].get(INSTANCE, ""))
+
+
+def _has_started(owner: Manifest, pods: list[Manifest]) -> bool:
+    """Whole, or it has ended: there is nothing to explain."""
+    return ended_as(owner) is not None or (
+        bool(pods) and all(is_running(pod) or (pod.get("status") or {}).get("phase") == "Succeeded" for pod in pods)
+    )
