@@ -13,9 +13,9 @@ STAMP := $(VENV)/.installed
 TRAIN_STAMP := $(VENV)/.trains
 CRATON := $(VENV)/bin/craton
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PLANNED_JOBS := $(filter-out $(wildcard examples/custom-*.yaml), $(wildcard examples/*.yaml))
+PLANNED_JOBS := $(filter-out $(wildcard examples/custom-*.yaml examples/command-*.yaml), $(wildcard examples/*.yaml))
 
-.PHONY: install browser demo plans test test-all chaos bench clean
+.PHONY: install browser slurm validators demo plans test test-all chaos bench clean
 
 install: $(STAMP)
 	@echo "Craton is installed in $(VENV): try $(CRATON) --help"
@@ -49,6 +49,28 @@ browser:
 	    || echo "chromium could not be installed: the browser test will be skipped"; \
 	fi
 
+# The validators of `craton cluster provision` need other versions than Craton, so they live apart; where they cannot be
+# had, their tests are skipped and say so.
+AWS_STAMP := .venv-aws/.installed
+validators:
+	@$(MAKE) --no-print-directory $(AWS_STAMP) || echo "the validators could not be installed: their tests will be skipped"
+
+$(AWS_STAMP): $(VENV)/bin/pip requirements-validators.txt
+	@$(PYTHON) -m venv .venv-aws
+	@.venv-aws/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-validators.txt
+	@touch $@
+
+# Runs on Slurm are tested on a real one, made of processes of this machine; where it cannot be had, those tests are
+# skipped and say so.
+SLURM_PACKAGES := slurmctld slurmd slurm-client munge
+slurm:
+	@if ! command -v slurmctld >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing $(SLURM_PACKAGES)"; \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES) >/dev/null; } \
+	    || echo "Slurm could not be installed: its tests will be skipped"; \
+	fi
+
 # The runs of the demo live apart from yours, and each demo starts anew.
 DEMO := CRATON_RUNS=runs/demo $(CRATON)
 demo: $(TRAIN_STAMP)
@@ -76,7 +98,7 @@ plans: $(TRAIN_STAMP)
 	@echo; echo "reports: $$(ls reports/*.html | tr '\n' ' ')"
 
 test:
-	@start=$$(date +%s); $(MAKE) --no-print-directory install browser || exit 1; \
+	@start=$$(date +%s); $(MAKE) --no-print-directory install browser slurm validators || exit 1; \
 	installed=$$(date +%s); echo "set-up took $$((installed - start)) s"; \
 	set -x; \
 	$(VENV)/bin/ruff check --quiet . && $(VENV)/bin/ruff format --quiet --check . && \
@@ -95,4 +117,4 @@ bench: $(STAMP)
 	$(CRATON) bench plan data/training_results.json
 
 clean:
-	rm -rf $(VENV) reports runs .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-aws reports runs .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

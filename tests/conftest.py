@@ -21,12 +21,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For several workers (`-n 2 --dist loadgroup`): one of them has the gang of ranks and begins with its tests, files
-    stay whole."""
+    """For several workers (`-n 2 --dist loadgroup`): one of them has the gang of ranks and begins with its tests, one
+    the Slurm of this machine, files stay whole."""
     if config.getoption("dist", "no") == "no":
         return
     for item in items:
-        group = "gang" if "gang" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
+        fixtures = getattr(item, "fixturenames", ())
+        group = next((name for name in ("gang", "slurm_lab") if name in fixtures), item.nodeid.partition("::")[0])
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: "gang" not in getattr(item, "fixturenames", ()))
 

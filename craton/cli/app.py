@@ -11,10 +11,11 @@ import sys
 
 import typer
 
-from craton.cli import bench, data
+from craton.cli import bench, cluster, data
 from craton.cli.calibrate import calibrate
 from craton.cli.catalog import catalog
 from craton.cli.chaos import chaos
+from craton.cli.doctor import doctor
 from craton.cli.export import export
 from craton.cli.logs import logs
 from craton.cli.plan import plan
@@ -26,6 +27,7 @@ from craton.cli.sample import sample
 from craton.cli.serve import serve
 from craton.cli.stop import stop
 from craton.cli.validate import validate
+from craton.cli.why import why
 
 app = typer.Typer(
     name="craton",
@@ -42,6 +44,7 @@ app.command()(run)
 app.command()(serve)
 app.command()(ps)
 app.command()(logs)
+app.command()(why)
 app.command()(stop)
 app.command()(resume)
 app.command()(resize)
@@ -49,9 +52,11 @@ app.command()(chaos)
 app.command()(export)
 app.command()(sample)
 app.command()(validate)
+app.command()(doctor)
 app.command()(catalog)
 app.command()(calibrate)
 app.add_typer(data.app, name="data")
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(bench.app, name="bench")
 
 

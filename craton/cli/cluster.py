@@ -51,11 +51,16 @@ def discover(
     as_json: Annotated[bool, typer.Option("--json", help="Print the topology as JSON.")] = False,
 ) -> None:
     """Say which nodes hang on which switches, and write it for a scheduler."""
-    from craton.infrastructure import discover_topology, read_instance_names, written_topology
+    from craton.infrastructure import TopologyError, discover_topology, read_instance_names, written_topology
 
-    called = read_instance_names(names.read_text(encoding="utf-8")) if names else None
+    called = read_instance_names(_text_of(names)) if names else None
     topology = discover_topology(source, called, region)
-    texts = dict(written_topology(topology, form, name) for form in write or ())
+    texts: dict[str, str] = {}
+    for form in dict.fromkeys(write or ()):
+        file, text = written_topology(topology, form, name)
+        if file in texts:
+            raise TopologyError(f"--write {form}: another format is written to {file} too; call discover for each")
+        texts[file] = text
     paths = _write(texts, out) if out else []
     if as_json:
         shown = {"topology": topology.to_json(), "summary": topology.sentences()}
@@ -101,6 +106,15 @@ def provision(
     for note in made.notes:
         print(f"note: {note}")
     print(f"next: read {out}/README.md; nothing was created")
+
+
+def _text_of(names: Path) -> str:
+    from craton.infrastructure import TopologyError
+
+    try:
+        return names.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TopologyError(f"--names {names}: cannot be read ({error}); give a JSON file") from None
 
 
 def _write(texts: Mapping[str, str], folder: Path) -> list[Path]:

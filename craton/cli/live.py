@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.5
 PLAIN_SECONDS = 5.0
 STATE_STYLES = {
+    "waiting": "cyan",
     "starting": "cyan",
     "running": "green",
     "stopping": "yellow",
@@ -95,6 +96,8 @@ def panel(view: View, width: int) -> RenderableType:
     parts: list[RenderableType] = [_progress(view, inner)]
     if view.recovering is not None:
         parts.insert(0, _recovering(view.recovering, inner))
+    if summary.state == "waiting":
+        parts.insert(0, Text(f"waits: {summary.message}", style="cyan"))
     if view.losses:
         parts.append(_loss(view, inner))
     if summary.step_seconds and summary.state != "starting":  # until then they are those of the generation before
@@ -124,6 +127,8 @@ def line(view: View) -> str:
     summary = view.summary
     if view.recovering is not None:
         return f"{summary.name}: RECOVERING  {view.recovering.text}"
+    if summary.state == "waiting":
+        return f"{summary.name}: waits: {summary.message}"
     if not summary.step or summary.state == "starting":
         return f"{summary.name}: {summary.state}"
     change = figures.change(summary.step_seconds, summary.plan.get("step_seconds"))

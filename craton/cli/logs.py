@@ -1,9 +1,13 @@
-"""`craton logs RUN`: what the ranks printed, and with `--agent` what the node agents said."""
+"""`craton logs RUN`: what the ranks printed, and with `--agent` what the node agents said.
+
+Read from the run directory, or from the pods of a run whose directory is not seen here.
+"""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +18,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.2
 FOLLOW_LINES = 20  # of what was there before, when following
+_RANK_LINE = re.compile(r"\[rank (\d+)\] (.*)")  # as a pod prints what its ranks do
 
 
 def logs(
@@ -29,15 +34,22 @@ def logs(
     import json
     import sys
 
+    from craton.orchestration import pod_lines, standing_of
     from craton.telemetry import find_run
 
     found = find_run(run)
     ranks = _ranks(rank)
-    if not follow and not _files(found, ranks, agent):
-        print(f"{found.name} has no logs yet; `craton logs {found.name} -f` waits for them", file=sys.stderr)
+    pods = pod_lines(found, follow, FOLLOW_LINES if follow else None)
+    if pods is not None or not _files(found, ranks, agent):
+        waits = standing_of(found)
+        if waits.condition == "waiting":
+            print(f"{found.name} waits: {waits.sentence}", file=sys.stderr)
+        elif pods is None and not follow:
+            print(f"{found.name} has no logs yet; `craton logs {found.name} -f` waits for them", file=sys.stderr)
     alone = not agent and len(ranks) == 1
+    lines = _lines(found, ranks, agent, follow) if pods is None else _of_pods(found, pods, ranks, agent)
     try:
-        for source, text in _lines(found, ranks, agent, follow):
+        for source, text in lines:
             plain = text if alone else f"{source}  {text}"
             print(json.dumps({"source": source, "line": text}) if as_json else plain, flush=follow)
     except KeyboardInterrupt:
@@ -64,11 +76,23 @@ def _lines(run: RunDirectory, ranks: list[int], agent: bool, follow: bool) -> It
         time.sleep(LOOK_SECONDS if goes_on else 0)
 
 
+def _of_pods(
+    run: RunDirectory, lines: Iterable[tuple[str, str]], ranks: list[int], agent: bool
+) -> Iterator[tuple[str, str]]:
+    """(source, line) as the files would give them; what is no rank's is the agent's, and its source the pod."""
+    for pod, line in lines:
+        found = _RANK_LINE.fullmatch(line)
+        if found is None and agent:
+            yield pod, line
+        elif found is not None and not agent and (not ranks or int(found[1]) in ranks):
+            yield run.log_path(int(found[1])).stem, found[2]
+
+
 def _files(run: RunDirectory, ranks: list[int], agent: bool) -> list[Path]:
     """The log files there are; a rank that is asked for and has none yet comes later, or is a mistake."""
     folder = run.path / "logs"
     if agent:
-        return sorted(folder.glob("agent-*.log"))
+        return sorted([*folder.glob("agent-*.log"), *folder.glob("slurm-*.out")])
     there = sorted(folder.glob("rank-*.log"))
     if not ranks:
         return there

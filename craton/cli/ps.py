@@ -21,7 +21,7 @@ def ps(
 
     from craton.cli.live import make_console
     from craton.cli.outcome import goodput_text, ledger_text, recoveries_json, recoveries_text, summary_json
-    from craton.orchestration import read_recoveries
+    from craton.orchestration import MOVING, read_recoveries, settled_summaries
     from craton.telemetry import find_run, list_runs, runs_root, summarize
 
     summaries, recoveries, unreadable = [], {}, {}
@@ -32,6 +32,7 @@ def ps(
             summaries.append(summary)
         except (ValueError, TypeError, AttributeError, OSError) as error:  # one broken folder hides no other run
             unreadable[run.name] = f"{run.path} cannot be read: {error}"
+    summaries = settled_summaries(summaries)
     if as_json:
         broken = [{"name": name, "state": "unreadable", "message": text} for name, text in unreadable.items()]
         found = [{**summary_json(each), **recoveries_json(find_run(each.path))} for each in summaries]
@@ -46,13 +47,15 @@ def ps(
     console.print(_table(summaries))
     for summary in summaries:
         back = recoveries[summary.name]
-        if summary.ledger and (back or summary.state in ("starting", "running", "stopping")):
+        if summary.ledger and (back or summary.state in MOVING):
             told = f"{summary.name}: {ledger_text(summary)} · {goodput_text(summary)}"
             console.print(told, soft_wrap=True, markup=False)
         if summary.state in ("starting", "running", "stopping"):
             _print_server(find_run(summary.path), console)
         if back:
             console.print(f"{summary.name}: {recoveries_text(back)}", style="yellow", soft_wrap=True, markup=False)
+        if summary.state == "waiting":
+            console.print(f"{summary.name}: waits: {summary.message}", style="cyan", soft_wrap=True, markup=False)
         if summary.state in ("failed", "lost") and summary.message:
             reason = summary.message.splitlines()[0]
             console.print(f"{summary.name}: {reason}", style="red", soft_wrap=True, markup=False)

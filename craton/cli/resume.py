@@ -13,6 +13,9 @@ def resume(
         str | None, typer.Option(help="Other nodes than before, e.g. 'local x 1'.", show_default=False)
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Train up to this step.", show_default=False)] = None,
+    on: Annotated[
+        str | None, typer.Option(help="Elsewhere than before: local, slurm or kubernetes.", show_default=False)
+    ] = None,
     stop_at: Annotated[
         str | None, typer.Option(help="Stop with a checkpoint after this step (120, or 60%).", show_default=False)
     ] = None,
@@ -23,30 +26,36 @@ def resume(
     """Go on with a run that stopped, failed or was lost: plan it again and start from the newest checkpoint."""
     from craton.cli.live import make_console
     from craton.cli.progress import progress
-    from craton.cli.run import confirm, follow, prepare, print_field, print_plan, stop_step
+    from craton.cli.run import confirm, follow, prepare, print_field, print_plan, stop_step, warn_of_place
     from craton.orchestration import (
-        check_machine,
+        backend_of,
         check_places,
         draft_resume,
         newest_checkpoint,
+        release_run,
         resume_run,
         resumed_job,
     )
-    from craton.telemetry import find_run
+    from craton.telemetry import RunDirectory, find_run
 
     console = make_console(as_json)
-    found = find_run(run)
+    found = RunDirectory(find_run(run).path.resolve())  # what is linked here is called by its own path on other nodes
+    if release_run(found):
+        console.print(f"{found.name} was held; it is let go, and starts when its nodes are there")
+        raise typer.Exit(0)
     job = resumed_job(found, cluster, steps)
     with progress("planning") as report:
-        draft = draft_resume(found, job, stop_at=stop_step(stop_at, job), progress=report)
-    check_machine(draft.launch)
-    check_places(draft.job, found.path)
+        draft = draft_resume(found, job, on=on, stop_at=stop_step(stop_at, job), progress=report)
+    backend_of(draft.on).check(draft)
+    check_places(draft.job, found.path, draft.on)
     saved = None if job.serve else newest_checkpoint(found)
     if not as_json:
         print_plan(draft, console, saved)
     if not as_json and not job.serve:
-        at = f"step {saved.step:,} in {saved.tier}" if saved else "the beginning: there is no checkpoint"
+        none = "what its command has saved" if job.kind == "command" else "the beginning: there is no checkpoint"
+        at = f"step {saved.step:,} in {saved.tier}" if saved else none
         print_field(console, "from", at)
+    warn_of_place(draft, found.path.parent, console)
     confirm(draft, yes, saved)
     draft = prepare(draft, console)
     resume_run(found, draft)

@@ -26,7 +26,7 @@ TITLE_WIDTH = 11
 def run(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML).", show_default=False)],
     on: Annotated[
-        str | None, typer.Option(help="Where to run: local (slurm and kubernetes are to come).", show_default=False)
+        str | None, typer.Option(help="local, slurm or kubernetes [default: as the cluster says].", show_default=False)
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run [default: the job's].", show_default=False)] = None,
     stop_at: Annotated[
@@ -50,20 +50,22 @@ def run(
     from craton.cli.progress import progress
     from craton.job import load_job
     from craton.orchestration import (
-        check_machine,
+        backend_of,
+        check_copies,
         check_name_is_free,
         check_places,
         draft_run,
         free_port,
+        link_run,
         named_job,
+        root_of,
         start_run,
         with_chaos,
     )
-    from craton.telemetry import runs_root
 
     console = make_console(as_json)
     wanted = with_chaos(named_job(load_job(job), name), chaos or ())
-    root = runs_root()
+    root = root_of(wanted, on)
     if not dry_run:
         check_name_is_free(root, wanted.name)
     with progress("planning") as report:
@@ -79,33 +81,66 @@ def run(
     if dry_run:
         print_draft(draft, root / wanted.name, as_json)
         return
-    check_machine(draft.launch)
-    check_places(draft.job, root / wanted.name)
+    backend_of(draft.on).check(draft)
+    if draft.job.run.copies > 1:
+        check_copies(draft, root)
+    check_places(draft.job, root / wanted.name, draft.on)
     if not as_json:
         print_plan(draft, console)
+    warn_of_place(draft, root, console)
     confirm(draft, yes)
     draft = prepare(draft, console)
-    follow(start_run(draft, root), draft, console, detach=detach, as_json=as_json)
+    if draft.job.run.copies > 1:
+        start_array(draft, root, console, as_json)
+        return
+    started = start_run(draft, root)
+    link_run(started)
+    follow(started, draft, console, detach=detach, as_json=as_json)
+
+
+def start_array(draft: Draft, root: Path, console: Console, as_json: bool) -> None:
+    """All copies of a job at once; there is no view of many."""
+    from craton.orchestration import link_run, start_copies
+
+    started = start_copies(draft, root)
+    for each in started:
+        link_run(each)
+    if as_json:
+        print(json.dumps([{"name": each.name, "path": str(each.path)} for each in started]))
+        return
+    console.print(f"{len(started)} runs wait for their nodes, {started[0].name} to {started[-1].name}: `craton ps`")
+
+
+def warn_of_place(draft: Draft, root: Path, console: Console) -> None:
+    """Say it when the nodes of a cluster may not see the run directory."""
+    from craton.orchestration import sharing_doubt
+
+    if draft.on == "slurm" and (doubt := sharing_doubt(root, draft.job)):
+        console.print(f"warning: {doubt}", style="yellow", soft_wrap=True, markup=False)
 
 
 def follow(run: RunDirectory, draft: Draft, console: Console, *, detach: bool, as_json: bool) -> None:
     """Watch a started run to its end and exit as it did; or with `detach` say where to look."""
-    if draft.job.serve and not detach:
+    if draft.job.serve and not detach and draft.on == "local":
         from craton.cli.server_view import follow_server
 
         follow_server(run, draft, console, detach=False, as_json=as_json)
         return
     from craton.cli.live import watch
     from craton.cli.outcome import exit_code, outcome_json, print_outcome
-    from craton.orchestration import wait_for_agents
+    from craton.orchestration import code_summary, read_submission, settled_summaries, wait_for_agents
     from craton.telemetry import summarize
 
     name = run.name
     if not as_json:
         print_field(console, "run", f"{shown(run.path)}, {_ranks(draft)}")
+        if submitted := read_submission(run).job:
+            print_field(console, draft.on, f"job {submitted}")
+        if code := code_summary(run):
+            print_field(console, "code", code)
     if detach:
         if as_json:
-            print(json.dumps(outcome_json(run, summarize(run))))
+            print(json.dumps(outcome_json(run, settled_summaries([summarize(run)])[0])))
         else:
             console.print(f"{name} runs on its own: {_way_back(draft.job)}")
         return
@@ -241,16 +276,19 @@ def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
 
 
 def print_draft(draft: Draft, run: Path, as_json: bool) -> None:
-    """What a launch would write and start."""
-    from craton.orchestration import agent_command
+    """What a launch would write and start, or send."""
+    from craton.orchestration import backend_of
+    from craton.telemetry import RunDirectory
 
-    commands = [agent_command(run, node) for node in range(len(draft.launch.nodes))]
+    backend, place = backend_of(draft.on), RunDirectory(run)
+    files = {**draft.files(), **backend.files(draft, place)}
+    commands = backend.command(draft, place)
     if as_json:
-        print(json.dumps({"run": str(run), "files": draft.files(), "commands": commands}))
+        print(json.dumps({"run": str(run), "files": files, "commands": commands}))
         return
-    for name, text in draft.files().items():
+    for name, text in files.items():
         print(f"# {run / name}\n{text}")
-    print("# would be started, each on its own")
+    print("# would be started, each on its own" if draft.on == "local" else f"# would be sent to {draft.on}")
     for command in commands:
         print(shlex.join(command))
 

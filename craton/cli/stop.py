@@ -19,7 +19,15 @@ def stop(
 
     from craton.cli.live import make_console, wait_for_stop
     from craton.cli.outcome import outcome_json
-    from craton.orchestration import is_server, kill_run, newest_checkpoint, stop_run, wait_for_agents
+    from craton.job import load_job
+    from craton.orchestration import (
+        is_server,
+        kill_run,
+        newest_checkpoint,
+        settled_summaries,
+        stop_run,
+        wait_for_agents,
+    )
     from craton.telemetry import find_run, summarize
 
     console = make_console(as_json)
@@ -36,7 +44,7 @@ def stop(
             console.print(f"\nnot waiting any longer; {found.name} still stops by itself")
             raise typer.Exit(130) from None
     wait_for_agents(found)
-    summary = summarize(found)
+    summary = settled_summaries([summarize(found)])[0]
     if as_json:
         print(json.dumps(outcome_json(found, summary)))
         raise typer.Exit(1 if summary.state == "failed" else 0)
@@ -51,12 +59,15 @@ def stop(
         console.print(f"next: craton resume {found.name}", style="dim")
         return
     saved = newest_checkpoint(found)
-    if saved is None:
+    is_foreign = saved is None and load_job(found.job_path).kind == "command"
+    if is_foreign:
+        text = "what its command has saved is not known here"
+    elif saved is None:
         text = "there is no checkpoint yet"
     elif now or (before and before.step == saved.step):
         text = f"its newest checkpoint is of step {saved.step:,}"
     else:
         text = f"checkpoint of step {saved.step:,} saved"
     console.print(f"{found.name} stopped after step {summary.step:,}; {text}")
-    begin = "" if saved else " (from the beginning)"
+    begin = "" if saved or is_foreign else " (from the beginning)"
     console.print(f"next: craton resume {found.name}{begin}", style="dim")

@@ -1,16 +1,25 @@
 """Where runs happen: drafts of what would be started, the backend `local` that starts it, and following it."""
 
 from craton.agent import free_port
+from craton.orchestration.backend import Standing, Submission, read_submission
+from craton.orchestration.backends import backend_of, backend_of_run, pod_lines
 from craton.orchestration.chaos import arm_faults, faults_for, fired_faults, random_faults_for, what_happens
 from craton.orchestration.comparison import Compared, compare
+from craton.orchestration.copies import check_copies, start_copies
 from craton.orchestration.draft import STOP_AT, Draft, agent_command, draft_run, named_job, with_chaos
-from craton.orchestration.errors import RunStateError, StartError
+from craton.orchestration.errors import RunStateError, SchedulerError, StartError
 from craton.orchestration.local import AgentProcess, agent_log, check_machine, living_agents, read_agents
+from craton.orchestration.placement import Audit, audit, order_nodes
+from craton.orchestration.preflight import Diagnosis, diagnose, examine, preflight
+from craton.orchestration.preflight_finding import Expected, Finding, Severity, worst
+from craton.orchestration.preflight_nccl_log import check_nccl_log, diagnose_nccl_log, read_nccl_log
+from craton.orchestration.preflight_slurm import diagnose_nodes
 from craton.orchestration.recoveries import Recoveries, Recovery, read_recoveries
 from craton.orchestration.recovery_bench import CASES as RECOVERY_CASES
 from craton.orchestration.recovery_bench import SHOWN_KINDS as RECOVERY_KINDS
 from craton.orchestration.recovery_bench import Case, bench_recover
 from craton.orchestration.resize import Resize, draft_resize, has_resized, resize_run, resized_nodes
+from craton.orchestration.roots import link_run, root_of, sharing_doubt
 from craton.orchestration.runs import (
     SavedStep,
     check_name_is_free,
@@ -20,6 +29,7 @@ from craton.orchestration.runs import (
     kill_run,
     newest_checkpoint,
     prepare_data,
+    release_run,
     resume_run,
     resumed_job,
     start_run,
@@ -37,68 +47,108 @@ from craton.orchestration.server import (
     server_name,
 )
 from craton.orchestration.sizes import Size
+from craton.orchestration.snapshot import code_summary
 from craton.orchestration.start import run
-from craton.orchestration.state import wait_for_agents
+from craton.orchestration.state import (
+    MOVING,
+    settled,
+    settled_summaries,
+    standing_of,
+    wait_for_agents,
+)
 from craton.orchestration.watch import Follower, View
 
 __all__ = [
+    "MOVING",
     "READY",
     "RECOVERY_CASES",
     "RECOVERY_KINDS",
     "STOP_AT",
     "AgentProcess",
+    "Audit",
     "Case",
     "Compared",
+    "Diagnosis",
     "Draft",
+    "Expected",
+    "Finding",
     "Follower",
     "Recoveries",
     "Recovery",
     "Resize",
     "RunStateError",
     "SavedStep",
+    "SchedulerError",
     "ServerAddress",
     "ServerState",
     "ServerWatch",
+    "Severity",
     "Size",
     "Stages",
+    "Standing",
     "StartError",
+    "Submission",
     "View",
     "address_of",
     "agent_command",
     "agent_log",
     "arm_faults",
+    "audit",
+    "backend_of",
+    "backend_of_run",
     "bench_recover",
+    "check_copies",
     "check_machine",
     "check_name_is_free",
+    "check_nccl_log",
     "check_places",
     "check_server",
+    "code_summary",
     "compare",
+    "diagnose",
+    "diagnose_nccl_log",
+    "diagnose_nodes",
     "draft_resize",
     "draft_resume",
     "draft_run",
+    "examine",
     "faults_for",
     "fired_faults",
     "free_port",
     "has_resized",
     "is_server",
     "kill_run",
+    "link_run",
     "living_agents",
     "named_job",
     "newest_checkpoint",
+    "order_nodes",
+    "pod_lines",
+    "preflight",
     "prepare_data",
     "random_faults_for",
     "read_agents",
+    "read_nccl_log",
     "read_recoveries",
+    "read_submission",
+    "release_run",
     "resize_run",
     "resized_nodes",
     "resume_run",
     "resumed_job",
+    "root_of",
     "run",
     "serve_job",
     "server_name",
+    "settled",
+    "settled_summaries",
+    "sharing_doubt",
+    "standing_of",
+    "start_copies",
     "start_run",
     "stop_run",
     "wait_for_agents",
     "what_happens",
     "with_chaos",
+    "worst",
 ]

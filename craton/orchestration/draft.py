@@ -126,7 +126,7 @@ def draft_run(
         found = plan(job, progress=progress)
         check_offload(job, found)
         check_memory(job, found)
-    environment = {**command_environment(job), **job.run.env, JOB_FOLDER: str(Path(job_folder).absolute())}
+    environment = {**job.run.env, JOB_FOLDER: str(Path(job_folder).absolute())}
     if stop_at is not None:
         environment[STOP_AT] = str(stop_at)
     launch = launch_of(job, found or serving, run, generation, environment, port, backend)
@@ -188,7 +188,7 @@ def launch_of(
         nodes=[f"node-{number}" for number in range(num_nodes + spares)],
         ranks_per_node=ranks_per_node,
         command=rank_command(job, run, python_of(job, backend)),
-        env=dict(environment),
+        env={**command_environment(job, gpus_per_node if gpus else 0), **environment},
         master_address="127.0.0.1",
         master_port=port,
         threads_per_rank=threads_of(job, found, num_nodes, max(ranks_per_node, gpus_per_node), backend),

@@ -2,7 +2,8 @@
 
 craton.telemetry.RunError
 ├── StartError          the job cannot be started: where it should run, memory, layout, secrets
-└── RunStateError       the verb does not fit the state the run is in
+├── RunStateError       the verb does not fit the state the run is in
+└── SchedulerError      Slurm or Kubernetes cannot be asked, or refuses
 """
 
 from __future__ import annotations
@@ -16,3 +17,7 @@ class StartError(RunError):
 
 class RunStateError(RunError):
     """The verb does not fit the state the run is in."""
+
+
+class SchedulerError(RunError):
+    """The scheduler cannot be asked, or does not do what it is asked."""

@@ -19,13 +19,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from craton.agent import Launch
+from craton.agent import Launch, read_launch, write_launch
 from craton.infrastructure import visible_accelerators
-from craton.orchestration.draft import agent_command
+from craton.orchestration.backend import Standing, Submission
+from craton.orchestration.draft import Draft, agent_command
 from craton.orchestration.errors import StartError
-from craton.telemetry import RunDirectory, read_heartbeat
+from craton.orchestration.preflight_local import check_local
+from craton.telemetry import Heartbeat, RunDirectory, read_heartbeat, write_heartbeat
 
-MOVING = ("starting", "running", "stopping")  # states of a run whose agents should live
 AGENTS_FILE = "agents.json"
 KILL_SECONDS = 5.0  # a killed process is gone in milliseconds, unless it waits for a disk
 
@@ -49,6 +50,44 @@ class AgentProcess:
     @property
     def log(self) -> str:
         return agent_log(self.node)
+
+
+class LocalBackend:
+    """This machine as one of the places to run on."""
+
+    name = "local"
+
+    def check(self, draft: Draft) -> None:
+        check_machine(draft.launch)
+
+    def files(self, draft: Draft, run: RunDirectory) -> dict[str, str]:
+        return {}
+
+    def command(self, draft: Draft, run: RunDirectory) -> list[list[str]]:
+        return [agent_command(run.path, node) for node in range(len(draft.launch.nodes))]
+
+    def submit(self, draft: Draft, run: RunDirectory) -> Submission:
+        launch = with_cards(draft.launch)
+        check_local(run, draft.job, launch)
+        write_launch(run, launch)
+        start_agents(run, launch)
+        return Submission("local")
+
+    def look(self, runs: Iterable[RunDirectory]) -> dict[str, Standing]:
+        found = {}
+        for run in runs:
+            alive = tuple(agent.node for agent in living_agents(run))
+            found[run.name] = Standing("running" if alive else "ended", nodes=alive)
+        return found
+
+    def stop(self, run: RunDirectory) -> None:
+        """The agents see the marker."""
+
+    def kill(self, run: RunDirectory) -> None:
+        """Agents that are killed cannot say how they ended any more."""
+        generation = read_launch(run).generation
+        for agent in kill_agents(run):
+            write_heartbeat(run, agent.node, Heartbeat(generation, "stopped", agent.pid, metrics_port=0))
 
 
 def agent_log(node: str) -> str:
@@ -113,7 +152,7 @@ def kill_agents(run: RunDirectory) -> list[AgentProcess]:
 
 def check_machine(launch: Launch) -> None:
     """Refuse ranks that this machine has no GPUs for."""
-    needed = len(launch.nodes) * launch.ranks_per_node  # a spare has its own
+    needed = len(launch.nodes) * launch.node_gpus  # a spare has its own
     there = len(visible_accelerators()) if launch.gpus else 0
     if launch.gpus and there < needed:
         spares = len(launch.nodes) - launch.working_nodes
@@ -128,7 +167,7 @@ def with_cards(launch: Launch) -> Launch:
     node has been given stays."""
     if not launch.gpus or len(launch.nodes) == 1:
         return launch
-    count, there = launch.ranks_per_node, [card.uuid for card in visible_accelerators()]
+    count, there = launch.node_gpus, [card.uuid for card in visible_accelerators()]
     cards = {node: ",".join(there[number * count : (number + 1) * count]) for number, node in enumerate(launch.nodes)}
     return replace(launch, cards={**cards, **launch.cards})
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from craton.agent import Launch, newest_generation, read_launch, write_launch
 from craton.infrastructure import resolve_cluster
 from craton.job import TRAINING_KINDS, CratonError, Job, load_job
+from craton.orchestration.backend import read_submission
 from craton.orchestration.draft import plan_text
 from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import check_machine, living_agents, start_agents, with_cards
@@ -45,7 +46,11 @@ def draft_resize(run: RunDirectory, num_nodes: int) -> Resize:
     before = len(newest.nodes) if newest else launch.working_nodes
     if num_nodes == before and resized_nodes(run) in (None, before):
         raise RunStateError(f"{run.name} runs on {before} node{'s' if before > 1 else ''} already")
-    check_within_cluster(job, num_nodes)
+    is_local = read_submission(run).on == "local"
+    if is_local:
+        check_within_cluster(job, num_nodes)
+    else:
+        check_within_allocation(run, launch, job, num_nodes)
     cluster = resolve_cluster(job.cluster, job.price) if job.model_shape is not None else None
     try:
         size = plan_size(job, num_nodes, launch.ranks_per_node, cluster)
@@ -53,12 +58,14 @@ def draft_resize(run: RunDirectory, num_nodes: int) -> Resize:
         near = nearest_sizes(job, num_nodes, launch.ranks_per_node, cluster)
         possible = f"; possible: {' or '.join(map(str, near))}" if near else ""
         raise StartError(f"{run.name} cannot run on {num_nodes} nodes: {error}{possible}") from None
-    grown = with_nodes(launch, num_nodes)
-    check_machine(grown)
+    grown = with_nodes(launch, num_nodes) if is_local else launch
+    if is_local:
+        check_machine(grown)
     layouts = {**grown.layouts, str(num_nodes): size.layout_json}
     if planned := read_json(run.plan_path).get("layout"):
         layouts.setdefault(str(before), planned)
-    return Resize(size, with_cards(replace(grown, layouts=layouts)), before)
+    ready = replace(grown, layouts=layouts)
+    return Resize(size, with_cards(ready) if is_local else ready, before)
 
 
 def resize_run(run: RunDirectory, wanted: Resize) -> list[str]:
@@ -75,6 +82,8 @@ def resize_run(run: RunDirectory, wanted: Resize) -> list[str]:
             write_whole(plans / f"{size.num_nodes}.json", plan_text(size.plan))
         order = {"nodes": size.num_nodes, "layout": size.layout_json, "time": time.time()}
         write_whole(run.resize_path, json.dumps(order, indent=1) + "\n")
+        if read_submission(run).on != "local":
+            return []  # the agents of all its nodes are there
         living = {agent.node for agent in living_agents(run)}
         needed = max(0, size.num_nodes - len(living))
         dead = [number for number, node in enumerate(wanted.launch.nodes) if node not in living]
@@ -99,8 +108,18 @@ def has_resized(run: RunDirectory, num_nodes: int, since: float) -> bool:
 def check_within_cluster(job: Job, num_nodes: int) -> None:
     if not job.cluster.is_local and num_nodes > 1:
         raise StartError(
-            f"{num_nodes} nodes of {job.cluster.instance} are more than this machine, and runs start only on this "
-            "machine so far"
+            f"{num_nodes} nodes of {job.cluster.instance} are more than this machine; start it with --on slurm or "
+            "--on kubernetes"
+        )
+
+
+def check_within_allocation(run: RunDirectory, launch: Launch, job: Job, num_nodes: int) -> None:
+    """A scheduler gives a job its nodes once."""
+    if num_nodes > len(launch.nodes):
+        raise StartError(
+            f"{run.name} was given {len(launch.nodes)} nodes, and a scheduler gives no more to a job that runs; "
+            f"`craton stop {run.name}`, then `craton resume {run.name} --cluster "
+            f"'{job.cluster.instance} x {num_nodes}'`"
         )
 
 

@@ -6,6 +6,7 @@ a resume changes only the files that say how the next generation runs.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,14 +17,24 @@ import yaml
 from craton.agent import free_port, next_number, read_launch
 from craton.infrastructure import CachedFolder, StorageError, open_store
 from craton.job import TRAINING_KINDS, Job, TierPlace, dump_job, load_job, parse_job, place_of
+from craton.orchestration.backend import read_submission, write_submission
+from craton.orchestration.backends import backend_of, backend_of_run
 from craton.orchestration.chaos import disarm, faults_left
 from craton.orchestration.draft import JOB_FOLDER, Draft, Progress, draft_run
-from craton.orchestration.errors import RunStateError, StartError
-from craton.orchestration.local import kill_agents, living_agents, start_agents, with_cards
+from craton.orchestration.errors import RunStateError, SchedulerError, StartError
 from craton.orchestration.resize import resized_nodes
 from craton.orchestration.server import check_port
-from craton.orchestration.state import check_not_running, check_running, launching, write_whole
-from craton.telemetry import Heartbeat, RunDirectory, RunExistsError, write_heartbeat
+from craton.orchestration.snapshot import check_code, find_code, keep_code
+from craton.orchestration.state import (
+    GOES_ON,
+    USER_STOP,
+    check_not_running,
+    check_running,
+    launching,
+    standing_of,
+    write_whole,
+)
+from craton.telemetry import RunDirectory, RunExistsError
 
 CHECK_SECONDS = 20.0  # how long a service is waited for that a run would write to
 
@@ -52,14 +63,22 @@ def check_name_is_free(root: Path, name: str) -> None:
 
 
 def start_run(draft: Draft, root: Path) -> RunDirectory:
-    """Create the run directory, write what it holds, and start the agents."""
-    check_server(draft.job)
+    """Create the run directory, write what it holds, and start the agents, or hand it to a scheduler."""
+    if draft.on == "local":
+        check_server(draft.job)
+    code = find_code(draft.job, root)
     try:
         run = RunDirectory.create(root, draft.job.name)
     except RunExistsError:
         raise RunExistsError(_taken(root, draft.job.name)) from None
     with launching(run):
-        _launch(run, draft)
+        try:
+            if code is not None:
+                keep_code(code, run)
+            _launch(run, draft)
+        except (SchedulerError, StartError):
+            shutil.rmtree(run.path)  # nothing has run: the name is free again
+            raise
     return run
 
 
@@ -97,20 +116,31 @@ def _place(written: str, folder: Path) -> str:
 
 
 def stop_run(run: RunDirectory) -> None:
-    """Ask the ranks to checkpoint, or to finish the requests under way, and leave; returns at once."""
-    check_running(run)
-    run.mark("STOP", "craton stop")
+    """Ask the ranks to checkpoint, or to finish the requests under way, and leave; returns at once. A run that still
+    waits for its nodes is taken back."""
+    standing = check_running(run, may_wait=True)
+    run.mark("STOP", USER_STOP)
+    backend = backend_of_run(run)
+    if standing.condition == "waiting":
+        backend.kill(run)
+    else:
+        backend.stop(run)
 
 
-def kill_run(run: RunDirectory) -> int:
-    """End every process of the run at once, without a checkpoint. Returns how many agents lived."""
-    check_running(run)
-    run.mark("STOP", "craton stop --now")  # first: an agent that comes up now ends by itself
-    killed = kill_agents(run)
-    generation = read_launch(run).generation
-    for agent in killed:  # they cannot say it any more
-        write_heartbeat(run, agent.node, Heartbeat(generation, "stopped", agent.pid, metrics_port=0))
-    return len(killed)
+def kill_run(run: RunDirectory) -> None:
+    """End every process of the run at once, without a checkpoint."""
+    check_running(run, may_wait=True)
+    run.mark("STOP", f"{USER_STOP} --now")  # first: an agent that comes up now ends by itself
+    backend_of_run(run).kill(run)
+
+
+def release_run(run: RunDirectory) -> bool:
+    """Lets go of a run that its scheduler holds, as after a node that could not start it. False: it is not held."""
+    if read_submission(run).on != "slurm":
+        return False
+    from craton.orchestration.slurm import release_held
+
+    return release_held(run)
 
 
 def resumed_job(run: RunDirectory, cluster: str | None = None, steps: int | None = None) -> Job:
@@ -137,8 +167,15 @@ def resumed_job(run: RunDirectory, cluster: str | None = None, steps: int | None
     return parse_job(yaml.safe_dump(document, sort_keys=False), f"{run.name}/job.yaml", run.path)
 
 
-def draft_resume(run: RunDirectory, job: Job, *, stop_at: int | None = None, progress: Progress | None = None) -> Draft:
-    """The next generation of a run, planned again."""
+def draft_resume(
+    run: RunDirectory,
+    job: Job,
+    *,
+    on: str | None = None,
+    stop_at: int | None = None,
+    progress: Progress | None = None,
+) -> Draft:
+    """The next generation of a run, planned again; where it ran before unless said otherwise."""
     saved = newest_checkpoint(run, job)
     if saved and job.steps is not None and saved.step >= job.steps:
         raise RunStateError(
@@ -152,11 +189,12 @@ def draft_resume(run: RunDirectory, job: Job, *, stop_at: int | None = None, pro
         )
     if run.has("DONE") and job.kind == "command":
         raise RunStateError(f"{run.name} is done; `craton run` with another --name starts its command again")
+    check_code(run)
     last = read_launch(run)
     draft = draft_run(
         job.model_copy(update={"chaos": ()}),
         run.path,
-        on="local",
+        on=on or read_submission(run).on,
         generation=max(next_number(run), last.generation + 1),
         stop_at=stop_at,
         job_folder=last.env.get(JOB_FOLDER, "."),
@@ -171,7 +209,8 @@ def resume_run(run: RunDirectory, draft: Draft) -> None:
     """Start the next generation; it restores the newest checkpoint by itself."""
     with launching(run):
         check_not_running(run)
-        check_server(draft.job)
+        if draft.on == "local":
+            check_server(draft.job)
         for marker in ("STOP", "FATAL", "DONE"):
             run.unmark(marker)
         run.resize_path.unlink(missing_ok=True)
@@ -197,12 +236,13 @@ def newest_checkpoint(run: RunDirectory, job: Job | None = None) -> SavedStep | 
     return max(found, key=lambda saved: saved.step, default=None)
 
 
-def check_places(job: Job, run: Path) -> None:
-    """Refuse before data is prepared what no rank could write to."""
+def check_places(job: Job, run: Path, on: str = "local") -> None:
+    """Refuse before data is prepared what no rank could write to. What only the nodes of a cluster have cannot be tried
+    from here."""
     storage = job.cluster.file.storage if job.cluster.file else None
     for number, tier in enumerate(job.checkpoint.tiers if job.kind in TRAINING_KINDS else ()):
         located = place_of(tier, storage, run)
-        if located.is_inside_run:
+        if located.is_inside_run or (located.is_node_local and on != "local"):
             continue
         try:
             if located.is_url:
@@ -252,10 +292,13 @@ def _saved_objects(name: str, located: TierPlace) -> list[SavedStep]:
 
 
 def _launch(run: RunDirectory, draft: Draft) -> None:
-    ready = replace(draft, launch=with_cards(replace(draft.launch, master_port=free_port())))
-    for name, text in ready.files().items():
+    backend = backend_of(draft.on)
+    ready = replace(draft, launch=replace(draft.launch, master_port=free_port()))
+    for name, text in {**ready.files(), **backend.files(ready, run)}.items():
         write_whole(run.path / name, text)
-    start_agents(run, ready.launch)
+    submission = backend.submit(ready, run)
+    if submission != read_submission(run):
+        write_submission(run, submission)
 
 
 def _taken(root: Path, name: str) -> str:
@@ -263,7 +306,7 @@ def _taken(root: Path, name: str) -> str:
     while (root / f"{name}-{number}").exists():
         number += 1
     run = RunDirectory(root / name)
-    is_running = bool(living_agents(run))
+    is_running = standing_of(run).condition in GOES_ON
     there = "is running" if is_running else "exists already"
     verb = f"`craton logs {name} -f` follows it" if is_running else f"`craton resume {name}` goes on with it"
     return f"the run {name} {there} ({run.path}); {verb}, `--name {name}-{number}` starts another"

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from craton.agent import free_port
 from craton.job import Job
+from craton.orchestration.backends import backend_of
 from craton.orchestration.draft import Progress, draft_run, named_job
-from craton.orchestration.local import check_machine
+from craton.orchestration.roots import link_run, root_of
 from craton.orchestration.runs import check_name_is_free, check_places, prepare_data, start_run
-from craton.telemetry import RunDirectory, runs_root
+from craton.telemetry import RunDirectory
 
 
 def run(
@@ -27,7 +28,7 @@ def run(
     `craton.orchestration.wait_for_agents(run, seconds)` waits for its end.
     """
     wanted = named_job(job, name)
-    folder = Path(root) if root is not None else runs_root()
+    folder = Path(root) if root is not None else root_of(wanted, on)
     check_name_is_free(folder, wanted.name)
     draft = draft_run(
         wanted,
@@ -38,7 +39,9 @@ def run(
         port=free_port(),
         progress=progress,
     )
-    check_machine(draft.launch)
-    check_places(draft.job, folder / wanted.name)
+    backend_of(draft.on).check(draft)
+    check_places(draft.job, folder / wanted.name, draft.on)
     prepared, _ = prepare_data(draft, progress)
-    return start_run(prepared, folder)
+    started = start_run(prepared, folder)
+    link_run(started)
+    return started

@@ -1,43 +1,125 @@
-"""Whether a run runs, and one command at a time that starts something for it."""
+"""Whether a run runs, by its files and by whoever it was handed to, and one command at a time that starts something.
+
+What a run's own markers say is final. Beyond them its scheduler knows best: a run whose agents are gone may wait in a
+queue to go on, and one whose last word was "running" may be on no machine any more.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from craton.orchestration.errors import RunStateError
-from craton.orchestration.local import MOVING, living_agents
-from craton.telemetry import RunDirectory, summarize
+from craton.orchestration.backend import Standing, read_submission
+from craton.orchestration.backends import backend_of
+from craton.orchestration.errors import RunStateError, SchedulerError
+from craton.telemetry import RunDirectory, RunState, RunSummary, summarize
+
+MOVING: tuple[RunState, ...] = ("waiting", "starting", "running", "stopping")  # not at its end, whichever that is
+GOES_ON = ("waiting", "running")
+USER_STOP = "craton stop"  # how the STOP marker of a user begins; agents and schedulers set it too
+LOOK_SECONDS = {"local": 0.02}  # between two looks at a run while one waits for its end
+SCHEDULER_LOOK_SECONDS = 2.0  # the same where a scheduler is asked, which has others to answer
+
+
+def standing_of(run: RunDirectory) -> Standing:
+    """What whoever runs it says of a run now."""
+    return standings_of([run])[run.name]
+
+
+def standings_of(runs: Iterable[RunDirectory]) -> dict[str, Standing]:
+    """Run's name → its standing; every backend is asked once. One that cannot be asked makes its runs unknown."""
+    by_backend: dict[str, list[RunDirectory]] = {}
+    for run in runs:
+        by_backend.setdefault(read_submission(run).on, []).append(run)
+    found: dict[str, Standing] = {}
+    for name, theirs in by_backend.items():
+        try:
+            found |= backend_of(name).look(theirs)
+        except SchedulerError as error:
+            found |= {run.name: Standing("unknown", sentence=str(error)) for run in theirs}
+    return found
+
+
+def settled(summary: RunSummary, standing: Standing) -> RunSummary:
+    """A summary of the run's files, put right by what its scheduler says."""
+    if summary.state in ("done", "failed"):
+        return summary
+    if standing.condition == "waiting":
+        return replace(summary, state="waiting", message=standing.sentence or standing.reason, eta_seconds=None)
+    if standing.condition == "running" and summary.state in ("lost", "stopped"):
+        return replace(summary, state="starting", message="")
+    if standing.condition == "ended" and summary.state in (*MOVING, "lost"):
+        if (summary.path / "STOP").exists():
+            return replace(summary, state="stopped", eta_seconds=None)
+        if standing.outcome == "done":  # its marker may take a while to be seen over a network
+            return replace(summary, state="done", message="", eta_seconds=None)
+        words = f"its job {standing.job} ended" + (f": {standing.reason}" if standing.reason else "")
+        if standing.outcome == "failed":
+            told = f"{words}: {standing.sentence}" if standing.sentence else words
+            return replace(summary, state="failed", message=summary.message or told, eta_seconds=None)
+        return replace(summary, state="lost", message=summary.message or words, eta_seconds=None)
+    return summary
+
+
+def settled_summaries(summaries: Iterable[RunSummary]) -> list[RunSummary]:
+    """The same for many runs, with one question to each scheduler; those of this machine tell all by their files."""
+    listed = list(summaries)
+    asked = [
+        run
+        for summary in listed
+        if summary.state not in ("done", "failed") and read_submission(run := RunDirectory(summary.path)).on != "local"
+    ]
+    standings = standings_of(asked) if asked else {}
+    return [settled(each, standings[each.name]) if each.name in standings else each for each in listed]
+
+
+def stopped_by_user(run: RunDirectory) -> bool:
+    return any(line.startswith(USER_STOP) for line in run.marker_text("STOP").splitlines())
 
 
 def wait_for_agents(run: RunDirectory, seconds: float = 10.0) -> None:
     """Until the agents of a run that has ended are gone too, so that it may be resumed at once."""
+    pause = LOOK_SECONDS.get(read_submission(run).on, SCHEDULER_LOOK_SECONDS)
     deadline = time.monotonic() + seconds
-    while living_agents(run) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    while standing_of(run).condition in GOES_ON and time.monotonic() < deadline:
+        time.sleep(pause)
 
 
-def check_running(run: RunDirectory, what: str = "stop") -> None:
-    if not living_agents(run):
-        state = summarize(run).state
-        if state == "done":
-            raise RunStateError(f"{run.name} is done already: there is nothing to {what}")
-        raise RunStateError(
-            f"{run.name} does not run here ({'lost' if state in MOVING else state}); `craton resume {run.name}` goes on"
-        )
+def check_running(run: RunDirectory, what: str = "stop", may_wait: bool = False) -> Standing:
+    """Refuse a verb for a run that does not run, or, unless it `may_wait`, has not begun to."""
+    standing = standing_of(run)
+    if standing.condition == "running" or (may_wait and standing.condition == "waiting"):
+        return standing
+    if standing.condition == "waiting":
+        raise RunStateError(f"{run.name} waits for its nodes, so that there is nothing to {what}: {standing.sentence}")
+    if standing.condition == "unknown":
+        raise RunStateError(f"whether {run.name} runs cannot be told: {standing.sentence}")
+    state = settled(summarize(run), standing).state
+    if state == "done":
+        raise RunStateError(f"{run.name} is done already: there is nothing to {what}")
+    raise RunStateError(
+        f"{run.name} does not run here ({'lost' if state in MOVING else state}); `craton resume {run.name}` goes on"
+    )
 
 
 def check_not_running(run: RunDirectory) -> None:
-    alive = living_agents(run)
-    if alive:
+    standing = standing_of(run)
+    if standing.condition == "running":
         raise RunStateError(
-            f"{run.name} is running ({', '.join(agent.node for agent in alive)}); `craton logs {run.name} -f` follows "
-            f"it, `craton stop {run.name}` stops it with a checkpoint"
+            f"{run.name} is running ({', '.join(standing.nodes)}); `craton logs {run.name} -f` follows it, "
+            f"`craton stop {run.name}` stops it with a checkpoint"
         )
+    if standing.condition == "waiting":
+        raise RunStateError(
+            f"{run.name} waits as job {standing.job}: {standing.sentence}; `craton stop {run.name}` takes it back"
+        )
+    if standing.condition == "unknown":
+        raise RunStateError(f"whether {run.name} runs cannot be told: {standing.sentence}")
 
 
 @contextmanager

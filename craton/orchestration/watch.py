@@ -5,13 +5,16 @@ A look costs what was written since the last one, however long the run is.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from craton.orchestration.local import MOVING, living_agents, read_agents
+from craton.orchestration.backend import Standing, read_submission
+from craton.orchestration.local import living_agents, read_agents
 from craton.orchestration.recoveries import Recoveries, Recovery, under_way
+from craton.orchestration.state import MOVING, SCHEDULER_LOOK_SECONDS, settled, standing_of
 from craton.telemetry import RunDirectory, RunSummary, Summarizer, read_lines
 
 PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
@@ -59,6 +62,9 @@ class Follower:
         self._evaluation_loss: float | None = None
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_LINES)
         self._events: deque[dict[str, Any]] = deque(maxlen=SHOWN_EVENTS)
+        self._is_local = read_submission(run).on == "local"
+        self._standing = Standing("unknown")
+        self._asked_at = float("-inf")
 
     def look(self) -> View:
         """What has been written since the last look, added to what was seen before."""
@@ -68,17 +74,28 @@ class Follower:
             if _is_news(line):
                 self._events.append(line)
         losses = [self._losses[step] for step in sorted(self._losses)]
+        summary = self._of_this_machine() if self._is_local else self._of_a_scheduler()
+        if summary.steps is None:
+            summary = replace(summary, steps=self._steps)
+        recoveries = self._recoveries.all()
+        recovering = under_way(recoveries) if summary.state in MOVING else None
+        return View(summary, losses, self._evaluation_loss, self._phases(), list(self._events), recoveries, recovering)
+
+    def _of_this_machine(self) -> RunSummary:
         summary = self._summarizer.summary()
         if summary.state in MOVING and self._agents_are_gone():
             # They may have written how it ended since the summary was made.
             summary = self._summarizer.summary()
             if summary.state in MOVING:
                 summary = replace(summary, state="lost", message=self._last_words())
-        if summary.steps is None:
-            summary = replace(summary, steps=self._steps)
-        recoveries = self._recoveries.all()
-        recovering = under_way(recoveries) if summary.state in MOVING else None
-        return View(summary, losses, self._evaluation_loss, self._phases(), list(self._events), recoveries, recovering)
+        return summary
+
+    def _of_a_scheduler(self) -> RunSummary:
+        """It is asked less often than the files are read, and before them: a run may end between the two."""
+        if time.monotonic() - self._asked_at >= SCHEDULER_LOOK_SECONDS:
+            self._standing = standing_of(self.run)
+            self._asked_at = time.monotonic()
+        return settled(self._summarizer.summary(), self._standing)
 
     def _agents_are_gone(self) -> bool:
         return bool(read_agents(self.run)) and not living_agents(self.run)

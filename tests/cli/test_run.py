@@ -88,7 +88,7 @@ def test_detach_returns_while_the_run_goes_on(verbs: Verbs) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--on", "slurm"], "cannot be started yet"),
+        (["--on", "slurm"], "sbatch"),
         (["--on", "moon"], "local, slurm, kubernetes"),
         (["--name", "two words"], "is not a name"),
         (["--stop-at", "soon"], "such as 120, or a share such as 60%"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slurm_lab import slurm, slurm_lab  # noqa: F401 - fixtures of every test
 
 from craton.orchestration import kill_run, living_agents
 from craton.telemetry import list_runs

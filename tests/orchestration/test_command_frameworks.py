@@ -79,6 +79,7 @@ def check_shown(root: Path) -> None:
     assert shown["recoveries"]
 
 
+@pytest.mark.slow
 def test_a_script_of_plain_accelerate_under_torchrun(root: Path) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     run = start(root, example("command-accelerate"))

@@ -1,0 +1,44 @@
+"""Backends by their names. Those of schedulers are imported when they are first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import cast
+
+from craton.orchestration.backend import Backend, read_submission
+from craton.orchestration.draft import BACKENDS
+from craton.orchestration.errors import StartError
+from craton.telemetry import RunDirectory
+
+
+@cache
+def backend_of(name: str) -> Backend:
+    """`local`, `slurm` or `kubernetes`."""
+    if name == "local":
+        from craton.orchestration.local import LocalBackend
+
+        return LocalBackend()
+    if name == "slurm":
+        from craton.orchestration.slurm import SlurmBackend
+
+        return SlurmBackend()
+    if name == "kubernetes":
+        from importlib import import_module
+
+        return cast(Backend, import_module("craton.orchestration.kubernetes").KubernetesBackend())
+    raise StartError(f"{name!r} is not a backend; allowed: {', '.join(BACKENDS)}")
+
+
+def backend_of_run(run: RunDirectory) -> Backend:
+    """The backend that a run was handed to."""
+    return backend_of(read_submission(run).on)
+
+
+def pod_lines(run: RunDirectory, follow: bool = False, tail: int | None = None) -> Iterator[tuple[str, str]] | None:
+    """(pod, line) of a run whose logs are not in the directory that is seen here; None for any other."""
+    if read_submission(run).on != "kubernetes":
+        return None
+    from craton.orchestration.kubernetes import KubernetesBackend, is_elsewhere
+
+    return KubernetesBackend().logs(run, follow=follow, tail=tail) if is_elsewhere(run) else None

@@ -1,0 +1,98 @@
+"""What Slurm gave: which host is which node of the run, where it hangs in the network, and how it is reached.
+
+Nodes of a run keep their names (node-0, node-1, …) over all allocations, so that their files go on; the hosts behind
+them change. RUN/allocation.json says who is who now.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from craton.infrastructure import expand_hosts
+from craton.job import Layout
+from craton.orchestration.placement import order_nodes
+from craton.orchestration.slurm.records import NodeRecord, SwitchRecord
+from craton.telemetry import RunDirectory, read_json
+
+ALLOCATION_FILE = "allocation.json"
+
+
+@dataclass(frozen=True)
+class Host:
+    """One node of the run as it is now."""
+
+    name: str  # node-3
+    host: str  # what Slurm calls it
+    address: str  # at which the others reach it
+    leaf: str = ""  # the switch it hangs on; "": not known
+    path: tuple[str, ...] = ()  # its switches, broadest first
+
+
+@dataclass(frozen=True)
+class Allocation:
+    job: str
+    restarts: int
+    nodes: tuple[Host, ...]  # in the order of ranks
+
+    @property
+    def hosts(self) -> list[str]:
+        return [node.host for node in self.nodes]
+
+    @property
+    def leaves(self) -> dict[str, str]:
+        return {node.name: node.leaf for node in self.nodes if node.leaf}
+
+
+def allocate(
+    job: str,
+    restarts: int,
+    names: Sequence[str],
+    hosts: Iterable[str],
+    nodes: Iterable[NodeRecord],
+    switches: Iterable[SwitchRecord],
+    layout: Layout | None = None,
+    ranks_per_node: int = 1,
+) -> Allocation:
+    """The hosts in the order in which ranks should be neighbours, under the run's own names."""
+    addresses = {node.name: node.address for node in nodes}
+    paths = switch_paths(switches)
+    ordered = order_nodes({host: paths.get(host, ()) for host in hosts}, layout, ranks_per_node)
+    assert len(ordered) >= len(names), f"{len(names)} nodes are needed, {len(ordered)} were given"
+    return Allocation(
+        job,
+        restarts,
+        tuple(
+            Host(name, host, addresses.get(host, host), (paths.get(host) or ("",))[-1], paths.get(host, ()))
+            for name, host in zip(names, ordered, strict=False)
+        ),
+    )
+
+
+def switch_paths(switches: Iterable[SwitchRecord]) -> dict[str, tuple[str, ...]]:
+    """Host → the switches above it, broadest first."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for switch in switches:
+        for host in expand_hosts(switch.nodes):
+            found.setdefault(host, []).append((switch.level, switch.name))
+    return {host: tuple(name for _, name in sorted(above, reverse=True)) for host, above in found.items()}
+
+
+def write_allocation(run: RunDirectory, allocation: Allocation) -> None:
+    path = run.path / ALLOCATION_FILE
+    fresh = path.with_name(f".{ALLOCATION_FILE}.{os.getpid()}")
+    fresh.write_text(json.dumps(asdict(allocation), indent=1) + "\n", encoding="utf-8")
+    os.replace(fresh, path)
+
+
+def read_allocation(run: RunDirectory) -> Allocation | None:
+    """None before the first start of the run."""
+    document = read_json(Path(run.path) / ALLOCATION_FILE)
+    try:
+        nodes = tuple(Host(**{**each, "path": tuple(each.get("path", ()))}) for each in document["nodes"])
+        return Allocation(str(document["job"]), int(document["restarts"]), nodes)
+    except (KeyError, TypeError, ValueError):
+        return None

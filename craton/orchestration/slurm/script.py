@@ -1,0 +1,179 @@
+"""The batch script of a run: `sbatch_script` is pure, and what it returns is all that Slurm is told.
+
+The script does nothing but name what is asked for and become `python -m craton.orchestration.slurm.batch RUN`. A value
+that could mean something else to sbatch or to a shell is refused, so nothing from a job file is ever interpreted.
+Secrets are not in it: sbatch takes them, as it takes the rest, from the environment of whoever submits.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from craton.job import Job
+from craton.orchestration.draft import Draft
+from craton.orchestration.errors import StartError
+from craton.telemetry import RunDirectory
+
+SCRIPT_FILE = "job.sbatch"
+FOR_EVER_SECONDS = 365 * 86400.0  # without a time `--switches` waits five minutes; sites may allow less than asked
+LONGEST_SIGNAL_SECONDS = 65535  # sbatch(1), --signal
+BATCH = "craton.orchestration.slurm.batch"
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._@+-]*"
+_HOSTS = r"[A-Za-z0-9._-]+(?:\[[0-9,-]+\][A-Za-z0-9._-]*)*"
+_PATTERNS = {
+    "job-name": _NAME,
+    "partition": rf"{_NAME}(?:,{_NAME})*",
+    "account": _NAME,
+    "qos": _NAME,
+    "gres": r"[A-Za-z0-9_]+(?::[A-Za-z0-9_.-]+)*(?:,[A-Za-z0-9_]+(?::[A-Za-z0-9_.-]+)*)*",
+    "constraint": r"[A-Za-z0-9_(\[!][A-Za-z0-9_.=,&|*!\[\]()-]*",
+    "reservation": rf"{_NAME}(?:,{_NAME})*",
+    "exclude": rf"{_HOSTS}(?:,{_HOSTS})*",
+}
+# In an output path `%` and `\` stand for something else, and a quotation mark would end the value.
+_PATH = re.compile(r"""[^\x00-\x1f\x7f"'\\%`$#]+""")
+
+
+@dataclass(frozen=True)
+class ScriptOptions:
+    """What is not the job's business: who runs the script's one command, and what else sbatch is told."""
+
+    python: str = sys.executable
+    copies: int = 1  # runs NAME-1 … NAME-N of the same job, as an array
+    extra: dict[str, str] = field(default_factory=dict)  # more options, by name
+
+
+def sbatch_script(draft: Draft, run: RunDirectory, options: ScriptOptions | None = None) -> str:
+    """The script of a run; StartError where a value cannot be said to Slurm."""
+    options = options or ScriptOptions()
+    job = draft.job
+    directives = [_directive(name, value) for name, value in directives_of(draft, run, options).items()]
+    lines = ["#!/bin/sh", *directives]
+    if job.run.secrets:
+        lines.append(f"# from the environment of whoever submits: {', '.join(job.run.secrets)}")
+    command = shlex.join([options.python, "-m", BATCH])
+    target = shlex.quote(str(run.path))
+    if options.copies > 1:
+        target = f'{shlex.quote(copies_stem(run))}-"$SLURM_ARRAY_TASK_ID"'
+    return "\n".join([*lines, f"exec {command} {target}", ""])
+
+
+def directives_of(draft: Draft, run: RunDirectory, options: ScriptOptions) -> dict[str, str]:
+    """Option → value; an empty value is an option without one."""
+    job, launch = draft.job, draft.launch
+    wanted, scheduler = job.run, job.cluster.file.scheduler if job.cluster.file else None
+    gpus = launch.gpus_per_node or launch.ranks_per_node
+    folder, number = str(run.path), "%j"
+    if options.copies > 1:
+        folder, number = f"{copies_stem(run)}-%a", "%A"
+    values: dict[str, str | None] = {
+        "job-name": job.name,
+        "comment": f"craton:{job.name}",
+        "partition": wanted.partition or (scheduler.partition if scheduler else None),
+        "account": wanted.account or (scheduler.account if scheduler else None),
+        "qos": wanted.qos or (scheduler.qos if scheduler else None),
+        "nodes": str(len(launch.nodes)),
+        "ntasks-per-node": "1",
+        "gres": wanted.gres or (f"gpu:{launch.node_gpus}" if launch.gpus else None),
+        "exclusive": "" if wanted.exclusive else None,
+        "mem": "0" if wanted.exclusive else None,
+        "cpus-per-task": None if wanted.exclusive else str(gpus * launch.threads_per_rank),
+        "time": None if wanted.time_limit is None else duration(wanted.time_limit),
+        "signal": f"B:USR1@{signal_seconds(job)}",
+        "requeue": "",
+        "open-mode": "append",
+        "output": f"{folder}/logs/slurm-{number}.out",
+        "export": "ALL",
+        "constraint": wanted.constraint,
+        "reservation": wanted.reservation,
+        "exclude": ",".join(wanted.exclude) or None,
+        "array": f"1-{options.copies}" if options.copies > 1 else None,
+        "no-kill": "" if len(launch.nodes) > launch.working_nodes or launch.min_nodes else None,
+        **placement_of(draft),
+        **options.extra,
+    }
+    return {name: _checked(job, name, value) for name, value in values.items() if value is not None}
+
+
+def placement_of(draft: Draft) -> dict[str, str]:
+    """`--switches` where the network is a tree, `--segment` where it is made of blocks; nothing where all will do."""
+    job, num_nodes = draft.job, len(draft.launch.nodes)
+    if job.placement is None or num_nodes == 1 or job.placement.within == "zone":
+        return {}
+    within, where = job.placement.within, job.where("placement", "within")
+    if within == "node":
+        raise StartError(f"{where}{num_nodes} nodes cannot be within one node; write e.g. `within: leaf`")
+    file = job.cluster.file
+    block = file.scheduler.block_nodes if file and file.scheduler else None
+    leaf = file.levels.leaf.nodes if file and file.levels.leaf else None
+    size = block or leaf
+    if within == "leaf" and size and num_nodes > size:
+        raise StartError(
+            f"{where}{num_nodes} nodes do not fit on one leaf, which has {size}; write `within: spine`, or take fewer "
+            "nodes or spares"
+        )
+    if block:
+        segment = num_nodes if within == "leaf" else next(n for n in range(block, 0, -1) if num_nodes % n == 0)
+        return {"segment": str(segment)}
+    if within == "spine" and not leaf:
+        raise StartError(f"{where}how many leaves that may be is not known; say `levels: {{leaf: {{nodes: N}}}}`")
+    leaves = 1 if within == "leaf" else math.ceil(num_nodes / (leaf or num_nodes))
+    wait = FOR_EVER_SECONDS if job.placement.wait is None else job.placement.wait
+    return {"switches": f"{leaves}@{duration(wait)}"}
+
+
+def signal_seconds(job: Job) -> int:
+    """How long before its time limit the job is told; never more than half of it, for then it would do nothing else."""
+    limit = job.run.time_limit
+    seconds = job.run.save_before if limit is None else min(job.run.save_before, limit / 2)
+    return max(1, min(LONGEST_SIGNAL_SECONDS, int(seconds)))
+
+
+def duration(seconds: float) -> str:
+    """`1-02:03:00`: days, hours, whole minutes, rounded up."""
+    minutes = max(1, math.ceil(seconds / 60))
+    return f"{minutes // 1440}-{minutes // 60 % 24:02d}:{minutes % 60:02d}:00"
+
+
+def copies_stem(run: RunDirectory) -> str:
+    """`/runs/NAME` of the run NAME-1."""
+    return re.sub(r"-1$", "", str(run.path))
+
+
+def checked_path(path: Path | str) -> str:
+    """A path that sbatch takes as it is."""
+    text = str(path)
+    if not _PATH.fullmatch(text):
+        raise StartError(
+            f"Slurm cannot be given the path {text!r}: quotation marks, backslashes, line breaks and % $ # ` mean "
+            "something else to it; set CRATON_RUNS to another folder"
+        )
+    return text
+
+
+def _checked(job: Job, name: str, value: str) -> str:
+    if name == "output":
+        checked_path(value.replace("%a", "").replace("%A", "").replace("%j", ""))
+        return value
+    pattern = _PATTERNS.get(name)
+    if pattern is not None and not re.fullmatch(pattern, value):
+        key = "name" if name == "job-name" else f"run.{name}"
+        raise StartError(
+            f"{job.where(*key.split('.'))}{key} {value!r} is not one that Slurm knows how to read; use letters, digits "
+            "and . _ - as `scontrol show` prints them"
+        )
+    assert "\n" not in value, f"{name} would begin a line of its own"
+    return value
+
+
+def _directive(name: str, value: str) -> str:
+    """sbatch splits a line at blanks and honours quotation marks."""
+    plain = re.fullmatch(r"[A-Za-z0-9_.,:=@%/+-]*", value) is not None
+    shown = value if plain else f'"{value}"'
+    return f"#SBATCH --{name}" + (f"={shown}" if value else "")

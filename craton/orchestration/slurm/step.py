@@ -1,0 +1,77 @@
+"""The commands that the batch script starts on the nodes: pure lists of words, for every way of having Python there.
+
+Without `image:` the nodes run the Python of the virtual environment, which lies on a path they all see. An image is
+started by pyxis (`srun --container-image`) or, when it is a .sif file or a library:// or oras:// address, by Apptainer;
+Craton must be installed in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import craton.orchestration.slurm.node as node_program
+from craton.orchestration.draft import IMAGE_PYTHON
+
+APPTAINER = ("library://", "oras://", "docker-archive://", "oci-archive://", "shub://")
+NODE = "craton.orchestration.slurm.node"
+HYPERPOD = Path("/opt/sagemaker_cluster")  # is there on the nodes of a SageMaker HyperPod cluster
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is common to every step of a run."""
+
+    run: Path
+    python: str
+    image: str = ""
+    mounts: tuple[str, ...] = ()  # paths that are the same inside an image, beside the run's
+    gpus: bool = False
+    cpus_per_task: int = 0  # 0: the whole node
+    auto_resume: bool = False  # HyperPod replaces a node that fails during the step
+
+
+def agents_command(step: Step, hosts: Sequence[str]) -> list[str]:
+    """One agent on each of these hosts. A node that is lost does not end the others: the agents see to that."""
+    program = [IMAGE_PYTHON, "-m", NODE] if step.image else [step.python, node_program.__file__]
+    resume = ["--auto-resume=1"] if step.auto_resume else []
+    keep = ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+    return [*_srun(step, hosts, [*resume, *keep]), *_inside(step, [*program, str(step.run)])]
+
+
+def doctor_command(step: Step, hosts: Sequence[str], reports: Path, instance: str = "") -> list[str]:
+    """Pre-flight on each host, which leaves its report in the folder as HOST.json."""
+    program = [IMAGE_PYTHON if step.image else step.python, "-m", "craton", "doctor", "--json"]
+    program += ["--cluster", instance] if instance else []
+    options = ["--no-kill", "--kill-on-bad-exit=0", "--wait=0", f"--output={reports}/%N.json"]
+    return [*_srun(step, hosts, options), *_inside(step, program)]
+
+
+def uses_apptainer(image: str) -> bool:
+    return image.endswith(".sif") or image.startswith(APPTAINER)
+
+
+def _srun(step: Step, hosts: Sequence[str], options: Sequence[str]) -> list[str]:
+    count = str(len(hosts))
+    words = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"]
+    # Binding one task to one core would leave the ranks of a whole node on it.
+    words += ["--mpi=none", "--cpu-bind=none", "--export=ALL", *options]
+    if step.cpus_per_task:  # srun does not take it over from sbatch (since 22.05)
+        words.append(f"--cpus-per-task={step.cpus_per_task}")
+    if step.image and not uses_apptainer(step.image):
+        mounts = ",".join(f"{path}:{path}" for path in _mounts(step))
+        words += [f"--container-image={step.image}", f"--container-mounts={mounts}", "--no-container-mount-home"]
+    return words
+
+
+def _inside(step: Step, program: list[str]) -> list[str]:
+    if not step.image or not uses_apptainer(step.image):
+        return program
+    gpus = ["--nv"] if step.gpus else []
+    binds = [word for path in _mounts(step) for word in ("--bind", path)]
+    return ["apptainer", "exec", *gpus, *binds, step.image, *program]
+
+
+def _mounts(step: Step) -> list[str]:
+    return list(dict.fromkeys([str(step.run.parent), *step.mounts]))

@@ -1,0 +1,376 @@
+"""Why a job waits, in one sentence: what it needs, what there is, and when it may start.
+
+Pure: a job and a snapshot of the cluster in, a sentence out. Slurm's reason says which kind of waiting it is; what is
+free, who ends when, and which nodes are away is counted here, for Slurm does not tell.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from craton.infrastructure import TopologyError, expand_hosts
+from craton.orchestration.slurm.records import JobRecord, NodeRecord
+from craton.orchestration.slurm.tools import Snapshot
+
+REASONS = Path(__file__).with_name("reasons.toml")
+HELD = (
+    *("JobHeldUser", "JobHeldAdmin", "launch_failed_requeued_held", "launch_failure_limit_exceeded_requeued_held"),
+    *("JobHoldMaxRequeue",),
+)
+SHOWN_NODES = 3
+SECONDS_PER_DAY = 86400.0
+
+_WHAT = {
+    "Node": "nodes",
+    "Nodes": "nodes",
+    "GRES": "GPUs",
+    "Gres": "GPUs",
+    "Cpu": "cores",
+    "CPU": "cores",
+    "Cpus": "cores",
+    "Mem": "memory",
+    "Memory": "memory",
+    "Job": "jobs",
+    "Jobs": "jobs",
+    "Submit": "submitted jobs",
+    "SubmitJob": "submitted jobs",
+    "SubmitJobs": "submitted jobs",
+    "Wall": "time",
+    "Billing": "billed resources",
+    "BB": "burst buffers",
+    "Energy": "energy",
+    "License": "licenses",
+    "Unknown": "resources",
+}
+_LIMIT = re.compile(
+    r"(?P<owner>QOS|Assoc)(?P<scope>Grp|Max|Min)(?P<what>SubmitJobs?|Submit|Jobs?|Nodes?|GRES|Gres|CPU|Cpus?|Memory|Mem|"
+    r"Wall|Billing|BB|Energy|License|Unknown)(?:Duration)?(?P<minutes>(?:Run)?Minutes|Mins)?"
+    r"(?P<share>PerUser|PerAccount|PerAcct|PerJob|PerNode)?(?P<late>(?:Run)?Minutes|Mins)?(?:Limit|NotSatisfied)?"
+)
+
+
+@dataclass(frozen=True)
+class Earliest:
+    """When enough nodes will be free, and by the end of which job."""
+
+    moment: float
+    job: str
+
+
+def why_waiting(job: JobRecord, cluster: Snapshot, now: float) -> str:
+    """`needs 4 nodes on one leaf; leaf2 has 3 free; earliest 14:05 when job 812 ends`"""
+    reason = job.reason.partition(",")[0]
+    teller = _TELLERS.get(reason)
+    if teller is not None:
+        return teller(job, cluster, now)
+    if told := _told(job, reason or "None"):
+        return told
+    if limit := limit_in_words(job, reason):
+        return limit
+    return f"Slurm says {job.reason}; `scontrol show job {job.id}` tells more"
+
+
+def limit_in_words(job: JobRecord, reason: str) -> str:
+    """`QOSMaxNodePerUserLimit`: whose limit, of what, for whom."""
+    match = _LIMIT.fullmatch(reason)
+    if match is None:
+        return ""
+    is_qos = match["owner"] == "QOS"
+    owner = f"the QOS {job.qos or 'of the job'}" if is_qos else f"the account {job.account or 'of the job'}"
+    what = _WHAT.get(match["what"] or "Unknown", "resources")
+    if match["minutes"] or match["late"]:
+        what = f"{what.removesuffix('s')} minutes"
+    share = match["share"] or ""
+    whom = {"PerUser": "for each user", "PerJob": "for one job", "PerNode": "on one node", "": ""}.get(
+        share, "for each account"
+    )
+    if match["scope"] == "Grp":
+        return f"all jobs of {owner} together use as many {what} as they may; it starts when one of them ends"
+    if match["scope"] == "Min":
+        return f"{owner} is only for jobs with more {what}; ask for more, or give another one"
+    if share == "PerJob" or match["what"] == "Wall":
+        less = "less" if what in ("time", "memory", "energy") else "fewer"
+        return f"{owner} allows a job {less} {what} than it asks for; ask for less, or give another one in the job file"
+    return f"{owner} allows no more {what} {whom}".rstrip() + "; it starts when another of your jobs ends"
+
+
+def _resources(job: JobRecord, cluster: Snapshot, now: float) -> str:
+    usable = _usable(job, cluster)
+    free = [node.name for node in usable if node.is_free]
+    needed = max(1, job.num_nodes)
+    ends = _ends(cluster)
+    if job.switches:
+        return _on_few_leaves(job, cluster, usable, free, ends, now)
+    where = f" of {len(usable)} in {job.partition}" if job.partition else f" of {len(usable)}"
+    parts = [f"needs {_nodes(needed)}{_of_kind(job)}; {len(free)}{where} {'is' if len(free) == 1 else 'are'} free"]
+    return "; ".join([*parts, *_missing(job, cluster), *_when(_enough(needed, free, usable, ends), job, now)])
+
+
+def _on_few_leaves(
+    job: JobRecord,
+    cluster: Snapshot,
+    usable: Sequence[NodeRecord],
+    free: Sequence[str],
+    ends: Sequence[tuple[float, str, set[str]]],
+    now: float,
+) -> str:
+    """Free nodes are counted leaf by leaf: as many as it needs may be free, but not together."""
+    names = {node.name for node in usable}
+    leaves = {switch.name: set(_hosts(switch.nodes)) & names for switch in cluster.switches if switch.level == 0}
+    leaves = {name: hosts for name, hosts in leaves.items() if hosts}
+    needed = max(1, job.num_nodes)
+    kind = "one leaf" if job.switches == 1 else f"at most {job.switches} leaves"
+    counts = {name: len(hosts & set(free)) for name, hosts in leaves.items()}
+    best = sorted(counts, key=lambda name: (-counts[name], name))[: job.switches]
+    there = " and ".join(f"{name} has {counts[name]} free" for name in best) or "no leaf is known"
+    parts = [f"needs {_nodes(needed)}{_of_kind(job)} on {kind}; {there}"]
+    if job.switches == 1:
+        chances = [
+            found
+            for hosts in leaves.values()
+            if (found := _enough(needed, [n for n in free if n in hosts], [n for n in usable if n.name in hosts], ends))
+        ]
+        earliest = min(chances, key=lambda chance: chance.moment, default=None)
+    else:
+        earliest = None
+    patience = job.switch_wait_seconds
+    if patience and patience < SECONDS_PER_DAY:
+        parts.append(f"after {_span(patience)} any {_nodes(needed)} will do")
+    return "; ".join([*parts, *_missing(job, cluster), *_when(earliest, job, now)])
+
+
+def _priority(job: JobRecord, cluster: Snapshot, now: float) -> str:
+    before = cluster.before(job)
+    if not before:
+        return "; ".join(["other jobs come first", *_when(None, job, now)])
+    first = before[0]
+    listed = ", ".join(each.id for each in before[:SHOWN_NODES]) + (", …" if len(before) > SHOWN_NODES else "")
+    come = f"{len(before)} jobs come" if len(before) > 1 else "1 job comes"
+    needs = f"job {first.id} needs {_nodes(max(1, first.num_nodes))}"
+    return "; ".join([f"{come} first in {job.partition} ({listed}); {needs}", *_when(None, job, now)])
+
+
+def _dependency(job: JobRecord, cluster: Snapshot, now: float) -> str:
+    known = {each.id: each for each in cluster.jobs}
+    numbers = re.findall(r":(\d+(?:_\d+)?)", job.dependency)
+    if not numbers:
+        return f"waits for what it depends on: {job.dependency or 'not told'}"
+    how = {
+        "afterok": "to end well",
+        "afterany": "to end",
+        "after": "to start",
+        "afternotok": "to fail",
+        "singleton": "to end",
+    }.get(job.dependency.partition(":")[0], "")
+    said = []
+    for number in numbers:
+        other = known.get(number)
+        state = "" if other is None else f", which is {other.state.lower()}"
+        until = f" until {_clock(other.end, now)} at the latest" if other and other.end and not other.is_pending else ""
+        said.append(f"job {number}{state}{until}")
+    return f"waits for {' and '.join(said)}{f' {how}' if how and len(said) == 1 and not known.get(numbers[0]) else ''}"
+
+
+def _not_available(job: JobRecord, cluster: Snapshot, now: float) -> str:
+    asked = set(_hosts(job.required))
+    listed = re.search(r"UnavailableNodes:(\S+)", job.reason)
+    named = set(_hosts(listed[1])) if listed else set()
+    away = [node for node in cluster.nodes if node.is_away and (node.name in named or node.name in asked or not named)]
+    if asked:
+        away = [node for node in away if node.name in asked] or away
+    parts = [f"needs {_nodes(max(1, job.num_nodes))}"]
+    if away:
+        parts.append(_away(away))
+    elif named:
+        parts.append(f"{', '.join(sorted(named))} cannot be used now")
+    reserved = [
+        each
+        for each in cluster.reservations
+        if each.name != job.reservation and each.start and (not named or named & set(_hosts(each.nodes)))
+    ]
+    if not away and reserved:
+        first = min(reserved, key=lambda each: each.start or 0.0)
+        until = f" until {_clock(first.end, now)}" if first.end else ""
+        parts.append(f"the reservation {first.name} has nodes from {_clock(first.start, now)}{until}")
+        if job.time_limit_seconds is not None and first.start and first.start > now:
+            parts.append("a shorter run.time_limit may fit before it")
+    return "; ".join([*parts, *_when(None, job, now)])
+
+
+def _reservation(job: JobRecord, cluster: Snapshot, now: float) -> str:
+    found = next((each for each in cluster.reservations if each.name == job.reservation), None)
+    if found is None:
+        return f"waits for its reservation {job.reservation}, which is not there (yet)"
+    if found.start and found.start > now:
+        return f"waits for its reservation {found.name}, which begins {_clock(found.start, now)}"
+    nodes = len(_hosts(found.nodes))
+    return f"waits for nodes of its reservation {found.name}, which has {nodes}" + (
+        f" and ends {_clock(found.end, now)}" if found.end else ""
+    )
+
+
+def _begin_time(job: JobRecord, cluster: Snapshot, now: float) -> str:
+    times = f"{job.restarts} time{'s' if job.restarts > 1 else ''}"
+    again = f"was started again {times} already and " if job.restarts else ""
+    if job.start and job.start > now:
+        return f"{again}may start {_clock(job.start, now)}" + (" (Slurm pauses after a requeue)" if again else "")
+    return f"{again}may start in a moment" if again else "its earliest start is in a moment"
+
+
+def _time_limit(job: JobRecord, cluster: Snapshot, now: float) -> str:
+    partition = next((each for each in cluster.partitions if each.name == job.partition), None)
+    asked = _span(job.time_limit_seconds) if job.time_limit_seconds else "no limit"
+    allowed = f" {_span(partition.max_seconds)}" if partition and partition.max_seconds else " less"
+    return (
+        f"asks for {asked}, and the partition {job.partition} allows{allowed}; give a shorter run.time_limit (at its "
+        "end the job saves and is requeued), or another run.partition"
+    )
+
+
+def _node_limit(job: JobRecord, cluster: Snapshot, now: float) -> str:
+    partition = next((each for each in cluster.partitions if each.name == job.partition), None)
+    there = sum(job.partition in node.partitions for node in cluster.nodes)
+    most = partition.max_nodes if partition and partition.max_nodes is not None else there
+    away = [node for node in cluster.nodes if job.partition in node.partitions and node.is_away]
+    allowed = f"the partition {job.partition} allows {most}" if most else f"the partition {job.partition} has too few"
+    parts = [f"needs {_nodes(max(1, job.num_nodes))}, and {allowed}"]
+    return "; ".join([*parts, *([_away(away)] if away else [])])
+
+
+_TELLERS: dict[str, Callable[[JobRecord, Snapshot, float], str]] = {
+    "Resources": _resources,
+    "Priority": _priority,
+    "Dependency": _dependency,
+    "ReqNodeNotAvail": _not_available,
+    "Nodes_required_for_job_are_DOWN": _not_available,
+    "Reservation": _reservation,
+    "BeginTime": _begin_time,
+    "PartitionTimeLimit": _time_limit,
+    "PartitionNodeLimit": _node_limit,
+}
+
+
+def _told(job: JobRecord, reason: str) -> str:
+    """A sentence of the table, with the job's own words in it."""
+    entry = _table().get(reason)
+    if entry is None:
+        return ""
+    words = {
+        "job": job.id,
+        "partition": job.partition or "of the job",
+        "account": job.account or "of the job",
+        "qos": job.qos or "of the job",
+        "reservation": job.reservation or "of the job",
+        "licenses": job.licenses or "not told which",
+        "dependency": job.dependency or "not told what",
+        "nodes": job.num_nodes,
+        "constraint": f" with {job.features}" if job.features else "",
+    }
+    sentence, remedy = str(entry["sentence"]), str(entry.get("remedy", ""))
+    return "; ".join(part.format(**words) for part in (sentence, remedy) if part)
+
+
+@cache
+def _table() -> Mapping[str, Any]:
+    return tomllib.loads(REASONS.read_text(encoding="utf-8"))
+
+
+def _usable(job: JobRecord, cluster: Snapshot) -> list[NodeRecord]:
+    """Nodes that the job could ever run on, as they are now."""
+    excluded = set(_hosts(job.excluded))
+    partitions = set(job.partition.split(",")) - {""}
+    wanted = [each for each in re.split(r"[&,]", job.features) if re.fullmatch(r"[A-Za-z0-9_.=-]+", each)]
+    return [
+        node
+        for node in cluster.nodes
+        if not node.is_away
+        and node.name not in excluded
+        and (not partitions or partitions & set(node.partitions))
+        and all(each in node.features for each in wanted)
+    ]
+
+
+def _missing(job: JobRecord, cluster: Snapshot) -> list[str]:
+    """Nodes of the job's partition that are away, with the reason that somebody gave."""
+    partitions = set(job.partition.split(",")) - {""}
+    away = [node for node in cluster.nodes if node.is_away and (not partitions or partitions & set(node.partitions))]
+    avoided = _hosts(job.excluded)
+    told = [_away(away)] if away else []
+    return [*told, f"it avoids {', '.join(avoided[:SHOWN_NODES])}"] if avoided else told
+
+
+def _away(nodes: Sequence[NodeRecord]) -> str:
+    """`g3 is drained (hc: ecc row remap), 2 more are down`"""
+    said = []
+    for node in nodes[:SHOWN_NODES]:
+        state = "drained" if "DRAIN" in node.states else "down" if "DOWN" in node.states else "away"
+        said.append(f"{node.name} is {state}" + (f" ({node.reason})" if node.reason else ""))
+    more = len(nodes) - SHOWN_NODES
+    return ", ".join([*said, *([f"{more} more {'is' if more == 1 else 'are'} away"] if more > 0 else [])])
+
+
+def _ends(cluster: Snapshot) -> list[tuple[float, str, set[str]]]:
+    """(when, job, its nodes) of all that run, by their time limits; soonest first."""
+    running = [job for job in cluster.jobs if job.nodes and job.end and not job.is_pending and not job.has_ended]
+    return sorted(((job.end or 0.0, job.id, set(_hosts(job.nodes))) for job in running), key=lambda each: each[:2])
+
+
+def _enough(
+    needed: int,
+    free: Iterable[str],
+    usable: Iterable[NodeRecord],
+    ends: Sequence[tuple[float, str, set[str]]],
+) -> Earliest | None:
+    """The end of a job after which so many of these nodes are free; None when none of the ends suffices."""
+    names, there = {node.name for node in usable}, set(free)
+    for moment, number, nodes in ends:
+        there |= nodes & names
+        if len(there) >= needed:
+            return Earliest(moment, number)
+    return None
+
+
+def _when(earliest: Earliest | None, job: JobRecord, now: float) -> list[str]:
+    if earliest is not None and earliest.moment > now:
+        return [f"earliest {_clock(earliest.moment, now)} when job {earliest.job} ends"]
+    if job.start and job.start > now:
+        return [f"Slurm expects to start it {_clock(job.start, now)}"]
+    return []
+
+
+def _of_kind(job: JobRecord) -> str:
+    return f" with {job.features}" if job.features else ""
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' if count != 1 else ''}"
+
+
+def _hosts(text: str) -> list[str]:
+    try:
+        return expand_hosts(text) if text else []
+    except TopologyError:
+        return []
+
+
+def _clock(moment: float | None, now: float) -> str:
+    """`14:05`, with the date where it is not today's or tomorrow's."""
+    if moment is None:
+        return "at an unknown time"
+    then = datetime.fromtimestamp(moment)
+    is_near = abs(moment - now) < SECONDS_PER_DAY / 2 or then.date() == datetime.fromtimestamp(now).date()
+    return then.strftime("%H:%M") if is_near else then.strftime("%d %b %H:%M")
+
+
+def _span(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes / 60:.3g} h" if minutes < 2880 else f"{minutes / 1440:.3g} d"

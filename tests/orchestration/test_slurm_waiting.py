@@ -1,0 +1,265 @@
+"""Why a job waits: one sentence for every reason, from what the cluster looks like."""
+
+from __future__ import annotations
+
+import tomllib
+from datetime import datetime
+
+import pytest
+
+from craton.orchestration.slurm import Snapshot, why_waiting
+from craton.orchestration.slurm.records import (
+    JobRecord,
+    NodeRecord,
+    PartitionRecord,
+    ReservationRecord,
+    SwitchRecord,
+)
+from craton.orchestration.slurm.waiting import HELD, REASONS, limit_in_words
+
+NOON = datetime(2026, 11, 15, 12, 0).timestamp()
+AT_1405 = datetime(2026, 11, 15, 14, 5).timestamp()
+AT_1600 = datetime(2026, 11, 15, 16, 0).timestamp()
+LEAVES = (
+    SwitchRecord("leaf1", 0, "g[1-4]"),
+    SwitchRecord("leaf2", 0, "g[5-8]"),
+    SwitchRecord("spine", 1, "g[1-8]"),
+)
+
+
+def cluster(
+    free: str = "", away: dict[str, str] | None = None, jobs: tuple[JobRecord, ...] = (), **more: object
+) -> Snapshot:
+    """g1 … g8 in the partition train; those in `free` are idle, those in `away` drained for a reason."""
+    away = away or {}
+    nodes = tuple(
+        NodeRecord(
+            name,
+            ("IDLE", "DRAIN") if name in away else ("IDLE",) if name in free.split() else ("ALLOCATED",),
+            reason=away.get(name, ""),
+            features=("h100",),
+            partitions=("train",),
+        )
+        for name in (f"g{number}" for number in range(1, 9))
+    )
+    return Snapshot(jobs=jobs, nodes=nodes, switches=LEAVES, **more)  # type: ignore[arg-type]
+
+
+def pending(reason: str, **more: object) -> JobRecord:
+    settings: dict[str, object] = {"partition": "train", "num_nodes": 4, "priority": 10, **more}
+    return JobRecord("900", "PENDING", reason=reason, **settings)  # type: ignore[arg-type]
+
+
+def running(number: str, nodes: str, end: float) -> JobRecord:
+    return JobRecord(number, "RUNNING", partition="train", nodes=nodes, end=end, start=NOON - 3600)
+
+
+BUSY = (running("811", "g[1-4]", AT_1600), running("812", "g8", AT_1405), running("813", "g9", NOON + 60))
+
+SITUATIONS = {
+    "resources": (
+        pending("Resources", num_nodes=4),
+        cluster("g5 g6 g7", jobs=BUSY),
+        "needs 4 nodes; 3 of 8 in train are free; earliest 14:05 when job 812 ends",
+    ),
+    "resources on one leaf": (
+        pending("Resources", switches=1, switch_wait_seconds=365 * 86400.0),
+        cluster("g5 g6 g7", jobs=BUSY),
+        "needs 4 nodes on one leaf; leaf2 has 3 free; earliest 14:05 when job 812 ends",
+    ),
+    "enough, but not together": (
+        pending("Resources", switches=1, switch_wait_seconds=600.0),
+        cluster("g1 g2 g5 g6", jobs=(running("811", "g[3-4]", AT_1600), running("812", "g[7-8]", AT_1405))),
+        "needs 4 nodes on one leaf; leaf1 has 2 free; after 10 min any 4 nodes will do; earliest 14:05 when job 812 "
+        "ends",
+    ),
+    "a drained node is missing": (
+        pending("Resources"),
+        cluster("g5 g6 g7", {"g8": "hc: ecc row remap"}, BUSY[:1]),
+        "needs 4 nodes; 3 of 7 in train are free; g8 is drained (hc: ecc row remap); earliest 16:00 when job 811 ends",
+    ),
+    "nothing that runs would be enough": (
+        pending("Resources", num_nodes=9, start=AT_1600),
+        cluster("", jobs=BUSY),
+        "needs 9 nodes; 0 of 8 in train are free; Slurm expects to start it 16:00",
+    ),
+    "nodes of a kind": (
+        pending("Resources", features="h100", excluded="g1"),
+        cluster("g2 g3", jobs=BUSY[1:2]),
+        "needs 4 nodes with h100; 2 of 7 in train are free; it avoids g1",
+    ),
+    "priority": (
+        pending("Priority", start=AT_1405),
+        cluster(jobs=(JobRecord("890", "PENDING", partition="train", priority=50, num_nodes=8),)),
+        "1 job comes first in train (890); job 890 needs 8 nodes; Slurm expects to start it 14:05",
+    ),
+    "priority, first come": (
+        pending("Priority", priority=50),
+        cluster(
+            jobs=tuple(
+                JobRecord(str(n), "PENDING", partition="train", priority=50) for n in (880, 881, 882, 900, 901, 883)
+            )
+        ),
+        "4 jobs come first in train (880, 881, 882, …); job 880 needs 1 node",
+    ),
+    "dependency": (
+        pending("Dependency", dependency="afterok:812(unfulfilled)"),
+        cluster(jobs=BUSY),
+        "waits for job 812, which is running until 14:05 at the latest",
+    ),
+    "dependency on what is gone": (
+        pending("Dependency", dependency="afterok:500(unfulfilled)"),
+        cluster(),
+        "waits for job 500 to end well",
+    ),
+    "a dependency that cannot be": (
+        pending("DependencyNeverSatisfied", dependency="afterok:500(failed)"),
+        cluster(),
+        "it waits for something that can never happen: afterok:500(failed); `craton stop` takes it back",
+    ),
+    "a drained node that it needs": (
+        pending("ReqNodeNotAvail,_UnavailableNodes:g[3,5]", num_nodes=8),
+        cluster("g1 g2", {"g3": "XID 79", "g5": "prolog error", "g8": "other"}),
+        "needs 8 nodes; g3 is drained (XID 79), g5 is drained (prolog error)",
+    ),
+    "nodes that are reserved": (
+        pending("ReqNodeNotAvail,_UnavailableNodes:g6", num_nodes=8, time_limit_seconds=86400.0),
+        cluster("g1", reservations=(ReservationRecord("maint", "g6", AT_1405, AT_1600),)),
+        "needs 8 nodes; g6 cannot be used now; the reservation maint has nodes from 14:05 until 16:00; a shorter "
+        "run.time_limit may fit before it",
+    ),
+    "a reservation to come": (
+        pending("Reservation", reservation="block"),
+        cluster(reservations=(ReservationRecord("block", "g[1-8]", AT_1405, AT_1600),)),
+        "waits for its reservation block, which begins 14:05",
+    ),
+    "a reservation that is full": (
+        pending("Reservation", reservation="block"),
+        cluster(reservations=(ReservationRecord("block", "g[1-8]", NOON - 60, AT_1600),)),
+        "waits for nodes of its reservation block, which has 8 and ends 16:00",
+    ),
+    "a pause after a requeue": (
+        pending("BeginTime", restarts=2, start=NOON + 120),
+        cluster(),
+        "was started again 2 times already and may start 12:02 (Slurm pauses after a requeue)",
+    ),
+    "held by its owner": (
+        pending("JobHeldUser"),
+        cluster(),
+        "it is held by its owner; `scontrol release 900` lets it go",
+    ),
+    "held by an administrator": (
+        pending("JobHeldAdmin"),
+        cluster(),
+        "it is held by an administrator; only they can let it go",
+    ),
+    "a prolog failed": (
+        pending("launch_failed_requeued_held"),
+        cluster(),
+        "a node could not start it (its prolog failed), so Slurm drained that node and holds the job; `craton resume` "
+        "lets it go",
+    ),
+    "too long for its partition": (
+        pending("PartitionTimeLimit", time_limit_seconds=172800.0),
+        cluster(partitions=(PartitionRecord("train", max_seconds=86400.0),)),
+        "asks for 2 d, and the partition train allows 24 h; give a shorter run.time_limit (at its end the job saves "
+        "and is requeued), or another run.partition",
+    ),
+    "too many nodes for its partition": (
+        pending("PartitionNodeLimit", num_nodes=20),
+        cluster(partitions=(PartitionRecord("train", max_nodes=16),)),
+        "needs 20 nodes, and the partition train allows 16",
+    ),
+    "a partition that is down": (
+        pending("PartitionDown"),
+        cluster(),
+        "the partition train is down; wait for its administrators, or give another run.partition",
+    ),
+    "nothing like it exists": (
+        pending("BadConstraints", features="h300"),
+        cluster(),
+        "no node can ever be what it asks for (4 nodes with h300); change run.constraint, run.gres or the number of "
+        "nodes",
+    ),
+    "licenses": (
+        pending("Licenses", licenses="solver:1"),
+        cluster(),
+        "it needs licenses that others use: solver:1",
+    ),
+    "an account that is not": (
+        pending("InvalidAccount", account="lab2"),
+        cluster(),
+        "the account lab2 may not be used, or does not exist; give another one in run.account (`sacctmgr show "
+        "associations user=$USER` lists yours)",
+    ),
+    "a QOS limit for each user": (
+        pending("QOSMaxNodePerUserLimit", qos="research"),
+        cluster(),
+        "the QOS research allows no more nodes for each user; it starts when another of your jobs ends",
+    ),
+    "a QOS limit for all": (
+        pending("QOSGrpGRES", qos="research"),
+        cluster(),
+        "all jobs of the QOS research together use as many GPUs as they may; it starts when one of them ends",
+    ),
+    "an account's limit": (
+        pending("AssocGrpNodeLimit", account="lab"),
+        cluster(),
+        "all jobs of the account lab together use as many nodes as they may; it starts when one of them ends",
+    ),
+    "an account's budget": (
+        pending("AssocGrpGRESMinutes", account="lab"),
+        cluster(),
+        "all jobs of the account lab together use as many GPU minutes as they may; it starts when one of them ends",
+    ),
+    "more than a job may": (
+        pending("QOSMaxWallDurationPerJobLimit", qos="short"),
+        cluster(),
+        "the QOS short allows a job less time than it asks for; ask for less, or give another one in the job file",
+    ),
+    "not looked at yet": (pending(""), cluster(), "Slurm has not looked at it yet"),
+    "something new": (
+        pending("MoonPhase"),
+        cluster(),
+        "Slurm says MoonPhase; `scontrol show job 900` tells more",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_the_sentence(name: str) -> None:
+    job, snapshot, sentence = SITUATIONS[name]
+    assert why_waiting(job, snapshot, NOON) == sentence
+
+
+def test_every_sentence_of_the_table_can_be_told() -> None:
+    table = tomllib.loads(REASONS.read_text())
+    for reason in table:
+        told = why_waiting(pending(reason), Snapshot(), NOON)
+        assert "{" not in told
+        assert not told.startswith("Slurm says"), reason
+    assert set(HELD) <= set(table)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        *("QOSGrpCpuLimit", "QOSGrpJobsLimit", "QOSGrpMemLimit", "QOSGrpNodeLimit", "QOSGrpSubmitJobsLimit"),
+        *("QOSGrpWallLimit", "QOSGrpGRESRunMinutes", "QOSMaxCpuPerUserLimit", "QOSMaxGRESPerUser", "QOSMaxGRESPerJob"),
+        *("QOSMaxJobsPerUserLimit", "QOSMaxJobsPerAccountLimit", "QOSMaxMemoryPerUser", "QOSMaxNodePerJobLimit"),
+        *("QOSMaxNodePerAccount", "QOSMaxSubmitJobPerUserLimit", "QOSMinGRES", "QOSMinCpuNotSatisfied", "QOSMinMemory"),
+        *("AssocGrpCpuLimit", "AssocGrpCPUMinutesLimit", "AssocGrpCPURunMinutesLimit", "AssocGrpGRES"),
+        *("AssocGrpJobsLimit", "AssocGrpMemLimit", "AssocGrpSubmitJobsLimit", "AssocGrpWallLimit"),
+        *("AssocMaxJobsLimit", "AssocMaxNodePerJobLimit", "AssocMaxWallDurationPerJobLimit", "AssocMaxGRESPerJob"),
+    ],
+)
+def test_limits_that_slurm_documents_are_put_into_words(reason: str) -> None:
+    told = limit_in_words(pending(reason, qos="q", account="a"), reason)
+    assert told.partition(";")[0].rstrip(), reason
+    assert ("the QOS q" if reason.startswith("QOS") else "the account a") in told
+
+
+def test_a_later_day_is_told_with_its_date() -> None:
+    later = datetime(2026, 11, 18, 9, 30).timestamp()
+    told = why_waiting(pending("Priority", start=later), Snapshot(), NOON)
+    assert told == "other jobs come first; Slurm expects to start it 18 Nov 09:30"
