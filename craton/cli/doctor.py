@@ -39,6 +39,14 @@ def doctor(
     bandwidth: Annotated[
         bool, typer.Option("--bandwidth", help="Measure all-reduce in pairs, up to 60 s, and find the slow one.")
     ] = False,
+    nccl_log: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|RUN",
+            help="Say which network NCCL is on, by the log of a rank, or by all logs of a run (NCCL_DEBUG=INFO).",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Look for silent degradation: GPUs, network, storage, limits, versions. Exit code 1 when something fails."""
@@ -46,11 +54,15 @@ def doctor(
 
     from craton.cli.live import make_console
     from craton.job import CratonError
-    from craton.orchestration import diagnose, diagnose_nodes
+    from craton.orchestration import diagnose, diagnose_nccl_log, diagnose_nodes
 
     if nodes is not None and root is not None:
         raise CratonError("--root is the image of one node; leave out NODES")
-    if nodes is not None:
+    if nccl_log is not None and (nodes is not None or root is not None or compute or bandwidth):
+        raise CratonError("--nccl-log reads what a run wrote; leave out NODES, --root, --compute and --bandwidth")
+    if nccl_log is not None:
+        found = diagnose_nccl_log(nccl_log, cluster)
+    elif nodes is not None:
         found = diagnose_nodes(nodes, cluster, compute=compute, bandwidth=bandwidth)
     else:
         found = diagnose(root, cluster, compute=compute, bandwidth=bandwidth)
@@ -87,6 +99,9 @@ def _show(found: Diagnosis, console: Console) -> None:
     told = ", ".join(
         f"{counted[severity]} {severity}" for severity in ("fail", "warn", "note", "ok") if counted[severity]
     )
+    if not found.nodes:
+        console.print(told, markup=False)
+        return
     names = ", ".join(f"{node['node']} ({node['instance'] or 'not in the catalog'})" for node in found.nodes[:4])
     more = f" and {len(found.nodes) - 4} more" if len(found.nodes) > 4 else ""
     console.print(f"{names}{more}: {told}", markup=False, soft_wrap=True)

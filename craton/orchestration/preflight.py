@@ -26,7 +26,7 @@ from craton.infrastructure import (
     report_json,
     resolve_cluster,
 )
-from craton.job import ClusterRef, load_cluster, load_job
+from craton.job import ClusterRef, Job, load_cluster, load_job
 from craton.orchestration.errors import StartError
 from craton.orchestration.preflight_finding import Expected, Finding, ordered, worst
 from craton.orchestration.preflight_gang import check_bandwidth, check_compute
@@ -47,7 +47,7 @@ class Diagnosis:
     """What `craton doctor` found on one node, or on several together."""
 
     findings: list[Finding]
-    nodes: list[dict[str, Any]] = field(default_factory=list)  # node, instance, report, compute
+    nodes: list[dict[str, Any]] = field(default_factory=list)  # node, instance, report, compute, compute_failed
     bandwidth: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -109,14 +109,18 @@ def preflight(run: RunDirectory, launch: Launch, node: str, root: NodeRoot | Non
     """
     begin = time.monotonic()
     place = root or NodeRoot()
-    job = load_job(run.job_path)
-    needed = launch.ranks_per_node if launch.gpus else 0
-    node_type = None if job.cluster.is_local else resolve_cluster(job.cluster, job.price).instance
-    _, found = examine(place, Expected(node_type, needed), {**place.environment, **launch.env})
+    expected = expected_by(load_job(run.job_path), launch)
+    _, found = examine(place, expected, {**place.environment, **launch.env})
     findings = [replace(finding, node=node) for finding in found]
     # Before its agent is started nobody else writes to the node's file, which has one writer at a time.
     record_preflight(run, launch.generation, node, findings, time.monotonic() - begin)
     return findings
+
+
+def expected_by(job: Job, launch: Launch) -> Expected:
+    """What a run needs of each of its nodes; fewer processes than GPUs still use all of the GPUs."""
+    node_type = None if job.cluster.is_local else resolve_cluster(job.cluster, job.price).instance
+    return Expected(node_type, launch.node_gpus if launch.gpus else 0, needs_network=launch.working_nodes > 1)
 
 
 def record_preflight(run: RunDirectory, generation: int, node: str, findings: list[Finding], seconds: float) -> None:
@@ -157,20 +161,35 @@ def diagnose(
     name = node_name(report, place)
     machine = wanted.instance if wanted is not None else instance_of(report)
     devices: list[dict[str, Any]] = []
+    untested: list[Finding] = []
     measured = None
+    count = len(report.gpus.cards)
     if compute:
-        devices = run_compute()
-        findings += check_compute({name: devices})
+        devices, died = run_compute()
+        untested = died or check_tested(devices, count, place)
+        findings += [*untested, *check_compute({name: devices})]
     if bandwidth:
-        count = len(report.gpus.cards)
         due = pair_bytes_per_second(machine, MEASURED_BYTES, between_nodes=False) if machine and count > 1 else 0.0
-        measured = run_bandwidth(count, due)
-        findings += check_bandwidth(measured)
+        measured, failed = run_bandwidth(count, due)
+        findings += failed if measured is None else check_bandwidth(measured)
     node = {
         "node": name,
         "instance": machine.name if machine else None,
         "report": report_json(report),
         "compute": devices,
+        "compute_failed": [finding.to_json() for finding in untested],
     }
     found = ordered(replace(finding, node=finding.node or name) for finding in findings)
     return Diagnosis(found, [node], measured)
+
+
+def check_tested(devices: list[dict[str, Any]], num_gpus: int, root: NodeRoot) -> list[Finding]:
+    """A self-test that quietly went to the processor has tested no card."""
+    if not num_gpus or not devices or "CUDA_VISIBLE_DEVICES" in root.environment:
+        return []
+    seen = sum(device["device"] != "cpu" for device in devices)
+    if seen >= num_gpus:
+        return []
+    remedy = "python -c 'import torch; torch.zeros(1, device=\"cuda\")' tells why; reboot the node if it is the driver"
+    said = f"nvidia-smi shows {num_gpus} GPUs, and torch could use {seen}"
+    return [Finding("infrastructure", "compute", "fail", said, remedy)]

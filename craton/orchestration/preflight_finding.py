@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from craton.infrastructure import Instance
@@ -33,7 +33,8 @@ class Expected:
     """What a node should be: an instance of the catalog or of a cluster file, or at least so many GPUs."""
 
     instance: Instance | None = None
-    num_gpus: int = 0  # that a run starts ranks for; 0: any
+    num_gpus: int = 0  # that a run needs on the node; 0: any
+    needs_network: bool = True  # False for a run that stays on one node
 
     @property
     def gpus(self) -> int:
@@ -49,6 +50,16 @@ class Expected:
 
 def worst(findings: Iterable[Finding]) -> Severity:
     return max((finding.severity for finding in findings), key=SEVERITIES.index, default="ok")
+
+
+def lowered(findings: Iterable[Finding], why: str) -> list[Finding]:
+    """The same without a `fail`: what does not matter here is worth knowing and no more."""
+    return [
+        replace(finding, severity="note", evidence=f"{finding.evidence} ({why})")
+        if finding.severity == "fail"
+        else finding
+        for finding in findings
+    ]
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:

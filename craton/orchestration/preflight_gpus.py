@@ -21,6 +21,10 @@ from craton.infrastructure import (
 from craton.orchestration.preflight_finding import Expected, Finding, Severity
 
 SAME_MEMORY = 0.05  # how far a card's memory may be from the catalog's: less is a slice of it, more another card
+OLD_XID_SECONDS = 3600.0
+# A card off the bus does not come back without a reset or a boot, and a failed remapping stays in the card's own
+# records: of these two nvidia-smi knows at any time whether they still hold.
+TOLD_BY_NVIDIA_SMI = (64, 79)
 HARDWARE_THROTTLE = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
 THERMAL_THROTTLE = ("sw_thermal_slowdown",)
 ACTION_SEVERITY: dict[HealthAction, Severity] = {
@@ -251,7 +255,7 @@ def check_nvlink(report: NodeReport, expected: Expected) -> list[Finding]:
 
 
 def check_xids(report: NodeReport) -> list[Finding]:
-    """The gravest of every card; what XID 154 said last wins over the table."""
+    """The gravest of every card that is not over; what XID 154 said last wins over the table."""
     log = report.kernel_log
     if not log.is_readable:
         said = f"the kernel log cannot be read: {log.error}"
@@ -261,7 +265,17 @@ def check_xids(report: NodeReport) -> list[Finding]:
     return [_of_card(report, bus, [xid for xid in log.xids if xid.bus_id == bus]) for bus in _buses(log.xids)]
 
 
-def _of_card(report: NodeReport, bus: str, xids: list[Xid]) -> Finding:
+def _of_card(report: NodeReport, bus: str, every: list[Xid]) -> Finding:
+    card = next((card for card in report.gpus.cards if card.bus_id.startswith(bus)), None)
+    # nvidia-smi tells nothing of a switch but what its cards see of it.
+    beside = (card,) if card is not None else report.gpus.cards if every[0].is_switch else ()
+    is_clean = bool(beside) and all(each.is_clean for each in beside)
+    xids = [xid for xid in every if not (is_clean and is_over(xid))]
+    place = card.label if card else f"{'NVSwitch' if every[0].is_switch else 'GPU'} {bus}"
+    if not xids:
+        gravest = max(every, key=lambda xid: HEALTH_ACTIONS.index(action_of(xid)))
+        past = f"{place}: {xid_text(gravest)}{_and_more(every)}, {_when(gravest)}; nvidia-smi reports the card clean"
+        return _finding("xid", "note", past, "nothing now; the same card again is worth a support case")
     said = next((xid for xid in reversed(xids) if xid.recovery), None)
     causes = [xid for xid in xids if not xid.recovery] or xids
     gravest = max(causes, key=lambda xid: HEALTH_ACTIONS.index(action_of(xid)))
@@ -269,14 +283,28 @@ def _of_card(report: NodeReport, bus: str, xids: list[Xid]) -> Finding:
     if said is not None:
         action = recovery_action(said.recovery)
         reason = f"{'' if gravest.recovery else f'{reason}; '}XID 154 says `{said.recovery}`"
-    card = next((card for card in report.gpus.cards if card.bus_id.startswith(bus)), None)
-    place = card.label if card else f"{'NVSwitch' if gravest.is_switch else 'GPU'} {bus}"
-    more = f" (and {len(xids) - 1} more)" if len(xids) > 1 else ""
     remedy = ACTION_REMEDY[action].replace("INDEX", str(card.index) if card else "INDEX")
     fact = xid_facts().get(gravest.code)
     if action in ("observe", "restart") and fact is not None and said is None:
         remedy = fact.advice
-    return _finding("xid", ACTION_SEVERITY[action], f"{place}: {reason}{more}", remedy)
+    return _finding("xid", ACTION_SEVERITY[action], f"{place}: {reason}{_and_more(xids)}", remedy)
+
+
+def is_over(xid: Xid) -> bool:
+    """Whether an XID of a card that nvidia-smi now reports clean tells of the past: its remedy may have been applied,
+    and the kernel log keeps it until the next boot."""
+    is_old = xid.age_seconds is not None and xid.age_seconds > OLD_XID_SECONDS
+    return xid.code in TOLD_BY_NVIDIA_SMI or is_old or xid.before_reload
+
+
+def _when(xid: Xid) -> str:
+    if xid.before_reload:
+        return "before the driver was loaded again"
+    return f"{xid.age_seconds / 3600:,.1f} h ago" if xid.age_seconds is not None else "at an unknown time"
+
+
+def _and_more(xids: list[Xid]) -> str:
+    return f" (and {len(xids) - 1} more)" if len(xids) > 1 else ""
 
 
 def action_of(xid: Xid) -> HealthAction:

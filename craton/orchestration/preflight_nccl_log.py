@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from craton.orchestration.preflight_finding import Expected, Finding
+from craton.agent import read_launch
+from craton.job import load_job
+from craton.orchestration.errors import StartError
+from craton.orchestration.preflight import Diagnosis, expected_by, expected_of
+from craton.orchestration.preflight_finding import Expected, Finding, lowered, ordered
+from craton.telemetry import find_run
 
 _USING = re.compile(r"NCCL INFO Using network (.+?)\s*$", re.MULTILINE)
 _CHANNEL = re.compile(r"NCCL INFO .*\bvia NET/([^/\s][^/\n]*)(/\S*)?")
@@ -33,6 +40,40 @@ class NcclNetwork:
         return bool(self.networks)
 
 
+def diagnose_nccl_log(log: str, cluster: str | None = None) -> Diagnosis:
+    """One log against `cluster`, or all logs of a run against what its own job says of its nodes."""
+    path = Path(log)
+    if path.is_file():
+        return Diagnosis(check_nccl_logs({path.stem: nccl_lines(path)}, expected_of(cluster) or Expected()))
+    run = find_run(log)
+    logs = {each.stem: nccl_lines(each) for each in sorted((run.path / "logs").glob("rank-*.log"))}
+    if not logs:
+        raise StartError(f"{run.name} has no logs of ranks yet; start it, with NCCL_DEBUG=INFO under run.env")
+    expected = expected_of(cluster)
+    if expected is None:
+        expected = expected_by(load_job(run.job_path), read_launch(run))
+    return Diagnosis(check_nccl_logs(logs, expected))
+
+
+def nccl_lines(path: Path) -> str:
+    """What NCCL wrote into a log, which may hold gigabytes of other things."""
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        return "".join(line for line in lines if "NCCL" in line)
+
+
+def check_nccl_logs(logs: Mapping[str, str], expected: Expected) -> list[Finding]:
+    """Name → text; one finding for all logs that say the same, with their names where not all do."""
+    alike: dict[Finding, list[str]] = defaultdict(list)
+    for name, text in logs.items():
+        for finding in check_nccl_log(text, expected):
+            alike[finding].append(name)
+    if len(alike) == 1:
+        return list(alike)
+    return ordered(
+        replace(finding, evidence=f"{_listed(names)}: {finding.evidence}") for finding, names in alike.items()
+    )
+
+
 def read_nccl_log(text: str) -> NcclNetwork:
     channels = _CHANNEL.findall(text)
     named = Counter([*_USING.findall(text), *(network.strip() for network, _ in channels)])
@@ -50,6 +91,11 @@ def read_nccl_log(text: str) -> NcclNetwork:
 
 def check_nccl_log(text: str, expected: Expected) -> list[Finding]:
     """Whether NCCL took the network that the node has."""
+    findings = _judged(text, expected)
+    return findings if expected.needs_network else lowered(findings, "this run stays on one node")
+
+
+def _judged(text: str, expected: Expected) -> list[Finding]:
     found, instance = read_nccl_log(text), expected.instance
     if not found.is_told:
         return [Finding("ML software", "nccl_network", "note", "the log does not tell", "start with NCCL_DEBUG=INFO")]
@@ -72,6 +118,11 @@ def check_nccl_log(text: str, expected: Expected) -> list[Finding]:
         remedy = "load nvidia_peermem, or NVIDIA's open kernel modules; unset NCCL_NET_GDR_LEVEL"
         return [Finding("ML software", "nccl_network", "warn", f"{told}, but without GPUDirect RDMA", remedy)]
     return [Finding("ML software", "nccl_network", "ok", told)]
+
+
+def _listed(names: list[str], shown: int = 4) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{', '.join(names[:shown])}{more}"
 
 
 def _crosses_nodes(text: str) -> bool:

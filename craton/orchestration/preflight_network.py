@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from statistics import median
 
 from craton.infrastructure import UNLIMITED, NodeReport, counter_facts, is_in, traps
-from craton.orchestration.preflight_finding import Expected, Finding, Layer, Severity
+from craton.orchestration.preflight_finding import Expected, Finding, Layer, Severity, lowered
 
 BUSY_BYTES = 1e12  # below which a device has not carried enough for its share to mean something
 FAIR_SHARE = 0.5  # of the median of its neighbours, which a device should have carried
@@ -31,7 +31,10 @@ def check_network(report: NodeReport, expected: Expected, environment: Mapping[s
         findings += [*check_gpudirect(report), *check_gdrcopy(report), *check_gpudirect_storage(report)]
     if report.fabric.devices:
         findings += check_locked_memory(report)
-    return [*findings, *check_environment(report, environment)]
+    findings += check_environment(report, environment)
+    # A pod on one node is given no EFA, and should not be: its ranks meet over NVLink. No trap of the environment that
+    # fails a node does so for anything but the network.
+    return findings if expected.needs_network else lowered(findings, "this run stays on one node")
 
 
 def check_efa_count(report: NodeReport, expected: Expected) -> list[Finding]:
@@ -112,15 +115,20 @@ def check_libfabric(report: NodeReport) -> list[Finding]:
 def check_plugin(report: NodeReport) -> list[Finding]:
     """Without aws-ofi-nccl NCCL does not know EFA, and says nothing."""
     fabric = report.fabric
-    if not fabric.plugins and not fabric.plugin_is_found:
-        remedy = "install the EFA installer 1.34 or later, which brings aws-ofi-nccl, and put it on LD_LIBRARY_PATH"
-        return [_finding("nccl_plugin", "fail", "aws-ofi-nccl is not there: NCCL would use TCP sockets", remedy)]
-    if not fabric.plugin_is_found:
-        folder = fabric.plugins[0].rpartition("/")[0]
+    if fabric.plugin_is_found:
+        version = fabric.versions.get("aws_ofi_nccl", "of unknown version")
+        return [_finding("nccl_plugin", "ok", f"aws-ofi-nccl {version} is found by the loader")]
+    remedy = "install the EFA installer 1.34 or later, which brings aws-ofi-nccl, and put it on LD_LIBRARY_PATH"
+    if fabric.plugins:
+        remedy = f"export LD_LIBRARY_PATH={fabric.plugins[0].rpartition('/')[0]}:$LD_LIBRARY_PATH"
+    if fabric.loaded_plugin:
+        beside = f"{fabric.plugins[0]} comes behind it" if fabric.plugins else "aws-ofi-nccl is not there"
+        said = f"NCCL gets {fabric.loaded_plugin}, which does not know EFA, and {beside}: it would use TCP sockets"
+    elif fabric.plugins:
         said = f"{fabric.plugins[0]} is there, but neither ldconfig nor LD_LIBRARY_PATH leads to it"
-        return [_finding("nccl_plugin", "fail", said, f"export LD_LIBRARY_PATH={folder}:$LD_LIBRARY_PATH")]
-    version = fabric.versions.get("aws_ofi_nccl", "of unknown version")
-    return [_finding("nccl_plugin", "ok", f"aws-ofi-nccl {version} is found by the loader")]
+    else:
+        said = "aws-ofi-nccl is not there: NCCL would use TCP sockets"
+    return [_finding("nccl_plugin", "fail", said, remedy)]
 
 
 def check_infiniband(report: NodeReport, expected: Expected) -> list[Finding]:

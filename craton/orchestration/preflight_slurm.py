@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,12 @@ def diagnose_nodes(nodes: str, cluster: str | None, *, compute: bool = False, ba
         findings += check_compute({entry["node"]: entry["compute"] for entry in entries if entry["compute"]})
     measured = None
     if bandwidth and len(hosts) > 1:
-        measured = _measure(file, nodes, hosts)
-        findings += check_bandwidth(measured)
+        try:
+            measured = _measure(file, nodes, hosts)
+            findings += check_bandwidth(measured)
+        except StartError as error:  # what the nodes said by themselves is not lost with it
+            remedy = "look for a node or a GPU that hangs; measure in two halves to find it"
+            findings.append(Finding("infrastructure", "bandwidth", "fail", str(error), remedy))
     return Diagnosis(ordered(findings), entries, measured)
 
 
@@ -90,6 +95,8 @@ def joined(
     entries = [entry for document in documents for entry in document["nodes"]]
     told = [Finding(**finding) for document in documents for finding in document["findings"]]
     findings = [finding for finding in told if finding.what not in GANG_CHECKS]
+    for entry in entries:  # a self-test that died on its node leaves too little to judge anew
+        findings += [replace(Finding(**each), node=entry["node"]) for each in entry.get("compute_failed", ())]
     answered = {entry["node"] for entry in entries}
     why = f": {said}" if said else ""
     for host in hosts:

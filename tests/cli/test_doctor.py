@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from infrastructure.node_images import HEALTHY
 
+from craton.agent import Launch, write_launch
 from craton.cli.app import main
+from craton.telemetry import RunDirectory
 
 FINDING_KEYS = {"layer", "what", "severity", "evidence", "remedy", "node"}
 
@@ -70,7 +72,7 @@ def test_json_has_the_same_keys_whatever_happened(doctor: Doctor, tmp_path: Path
         assert document["worst"] == ("fail" if wanted else "note")
         assert all(set(finding) == FINDING_KEYS for finding in document["findings"])
         (entry,) = document["nodes"]
-        assert set(entry) == {"node", "instance", "report", "compute"}
+        assert set(entry) == {"node", "instance", "report", "compute", "compute_failed"}
         assert set(entry["report"]) == {"host", "gpus", "fabric", "disks", "kernel_log", "software"}
         node.plugin = "1.17.2"
 
@@ -98,6 +100,8 @@ def test_this_machine_is_no_p5(doctor: Doctor) -> None:
         (["--root", "no-such-folder"], "is not a folder"),
         (["--root", ".", "--compute"], "leave out --compute"),
         (["--cluster", "p55"], "unknown instance 'p55'"),
+        (["--nccl-log", "no-such-run"], "no run named 'no-such-run'"),
+        (["--nccl-log", "x", "--compute"], "leave out NODES, --root, --compute"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], complaint: str, doctor: Doctor) -> None:
@@ -106,6 +110,51 @@ def test_bad_input_is_one_line(arguments: list[str], complaint: str, doctor: Doc
     assert errors.startswith("error: ")
     assert errors.count("\n") == 1
     assert complaint in errors
+
+
+EFA = "NCCL INFO Using network AWS Libfabric\nNCCL INFO Channel 00/0 : 7[7] -> 8[0] via NET/AWS Libfabric/0/GDRDMA\n"
+SOCKETS = "NCCL INFO Using network Socket\n"
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run on two p5 nodes whose third rank is on sockets."""
+    monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "runs"))
+    run = RunDirectory.create(tmp_path / "runs", "llama")
+    run.job_path.write_text("kind: command\ncluster: p5 x 2\ncommand: 'true'\n", encoding="utf-8")
+    write_launch(run, Launch(0, ["node-0", "node-1"], 8, ["true"], gpus=True))
+    for rank in range(16):
+        run.log_path(rank).parent.mkdir(exist_ok=True)
+        run.log_path(rank).write_text("step 1 loss 2.5\n" + (SOCKETS if rank == 3 else EFA), encoding="utf-8")
+    return run
+
+
+def test_nccls_network_is_told_from_the_logs_of_a_run(two_nodes: RunDirectory, doctor: Doctor) -> None:
+    code, output, _ = doctor("--nccl-log", "llama", "--json")
+    bad, good = json.loads(output)["findings"]
+    assert (code, bad["severity"], good["severity"]) == (1, "fail", "ok")
+    assert bad["evidence"].startswith("rank-00003: NCCL uses Socket instead of EFA")
+    assert good["evidence"].startswith("rank-00000, rank-00001, rank-00002, rank-00004 and 11 more: ")
+    two_nodes.log_path(3).write_text(EFA, encoding="utf-8")
+    code, output, _ = doctor("--nccl-log", "llama")
+    assert code == 0
+    assert "uses AWS Libfabric" in output
+
+
+def test_nccls_network_does_not_matter_within_a_node(two_nodes: RunDirectory, doctor: Doctor) -> None:
+    write_launch(two_nodes, Launch(0, ["node-0"], 8, ["true"], gpus=True))
+    code, output, _ = doctor("--nccl-log", "llama", "--json")
+    found = json.loads(output)["findings"]
+    assert code == 0
+    assert {each["severity"] for each in found} == {"note", "ok"}
+
+
+def test_nccls_network_is_told_from_one_log(two_nodes: RunDirectory, doctor: Doctor) -> None:
+    log = str(two_nodes.log_path(3))
+    assert doctor("--nccl-log", log)[0] == 0  # what else there is on that node, the log does not say
+    code, output, _ = doctor("--nccl-log", log, "--cluster", "p5")
+    assert code == 1
+    assert "uses Socket instead of EFA" in " ".join(output.split())
 
 
 SRUN = """
@@ -170,6 +219,7 @@ def test_without_srun_it_says_so(slurm: Path, doctor: Doctor, monkeypatch: pytes
     assert "srun is not installed here" in errors
 
 
+@pytest.mark.slow
 def test_the_self_test_is_part_of_it_when_asked_for() -> None:
     """The whole command as a user starts it, torch and all."""
     pytest.importorskip("torch")

@@ -71,6 +71,14 @@ def test_what_the_device_raises_is_part_of_the_result(monkeypatch: pytest.Monkey
     assert compute.check_device(CPU, 0.01).error == "CUDA error: uncorrectable ECC error encountered"
 
 
+def test_a_card_that_does_not_even_tell_its_name_is_part_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(device: torch.device) -> str:
+        raise RuntimeError("CUDA error: device not ready")
+
+    monkeypatch.setattr(compute, "device_name", lost)
+    assert compute.check_device(CPU, 0.01).error == "CUDA error: device not ready"
+
+
 def rounds_of(units: int, bad: set[int]) -> list[dict[tuple[int, int], float]]:
     """What would be measured, and how it goes on, with these units being slow."""
     rounds: list[dict[tuple[int, int], float]] = []
@@ -122,6 +130,7 @@ def measure_with_a_slow_rank(slow: int) -> dict[str, Any] | None:
         dist.all_reduce = real
 
 
+@pytest.mark.slow
 def test_the_rank_that_is_late_is_named(gang: Gang) -> None:
     found, *others = gang.run(measure_with_a_slow_rank, 2, ranks=4)
     assert others == [None] * 3
@@ -149,7 +158,9 @@ def test_pairs_of_this_machine_are_measured_by_processes() -> None:
     from craton.orchestration.preflight_gang import check_bandwidth
     from craton.orchestration.preflight_selftest import run_bandwidth
 
-    found = run_bandwidth(0)
+    found, failed = run_bandwidth(0)
+    assert failed == []
+    assert found is not None
     assert len(found["names"]) == 4
     assert [len(one) for one in found["rounds"]][:2] == [2, 2]
     (finding, *_) = check_bandwidth(found)

@@ -163,7 +163,13 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which nvidia-smi sees two H100s."""
     tool = tmp_path / "nvidia-smi"
     cards = "0, GPU-aaaa, NVIDIA H100 80GB HBM3, 81559\n1, GPU-bbbb, NVIDIA H100 80GB HBM3, 81559"
-    tool.write_text(f"#!/bin/sh\ncat <<END\n{cards}\nEND\n")
+    details = "".join(
+        f"<gpu id='00000000:0{place}:00.0'><uuid>GPU-{letter * 4}</uuid>"
+        "<product_name>NVIDIA H100 80GB HBM3</product_name></gpu>"
+        for place, letter in enumerate("ab")
+    )
+    xml = f"<nvidia_smi_log><driver_version>580.1</driver_version>{details}</nvidia_smi_log>"
+    tool.write_text(f'#!/bin/sh\ncase "$*" in\n*-x*) cat <<END\n{xml}\nEND\n;;\n*) cat <<END\n{cards}\nEND\n;;\nesac\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from infrastructure.node_images import DEGRADED, HEALTHY, Degraded, lab_cluster_file
+from infrastructure.node_images import DEGRADED, HEALTHY, Degraded, Node, lab_cluster_file
+from infrastructure.node_images.degraded import lose_card
 from slurm_lab import SlurmLab
 
 from craton.agent import Launch
@@ -85,6 +87,62 @@ def test_a_card_that_recovered_is_no_alarm(tmp_path: Path) -> None:
     assert "XID 95" in found[0].evidence
 
 
+LOADED = "[ 5000.0] NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  580.95.05"
+
+
+def xid_finding(node: Node, uptime: float, folder: Path) -> Finding:
+    node.files["proc/uptime"] = f"{uptime:.2f} 1234.56"
+    (found,) = [finding for finding in examine(NodeRoot(node.write(folder)))[1] if finding.what == "xid"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "uptime", "reloaded", "severity", "evidence"),
+    [
+        (95, 4242.0 + 1800, False, "fail", "XID 95"),
+        (95, 4242.0 + 7200, False, "note", "2.0 h ago"),
+        (95, 4242.0 + 1800, True, "note", "before the driver was loaded again"),
+        (79, 4242.0 + 1800, False, "note", "0.5 h ago"),
+        (64, 4242.0 + 1800, False, "note", "0.5 h ago"),
+    ],
+)
+def test_an_xid_whose_remedy_was_applied_is_a_note(
+    code: int, uptime: float, reloaded: bool, severity: str, evidence: str, tmp_path: Path
+) -> None:
+    node = HEALTHY["p5"]()
+    node.log.append(f"[ 4242.000000] NVRM: Xid (PCI:0000:63:00): {code}, pid=1, name=python")
+    node.log += [LOADED] if reloaded else []
+    finding = xid_finding(node, uptime, tmp_path)
+    assert (finding.severity, evidence in finding.evidence) == (severity, True), finding
+
+
+@pytest.mark.parametrize("change", [lose_card, lambda node: node.cards[1].xml.update({"gpu_recovery_action": "Reset"})])
+@pytest.mark.parametrize("code", [64, 79, 95])
+def test_an_old_xid_of_a_card_that_is_gone_or_not_clean_still_fails(
+    code: int, change: Callable[[Node], None], tmp_path: Path
+) -> None:
+    node = HEALTHY["p5"]()
+    node.log += [f"[ 4242.000000] NVRM: Xid (PCI:0000:63:00): {code}, pid=1, name=python", LOADED]
+    change(node)
+    assert xid_finding(node, 1e6, tmp_path).severity == "fail"
+
+
+@pytest.mark.parametrize(("link", "severity"), [(26.562, "note"), (0.0, "fail")])
+def test_an_old_sxid_is_judged_by_the_links_of_all_cards(link: float, severity: str, tmp_path: Path) -> None:
+    node = HEALTHY["p5"]()
+    node.log.append("[ 9.0] nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 30 LTSSM Fault Up")
+    node.cards[5].links[3] = link
+    assert xid_finding(node, 7200.0, tmp_path).severity == severity
+
+
+def test_a_new_xid_beside_an_old_one_is_the_one_that_counts(tmp_path: Path) -> None:
+    node = HEALTHY["p5"]()
+    for seconds, code in ((100, 64), (9000, 94), (9900, 95)):
+        node.log.append(f"[ {seconds}.0] NVRM: Xid (PCI:0000:63:00): {code}, pid=1, name=python")
+    finding = xid_finding(node, 10_000.0, tmp_path)
+    assert (finding.severity, "XID 95" in finding.evidence) == ("fail", True)
+
+
 def test_a_users_bug_is_not_the_nodes_fault(tmp_path: Path) -> None:
     node = HEALTHY["p5"]()
     node.log.append("NVRM: Xid (PCI:0000:63:00): 31, pid=4711, name=python, MMU Fault: ENGINE GRAPHICS")
@@ -147,6 +205,54 @@ def test_preflight_is_quick_and_becomes_an_event(tmp_path: Path) -> None:
     told = {finding["what"]: finding for finding in event["findings"]}
     assert told["gpu_row_remap"]["severity"] == "fail"
     assert "NCCL_PROTO=simple" in told["environment"]["evidence"]  # of the launch, not of this shell
+
+
+def run_of(cluster: str, folder: Path) -> RunDirectory:
+    run = RunDirectory.create(folder / "runs", "job")
+    run.job_path.write_text(f"kind: command\ncluster: {cluster}\ncommand: 'true'\n", encoding="utf-8")
+    return run
+
+
+@pytest.mark.parametrize("gpus", [8, 2])
+def test_a_pod_that_stays_on_its_node_needs_no_efa(gpus: int, tmp_path: Path) -> None:
+    """Neither a run on one node nor a server on a part of one asks for EFA, so that the pod has none of it."""
+    node = HEALTHY["p5-pod"]()
+    for port in node.ports:
+        port.visible = False
+    node.plugin, node.limits["locked memory"] = "", "65536"
+    node.hidden_cards = [card.bus for card in node.cards[gpus:]]
+    del node.cards[gpus:]
+    image = NodeRoot(node.write(tmp_path / "node"))
+    alone = preflight(
+        run_of("p5 x 1", tmp_path / "one"), Launch(0, ["node-0"], gpus, ["true"], gpus=True), "node-0", image
+    )
+    assert [finding for finding in alone if finding.severity == "fail"] == []
+    lower = {finding.what: finding for finding in alone if "stays on one node" in finding.evidence}
+    assert set(lower) >= {"efa_count", "libfabric", "nccl_plugin", "locked_memory"}
+    assert {finding.severity for finding in lower.values()} == {"note"}
+    two = Launch(0, ["node-0", "node-1"], gpus, ["true"], gpus=True)
+    apart = preflight(run_of("p5 x 2", tmp_path / "two"), two, "node-0", image)
+    assert {finding.what for finding in apart if finding.severity == "fail"} == set(lower)
+
+
+def test_ports_of_infiniband_do_not_matter_within_a_node(tmp_path: Path, lab: Path) -> None:
+    node = HEALTHY["lab-h100"]()
+    node.ports[2].state = "1: DOWN"
+    of_lab = expected_of(str(lab))
+    assert of_lab is not None
+    image = NodeRoot(node.write(tmp_path / "node"))
+    for needs_network, severity in ((True, "fail"), (False, "note")):
+        found = examine(image, dataclasses.replace(of_lab, needs_network=needs_network))[1]
+        assert {finding.what: finding.severity for finding in found}["infiniband"] == severity
+
+
+def test_fewer_processes_than_gpus_still_need_all_gpus(tmp_path: Path) -> None:
+    node = HEALTHY["p5"]()
+    node.hidden_cards.append(node.cards.pop().bus)
+    launch = Launch(0, ["node-0", "node-1"], 1, ["true"], gpus=True, gpus_per_node=8)
+    found = preflight(run_of("p5 x 2", tmp_path), launch, "node-0", NodeRoot(node.write(tmp_path / "node")))
+    (count,) = [finding for finding in found if finding.what == "gpu_count"]
+    assert (count.severity, "7 of 8 GPUs" in count.evidence) == ("fail", True)
 
 
 def test_preflight_of_a_local_run_needs_no_catalog(tmp_path: Path) -> None:
