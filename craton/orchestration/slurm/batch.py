@@ -99,12 +99,8 @@ class Batch:
 
     def _verdict_before(self) -> int | None:
         """What is over already; None: it goes on."""
-        if self._run.has("DONE"):
-            return EXIT_DONE
-        if self._run.has("FATAL"):
-            return EXIT_FAILED
-        if stopped_by_user(self._run):
-            return EXIT_DONE
+        if (verdict := self._said()) is not None:
+            return verdict
         self._run.unmark("STOP")
         if self._restarts > self._job.run.restarts:  # by Slurm itself, after lost nodes
             return self._give_up("its nodes were lost")
@@ -217,12 +213,8 @@ class Batch:
     # -- after ----------------------------------------------------------------------------------------------------
 
     def _verdict_after(self, lost: list[str]) -> int:
-        if self._run.has("DONE"):
-            return EXIT_DONE
-        if self._run.has("FATAL"):
-            return EXIT_FAILED
-        if stopped_by_user(self._run):
-            return EXIT_DONE
+        if (verdict := self._said()) is not None:
+            return verdict
         if self._is_ended:
             return EXIT_FAILED
         if self._run.has("STOP") and self._leave_by == float("inf") and _asked_by_itself(self._run):
@@ -245,6 +237,14 @@ class Batch:
                     deadline = min(deadline, time.monotonic() + SLURM_ENDS_SECONDS)
             time.sleep(LOOK_SECONDS)
         return self._is_ended
+
+    def _said(self) -> int | None:
+        """What the run's own markers say; None: nothing that ends the job."""
+        if self._run.has("DONE"):
+            return EXIT_DONE
+        if self._run.has("FATAL"):
+            return EXIT_FAILED
+        return EXIT_DONE if stopped_by_user(self._run) else None
 
     def _again(self, why: str, exclude: Sequence[str] = ()) -> int:
         """Asks Slurm to start the job again, and waits for the end that this means for this process."""
