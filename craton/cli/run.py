@@ -62,12 +62,14 @@ def run(
         start_run,
         with_chaos,
     )
+    from craton.telemetry import runs_root
 
     console = make_console(as_json)
     wanted = with_chaos(named_job(load_job(job), name), chaos or ())
     root = root_of(wanted, on)
     if not dry_run:
-        check_name_is_free(root, wanted.name)
+        for place in dict.fromkeys((root, runs_root())):  # a run that lies elsewhere is linked into the second
+            check_name_is_free(place, wanted.name)
     with progress("planning") as report:
         draft = draft_run(
             wanted,
@@ -262,12 +264,15 @@ def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
     from craton.orchestration import StartError
 
     plan, serving = draft.plan, draft.serving
+    copies = draft.job.run.copies
     if yes:
         return
     if serving is not None and serving.dollars_per_hour is not None:
         dollars = f"{figures.dollars(serving.dollars_per_hour)} an hour"
     elif plan is not None and plan.cost is not None:
-        dollars = figures.dollars(_share_left(plan, begin) * plan.cost.cost_dollars)
+        dollars = figures.dollars(copies * _share_left(plan, begin) * plan.cost.cost_dollars)
+    elif plan is None and serving is None and (hourly := draft.dollars_per_hour) is not None:
+        dollars = f"{figures.dollars(copies * hourly)} an hour"
     else:
         return
     if not sys.stdin.isatty():

@@ -53,6 +53,14 @@ class Draft:
     def num_spares(self) -> int:
         return len(self.launch.nodes) - self.launch.working_nodes
 
+    @property
+    def dollars_per_hour(self) -> float | None:
+        """Of all nodes, spares included; None where they have no price."""
+        if self.job.cluster.is_local:
+            return None
+        price = resolve_cluster(self.job.cluster, self.job.price).price
+        return None if price is None else price.dollars_per_hour * len(self.launch.nodes)
+
     def files(self) -> dict[str, str]:
         """Name → text of every file that a launch writes into the run directory."""
         texts = {"job.yaml": dump_job(self.job)}

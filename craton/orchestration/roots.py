@@ -39,7 +39,7 @@ def link_run(run: RunDirectory) -> None:
         return
     root.mkdir(parents=True, exist_ok=True)
     link = root / run.name
-    if link.is_symlink():  # of a run that is gone
+    if link.is_symlink() and not link.exists():  # of a run that is gone
         link.unlink()
     if not link.exists():
         link.symlink_to(run.path)

@@ -47,11 +47,12 @@ def standings_of(runs: Iterable[RunDirectory]) -> dict[str, Standing]:
 
 def settled(summary: RunSummary, standing: Standing) -> RunSummary:
     """A summary of the run's files, put right by what its scheduler says."""
-    if summary.state in ("done", "failed"):
+    is_over = standing.condition not in ("waiting", "running") or (summary.path / "DONE").exists()
+    if summary.state == "failed" or (summary.state == "done" and is_over):
         return summary
     if standing.condition == "waiting":
         return replace(summary, state="waiting", message=standing.sentence or standing.reason, eta_seconds=None)
-    if standing.condition == "running" and summary.state in ("lost", "stopped"):
+    if standing.condition == "running" and summary.state in ("lost", "stopped", "done"):
         return replace(summary, state="starting", message="")
     if standing.condition == "ended" and summary.state in (*MOVING, "lost"):
         if (summary.path / "STOP").exists():

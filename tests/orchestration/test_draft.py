@@ -195,3 +195,10 @@ def test_more_gpus_than_there_are_is_refused_before_the_start() -> None:
     three = parse_job("kind: command\ncommand: x\ncluster: local x 3\n")
     with pytest.raises(StartError, match="cannot share 2 GPUs equally"):
         draft_run(three, RUN)
+
+
+def test_a_command_on_machines_that_cost_has_a_price_too() -> None:
+    text = "kind: command\ncommand: [python, train.py]\ncluster: p5.48xlarge x 2\nrecover: {spares: 1}\n"
+    priced = draft_run(parse_job(text + "price: {dollars_per_hour: 10}\n"), RUN, on="slurm")
+    assert priced.dollars_per_hour == 30.0
+    assert draft_run(parse_job("kind: command\ncommand: x\ncluster: local\n"), RUN).dollars_per_hour is None

@@ -232,18 +232,23 @@ def test_a_shell_inside_an_allocation_does_not_tell_the_tools_what_to_do(monkeyp
 
 def test_a_node_whose_preflight_fails_is_named_with_what_failed(tool_folder: Path, tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "checked")
-    healthy = {"findings": [{"severity": "ok", "what": "gpu_count"}, {"severity": "warn", "what": "hugepages"}]}
-    broken = {"findings": [{"severity": "fail", "what": "gpu_count", "evidence": "7 of 8 GPUs"}]}
-    for host, report in {"g1": healthy, "g2": broken}.items():
-        (tool_folder / f"{host}.report").write_text(json.dumps(report))
-    # It leaves a report for each host in the folder that `--output=FOLDER/%N.json` names.
-    stand_in(
-        tool_folder,
-        "srun",
+    healthy = [{"severity": "ok", "what": "gpu_count"}, {"severity": "warn", "what": "hugepages"}]
+    broken = [{"severity": "fail", "what": "gpu_count", "evidence": "7 of 8 GPUs"}]
+    for host, findings in {"g1": healthy, "g2": broken}.items():
+        (tool_folder / f"{host}.report").write_text(json.dumps({"findings": findings, "nodes": [{"node": host}]}))
+    # It leaves a report for each host in the folder that `--output=FOLDER/%t.json` names.
+    leave_reports = (
         'for word; do case "$word" in --output=*) out="${word#--output=}";; esac; done\n'
-        f'for host in g1 g2; do cp {tool_folder}/$host.report "$(dirname "$out")/$host.json"; done',
+        f'for task in 1 2; do cp {tool_folder}/g$task.report "$(dirname "$out")/$task.json"; done'
     )
-    assert failed_hosts(Step(run.path, "python"), ["g1", "g2", "g3"], run) == {"g2": "gpu_count: 7 of 8 GPUs"}
+    stand_in(tool_folder, "srun", leave_reports)
+    step, hosts = Step(run.path, "python"), ["g1", "g2", "g3"]
+    assert failed_hosts(step, hosts, run) == {"g2": "gpu_count: 7 of 8 GPUs"}
+    stand_in(tool_folder, "srun", f"{leave_reports}\nexec sleep 60")
+    assert failed_hosts(step, hosts, run, seconds=1.0) == {
+        "g2": "gpu_count: 7 of 8 GPUs",
+        "g3": "pre-flight did not end within 1 s",
+    }
 
 
 def test_a_preflight_that_cannot_run_stops_nobody(tool_folder: Path, tmp_path: Path) -> None:

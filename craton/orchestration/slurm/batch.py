@@ -20,10 +20,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from craton.agent import Launch, next_number, read_launch, write_launch
 from craton.infrastructure import expand_hosts, resolve_cluster
@@ -46,7 +46,9 @@ SPARED_SECONDS = 20.0  # before the time limit, by which the job must be requeue
 SLURM_SEES_SECONDS = 330.0  # Slurm gives a node five minutes by default (SlurmdTimeout)
 SLURM_ENDS_SECONDS = 10.0  # from seeing that a node is down to ending its jobs
 REQUEUE_SECONDS = 120.0  # from being requeued to being ended by Slurm
+CONTROLLER_SECONDS, AGAIN_SECONDS = 300.0, 5.0  # that an answer of the controller is waited for; between two tries
 MOST_EXCLUDED = 32  # hosts that a job avoids; more is a cluster's trouble, not a node's
+Answer = TypeVar("Answer")
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG = 0, 1, 2
 
 
@@ -57,6 +59,9 @@ def main(arguments: Sequence[str]) -> int:
     run = RunDirectory(arguments[0])
     try:
         return Batch(run, os.environ).run()
+    except SchedulerError as error:  # the run itself is well, and `craton resume` goes on with it
+        print(f"craton: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
     except (CratonError, OSError) as error:
         print(f"craton: {error}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
@@ -101,7 +106,6 @@ class Batch:
         """What is over already; None: it goes on."""
         if (verdict := self._said()) is not None:
             return verdict
-        self._run.unmark("STOP")
         if self._restarts > self._job.run.restarts:  # by Slurm itself, after lost nodes
             return self._give_up("its nodes were lost")
         return None
@@ -113,8 +117,8 @@ class Batch:
             self._restarts,
             launch.nodes,
             hosts,
-            read_nodes(self._environment["SLURM_JOB_NODELIST"]),
-            read_switches(),
+            patiently(lambda: read_nodes(self._environment["SLURM_JOB_NODELIST"])),
+            patiently(read_switches),
             layout_of(read_json(self._run.plan_path)),
             launch.ranks_per_node,
         )
@@ -139,10 +143,11 @@ class Batch:
                 generation=self._generation,
                 master_address=allocation.nodes[0].address,
                 leaves=allocation.leaves,
-                # Time enough to save, and an end before Slurm's.
-                stop_grace_seconds=max(launch.stop_grace_seconds, signal_seconds(self._job) - SPARED_SECONDS),
+                # Longer than until this job leaves: a save that is not done by then is broken off, and not a failure.
+                stop_grace_seconds=max(launch.stop_grace_seconds, signal_seconds(self._job)),
             ),
         )
+        self._run.unmark("STOP")  # not before: without it what the last start left would look like a run that is done
         hosts = ", ".join(f"{node.name} is {node.host}" for node in allocation.nodes)
         self._tell("allocated", f"job {self._job_id}, start {self._restarts + 1}: {hosts}")
         self._tell("placed", "; ".join(self._audit(launch, allocation).sentences()))
@@ -254,7 +259,7 @@ class Batch:
         # From here on Slurm ends everything of this job; what is still to be done must outlive its SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        ask("scontrol", "requeue", self._job_id)
+        patiently(lambda: ask("scontrol", "requeue", self._job_id))
         if exclude:
             self._exclude(exclude)
         time.sleep(REQUEUE_SECONDS)
@@ -332,6 +337,19 @@ class SignsOfLife:
             self._seen[node] = (beat.moment, now)
             since = now
         return now - since > LOST_SECONDS
+
+
+def patiently(question: Callable[[], Answer], seconds: float = CONTROLLER_SECONDS) -> Answer:
+    """Asks Slurm again while its controller does not answer, as when another takes its place."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return question()
+        except SchedulerError as error:
+            if time.monotonic() > deadline:
+                raise
+            print(f"craton: {error}; asking again", file=sys.stderr, flush=True)
+            time.sleep(AGAIN_SECONDS)
 
 
 def layout_of(plan: Mapping[str, Any]) -> Layout | None:

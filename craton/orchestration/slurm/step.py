@@ -41,10 +41,17 @@ def agents_command(step: Step, hosts: Sequence[str]) -> list[str]:
 
 
 def doctor_command(step: Step, hosts: Sequence[str], reports: Path, instance: str = "") -> list[str]:
-    """Pre-flight on each host, which leaves its report in the folder as HOST.json."""
+    """Pre-flight on each host, which leaves its report in the folder by the number of its task: what Slurm calls a node
+    need not be its host name, and the report says whose it is."""
     program = [IMAGE_PYTHON if step.image else step.python, "-m", "craton", "doctor", "--json"]
     program += ["--cluster", instance] if instance else []
-    options = ["--no-kill", "--kill-on-bad-exit=0", "--wait=0", f"--output={reports}/%N.json"]
+    options = [
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        f"--output={reports}/%t.json",
+        f"--error={reports}/%t.err",
+    ]
     return [*_srun(step, hosts, options), *_inside(step, program)]
 
 
