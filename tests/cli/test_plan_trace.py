@@ -38,6 +38,7 @@ def craton(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], t
     return run
 
 
+@pytest.mark.slow
 def test_json_holds_plan_trace_and_comparison(craton: Any) -> None:
     code, output, errors = craton("--json")
     assert (code, errors) == (0, "")

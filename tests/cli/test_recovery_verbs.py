@@ -102,6 +102,7 @@ def test_a_dry_run_shows_the_sizes_of_an_elastic_job(verbs: Verbs, words: Path) 
     assert list(json.loads(files["launch.json"])["layouts"]) == ["1", "2", "3"]
 
 
+@pytest.mark.slow
 def test_resume_goes_on_with_no_words_after_everything_was_killed(verbs: Verbs, words: Path) -> None:
     verbs("run", words, "--detach")
     verbs.wait_for_step(12, "words")

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ NAME = "serve-qwen3-0.6b"
 REPLACED = f"""
 import sys
 from craton.orchestration import draft
-draft.rank_command = lambda job, run: [sys.executable, {str(ANSWERING)!r}, str(run)]
+draft.rank_command = lambda job, run, python: [python, {str(ANSWERING)!r}, str(run)]
 from craton.cli import main
 main()
 """
@@ -35,7 +34,7 @@ main()
 @pytest.fixture
 def serve(verbs: Verbs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """`serve(*options)` is `craton serve qwen3-0.6b` on a free port."""
-    monkeypatch.setattr(draft, "rank_command", lambda job, run: [sys.executable, str(ANSWERING), str(run)])
+    monkeypatch.setattr(draft, "rank_command", lambda job, run, python: [python, str(ANSWERING), str(run)])
 
     def run(*options: object) -> Result:
         return verbs("serve", "qwen3-0.6b", "--random-weights", "--port", free_port(), *options)
@@ -187,7 +186,7 @@ def test_a_job_file_is_run_and_ctrl_c_leaves_it(verbs: Verbs, serve: Callable[..
         (["--adapter", "sql"], "--adapter 'sql' is not NAME=FOLDER"),
         (["--adapter", "sql=/nowhere"], "'/nowhere' holds no adapter"),
         (["--api-keys", "NO_SUCH_KEYS"], "serve.api_keys names NO_SUCH_KEYS"),
-        (["--cluster", "p5.48xlarge x 2"], "runs start only on this machine"),
+        (["--cluster", "p5.48xlarge x 2"], "is more than this machine"),
         (["--name", "two words"], "is not a name"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,7 +53,7 @@ def tiny_job(port: int, tp: int = 1, more: str = "", env: str = "") -> Job:
 @pytest.fixture
 def start(root: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Starts a server whose ranks are the stand-in."""
-    monkeypatch.setattr(draft, "rank_command", lambda job, run: [sys.executable, str(ANSWERING), str(run)])
+    monkeypatch.setattr(draft, "rank_command", lambda job, run, python: [python, str(ANSWERING), str(run)])
 
     def begin(**wanted: object) -> RunDirectory:
         job = tiny_job(free_port(), **wanted)  # type: ignore[arg-type]

@@ -46,6 +46,7 @@ def disturbed(runs: Path, name: str, seed: int, drawn: int) -> tuple[int, list[s
         return len(fired(run)), inside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "seed"), EVERY_DAY.items())
 def test_a_disturbed_run_ends_like_a_calm_one(runs: Path, name: str, seed: int) -> None:
     _, inside = disturbed(runs, name, seed, drawn=2)

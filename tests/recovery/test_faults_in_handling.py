@@ -72,6 +72,7 @@ def test_an_agent_that_is_stopped_for_longer_than_its_heartbeat(runs: Path) -> N
         assert "node-1 is lost: no sign of life" in events(run, "generation_started")[-1]["reason"]
 
 
+@pytest.mark.slow
 def test_a_full_shared_memory_mount_costs_the_tier_and_not_the_run(runs: Path, small_disk: Path) -> None:
     expected, before = undisturbed(runs, "fsdp", STEPS), shared_memory()
     chaos = ("kill rank=2@step=24",)
@@ -83,6 +84,7 @@ def test_a_full_shared_memory_mount_costs_the_tier_and_not_the_run(runs: Path, s
         assert [event["restored_from"] for event in events(run, "recovered")] == ["shared"]
 
 
+@pytest.mark.slow
 def test_a_run_that_breaks_at_the_same_step_stops_with_the_reason(runs: Path) -> None:
     chaos = ["fail rank=1@step=10"] * 6
     with running(runs, Rehearsal("stubborn", steps=STEPS, chaos=chaos, **FSDP)) as run:

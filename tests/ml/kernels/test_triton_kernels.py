@@ -150,6 +150,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert not average.any()
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_right_on_average() -> None:
     """Updates far below the spacing of bf16 move the weights by their sum, where plain rounding would lose them all."""
     from craton.ml.kernels.triton_adamw import adamw_

@@ -33,6 +33,7 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDirectory]:
         kill_run(run)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_comes_back(tmp_path: Path) -> None:
     folder = tmp_path / "little"
     folder.mkdir()
