@@ -37,6 +37,7 @@ def cached(folder: Path) -> set[str]:
     return {path.suffix for path in files if ".state" not in path.parts}
 
 
+@pytest.mark.slow
 def test_tokens_checkpoints_and_models_in_s3(
     verbs: Verbs, bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

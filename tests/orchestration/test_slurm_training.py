@@ -35,6 +35,7 @@ def on_slurm(job: Job) -> Job:
     return job.model_copy(update={"run": job.run.model_copy(update={"on": "slurm", "gres": "gpu:8"})})
 
 
+@pytest.mark.slow
 def test_a_node_killed_is_replaced_by_a_spare_from_memory(root: Path, slurm: SlurmLab) -> None:
     """Four nodes, three of which train, beside the same training on this machine."""
     calm_job = training("calm", 3)

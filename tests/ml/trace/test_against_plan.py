@@ -24,13 +24,11 @@ Case = tuple[str, int, int, Layout]  # model, sequence, micro-batches of a step,
 CASES: list[Case] = [
     (DENSE_8B, 8192, 3, Layout(fsdp=8)),
     (DENSE_8B, 8192, 2, Layout(fsdp=8, zero=2)),
-    (DENSE_8B, 8192, 1, Layout(fsdp=8, tp=8)),
     (DENSE_8B, 32768, 1, Layout(fsdp=8, cp=4, recompute="selective")),
     (DENSE_8B, 8192, 3, Layout(pp=2, fsdp=8)),
     (DENSE_8B, 8192, 1, Layout(pp=2, fsdp=4, tp=2, recompute="full")),
     (DENSE_8B, 8192, 2, Layout(pp=2, fsdp=4, vpp=2, schedule="interleaved")),
     (DENSE_8B, 8192, 3, Layout(pp=2, fsdp=4, schedule="zero-bubble")),
-    (DENSE_70B, 8192, 2, Layout(fsdp=32, tp=8, recompute="selective")),
     (DENSE_70B, 32768, 1, Layout(fsdp=32, cp=4, tp=8, recompute="full")),
     (DENSE_405B, 8192, 2, Layout(pp=16, fsdp=128, tp=8)),
     (QWEN, 4096, 1, Layout(fsdp=8, ep=8)),
@@ -39,6 +37,8 @@ CASES: list[Case] = [
     (DEEPSEEK, 4096, 1, Layout(fsdp=128, tp=4, ep=64, recompute="full")),
 ]
 MORE_CASES: list[Case] = [
+    (DENSE_8B, 8192, 1, Layout(fsdp=8, tp=8)),
+    (DENSE_70B, 8192, 2, Layout(fsdp=32, tp=8, recompute="selective")),
     (DENSE_8B, 8192, 1, Layout(fsdp=64)),
     (DENSE_8B, 8192, 1, Layout(replicate=8, fsdp=8)),
     (DENSE_8B, 32768, 1, Layout(fsdp=4, cp=4, tp=4)),
