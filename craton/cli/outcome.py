@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,22 +127,20 @@ def print_comparison(run: RunDirectory, summary: RunSummary, console: Console) -
 
 
 def outcome_json(run: RunDirectory, summary: RunSummary) -> dict[str, Any]:
-    from craton.orchestration import compare, newest_checkpoint
+    from craton.orchestration import compare, newest_checkpoint, read_recoveries
 
     saved = newest_checkpoint(run)
     rows = compare(run, summary)
     return {
         **summary_json(summary),
-        **recoveries_json(run),
+        **recoveries_json(read_recoveries(run)),
         "checkpoint_step": saved.step if saved else None,
         "comparison": [{**asdict(each), "ratio": each.ratio, "is_inside": each.is_inside} for each in rows],
     }
 
 
-def recoveries_json(run: RunDirectory) -> dict[str, Any]:
-    from craton.orchestration import read_recoveries
-
-    return {"recoveries": [{**asdict(each), "text": each.text} for each in read_recoveries(run)]}
+def recoveries_json(recoveries: Sequence[Recovery]) -> dict[str, Any]:
+    return {"recoveries": [{**asdict(each), "text": each.text} for each in recoveries]}
 
 
 def summary_json(summary: RunSummary) -> dict[str, Any]:

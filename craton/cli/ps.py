@@ -35,7 +35,7 @@ def ps(
     summaries = settled_summaries(summaries)
     if as_json:
         broken = [{"name": name, "state": "unreadable", "message": text} for name, text in unreadable.items()]
-        found = [{**summary_json(each), **recoveries_json(find_run(each.path))} for each in summaries]
+        found = [{**summary_json(each), **recoveries_json(recoveries[each.name])} for each in summaries]
         print(json.dumps([*found, *broken]))
         return
     console = make_console()

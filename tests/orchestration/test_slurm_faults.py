@@ -25,7 +25,8 @@ LIMIT = "gres: 'gpu:8', time_limit: 1m, save_before: 40s"
 
 
 def test_runs_come_back_by_themselves(root: Path, slurm: SlurmLab) -> None:
-    """A prolog that fails, a node killed, a node set down, the time limit and a preemption, side by side."""
+    """A node killed, a node set down, the time limit and a preemption, side by side; beside them one that Slurm holds
+    after a failed prolog, which goes on when it is let go."""
     held = hold_by_prolog(root, slurm)
     steps = {"killed": 100, "down": 100, "limited": 320, "preempted": 100}
     runs = {
