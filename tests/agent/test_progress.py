@@ -240,8 +240,7 @@ for step in range(1, 9):
     print(f"step {step}/8 loss 1", flush=True)
     time.sleep(0.05)
     if step == 5 and first:
-        while True:
-            time.sleep(1)
+        signal.pause()
 """,
         progress=told(hang_times=3.0),
     )
@@ -357,7 +356,7 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(gang: Gang) -> None:
 import subprocess
 worker = subprocess.Popen(["sleep", "600"], start_new_session=True, env={**os.environ, "RANK": "7"})
 say("ready", f"{os.getpid()} {worker.pid}")
-time.sleep(600)
+signal.pause()
 """,
         tries=0,
     )
@@ -399,7 +398,7 @@ def refuse(pid: int, number: int) -> None:
 )
 def test_what_a_command_exits_with_when_it_is_stopped(gang: Gang, together: bool, code: int, state: str) -> None:
     gang.launch(
-        f"signal.signal(signal.SIGTERM, lambda *_: os._exit({code}))\nsay('ready')\nwhile True:\n    time.sleep(1)\n",
+        f"signal.signal(signal.SIGTERM, lambda *_: os._exit({code}))\nsay('ready')\nsignal.pause()\n",
         exits_together=together,
     )
     agent = gang.start()

@@ -186,6 +186,7 @@ def _user_data(site: Site, script: str) -> Any:
         f"mountpoint -q {quote(lustre.path)} || mount -t lustre -o relatime,flock {source} {quote(lustre.path)}",
     ]
     if script:
-        commands.append(f"aws s3 cp --region ${{AWS::Region}} {quote(site.scripts + '/' + script)} /root/{script}")
-        commands.append(f"bash /root/{script}")
+        place = f"/run/craton-{script}"  # which only root can write, so that nobody else puts a script there first
+        commands.append(f"aws s3 cp --region ${{AWS::Region}} {quote(site.scripts + '/' + script)} {place}")
+        commands.append(f"bash {place}")
     return {"Fn::Sub": mime("text/x-shellscript", "\n".join(["#!/bin/bash", "set -e", *commands]))}
