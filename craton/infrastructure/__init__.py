@@ -1,86 +1,208 @@
 """The hardware of a job: a catalog of GPUs, instances, prices and storage, the clusters they form, and stored bytes."""
 
-from craton.infrastructure.accelerators import Accelerator, visible_accelerators
-from craton.infrastructure.aws import TARGETS as PROVISION_TARGETS
-from craton.infrastructure.aws import Provisioning, provision
-from craton.infrastructure.catalog import (
-    KEYS,
-    Catalog,
-    Entry,
-    Fact,
-    Key,
-    entry,
-    gpu,
-    gpus,
-    instance,
-    instances,
-    load_catalog,
-    user_catalog_path,
-)
-from craton.infrastructure.cluster import choose_price, cluster_of, own_price, resized_cluster, resolve_cluster
-from craton.infrastructure.errors import CatalogError, ObjectMissingError, ProvisionError, StorageError, TopologyError
-from craton.infrastructure.hardware import (
-    STALE_PRICE_DAYS,
-    Cluster,
-    Gpu,
-    Instance,
-    Price,
-    PurchaseKind,
-    StorageTier,
-    price_age_days,
-)
-from craton.infrastructure.local import (
-    LocalMachine,
-    cache_path,
-    free_memory_bytes,
-    instance_of_machine,
-    local_instance,
-    local_machine,
-)
-from craton.infrastructure.microbenchmark import Measurement
-from craton.infrastructure.probes import (
-    HEALTH_ACTIONS,
-    UNLIMITED,
-    GpuState,
-    HealthAction,
-    NodeReport,
-    NodeRoot,
-    Xid,
-    bad_pairs,
-    counter_facts,
-    is_in,
-    lustre_interfaces,
-    probe_node,
-    recovery_action,
-    report_json,
-    traps,
-    xid_facts,
-)
-from craton.infrastructure.storage import (
-    CachedFolder,
-    GrowingFile,
-    ObjectInfo,
-    ObjectWriter,
-    Store,
-    cache_root,
-    copy_down,
-    mirror,
-    mirror_folder,
-    open_store,
-    sync_folder,
-)
-from craton.infrastructure.topology import Place, Topology, level_names, natural
-from craton.infrastructure.topology_hostlist import expand as expand_hosts
-from craton.infrastructure.topology_read import read_instance_names, read_topology
-from craton.infrastructure.topology_sources import SOURCES as TOPOLOGY_SOURCES
-from craton.infrastructure.topology_sources import discover as discover_topology
-from craton.infrastructure.topology_write import FORMATS as TOPOLOGY_FORMATS
-from craton.infrastructure.topology_write import written as written_topology
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import loader
+
+if TYPE_CHECKING:
+    from craton.infrastructure.accelerators import Accelerator, visible_accelerators
+    from craton.infrastructure.aws import CONTROLLERS as GANG_CONTROLLERS
+    from craton.infrastructure.aws import EXPORTERS as EXPORTER_PORTS
+    from craton.infrastructure.aws import SLURM_PAGES, Provisioning, provision
+    from craton.infrastructure.aws import TARGETS as PROVISION_TARGETS
+    from craton.infrastructure.catalog import (
+        KEYS,
+        Catalog,
+        Entry,
+        Fact,
+        Key,
+        entry,
+        gpu,
+        gpus,
+        instance,
+        instances,
+        load_catalog,
+        user_catalog_path,
+    )
+    from craton.infrastructure.cluster import choose_price, cluster_of, own_price, resized_cluster, resolve_cluster
+    from craton.infrastructure.errors import (
+        CatalogError,
+        ObjectMissingError,
+        ProvisionError,
+        StorageError,
+        TopologyError,
+    )
+    from craton.infrastructure.hardware import (
+        STALE_PRICE_DAYS,
+        Cluster,
+        Gpu,
+        Instance,
+        Price,
+        PurchaseKind,
+        StorageTier,
+        price_age_days,
+    )
+    from craton.infrastructure.local import (
+        LocalMachine,
+        cache_path,
+        free_memory_bytes,
+        instance_of_machine,
+        local_instance,
+        local_machine,
+    )
+    from craton.infrastructure.microbenchmark import Measurement
+    from craton.infrastructure.probes import (
+        HEALTH_ACTIONS,
+        UNLIMITED,
+        GpuState,
+        HealthAction,
+        NodeReport,
+        NodeRoot,
+        Xid,
+        bad_pairs,
+        counter_facts,
+        driver_was_loaded,
+        is_in,
+        lustre_interfaces,
+        probe_gpus,
+        probe_node,
+        read_mounts,
+        read_xids,
+        recovery_action,
+        report_json,
+        traps,
+        xid_action,
+        xid_facts,
+    )
+    from craton.infrastructure.storage import (
+        CachedFolder,
+        GrowingFile,
+        ObjectInfo,
+        ObjectWriter,
+        Store,
+        cache_root,
+        copy_down,
+        mirror,
+        mirror_folder,
+        open_store,
+        sync_folder,
+    )
+    from craton.infrastructure.topology import Place, Topology, level_names, natural
+    from craton.infrastructure.topology_hostlist import expand as expand_hosts
+    from craton.infrastructure.topology_read import read_instance_names, read_topology
+    from craton.infrastructure.topology_sources import SOURCES as TOPOLOGY_SOURCES
+    from craton.infrastructure.topology_sources import discover as discover_topology
+    from craton.infrastructure.topology_write import FORMATS as TOPOLOGY_FORMATS
+    from craton.infrastructure.topology_write import written as written_topology
+    from craton.infrastructure.yaml_text import to_yaml
+else:
+    __getattr__ = loader(
+        __name__,
+        {
+            "accelerators": ("Accelerator", "visible_accelerators"),
+            "aws": (
+                *("EXPORTER_PORTS", "GANG_CONTROLLERS", "PROVISION_TARGETS", "SLURM_PAGES"),
+                *("Provisioning", "provision"),
+            ),
+            "catalog": (
+                "KEYS",
+                "Catalog",
+                "Entry",
+                "Fact",
+                "Key",
+                "entry",
+                "gpu",
+                "gpus",
+                "instance",
+                "instances",
+                "load_catalog",
+                "user_catalog_path",
+            ),
+            "cluster": ("choose_price", "cluster_of", "own_price", "resized_cluster", "resolve_cluster"),
+            "errors": ("CatalogError", "ObjectMissingError", "ProvisionError", "StorageError", "TopologyError"),
+            "hardware": (
+                "STALE_PRICE_DAYS",
+                "Cluster",
+                "Gpu",
+                "Instance",
+                "Price",
+                "PurchaseKind",
+                "StorageTier",
+                "price_age_days",
+            ),
+            "local": (
+                "LocalMachine",
+                "cache_path",
+                "free_memory_bytes",
+                "instance_of_machine",
+                "local_instance",
+                "local_machine",
+            ),
+            "microbenchmark": ("Measurement",),
+            "probes": (
+                "HEALTH_ACTIONS",
+                "UNLIMITED",
+                "GpuState",
+                "HealthAction",
+                "NodeReport",
+                "NodeRoot",
+                "Xid",
+                "bad_pairs",
+                "counter_facts",
+                "driver_was_loaded",
+                "is_in",
+                "lustre_interfaces",
+                "probe_gpus",
+                "probe_node",
+                "read_mounts",
+                "read_xids",
+                "recovery_action",
+                "report_json",
+                "traps",
+                "xid_action",
+                "xid_facts",
+            ),
+            "storage": (
+                "CachedFolder",
+                "GrowingFile",
+                "ObjectInfo",
+                "ObjectWriter",
+                "Store",
+                "cache_root",
+                "copy_down",
+                "mirror",
+                "mirror_folder",
+                "open_store",
+                "sync_folder",
+            ),
+            "topology": ("Place", "Topology", "level_names", "natural"),
+            "topology_hostlist": ("expand_hosts",),
+            "topology_read": ("read_instance_names", "read_topology"),
+            "topology_sources": ("TOPOLOGY_SOURCES", "discover_topology"),
+            "topology_write": ("TOPOLOGY_FORMATS", "written_topology"),
+            "yaml_text": ("to_yaml",),
+        },
+        {
+            "EXPORTER_PORTS": "EXPORTERS",
+            "GANG_CONTROLLERS": "CONTROLLERS",
+            "PROVISION_TARGETS": "TARGETS",
+            "expand_hosts": "expand",
+            "TOPOLOGY_SOURCES": "SOURCES",
+            "discover_topology": "discover",
+            "TOPOLOGY_FORMATS": "FORMATS",
+            "written_topology": "written",
+        },
+    )
 
 __all__ = [
+    "EXPORTER_PORTS",
+    "GANG_CONTROLLERS",
     "HEALTH_ACTIONS",
     "KEYS",
     "PROVISION_TARGETS",
+    "SLURM_PAGES",
     "STALE_PRICE_DAYS",
     "TOPOLOGY_FORMATS",
     "TOPOLOGY_SOURCES",
@@ -124,6 +246,7 @@ __all__ = [
     "copy_down",
     "counter_facts",
     "discover_topology",
+    "driver_was_loaded",
     "entry",
     "expand_hosts",
     "free_memory_bytes",
@@ -144,18 +267,23 @@ __all__ = [
     "open_store",
     "own_price",
     "price_age_days",
+    "probe_gpus",
     "probe_node",
     "provision",
     "read_instance_names",
+    "read_mounts",
     "read_topology",
+    "read_xids",
     "recovery_action",
     "report_json",
     "resized_cluster",
     "resolve_cluster",
     "sync_folder",
+    "to_yaml",
     "traps",
     "user_catalog_path",
     "visible_accelerators",
     "written_topology",
+    "xid_action",
     "xid_facts",
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from craton.job import CratonError
+from craton.errors import CratonError
 
 
 class CatalogError(CratonError):

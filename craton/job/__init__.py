@@ -75,7 +75,7 @@ from craton.job.schedules import (
 from craton.job.serve import DEFAULT_CHUNK_TOKENS, DEFAULT_RUNNING, Serve, Speculate
 from craton.job.summary import JobSummary, check_job, checked_layout
 from craton.job.train import Evaluate, FaultPolicy, LearningRateSchedule, Lora, Spike, Train, Weights
-from craton.job.units import parse_count, parse_seconds
+from craton.job.units import parse_count, parse_seconds, parse_share
 
 __all__ = [
     "DEFAULT_CHUNK_TOKENS",
@@ -169,6 +169,7 @@ __all__ = [
     "parse_fault",
     "parse_job",
     "parse_seconds",
+    "parse_share",
     "place_of",
     "processes_per_node",
     "random_faults",

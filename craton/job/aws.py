@@ -56,6 +56,12 @@ Bucket = Annotated[
 ]
 Image = Annotated[str, AfterValidator(_matching(r"ami-[0-9a-f]{8,17}", "a machine image", "ami-0123456789abcdef0"))]
 Role = Annotated[str, AfterValidator(_matching(_ROLE, "a role", "arn:aws:iam::111122223333:role/HyperPod"))]
+RoleName = Annotated[
+    str,
+    AfterValidator(
+        _matching(r"[A-Za-z0-9_+=,.@-]{1,64}", "the name of a role (not its ARN or path)", "KarpenterNodeRole-train")
+    ),
+]
 EksCluster = Annotated[
     str,
     AfterValidator(
@@ -100,7 +106,7 @@ class Aws(Section):
     slurm_version: Version = "25.05"  # PCS
     kubernetes_version: Version = "1.34"
     execution_role: Role | None = None  # HyperPod
-    karpenter_role: str | None = None  # name of the role of Karpenter's nodes; default: KarpenterNodeRole-CLUSTER
+    karpenter_role: RoleName | None = None  # name of the role of Karpenter's nodes; default: KarpenterNodeRole-CLUSTER
     eks_cluster: EksCluster | None = None  # hyperpod-eks: the cluster that orchestrates
     package: str = "craton"  # what pip installs on nodes: a requirement, or the path of a wheel
     network_cards: int | None = None  # of an instance whose cards Craton does not know

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from craton.job.aws import Aws
 from craton.job.document import read_document
 from craton.job.section import ConflictError, Section, parse_section
-from craton.job.units import Bytes, BytesPerSecond, Flops, Size, Whole
+from craton.job.units import Bytes, BytesPerSecond, Flops, Size, Whole, parse_share
 
 PurchaseKind = Literal["on-demand", "capacity-block", "spot", "own"]
 FlopsKind = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
@@ -174,6 +174,8 @@ class Health(Section):
 
     failures_per_node_day: Annotated[float, Field(gt=0, lt=1)] | None = None
     policy: Literal["observe", "drain", "replace"] = "observe"
+    heal: Literal["off", "advise", "act"] = "advise"  # what `craton heal` may do
+    share: Annotated[float, BeforeValidator(parse_share)] = 0.1  # of the nodes, out at a time
 
 
 def parse_nodes(value: object) -> tuple[int, int]:

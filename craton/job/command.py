@@ -40,7 +40,7 @@ DEFAULT_LIMIT_BYTES = 200e6
 # A foreign command is silent while it evaluates or saves, which nobody can tell from a hang: only much longer is one.
 HANG_TIMES, HANG_SECONDS = 20.0, 300.0
 
-_PLACEHOLDER = re.compile(r"(?<!\$)\{([a-z][a-z_]*)\}")  # ${name} is the shell's own
+_PLACEHOLDER = re.compile(r"(?<![${])\{([a-z][a-z_]*)\}")  # ${name} is the shell's own, {{name}} is {name} as it is
 _BETWEEN_WORDS = re.compile(r"[\s;&|()<>\"'`]+")
 _GROUP = re.compile(r"\(\?P<")
 _WHOLE = r"\d+(?:[,_]\d{3})*"

@@ -105,7 +105,8 @@ class Run(Section):
     priority: str | None = None  # Kubernetes: a priority class
     time_limit: Seconds | None = None
     save_before: Seconds = 600.0  # so long before the time limit a checkpoint is made, and the job requeued
-    restarts: Whole = 10  # of the whole job by the scheduler: after a lost node, the time limit, a crash
+    restarts: Whole = 10  # of the whole job by the scheduler, that fail or come no further; 0: none at all
+    preflight: Literal["auto", "quick", "compute"] = "auto"  # Slurm: with a self-test of every device; auto: of GPUs
     copies: Size = 1  # runs of the same job, each with its number in CRATON_COPY and its own name: an array on Slurm
     image: str | None = None
     env: dict[Variable, Text] = Field(default_factory=dict)

@@ -44,6 +44,15 @@ def parse_seconds(value: object) -> float:
     return _positive(sum(float(number) * _SECONDS[unit] for number, unit in parts), value, how)
 
 
+def parse_share(value: object) -> float:
+    """`10%` or `0.1`: a share above 0, up to 1."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(%?)\s*", "" if isinstance(value, bool) else str(value))
+    share = float(match[1]) / (100.0 if match[2] else 1.0) if match else 0.0
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"{_shown(value)} is not a share; write e.g. 10% or 0.1, above 0 and at most 100%")
+    return share
+
+
 def parse_bytes(value: object) -> float:
     """`80GiB`, `1.2TB`, `4096`: bytes."""
     how = "a size in bytes; write e.g. 80GiB, 1.2TB or a plain number of bytes"

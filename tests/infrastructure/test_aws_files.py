@@ -97,6 +97,9 @@ def test_what_cannot_be_made_is_refused(tmp_path: Path, keys: dict[str, Any], sa
     [
         ({"subnet": "subnet-xyz"}, "is not a subnet; write e.g. subnet-0123456789abcdef0"),
         ({"scripts": "s3://b/$(id)"}, "is not an S3 URL"),
+        ({"karpenter_role": "arn:aws:iam::111122223333:role/Nodes"}, "is not the name of a role .not its ARN or path."),
+        ({"karpenter_role": "Nodes${AWS::StackName}"}, "is not the name of a role"),
+        ({"karpenter_role": "x" * 65}, "is not the name of a role"),
         ({**BLOCK, **PLAN}, "different ways to have capacity"),
         ({**BLOCK, "placement_group": "x"}, "takes no placement group"),
         ({"zone": "eu-west-1a"}, "is not in us-east-2"),

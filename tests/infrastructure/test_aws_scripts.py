@@ -40,9 +40,10 @@ class Node:
         self._tool("python", f'exec {sys.executable} "$@"')
         self._tool("nvidia-smi", "exit 0")
 
-    def doctor(self, code: int, seconds: float = 0, what: str = "gpu_count") -> None:
+    def doctor(self, code: int, seconds: float = 0, what: str = "gpu_count", layer: str = "infrastructure") -> None:
         """One that ends with `code`; with 1 because of a finding that fails."""
-        found = [{"what": what, "severity": "fail" if code == 1 else "ok", "evidence": "7 of 8 GPUs"}]
+        severity = "fail" if code == 1 else "ok"
+        found = [{"layer": layer, "what": what, "severity": severity, "evidence": "7 of 8 GPUs"}]
         self.doctor_says(json.dumps({"findings": found}), code, seconds)
 
     def doctor_says(self, text: str, code: int, seconds: float = 0) -> None:
@@ -104,6 +105,40 @@ def test_an_unfit_node_refuses_it(node: Node) -> None:
     assert done.returncode == 1
     assert "unfit" in done.stdout
     assert node.mapping() == {}
+
+
+@pytest.mark.parametrize(("what", "layer"), [("torch", "ML software"), ("efa_count", "orchestration")])
+def test_what_is_wrong_with_software_does_not_drain_the_node(node: Node, what: str, layer: str) -> None:
+    """A prolog that fails drains its node, and no node mends what is installed."""
+    node.doctor(1, what=what, layer=layer)
+    assert node.run(hook(node.folder, "prolog"), SLURM_JOB_ID="812", SLURM_JOB_GPUS="0").returncode == 0
+    assert node.run(hook(node.folder, "health"), SLURMD_NODENAME="g1").returncode == 0
+    assert node.calls("scontrol") == []
+    assert node.calls("logger") == [f"-t craton not of this node: {what}: 7 of 8 GPUs"] * 2
+    assert node.mapping() == {"0": "812\n"}
+
+
+def test_a_job_whose_node_fails_its_prolog_is_not_held(node: Node) -> None:
+    """On HyperPod beside what its slurm.conf says already. PCS is told nothing that it may not take."""
+    for target, is_told in {"parallelcluster": True, "pcs": False}.items():
+        (node.folder / target).mkdir()
+        text = provision(cluster(node.folder / target, target), target).files["cluster.yaml"]
+        assert ("SchedulerParameters" in text, "nohold_on_prolog_fail" in text) == (is_told, is_told)
+    (node.folder / "hyperpod").mkdir()
+    made = provision(cluster(node.folder / "hyperpod", "hyperpod-slurm"), "hyperpod-slurm")
+    (script,) = [text for name, text in made.files.items() if "slurm.conf" in text and name.endswith(".sh")]
+    conf = node.folder / "slurm.conf"
+    part = script[script.index("conf=/opt/slurm/etc/slurm.conf") :].replace("/opt/slurm/etc/slurm.conf", str(conf))
+    for before, after in {
+        "SchedulerParameters=bf_continue,max_rpc_cnt=64\n": "bf_continue,max_rpc_cnt=64,nohold_on_prolog_fail",
+        "ClusterName=p5\n": "nohold_on_prolog_fail",
+    }.items():
+        conf.write_text(before)
+        for _ in range(2):  # the script may run again
+            assert node.run(part).returncode == 0
+        assert [line for line in conf.read_text().splitlines() if "SchedulerParameters" in line] == [
+            f"SchedulerParameters={after}"
+        ]
 
 
 @pytest.mark.parametrize("code", [2, 127])

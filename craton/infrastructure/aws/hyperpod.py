@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from craton.infrastructure.aws.scripts import setup_script, slurm_conf_lines, slurm_hooks
+from craton.infrastructure.aws.scripts import NO_HOLD, setup_script, slurm_conf_lines, slurm_hooks
 from craton.infrastructure.aws.site import Site
 from craton.infrastructure.aws.stack import storage_stack
 
@@ -101,6 +101,12 @@ if [ -f "$conf" ] && ! grep -q '^# craton' "$conf"; then
 # craton
 {lines}
 CONF
+  # A second line of the same name would take the place of the first, so what stands there already is added to.
+  if grep -qi '^SchedulerParameters=' "$conf"; then
+    sed -i 's/^SchedulerParameters=.*/&,{NO_HOLD}/I' "$conf"
+  else
+    echo SchedulerParameters={NO_HOLD} >> "$conf"
+  fi
   systemctl is-active --quiet slurmctld && scontrol reconfigure || true
 fi
 """

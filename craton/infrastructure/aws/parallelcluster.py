@@ -9,7 +9,7 @@ from __future__ import annotations
 from shlex import quote
 from typing import Any
 
-from craton.infrastructure.aws.scripts import HOOKS, health_settings, setup_script, slurm_hooks
+from craton.infrastructure.aws.scripts import HOOKS, NO_HOLD, health_settings, setup_script, slurm_hooks
 from craton.infrastructure.aws.site import Site
 from craton.infrastructure.aws.stack import EVENTS
 from craton.infrastructure.yaml_text import to_yaml
@@ -35,7 +35,10 @@ def parallelcluster(site: Site) -> dict[str, str]:
             "Scheduler": "slurm",
             "SlurmSettings": {
                 "EnableMemoryBasedScheduling": False,
-                "CustomSlurmSettings": [dict([line.split("=", 1)]) for line in health_settings()],
+                "CustomSlurmSettings": [
+                    *(dict([line.split("=", 1)]) for line in health_settings()),
+                    {"SchedulerParameters": NO_HOLD},
+                ],
             },
             "SlurmQueues": [_queue(site)],
         },

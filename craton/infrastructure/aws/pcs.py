@@ -66,6 +66,8 @@ def pcs(site: Site) -> dict[str, str]:
 
 def _cluster(site: Site) -> Resource:
     nodes = site.num_nodes + 1  # and the login node
+    # PCS takes some of Slurm's settings. SchedulerParameters is not in the lists of its API that could be read, and one
+    # it does not take refuses the whole cluster.
     settings = [("Prolog", f"{HOOKS}/prolog.sh"), ("Epilog", f"{HOOKS}/epilog.sh")]
     return {
         "Type": "AWS::PCS::Cluster",

@@ -10,7 +10,7 @@ from craton.infrastructure.yaml_text import to_yaml
 
 Job = dict[str, Any]
 SLURM_PAGES = ("jobs", "nodes", "partitions", "scheduler")  # of slurmctld, from Slurm 25.11 on
-CONTROLLERS = {
+CONTROLLERS = {  # gang scheduler → namespace, job
     "kueue": ("kueue-system", "kueue"),
     "volcano": ("volcano-system", "volcano"),
     "kai": ("kai-scheduler", "kai"),
@@ -75,7 +75,9 @@ def _kubernetes_jobs(site: Site) -> list[Job]:
 
 
 def _pods(name: str, relabel: list[Job]) -> Job:
-    return {"job_name": name, "kubernetes_sd_configs": [{"role": "pod"}], "relabel_configs": relabel}
+    """Of pods that run: one that ended stays listed, with an address that answers nobody."""
+    ended = {"source_labels": ["__meta_kubernetes_pod_phase"], "regex": "Succeeded|Failed", "action": "drop"}
+    return {"job_name": name, "kubernetes_sd_configs": [{"role": "pod"}], "relabel_configs": [ended, *relabel]}
 
 
 def _keep(label: str, regex: str) -> Job:

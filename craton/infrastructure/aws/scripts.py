@@ -1,8 +1,9 @@
 """Shell scripts of the nodes: set-up, Slurm's prolog and epilog, the health check. All of them ask `craton doctor`.
 
 Every value that comes from the cluster file is quoted for the shell. A check that cannot run (not installed, too slow,
-crashed) is logged and lets the job start; only a finding that fails keeps a node from working, and only where
-`health.policy` says so.
+crashed) is logged and lets the job start; only a failure of the node itself keeps it from working, and only where
+`health.policy` says so. What is wrong with software is of the installation that was asked, not of the node: it is
+logged, and a run finds it in its own environment before its first step.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ HEALTH_INTERVAL_SECONDS = 300
 EXPORTERS = {"node": 9100, "efa": 9109, "dcgm": 9400}  # ports as AWS's and NVIDIA's exporters have them
 JOB_MAPPING = "/run/slurm/dcgm_job_mapping"  # where dcgm-exporter looks for the job of a GPU
 
-# Ends with 0 only where the file is doctor's answer and has a finding that fails.
+NO_HOLD = "nohold_on_prolog_fail"  # of SchedulerParameters: a job whose node fails its prolog starts on another
+
+# Ends with 0 only where the file is doctor's answer and has a failure of the node; prints those that are not.
 _HAS_FAILURE = (
     "import json, sys; "
-    'sys.exit(all(one["severity"] != "fail" for one in json.load(open(sys.argv[1], encoding="utf-8"))["findings"]))'
+    'found = json.load(open(sys.argv[1], encoding="utf-8"))["findings"]; '
+    'failed = [one for one in found if one["severity"] == "fail"]; '
+    'print(*(one["what"] + ": " + one["evidence"] for one in failed if one["layer"] != "infrastructure"), sep="; "); '
+    'sys.exit(all(one["layer"] != "infrastructure" for one in failed))'
 )
 _CHECK = f"""\
 craton=${{CRATON:-/opt/craton/bin/craton}}
@@ -28,15 +34,19 @@ state=${{CRATON_STATE:-/run/craton}}
 mapping=${{DCGM_JOB_MAPPING:-{JOB_MAPPING}}}
 mkdir -p "$state"
 
-# 0: the node is fine, or nobody could tell; 1: a check failed. A doctor that crashes ends with 1 too, so only what it
-# wrote down counts.
+# 0: the node is fine, or nobody could tell; 1: a check of the node failed. A doctor that crashes ends with 1 too, so
+# only what it wrote down counts, and of that not what is wrong with software.
 check() {{
   timeout {CHECK_SECONDS} "$craton" doctor --json > "$state/doctor.json" 2> "$state/doctor.err"
-  local code=$?
-  if [ $code -eq 1 ] && "${{craton%/*}}/python" -c '{_HAS_FAILURE}' "$state/doctor.json" 2>> "$state/doctor.err"; then
-    return 1
+  local code=$? software judged=2
+  if [ $code -eq 1 ]; then
+    software=$("${{craton%/*}}/python" -c '{_HAS_FAILURE}' "$state/doctor.json" 2>> "$state/doctor.err")
+    judged=$?
   fi
-  if [ $code -ne 0 ]; then
+  [ $judged -eq 0 ] && return 1
+  if [ $code -eq 1 ] && [ -n "${{software:-}}" ]; then
+    logger -t craton "not of this node: $software" || true
+  elif [ $code -ne 0 ]; then
     logger -t craton "craton doctor cannot check this node (exit code $code): $state/doctor.err" || true
   fi
   return 0

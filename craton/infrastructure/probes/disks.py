@@ -79,7 +79,9 @@ def probe_disks(root: NodeRoot) -> Disks:
 
 
 def read_mounts(root: NodeRoot) -> tuple[Mount, ...]:
-    text = root.read("proc/self/mounts") or root.read("proc/mounts")
+    # Of a node's root that is mounted here, `self` is a process of this container; the node's own table is process 1's.
+    tables = ("proc/self/mounts", "proc/mounts") if root.is_live else ("proc/1/mounts", "proc/self/mounts")
+    text = next(filter(None, map(root.read, tables)), "")
     rows = [line.split() for line in text.splitlines()]
     return tuple(
         Mount(_unescaped(row[0]), _unescaped(row[1]), row[2], tuple(row[3].split(","))) for row in rows if len(row) >= 4

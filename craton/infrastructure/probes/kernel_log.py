@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 
 from craton.infrastructure.probes.root import NodeRoot
+from craton.infrastructure.probes.tables import HealthAction, xid_action
 
 RECOVERY_CHANGED = 154
 _SINCE_BOOT = re.compile(r"^\[\s*(\d+\.\d+)\]")
@@ -38,6 +39,11 @@ class Xid:
         """What XID 154 asks for: `Node Reboot Required`; "" for others."""
         found = _RECOVERY.search(self.text) if self.code == RECOVERY_CHANGED and not self.is_switch else None
         return found[1] if found else ""
+
+    @property
+    def action(self) -> HealthAction:
+        """What it asks for by itself."""
+        return xid_action(self.code, recovery=self.recovery, is_fatal=self.is_fatal, is_switch=self.is_switch)
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,11 @@ def read_xids(text: str, uptime_seconds: float | None = None) -> list[Xid]:
         is_switch = match.re is _SXID
         found.append(Xid(_bus(match[1]), int(match[2]), match[3].strip(), is_switch, age))
     return found
+
+
+def driver_was_loaded(line: str) -> bool:
+    """Whether a line of the log tells that the driver began anew: what it asked for before is done with."""
+    return _LOADED.search(line) is not None
 
 
 def _bus(text: str) -> str:

@@ -34,6 +34,8 @@ PACKAGES = "packages"  # what Python has installed, as lines NAME==VERSION; aske
 ENVIRONMENT = "environment"  # lines NAME=VALUE
 MORE_PLACES = ("/usr/sbin", "/sbin", "/opt/amazon/efa/bin")  # of tools that a user's PATH may lack
 ANSWER_SECONDS = 20.0  # a driver without persistence mode wakes up for seconds
+READ_BYTES = 2**16
+COUNTER_BYTES = 64  # no file with one number is longer
 TIMED_OUT, MISSING = 124, 127  # as timeout(1) and the shell have them
 _DIGITS = re.compile(r"(\d+)")
 
@@ -69,6 +71,7 @@ class NodeRoot:
         self, path: Path | str = "/", answer_seconds: float = ANSWER_SECONDS, *, files_only: bool = False
     ) -> None:
         self.path = Path(path)
+        self._prefix = str(self.path).rstrip("/")
         self.answer_seconds = answer_seconds
         self.files_only = files_only  # no tool is run and no package looked for: a reading of milliseconds
 
@@ -76,15 +79,35 @@ class NodeRoot:
     def is_live(self) -> bool:
         return self.path == Path("/")
 
+    @cached_property
+    def is_recorded(self) -> bool:
+        """Whether it is an image, and not a node whose own root is mounted here, as containers see theirs."""
+        return not self.is_live and self.exists("commands")
+
     def at(self, path: str) -> Path:
         return self.path / path.lstrip("/")
 
     def read(self, path: str) -> str:
         """The text of a file, without the space around it."""
+        return self.bytes_of(path).decode("utf-8", "replace").strip()
+
+    def bytes_of(self, path: str) -> bytes:
+        """What is in a file. By system calls alone, for an exporter reads a thousand counters every few seconds."""
         try:
-            return self.at(path).read_text(encoding="utf-8", errors="replace").strip()
+            descriptor = os.open(f"{self._prefix}/{path.lstrip('/')}", os.O_RDONLY | os.O_CLOEXEC)
         except (OSError, ValueError):
-            return ""
+            return b""
+        try:
+            # What a counter's file answers at once is all of it; proc(5) hands longer texts out in pieces.
+            pieces = [os.read(descriptor, READ_BYTES)]
+            if len(pieces[0]) > COUNTER_BYTES:
+                while piece := os.read(descriptor, READ_BYTES):
+                    pieces.append(piece)
+            return b"".join(pieces)
+        except OSError:
+            return b""
+        finally:
+            os.close(descriptor)
 
     def number(self, path: str) -> int | None:
         text = self.read(path)

@@ -113,6 +113,16 @@ def recovery_action(said: str) -> HealthAction:
     return recovery_actions().get(said.lower(), "reboot")
 
 
+def xid_action(code: int, *, recovery: str = "", is_fatal: bool = False, is_switch: bool = False) -> HealthAction:
+    """What an XID (or a switch's SXID) asks for by itself; `recovery` is what XID 154 says, and wins."""
+    if recovery:
+        return recovery_action(recovery)
+    if is_switch or 144 <= code <= 150:  # NVLink 5: the line itself says whether it is fatal
+        return "reboot" if is_fatal else "observe"
+    fact = xid_facts().get(code)
+    return fact.action if fact else "observe"
+
+
 @lru_cache(maxsize=1)
 def bad_pairs() -> tuple[BadPair, ...]:
     return tuple(
