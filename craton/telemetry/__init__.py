@@ -30,8 +30,9 @@ from craton.telemetry.rundirectory import MARKERS, Marker, RunDirectory, find_ru
 
 if TYPE_CHECKING:
     from craton.telemetry.endpoint import MetricsEndpoint
+    from craton.telemetry.status import NodeStatus, RankStatus, read_status, write_status
     from craton.telemetry.summary import RunState, RunSummary, Summarizer, summarize
-    from craton.telemetry.vocabulary import METRICS, TWINS, Metric, plan_twins
+    from craton.telemetry.vocabulary import METRICS, TWINS, Metric, plan_checkpoint_intervals, plan_twins
 
 __all__ = [
     "BESIDE",
@@ -48,7 +49,9 @@ __all__ = [
     "Metric",
     "MetricsEndpoint",
     "NodeState",
+    "NodeStatus",
     "RankPage",
+    "RankStatus",
     "Recorder",
     "RunDirectory",
     "RunError",
@@ -65,28 +68,36 @@ __all__ = [
     "monotonic_of",
     "own_page",
     "parse_line",
+    "plan_checkpoint_intervals",
     "plan_twins",
     "process_start",
     "read_heartbeat",
     "read_json",
     "read_lines",
+    "read_status",
     "runs_root",
     "summarize",
     "tail_lines",
     "touch_heartbeat",
     "write_heartbeat",
+    "write_status",
 ]
 
 _LATER = {
     "METRICS": "vocabulary",
     "Metric": "vocabulary",
     "MetricsEndpoint": "endpoint",
+    "NodeStatus": "status",
+    "RankStatus": "status",
     "RunState": "summary",
     "RunSummary": "summary",
     "Summarizer": "summary",
     "TWINS": "vocabulary",
+    "plan_checkpoint_intervals": "vocabulary",
     "plan_twins": "vocabulary",
+    "read_status": "status",
     "summarize": "summary",
+    "write_status": "status",
 }
 
 

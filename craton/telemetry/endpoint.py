@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from craton.telemetry.page import LEDGER_KINDS
 from craton.telemetry.vocabulary import METRICS, PREFIX, Metric
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class MetricsEndpoint:
     def __init__(self, run: str, node: str, leaf: str = "") -> None:
         self._run, self._node, self._leaf = run, node, leaf
         self._values: dict[str, dict[tuple[str, ...], float]] = {}
+        self._debts: dict[tuple[str, ...], float] = {}  # seconds of the ledger that were taken back
         self._own_names: set[str] = set()
         self._lock = threading.Lock()
         self._server: Any = None
@@ -58,12 +60,38 @@ class MetricsEndpoint:
                     self._values.setdefault(name, {})[labels] = float("nan") if value is None else float(value)
 
     def book(self, seconds_by_kind: Mapping[str, float], rank: int) -> None:
-        """Adds ledger seconds of a rank."""
+        """Adds ledger seconds of a rank. What is taken back of a kind (a step that was broken off) is paid by the next
+        seconds of that kind: a counter that fell would look to Prometheus as if it had begun anew."""
         with self._lock:
             booked = self._values.setdefault(LEDGER_METRIC, {})
+            for kind in LEDGER_KINDS:  # from zero on: an increase from nothing is not seen
+                booked.setdefault((str(rank), kind), 0.0)
             for kind, seconds in seconds_by_kind.items():
                 labels = (str(rank), kind)
-                booked[labels] = booked.get(labels, 0.0) + seconds
+                paid = seconds - self._debts.pop(labels, 0.0)
+                if paid < 0:
+                    self._debts[labels] = -paid
+                booked[labels] = booked.get(labels, 0.0) + max(0.0, paid)
+
+    def set_labelled(self, name: str, value_by_label: Mapping[str, float]) -> None:
+        """New values of a metric of the whole run that has a label of its own."""
+        assert METRICS[name].label, name
+        with self._lock:
+            self._values.setdefault(name, {}).update({("", label): value for label, value in value_by_label.items()})
+
+    def forget(self, name: str) -> None:
+        """The run as a whole is not told of here any more."""
+        with self._lock:
+            self._values.pop(name, None)
+
+    def keep_only(self, ranks: Iterable[int]) -> None:
+        """Ranks that are on this node no more have no values here, but for what was booked for them here."""
+        kept = {"", *map(str, ranks)}
+        with self._lock:
+            for name, values in self._values.items():
+                if name != LEDGER_METRIC:
+                    for labels in [labels for labels in values if labels[0] not in kept]:
+                        del values[labels]
 
     def collect(self) -> Iterator[Family]:
         """What prometheus-client asks for at each scrape."""
@@ -73,7 +101,7 @@ class MetricsEndpoint:
             snapshot = {name: dict(values) for name, values in self._values.items()}
         for name, values in sorted(snapshot.items()):
             metric = METRICS.get(name) or Metric(name, "1", "Recorded by the job's own code", "gauge", "rank")
-            label_names = ["run", "node", "leaf", "rank"] + (["kind"] if name == LEDGER_METRIC else [])
+            label_names = ["run", "node", "leaf", "rank", *([metric.label] if metric.label else [])]
             make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = make(PREFIX + name, f"{metric.help} ({metric.unit})", labels=label_names)
             for labels, value in _in_order(values.items()):

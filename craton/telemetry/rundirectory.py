@@ -4,11 +4,14 @@
     events/NODE.jsonl  metrics/NODE.jsonl  ledger/NODE.jsonl   what happened; one writer per node
     logs/rank-00007.log                              what a rank printed
     heartbeat/NODE                                   touched every second by the node's agent
+    status/NODE.json                                 what each rank of the node does, as its agent sees it
     generations/000003.json                          who the ranks of each generation are, and why it began
-    chaos/ID.json  resize.json  plans/N.json         what `craton chaos` and `resize` ask for; plans of other sizes
+    chaos/ID.json  resize.json  avoid.json           what `craton chaos`, `resize` and `heal` ask for
+    plans/N.json                                     plans of other sizes
     code/  code.json                                 what a command runs in, and the sums of its files
     secret                                           what the run's agents know each other by; readable by its owner
     checkpoints/TIER/step-N/
+    summary.json                                     what `ps` keeps of a run that has ended
     STOP  DONE  FATAL                                markers
 
 Making a run is atomic: of two that want the same name, one gets it. Runs live under $CRATON_RUNS, else ./runs.
@@ -26,7 +29,7 @@ from craton.telemetry.errors import RunError, RunExistsError, RunNotFoundError
 
 Marker = Literal["STOP", "DONE", "FATAL"]
 MARKERS: tuple[Marker, ...] = get_args(Marker)
-FOLDERS = ("events", "metrics", "ledger", "logs", "heartbeat", "checkpoints", "generations")
+FOLDERS = ("events", "metrics", "ledger", "logs", "heartbeat", "status", "checkpoints", "generations")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -100,6 +103,9 @@ class RunDirectory:
 
     def heartbeat_path(self, node: str) -> Path:
         return self.path / "heartbeat" / node
+
+    def status_path(self, node: str) -> Path:
+        return self.path / "status" / f"{node}.json"
 
     def generation_path(self, number: int) -> Path:
         return self.path / "generations" / f"{number:06d}.json"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from craton.telemetry.heartbeat import Heartbeat, read_heartbeat
-from craton.telemetry.ledger import LedgerReader
+from craton.telemetry.ledger import LedgerReader, spread
 from craton.telemetry.lines import tail_lines
 from craton.telemetry.rundirectory import RunDirectory, read_json
 from craton.telemetry.vocabulary import TWINS, plan_twins
@@ -73,11 +73,17 @@ def summarize(run: RunDirectory, now: float | None = None) -> RunSummary:
 
 
 class Summarizer:
-    """Looks at one run again and again, reading only what is new in the ledger."""
+    """Looks at one run again and again, reading only what is new in the ledger. With `most_nodes` the ledger and the
+    peak memory are those of so many nodes, which bounds what a look at a wide run costs."""
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, most_nodes: int | None = None) -> None:
         self.run = run
-        self._ledger = LedgerReader(run)
+        self._most_nodes = most_nodes
+        self._ledger = LedgerReader(run, most_nodes)
+
+    def keep_books(self) -> None:
+        """Leaves what was added up of the ledger for the looks of others."""
+        self._ledger.keep()
 
     def summary(self, now: float | None = None) -> RunSummary:
         now = time.time() if now is None else now
@@ -87,7 +93,7 @@ class Summarizer:
         nodes = [
             str(node) for node in newest.get("nodes") or (launch.get("nodes") or [])[: launch.get("num_nodes") or None]
         ]
-        recent = _Recent(self.run)
+        recent = _Recent(self.run, nodes[:1], self._most_nodes)
         heartbeats = {node: read_heartbeat(self.run, node) for node in nodes}
         state, message = _state(self.run, started, heartbeats, recent.generation, now)
         ledger = self._ledger.totals()
@@ -130,10 +136,11 @@ class Summarizer:
 class _Recent:
     """The last steps of a run: rank 0's own lines, and the largest memory of any rank."""
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, first_node: list[str], most_nodes: int | None) -> None:
         self._lines: list[dict[str, Any]] = []
         self._memory_bytes = 0.0
-        for path in sorted((run.path / "metrics").glob("*.jsonl")):
+        paths = spread(sorted((run.path / "metrics").glob("*.jsonl")), most_nodes)
+        for path in dict.fromkeys([*map(run.metrics_path, first_node), *paths]):
             lines = tail_lines(path, TAIL_BYTES // 4)
             if any(line.get("rank") == 0 for line in lines):  # on other nodes only the newest lines matter
                 lines = _last_steps(path)

@@ -22,6 +22,7 @@ class Metric:
     help: str
     kind: Literal["gauge", "counter"]
     scope: Literal["run", "rank"]
+    label: str = ""  # what its values differ by, beside run, node, leaf and rank
 
     @property
     def prometheus_name(self) -> str:
@@ -40,6 +41,13 @@ def plan_twins(plan: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             found[name] = float(value)
     return found
+
+
+def plan_checkpoint_intervals(plan: Mapping[str, Any]) -> dict[str, float]:
+    """Tier → seconds from one checkpoint to the next, of a plan.json."""
+    storage = plan.get("storage")
+    tiers = storage.get("tiers") if isinstance(storage, Mapping) else None
+    return {str(each["tier"]): float(each["every_seconds"]) for each in tiers or () if each.get("every_seconds")}
 
 
 def _read() -> tuple[dict[str, Metric], tuple[str, ...]]:

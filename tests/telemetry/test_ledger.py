@@ -144,3 +144,43 @@ def test_ranks_that_book_at_different_paces_sum_to_the_longest(ranks: list[list[
                 book(run, rank, 1 + number // 5, moment, **{kind: seconds})
             longest = max(longest, moment - 1000.0)
         assert sum(reader.totals().values()) == pytest.approx(longest, rel=1e-6)
+
+
+BOOKED = st.lists(st.tuples(st.integers(0, 3), st.floats(0.01, 9), st.sampled_from(LEDGER_KINDS)), max_size=30)
+
+
+@given(BOOKED, st.data())
+def test_a_reader_goes_on_from_what_another_has_kept(booked: list[tuple[int, float, str]], data: st.DataObject) -> None:
+    at = dict.fromkeys(range(4), 100.0)
+    lines = []
+    for number, (rank, seconds, kind) in enumerate(booked):
+        at[rank] += seconds
+        lines.append((at[rank], rank, number // 10, kind, seconds))
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDirectory.create(folder, "run")
+        for moment, rank, generation, kind, seconds in sorted(lines):
+            book(run, rank, generation, moment, **{kind: seconds})
+            if data.draw(st.booleans()):
+                reader = LedgerReader(run)
+                reader.totals()
+                reader.keep()
+        going_on = LedgerReader(run)
+        found = going_on.totals(), going_on.by_generation()
+        (run.path / "ledger" / ".books.json").unlink(missing_ok=True)
+        from_the_start = LedgerReader(run)
+        assert found[0] == pytest.approx(from_the_start.totals())
+        assert found[1] == from_the_start.by_generation()
+
+
+def test_what_was_kept_of_other_files_is_not_taken_up(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "run")
+    book(run, 0, 0, 110.0, productive=10.0)
+    reader = LedgerReader(run)
+    reader.totals()
+    reader.keep()
+    (path,) = (run.path / "ledger").glob("*.jsonl")
+    path.write_text("")  # a run of the same name, begun anew
+    assert LedgerReader(run).totals() == {}
+    book(run, 0, 0, 205.0, data=5.0)
+    (run.path / "ledger" / ".books.json").write_text('{"offsets": {"node-0.js')
+    assert LedgerReader(run).totals() == {"data": 5.0}

@@ -112,10 +112,10 @@ class Trainer:
         late, self._unread = self._unread, None
         if late is not None:  # it is done, and will not be done again if its state was kept
             with suppress(RuntimeError):
-                loss, norm, _, *report = late.numbers.read()
+                loss, norm, own_norm, _, *report = late.numbers.read()
                 shared = {"loss": loss, "gradient_norm": norm, "learning_rate": late.learning_rate}
                 shared |= dict(zip(late.report_names, report, strict=True))
-                self.parts.meter.step(late.step, late.times.seconds(), shared)
+                self.parts.meter.step(late.step, late.times.seconds(), shared, own_norm)
         return self.parts.checkpointer.abandon(seconds)
 
     def fit(self) -> Outcome:
@@ -260,19 +260,20 @@ class Trainer:
         parts.optimizer.zero_grad()
         for module in self._balanced:
             module.update_bias()
-        return HostCopy(torch.stack((loss, norm, good.float(), *report.values())))
+        own_norm = parts.optimizer.rank_gradient_norm
+        return HostCopy(torch.stack((loss, norm, own_norm, good.float(), *report.values())))
 
     def _read_late(self, readout: Readout | None) -> None:
         """Records and judges the step before, whose numbers the device has sent meanwhile."""
         late, self._unread = self._unread, readout
         if late is None:
             return
-        loss, norm, good, *report = late.numbers.read()
+        loss, norm, own_norm, good, *report = late.numbers.read()
         fault = self.guard.judge(late.step, loss, norm, bool(good))
         shared = {"loss": loss, "gradient_norm": norm, "learning_rate": late.learning_rate}
         shared |= {"skipped_steps": self.guard.skipped_steps, **dict(zip(late.report_names, report, strict=True))}
         phases = late.times.seconds()
-        self.parts.meter.step(late.step, phases, shared)
+        self.parts.meter.step(late.step, phases, shared, own_norm)
         self._step_seconds.append(sum(phases.values()))
         self.parts.clock.page.step_seconds = median(self._step_seconds)
         if not math.isfinite(loss) and self._distrust_memory(late.step, loss):

@@ -69,8 +69,9 @@ class Meter:
         if prediction is not None and ranks.rank == 0:
             recorder.event("predicted", step=0, **prediction.twins)
 
-    def step(self, step: int, phases: dict[str, float], shared: dict[str, float]) -> None:
-        """One finished step: seconds of its phases on this rank, and what is the same on all."""
+    def step(self, step: int, phases: dict[str, float], shared: dict[str, float], rank_gradient_norm: float) -> None:
+        """One finished step: seconds of its phases on this rank, what is the same on all, and the norm of this rank's
+        part of the gradient (NaN where none was taken), which a card that computes wrong shows first."""
         seconds = sum(phases.values())
         measured = {
             "step_seconds": seconds,
@@ -90,6 +91,7 @@ class Meter:
             if step in self._evaluations:
                 measured["evaluation_loss"] = self._evaluations.pop(step)
         recorded = self._recorder.recording_seconds
+        measured["rank_gradient_norm"] = rank_gradient_norm
         measured["recording_share"] = (recorded - self._recorded) / seconds
         self._recorded = recorded
         self._recorder.metrics(step, **{f"run_{name}": value for name, value in measured.items()})

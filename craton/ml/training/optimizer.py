@@ -48,6 +48,7 @@ class AdamW:
             seed,
         )
         self.steps = 0
+        self.rank_gradient_norm = torch.full((), float("nan"), dtype=torch.float32, device=self._device)
         self._sums: dict[str, Tensor] = {}  # fp32 gradients of the micro-batches so far, of bf16 parameters
         state_dtype = torch.float32 if weights == "fp32" else torch.bfloat16
         self.average = {name: torch.zeros_like(p, dtype=state_dtype) for name, p in self.parameters.items()}
@@ -72,20 +73,23 @@ class AdamW:
             parameter.grad = None
 
     def gradient_norm(self) -> Tensor:
-        """Of all gradients of all ranks, fp32, on the device."""
+        """Of all gradients of all ranks, fp32, on the device; `rank_gradient_norm` is then that of this rank's part."""
         gradients = [self._gradient(name) for name in self.parameters if name not in self._copies]
         squares: dict[object, list[Tensor]] = {}
         locals_ = _norms([local(gradient) for gradient in gradients])
         for gradient, norm in zip(gradients, locals_, strict=True):
             squares.setdefault(_shard_groups(gradient), []).append(norm)
         total = torch.zeros((), dtype=torch.float32, device=self._device)
+        own = torch.zeros_like(total)
         for groups, norms in squares.items():
             part = torch.stack(norms).square().sum()
+            own += part
             for group in groups:  # type: ignore[attr-defined]
                 torch.distributed.all_reduce(part, group=group)
             total += part
         if self._pipeline is not None:
             total = self._pipeline.sum(total)
+        self.rank_gradient_norm = own.sqrt()
         return total.sqrt()
 
     @torch.no_grad()

@@ -60,6 +60,7 @@ def adder(steps: int) -> str:
         """
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_run_goes_on_where_it_was(tmp_path: Path) -> None:
     run = make_run(tmp_path, adder(100_000), "adder")
     process = start(run, EXAMPLES)
@@ -143,6 +144,7 @@ def train_own_everything(path: Path, world: int) -> list[float]:
     return list(recorder.losses.values())
 
 
+@pytest.mark.slow
 def test_own_model_objective_and_source_train_together_on_any_number_of_ranks(gang: Gang, tmp_path: Path) -> None:
     text = f"""
         kind: pretrain

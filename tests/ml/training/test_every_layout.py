@@ -81,11 +81,11 @@ class Case:
 
 CASES = {
     "fsdp 4": Case({"fsdp": 4}, "reduce over shards"),
-    "replicate 2 · fsdp 2": Case({"replicate": 2, "fsdp": 2}, "reduce over replicas"),
+    "replicate 2 · fsdp 2": Case({"replicate": 2, "fsdp": 2}, "reduce over replicas", slow=True),
     "fsdp 2 · tp 2": Case({"fsdp": 2, "tp": 2, "recompute": "selective"}, "tensor.start_gather"),
     "fsdp 2 · tp 2, adapters": Case({"fsdp": 2, "tp": 2}, "tensor.start_scatter_sum", train=LORA, slow=True),
     "replicate 2 · tp 2": Case({"replicate": 2, "tp": 2}, "tensor.start_sum", slow=True),
-    "tp 2 · cp 2": Case({"cp": 2, "tp": 2}, "context.start_scatter_sum"),
+    "tp 2 · cp 2": Case({"cp": 2, "tp": 2}, "context.start_scatter_sum", slow=True),
     "cp 2 · fsdp 2": Case({"cp": 2, "fsdp": 2, "recompute": "full"}, "context.start_gather"),
     "pp 2 · fsdp 2": Case({"pp": 2, "fsdp": 2}, "sends"),
     "pp 2 · fsdp 2, adapters": Case({"pp": 2, "fsdp": 2, "recompute": "full"}, "sends", train=LORA),
@@ -93,8 +93,8 @@ CASES = {
     "pp 2 · fsdp 2, zero-bubble": Case({"pp": 2, "fsdp": 2, "schedule": "zero-bubble"}, "reduce over shards"),
     "pp 2 · tp 2": Case({"pp": 2, "tp": 2, "recompute": "selective"}, "tensor.start_scatter_sum"),
     "pp 2 · cp 2": Case({"pp": 2, "cp": 2}, "context.start_gather", slow=True),
-    "fsdp 4 · ep 2": Case({"fsdp": 4, "ep": 2}, "experts.start_exchange", "experts"),
-    "fsdp 2 · tp 2 · ep 2": Case({"fsdp": 2, "tp": 2, "ep": 2}, "experts.start_exchange", "experts"),
+    "fsdp 4 · ep 2": Case({"fsdp": 4, "ep": 2}, "experts.start_exchange", "experts", slow=True),
+    "fsdp 2 · tp 2 · ep 2": Case({"fsdp": 2, "tp": 2, "ep": 2}, "experts.start_exchange", "experts", slow=True),
     "replicate 2 · fsdp 2 · ep 4": Case(
         {"replicate": 2, "fsdp": 2, "ep": 4}, "experts.start_exchange", "experts", slow=True
     ),
@@ -199,6 +199,20 @@ def test_the_layout_goes_wrong_without_one_of_its_collectives(gang: Gang, name: 
         assert_equal(found, case)
 
 
+def own_norms() -> tuple[list[float], list[float]]:
+    """The norm of the whole gradient (rank 0 records it) and that of this rank's part, at every step."""
+    trainer, records = make_trainer(tiny_job(2), Layout(fsdp=4))
+    trainer.fit()
+    return list(records.norms.values()), [each["run_rank_gradient_norm"] for each in records.metrics_by_step.values()]
+
+
+def test_the_parts_of_the_gradient_make_up_the_whole(gang: Gang) -> None:
+    parts = gang.run(own_norms, ranks=4)
+    (whole, _), *_ = parts
+    for step, norm in enumerate(whole):
+        assert sum(own[step] ** 2 for _, own in parts) == pytest.approx(norm**2, rel=1e-4)
+
+
 def test_putting_off_weight_gradients_changes_no_bit(gang: Gang) -> None:
     plain, put_off = (
         gang.run(curve, CASES[name], STEPS, None, None, 4, ranks=4)[0]
@@ -251,6 +265,7 @@ def _families(slow: bool) -> list[list[str]]:
     return list(families.values())
 
 
+@pytest.mark.slow
 def test_what_one_layout_saves_the_next_goes_on_from(gang: Gang, tmp_path: Path) -> None:
     for number, names in enumerate(_families(slow=False)):
         reached = 0

@@ -1,15 +1,26 @@
-"""How the verbs that show runs write numbers: short, three digits, the unit always said, `–` for what is not known."""
+"""How numbers and events of runs are written, in a terminal and on the page: short, three digits, the unit always said,
+`–` for what is not known."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import datetime
 from itertools import pairwise
+from typing import Any
 
 from craton.digits import digits as plain_digits
 
 NONE = "–"
+PHASE_STYLES = {  # colours of a terminal, as rich names them
+    "data": "cyan",
+    "compute": "blue",
+    "communication": "yellow",
+    "optimizer": "magenta",
+    "checkpoint": "green",
+}
 _THOUSANDS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+_STAMP = ("time", "generation", "event", "node", "step", "rank", "pid")  # of an event, told elsewhere
 _BARS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
@@ -110,3 +121,25 @@ def bar(share: float, width: int) -> str:
         eighths = 1
     full, rest = divmod(eighths, 8)
     return "█" * full + (_EIGHTHS[rest] if rest else "")
+
+
+def event_fields(event: Mapping[str, Any]) -> str:
+    """The fields of an event as they are: `tier shared · 20 GiB · took 210 ms`."""
+    words = [
+        _event_field(key, value)
+        for key, value in event.items()
+        if key not in _STAMP and isinstance(value, int | float | str) and not isinstance(value, bool)
+    ]
+    return " · ".join(word for word in words if word)
+
+
+def _event_field(key: str, value: float | str) -> str:
+    name = key.replace("_", " ")
+    if isinstance(value, str):
+        text = value.splitlines()[0] if value else ""
+        return text if key in ("message", "reason", "text", "fault") else f"{name} {text}"
+    if name.endswith("seconds"):
+        return f"{name.removesuffix('seconds').strip() or 'took'} {duration(value)}"
+    if name.endswith("bytes"):
+        return f"{name.removesuffix('bytes')}{size(value)}".strip()
+    return f"{name} {value}" if isinstance(value, int) else f"{name} {digits(value)}"
