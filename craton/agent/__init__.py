@@ -7,17 +7,40 @@ it through a `KeeperClient`.
 
 from __future__ import annotations
 
-from craton.agent.errors import KeeperError, LaunchError
-from craton.agent.generation import Generation, newest_generation, next_number
-from craton.agent.keeper import Keeper
-from craton.agent.launch import Launch, read_launch, write_launch
-from craton.agent.nursery import NURSERY_VARIABLE, answer_requests
-from craton.agent.ports import free_port
-from craton.agent.process import EXIT_FINAL
-from craton.agent.slots import BLOCK_BYTES, HEADER_BYTES, Committed, Holding, KeeperClient, OwnSlot
-from craton.agent.wire import run_secret
+from typing import TYPE_CHECKING
+
+from craton.lazy import loader
+
+if TYPE_CHECKING:
+    from craton.agent.avoid import AVOID_FILE, avoid_node, forget_avoided, read_avoided, welcome_node
+    from craton.agent.errors import KeeperError, LaunchError
+    from craton.agent.generation import Generation, newest_generation, next_number
+    from craton.agent.keeper import Keeper
+    from craton.agent.launch import Launch, read_launch, write_launch
+    from craton.agent.nursery import NURSERY_VARIABLE, answer_requests
+    from craton.agent.ports import free_port
+    from craton.agent.process import EXIT_FINAL
+    from craton.agent.slots import BLOCK_BYTES, HEADER_BYTES, Committed, Holding, KeeperClient, OwnSlot
+    from craton.agent.wire import run_secret
+else:
+    __getattr__ = loader(
+        __name__,
+        {
+            "avoid": ("AVOID_FILE", "avoid_node", "forget_avoided", "read_avoided", "welcome_node"),
+            "errors": ("KeeperError", "LaunchError"),
+            "generation": ("Generation", "newest_generation", "next_number"),
+            "keeper": ("Keeper",),
+            "launch": ("Launch", "read_launch", "write_launch"),
+            "nursery": ("NURSERY_VARIABLE", "answer_requests"),
+            "ports": ("free_port",),
+            "process": ("EXIT_FINAL",),
+            "slots": ("BLOCK_BYTES", "HEADER_BYTES", "Committed", "Holding", "KeeperClient", "OwnSlot"),
+            "wire": ("run_secret",),
+        },
+    )
 
 __all__ = [
+    "AVOID_FILE",
     "BLOCK_BYTES",
     "EXIT_FINAL",
     "HEADER_BYTES",
@@ -32,10 +55,14 @@ __all__ = [
     "LaunchError",
     "OwnSlot",
     "answer_requests",
+    "avoid_node",
+    "forget_avoided",
     "free_port",
     "newest_generation",
     "next_number",
+    "read_avoided",
     "read_launch",
     "run_secret",
+    "welcome_node",
     "write_launch",
 ]

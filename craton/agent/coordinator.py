@@ -5,6 +5,7 @@ tested without a process. One agent has one at a time: the first node's, and whe
 
 - A rank that ended, raised or hangs: a new generation with the same nodes. Who hangs is the rank that has not moved for
   the longest time, measured by the limit of what *it* is doing: everybody else waits for it.
+- A node that is to be avoided: a spare takes its place, if there is one, and no step is lost.
 - A node that is gone: a spare takes its place; without one it is waited for; an elastic run then goes on with fewer.
 - After `tries` tries that brought no new step the run has failed: it would break again.
 """
@@ -43,7 +44,7 @@ STEPPING = ("productive", "redo")
 
 
 @dataclass(frozen=True)
-class RankStatus:
+class RankProgress:
     """What a rank was doing when its agent last looked."""
 
     kind: str
@@ -75,7 +76,7 @@ class Member:
     keeper: str = ""
     store: str = ""
     done_with: int = -1  # the generation that its ranks have ended well
-    ranks: dict[int, RankStatus] = field(default_factory=dict)
+    ranks: dict[int, RankProgress] = field(default_factory=dict)
     done: frozenset[int] = frozenset()  # ranks that have ended well
     gone_since: float | None = None  # its connection broke
     is_released: bool = False
@@ -145,6 +146,7 @@ class Coordinator:
         self._began = now
         self._awaited = set(current.nodes if current else [])  # have not come over yet
         self._resized: tuple[int, dict[str, Any] | None] | None = None
+        self._avoided: frozenset[str] = frozenset()
         self._finished = False
         self._clock = 0.0  # epoch seconds of the last tick
         self._moving_since: float | None = None
@@ -167,7 +169,7 @@ class Coordinator:
         member.keeper, member.store = str(status.get("keeper", "")), str(status.get("store", ""))
         member.done_with = int(status.get("done_with", -1))
         member.done = frozenset(int(rank) for rank in status.get("done", ()))
-        member.ranks = {int(rank): RankStatus(*values) for rank, values in dict(status.get("ranks", {})).items()}
+        member.ranks = {int(rank): RankProgress(*values) for rank, values in dict(status.get("ranks", {})).items()}
         steps = [rank.step for rank in member.ranks.values() if self.current and rank.generation == self.current.number]
         self._reached = max([self._reached, *(step - 1 for step in steps)])
 
@@ -183,6 +185,10 @@ class Coordinator:
 
     def resize(self, nodes: int, layout: dict[str, Any] | None) -> None:
         self._resized = (nodes, layout)
+
+    def avoid(self, nodes: frozenset[str]) -> None:
+        """Nodes that the run leaves when it has enough others."""
+        self._avoided = nodes
 
     # -- what it decides ------------------------------------------------------------------------------------------
 
@@ -236,7 +242,7 @@ class Coordinator:
 
     def _look_for_hangs(self, now: float, clock: float) -> None:
         assert self.current is not None
-        found: dict[int, RankStatus] = {}
+        found: dict[int, RankProgress] = {}
         for node in self.current.nodes:
             member = self.members.get(node)
             if self._is_done(node):
@@ -277,6 +283,9 @@ class Coordinator:
             key=lambda node: order.get(node, len(order)),
         )
         target = self._resized[0] if self._resized else self.launch.working_nodes
+        others = [node for node in ready if node not in self._avoided]
+        if len(others) >= target:
+            ready = others
         present = self.current.nodes if self.current else []
         staying = [node for node in present if node in ready]
         is_whole = bool(present) and len(staying) == len(present)
@@ -369,6 +378,8 @@ class Coordinator:
     def _why(self, nodes: list[str]) -> str:
         if self.current is None:
             return "start"
+        if left := [node for node in self.current.nodes if node not in nodes and node in self._avoided]:
+            return f"{', '.join(left)} left for a spare"
         before, after = len(self.current.nodes), len(nodes)
         return (
             f"{'grown' if after > before else 'shrunk' if after < before else 'changed'} from {before} to {after} nodes"

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from craton.agent.generation import count_restarts
 from craton.agent.launch import Launch
 from craton.agent.process import ChildProcess, end_sink, reap, start_sink
 from craton.agent.records import NodeRecords
@@ -18,11 +19,17 @@ from craton.telemetry import (
     Marker,
     MetricsEndpoint,
     NodeState,
+    NodeStatus,
+    RankStatus,
     RunDirectory,
     Summarizer,
+    plan_checkpoint_intervals,
+    plan_twins,
     process_start,
+    read_json,
     touch_heartbeat,
     write_heartbeat,
+    write_status,
 )
 
 SINK_GRACE_SECONDS = 30.0  # MLflow takes ten of them to make its first database
@@ -52,9 +59,41 @@ class NodeFace:
         except (ImportError, OSError) as error:
             self.warn("no_metrics_endpoint", f"no Prometheus endpoint: {error}")
             return
-        plan = self._summarizer.summary().plan
-        self._endpoint.update({f"plan_{name}": value for name, value in plan.items()}, None)
+        self._show_plan()
         self._records.event("metrics_served", address=host, port=self._metrics_port)
+
+    def _show_plan(self) -> None:
+        plan = read_json(self._run.plan_path)
+        interval = {name: plan.get(name) for name in ("step_seconds_low", "step_seconds_high")}
+        predicted = {**plan_twins(plan), **{name: value for name, value in interval.items() if value is not None}}
+        self._endpoint.update({f"plan_{name}": value for name, value in predicted.items()}, None)
+        self._endpoint.set_labelled("plan_checkpoint_interval_seconds", plan_checkpoint_intervals(plan))
+
+    def show_ranks(self, ranks: Sequence[RankStatus]) -> None:
+        """How far each rank of the node is, at every scrape."""
+        for each in ranks:
+            values = {
+                "run_step": each.step,
+                "run_progress_age_seconds": each.progress_age_seconds,
+                "run_progress_limit_seconds": each.progress_limit_seconds,
+            }
+            self._endpoint.update(values, each.rank)
+
+    def write_status(self, generation: int, ranks: Sequence[RankStatus]) -> None:
+        with contextlib.suppress(OSError):  # full disks and lost directories are told of elsewhere
+            write_status(self._run, NodeStatus(time.time(), generation, self._node, tuple(ranks)))
+
+    def entered(self, ranks: range) -> None:
+        """A generation in which the node has these ranks."""
+        self._endpoint.keep_only(ranks)
+        if ranks and ranks.start == 0:
+            self._endpoint.update({"run_restarts": count_restarts(self._run, self._launch.generation)}, None)
+        else:
+            self._endpoint.forget("run_restarts")
+
+    def saved(self, tier: str, moment: float) -> None:
+        """A checkpoint was finished."""
+        self._endpoint.set_labelled("run_checkpoint_moment_seconds", {tier: moment})
 
     def start_sinks(self) -> None:
         """Once."""
@@ -83,6 +122,7 @@ class NodeFace:
 
     def record_summary(self) -> None:
         measured = self._summarizer.summary().measured
+        self._summarizer.keep_books()
         values = {f"run_{name}": measured[name] for name in ("goodput", "cost_dollars") if name in measured}
         if values:
             self._records.metrics(values)

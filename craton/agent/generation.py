@@ -91,6 +91,13 @@ def next_number(run: RunDirectory) -> int:
     return max(_numbers(run), default=-1) + 1
 
 
+def count_restarts(run: RunDirectory, first: int) -> int:
+    """How many generations, from this number on, began because something broke."""
+    return sum(
+        1 for number in _numbers(run) if number >= first and read_json(run.generation_path(number)).get("broke_at")
+    )
+
+
 def _numbers(run: RunDirectory) -> list[int]:
     try:
         names = os.listdir(run.path / "generations")

@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
+from craton.agent.avoid import read_avoided
 from craton.agent.coordinator import (
     SILENT_SECONDS,
     Action,
@@ -317,10 +318,11 @@ class Membership:
                     start_new_session=True,
                 )
 
-    def look_for_resize(self) -> None:
-        """`craton resize` has left word."""
+    def look_for_wishes(self) -> None:
+        """`craton resize` or `craton heal` has left word."""
         if self._coordinator is None:
             return
+        self._coordinator.avoid(frozenset(read_avoided(self._run)))
         wish = read_json(self._run.resize_path)
         if not wish or float(wish.get("time", 0.0)) <= self._resize_seen:
             return

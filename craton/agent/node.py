@@ -13,16 +13,17 @@ import os
 import selectors
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
+from craton.agent.coordinator import RankProgress
 from craton.agent.generation import Generation, next_number
 from craton.agent.launch import Launch
 from craton.agent.nursery import Nursery, NurseryError
 from craton.agent.ports import free_port
 from craton.agent.process import ChildProcess, RankProcess, pipe, rank_environment, start_rank
 from craton.agent.records import NodeRecords
-from craton.telemetry import RankPage, RunDirectory, monotonic_of
+from craton.telemetry import RankPage, RankStatus, RunDirectory, monotonic_of
 
 PLANNED_SECONDS = 600.0  # from being told of a planned generation to entering it: a step, and a save, must end first
 NURSERY_SECONDS = 120.0  # imports on a cold file system take their time
@@ -346,21 +347,37 @@ class NodeProcesses:
             "keeper": self.keeper_address,
             "store": self.store_address,
             "done_with": self.generation.number if self.generation and self.is_done else -1,
-            "ranks": {
-                rank: (
-                    place.page.kind,
-                    place.page.step,
-                    0.0 if place.page.progress == place.mute_at else now - place.page.progress,
-                    place.page.step_seconds,
-                    place.process.is_stopped,
-                    place.page.generation,
-                    place.page.patience,
-                )
-                for rank, place in self.ranks
-                if place.process is not None and place.process.is_running
-            },
+            "ranks": {rank: astuple(_progress(place, process, now)) for rank, place, process in self._running()},
             "done": [rank for rank, place in self.ranks if place.is_done],
         }
+
+    def rank_status(self) -> list[RankStatus]:
+        """What people want to know of this node's ranks."""
+        now = time.monotonic()
+        found = []
+        for rank, place, process in self._running():
+            progress = _progress(place, process, now)
+            found.append(
+                RankStatus(
+                    rank=rank,
+                    pid=process.pid,
+                    kind=progress.kind,
+                    beside=place.page.beside,
+                    step=progress.step,
+                    progress_age_seconds=round(progress.age, 3),
+                    step_seconds=progress.step_seconds,
+                    is_stopped=progress.is_stopped,
+                    progress_limit_seconds=progress.limit,
+                )
+            )
+        return found
+
+    def _running(self) -> list[tuple[int, Place, RankProcess]]:
+        return [
+            (rank, place, place.process)
+            for rank, place in self.ranks
+            if place.process is not None and place.process.is_running
+        ]
 
     def book(self, ended: str | None = None) -> None:
         """Writes the ledger of every place."""
@@ -371,6 +388,20 @@ class NodeProcesses:
         for child in (self.keeper, self.nursery.child if self.nursery else None):
             if child is not None:
                 child.send(signal.SIGKILL)
+
+
+def _progress(place: Place, process: RankProcess, now: float) -> RankProgress:
+    """What the rank is doing; one that never told of any progress has just made some."""
+    page = place.page
+    return RankProgress(
+        page.kind,
+        page.step,
+        0.0 if page.progress == place.mute_at else now - page.progress,
+        page.step_seconds,
+        process.is_stopped,
+        page.generation,
+        page.patience,
+    )
 
 
 def _has_more(descriptor: int) -> bool:

@@ -29,7 +29,8 @@ EXIT_FINAL = 3  # of a rank: the job itself is at fault, and another try would f
 PIPE_BYTES = 1 << 20
 GROUP_SECONDS = 1.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
+_NAME = "(" + "|".join(PLACEHOLDERS) + ")"
+_PLACEHOLDER = re.compile(rf"\{{\{{{_NAME}\}}\}}|(?<!\$)\{{{_NAME}\}}")  # ${name} is a shell's own
 
 
 @dataclass
@@ -145,8 +146,8 @@ def placeholder_values(
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """The text with its placeholders replaced; other braces stay."""
-    return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
+    """The text with its placeholders replaced; `{{rank}}` is written as `{rank}`, `${rank}` and other braces stay."""
+    return _PLACEHOLDER.sub(lambda found: f"{{{found[1]}}}" if found[1] else values[found[2]], text)
 
 
 def search_path() -> str:

@@ -51,6 +51,7 @@ TURN_SECONDS = 0.2  # between two looks at everything, when nothing happens
 POLL_SECONDS = 0.5  # markers, chaos, resize
 HEARTBEAT_SECONDS = 1.0
 LEDGER_SECONDS = 1.0
+STATUS_SECONDS = 2.0
 SUMMARY_SECONDS = 30.0  # goodput and cost, as metrics of the first node
 GONE_SECONDS = 3.0  # a run directory that stays away this long is gone
 MOST_NURSERIES = 3  # that may end before they are ready
@@ -81,7 +82,7 @@ class Supervisor:
         self._kill_at = float("inf")
         self._stop_signal: signal.Signals | None = None
         self._started = self._seen_directory = time.monotonic()
-        self._next = {"poll": 0.0, "heartbeat": 0.0, "ledger": 0.0, "summary": 0.0}
+        self._next = {"poll": 0.0, "heartbeat": 0.0, "ledger": 0.0, "status": 0.0, "summary": 0.0}
         self._failed_nurseries = 0
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wakeup, selectors.EVENT_READ, None)
@@ -190,6 +191,9 @@ class Supervisor:
             self._face.touch()
         if self._due("ledger", now, LEDGER_SECONDS):
             self._processes.book()
+            self._face.show_ranks(self._processes.rank_status())
+        if self._due("status", now, STATUS_SECONDS):
+            self._face.write_status(self._records.generation, self._processes.rank_status())
         if self._coordinates() and self._due("summary", now, SUMMARY_SECONDS):
             self._face.record_summary()
         if not self._due("poll", now, POLL_SECONDS):
@@ -205,12 +209,14 @@ class Supervisor:
         elif now - self._seen_directory > GONE_SECONDS and not self._is_failure:
             self.fail(f"the run directory {self._run.path} is gone")
         if self._membership is not None:
-            self._membership.look_for_resize()
+            self._membership.look_for_wishes()
 
     # -- ranks ----------------------------------------------------------------------------------------------------
 
     def _on_rank_event(self, rank: RankProcess, line: dict[str, Any]) -> None:
         """A rank that cannot go on says so, and waits for the next generation."""
+        if line["event"] == "checkpoint_saved":
+            self._face.saved(str(line.get("tier", "")), float(line["time"]))
         if line["event"] == "broken":
             self._report(
                 Fault(
@@ -305,6 +311,7 @@ class Supervisor:
             return
         if self._membership is not None:
             self._membership.entered()
+        self._face.entered(generation.ranks_of(self._node))
         has_ranks = bool(generation.ranks_of(self._node))
         self._face.beat("running" if has_ranks else "spare")
         if has_ranks and generation.ranks_of(self._node).start == 0:
@@ -380,6 +387,7 @@ class Supervisor:
             is_released = self._membership is not None and self._membership.is_released
             state = "released" if is_released and not self._run.has("DONE") else "done"
         self._processes.book(ended=state)
+        self._face.write_status(self._records.generation, self._processes.rank_status())
         if self._coordinates():
             self._face.record_summary()
         self._records.event(

@@ -6,6 +6,7 @@ Data parallelism is what is left of the world there. Megatron's distributed opti
 
 from __future__ import annotations
 
+from craton.frameworks.decoder import biases, norm_epsilon
 from craton.frameworks.errors import FrameworkError
 from craton.frameworks.rope import megatron_rope
 from craton.job import Layout, ModelShape
@@ -40,7 +41,8 @@ def megatron_arguments(model: ModelShape, layout: Layout, sequence: int, global_
         "--global-batch-size": global_batch_sequences,
     }
     words = [word for name, number in numbers.items() for word in (name, str(number))]
-    words += [*megatron_rope(model), "--normalization", "RMSNorm", "--disable-bias-linear"]
+    words += [*megatron_rope(model), "--normalization", "RMSNorm", "--norm-epsilon", f"{norm_epsilon(model):g}"]
+    words += _biases(model)
     words += ["--swiglu"] if model.gated_mlp else []
     words += [] if model.tied_embeddings else ["--untie-embeddings-and-output-weights"]
     words += ["--qk-layernorm"] if model.qk_norm else []
@@ -84,6 +86,17 @@ def _attention(model: ModelShape) -> list[str]:
     if model.kv_heads == model.heads:
         return []
     return ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
+
+
+def _biases(model: ModelShape) -> list[str]:
+    """None, or that of queries, keys and values alone: Megatron's other word for biases puts one into every layer."""
+    found = biases(model)
+    if found not in ((), ("qkv",)):
+        raise FrameworkError(
+            f"{model.name} adds a bias in {' and '.join(found)}, and Megatron's arguments here only in qkv; give a "
+            "model without"
+        )
+    return ["--disable-bias-linear", *(["--add-qkv-bias"] if found else [])]
 
 
 def _experts(model: ModelShape, layout: Layout) -> list[str]:

@@ -1,21 +1,16 @@
 """The rotation of a model's positions, as its own decoder has it, in Megatron-LM's arguments.
 
-A shape does not say it: it stands in the config.json that the shape was read from, or for a preset in the table beside
-Craton's decoder. A model written inline has the usual base, as when Craton trains it.
+A model written inline has the usual base, as when Craton trains it.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
+from craton.frameworks.decoder import config_of, preset_numbers
 from craton.frameworks.errors import FrameworkError
-from craton.job import ModelShape, load_config
+from craton.job import ModelShape
 
 USUAL_BASE = 10_000.0
 FAMILY_BASES = {"mixtral": 1_000_000.0}  # whose class in transformers has another default
@@ -50,13 +45,8 @@ def megatron_rope(model: ModelShape) -> list[str]:
 
 def _rope_of(model: ModelShape) -> Mapping[str, Any]:
     """By the names of the decoder's table."""
-    source = Path(model.source)
-    if source.name == "config.json" and source.is_file():
-        return _from_huggingface(load_config(source)[0], model)
-    for pattern, numbers in _families().items():
-        if fnmatchcase(model.name, pattern):
-            return dict(numbers["rope"])
-    return {}
+    config = config_of(model)
+    return dict(preset_numbers(model).get("rope", {})) if config is None else _from_huggingface(config, model)
 
 
 def _from_huggingface(config: Mapping[str, Any], model: ModelShape) -> dict[str, Any]:
@@ -74,8 +64,3 @@ def _from_huggingface(config: Mapping[str, Any], model: ModelShape) -> dict[str,
         "theta": parameters.get("rope_theta") or config.get("rope_theta") or usual,
         "scaling": "none" if kind == "default" else kind,
     }
-
-
-@cache
-def _families() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(files("craton.ml.models").joinpath("families.toml").read_text(encoding="utf-8"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 import urllib.request
 
 import pytest
 from agent_gang import DEADLINE_SECONDS, Gang, wait_until
 
-from craton.telemetry import read_heartbeat, read_lines, summarize
+from craton.telemetry import read_heartbeat, read_lines, read_status, summarize
 
 TRAIN = """
 from craton.telemetry import LedgerClock, Recorder
@@ -96,12 +97,15 @@ say("environment", json.dumps(dict(os.environ)))
 
 
 def test_prometheus_sees_plan_and_run_side_by_side(gang: Gang) -> None:
-    gang.run.plan_path.write_text(json.dumps({"steps": 9, "step_seconds": 0.5, "phases": {"data": 0.1}}))
+    tiers = [{"tier": "shared", "every_seconds": 60.0}, {"tier": "nvme", "every_seconds": None}]
+    plan = {"steps": 9, "step_seconds": 0.5, "step_seconds_high": 0.7, "phases": {"data": 0.1}}
+    gang.run.plan_path.write_text(json.dumps({**plan, "storage": {"tiers": tiers}}))
     gang.launch(
         """
 from craton.telemetry import Recorder
 recorder = Recorder.from_environment()
 recorder.metrics(1, run_loss=2.5, run_skipped_steps=1, my_own=7)
+recorder.event("checkpoint_saved", step=1, tier="shared")
 say("recorded")
 wait_for("go")
 """,
@@ -124,7 +128,17 @@ wait_for("go")
     assert f"craton_my_own{{{rank}}} 7.0" in text
     assert f"craton_plan_step_seconds{{{agent_itself}}} 0.5" in text
     assert f"craton_plan_data_seconds{{{agent_itself}}} 0.1" in text
+    assert f"craton_plan_step_seconds_high{{{agent_itself}}} 0.7" in text
+    assert f"craton_run_restarts_total{{{agent_itself}}} 0.0" in text
+    of_a_tier = f'{{{agent_itself},tier="shared"}}'
+    assert f"craton_plan_checkpoint_interval_seconds{of_a_tier} 60.0" in text
+    assert "nvme" not in text  # a tier that nothing is saved to
+    moment = float(text.partition(f"craton_run_checkpoint_moment_seconds{of_a_tier}")[2].split()[0])
+    assert 0 <= time.time() - moment < DEADLINE_SECONDS
     assert float(text.partition(booked)[2].split()[0]) > 0
+    assert f"craton_run_progress_age_seconds{{{rank}}}" in text
+    status = wait_until(lambda: read_status(gang.run, "node-0"), "what the ranks do is written")
+    assert [(each.rank, each.kind, each.is_stopped) for each in status.ranks] == [(0, "productive", False)]
     assert summarize(gang.run).state == "running"
     gang.tell("go")
     assert agent.wait(DEADLINE_SECONDS) == 0

@@ -189,3 +189,34 @@ def test_a_run_is_done_when_every_node_is(two: Agents) -> None:
     two.there["b"] |= {"done_with": 1}
     assert two.tick() == [Finish()]
     assert two.pass_time(20) == []
+
+
+def test_a_node_to_be_avoided_is_left_for_a_spare_without_a_fault() -> None:
+    agents = Agents(nodes=["a", "b", "c"], num_nodes=2)
+    agents.join("a", "b", "c")
+    agents.started()
+    agents.work(10)
+    agents.coordinator.avoid(frozenset({"b"}))
+    generation = agents.started().generation
+    assert generation.nodes == ["a", "c"]
+    assert (generation.is_planned, generation.broke_at, generation.failures) == (True, 0.0, 0)
+    assert generation.reason == "b left for a spare"
+    agents.work(11)
+    assert agents.pass_time(20) == [], "and not taken back"
+    agents.coordinator.avoid(frozenset())
+    assert agents.pass_time(20) == [], "it is a spare again, and nobody moves for that"
+
+
+def test_a_node_to_be_avoided_is_kept_where_nobody_can_take_its_place() -> None:
+    agents = Agents(nodes=["a", "b", "c"], num_nodes=2)
+    agents.join("a", "b")
+    agents.pass_time(61)
+    agents.work(10)
+    agents.coordinator.avoid(frozenset({"b"}))
+    assert agents.pass_time(20) == []
+    agents.join("c")
+    assert agents.started().generation.nodes == ["a", "c"]
+    agents.work(12)
+    agents.lose("c")
+    agents.pass_time(1.0)
+    assert agents.current.nodes == ["a", "b"], "better a doubtful node than none"

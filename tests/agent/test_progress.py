@@ -331,7 +331,7 @@ def test_placeholders_are_filled_in_for_every_process_and_other_braces_stay(gang
     code = "import os, sys; print(sys.argv[1:], os.environ['MINE'], os.environ['CRATON_RANK'], os.getcwd())"
     gang.launch(
         "",
-        command=["python", "-c", code, *words],
+        command=["python", "-c", code, *words, "${rank}", "{{rank}}", "x${{run}}{rank}"],
         ranks_per_node=2,
         gpus_per_node=8,
         env={"MINE": "{rank} of {world_size}"},
@@ -339,7 +339,7 @@ def test_placeholders_are_filled_in_for_every_process_and_other_braces_stay(gang
     )
     assert gang.finish() == 0
     printed = gang.run.log_path(1).read_text().strip()
-    shown = ["0/1", "1/2", "1", str(gang.run.path), '{"a": {b}}', "8"]
+    shown = ["0/1", "1/2", "1", str(gang.run.path), '{"a": {b}}', "8", "${rank}", "{rank}", "x${run}1"]
     assert printed == f"{shown} 1 of 2 1 {gang.folder}"
 
 

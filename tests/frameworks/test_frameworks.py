@@ -22,7 +22,7 @@ from craton.frameworks import (
     verl_overrides,
     vllm_command,
 )
-from craton.job import Job, Layout, model_preset, parse_job, starts_own_ranks
+from craton.job import Job, Layout, model_from_config, model_preset, parse_job, starts_own_ranks
 
 HSDP = Layout(replicate=2, fsdp=4, cp=2, tp=4, micro_batch=1, recompute="full")
 NAME = "a name; $(rm -rf /)"
@@ -103,7 +103,7 @@ def test_megatron_arguments_of_a_dense_model() -> None:
         "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --kv-channels 128 --seq-length 8192 "
         "--max-position-embeddings 131072 --micro-batch-size 2 --global-batch-size 128 "
         "--position-embedding-type rope --rotary-base 500000 --use-rope-scaling --rope-scaling-factor 8 "
-        "--normalization RMSNorm --disable-bias-linear --swiglu "
+        "--normalization RMSNorm --norm-epsilon 1e-05 --disable-bias-linear --swiglu "
         "--untie-embeddings-and-output-weights --sequence-parallel --use-distributed-optimizer "
         "--group-query-attention --num-query-groups 8 --num-layers-per-virtual-pipeline-stage 4 --bf16 "
         "--recompute-activations"
@@ -162,6 +162,41 @@ def test_megatron_turns_positions_as_the_model_does(
         return
     told = shlex.join(megatron_arguments(shape, Layout(), 4096, 64))
     assert f"--position-embedding-type rope {words} --normalization RMSNorm" in told
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "--norm-epsilon 1e-06 --disable-bias-linear --swiglu"),
+        ({"rms_norm_eps": 1e-5}, "--norm-epsilon 1e-05 --disable-bias-linear --swiglu"),
+        (
+            {"model_type": "qwen2", "num_key_value_heads": 2, "rms_norm_eps": 1e-6},
+            "--norm-epsilon 1e-06 --disable-bias-linear --add-qkv-bias --swiglu",
+        ),
+        ({"attention_bias": True}, "adds a bias in qkv and output, and Megatron's arguments here only in qkv"),
+        ({"mlp_bias": True}, "adds a bias in mlp,"),
+        ({"model_type": "gpt_neox", "layer_norm_eps": 1e-5}, "adds a bias in qkv and output and mlp"),
+    ],
+)
+def test_megatron_has_the_norms_and_biases_of_the_model(
+    server: Job, fields: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "model" / "config.json"
+    config = {**json.loads(file.read_text()), **fields}
+    file.write_text(json.dumps(config))
+    shape = model_from_config(config, source=str(file))
+    if not words.startswith("--"):
+        with pytest.raises(FrameworkError, match=words):
+            megatron_arguments(shape, Layout(), 4096, 64)
+        return
+    assert f"--normalization RMSNorm {words}" in shlex.join(megatron_arguments(shape, Layout(), 4096, 64))
+
+
+@pytest.mark.parametrize(("name", "epsilon"), [("qwen3-8b", "1e-06"), ("llama-2-7b", "1e-05"), ("gpt3-1.3b", "1e-05")])
+def test_megatron_has_the_epsilon_of_a_preset(name: str, epsilon: str) -> None:
+    words = megatron_arguments(model_preset(name), Layout(), 4096, 64)
+    assert words[words.index("--norm-epsilon") + 1] == epsilon
+    assert "--add-qkv-bias" not in words
 
 
 @pytest.mark.parametrize(("name", "base"), [("qwen3-8b", "1000000"), ("llama-2-7b", "10000")])

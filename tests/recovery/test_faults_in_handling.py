@@ -36,6 +36,7 @@ STEPS = 30
 FSDP = LAYOUTS["fsdp"]
 
 
+@pytest.mark.slow
 def test_the_agent_the_keeper_and_the_coordinator_are_killed(runs: Path) -> None:
     expected, before = undisturbed(runs, "fsdp", STEPS), shared_memory()
     chaos = ("kill agent=node-1@step=8", "kill keeper=node-0@step=16", "kill coordinator@step=24")
