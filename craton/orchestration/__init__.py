@@ -1,62 +1,157 @@
 """Where runs happen: drafts of what would be started, the backend `local` that starts it, and following it."""
 
-from craton.agent import free_port
-from craton.orchestration.backend import Standing, Submission, read_submission
-from craton.orchestration.backends import backend_of, backend_of_run, pod_lines
-from craton.orchestration.chaos import arm_faults, faults_for, fired_faults, random_faults_for, what_happens
-from craton.orchestration.comparison import Compared, compare
-from craton.orchestration.copies import check_copies, start_copies
-from craton.orchestration.draft import STOP_AT, Draft, agent_command, draft_run, named_job, with_chaos
-from craton.orchestration.errors import RunStateError, SchedulerError, StartError
-from craton.orchestration.local import AgentProcess, agent_log, check_machine, living_agents, read_agents
-from craton.orchestration.placement import Audit, audit, order_nodes
-from craton.orchestration.preflight import Diagnosis, diagnose, examine, preflight
-from craton.orchestration.preflight_finding import Expected, Finding, Severity, worst
-from craton.orchestration.preflight_nccl_log import check_nccl_log, diagnose_nccl_log, read_nccl_log
-from craton.orchestration.preflight_slurm import diagnose_nodes
-from craton.orchestration.recoveries import Recoveries, Recovery, read_recoveries
-from craton.orchestration.recovery_bench import CASES as RECOVERY_CASES
-from craton.orchestration.recovery_bench import SHOWN_KINDS as RECOVERY_KINDS
-from craton.orchestration.recovery_bench import Case, bench_recover
-from craton.orchestration.resize import Resize, draft_resize, has_resized, resize_run, resized_nodes
-from craton.orchestration.roots import link_run, root_of, sharing_doubt
-from craton.orchestration.runs import (
-    SavedStep,
-    check_name_is_free,
-    check_places,
-    check_server,
-    draft_resume,
-    kill_run,
-    newest_checkpoint,
-    prepare_data,
-    release_run,
-    resume_run,
-    resumed_job,
-    start_run,
-    stop_run,
-)
-from craton.orchestration.server import (
-    READY,
-    ServerAddress,
-    ServerState,
-    ServerWatch,
-    Stages,
-    address_of,
-    is_server,
-    serve_job,
-    server_name,
-)
-from craton.orchestration.sizes import Size
-from craton.orchestration.snapshot import code_summary
-from craton.orchestration.start import run
-from craton.orchestration.state import (
-    MOVING,
-    settled,
-    settled_summaries,
-    standing_of,
-    wait_for_agents,
-)
-from craton.orchestration.watch import Follower, View
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import loader
+
+if TYPE_CHECKING:
+    from craton.agent import free_port
+    from craton.orchestration.backend import Standing, Submission, read_submission
+    from craton.orchestration.backends import backend_of, backend_of_run, pod_lines
+    from craton.orchestration.chaos import arm_faults, faults_for, fired_faults, random_faults_for, what_happens
+    from craton.orchestration.comparison import Compared, compare
+    from craton.orchestration.copies import check_copies, copy_names, first_copy, start_copies
+    from craton.orchestration.draft import STOP_AT, Draft, agent_command, draft_run, named_job, with_chaos
+    from craton.orchestration.errors import RunStateError, SchedulerError, StartError
+    from craton.orchestration.evacuation import (
+        Evacuation,
+        come_back,
+        evacuate,
+        hosts_of,
+        plan_evacuation,
+        spare_nodes,
+        working_nodes,
+    )
+    from craton.orchestration.glances import Glance, glance
+    from craton.orchestration.local import AgentProcess, agent_log, check_machine, living_agents, read_agents
+    from craton.orchestration.placement import Audit, audit, order_nodes
+    from craton.orchestration.preflight import Diagnosis, diagnose, examine
+    from craton.orchestration.preflight_finding import Expected, Finding, Severity, worst
+    from craton.orchestration.preflight_nccl_log import check_nccl_log, diagnose_nccl_log, read_nccl_log
+    from craton.orchestration.preflight_slurm import diagnose_nodes
+    from craton.orchestration.recoveries import Recoveries, Recovery, read_recoveries
+    from craton.orchestration.recovery_bench import CASES as RECOVERY_CASES
+    from craton.orchestration.recovery_bench import SHOWN_KINDS as RECOVERY_KINDS
+    from craton.orchestration.recovery_bench import Case, bench_recover
+    from craton.orchestration.resize import Resize, draft_resize, has_resized, resize_run, resized_nodes
+    from craton.orchestration.roots import linking, root_of, sharing_doubt
+    from craton.orchestration.runs import (
+        SavedStep,
+        check_name_is_free,
+        check_places,
+        check_server,
+        draft_resume,
+        kill_run,
+        newest_checkpoint,
+        prepare_data,
+        release_run,
+        resume_run,
+        resumed_job,
+        start_run,
+        stop_run,
+    )
+    from craton.orchestration.server import (
+        READY,
+        ServerAddress,
+        ServerState,
+        ServerWatch,
+        Stages,
+        address_of,
+        histogram_quantile,
+        serve_job,
+        server_name,
+    )
+    from craton.orchestration.service import NodeService, ServiceNode, service_of
+    from craton.orchestration.sizes import Size
+    from craton.orchestration.snapshot import code_summary
+    from craton.orchestration.start import run
+    from craton.orchestration.state import (
+        MOVING,
+        is_server,
+        settled,
+        settled_summaries,
+        standing_of,
+        standings_of,
+        wait_for_agents,
+    )
+    from craton.orchestration.watch import Follower, View
+else:
+    __getattr__ = loader(
+        __name__,
+        {
+            "backend": ("Standing", "Submission", "read_submission"),
+            "backends": ("backend_of", "backend_of_run", "pod_lines"),
+            "chaos": ("arm_faults", "faults_for", "fired_faults", "random_faults_for", "what_happens"),
+            "comparison": ("Compared", "compare"),
+            "copies": ("check_copies", "copy_names", "first_copy", "start_copies"),
+            "draft": ("STOP_AT", "Draft", "agent_command", "draft_run", "named_job", "with_chaos"),
+            "errors": ("RunStateError", "SchedulerError", "StartError"),
+            "evacuation": (
+                "Evacuation",
+                "come_back",
+                "evacuate",
+                "hosts_of",
+                "plan_evacuation",
+                "spare_nodes",
+                "working_nodes",
+            ),
+            "glances": ("Glance", "glance"),
+            "local": ("AgentProcess", "agent_log", "check_machine", "living_agents", "read_agents"),
+            "placement": ("Audit", "audit", "order_nodes"),
+            "preflight": ("Diagnosis", "diagnose", "examine"),
+            "preflight_finding": ("Expected", "Finding", "Severity", "worst"),
+            "preflight_nccl_log": ("check_nccl_log", "diagnose_nccl_log", "read_nccl_log"),
+            "preflight_slurm": ("diagnose_nodes",),
+            "recoveries": ("Recoveries", "Recovery", "read_recoveries"),
+            "recovery_bench": ("RECOVERY_CASES", "RECOVERY_KINDS", "Case", "bench_recover"),
+            "resize": ("Resize", "draft_resize", "has_resized", "resize_run", "resized_nodes"),
+            "roots": ("linking", "root_of", "sharing_doubt"),
+            "runs": (
+                "SavedStep",
+                "check_name_is_free",
+                "check_places",
+                "check_server",
+                "draft_resume",
+                "free_port",
+                "kill_run",
+                "newest_checkpoint",
+                "prepare_data",
+                "release_run",
+                "resume_run",
+                "resumed_job",
+                "start_run",
+                "stop_run",
+            ),
+            "server": (
+                "READY",
+                "ServerAddress",
+                "ServerState",
+                "ServerWatch",
+                "Stages",
+                "address_of",
+                "histogram_quantile",
+                "serve_job",
+                "server_name",
+            ),
+            "service": ("NodeService", "ServiceNode", "service_of"),
+            "sizes": ("Size",),
+            "snapshot": ("code_summary",),
+            "start": ("run",),
+            "state": (
+                "MOVING",
+                "is_server",
+                "settled",
+                "settled_summaries",
+                "standing_of",
+                "standings_of",
+                "wait_for_agents",
+            ),
+            "watch": ("Follower", "View"),
+        },
+        {"RECOVERY_CASES": "CASES", "RECOVERY_KINDS": "SHOWN_KINDS"},
+    )
 
 __all__ = [
     "MOVING",
@@ -70,9 +165,12 @@ __all__ = [
     "Compared",
     "Diagnosis",
     "Draft",
+    "Evacuation",
     "Expected",
     "Finding",
     "Follower",
+    "Glance",
+    "NodeService",
     "Recoveries",
     "Recovery",
     "Resize",
@@ -82,6 +180,7 @@ __all__ = [
     "ServerAddress",
     "ServerState",
     "ServerWatch",
+    "ServiceNode",
     "Severity",
     "Size",
     "Stages",
@@ -104,27 +203,34 @@ __all__ = [
     "check_places",
     "check_server",
     "code_summary",
+    "come_back",
     "compare",
+    "copy_names",
     "diagnose",
     "diagnose_nccl_log",
     "diagnose_nodes",
     "draft_resize",
     "draft_resume",
     "draft_run",
+    "evacuate",
     "examine",
     "faults_for",
     "fired_faults",
+    "first_copy",
     "free_port",
+    "glance",
     "has_resized",
+    "histogram_quantile",
+    "hosts_of",
     "is_server",
     "kill_run",
-    "link_run",
+    "linking",
     "living_agents",
     "named_job",
     "newest_checkpoint",
     "order_nodes",
+    "plan_evacuation",
     "pod_lines",
-    "preflight",
     "prepare_data",
     "random_faults_for",
     "read_agents",
@@ -140,15 +246,19 @@ __all__ = [
     "run",
     "serve_job",
     "server_name",
+    "service_of",
     "settled",
     "settled_summaries",
     "sharing_doubt",
+    "spare_nodes",
     "standing_of",
+    "standings_of",
     "start_copies",
     "start_run",
     "stop_run",
     "wait_for_agents",
     "what_happens",
     "with_chaos",
+    "working_nodes",
     "worst",
 ]

@@ -7,15 +7,21 @@ a run belongs to stands in its `backend.json`, with what the scheduler called it
 from __future__ import annotations
 
 import json
+import os
+import secrets
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from craton.orchestration.draft import Draft
 from craton.telemetry import RunDirectory
+
+if TYPE_CHECKING:
+    from craton.orchestration.draft import Draft
 
 Condition = Literal["waiting", "running", "ended", "unknown"]
 Outcome = Literal["", "done", "failed"]
+BACKENDS = ("local", "slurm", "kubernetes")
 BACKEND_FILE = "backend.json"
 
 
@@ -47,7 +53,7 @@ class Backend(Protocol):
 
     name: str
 
-    def check(self, draft: Draft) -> None:
+    def check(self, draft: Draft, run: RunDirectory) -> None:
         """Refuse what cannot be started here, before anybody is asked for money."""
         ...
 
@@ -77,10 +83,15 @@ class Backend(Protocol):
 
 
 def write_submission(run: RunDirectory, submission: Submission) -> None:
+    """Commands on several machines and the job itself may write at the same time: the last one counts."""
     text = json.dumps(asdict(submission), indent=1) + "\n"
-    partial = run.path / f".{BACKEND_FILE}.partial"
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(run.path / BACKEND_FILE)
+    writer = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
+    partial = run.path / f".{BACKEND_FILE}.{writer}"
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(run.path / BACKEND_FILE)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_submission(run: RunDirectory) -> Submission:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import cast
 
-from craton.orchestration.backend import Backend, read_submission
-from craton.orchestration.draft import BACKENDS
+from craton.orchestration.backend import BACKENDS, Backend, read_submission
 from craton.orchestration.errors import StartError
 from craton.telemetry import RunDirectory
 

@@ -18,16 +18,17 @@ from craton.agent import Launch
 from craton.infrastructure import resolve_cluster, visible_accelerators
 from craton.job import TRAINING_KINDS, FaultError, Job, JobError, dump_job, faults_of, parse_fault, parse_job, place_of
 from craton.ml import TRAINED_PRECISIONS
+from craton.orchestration.backend import BACKENDS
 from craton.orchestration.command import command_environment, command_fields, processes_of
 from craton.orchestration.errors import StartError
 from craton.orchestration.sizes import Size, check_memory, check_offload, elastic_sizes
 from craton.planning import Plan, ServePlan, plan, plan_serving, plan_to_json, serving_to_json
 
-BACKENDS = ("local", "slurm", "kubernetes")
 KINDS = ("pretrain", "sft", "serve", "command")
 IMAGE_PYTHON = "python3"  # as images have it
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment of the ranks: where a user's own functions are looked for
 END_SECONDS = 15.0  # from the last answer of a server that drains to the end of its ranks
+COPY = "CRATON_COPY"  # and, of a job with run.copies, which of them this is
 STOP_AT = "CRATON_STOP_AT"  # and the step after which the loop saves, sets the STOP marker and ends
 
 Progress = Callable[[int, int, str], None]

@@ -4,6 +4,7 @@ craton.telemetry.RunError
 ├── StartError          the job cannot be started: where it should run, memory, layout, secrets
 ├── RunStateError       the verb does not fit the state the run is in
 └── SchedulerError      Slurm or Kubernetes cannot be asked, or refuses
+    └── NoAnswerError   whether it did what it was asked is not known
 """
 
 from __future__ import annotations
@@ -21,3 +22,7 @@ class RunStateError(RunError):
 
 class SchedulerError(RunError):
     """The scheduler cannot be asked, or does not do what it is asked."""
+
+
+class NoAnswerError(SchedulerError):
+    """The scheduler did not answer in time: it may have done what it was asked."""

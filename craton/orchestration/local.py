@@ -57,7 +57,7 @@ class LocalBackend:
 
     name = "local"
 
-    def check(self, draft: Draft) -> None:
+    def check(self, draft: Draft, run: RunDirectory) -> None:
         check_machine(draft.launch)
 
     def files(self, draft: Draft, run: RunDirectory) -> dict[str, str]:
@@ -183,7 +183,8 @@ def _beating_agents(run: RunDirectory) -> list[AgentProcess]:
 
 def _families(run: RunDirectory, agents: Iterable[int]) -> list[int]:
     """These agents, every process that is an agent or a nursery of the run by its command, and all their descendants;
-    ancestors first, so that none can start another that is not yet listed."""
+    ancestors first, so that none can start another that is not yet listed. One that a rank started in the moment before
+    it was killed has no parent any more: its environment names the run."""
     listed = subprocess.run(
         ["ps", "-A", "-ww", "-o", "pid=,ppid=,stat=,args="], capture_output=True, text=True, check=True
     ).stdout
@@ -197,9 +198,20 @@ def _families(run: RunDirectory, agents: Iterable[int]) -> list[int]:
         children.setdefault(int(parent), []).append(int(child))
         if words and of_run.fullmatch(words[0].strip()) and int(child) not in family:
             family.append(int(child))
+    family += [pid for pid in _with_environment(f"CRATON_RUN={run.path}") if pid not in family]
     for member in family:
         family += [child for child in children.get(member, []) if child not in family]
     return family
+
+
+def _with_environment(word: str) -> list[int]:
+    """Processes that were started with this word in their environment, but for this one; on Linux only."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # gone, or somebody else's
+            if f"\0{word}\0".encode() in b"\0" + path.read_bytes():
+                found.append(int(path.parent.name))
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def _in_order(node: str) -> tuple[str, int]:

@@ -137,6 +137,14 @@ def audit(
     return _priced(found, job, cluster, layout, list(leaves.values()), ranks_per_node)
 
 
+def layout_of(plan: Mapping[str, Any]) -> Layout | None:
+    """The layout in plan.json, by which nodes are put in order."""
+    try:
+        return Layout(**plan["layout"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
 _Piece = tuple[list[str], tuple[str, ...]]  # nodes in order, and the part of the address they share
 
 

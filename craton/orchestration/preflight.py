@@ -1,8 +1,9 @@
 """Pre-flight: is this node what the job was promised, before its first step?
 
 `examine` reads a node and judges it; `preflight` does so for a run about to start here and writes what it found into
-the run's events; `diagnose` is `craton doctor` on one machine. All checks are pure functions of what the probes read
-(`preflight_gpus`, `_network`, `_host`, `_software`), so the image of a node is judged like the node.
+the run's events; `diagnose` is `craton doctor` on one machine, by itself or as a node of a run. All checks are pure
+functions of what the probes read (`preflight_gpus`, `_network`, `_host`, `_software`), so the image of a node is judged
+like the node.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from craton.agent import Launch
+from craton.agent import Launch, read_launch
 from craton.infrastructure import (
     CatalogError,
     Instance,
@@ -28,7 +29,7 @@ from craton.infrastructure import (
 )
 from craton.job import ClusterRef, Job, load_cluster, load_job
 from craton.orchestration.errors import StartError
-from craton.orchestration.preflight_finding import Expected, Finding, ordered, worst
+from craton.orchestration.preflight_finding import Expected, Finding, for_job, ordered, worst
 from craton.orchestration.preflight_gang import check_bandwidth, check_compute
 from craton.orchestration.preflight_gpus import check_gpus
 from craton.orchestration.preflight_host import check_host
@@ -109,9 +110,9 @@ def preflight(run: RunDirectory, launch: Launch, node: str, root: NodeRoot | Non
     """
     begin = time.monotonic()
     place = root or NodeRoot()
-    expected = expected_by(load_job(run.job_path), launch)
-    _, found = examine(place, expected, {**place.environment, **launch.env})
-    findings = [replace(finding, node=node) for finding in found]
+    job = load_job(run.job_path)
+    _, found = examine(place, expected_by(job, launch), {**place.environment, **launch.env})
+    findings = [replace(finding, node=node) for finding in for_job(found, job)]
     # Before its agent is started nobody else writes to the node's file, which has one writer at a time.
     record_preflight(run, launch.generation, node, findings, time.monotonic() - begin)
     return findings
@@ -148,16 +149,24 @@ def node_name(report: NodeReport, root: NodeRoot) -> str:
 
 
 def diagnose(
-    root: Path | None = None, cluster: str | None = None, *, compute: bool = False, bandwidth: bool = False
+    root: Path | None = None,
+    cluster: str | None = None,
+    *,
+    run: RunDirectory | None = None,
+    compute: bool = False,
+    bandwidth: bool = False,
 ) -> Diagnosis:
-    """This machine, or the image of a node; with its self-tests where they are asked for."""
+    """This machine, or the image of a node; with its self-tests where they are asked for. Given a run, it is judged as
+    one of its nodes: by what its job and its launch need, with the environment that its ranks will have."""
     if root is not None and (compute or bandwidth):
         raise StartError("--root reads the image of a node, which cannot compute; leave out --compute and --bandwidth")
     if root is not None and not root.is_dir():
         raise StartError(f"--root {root} is not a folder; give the root of a node image (docs/doctor.md)")
     place = NodeRoot(root) if root is not None else NodeRoot()
-    wanted = expected_of(cluster)
-    report, findings = examine(place, wanted)
+    job, launch = (load_job(run.job_path), read_launch(run)) if run is not None else (None, None)
+    wanted = expected_by(job, launch) if job is not None and launch is not None else expected_of(cluster)
+    environment = {**place.environment, **(launch.env if launch is not None else {})}
+    report, findings = examine(place, wanted, environment)
     name = node_name(report, place)
     machine = wanted.instance if wanted is not None else instance_of(report)
     devices: list[dict[str, Any]] = []
@@ -179,6 +188,8 @@ def diagnose(
         "compute": devices,
         "compute_failed": [finding.to_json() for finding in untested],
     }
+    if job is not None:
+        findings = for_job(findings, job)
     found = ordered(replace(finding, node=finding.node or name) for finding in findings)
     return Diagnosis(found, [node], measured)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from craton.infrastructure import Instance
+from craton.infrastructure import HealthAction, Instance
+from craton.job import Job
 
 Severity = Literal["ok", "note", "warn", "fail"]
 Layer = Literal["infrastructure", "orchestration", "ML software", "observability"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warn", "fail")  # the gravest last
+
+NETWORK_LIBRARIES = ("libfabric", "nccl_plugin")
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Finding:
     evidence: str
     remedy: str = ""
     node: str = ""
+    action: HealthAction | Literal[""] = ""  # what the health table asks for; "": it has no entry for this
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,6 +64,18 @@ def lowered(findings: Iterable[Finding], why: str) -> list[Finding]:
         else finding
         for finding in findings
     ]
+
+
+def for_job(findings: Sequence[Finding], job: Job) -> list[Finding]:
+    """The findings of a node for a job. A command need not run in the Python that Craton runs in, nor with torch: also
+    an image may have several environments. But all that run in an image have its libraries for the network."""
+    if job.kind != "command":
+        return list(findings)
+    scheduler = job.cluster.file.scheduler if job.cluster.file else None
+    certain = NETWORK_LIBRARIES if job.run.image or (scheduler and scheduler.image) else ()
+    ours = [finding for finding in findings if finding.layer == "ML software" and finding.what not in certain]
+    others = [finding for finding in findings if finding not in ours]
+    return ordered([*others, *lowered(ours, "a command may have an environment of its own")])
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:

@@ -13,6 +13,7 @@ from typing import Any
 from craton.orchestration.preflight_finding import Finding
 
 SLOW_DEVICE = 0.9  # of the median of its kind
+GANG_CHECKS = ("compute", "compute_speed", "bandwidth")  # judged anew over all nodes
 FEW_DEVICES = 3  # below which there is no majority
 SLOW_PAIR = 0.6  # of the measured curve, as the self-test has it
 

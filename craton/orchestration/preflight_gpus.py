@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from craton.infrastructure import (
     HEALTH_ACTIONS,
@@ -133,6 +134,7 @@ def check_recovery(cards: Iterable[GpuState]) -> list[Finding]:
             "fail",
             f"{card.label}: the driver asks for `{card.recovery_action}`",
             ACTION_REMEDY[recovery_action(card.recovery_action)].replace("INDEX", str(card.index)),
+            recovery_action(card.recovery_action),
         )
         for card in asked
     ]
@@ -145,22 +147,25 @@ def check_memory(cards: Iterable[GpuState]) -> list[Finding]:
 
 
 def _memory_faults(card: GpuState) -> Iterator[Finding]:
-    def fault(what: str, severity: Severity, text: str, remedy: str) -> Finding:
-        return _finding(what, severity, f"{card.label}: {text}", remedy.replace("INDEX", str(card.index)))
+    def fault(what: str, severity: Severity, text: str, remedy: str, action: HealthAction = "observe") -> Finding:
+        return _finding(what, severity, f"{card.label}: {text}", remedy.replace("INDEX", str(card.index)), action)
+
+    def asks(what: str, severity: Severity, text: str, action: HealthAction) -> Finding:
+        return fault(what, severity, text, ACTION_REMEDY[action], action)
 
     if card.remap_failed:
-        yield fault("gpu_row_remap", "fail", "rows could not be remapped", ACTION_REMEDY["replace"])
+        yield asks("gpu_row_remap", "fail", "rows could not be remapped", "replace")
     elif card.remap_pending:
-        yield fault("gpu_row_remap", "warn", "a row waits to be remapped", ACTION_REMEDY["reset"])
+        yield asks("gpu_row_remap", "warn", "a row waits to be remapped", "reset")
     if card.unrepairable:
-        yield fault("gpu_memory", "fail", "its memory is beyond repair", ACTION_REMEDY["replace"])
+        yield asks("gpu_memory", "fail", "its memory is beyond repair", "replace")
     elif card.repair_pending:
-        yield fault("gpu_memory", "warn", "a repair waits for a reset", ACTION_REMEDY["reset"])
+        yield asks("gpu_memory", "warn", "a repair waits for a reset", "reset")
     if card.sram_threshold_exceeded:
-        yield fault("gpu_memory", "fail", "SRAM errors exceed NVIDIA's threshold", ACTION_REMEDY["replace"])
+        yield asks("gpu_memory", "fail", "SRAM errors exceed NVIDIA's threshold", "replace")
     if card.volatile_uncorrectable:
         text = f"{card.volatile_uncorrectable} uncorrectable ECC errors since the driver was loaded"
-        yield fault("gpu_memory", "fail", text, ACTION_REMEDY["reset"])
+        yield asks("gpu_memory", "fail", text, "reset")
     elif card.aggregate_uncorrectable:
         text = f"{card.aggregate_uncorrectable} uncorrectable ECC errors in its life, none since the last reset"
         yield fault("gpu_memory", "note", text, "watch it")
@@ -273,13 +278,13 @@ def _of_card(report: NodeReport, bus: str, every: list[Xid]) -> Finding:
     xids = [xid for xid in every if not (is_clean and is_over(xid))]
     place = card.label if card else f"{'NVSwitch' if every[0].is_switch else 'GPU'} {bus}"
     if not xids:
-        gravest = max(every, key=lambda xid: HEALTH_ACTIONS.index(action_of(xid)))
+        gravest = max(every, key=lambda xid: HEALTH_ACTIONS.index(xid.action))
         past = f"{place}: {xid_text(gravest)}{_and_more(every)}, {_when(gravest)}; nvidia-smi reports the card clean"
         return _finding("xid", "note", past, "nothing now; the same card again is worth a support case")
     said = next((xid for xid in reversed(xids) if xid.recovery), None)
     causes = [xid for xid in xids if not xid.recovery] or xids
-    gravest = max(causes, key=lambda xid: HEALTH_ACTIONS.index(action_of(xid)))
-    action, reason = action_of(gravest), xid_text(gravest)
+    gravest = max(causes, key=lambda xid: HEALTH_ACTIONS.index(xid.action))
+    action, reason = gravest.action, xid_text(gravest)
     if said is not None:
         action = recovery_action(said.recovery)
         reason = f"{'' if gravest.recovery else f'{reason}; '}XID 154 says `{said.recovery}`"
@@ -287,7 +292,7 @@ def _of_card(report: NodeReport, bus: str, every: list[Xid]) -> Finding:
     fact = xid_facts().get(gravest.code)
     if action in ("observe", "restart") and fact is not None and said is None:
         remedy = fact.advice
-    return _finding("xid", ACTION_SEVERITY[action], f"{place}: {reason}{_and_more(xids)}", remedy)
+    return _finding("xid", ACTION_SEVERITY[action], f"{place}: {reason}{_and_more(xids)}", remedy, action)
 
 
 def is_over(xid: Xid) -> bool:
@@ -305,16 +310,6 @@ def _when(xid: Xid) -> str:
 
 def _and_more(xids: list[Xid]) -> str:
     return f" (and {len(xids) - 1} more)" if len(xids) > 1 else ""
-
-
-def action_of(xid: Xid) -> HealthAction:
-    """What an XID asks for by itself."""
-    if xid.recovery:
-        return recovery_action(xid.recovery)
-    if xid.is_switch or 144 <= xid.code <= 150:
-        return "reboot" if xid.is_fatal else "observe"
-    fact = xid_facts().get(xid.code)
-    return fact.action if fact else "observe"
 
 
 def xid_text(xid: Xid) -> str:
@@ -335,5 +330,7 @@ def _mib(size_bytes: float) -> str:
     return f"{size_bytes / 2**20:,.0f} MiB"
 
 
-def _finding(what: str, severity: Severity, evidence: str, remedy: str = "") -> Finding:
-    return Finding("infrastructure", what, severity, evidence, remedy)
+def _finding(
+    what: str, severity: Severity, evidence: str, remedy: str = "", action: HealthAction | Literal[""] = ""
+) -> Finding:
+    return Finding("infrastructure", what, severity, evidence, remedy, action=action)

@@ -7,6 +7,7 @@ run without GPUs needs nothing that only a tool could tell: files are read, and 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from craton.agent import Launch
@@ -14,20 +15,26 @@ from craton.infrastructure import NodeReport, NodeRoot, probe_node
 from craton.job import Job
 from craton.orchestration.errors import StartError
 from craton.orchestration.preflight import expected_by, judge, record_preflight
-from craton.orchestration.preflight_finding import Expected, Finding, lowered, ordered
+from craton.orchestration.preflight_finding import Expected, Finding, for_job
 from craton.orchestration.preflight_host import check_group, check_limits, check_processors, check_shared_memory
 from craton.telemetry import RunDirectory
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-OF_PACKAGES = ("torch", "known_bad")  # checks of the Python that Craton itself runs in
 
 
-def check_local(run: RunDirectory, job: Job, launch: Launch, root: NodeRoot | None = None) -> None:
-    """An event of every node, and StartError for a card that would fail the run, or slow it down, or lie."""
+def check_local(
+    run: RunDirectory,
+    job: Job,
+    launch: Launch,
+    root: NodeRoot | None = None,
+    nodes: Sequence[str] | None = None,
+) -> None:
+    """An event of every node, or of these, and StartError for a card that would fail the run, or slow it down, or
+    lie."""
     place = root or NodeRoot(files_only=not launch.gpus)
     begin = time.monotonic()
     report = probe_node(place)
-    for node in launch.nodes:
+    for node in launch.nodes if nodes is None else nodes:
         found = _of_node(report, job, launch, node, place) if launch.gpus else _by_files(report)
         findings = [replace(finding, node=node) for finding in found]
         record_preflight(run, launch.generation, node, findings, time.monotonic() - begin)
@@ -55,11 +62,7 @@ def _of_node(report: NodeReport, job: Job, launch: Launch, node: str, root: Node
     # All nodes are here, however many there are: nothing goes over a network.
     expected = replace(expected_by(job, launch), needs_network=False)
     findings = judge(used_cards(report, visible), expected, environment)
-    if job.kind != "command":
-        return findings
-    ours = [finding for finding in findings if finding.what in OF_PACKAGES]
-    others = [finding for finding in findings if finding.what not in OF_PACKAGES]
-    return ordered([*others, *lowered(ours, "a command may have an environment of its own")])
+    return for_job(findings, job)
 
 
 def _by_files(report: NodeReport) -> list[Finding]:

@@ -19,7 +19,7 @@ from craton.job import ClusterFile, ClusterRef, load_cluster
 from craton.orchestration.errors import StartError
 from craton.orchestration.preflight import MEASURED_BYTES, Diagnosis
 from craton.orchestration.preflight_finding import Finding, ordered
-from craton.orchestration.preflight_gang import check_bandwidth, check_compute
+from craton.orchestration.preflight_gang import GANG_CHECKS, check_bandwidth, check_compute
 from craton.orchestration.preflight_selftest import bandwidth_command
 from craton.orchestration.slurm.tools import own_environment, read_nodes
 from craton.planning import pair_bytes_per_second
@@ -27,7 +27,6 @@ from craton.telemetry import runs_root
 
 LIMIT_SECONDS = 600.0
 LIMIT = f"--time={int(LIMIT_SECONDS / 60)}"
-GANG_CHECKS = ("compute", "compute_speed", "bandwidth")  # judged anew over all nodes
 
 
 def diagnose_nodes(nodes: str, cluster: str | None, *, compute: bool = False, bandwidth: bool = False) -> Diagnosis:

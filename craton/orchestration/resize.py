@@ -17,6 +17,7 @@ from craton.orchestration.backend import read_submission
 from craton.orchestration.draft import plan_text
 from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import check_machine, living_agents, start_agents, with_cards
+from craton.orchestration.preflight_local import check_local
 from craton.orchestration.sizes import Size, nearest_sizes, plan_size
 from craton.orchestration.state import check_running, launching, write_whole
 from craton.telemetry import RunDirectory, read_json, tail_lines
@@ -73,6 +74,10 @@ def resize_run(run: RunDirectory, wanted: Resize) -> list[str]:
     size = wanted.size
     with launching(run):
         check_running(run, "resize")
+        added = _missing_agents(run, wanted)
+        if added:
+            names = [wanted.launch.nodes[number] for number in added]
+            check_local(run, load_job(run.job_path), wanted.launch, nodes=names)
         write_launch(run, wanted.launch)
         plans = run.path / "plans"
         present = plans / f"{wanted.before}.json"
@@ -82,12 +87,16 @@ def resize_run(run: RunDirectory, wanted: Resize) -> list[str]:
             write_whole(plans / f"{size.num_nodes}.json", plan_text(size.plan))
         order = {"nodes": size.num_nodes, "layout": size.layout_json, "time": time.time()}
         write_whole(run.resize_path, json.dumps(order, indent=1) + "\n")
-        if read_submission(run).on != "local":
-            return []  # the agents of all its nodes are there
-        living = {agent.node for agent in living_agents(run)}
-        needed = max(0, size.num_nodes - len(living))
-        dead = [number for number, node in enumerate(wanted.launch.nodes) if node not in living]
-        return [agent.node for agent in start_agents(run, wanted.launch, dead[:needed])] if needed else []
+        return [agent.node for agent in start_agents(run, wanted.launch, added)] if added else []
+
+
+def _missing_agents(run: RunDirectory, wanted: Resize) -> list[int]:
+    """The nodes, by their positions, whose agents must be started for the new size."""
+    if read_submission(run).on != "local":
+        return []  # the agents of all its nodes are there
+    living = {agent.node for agent in living_agents(run)}
+    dead = [number for number, node in enumerate(wanted.launch.nodes) if node not in living]
+    return dead[: max(0, wanted.size.num_nodes - len(living))]
 
 
 def resized_nodes(run: RunDirectory) -> int | None:

@@ -6,6 +6,8 @@ A cluster file's `runs:` wins there; the run is then linked into the folder wher
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from craton.job import Job
@@ -43,6 +45,18 @@ def link_run(run: RunDirectory) -> None:
         link.unlink()
     if not link.exists():
         link.symlink_to(run.path)
+
+
+@contextmanager
+def linking(runs: Iterable[Path]) -> Iterator[None]:
+    """Links those of these runs that are there afterwards, however it ends: one that a scheduler may have is kept when
+    its start was broken off."""
+    try:
+        yield
+    finally:
+        for path in runs:
+            if path.is_dir():
+                link_run(RunDirectory(path))
 
 
 def sharing_doubt(root: Path, job: Job) -> str:

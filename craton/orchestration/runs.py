@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
-from craton.agent import free_port, next_number, read_launch
+from craton.agent import AVOID_FILE, forget_avoided, free_port, next_number, read_launch
 from craton.infrastructure import CachedFolder, StorageError, open_store
 from craton.job import TRAINING_KINDS, Job, TierPlace, dump_job, load_job, parse_job, place_of
-from craton.orchestration.backend import read_submission, write_submission
+from craton.orchestration.backend import BACKEND_FILE, read_submission, write_submission
 from craton.orchestration.backends import backend_of, backend_of_run
 from craton.orchestration.chaos import disarm, faults_left
-from craton.orchestration.draft import JOB_FOLDER, Draft, Progress, draft_run
-from craton.orchestration.errors import RunStateError, SchedulerError, StartError
+from craton.orchestration.draft import COPY, JOB_FOLDER, Draft, Progress, draft_run
+from craton.orchestration.errors import RunStateError, StartError
+from craton.orchestration.local import kill_agents
 from craton.orchestration.resize import resized_nodes
 from craton.orchestration.server import check_port
 from craton.orchestration.snapshot import check_code, find_code, keep_code
@@ -34,7 +36,7 @@ from craton.orchestration.state import (
     standing_of,
     write_whole,
 )
-from craton.telemetry import RunDirectory, RunExistsError
+from craton.telemetry import MARKERS, RunDirectory, RunExistsError
 
 CHECK_SECONDS = 20.0  # how long a service is waited for that a run would write to
 
@@ -76,8 +78,9 @@ def start_run(draft: Draft, root: Path) -> RunDirectory:
             if code is not None:
                 keep_code(code, run)
             _launch(run, draft)
-        except (SchedulerError, StartError):
-            shutil.rmtree(run.path)  # nothing has run: the name is free again
+        except BaseException:  # Ctrl-C too
+            if _is_only_here(run, draft):
+                shutil.rmtree(run.path)  # nothing has run: the name is free again
             raise
     return run
 
@@ -202,19 +205,17 @@ def draft_resume(
         progress=progress,
     )
     left = faults_left(run, job, last, draft.launch, saved.step if saved else 0)
-    return replace(draft, job=job, launch=replace(draft.launch, chaos=left))
+    copy = {COPY: last.env[COPY]} if COPY in last.env else {}
+    return replace(draft, job=job, launch=replace(draft.launch, chaos=left, env={**draft.launch.env, **copy}))
 
 
 def resume_run(run: RunDirectory, draft: Draft) -> None:
-    """Start the next generation; it restores the newest checkpoint by itself."""
+    """Start the next generation; it restores the newest checkpoint by itself. What is refused leaves the run as it
+    was."""
     with launching(run):
         check_not_running(run)
         if draft.on == "local":
             check_server(draft.job)
-        for marker in ("STOP", "FATAL", "DONE"):
-            run.unmark(marker)
-        run.resize_path.unlink(missing_ok=True)
-        disarm(run)
         _launch(run, draft)
 
 
@@ -294,11 +295,51 @@ def _saved_objects(name: str, located: TierPlace) -> list[SavedStep]:
 def _launch(run: RunDirectory, draft: Draft) -> None:
     backend = backend_of(draft.on)
     ready = replace(draft, launch=replace(draft.launch, master_port=free_port()))
-    for name, text in {**ready.files(), **backend.files(ready, run)}.items():
-        write_whole(run.path / name, text)
-    submission = backend.submit(ready, run)
+    texts = {**ready.files(), **backend.files(ready, run)}
+    orders = [f"{run.chaos_folder.name}/{path.name}" for path in run.chaos_folder.glob("*.json")]
+    with _put_back(run, [*MARKERS, run.resize_path.name, AVOID_FILE, *orders, *texts]):
+        disarm(run)
+        for marker in MARKERS:
+            run.unmark(marker)
+        run.resize_path.unlink(missing_ok=True)
+        forget_avoided(run)
+        for name, text in texts.items():
+            write_whole(run.path / name, text)
+        submission = backend.submit(ready, run)
     if submission != read_submission(run):
         write_submission(run, submission)
+
+
+def _is_only_here(run: RunDirectory, draft: Draft) -> bool:
+    """Whether no scheduler can have a run whose start was broken off; agents of this machine are ended."""
+    if draft.on == "local":
+        kill_agents(run)
+    return draft.on == "local" or not (run.path / BACKEND_FILE).exists()
+
+
+@contextmanager
+def _put_back(run: RunDirectory, names: Iterable[str]) -> Iterator[None]:
+    """These files as they are now, if what follows fails while nobody has been handed the run: why it stopped or failed
+    is still to be read, and the next resume begins where this one did."""
+    handed_to = read_submission(run)
+    before = {name: _text_of(run.path / name) for name in names}
+    try:
+        yield
+    except BaseException:  # Ctrl-C too
+        if read_submission(run) == handed_to:  # else a scheduler may have it
+            for name, text in before.items():
+                if text is None:
+                    (run.path / name).unlink(missing_ok=True)
+                else:
+                    write_whole(run.path / name, text)
+        raise
+
+
+def _text_of(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
+    except FileNotFoundError:
+        return None
 
 
 def _taken(root: Path, name: str) -> str:

@@ -12,7 +12,7 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from craton.agent import free_port
 from craton.job import CratonError, Job, is_name, load_job, make_job
 from craton.orchestration.errors import StartError
 from craton.orchestration.local import living_agents
+from craton.orchestration.state import is_server
 from craton.telemetry import RunDirectory, list_runs, read_json, read_lines
 
 ANSWER_SECONDS = 2.0  # a server that takes longer is taken for one that does not answer
@@ -83,11 +84,6 @@ class ServerAddress:
 def address_of(job: Job) -> ServerAddress:
     assert job.serve is not None, f"kind {job.kind} does not serve"
     return ServerAddress(job.serve.host, job.serve.port)
-
-
-def is_server(run: RunDirectory) -> bool:
-    """Whether a run is of kind serve."""
-    return read_json(run.plan_path).get("kind") == "serve"
 
 
 def check_port(job: Job) -> None:
@@ -177,8 +173,8 @@ class ServerWatch:
             running=new.running,
             waiting=new.waiting,
             tokens_per_second=(new.generated - recent.generated) / seconds if seconds > 0 else None,
-            first_token_seconds=_median(_since(self._looks[0].first_tokens, new.first_tokens))
-            or _median(new.first_tokens),
+            first_token_seconds=histogram_quantile(_since(self._looks[0].first_tokens, new.first_tokens), 0.5)
+            or histogram_quantile(new.first_tokens, 0.5),
         )
 
 
@@ -246,14 +242,14 @@ def _since(before: Buckets, now: Buckets) -> Buckets:
     return tuple((bound, count - counts.get(bound, 0.0)) for bound, count in now)
 
 
-def _median(buckets: Buckets) -> float | None:
-    """Of a histogram, evenly spread inside the bucket that holds it; None without a value."""
-    half = buckets[-1][1] / 2 if buckets else 0.0
-    if half <= 0:
+def histogram_quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | None:
+    """Of a histogram as Prometheus has it, evenly spread inside the bucket that holds it; None without a value."""
+    wanted = share * buckets[-1][1] if buckets else 0.0
+    if wanted <= 0:
         return None
     low, below = 0.0, 0.0
     for bound, count in buckets:
-        if count >= half:
-            return low if bound == float("inf") else low + (bound - low) * (half - below) / (count - below)
+        if count >= wanted:
+            return low if bound == float("inf") else low + (bound - low) * (wanted - below) / (count - below)
         low, below = bound, count
     raise AssertionError("the last bucket holds everything")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 from craton.orchestration.backend import Standing, read_submission
 from craton.orchestration.backends import backend_of
 from craton.orchestration.errors import RunStateError, SchedulerError
-from craton.telemetry import RunDirectory, RunState, RunSummary, summarize
+from craton.telemetry import RunDirectory, RunState, RunSummary, read_json, summarize
 
 MOVING: tuple[RunState, ...] = ("waiting", "starting", "running", "stopping")  # not at its end, whichever that is
 GOES_ON = ("waiting", "running")
@@ -60,6 +60,7 @@ def settled(summary: RunSummary, standing: Standing) -> RunSummary:
         if standing.outcome == "done":  # its marker may take a while to be seen over a network
             return replace(summary, state="done", message="", eta_seconds=None)
         words = f"its job {standing.job} ended" + (f": {standing.reason}" if standing.reason else "")
+        words = words if standing.job else standing.reason
         if standing.outcome == "failed":
             told = f"{words}: {standing.sentence}" if standing.sentence else words
             return replace(summary, state="failed", message=summary.message or told, eta_seconds=None)
@@ -67,7 +68,9 @@ def settled(summary: RunSummary, standing: Standing) -> RunSummary:
     return summary
 
 
-def settled_summaries(summaries: Iterable[RunSummary]) -> list[RunSummary]:
+def settled_summaries(
+    summaries: Iterable[RunSummary], ask: Callable[[list[RunDirectory]], dict[str, Standing]] = standings_of
+) -> list[RunSummary]:
     """The same for many runs, with one question to each scheduler; those of this machine tell all by their files."""
     listed = list(summaries)
     asked = [
@@ -75,8 +78,13 @@ def settled_summaries(summaries: Iterable[RunSummary]) -> list[RunSummary]:
         for summary in listed
         if summary.state not in ("done", "failed") and read_submission(run := RunDirectory(summary.path)).on != "local"
     ]
-    standings = standings_of(asked) if asked else {}
+    standings = ask(asked) if asked else {}
     return [settled(each, standings[each.name]) if each.name in standings else each for each in listed]
+
+
+def is_server(run: RunDirectory) -> bool:
+    """Whether a run is of kind serve."""
+    return read_json(run.plan_path).get("kind") == "serve"
 
 
 def stopped_by_user(run: RunDirectory) -> bool:

@@ -22,6 +22,7 @@ RECENT_LINES = 20  # a phase is shown as the mean of so many of the newest measu
 MOST_POINTS = 4096  # of the loss curve; a longer one is thinned to every second point
 SHOWN_EVENTS = 6
 LAST_LINES = 5
+WAITING_LOOK_SECONDS = 20.0  # between two questions about a run that has waited for a while
 # Events that every run has.
 ROUTINE = ("agent_started", "metrics_served", "coordinates", "rank_started", "agent_ended", "predicted", "summary")
 
@@ -64,15 +65,16 @@ class Follower:
         self._events: deque[dict[str, Any]] = deque(maxlen=SHOWN_EVENTS)
         self._is_local = read_submission(run).on == "local"
         self._standing = Standing("unknown")
-        self._asked_at = float("-inf")
+        self._asked_at, self._pause = float("-inf"), SCHEDULER_LOOK_SECONDS
+        self._has_news = False
 
     def look(self) -> View:
         """What has been written since the last look, added to what was seen before."""
         for line in self._new_lines("metrics"):
             self._take(line)
-        for line in sorted(self._new_lines("events"), key=lambda line: float(line.get("time", 0.0))):
-            if _is_news(line):
-                self._events.append(line)
+        events = sorted(self._new_lines("events"), key=lambda line: float(line.get("time", 0.0)))
+        self._events.extend(line for line in events if _is_news(line))
+        self._has_news = self._has_news or bool(events)
         losses = [self._losses[step] for step in sorted(self._losses)]
         summary = self._of_this_machine() if self._is_local else self._of_a_scheduler()
         if summary.steps is None:
@@ -91,10 +93,13 @@ class Follower:
         return summary
 
     def _of_a_scheduler(self) -> RunSummary:
-        """It is asked less often than the files are read, and before them: a run may end between the two."""
-        if time.monotonic() - self._asked_at >= SCHEDULER_LOOK_SECONDS:
+        """It is asked less often than the files are read, and before them: a run may end between the two. As long as it
+        waits, more and more seldom, unless its files tell that something has happened."""
+        pause = SCHEDULER_LOOK_SECONDS if self._has_news else self._pause
+        if time.monotonic() - self._asked_at >= pause:
             self._standing = standing_of(self.run)
-            self._asked_at = time.monotonic()
+            self._asked_at, self._has_news = time.monotonic(), False
+            self._pause = next_pause(self._pause, self._standing)
         return settled(self._summarizer.summary(), self._standing)
 
     def _agents_are_gone(self) -> bool:
@@ -138,6 +143,11 @@ class Follower:
             if values:
                 found[phase] = sum(values) / len(values)
         return found
+
+
+def next_pause(pause: float, standing: Standing) -> float:
+    """Seconds until the scheduler is asked again: waiting may take days, and others ask too."""
+    return min(2 * pause, WAITING_LOOK_SECONDS) if standing.condition == "waiting" else SCHEDULER_LOOK_SECONDS
 
 
 def _is_news(event: dict[str, Any]) -> bool:

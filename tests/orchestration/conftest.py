@@ -1,22 +1,6 @@
-"""A place for runs that is empty before each test and has no process left after it."""
+"""Fixtures of every test of orchestration: a place for runs, and a real Slurm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-from slurm_lab import slurm, slurm_lab  # noqa: F401 - fixtures of every test
-
-from craton.orchestration import kill_run, living_agents
-from craton.telemetry import list_runs
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder = tmp_path / "runs"
-    monkeypatch.setenv("CRATON_RUNS", str(folder))
-    yield folder
-    for run in list_runs(folder):
-        if living_agents(run):
-            kill_run(run)
+from run_places import root  # noqa: F401
+from slurm_lab import slurm, slurm_lab  # noqa: F401

@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from kubernetes_schemas import problems
 
 TOKEN = "a-token-that-is-asked-for"
 _ADDRESS = re.compile(
-    r"/apis?/(?P<version>(?:[^/]+/)?v[^/]+)/namespaces/(?P<namespace>[^/]+)/(?P<plural>[^/]+)(?:/(?P<name>[^/]+)(?P<log>/log)?)?"
+    r"/apis?/(?P<version>(?:[^/]+/)?v[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)(?:/(?P<name>[^/]+)(?P<log>/log)?)?"
 )
 
 
@@ -38,6 +40,8 @@ class StandIn(ThreadingHTTPServer):
         self.forbidden: set[str] = set()  # plurals that may not be created
         self.hidden: set[str] = set()  # plurals that may not be listed
         self.absent: set[str] = set()  # versions that this cluster does not know
+        self.before_patch: Callable[[dict[str, Any]], None] = lambda _: None  # what somebody else does meanwhile
+        self.before_answer: Callable[[str], None] = lambda _: None  # "POST /apis/…"; ConnectionError: none comes
         self.page = 500
         self.busy_seconds = 0.0  # answering
         self.lock = threading.Lock()
@@ -52,6 +56,11 @@ class StandIn(ThreadingHTTPServer):
         }
         self.kubeconfig.write_text(yaml.safe_dump(config))
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that breaks off is its own affair."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
     def put(self, version: str, plural: str, manifest: dict[str, Any], namespace: str = "train") -> None:
         """As a controller would."""
@@ -95,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             return self._fail(404, "the server could not find the requested resource")
         with self.server.lock:
-            key = (found["version"], found["plural"], found["namespace"], found["name"] or "")
+            key = (found["version"], found["plural"], found["namespace"] or "", found["name"] or "")
             if found["version"] in self.server.absent:
                 return self._fail(404, "the server could not find the requested resource")
             if found["log"]:
@@ -104,9 +113,11 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._create(key, query, json.loads(body))
             if self.command == "DELETE":
                 return self._delete(key, query)
+            if self.command == "PATCH":
+                return self._patch(key, json.loads(body))
             return self._read(key, query)
 
-    do_GET = do_POST = do_DELETE = _any  # noqa: N815 - as the base class calls them
+    do_GET = do_POST = do_PATCH = do_DELETE = _any  # noqa: N815 - as the base class calls them
 
     def _create(self, key: tuple[str, str, str, str], query: dict[str, str], manifest: dict[str, Any]) -> None:
         if key[1] in self.server.forbidden:
@@ -131,6 +142,23 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.remove(other)
         return self._answer({"status": "Success"})
 
+    def _patch(self, key: tuple[str, str, str, str], patch: dict[str, Any]) -> None:
+        """A JSON merge patch, refused when it was made from another version of the object."""
+        if key[1] in self.server.forbidden:
+            return self._fail(403, f'{key[1]} "{key[3]}" is forbidden: User "ada" cannot patch resource "{key[1]}"')
+        if self.headers.get("Content-Type") != "application/merge-patch+json":
+            return self._fail(415, "the body of the request was in an unknown format")
+        made = self.server.objects.get(key)
+        if made is None:
+            return self._fail(404, f'{key[1]} "{key[3]}" not found')
+        self.server.before_patch(made)
+        version = (patch.get("metadata") or {}).get("resourceVersion")
+        if version not in (None, made["metadata"].get("resourceVersion")):
+            return self._fail(409, "the object has been modified; please apply your changes to the latest version")
+        _merge(made, patch)
+        made["metadata"]["resourceVersion"] = str(int(made["metadata"].get("resourceVersion", "0")) + 1)
+        return self._answer(made)
+
     def _read(self, key: tuple[str, str, str, str], query: dict[str, str]) -> None:
         if key[3]:
             made = self.server.objects.get(key)
@@ -144,7 +172,10 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         first, limit = int(query.get("continue", "0")), min(int(query["limit"]), self.server.page)
         rest = {"continue": str(first + limit)} if first + limit < len(items) else {}
-        return self._answer({"metadata": rest, "items": items[first : first + limit]})
+        page = items[first : first + limit]
+        if "as=PartialObjectMetadataList" in self.headers.get("Accept", ""):
+            page = [{"metadata": each["metadata"]} for each in page]
+        return self._answer({"metadata": rest, "items": page})
 
     def _log(self, pod: str) -> None:
         if pod in self.server.unreadable_logs:
@@ -159,6 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"kind": "Status", "status": "Failure", "message": message, "code": status}, status)
 
     def _send(self, status: int, body: bytes, kind: str) -> None:
+        self.server.before_answer(f"{self.command} {self.path}")
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
@@ -167,6 +199,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as the base class has it
         pass
+
+
+def _merge(made: dict[str, Any], patch: dict[str, Any]) -> None:
+    """RFC 7386: null removes, objects are merged, all else is replaced."""
+    for name, value in patch.items():
+        if value is None:
+            made.pop(name, None)
+        elif isinstance(value, dict):
+            _merge(made.setdefault(name, {}), value)
+        else:
+            made[name] = value
 
 
 def _matches(thing: dict[str, Any], selector: str) -> bool:

@@ -24,6 +24,7 @@ import pytest
 NEEDED = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
 NODES = tuple(f"g{number}" for number in range(1, 9))
 LEAVES = {"leaf1": NODES[:4], "leaf2": NODES[4:]}
+NO_HOLD = ",nohold_on_prolog_fail"
 START_SECONDS = 20.0
 END_SECONDS = 8.0
 
@@ -59,7 +60,7 @@ TCPTimeout=1
 MinJobAge=300
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,bf_resolution=60,sched_interval=1,batch_sched_delay=0,sched_min_interval=0,\
-requeue_delay=0,max_switch_wait=86400,preempt_youngest_first
+requeue_delay=0,max_switch_wait=86400,preempt_youngest_first,nohold_on_prolog_fail
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 TopologyPlugin=topology/tree
@@ -202,15 +203,26 @@ class SlurmLab:
     def break_prolog(self, node: str) -> None:
         (self.folder / f"prolog-fails.{node}").touch()
 
-    def mend_prolog(self, node: str) -> None:
-        (self.folder / f"prolog-fails.{node}").unlink()
-        wait_until(lambda: node in self.nodes_in("drain"), f"{node} is drained")
-        self("scontrol", "update", f"nodename={node}", "state=resume")
+    def hold_after_prolog(self, is_held: bool = True) -> None:
+        """Whether Slurm holds a job whose prolog failed, as it does where it is not told otherwise."""
+        text = self.config.read_text().replace(NO_HOLD, "")
+        self.config.write_text(
+            text if is_held else text.replace("preempt_youngest_first", f"preempt_youngest_first{NO_HOLD}")
+        )
+        self("scontrol", "reconfigure")
+
+    def mend_prologs(self) -> None:
+        """Those that failed stay drained."""
+        for path in self.folder.glob("prolog-fails.*"):
+            path.unlink()
 
     def mend(self) -> None:
         """Every node as it was in the beginning, and nothing in the queue."""
-        for path in [*self.folder.glob("unhealthy.*"), *self.folder.glob("prolog-fails.*")]:
+        self.mend_prologs()
+        for path in self.folder.glob("unhealthy.*"):
             path.unlink()
+        if NO_HOLD not in self.config.read_text():
+            self.hold_after_prolog(False)
         self.cancel_all()
         for node in NODES:
             if not _is_alive(self._pid(node)):

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import yaml
 from counting import start, wait_for, wait_for_state
+from foreign_scripts import SAVED_EVERY, STEPS, beginnings, example, losses, processes
 
-from craton.job import Job, parse_job
 from craton.orchestration import draft_resume, resume_run, resumed_job, stop_run, wait_for_agents
-from craton.telemetry import RunDirectory, read_lines, summarize
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-STEPS, SAVED_EVERY = 60, 5
-
-
-def example(name: str) -> Job:
-    """The example with fewer steps."""
-    document = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
-    document["command"] += [f"--steps={STEPS}", f"--save-every={SAVED_EVERY}", "--step-seconds=0.05"]
-    return parse_job(yaml.safe_dump(document), f"{name}.yaml", EXAMPLES)
-
-
-def processes(run: RunDirectory, node: str) -> list[psutil.Process]:
-    """What the agent of a node has started last."""
-    started = [line["pid"] for line in read_lines(run.events_path(node))[0] if line["event"] == "rank_started"]
-    return [psutil.Process(pid) for pid in started if psutil.pid_exists(pid)]
+from craton.telemetry import RunDirectory, summarize
 
 
 def shown_by_ps(root: Path) -> dict[str, Any]:
@@ -44,19 +25,6 @@ def shown_by_ps(root: Path) -> dict[str, Any]:
         command, env={**os.environ, "CRATON_RUNS": str(root)}, capture_output=True, text=True, check=True
     ).stdout
     found: dict[str, Any] = json.loads(output)[0]
-    return found
-
-
-def beginnings(run: RunDirectory) -> list[int]:
-    """After which steps the script has gone on."""
-    return [int(step) for step in re.findall(r"go on after step (\d+)", run.log_path(0).read_text())]
-
-
-def losses(run: RunDirectory) -> dict[int, set[str]]:
-    """Step → what was printed as its loss, each time it was done."""
-    found: dict[int, set[str]] = defaultdict(set)
-    for step, loss in re.findall(r"step (\d+)/\d+  loss (\S+)", run.log_path(0).read_text()):
-        found[int(step)].add(loss)
     return found
 
 
@@ -97,6 +65,7 @@ def test_a_script_of_plain_accelerate_under_torchrun(root: Path) -> None:
     assert all(len(each) == 1 for each in found.values()), "a step that is done again has the same loss"
 
 
+@pytest.mark.slow
 def test_a_script_of_plain_jax(root: Path) -> None:
     pytest.importorskip("jax", reason="jax is not installed")
     run = start(root, example("command-jax"))

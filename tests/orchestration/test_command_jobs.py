@@ -159,6 +159,7 @@ def test_a_placeholder_with_a_slip_is_told_and_other_braces_are_the_command_s_ow
     with pytest.raises(ContentError, match=r"job.yaml:3: command: \{node_rnk\} .* did you mean \{node_rank\}\?"):
         parse_job(job_text("[torchrun, '--node-rank={node_rnk}']"))
     parse_job(job_text("[x, '{a}', '{\"rank\": 3}', '{}', '${HOME}']"))
+    parse_job(job_text("[sh, -c, 'for node_rnk in 1 2; do echo ${node_rnk} {{node_rnk}}; done']"))
     parse_job(job_text("'echo {node_rnk}'"))
     parse_job(job_text("'for rank in 1 2; do echo ${rank}; done'"))
     for command in ("'train --nodes {num_nodes}'", "[/bin/sh, -c, 'train --nodes {num_nodes}']"):

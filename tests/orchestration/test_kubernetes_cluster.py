@@ -52,7 +52,8 @@ def test_the_api_server_takes_what_is_emitted(gang: str, kind: str) -> None:
     if gang in ("kueue", "kai"):
         scheduler["topology"] = "efa"
     place = cluster(nodes=1 if kind == "serve" else 4, scheduler=scheduler)
-    wanted = job(kind, place, placement={"within": "leaf"}, run={"secrets": ["HF_TOKEN"], "time_limit": "1d"})
+    limit = {} if kind == "serve" else {"time_limit": "1d"}
+    wanted = job(kind, place, placement={"within": "leaf"}, run={"secrets": ["HF_TOKEN"], **limit})
     documents = manifests(target(wanted, given={"HF_TOKEN"}))
 
     async def rehearse(connection: Connection) -> None:

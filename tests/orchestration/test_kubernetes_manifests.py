@@ -58,6 +58,11 @@ def container_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return dict(pod_of(documents)["spec"]["containers"][0])
 
 
+def limit_of(kind: str) -> dict[str, str]:
+    """A server has none."""
+    return {} if kind == "serve" else {"time_limit": "2d"}
+
+
 # What a target may have beside gang, kind and placement, which change what it is made of.
 AXES: list[list[dict[str, Any]]] = [
     [
@@ -122,7 +127,7 @@ def test_job_files_make_valid_manifests_that_are_sent_as_they_are_printed(gang: 
             kind,
             place(gang, machine, 1 if kind == "serve" else 6, scheduler=TIGHT, storage={"nvme": {"path": "/scratch"}}),
             placement={"within": "leaf"},
-            run={"secrets": ["HF_TOKEN"], "env": {"A": "b"}, "time_limit": "2d", "exclude": ["n1"]},
+            run={"secrets": ["HF_TOKEN"], "env": {"A": "b"}, "exclude": ["n1"], **limit_of(kind)},
             **({"recover": {"spares": 1}} if kind != "serve" else {}),
             **({"checkpoint": {"tiers": [{"to": "nvme", "every": "5m"}]}} if kind == "pretrain" else {}),
         )
@@ -160,7 +165,7 @@ def test_golden_files(name: str, gang: str, kind: str, pytestconfig: pytest.Conf
         kind,
         place(gang, "p5", 1 if kind == "serve" else 5, scheduler=TIGHT, storage={"nvme": {"path": "/opt/dlami/nvme"}}),
         placement={"within": "leaf"},
-        run={"time_limit": "2d", "secrets": ["HF_TOKEN"], "env": {"NCCL_DEBUG": "WARN"}, "exclude": ["ip-10-0-0-7"]},
+        run={"secrets": ["HF_TOKEN"], "env": {"NCCL_DEBUG": "WARN"}, "exclude": ["ip-10-0-0-7"], **limit_of(kind)},
         **({"recover": {"spares": 1}} if kind != "serve" else {}),
         **({"checkpoint": {"tiers": [{"to": "nvme"}, {"to": "shared"}]}} if kind == "pretrain" else {}),
         **serves,
@@ -200,7 +205,7 @@ def test_a_pod_has_no_rights_that_the_job_does_not_need(gang: str) -> None:
     }
     alone = container_of(manifests(target(job("pretrain", place(gang, nodes=1)), SHARED)))
     assert alone["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert [volume["name"] for volume in pod["volumes"]] == ["shm", "shared"]
+    assert [volume["name"] for volume in pod["volumes"]] == ["shm", "run-nodes", "shared"]
     policy = next(each for each in documents if each["kind"] == "NetworkPolicy")
     assert policy["spec"]["ingress"][0]["from"] == [{"podSelector": policy["spec"]["podSelector"]}]
 
@@ -279,6 +284,14 @@ def test_restarts_are_bounded_and_a_fatal_run_is_not_tried_again() -> None:
     assert environment["CRATON_STOP_AFTER"] == "3000", "a checkpoint is made save_before the time limit"
 
 
+def test_a_server_has_no_time_limit_for_it_would_be_started_again_for_ever() -> None:
+    where = place("none", nodes=1)
+    with pytest.raises(StartError, match=r"run\.time_limit: a server on Kubernetes is started again whenever it ends"):
+        target(job("serve", where, run={"time_limit": "1h"}))
+    made = container_of(manifests(target(job("serve", where))))
+    assert "CRATON_STOP_AFTER" not in {each["name"] for each in made["env"]}
+
+
 def test_without_restarts_a_volcano_job_ends_with_its_first_failure() -> None:
     spec = manifests(target(job("pretrain", place("volcano"), run={"restarts": 0}), SHARED))[0]["spec"]
     assert spec["maxRetry"] > 0, "0 is read as Volcano's own default"
@@ -336,15 +349,14 @@ def test_values_of_secrets_are_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
         documents = manifests(made)
         assert SECRET not in to_yaml(documents)
         assert SECRET not in json.dumps(documents)
-        references = {
-            each["name"]: each["valueFrom"]["secretKeyRef"]
-            for each in container_of(documents)["env"]
-            if "secretKeyRef" in each.get("valueFrom", {})
-        }
-        assert references == {
-            "HF_TOKEN": {"name": "llm-secrets", "key": "HF_TOKEN"},
-            "OTHER": {"name": "craton-secrets", "key": "OTHER"},
-        }
+        [volume] = [each for each in pod_of(documents)["spec"]["volumes"] if each["name"] == "secrets"]
+        assert [each["secret"] for each in volume["projected"]["sources"]] == [
+            {"name": "llm-secrets", "items": [{"key": "HF_TOKEN", "path": "HF_TOKEN"}]},
+            {"name": "craton-secrets", "items": [{"key": "OTHER", "path": "OTHER"}]},
+        ]
+        [mount] = [each for each in container_of(documents)["volumeMounts"] if each["name"] == "secrets"]
+        assert mount == {"name": "secrets", "mountPath": "/etc/craton/secrets", "readOnly": True}
+        assert {"HF_TOKEN", "OTHER"}.isdisjoint(each["name"] for each in container_of(documents)["env"])
         secret = next(each for each in documents if each["kind"] == "Secret")
         assert {"data", "stringData"}.isdisjoint(secret)
 
@@ -438,10 +450,11 @@ def test_the_run_directory_is_where_all_pods_see_it() -> None:
 def test_a_node_s_own_storage_is_a_host_path_and_only_where_it_is_used() -> None:
     where = cluster(storage={"shared": {"path": "/fsx"}, "nvme": {"path": "/scratch"}})
     volumes = pod_of(manifests(target(job("pretrain", where), SHARED)))["spec"]["volumes"]
-    assert volumes[1:] == [{"name": "shared", "hostPath": {"path": "/fsx", "type": "Directory"}}]
+    assert volumes[2:] == [{"name": "shared", "hostPath": {"path": "/fsx", "type": "Directory"}}]
     used = job("pretrain", where, checkpoint={"tiers": [{"to": "nvme", "every": "5m"}]})
     assert [each["name"] for each in pod_of(manifests(target(used, SHARED)))["spec"]["volumes"]] == [
         "shm",
+        "run-nodes",
         "shared",
         "nvme",
     ]

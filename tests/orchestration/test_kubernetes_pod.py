@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 from counting import RANK, wait_for
 
-from craton.agent import Launch, next_number, read_launch, write_launch
+from craton.agent import Launch, newest_generation, next_number, read_launch, write_launch
 from craton.job import parse_job
 from craton.orchestration import draft_run
 from craton.orchestration.kubernetes.codepack import pack_code, unpack_code
+from craton.orchestration.kubernetes.places import Places
 from craton.orchestration.kubernetes.pod import (
     Pod,
     Signals,
@@ -27,12 +29,13 @@ from craton.orchestration.kubernetes.pod import (
     follow,
     is_schedulers,
     prepare,
+    read_secrets,
     take_over,
     verdict,
 )
 from craton.orchestration.kubernetes.podfile import POD_FILE, TimeLimit, submission_of, used_seconds
 from craton.orchestration.snapshot import check_code, find_code, keep_code
-from craton.telemetry import Heartbeat, RunDirectory, RunError, summarize, write_heartbeat
+from craton.telemetry import Heartbeat, RunDirectory, RunError, read_lines, summarize, write_heartbeat
 
 LAUNCH = Launch(0, ["node-0", "node-1"], 1, ["python3", "-m", "craton.ml.training", "/laptop/llm"])
 
@@ -93,13 +96,24 @@ def test_two_pods_make_the_run_work_in_it_and_end_with_it(
     tmp_path: Path, pods: Callable[..., subprocess.Popen[str]]
 ) -> None:
     write_config_map(tmp_path / "config", counting_files(5))
-    second, first = pods(1), pods(0)
+    places = Places(("spine", "leaf"), {"g1": ("spine", "leaf1"), "g2": ("spine", "leaf2")})
+    (tmp_path / "nodes.json").write_text(places.to_text())
+    more = {"CRATON_RUN_NODES": str(tmp_path / "nodes.json")}
+    # The second pod is on the node that comes first in the network, so that the first ranks are its.
+    second, first = pods(1, CRATON_HOST_NAME="g1", **more), pods(0, CRATON_HOST_NAME="g2", **more)
     assert (first.wait(40), second.wait(40)) == (0, 0)
     run = RunDirectory(tmp_path / "fsx" / "count")
     assert run.has("DONE")
     assert summarize(run).step == 5
-    assert "[rank 1] rank 1 leaves after step 5" in (tmp_path / "pod-1.log").read_text()
-    assert "[rank 0]" not in (tmp_path / "pod-1.log").read_text()
+    assert "[rank 0] rank 0 leaves after step 5" in (tmp_path / "pod-1.log").read_text()
+    assert "[rank 1] rank 1 leaves after step 5" in (tmp_path / "pod-0.log").read_text()
+    assert "[rank 1]" not in (tmp_path / "pod-1.log").read_text()
+    generation = newest_generation(run)
+    assert generation is not None
+    assert generation.nodes == ["node-1", "node-0"]
+    assert read_launch(run).leaves == {"node-0": "leaf2", "node-1": "leaf1"}
+    [placed] = [str(line["message"]) for line in read_lines(run.events_path("kubernetes"))[0]]
+    assert placed.startswith("ranks go over node-1 on g1, node-0 on g2; got 2 nodes on leaf1 x 1, leaf2 x 1")
 
 
 def test_a_killed_pod_comes_back_and_a_drained_one_takes_all_along_and_they_go_on(
@@ -131,13 +145,24 @@ def test_a_killed_pod_comes_back_and_a_drained_one_takes_all_along_and_they_go_o
 def test_a_run_that_cannot_go_on_says_so_by_its_exit_code(
     tmp_path: Path, pods: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    write_config_map(
-        tmp_path / "config", counting_files(5, tries=0, num_nodes=1, nodes=["node-0"], env={"FAIL_RANK": "0"})
-    )
-    assert pods(0).wait(40) == 77
+    write_config_map(tmp_path / "config", counting_files(5, tries=0, num_nodes=1, nodes=["node-0"]))
+    secrets = write_config_map(tmp_path / "secrets", {"FAIL_RANK": "0"})  # which the rank finds in its environment
+    assert pods(0, CRATON_SECRETS=str(secrets)).wait(40) == 77
     run = RunDirectory(tmp_path / "fsx" / "count")
     assert "the reward function broke" in run.marker_text("FATAL")
     assert "the reward function broke" in (tmp_path / "pod-0.log").read_text()
+    (tmp_path / "pod-0.log").unlink()
+    assert pods(0).wait(40) == 77, "a pod that is started all the same"
+    assert "craton pod: the run has failed: " in (tmp_path / "pod-0.log").read_text()
+
+
+def test_a_secret_that_no_variable_can_hold_is_refused_without_its_value(tmp_path: Path) -> None:
+    folder = write_config_map(tmp_path / "secrets", {"TOKEN": "a'b$(id)\n", "OTHER": "hf_do_not_tell\0"})
+    with pytest.raises(RunError, match="the secret OTHER holds a zero byte") as refused:
+        read_secrets(folder)
+    assert "hf_do_not_tell" not in str(refused.value)
+    (folder / "OTHER").unlink()
+    assert read_secrets(folder) == {"TOKEN": "a'b$(id)\n"}
 
 
 def told(tmp_path: Path, index: int = 0, submission: str = "first", launch: Launch = LAUNCH, **more: object) -> Pod:
@@ -217,9 +242,12 @@ def test_what_the_scheduler_stopped_begins_again_when_all_have_left(tmp_path: Pa
 
 
 def test_other_pods_wait_for_the_first_of_their_own_submission(tmp_path: Path, signals: Signals) -> None:
-    take_over(told(tmp_path))
+    first = told(tmp_path)
+    take_over(first)
     signals.told = signal.SIGTERM
     assert follow(told(tmp_path, 1, submission="next"), signals) == 75
+    assert follow(told(tmp_path, 1), signals) == 75, "the order of nodes is not decided yet"
+    assert prepare(first, signals) is None
     assert follow(told(tmp_path, 1), signals) is None
 
 
@@ -260,6 +288,10 @@ def test_the_time_limit_counts_while_the_run_runs_and_not_while_it_waits(
     with TimeLimit(run, "resumed", None):
         pass
     assert used_seconds(run) == 0
+    began = time.monotonic() - 60
+    with TimeLimit(run, "resumed", 50.0, since=began, is_first=False):  # Kubernetes ends each pod by its own start
+        wait_for(lambda: run.has("STOP"))
+    assert used_seconds(run) == 0, "which only the first pod keeps"
 
 
 def test_what_was_used_is_kept_while_it_counts_for_a_pod_may_be_killed(

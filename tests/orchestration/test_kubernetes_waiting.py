@@ -94,6 +94,40 @@ KUEUE_CASES = [
         "the queue research is not set up right: there is no queue research; `kubectl get localqueues` lists them; its "
         "administrator has to mend it",
     ),
+    (
+        "TopologyPlacementFailed",
+        "couldn't assign flavors to pod set node: topology \"efa\" doesn't allow to fit any of 4 pod(s). Total nodes: "
+        '8; excluded: resource "nvidia.com/gpu": 5, taint "dedicated=infra:NoSchedule": 2, nodeSelector: 1',
+        "needs 4 pods on one leaf, and no place has so many free: not one of its pods fits; of 8 nodes 5 have too few "
+        "free nvidia.com/gpu, 2 have the taint dedicated=infra:NoSchedule, which `tolerations:` of the cluster file "
+        "does not name, 1 are left out for nodeSelector",
+    ),
+    (
+        "NoMatchingFlavor",
+        "couldn't assign flavors to pod set node: flavor p4d doesn't match node affinity, flavor cpu doesn't match "
+        "node affinity",
+        "no kind of node in the queue research fits its pods: the nodes of p4d are of another kind or pool than the "
+        "job asks for",
+    ),
+    (
+        "NoMatchingFlavor",
+        "couldn't assign flavors to pod set node: untolerated taint {nvidia.com/gpu present NoSchedule <nil>} in "
+        "flavor p5, flavor cpu doesn't match node affinity",
+        "no kind of node in the queue research fits its pods: the nodes of p5 have the taint {nvidia.com/gpu present "
+        "NoSchedule <nil>}, which `tolerations:` of the cluster file does not name",
+    ),
+    (
+        "Misconfigured",
+        "Workload namespace doesn't match ClusterQueue selector",
+        "the queue research is not set up right: its namespace may not use the queue: the ClusterQueue's "
+        "namespaceSelector leaves it out; its administrator has to mend it",
+    ),
+    (
+        "Misconfigured",
+        "ClusterQueue p5 is inactive",
+        "the queue research is not set up right: the ClusterQueue p5 takes no jobs: `kubectl describe ClusterQueue p5` "
+        "says why; its administrator has to mend it",
+    ),
     ("WaitingForPreemptedWorkloads", "", "others are being preempted for it and still have to leave"),
     ("Suspended", "", "the queue research is on hold"),
     ("PendingEvaluation", "", "Kueue has not come to it yet in the queue research"),
@@ -109,7 +143,7 @@ def test_kueue_has_not_reserved_the_quota(reason: str, message: str, sentence: s
     assert found.is_for_ever == (reason in ("ExceedsMaxQuota", "NoMatchingFlavor", "Misconfigured"))
 
 
-@pytest.mark.parametrize(("reason", "message", "sentence"), KUEUE_CASES[:5])
+@pytest.mark.parametrize(("reason", "message", "sentence"), KUEUE_CASES[:10])
 def test_an_older_kueue_has_one_word_for_all_and_the_message_tells_more(
     reason: str, message: str, sentence: str
 ) -> None:
@@ -170,6 +204,19 @@ def test_volcano() -> None:
         "needs 4 pods at once on one leaf, and Volcano finds no place for all of them: 4 of 4 find none: 3 node(s) "
         "resource fit failed"
     )
+    # Recorded: without the nodes, which the pods' own conditions have.
+    part = "pod group is not ready, 2 Pending, 2 minAvailable; Pending: 1 Schedulable, 1 Unschedulable"
+    group = volcano_group(
+        "Inqueue", condition("Unschedulable", "True", "NotEnoughResources", f"1/2 tasks in gang unschedulable: {part}")
+    )
+    held = condition("PodScheduled", "False", "Unschedulable", "0/203 nodes are unavailable: 75 Insufficient cpu.")
+    assert why_waiting(Seen(owner("volcano"), [pod(0, "Pending", held)], pod_group=group)).sentence == (
+        "needs 4 pods at once on one leaf, and Volcano finds no place for all of them: 1 would fit, 1 find no node; of "
+        "203 nodes 75 have too few free cpu"
+    )
+    early = "1/0 tasks in gang unschedulable: pod group is not ready, 1 minAvailable."
+    group = volcano_group("Pending", condition("Unschedulable", "True", "NotEnoughResources", early))
+    assert why_waiting(Seen(owner("volcano"), pod_group=group)).sentence.endswith("its pods have not been made yet")
     assert why_waiting(Seen(owner("volcano"), pod_group=volcano_group("Pending"))).sentence == (
         "the queue research of Volcano has no room for it yet; it has not been let in"
     )
@@ -222,6 +269,21 @@ def kai_group(reason: str, message: str) -> dict[str, Any]:
             "what cannot be preempted may not go over the quota of research: it asks for 32 GPUs, and the quota is 16; "
             "a preemptible priority class may",
         ),
+        (
+            "PodSchedulingErrors",
+            "Resources were found for 1 pods while 4 are required for gang scheduling. Additional pods cannot be "
+            "scheduled due to: no nodes with enough resources were found: 2 node(s) had untolerated taint(s). \n5 "
+            "node(s) didn't have enough resources: GPUs.",
+            "needs 4 pods at once on one leaf, and KAI finds no place for all of them: there is room for 1 of 4; of "
+            "the nodes 2 have the taint of others, which `tolerations:` of the cluster file does not name, 5 have too "
+            "few free GPUs",
+        ),
+        (
+            "PodSchedulingErrors",
+            "no nodes with enough resources were found: 1 node(s) didn't match Pod's node affinity/selector.",
+            "needs 4 pods at once on one leaf, and KAI finds no place for all of them: of the nodes 1 are of another "
+            "kind or pool",
+        ),
         ("QueueDoesNotExist", "", "there is no queue research; `kubectl get queues.scheduling.run.ai` lists them"),
     ],
 )
@@ -243,6 +305,11 @@ def test_kai(reason: str, message: str, sentence: str) -> None:
             "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector. no new claims to "
             "deallocate, preemption: 0/1 nodes are available: 1 Preemption is not helpful for scheduling.",
             "2 of 4 pods find no node on one leaf: of 1 node 1 are of another kind or pool",
+        ),
+        (
+            "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims. preemption: 0/3 nodes are "
+            "available: 3 Preemption is not helpful for scheduling.",
+            "2 of 4 pods find no node on one leaf: its volume claim has no volume yet; `kubectl get pvc` says why",
         ),
         (
             'persistentvolumeclaim "fsx" not found',
@@ -272,6 +339,15 @@ def test_containers_volumes_and_pods_that_cannot_be_made() -> None:
             event("FailedMount", "MountVolume.SetUp failed: hostPath type check failed: /scratch is not a directory"),
         ),
     )
+    for message, sentence in (
+        (
+            'MountVolume.SetUp failed for volume "secrets" : references non-existent secret key: OTHER',
+            "OTHER is not in",
+        ),
+        ('MountVolume.SetUp failed for volume "secrets" : secret "craton-secrets" not found', "kubectl create secret"),
+        ('MountVolume.SetUp failed for volume "run-files" : configmap "llm" not found', "the ConfigMap llm of the run"),
+    ):
+        assert sentence in told(creating, events=(event("FailedMount", message),))
     forbidden = 'pods "llm-0" is forbidden: violates PodSecurity "restricted:latest": unrestricted capabilities'
     assert told(events=(event("FailedCreate", forbidden),)) == (
         "its pods cannot be made: the namespace enforces the pod security standard restricted:latest: unrestricted "

@@ -25,8 +25,8 @@ from craton.infrastructure import (
     xid_facts,
 )
 from craton.job import load_cluster
-from craton.orchestration import Expected, Finding, diagnose, diagnose_nodes, examine, preflight, worst
-from craton.orchestration.preflight import expected_of
+from craton.orchestration import Expected, Finding, diagnose, diagnose_nodes, examine, worst
+from craton.orchestration.preflight import expected_of, preflight
 from craton.orchestration.preflight_finding import SEVERITIES
 from craton.orchestration.preflight_gang import check_bandwidth, check_compute
 from craton.orchestration.preflight_gpus import is_model
@@ -207,10 +207,23 @@ def test_preflight_is_quick_and_becomes_an_event(tmp_path: Path) -> None:
     assert "NCCL_PROTO=simple" in told["environment"]["evidence"]  # of the launch, not of this shell
 
 
-def run_of(cluster: str, folder: Path) -> RunDirectory:
+COMMAND = "kind: command\ncommand: 'true'\nrun: {image: team/train}\n"
+PRETRAIN = "kind: pretrain\nmodel: llama-3.1-8b\ntrain: {steps: 1, global_batch_sequences: 16}\n"
+
+
+def run_of(cluster: str, folder: Path, job: str = PRETRAIN) -> RunDirectory:
     run = RunDirectory.create(folder / "runs", "job")
-    run.job_path.write_text(f"kind: command\ncluster: {cluster}\ncommand: 'true'\n", encoding="utf-8")
+    run.job_path.write_text(f"cluster: {cluster}\n{job}", encoding="utf-8")
     return run
+
+
+@pytest.mark.parametrize(("job", "severity"), [(COMMAND, "note"), (PRETRAIN, "fail")])
+def test_a_pod_may_run_a_command_that_does_not_use_its_torch(job: str, severity: str, tmp_path: Path) -> None:
+    node = HEALTHY["p5"]()
+    node.packages["torch"] = "2.11.0+cpu"
+    launch = Launch(0, ["node-0", "node-1"], 8, ["true"], gpus=True)
+    found = preflight(run_of("p5 x 2", tmp_path, job), launch, "node-0", NodeRoot(node.write(tmp_path / "node")))
+    assert {finding.what: finding.severity for finding in found}["torch"] == severity
 
 
 @pytest.mark.parametrize("gpus", [8, 2])

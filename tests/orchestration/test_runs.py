@@ -11,22 +11,35 @@ from pathlib import Path
 import pytest
 from counting import counting_job, start, wait_for, wait_for_state
 
+from craton.agent import avoid_node, read_launch
+from craton.job import Layout
 from craton.orchestration import (
     Follower,
+    Resize,
     RunStateError,
+    SchedulerError,
+    Size,
     StartError,
     check_name_is_free,
     draft_resume,
+    draft_run,
     kill_run,
     living_agents,
+    local,
     newest_checkpoint,
     read_agents,
+    resize_run,
     resume_run,
     resumed_job,
+    runs,
     stop_run,
     wait_for_agents,
 )
-from craton.telemetry import RunDirectory, RunExistsError, summarize
+from craton.orchestration import resize as resizing
+from craton.orchestration.backend import Submission, write_submission
+from craton.orchestration.resize import with_nodes
+from craton.orchestration.slurm import SlurmBackend
+from craton.telemetry import Marker, RunDirectory, RunExistsError, summarize
 
 LONG = {"STEPS": 100_000}
 
@@ -101,6 +114,77 @@ def test_what_does_not_run_cannot_be_stopped(root: Path) -> None:
         resume(run)
 
 
+@pytest.mark.parametrize("error", [StartError("this machine is not fit"), KeyboardInterrupt()])
+@pytest.mark.parametrize("marker", ["STOP", "FATAL"])
+def test_a_refused_resume_leaves_the_run_as_it_was(
+    marker: Marker, error: BaseException, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pre-flight of this machine is the last that may refuse it: everything is written by then."""
+    run = RunDirectory.create(root, "count")
+    for name, text in draft_run(counting_job(), run.path).files().items():
+        (run.path / name).write_text(text)
+    run.mark(marker, "node-1: rank 3 ran out of luck")
+    run.resize_path.write_text('{"nodes": 2}')
+    avoid_node(run, "node-1", "ab12")
+    run.chaos_folder.mkdir(exist_ok=True)
+    order = run.chaos_folder / "1-1.json"
+    order.write_text('{"faults": ["kill rank=1@step=40"]}')
+    before = {path.name: path.read_text() for path in run.path.iterdir() if path.is_file()}
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(local, "check_local", refuse)
+    with pytest.raises(type(error)):
+        resume(run, "local x 3")
+    after = {path.name: path.read_text() for path in run.path.iterdir() if path.is_file()}
+    del after["launch.lock"]
+    assert after == before, "with its marker and what the marker says"
+    assert order.read_text() == '{"faults": ["kill rank=1@step=40"]}', "what was armed is armed still"
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_run_that_a_scheduler_may_have_is_not_marked_again(
+    is_answered: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory.create(root, "count")
+    for name, text in draft_run(counting_job(), run.path, on="slurm").files().items():
+        (run.path / name).write_text(text)
+    write_submission(run, Submission("slurm", "7"))
+    run.mark("STOP", "craton stop")
+
+    def submit(*_: object) -> Submission:
+        if not is_answered:
+            write_submission(run, Submission("slurm", "", {"nonce": "next"}))
+            raise RunStateError("nobody answered")
+        raise SchedulerError("sbatch: invalid partition")
+
+    monkeypatch.setattr(SlurmBackend, "submit", submit)
+    monkeypatch.setattr(runs, "check_not_running", lambda _: None)
+    with pytest.raises((RunStateError, SchedulerError)):
+        resume(run)
+    assert run.marker_text("STOP") == ("craton stop\n" if is_answered else ""), "a job that comes up must not stop"
+
+
+def test_nodes_that_are_added_are_checked_before_anything_is_asked_for(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(root, counting_job(**LONG))
+    launch, checked = read_launch(run), []
+
+    def refuse(*_: object, nodes: list[str]) -> None:
+        checked.append(nodes)
+        raise StartError("this machine is not fit")
+
+    monkeypatch.setattr(resizing, "check_local", refuse)
+    wanted = Resize(Size(3, Layout(fsdp=3), None), with_nodes(launch, 3), before=2)
+    with pytest.raises(StartError, match="not fit"):
+        resize_run(run, wanted)
+    assert checked == [["node-2"]]
+    assert (run.resize_path.exists(), read_launch(run), len(living_agents(run))) == (False, launch, 2)
+
+
 def test_a_killed_agent_takes_its_ranks_along_and_the_run_can_be_resumed(root: Path) -> None:
     run = start(root, counting_job(nodes=1, **LONG))
     follower = Follower(run)
@@ -130,6 +214,15 @@ def test_a_kill_leaves_no_process_behind_and_says_stopped_at_once(root: Path) ->
     assert summarize(run).state == "stopped"
     wait_for(lambda: not ranks_of(run))
     assert not subprocess.run(["pgrep", "-f", "sleep 4321"], capture_output=True, text=True, check=False).stdout
+
+
+def test_a_kill_finds_what_a_rank_left_behind(root: Path) -> None:
+    run = start(root, counting_job(**LONG))
+    wait_for(lambda: summarize(run).step >= 1)
+    environment = {**os.environ, "CRATON_RUN": str(run.path)}
+    with subprocess.Popen(["sleep", "4322"], env=environment, start_new_session=True) as orphan:
+        kill_run(run)
+        assert orphan.wait(30) == -signal.SIGKILL
 
 
 def test_a_rank_that_fails_fails_the_run_with_its_last_words(root: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from slurm_lab import SlurmLab, wait_until
+import pytest
+from slurm_lab import NODES, SlurmLab, wait_until
 from slurm_runs import (
     chain_job,
     events_of,
@@ -24,10 +26,9 @@ from craton.telemetry import RunDirectory, read_lines
 LIMIT = "gres: 'gpu:8', time_limit: 1m, save_before: 40s"
 
 
+@pytest.mark.slow
 def test_runs_come_back_by_themselves(root: Path, slurm: SlurmLab) -> None:
-    """A node killed, a node set down, the time limit and a preemption, side by side; beside them one that Slurm holds
-    after a failed prolog, which goes on when it is let go."""
-    held = hold_by_prolog(root, slurm)
+    """A node killed, a node set down, the time limit and a preemption, side by side."""
     steps = {"killed": 100, "down": 100, "limited": 320, "preempted": 100}
     runs = {
         "killed": submit(root, chain_job("killed", 2, steps["killed"], 0.1, "gres: 'gpu:8'")),
@@ -47,11 +48,6 @@ def test_runs_come_back_by_themselves(root: Path, slurm: SlurmLab) -> None:
     slurm.submit(f"--nodelist={wanted}", "--exclusive", "--partition=urgent", "--time=5", command="sleep 3")
     wait(lambda: look(runs["preempted"]).state == "waiting", "it gave way", runs["preempted"], 40)
 
-    assert release_run(held)
-    wait_for_run(held, "done")
-    assert not release_run(held), "it is not held any more"
-    expect_whole_chain(held, 10)
-
     for name, run in runs.items():
         wait_for_run(run, "done", seconds=120)
         expect_whole_chain(run, steps[name])
@@ -64,22 +60,93 @@ def test_runs_come_back_by_themselves(root: Path, slurm: SlurmLab) -> None:
         assert steps_done(runs[name]) == steps[name], f"{name} saved before it left, so that no step is done twice"
 
 
-def hold_by_prolog(root: Path, slurm: SlurmLab) -> RunDirectory:
-    """A run that Slurm holds, because the first node could not start it; the node is well again."""
-    slurm.break_prolog("g1")
-    run = submit(root, chain_job("held", 1, 10))
-    wait(lambda: "launch_failed" in standing(run).reason, "Slurm holds it", run, 30)
-    summary = look(run)
-    assert summary.state == "waiting"
-    assert "its prolog failed" in summary.message
-    assert "craton resume" in summary.message
-    slurm.mend_prolog("g1")
-    return run
+def started_more_than(run: RunDirectory, times: int) -> bool:
+    return len(events_of(run, "allocated")) > times
 
 
 def steps_done(run: RunDirectory) -> int:
     """How often a step was done, again or not."""
     return sum("run_loss" in line for path in (run.path / "metrics").glob("*.jsonl") for line in read_lines(path)[0])
+
+
+@pytest.mark.slow
+def test_a_failing_prolog_costs_a_run_nothing(root: Path, slurm: SlurmLab) -> None:
+    """Its node is set down, and the next one it is given cannot start it: it goes on from its checkpoint on a third."""
+    run = submit(root, chain_job("prolog", 1, 60, 0.05))
+    wait_for_step(run, 12)
+    (first,) = hosts_of(run).values()
+    slurm.break_prolog(second := next(node for node in NODES if node != first))
+    slurm.set_down(first, "xid 79")
+    wait_for_run(run, "done", seconds=40)
+    expect_whole_chain(run, 60)
+    (last,) = hosts_of(run).values()
+    assert last not in (first, second)
+    assert second in slurm.nodes_in("drain"), "it was given the node, and Slurm drained it"
+    assert len(events_of(run, "allocated")) == 2
+
+
+@pytest.mark.slow
+def test_a_held_run_is_let_go_by_whoever_looks(root: Path, slurm: SlurmLab) -> None:
+    """Where Slurm holds what a prolog failed for: once for a run that may be started again, not at all for another."""
+    slurm.hold_after_prolog()
+    slurm.break_prolog("g1")
+    run = submit(root, chain_job("held", 1, 10))
+    told = ""
+
+    def is_let_go() -> bool:
+        nonlocal told
+        told = look(run).message
+        return "let go" in told
+
+    wait(is_let_go, "it is let go", run, 30)
+    assert "its prolog failed" in told
+    assert "(1 of at most 10 times, run.restarts)" in told
+    wait_for_run(run, "done")
+    expect_whole_chain(run, 10)
+
+    for node in NODES:
+        slurm.break_prolog(node)
+    once = submit(root, chain_job("once", 1, 10, run="restarts: 0"))
+    wait(lambda: "launch_failed" in standing(once).reason, "Slurm holds it", once, 30)
+    assert "`craton resume` lets it go" in look(once).message
+    slurm.mend_prologs()
+    assert release_run(once)
+    wait_for_run(once, "done")
+    assert not release_run(once), "it is not held any more"
+    expect_whole_chain(once, 10)
+
+
+@pytest.mark.slow
+def test_slices_of_the_time_limit_are_not_counted(root: Path, slurm: SlurmLab) -> None:
+    """Three times the warning that comes before a time limit, where one start for nothing would be one too many."""
+    run = submit(root, chain_job("sliced", 1, 100, 0.05, "restarts: 1, time_limit: 5m, save_before: 2m"))
+    for number in range(1, 4):
+        wait_for_step(run, 20 * number)
+        slurm("scancel", "--batch", "--signal=USR1", standing(run).job)
+        wait(partial(started_more_than, run, number), "it is started again", run)
+    wait_for_run(run, "done")
+    expect_whole_chain(run, 100)
+    assert steps_done(run) == 100
+    assert len(events_of(run, "requeued")) == 3
+
+
+@pytest.mark.slow
+def test_too_few_nodes_left_of_a_job_that_slurm_does_not_kill(root: Path, slurm: SlurmLab) -> None:
+    """With spares the job is submitted with --no-kill, so that Slurm leaves it alone when nodes die; when more die than
+    there are spares, it is requeued by itself, and not onto those."""
+    run = submit(root, chain_job("thinned", 2, 200, 0.1, "gres: 'gpu:8'", more="recover: {spares: 1}\n"))
+    assert "#SBATCH --no-kill\n" in (run.path / "job.sbatch").read_text()
+    wait_for_step(run, 12)
+    lost = [hosts_of(run)[node] for node in ("node-1", "node-2")]
+    for host in lost:
+        slurm.kill_node(host)
+    wait(lambda: events_of(run, "requeued"), "it is requeued", run, 90)
+    (event,) = events_of(run, "nodes_lost")
+    assert "too few are left" in str(event["message"])
+    wait_for_run(run, "done", seconds=120)
+    expect_whole_chain(run, 200)
+    assert not set(hosts_of(run).values()) & set(lost)
+    assert len(events_of(run, "requeued")) == 1
 
 
 def test_a_node_that_fails_its_health_check_is_drained_and_avoided(root: Path, slurm: SlurmLab) -> None:

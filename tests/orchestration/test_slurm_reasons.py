@@ -10,6 +10,7 @@ import pytest
 from slurm_lab import LEAVES, SlurmLab, wait_until
 
 from craton.orchestration.slurm import why_waiting
+from craton.orchestration.slurm.room import room_for
 from craton.orchestration.slurm.tools import read_snapshot
 
 FULL = 25  # minutes that leaf1 and half of leaf2 are taken for
@@ -101,3 +102,49 @@ def test_twelve_jobs_that_wait_say_why(full_cluster: tuple[SlurmLab, str]) -> No
     for reason, (number, pattern) in told.items():
         sentence = why_waiting(jobs[number], cluster, time.time())
         assert re.fullmatch(pattern, sentence), f"{reason}: {sentence}"
+
+
+@pytest.fixture
+def reserved_cluster(slurm: SlurmLab) -> Iterator[SlurmLab]:
+    """g8 is in a reservation of now, g7 in one of later."""
+    for name, node, start in (("team", "g8", "now"), ("later", "g7", "now+2hour")):
+        slurm(
+            *("scontrol", "create", "reservation", f"reservationname={name}", f"starttime={start}", "duration=60"),
+            *(f"nodes={node}", "users=root"),
+        )
+    yield slurm
+    slurm.cancel_all()
+    for name in ("team", "later"):
+        slurm("scontrol", "delete", f"reservationname={name}")
+
+
+def test_nodes_that_idle_for_others_are_not_counted_as_free(reserved_cluster: SlurmLab) -> None:
+    """Nodes shared by two jobs, reserved ones, and those that Slurm has planned for the job in front."""
+    slurm = reserved_cluster
+    slurm.occupy("g1", "g2", "g3", "g4", minutes=40)
+    two = [slurm.submit("--nodelist=g5", "--ntasks=1", f"--time={minutes}") for minutes in (10, 30)]
+    wait_until(lambda: all(slurm.state(job) == "RUNNING" for job in two), "two jobs share g5")
+    first = slurm.submit("--nodes=6", "--exclusive", "--time=600", "--job-name=first")
+    member = slurm.submit("--hold", "--nodes=1", "--exclusive", "--time=20", "--reservation=team")
+    second = slurm.submit("--nodelist=g6", "--exclusive", "--time=600")
+
+    def is_planned() -> bool:
+        jobs = {job.id: job for job in read_snapshot().jobs}
+        planned = "PLANNED" in slurm("scontrol", "show", "node", "g6") and jobs[first].scheduled
+        return bool(planned and jobs[first].reason == "Resources")
+
+    wait_until(is_planned, "Slurm has planned the nodes of the first job")
+    cluster = read_snapshot()
+    jobs = {job.id: job for job in cluster.jobs}
+    now = time.time()
+    assert re.fullmatch(
+        r"needs 6 nodes; 1 of 8 in train is free; g7 is kept for the reservation later; g8 is kept for the reservation "
+        r"team; earliest \d\d:\d\d when job \d+ ends",
+        sentence := why_waiting(jobs[first], cluster, now),
+    ), sentence
+    room = room_for(jobs[first], cluster, now)
+    assert room.busy["g5"].by == f"job {two[1]}", "the last to end lets the node go"
+    assert room.busy["g8"].by == "the reservation team"
+    behind = room_for(jobs[second], cluster, now)
+    assert (behind.free, behind.kept) == (frozenset(), {f"job {first}": ["g6"]})
+    assert room_for(jobs[member], cluster, now).free == {"g8"}

@@ -251,6 +251,36 @@ def test_a_node_whose_preflight_fails_is_named_with_what_failed(tool_folder: Pat
     }
 
 
+def test_a_preflight_that_hangs_is_ended_on_its_nodes(
+    tool_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its step would keep the agents waiting; that of the batch script is left alone."""
+    run = RunDirectory.create(tmp_path, "checked")
+    stand_in(tool_folder, "srun", f"trap 'echo INT >> {tool_folder}/told' INT\nwhile :; do sleep 0.05; done")
+    stand_in(tool_folder, "squeue", f'echo "$@" >> {tool_folder}/asked\nprintf "812.0\\n812.batch\\n812.extern\\n"')
+    stand_in(tool_folder, "scancel", f'echo "$@" >> {tool_folder}/cancelled')
+    assert failed_hosts(Step(run.path, "python"), ["g1", "g2"], run, seconds=0.3, job="812") == {}
+    assert "pre-flight ended on no node" in capfd.readouterr().err
+    assert (tool_folder / "told").read_text().split() == ["INT", "INT"]
+    assert (tool_folder / "cancelled").read_text().split() == ["--quiet", "812.0"]
+    assert "--jobs=812" in (tool_folder / "asked").read_text()
+
+
+def test_jobs_of_a_user_are_asked_for_in_words(tool_folder: Path) -> None:
+    stand_in(
+        tool_folder,
+        "squeue",
+        f'echo "$@" >> {tool_folder}/asked\nprintf "812 RUNNING craton:a:01\\n813_[1-2] PENDING (null)\\n9 FAILED \\n"',
+    )
+    jobs = tools.read_jobs_of([1000, 0, 1000])
+    assert [(job.id, job.state, job.comment) for job in jobs] == [
+        ("812", "RUNNING", "craton:a:01"),
+        ("813_[1-2]", "PENDING", "(null)"),
+        ("9", "FAILED", ""),
+    ]
+    assert "--user=0,1000 " in (tool_folder / "asked").read_text()
+
+
 def test_a_preflight_that_cannot_run_stops_nobody(tool_folder: Path, tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "checked")
     stand_in(tool_folder, "srun", "exit 1")

@@ -6,19 +6,23 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from craton.job import ContentError, JobError, parse_job
 from craton.orchestration import Draft, StartError, draft_run
-from craton.orchestration.slurm import ScriptOptions, sbatch_script
-from craton.orchestration.slurm.script import duration, signal_seconds
+from craton.orchestration.slurm import ScriptOptions, SlurmBackend, sbatch_script
+from craton.orchestration.slurm.batch import MOST_EXCLUDED, avoided_hosts
+from craton.orchestration.slurm.mounts import _whole_snapshot, mounts_of
+from craton.orchestration.slurm.script import duration, nonce_of, signal_seconds
 from craton.orchestration.slurm.step import Step, agents_command, doctor_command
 from craton.telemetry import RunDirectory
 
 RUN = RunDirectory("/fsx/runs/llama")
-PYTHON = ScriptOptions(python="/fsx/venv/bin/python")
+NONCE = "0123456789abcdef"
+PYTHON = ScriptOptions(python="/fsx/venv/bin/python", nonce=NONCE)
 CLUSTER = """\
 cluster:
   name: p5
@@ -67,7 +71,8 @@ def test_golden_scripts(name: str, golden: Callable[[str, str], None]) -> None:
 
 def test_copies_are_an_array_of_runs_with_names_of_their_own(golden: Callable[[str, str], None]) -> None:
     draft = drafted(job_text(run="copies: 3"))
-    script = sbatch_script(draft, RunDirectory("/fsx/runs/llama-1"), ScriptOptions("/fsx/venv/bin/python", copies=3))
+    options = ScriptOptions("/fsx/venv/bin/python", copies=3, nonce=NONCE)
+    script = sbatch_script(draft, RunDirectory("/fsx/runs/llama-1"), options)
     golden("slurm-array.sbatch", script)
 
 
@@ -123,13 +128,30 @@ def test_a_job_cannot_even_be_called_so(name: str) -> None:
 def test_a_path_with_blanks_stays_one_word(folder: str) -> None:
     script = sbatch_script(drafted(job_text()), RunDirectory(f"{folder}/llama"), PYTHON)
     assert f'#SBATCH --output="{folder}/llama/logs/slurm-%j.out"' in script
-    assert shlex.split(script.splitlines()[-1])[-1] == f"{folder}/llama"
+    assert shlex.split(script.splitlines()[-1])[-2:] == [f"{folder}/llama", NONCE]
 
 
 @pytest.mark.parametrize("folder", ["/fsx/100%", '/fsx/"', "/fsx/$HOME", "/fsx/a\nb", "/fsx/a\\b", "/fsx/#1"])
 def test_a_path_that_slurm_would_read_otherwise_is_refused(folder: str) -> None:
     with pytest.raises(StartError, match="CRATON_RUNS"):
         sbatch_script(drafted(job_text()), RunDirectory(f"{folder}/llama"), PYTHON)
+
+
+def test_every_submission_has_a_nonce_of_its_own() -> None:
+    scripts = [sbatch_script(drafted(job_text()), RUN) for _ in range(2)]
+    first, second = map(nonce_of, scripts)
+    assert len(first) == 16
+    assert first != second
+    assert shlex.split(scripts[0].splitlines()[-1])[-1] == first, "the batch program is told, too"
+    assert nonce_of("#!/bin/sh\n") == ""
+
+
+def test_the_check_is_of_the_path_that_the_run_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    backend, draft = SlurmBackend(), drafted(job_text())
+    backend.check(draft, RUN)
+    with pytest.raises(StartError, match=r"/fsx/100%.*CRATON_RUNS"):
+        backend.check(draft, RunDirectory("/fsx/100%/llama"))
 
 
 REFUSED_PLACEMENTS = {
@@ -170,7 +192,9 @@ def test_durations_are_rounded_up_to_minutes() -> None:
 STEPS = {
     "venv": Step(Path("/fsx/runs/llama"), "/fsx/venv/bin/python"),
     "pyxis": Step(Path("/fsx/runs/llama"), "/fsx/venv/bin/python", "team/train.sqsh", ("/fsx", "/scratch"), True),
-    "apptainer": Step(Path("/fsx/runs/llama"), "/fsx/venv/bin/python", "/images/train.sif", ("/scratch",), True),
+    "apptainer": Step(
+        Path("/fsx/runs/llama"), "/fsx/venv/bin/python", "/images/train.sif", ("/fsx/runs", "/scratch"), True
+    ),
     "hyperpod": Step(Path("/fsx/runs/llama"), "/fsx/venv/bin/python", gpus=True, auto_resume=True),
     "shared-nodes": Step(Path("/fsx/runs/llama"), "/fsx/venv/bin/python", cpus_per_task=12),
 }
@@ -182,7 +206,69 @@ def test_golden_steps(name: str, golden: Callable[[str, str], None]) -> None:
 
     commands = [
         agents_command(STEPS[name], ["g1", "g2"]),
-        doctor_command(STEPS[name], ["g1", "g2"], Path("/fsx/runs/llama/preflight"), "p5.48xlarge"),
+        doctor_command(STEPS[name], ["g1", "g2"], Path("/fsx/runs/llama/preflight"), STEPS[name].gpus),
     ]
     text = "\n".join(shlex.join(words).replace(" --", " \\\n  --") for words in commands)
     golden(f"slurm-step-{name}.txt", text.replace(str(node_program.__file__), "/fsx/craton/node.py") + "\n")
+
+
+TRAINING = """\
+name: llama
+kind: pretrain
+model: {{name: tiny, layers: 2, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, vocab: 64}}
+data: {{path: '{data}', sequence: 32}}
+train: {{global_batch_sequences: 12, steps: 10}}
+checkpoint: {{tiers: [{{to: nvme, every_steps: 100}}]}}
+cluster: {{name: lab, instance: local, nodes: 1, scheduler: {{kind: slurm}}, storage: {{nvme: {{path: /scratch}}}}}}
+run: {{image: team/train.sqsh}}
+"""
+
+
+def mounted(data: str, folder: str = "/home/me/jobs", run: RunDirectory = RUN) -> tuple[str, ...]:
+    launch = drafted(job_text()).launch
+    return mounts_of(parse_job(TRAINING.format(data=data)), run, replace(launch, env={"CRATON_JOB_FOLDER": folder}))
+
+
+def test_an_image_is_shown_what_the_job_needs() -> None:
+    found = mounted("/data/tokens")
+    assert found == ("/fsx/runs", "/scratch", "/home/me/jobs", "/data/tokens")
+    assert mounted("/fsx/runs/../data") == ("/fsx/runs", "/scratch", "/home/me/jobs", "/fsx/data")
+    assert mounted("/data", folder="/data/jobs") == ("/fsx/runs", "/scratch", "/data"), "once is enough"
+
+
+def test_what_is_read_from_afar_is_kept_in_a_folder_that_an_image_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CRATON_CACHE", "/fsx/cache")
+    assert "/fsx/cache" in mounted("s3://bucket/tokens")
+
+
+def test_weights_of_the_hub_are_shown_with_what_their_links_lead_to(tmp_path: Path) -> None:
+    model = tmp_path / "models--team--tiny"
+    snapshot = model / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    assert _whole_snapshot(snapshot) == model
+    assert _whole_snapshot(tmp_path / "tiny") == tmp_path / "tiny"
+
+
+@pytest.mark.parametrize(("data", "folder"), [("/data/a:b", "/jobs"), ("/data/a,b", "/jobs"), ("/data", "/usr")])
+def test_what_an_image_cannot_be_shown_is_refused_by_name(data: str, folder: str) -> None:
+    path = folder if folder == "/usr" else data
+    with pytest.raises(StartError, match=re.escape(path)):
+        mounted(data, folder)
+
+
+def test_a_check_refuses_what_an_image_cannot_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    draft = drafted(job_text(run="image: team/train.sqsh"))
+    hiding = replace(draft, launch=replace(draft.launch, env={"CRATON_JOB_FOLDER": "/"}))
+    SlurmBackend().check(draft, RUN)
+    with pytest.raises(StartError, match=r"/ cannot be shown to the image team/train\.sqsh"):
+        SlurmBackend().check(hiding, RUN)
+
+
+def test_what_a_user_excludes_is_never_forgotten_for_what_a_run_learns() -> None:
+    own = [f"u{number}" for number in range(40)]
+    learned = [f"g{number}" for number in range(40)]
+    avoided = avoided_hosts(own, [*own, *learned, "g3"])
+    assert avoided[:40] == own
+    assert avoided[40:] == learned[-MOST_EXCLUDED:], "the newest of the others"
+    assert avoided_hosts([], ["g1", "g2", "g1"]) == ["g1", "g2"]

@@ -4,15 +4,19 @@ losses are those of the same training on this machine.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from slurm_lab import SlurmLab
-from slurm_runs import events_of, hosts_of, losses_of, no_code, submit, wait_for_run, wait_for_step
+from slurm_runs import events_of, hosts_of, last_words, losses_of, no_code, submit, wait_for_run, wait_for_step
 
 from craton.agent import newest_generation
-from craton.job import Job, load_job, parse_job
-from craton.orchestration import draft_run, free_port, prepare_data, start_run
+from craton.job import Job, parse_job
+from craton.orchestration import draft_run, free_port, start_run
+from craton.telemetry import RunDirectory
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 STEPS = 30
@@ -59,13 +63,22 @@ def test_a_node_killed_is_replaced_by_a_spare_from_memory(root: Path, slurm: Slu
 
 
 @pytest.mark.slow
-def test_the_quickstart_on_four_nodes_ends_as_it_does_here(root: Path, slurm: SlurmLab) -> None:
-    job = load_job(QUICKSTART)
-    four = job.model_copy(update={"cluster": job.cluster.model_copy(update={"num_nodes": 4}), "layout": None})
-    draft, _ = prepare_data(draft_run(four, root / "quickstart", on="slurm", port=free_port()))
-    run = start_run(draft, root)
-    wait_for_run(run, "done", seconds=900)
-    here, _ = prepare_data(draft_run(four.model_copy(update={"name": "here"}), root / "here", port=free_port()))
-    calm = start_run(here, root)
-    wait_for_run(calm, "done", seconds=900)
-    assert losses_of(run)[job.steps or 0] == losses_of(calm)[job.steps or 0]
+def test_the_quickstart_on_four_nodes_ends_as_it_does_here(root: Path, slurm: SlurmLab, tmp_path: Path) -> None:
+    """As anybody would start it, in a process of its own: `craton run examples/quickstart.yaml --on slurm`."""
+    text = QUICKSTART.read_text()
+    for two, four in {"local x 2": "local x 4", "{fsdp: 2, micro_batch: 4}": "{fsdp: 4, micro_batch: 2}"}.items():
+        assert text.count(two) == 1
+        text = text.replace(two, four)
+    job = tmp_path / "quickstart.yaml"
+    job.write_text(text)
+    ended = {}
+    for name, on in {"quickstart": "slurm", "here": "local"}.items():
+        words = [sys.executable, "-m", "craton", "run", str(job), "--on", on, "--name", name, "--json"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
+        run = RunDirectory(root / name)
+        assert done.returncode == 0, f"{done.stdout}{done.stderr}{last_words(run)}"
+        ended[name] = json.loads(done.stdout)
+        assert (ended[name]["state"], ended[name]["step"]) == ("done", 400)
+        assert ended[name]["loss"] == losses_of(run)[400]
+    assert len(hosts_of(RunDirectory(root / "quickstart"))) == 4
+    assert ended["quickstart"]["loss"] == ended["here"]["loss"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
 
-from craton.orchestration.slurm import Snapshot, why_waiting
+from craton.infrastructure import expand_hosts
+from craton.orchestration.slurm import Snapshot, records, why_waiting
 from craton.orchestration.slurm.records import (
     JobRecord,
     NodeRecord,
@@ -28,14 +30,26 @@ LEAVES = (
 
 
 def cluster(
-    free: str = "", away: dict[str, str] | None = None, jobs: tuple[JobRecord, ...] = (), **more: object
+    free: str = "",
+    away: dict[str, str] | None = None,
+    jobs: tuple[JobRecord, ...] = (),
+    flags: dict[str, str] | None = None,
+    **more: object,
 ) -> Snapshot:
-    """g1 … g8 in the partition train; those in `free` are idle, those in `away` drained for a reason."""
+    """g1 … g8 in the partition train; those in `free` are idle, those in `away` drained for a reason, and `flags` are
+    beside the state."""
     away = away or {}
+
+    def states(name: str) -> tuple[str, ...]:
+        if name in away:
+            return ("IDLE", "DRAIN")
+        state = "IDLE" if name in free.split() else "ALLOCATED"
+        return (state, *(flags or {}).get(name, "").split())
+
     nodes = tuple(
         NodeRecord(
             name,
-            ("IDLE", "DRAIN") if name in away else ("IDLE",) if name in free.split() else ("ALLOCATED",),
+            states(name),
             reason=away.get(name, ""),
             features=("h100",),
             partitions=("train",),
@@ -87,6 +101,122 @@ SITUATIONS = {
         pending("Resources", features="h100", excluded="g1"),
         cluster("g2 g3", jobs=BUSY[1:2]),
         "needs 4 nodes with h100; 2 of 7 in train are free; it avoids g1",
+    ),
+    "a node that two jobs share": (
+        pending("Resources", num_nodes=2),
+        cluster(
+            "g1",
+            jobs=(
+                running("811", "g[2-3]", AT_1405),
+                running("812", "g[2-3]", AT_1600),
+                running("813", "g[4-8]", AT_1600 + 3600),
+            ),
+        ),
+        "needs 2 nodes; 1 of 8 in train is free; earliest 16:00 when job 812 ends",
+    ),
+    "a job without an end": (
+        pending("Resources", num_nodes=2),
+        cluster(
+            "g1",
+            jobs=(running("811", "g[2-8]", AT_1405), JobRecord("812", "RUNNING", partition="train", nodes="g[2-8]")),
+        ),
+        "needs 2 nodes; 1 of 8 in train is free",
+    ),
+    "enough is free already": (
+        pending("Resources", num_nodes=3),
+        cluster("g5 g6 g7", jobs=BUSY),
+        "needs 3 nodes; 3 of 8 in train are free; that is enough, and Slurm has not started it yet",
+    ),
+    "a leaf is free already": (
+        pending("Resources", num_nodes=3, switches=1, start=AT_1405),
+        cluster("g5 g6 g7", jobs=BUSY),
+        "needs 3 nodes on one leaf; leaf2 has 3 free; that is enough, and Slurm has not started it yet; Slurm expects "
+        "to start it 14:05",
+    ),
+    "two leaves": (
+        pending("Resources", num_nodes=6, switches=2),
+        cluster("g1 g5 g6 g7", jobs=(running("811", "g[2-3]", AT_1600), running("812", "g8", AT_1405))),
+        "needs 6 nodes on at most 2 leaves; leaf2 has 3 free and leaf1 has 1 free; earliest 16:00 when job 811 ends",
+    ),
+    "nodes that idle in a reservation": (
+        pending("Resources", num_nodes=2, time_limit_seconds=3600.0),
+        cluster(
+            "g1 g2 g3",
+            jobs=(running("811", "g[4-8]", AT_1600),),
+            flags={"g2": "RESERVED", "g3": "RESERVED"},
+            reservations=(
+                ReservationRecord("team", "g[2-3]", NOON - 60, AT_1405),
+                ReservationRecord("tonight", "g1", AT_1600, AT_1600 + 60),
+                ReservationRecord("past", "g1", NOON - 120, NOON - 60),
+            ),
+        ),
+        "needs 2 nodes; 1 of 8 in train is free; g2, g3 are kept for the reservation team; earliest 14:05 when the "
+        "reservation team ends",
+    ),
+    "a reservation that nobody shows": (
+        pending("Resources", num_nodes=2),
+        cluster("g1 g2", flags={"g2": "RESERVED"}),
+        "needs 2 nodes; 1 of 8 in train is free; g2 is kept for a reservation",
+    ),
+    "a reservation that begins before it would end": (
+        pending("Resources", num_nodes=2, time_limit_seconds=86400.0),
+        cluster("g1 g2", reservations=(ReservationRecord("maint", "g2", AT_1405, AT_1600),)),
+        "needs 2 nodes; 1 of 8 in train is free; g2 is kept for the reservation maint; earliest 16:00 when the "
+        "reservation maint ends",
+    ),
+    "nodes of its own reservation": (
+        pending("Resources", num_nodes=2, reservation="team"),
+        cluster(
+            "g1 g2",
+            jobs=(running("811", "g3", AT_1405),),
+            flags={"g2": "RESERVED", "g3": "RESERVED"},
+            reservations=(ReservationRecord("team", "g[2-3]", NOON - 60, AT_1600),),
+        ),
+        "needs 2 nodes; 1 of 2 in train is free; earliest 14:05 when job 811 ends",
+    ),
+    "nodes that are planned for another job": (
+        pending("Resources", num_nodes=2, start=AT_1600),
+        cluster(
+            "g6 g7",
+            jobs=(
+                running("811", "g[1-5]", AT_1405),
+                running("812", "g8", AT_1600 + 3600),
+                JobRecord("890", "PENDING", partition="train", scheduled="g[1-7]", start=AT_1405, end=AT_1600),
+            ),
+            flags={"g6": "PLANNED", "g7": "PLANNED"},
+        ),
+        "needs 2 nodes; 0 of 8 in train are free; g6, g7 are kept for job 890; earliest 14:05 when job 811 ends",
+    ),
+    "nodes that are planned for it": (
+        pending("Resources", num_nodes=7, scheduled="g[1-7]", start=AT_1405),
+        cluster(
+            "g6 g7",
+            jobs=(
+                running("811", "g[1-5]", AT_1405),
+                running("812", "g8", AT_1600),
+                pending("Resources", num_nodes=7, scheduled="g[1-7]", start=AT_1405),
+                JobRecord("901", "PENDING", partition="train", scheduled="g6", start=AT_1600),
+            ),
+            flags={"g6": "PLANNED", "g7": "PLANNED"},
+        ),
+        "needs 7 nodes; 2 of 8 in train are free; earliest 14:05 when job 811 ends",
+    ),
+    "it would end before the job that a node is planned for": (
+        pending("Resources", num_nodes=2, time_limit_seconds=3600.0),
+        cluster(
+            "g6",
+            jobs=(
+                running("811", "g7", AT_1405),
+                JobRecord("890", "PENDING", partition="train", scheduled="g[6-7]", start=AT_1405, end=AT_1600),
+            ),
+            flags={"g6": "PLANNED"},
+        ),
+        "needs 2 nodes; 1 of 8 in train is free; earliest 14:05 when job 811 ends",
+    ),
+    "nodes it asks for by name": (
+        pending("Resources", num_nodes=1, required="g8"),
+        cluster("g5 g6 g7", jobs=BUSY),
+        "needs 1 node (g8); 0 of 1 in train are free; earliest 14:05 when job 812 ends",
     ),
     "priority": (
         pending("Priority", start=AT_1405),
@@ -224,6 +354,46 @@ SITUATIONS = {
         "Slurm says MoonPhase; `scontrol show job 900` tells more",
     ),
 }
+
+
+def elsewhere(snapshot: Snapshot) -> Snapshot:
+    """The same with nodes and a reservation of another partition, drained and idle, which no sentence may count."""
+    states = {"x1": ("IDLE",), "x2": ("IDLE", "DRAIN"), "x3": ("DOWN",)}
+    others = [NodeRecord(name, each, reason="not ours", partitions=("other",)) for name, each in states.items()]
+    reserved = ReservationRecord("others", "x[1-3]", NOON - 60, AT_1600)
+    return replace(snapshot, nodes=(*others, *snapshot.nodes), reservations=(reserved, *snapshot.reservations))
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_what_is_of_other_partitions_changes_nothing(name: str) -> None:
+    job, snapshot, sentence = SITUATIONS[name]
+    assert why_waiting(job, elsewhere(snapshot), NOON) == sentence
+
+
+def test_unavailable_nodes_of_other_partitions_are_left_out() -> None:
+    drained = cluster("g1 g2", {"g3": "XID 79"})
+    job = pending("ReqNodeNotAvail,_UnavailableNodes:g3,x[2-3]", num_nodes=8)
+    assert why_waiting(job, elsewhere(drained), NOON) == "needs 8 nodes; g3 is drained (XID 79)"
+    unlisted = pending("ReqNodeNotAvail", num_nodes=8)
+    assert why_waiting(unlisted, elsewhere(drained), NOON) == "needs 8 nodes; g3 is drained (XID 79)"
+    assert why_waiting(unlisted, elsewhere(cluster("g1")), NOON) == "needs 8 nodes"
+
+
+def test_lists_of_nodes_are_read_once_however_many_jobs_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def counted(text: str) -> list[str]:
+        read.append(text)
+        return expand_hosts(text)
+
+    monkeypatch.setattr(records, "expand_hosts", counted)
+    planned = [pending("Resources", scheduled=f"g[1-{number}]") for number in range(2, 8)]
+    waiting = tuple(replace(job, id=str(900 + number)) for number, job in enumerate(planned))
+    reserved = (ReservationRecord("team", "g[2-3]", NOON - 60, AT_1405),)
+    snapshot = cluster("g1 g2", jobs=(*waiting, *BUSY), flags={"g1": "PLANNED"}, reservations=reserved)
+    for job in waiting:
+        assert why_waiting(job, snapshot, NOON).startswith("needs 4 nodes; ")
+    assert len(read) == len(waiting) + len(BUSY) + len(reserved)
 
 
 @pytest.mark.parametrize("name", SITUATIONS)

@@ -1,4 +1,4 @@
-"""The few questions that Craton has for a cluster, through kr8s: create, list, delete, read logs.
+"""The few questions that Craton has for a cluster, through kr8s: create, list, change, delete, read logs.
 
 kr8s finds the cluster and who we are (KUBECONFIG, ~/.kube/config, a pod's own account, login plugins). It is asked at
 its lowest level, because objects are sent exactly as they were emitted, with unknown fields refused, and because a list
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from craton.orchestration.errors import SchedulerError, StartError
+from craton.orchestration.errors import NoAnswerError, SchedulerError, StartError
 from craton.orchestration.kubernetes.pods import Manifest
 
 if TYPE_CHECKING:
@@ -30,12 +30,16 @@ PLURALS = {
     "JobSet": "jobsets",
     "LeaderWorkerSet": "leaderworkersets",
     "NetworkPolicy": "networkpolicies",
+    "Node": "nodes",
     "Pod": "pods",
     "PodGroup": "podgroups",
     "Secret": "secrets",
     "Service": "services",
     "Workload": "workloads",
 }
+CLUSTER_WIDE = ("Node",)  # in no namespace
+# Of a list: names, labels and the like alone. A Node with its images and conditions is many times as large.
+METADATA_ONLY = {"Accept": "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"}
 
 Answer = TypeVar("Answer")
 Manifests = list[Manifest]  # a name of its own, for `Connection` has a method `list`
@@ -75,6 +79,11 @@ class Connection:
     async def create(self, manifest: Manifest) -> Manifest:
         """Unknown and repeated fields are errors, not dropped in silence."""
         return await self._ask("POST", manifest, params={"fieldValidation": "Strict"}, content=json.dumps(manifest))
+
+    async def patch(self, manifest: Manifest, patch: Manifest) -> Manifest:
+        """A JSON merge patch (RFC 7386): null removes, a list is replaced as a whole."""
+        name, kind = manifest["metadata"]["name"], {"Content-Type": "application/merge-patch+json"}
+        return await self._ask("PATCH", manifest, name, content=json.dumps(patch), headers=kind)
 
     async def delete(self, manifest: Manifest) -> bool:
         """With everything it owns; False where there is nothing of the name."""
@@ -123,12 +132,18 @@ class Connection:
                     raise
         return []
 
-    async def _all(self, version: str, kind: str, namespace: str, selectors: Mapping[str, str]) -> Manifests:
+    async def list_nodes(self, **selectors: str) -> Manifests:
+        """Names and labels of the cluster's nodes."""
+        return await self._all("v1", "Node", "", selectors, headers=METADATA_ONLY)
+
+    async def _all(
+        self, version: str, kind: str, namespace: str, selectors: Mapping[str, str], **arguments: Any
+    ) -> Manifests:
         found: Manifests = []
         query: dict[str, str] = {"limit": str(PAGE), **selectors}
         place = {"apiVersion": version, "kind": kind, "metadata": {"namespace": namespace}}
         while True:
-            page = await self._ask("GET", place, params=query)
+            page = await self._ask("GET", place, params=query, **arguments)
             # Items of a list do not say what they are.
             found += [{"apiVersion": version, "kind": kind, **item} for item in page.get("items") or ()]
             token = (page.get("metadata") or {}).get("continue")
@@ -158,6 +173,8 @@ class Connection:
 
     async def _ask(self, method: str, manifest: Mapping[str, Any], name: str = "", **arguments: Any) -> Manifest:
         namespace = manifest["metadata"].get("namespace") or self.namespace
+        if manifest["kind"] in CLUSTER_WIDE:
+            namespace = ""
         address = "/".join(filter(None, [PLURALS[manifest["kind"]], name]))
         given = {"version": manifest["apiVersion"], "namespace": namespace, "url": address, **arguments}
         with translated():
@@ -203,7 +220,8 @@ def translated() -> Iterator[None]:
         raise ApiError(_refusal(str(error), status), status) from None
     except (httpx.HTTPError, kr8s.APITimeoutError, kr8s.ConnectionClosedError, OSError) as error:
         told = str(error) or type(error).__name__
-        raise SchedulerError(
+        is_unsent = isinstance(error, httpx.ConnectError | OSError)
+        raise (SchedulerError if is_unsent else NoAnswerError)(
             f"the Kubernetes cluster does not answer ({told}); `kubectl cluster-info` asks the same one"
         ) from None
     except (KeyError, ValueError) as error:

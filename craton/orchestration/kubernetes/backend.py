@@ -1,18 +1,15 @@
 """The backend `kubernetes`: sends what the emitters wrote, and asks how it does. Nothing is decided here.
 
 What is sent is what stands in the run's `kubernetes.yaml`, but for the values of secrets, which go from the caller's
-environment to the cluster and are written nowhere. The object that owns the pods is made first, so that whatever is
-refused leaves nothing behind, and everything else goes when it does.
+environment to the cluster and are written nowhere, and for where the cluster's nodes are, which it says itself.
 """
 
 from __future__ import annotations
 
-import asyncio
-import base64
+import contextlib
 import os
 import secrets
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,22 +17,22 @@ from queue import SimpleQueue
 
 import yaml
 
-from craton.orchestration.backend import Standing, Submission, read_submission
+from craton.orchestration.backend import Standing, Submission, read_submission, write_submission
 from craton.orchestration.draft import Draft
 from craton.orchestration.errors import RunStateError, SchedulerError
-from craton.orchestration.kubernetes.api import ApiError, Connection, ask, load_kr8s
+from craton.orchestration.kubernetes.api import Connection, ask, load_kr8s
 from craton.orchestration.kubernetes.codepack import pack_code
 from craton.orchestration.kubernetes.emitters import manifests, to_yaml
+from craton.orchestration.kubernetes.handover import Record, completed, hand_over, is_fresh, is_own, is_pending
 from craton.orchestration.kubernetes.logs import read_logs
 from craton.orchestration.kubernetes.objects import OURS, seen_of
-from craton.orchestration.kubernetes.pods import DIRECTORY_ANNOTATION, INSTANCE, MANAGED_BY, RUN_ANNOTATION, Manifest
-from craton.orchestration.kubernetes.standing import ended_as, standing_of
+from craton.orchestration.kubernetes.pods import INSTANCE, Manifest
+from craton.orchestration.kubernetes.standing import standing_of
 from craton.orchestration.kubernetes.target import Target, target_of
-from craton.telemetry import RunDirectory, RunError, runs_root
+from craton.telemetry import RunDirectory, RunError
 
 MANIFEST_FILE = "kubernetes.yaml"
-LEAVE_SECONDS = 180.0  # for the pods of an object that is being removed
-LOOK_SECONDS = 0.2
+GONE = "Gone"
 KILL_SECONDS = 1  # 0 would only make Kubernetes forget the pods, while they go on
 
 
@@ -44,9 +41,9 @@ class KubernetesBackend:
 
     name = "kubernetes"
 
-    def check(self, draft: Draft) -> None:
+    def check(self, draft: Draft, run: RunDirectory) -> None:
         load_kr8s()
-        self.target(draft, runs_root() / draft.job.name)
+        self.target(draft, run.path)
 
     def files(self, draft: Draft, run: RunDirectory) -> Mapping[str, str]:
         return {MANIFEST_FILE: to_yaml(manifests(self.target(draft, run.path)))}
@@ -55,15 +52,21 @@ class KubernetesBackend:
         return [["kubectl", "create", "--validate=strict", "-f", str(run.path / MANIFEST_FILE)]]
 
     def submit(self, draft: Draft, run: RunDirectory) -> Submission:
-        documents = read_manifests(run)
-        return ask(lambda connection: _submit(connection, run, documents, os.environ))
+        documents, record = read_manifests(run), Record(run)
+        try:
+            return ask(lambda connection: hand_over(connection, record, draft.job, documents, os.environ))
+        except BaseException:  # Ctrl-C too, and a second one while what was made is being removed
+            record.put_back()
+            raise
 
     def look(self, runs: Iterable[RunDirectory]) -> dict[str, Standing]:
-        found = {run.name: read_submission(run) for run in runs}
+        listed = list(runs)
+        found = {run.name: read_submission(run) for run in listed}
         try:
-            return ask(lambda connection: _look(connection, found))
+            standings = ask(lambda connection: _look(connection, found))
         except SchedulerError as error:  # `ps` shows what the run directories say, and why there is no more
             return {name: Standing("unknown", each.job, sentence=str(error)) for name, each in found.items()}
+        return {run.name: _settled(run, found[run.name], standings[run.name]) for run in listed}
 
     def kill(self, run: RunDirectory) -> None:
         """Without the pods' grace, and so without a checkpoint."""
@@ -123,6 +126,22 @@ class KubernetesBackend:
             )
 
 
+def end_pods_on(run: RunDirectory, host: str) -> None:
+    """Tells the run's pods on one node of the cluster to end, with their time to save; their owner makes them again."""
+    submission = read_submission(run)
+    namespace = submission.details["namespace"]
+
+    async def end(connection: Connection) -> int:
+        pods = await connection.list("v1", "Pod", namespace, labelSelector=_selector(submission))
+        there = [pod for pod in pods if host and (pod.get("spec") or {}).get("nodeName") == host]
+        for pod in there:
+            await connection.delete({**pod, "metadata": {"namespace": namespace, **pod["metadata"]}})
+        return len(there)
+
+    if not ask(end):
+        raise RunStateError(f"{run.name} has no pod on {host or 'a node that is known'}: there is nothing to move")
+
+
 def is_elsewhere(run: RunDirectory) -> bool:
     """Whether the pods of a run write another directory than the one that is seen here."""
     submission = read_submission(run)
@@ -136,105 +155,6 @@ def read_manifests(run: RunDirectory) -> list[Manifest]:
     except (OSError, yaml.YAMLError) as error:
         raise RunStateError(f"{path} cannot be read ({error}); `craton resume {run.name}` writes it anew") from None
     return documents
-
-
-async def _submit(
-    connection: Connection, run: RunDirectory, documents: list[Manifest], environment: Mapping[str, str]
-) -> Submission:
-    owner, *around = documents
-    made = await _create_owner(connection, run, owner)
-    reference = {
-        "apiVersion": made["apiVersion"],
-        "kind": made["kind"],
-        "name": made["metadata"]["name"],
-        "uid": made["metadata"]["uid"],
-    }
-    missing = ""
-    try:
-        for document in around:
-            document["metadata"]["ownerReferences"] = [reference]
-            if document["kind"] == "Secret":
-                document = _with_values(document, owner, environment)
-            try:
-                await connection.create(document)
-            except ApiError as error:
-                if document["kind"] != "NetworkPolicy" or error.status != 403:
-                    raise
-                missing = f"its pods can be reached by others in the cluster: {error}"
-    except BaseException:
-        await connection.delete(owner)
-        raise
-    details = {
-        "namespace": made["metadata"]["namespace"],
-        "server": connection.server,
-        "version": made["apiVersion"],
-        "directory": owner["metadata"]["annotations"][DIRECTORY_ANNOTATION],
-        **({"warning": missing} if missing else {}),
-    }
-    return Submission("kubernetes", f"{made['kind']}/{made['metadata']['name']}", details)
-
-
-async def _create_owner(connection: Connection, run: RunDirectory, owner: Manifest) -> Manifest:
-    """In place of one of the same run that has ended; what belongs to anybody else is left alone."""
-    try:
-        return await connection.create(owner)
-    except ApiError as error:
-        if error.status != 409:
-            raise
-    there = await connection.read(owner)
-    if there is not None:
-        if not _is_of_the_same_run(there, owner):
-            raise RunStateError(
-                f"{owner['kind']} {owner['metadata']['name']} is on the cluster already, and not of this run; `--name` "
-                "starts one of another name"
-            )
-        if ended_as(there) is None and not there["metadata"].get("deletionTimestamp"):
-            raise RunStateError(
-                f"{owner['kind']} {owner['metadata']['name']} is on the cluster already and has not ended; `craton "
-                f"stop {run.name}` ends it, `--name` starts another"
-            )
-        await connection.delete(owner)
-        await _wait_until_gone(connection, owner)
-    return await connection.create(owner)
-
-
-def _is_of_the_same_run(there: Manifest, ours: Manifest) -> bool:
-    labels, noted = (there["metadata"].get(key) or {} for key in ("labels", "annotations"))
-    wanted = ours["metadata"]["annotations"]
-    keys = (RUN_ANNOTATION, DIRECTORY_ANNOTATION)
-    return labels.get(MANAGED_BY) == "craton" and all(noted.get(key) == wanted[key] for key in keys)
-
-
-async def _wait_until_gone(connection: Connection, owner: Manifest) -> None:
-    """With its pods: those of the next submission would meet them in the run directory."""
-    namespace = owner["metadata"].get("namespace") or connection.namespace
-    selector = f"{INSTANCE}={owner['metadata']['labels'][INSTANCE]}"
-    deadline = time.monotonic() + LEAVE_SECONDS
-    while await connection.read(owner) or await connection.list("v1", "Pod", namespace, labelSelector=selector):
-        if time.monotonic() > deadline:
-            raise RunStateError(
-                f"the pods of {owner['metadata']['name']} have not left within {LEAVE_SECONDS:.0f} s; try again later, "
-                f"`kubectl get pods -l {selector}` shows them"
-            )
-        await asyncio.sleep(LOOK_SECONDS)
-
-
-def _with_values(secret: Manifest, owner: Manifest, environment: Mapping[str, str]) -> Manifest:
-    """The values of what the pods refer to in this Secret."""
-    name = secret["metadata"]["name"]
-    wanted = [each for each in _secret_keys(owner, name) if each in environment]
-    return {**secret, "data": {each: base64.b64encode(environment[each].encode()).decode() for each in wanted}}
-
-
-def _secret_keys(thing: object, name: str) -> list[str]:
-    """The keys of a Secret that anything in a manifest refers to."""
-    if isinstance(thing, list):
-        return [key for each in thing for key in _secret_keys(each, name)]
-    if not isinstance(thing, dict):
-        return []
-    reference = thing.get("secretKeyRef")
-    own = [reference["key"]] if isinstance(reference, dict) and reference.get("name") == name else []
-    return own + [key for each in thing.values() for key in _secret_keys(each, name)]
 
 
 async def _look(connection: Connection, runs: Mapping[str, Submission]) -> dict[str, Standing]:
@@ -252,8 +172,24 @@ async def _look(connection: Connection, runs: Mapping[str, Submission]) -> dict[
         seen = await seen_of(connection, namespace, {each.details["version"]: each.job for each in inside.values()})
         for name, each in inside.items():
             found = seen.get(each.job)
-            standings[name] = standing_of(found) if found else Standing("ended", each.job, (), "Gone", "it was removed")
+            if found is not None and is_own(found.owner, each):
+                standings[name] = standing_of(found)
+            else:
+                standings[name] = Standing("ended", each.job, (), GONE, "it was removed")
     return standings
+
+
+def _settled(run: RunDirectory, submission: Submission, standing: Standing) -> Standing:
+    """The standing of a run of which it was not heard whether the cluster has it: now it is, one way or the other."""
+    if not is_pending(submission) or standing.condition == "unknown":
+        return standing
+    if standing.reason != GONE:
+        with contextlib.suppress(OSError):  # somebody else's run, which may only be read
+            write_submission(run, completed(submission))
+        return standing
+    if is_fresh(run):
+        return Standing("unknown", sentence="it was handed to Kubernetes a moment ago, which does not show it yet")
+    return Standing("ended", reason="Kubernetes never had it")
 
 
 def _owner(submission: Submission) -> Manifest:

@@ -37,6 +37,8 @@ def manifests(target: Target) -> list[Manifest]:
         around.append(config_map(target))
     if target.code:
         around.append(code_map(target))
+    if target.is_ordered:
+        around.append(nodes_map(target))
     if target.gang == "none" and target.kind != "serve":
         around.append(headless_service(target))
     if target.is_open:
@@ -161,6 +163,12 @@ def code_map(target: Target) -> Manifest:
     data = {CODE_FILE: base64.b64encode(target.code).decode()}
     metadata = metadata_of(target, f"{target.name}-code")
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "binaryData": data}
+
+
+def nodes_map(target: Target) -> Manifest:
+    """Without its text, which is what the cluster's nodes say of themselves when it is sent."""
+    metadata = metadata_of(target, target.nodes_map)
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True}
 
 
 def secret(target: Target) -> Manifest:

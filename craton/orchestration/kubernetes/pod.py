@@ -1,8 +1,9 @@
 """`python -m craton.orchestration.kubernetes.pod RUN`: what runs in a pod, one for every node of a run.
 
-The first pod makes the run directory, or takes it over for a new submission; the others wait for it. Then each starts
-the agent of its node, passes on what the kubelet signals, copies what the ranks print to its own output (so that
-`kubectl logs` shows it) and turns the run's markers into an exit code that the owner of the pods understands.
+The first pod makes the run directory, or takes it over for a new submission; the others wait for it, and tell it where
+they are, by which it puts the run's nodes in order. Then each starts the agent of its node, passes on what the kubelet
+signals, copies what the ranks print to its own output (so that `kubectl logs` shows it) and turns the run's markers
+into an exit code that the owner of the pods understands.
 
 A stop that the scheduler wanted (a node drained, the job preempted) is not the user's: the ranks checkpoint and leave
 alike, but the pods come back, and the first of them starts the next generation when all have left the last one.
@@ -11,25 +12,35 @@ alike, but the pods come back, and the first of them starts the next generation 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from craton.agent import Launch, LaunchError, next_number, read_launch, write_launch
+from craton.agent import Launch, LaunchError, forget_avoided, next_number, read_launch, write_launch
 from craton.orchestration.chaos import disarm
 from craton.orchestration.kubernetes.codepack import unpack_code
 from craton.orchestration.kubernetes.exits import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_FATAL
-from craton.orchestration.kubernetes.podfile import TimeLimit, submission_of, write_pod_file, write_whole
+from craton.orchestration.kubernetes.gathering import answer, gather, in_order, node_of, sentences, tell
+from craton.orchestration.kubernetes.places import read_places
+from craton.orchestration.kubernetes.podfile import (
+    TimeLimit,
+    call_of,
+    submission_of,
+    used_seconds,
+    write_pod_file,
+    write_whole,
+)
 from craton.orchestration.kubernetes.podlogs import LogCopier
+from craton.orchestration.placement import layout_of
 from craton.orchestration.preflight import preflight
-from craton.telemetry import MARKERS, RunDirectory, RunError, read_heartbeat
+from craton.telemetry import MARKERS, RunDirectory, RunError, read_heartbeat, read_json
 
 INDEX_VARIABLES = ("JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "LWS_WORKER_INDEX")
 LOOK_SECONDS = 0.2
@@ -50,6 +61,9 @@ class Pod:
     metrics_port: int
     give_up_seconds: float | None
     stop_after_seconds: float | None
+    host: str = ""  # the node of the cluster that it is on
+    places: Path | None = None  # where those nodes are
+    began: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, run: RunDirectory, environment: Mapping[str, str]) -> Pod:
@@ -72,6 +86,8 @@ class Pod:
             metrics_port=int(environment.get("CRATON_METRICS_PORT", "0")),
             give_up_seconds=float(give_up) if give_up else None,
             stop_after_seconds=float(seconds) if seconds else None,
+            host=environment.get("CRATON_HOST_NAME", ""),
+            places=Path(environment["CRATON_RUN_NODES"]) if environment.get("CRATON_RUN_NODES") else None,
         )
 
 
@@ -81,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     signals = Signals()
     try:
+        if folder := os.environ.get("CRATON_SECRETS"):
+            os.environ.update(read_secrets(Path(folder)))
         pod = Pod.of(RunDirectory(given.run), os.environ)
         code = prepare(pod, signals) if pod.index == 0 else follow(pod, signals)
         if code is None and not is_healthy(pod):
@@ -91,7 +109,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         say(f"{given.run} cannot be prepared: {error}")
         return EXIT_FAILED
+    if code == EXIT_FATAL:  # said by every pod that ends by it: the first to know may be gone, with its log
+        say(f"the run has failed: {pod.run.marker_text('FATAL')}")
     return supervise(pod, signals) if code is None else code
+
+
+def read_secrets(folder: Path) -> dict[str, str]:
+    """Variable → value, for the ranks. A message about one never has its value."""
+    found = {name: (folder / name).read_bytes() for name in config_files(folder)}
+    wrong = [name for name, value in found.items() if b"\0" in value]
+    if wrong:
+        raise RunError(f"the secret {', '.join(wrong)} holds a zero byte, which no variable can; store it as text")
+    return {name: os.fsdecode(value) for name, value in found.items()}
 
 
 class Signals:
@@ -114,8 +143,10 @@ def prepare(pod: Pod, signals: Signals) -> int | None:
     run = pod.run
     if submission_of(run) != pod.submission:
         take_over(pod)
-        return None
+        return place(pod, signals)
     ended = verdict(run)
+    if ended is None and call_of(run):  # the pod before this one was killed while it called
+        return place(pod, signals)
     if ended != EXIT_AGAIN:
         return ended
     launch = read_launch(run)
@@ -126,18 +157,72 @@ def prepare(pod: Pod, signals: Signals) -> int | None:
         waiting.say(f"waiting until the last generation has ended on {', '.join(living)}")
         time.sleep(LOOK_SECONDS)
     write_launch(run, replace(launch, generation=max(next_number(run), launch.generation + 1)))
+    write_pod_file(run, pod.submission, used_seconds(run), call=secrets.token_hex(8))
     run.unmark("STOP")
+    return place(pod, signals)
+
+
+def place(pod: Pod, signals: Signals) -> int | None:
+    """Puts the nodes in order by where their pods are, says what was got, and lets the others begin. An exit code where
+    too few of them come."""
+    run = pod.run
+    launch, places = read_launch(run), read_places(pod.places)
+    if len(launch.nodes) > 1 and pod.places is not None:
+        found: list[str] = []
+        if places.addresses:
+            hosts = call_together(pod, signals, launch)
+            if isinstance(hosts, int):
+                return hosts
+            launch = in_order(launch, hosts, places, layout_of(read_json(run.plan_path)))
+            write_launch(run, launch)
+            found = [f"ranks go over {', '.join(f'{node} on {hosts[node]}' for node in launch.nodes if node in hosts)}"]
+            found += sentences(run, launch, hosts, places)
+        else:
+            found = [f"nodes are in the order of pods, for where they are is not known: {places.why}"]
+        tell(run, launch.generation, "placed", "; ".join(found))
+        say("; ".join(found))
+    write_pod_file(run, pod.submission, used_seconds(run))
     return None
 
 
+def call_together(pod: Pod, signals: Signals, launch: Launch) -> dict[str, str] | int:
+    """Node of the run → node of the cluster, or the exit code of a run that cannot begin."""
+    run, call = pod.run, call_of(pod.run)
+    answer(run, pod.index, call, pod.host)
+    began, notice = time.monotonic(), Waiting()
+
+    def goes_on(there: int, needed: int) -> bool:
+        notice.say(f"{there} of {len(launch.nodes)} pods are there, the run needs {needed}")
+        is_late = there < needed and time.monotonic() - began > launch.give_up_seconds
+        return not is_late and signals.told is None and verdict(run) is None
+
+    hosts = gather(run, launch, call, goes_on)
+    if hosts is not None:
+        return hosts
+    if signals.told is not None:
+        return EXIT_AGAIN
+    if (ended := verdict(run)) is not None:
+        return ended
+    text = (
+        f"only some of the {len(launch.nodes)} pods came within {launch.give_up_seconds:.0f} s (recover.give_up); "
+        f"`craton resume {run.name}` tries again, `craton ps` says what a pod waits for"
+    )
+    run.mark("FATAL", text)
+    return EXIT_FATAL
+
+
 def follow(pod: Pod, signals: Signals) -> int | None:
-    """Any other pod: waits until the first has done that."""
+    """Any other pod: waits until the first has done that, and says where it is when it is called."""
     waiting = Waiting()
+    answered = ""
     while True:
         if submission_of(pod.run) == pod.submission:
-            ended = verdict(pod.run)
-            if ended != EXIT_AGAIN:
+            ended, call = verdict(pod.run), call_of(pod.run)
+            if ended not in (None, EXIT_AGAIN) or (ended is None and not call):
                 return ended
+            if call and call != answered:
+                answer(pod.run, pod.index, call, pod.host)
+                answered = call
         if signals.told is not None:
             return EXIT_AGAIN
         waiting.say(f"waiting for the first pod, {pod.first}, to prepare {pod.run.path}")
@@ -166,9 +251,10 @@ def take_over(pod: Pod) -> None:
     for marker in MARKERS:
         run.unmark(marker)
     run.resize_path.unlink(missing_ok=True)
+    forget_avoided(run)
     disarm(run)
     write_launch(run, adapted(launch, run, pod))
-    write_pod_file(run, pod.submission)
+    write_pod_file(run, pod.submission, call=secrets.token_hex(8))
 
 
 def config_files(folder: Path) -> list[str]:
@@ -211,9 +297,11 @@ def supervise(pod: Pod, signals: Signals) -> int:
     launch = read_launch(run)
     if signals.told is not None:
         return EXIT_AGAIN
-    command = [sys.executable, "-m", "craton.agent", str(run.path), "--node", str(pod.index)]
-    limit = TimeLimit(run, pod.submission, pod.stop_after_seconds) if pod.index == 0 else contextlib.nullcontext()
-    with LogCopier(run, launch.nodes[pod.index], sys.stdout), limit:
+    node = node_of(launch, pod.index)
+    assert node is not None, "pre-flight has looked"
+    command = [sys.executable, "-m", "craton.agent", str(run.path), "--node", str(launch.nodes.index(node))]
+    limit = TimeLimit(run, pod.submission, pod.stop_after_seconds, since=pod.began, is_first=pod.index == 0)
+    with LogCopier(run, node, sys.stdout), limit:
         signals.agent = subprocess.Popen(command)
         if signals.told is not None:  # between the look above and now
             signals.agent.send_signal(signals.told)
@@ -253,10 +341,11 @@ def is_schedulers(stop: str) -> bool:
 def is_healthy(pod: Pod) -> bool:
     """Pre-flight: a node that fails it is left before it costs the gang a step."""
     launch = read_launch(pod.run)
-    host = os.environ.get("CRATON_HOST_NAME") or f"pod {pod.index}"
-    if pod.index >= len(launch.nodes):
+    host = pod.host or f"pod {pod.index}"
+    node = node_of(launch, pod.index)
+    if node is None:
         raise RunError(f"pod {pod.index} has no place among the {len(launch.nodes)} nodes of the run")
-    bad = [each for each in preflight(pod.run, launch, launch.nodes[pod.index]) if each.severity == "fail"]
+    bad = [each for each in preflight(pod.run, launch, node) if each.severity == "fail"]
     for finding in bad:
         say(f"pre-flight: {host} is not fit for this run: {finding.what}: {finding.evidence}; {finding.remedy}")
     return not bad

@@ -1,7 +1,8 @@
 """The pod that is one node of a run: the same for every kind of owner, as tight as the job allows. Pure.
 
 It holds no token of the cluster, may not gain rights, and has no capability but to pin memory where EFA needs it. A
-value of the job file is a text here, never a part of a command or a reference to another variable.
+value of the job file is a text here, never a part of a command or a reference to another variable. Secrets are files in
+memory, which the pod's program gives to the ranks: the container's own environment does not have them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from craton.orchestration.kubernetes.target import (
     METRICS_PORT,
     RUN_CODE,
     RUN_FILES,
+    RUN_NODES,
     SCRATCH,
+    SECRETS,
     Mount,
     Target,
     settled_env,
@@ -126,11 +129,7 @@ def _environment(target: Target) -> list[Manifest]:
     pod_ip = {"name": "CRATON_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     node = {"name": "CRATON_HOST_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
     plain = [{"name": name, "value": literal(value)} for name, value in settled_env(target).items()]
-    secret = [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": holder, "key": name}}}
-        for name, holder in target.secrets.items()
-    ]
-    return [pod_ip, node, *plain, *secret]
+    return [pod_ip, node, *plain]
 
 
 def _pod_security(target: Target) -> Manifest:
@@ -161,12 +160,30 @@ def _volumes(target: Target) -> list[Manifest]:
         volumes.append({"name": "run-files", "configMap": {"name": target.name, "items": _items(target)}})
     if target.code:
         volumes.append({"name": "run-code", "configMap": {"name": f"{target.name}-code"}})
+    if target.secrets:
+        volumes.append({"name": "secrets", "projected": {"sources": _secret_sources(target)}})
+    if target.is_ordered:
+        volumes.append({"name": "run-nodes", "configMap": {"name": target.nodes_map}})
     return [*volumes, *(_volume(mount) for mount in target.mounts)]
 
 
 def _items(target: Target) -> list[Manifest]:
     """A key of a ConfigMap has no slashes, a file of a run may."""
     return [{"key": config_key(name), "path": name} for name in target.files]
+
+
+def _secret_sources(target: Target) -> list[Manifest]:
+    """Of each Secret, the keys that the job names and no others."""
+    holders = dict.fromkeys(target.secrets.values())
+    return [
+        {
+            "secret": {
+                "name": holder,
+                "items": [{"key": name, "path": name} for name, each in target.secrets.items() if each == holder],
+            }
+        }
+        for holder in holders
+    ]
 
 
 def config_key(name: str) -> str:
@@ -187,6 +204,10 @@ def _mounts(target: Target) -> list[Manifest]:
         mounts.append({"name": "run-files", "mountPath": RUN_FILES, "readOnly": True})
     if target.code:
         mounts.append({"name": "run-code", "mountPath": RUN_CODE, "readOnly": True})
+    if target.secrets:
+        mounts.append({"name": "secrets", "mountPath": SECRETS, "readOnly": True})
+    if target.is_ordered:
+        mounts.append({"name": "run-nodes", "mountPath": RUN_NODES, "readOnly": True})
     return [*mounts, *({"name": mount.name, "mountPath": mount.path} for mount in target.mounts)]
 
 

@@ -28,6 +28,9 @@ from craton.remote import is_url
 RUN_FILES = "/etc/craton/run"  # where a pod finds the files of a run whose directory it has to make
 RUN_CODE = "/etc/craton/code"  # and the code of a command, packed
 CODE_FILE = "code.tar.gz"
+PLACES_FILE = "nodes.json"
+RUN_NODES = "/etc/craton/nodes"  # and where the cluster's nodes are
+SECRETS = "/etc/craton/secrets"  # a file for each secret variable
 SCRATCH = "/craton"  # a folder of the pod itself, gone with it
 CLUSTER_SECRET = "craton-secrets"  # what holds the secrets that the caller's shell does not have
 USABLE_SHARE = 0.9  # of a node's cores and memory: the rest is the kubelet's, the system's and the daemon sets'
@@ -100,6 +103,15 @@ class Target:
     user: tuple[int, int] | None = None  # None: that of the image
 
     @property
+    def is_ordered(self) -> bool:
+        """Whether its pods put themselves in order by where they are. A server's first pod is the one that is asked."""
+        return self.num_pods > 1 and self.kind != "serve"
+
+    @property
+    def nodes_map(self) -> str:
+        return nodes_map_of(self.name)
+
+    @property
     def own_secret(self) -> str:
         return f"{self.name}-secrets"
 
@@ -125,6 +137,12 @@ def target_of(
     if job.run.copies > 1:
         raise StartError(
             f"{job.where('run', 'copies')}run.copies is an array of Slurm; on Kubernetes start each with its own --name"
+        )
+    if job.kind == "serve" and job.run.time_limit:
+        where = job.where("run", "time_limit")
+        raise StartError(
+            f"{where}run.time_limit: a server on Kubernetes is started again whenever it ends, so a limit would end it "
+            "again and again; leave it out, `craton stop` ends the server"
         )
     mounts = mounts_of(job)
     directory, is_scratch = directory_of(job, run, mounts, len(launch.nodes))
@@ -183,6 +201,11 @@ def target_of(
         is_open=job.serve is not None and job.serve.host not in ("127.0.0.1", "localhost", "::1"),
         user=user if exists else None,
     )
+
+
+def nodes_map_of(name: str) -> str:
+    """What the ConfigMap is called that says where the cluster's nodes are, for the run of that object."""
+    return f"{name}-nodes"
 
 
 def mounts_of(job: Job) -> tuple[Mount, ...]:
@@ -414,6 +437,10 @@ def settled_env(target: Target) -> Mapping[str, str]:
         names |= {"CRATON_RUN_FILES": RUN_FILES, "CRATON_DRAFTED_AT": target.drafted_at}
     if target.code:
         names["CRATON_RUN_CODE"] = f"{RUN_CODE}/{CODE_FILE}"
+    if target.secrets:
+        names["CRATON_SECRETS"] = SECRETS
+    if target.is_ordered:
+        names["CRATON_RUN_NODES"] = f"{RUN_NODES}/{PLACES_FILE}"
     if target.time_limit:
         names["CRATON_STOP_AFTER"] = str(max(1, target.time_limit - target.save_before))
     if target.user is not None:  # who may be unknown in the image, and without a home there

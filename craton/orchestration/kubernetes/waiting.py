@@ -18,8 +18,12 @@ from typing import Any
 from craton.orchestration.kubernetes.pods import WITHIN_ANNOTATION, Manifest
 
 _NODES = re.compile(
-    r"(?P<none>\d+)/(?P<all>\d+) nodes are available: (?P<parts>.*?)(?:\. preemption:.*|\. no new claims.*|\.?)$"
+    r"(?P<none>\d+)/(?P<all>\d+) nodes are (?:un)?available: (?P<parts>.*?)(?:\. preemption:.*|\. no new claims.*|\.?)$"
 )
+_FEW = re.compile(r"no nodes with enough resources were found: (?P<parts>.*)", re.DOTALL)  # KAI
+_EXCLUDED = re.compile(r"Total nodes: (?P<all>\d+); excluded: (?P<parts>.*)")  # Kueue
+_EXCLUSION = re.compile(r'(?P<what>\w+)(?: "(?P<name>[^"]*)")?: (?P<count>\d+)')
+_KAI_FEW = "node(s) didn't have enough resources: "
 _PART = re.compile(r"(?P<count>\d+) (?P<why>.+)")
 _TAINT = re.compile(r"node\(s\) had untolerated taint(?:\(s\))?(?: \{(?P<taint>[^}]*)\})?")
 
@@ -166,6 +170,8 @@ def _event(seen: Seen, reasons: tuple[str, ...]) -> _Said | None:
 def _told(said: _Said, seen: Seen) -> Waiting:
     facts = _facts()
     detail, meant, never = _detail(said)
+    if counts := _nodes_beside(said, seen):
+        detail = f"{detail}; {counts}" if detail not in ("", _one_line(said.message)) else counts
     fact = facts["reasons"].get((said.by, said.of, said.reason))
     if meant and said.by == "kueue" and said.reason in ("", "Pending", "Inadmissible"):
         # Before Kueue 0.19 one word stands for all reasons; the message has the better one.
@@ -212,7 +218,37 @@ def _node_counts(message: str) -> str:
     return f"of {_counted(int(found['all']), 'node')} {', '.join(parts)}" if parts else ""
 
 
+def _nodes_beside(said: _Said, seen: Seen) -> str:
+    """What is wrong with which nodes, where it is told beside the reason: Kueue and KAI do so at the end of their
+    message, Volcano at its pods."""
+    message = _one_line(said.message)
+    if said.by == "kueue" and (found := _EXCLUDED.search(message)):
+        parts = [
+            f"{each['count']} {_exclusion_words(each['what'], each['name'])}"
+            for each in _EXCLUSION.finditer(found["parts"])
+        ]
+        return f"of {_counted(int(found['all']), 'node')} {', '.join(parts)}" if parts else ""
+    if said.by == "kai" and (found := _FEW.search(message)):
+        counted = [part for each in found["parts"].split(". ") if (part := _PART.fullmatch(each.strip(" .")))]
+        parts = [f"{part['count']} {_node_words(part['why'])}" for part in counted]
+        return f"of the nodes {', '.join(parts)}" if parts else ""
+    if said.by == "volcano" and said.of == "Unschedulable" and "node(s)" not in message:
+        held = [_conditions(pod, "conditions").get("PodScheduled") or {} for pod in seen.pods]
+        return next((counts for each in held if (counts := _node_counts(str(each.get("message", ""))))), "")
+    return ""
+
+
+def _exclusion_words(what: str, name: str | None) -> str:
+    if what == "resource":
+        return f"have too few free {name}"
+    if what == "taint":
+        return f"have the taint {name}, which `tolerations:` of the cluster file does not name"
+    return f"are left out for {what}" + (f" {name}" if name else "")
+
+
 def _node_words(why: str) -> str:
+    if why.startswith(_KAI_FEW):
+        return f"have too few free {why.removeprefix(_KAI_FEW)}"
     if why.startswith("Insufficient "):
         return f"have too few free {why.removeprefix('Insufficient ')}"
     if taint := _TAINT.fullmatch(why):
@@ -224,6 +260,8 @@ def _node_words(why: str) -> str:
         "node(s) were unschedulable": "are cordoned",
         "node(s) had volume node affinity conflict": "cannot reach its volume",
         "node(s) didn't find available persistent volumes to bind": "have no volume for its claim",
+        "node(s) didn't match pod topology spread constraints": "would spread its pods unevenly",
+        "node(s) didn't have free ports for the requested pod ports": "have its port taken",
         "Too many pods": "have no room for another pod",
     }.get(why, why)
 

@@ -11,12 +11,14 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from craton.infrastructure import expand_hosts
-from craton.job import Layout
-from craton.orchestration.placement import order_nodes
 from craton.orchestration.slurm.records import NodeRecord, SwitchRecord
 from craton.telemetry import RunDirectory, read_json
+
+if TYPE_CHECKING:
+    from craton.job import Layout
 
 ALLOCATION_FILE = "allocation.json"
 
@@ -58,6 +60,8 @@ def allocate(
     ranks_per_node: int = 1,
 ) -> Allocation:
     """The hosts in the order in which ranks should be neighbours, under the run's own names."""
+    from craton.orchestration.placement import order_nodes
+
     addresses = {node.name: node.address for node in nodes}
     paths = switch_paths(switches)
     ordered = order_nodes({host: paths.get(host, ()) for host in hosts}, layout, ranks_per_node)

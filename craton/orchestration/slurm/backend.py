@@ -5,33 +5,47 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from craton.orchestration.backend import Standing, Submission, read_submission
-from craton.orchestration.draft import Draft
+from craton.orchestration.backend import Standing, Submission, read_submission, write_submission
 from craton.orchestration.errors import SchedulerError, StartError
 from craton.orchestration.slurm.allocation import read_allocation
-from craton.orchestration.slurm.records import JobRecord
-from craton.orchestration.slurm.script import SCRIPT_FILE, ScriptOptions, sbatch_script
-from craton.orchestration.slurm.tools import Snapshot, cancel, read_jobs, read_snapshot, release, submit
+from craton.orchestration.slurm.handover import (
+    NEVER,
+    RELEASED,
+    RESTARTS,
+    hand_over,
+    is_fresh,
+    unheard_numbers,
+)
+from craton.orchestration.slurm.mounts import image_of, mounts_of
+from craton.orchestration.slurm.records import JobRecord, job_of
+from craton.orchestration.slurm.script import SCRIPT_FILE, ScriptOptions, copies_stem, sbatch_script
+from craton.orchestration.slurm.tools import Snapshot, cancel, read_jobs, read_snapshot, release
 from craton.orchestration.slurm.waiting import HELD, why_waiting
 from craton.telemetry import RunDirectory
 
-REFUSED = "submission failed"  # as opposed to a controller that does not answer
+if TYPE_CHECKING:
+    from craton.orchestration.draft import Draft
+
+LAUNCH_FAILED = "launch_failed_requeued_held"  # a prolog failed, where Slurm is not told `nohold_on_prolog_fail`
 
 
 class SlurmBackend:
     name = "slurm"
 
-    def check(self, draft: Draft) -> None:
+    def check(self, draft: Draft, run: RunDirectory) -> None:
         """Refuse what sbatch would refuse, and a machine that has none."""
         if shutil.which("sbatch") is None:
             raise StartError(
                 "sbatch is not installed here; start this on a login node of the cluster, or `--on local` runs it on "
                 "this machine"
             )
-        sbatch_script(draft, RunDirectory(Path("runs").absolute() / draft.job.name), ScriptOptions(sys.executable))
+        sbatch_script(draft, run, ScriptOptions(sys.executable))
+        if image_of(draft.job):
+            mounts_of(draft.job, run, draft.launch)
 
     def files(self, draft: Draft, run: RunDirectory) -> dict[str, str]:
         return {SCRIPT_FILE: sbatch_script(draft, run)}
@@ -40,70 +54,83 @@ class SlurmBackend:
         return [["sbatch", "--parsable", str(run.path / SCRIPT_FILE)]]
 
     def submit(self, draft: Draft, run: RunDirectory) -> Submission:
-        return Submission("slurm", _submit(self.command(draft, run)[0]))
+        return hand_over([run], draft.job.run.restarts)[0]
 
     def look(self, runs: Iterable[RunDirectory]) -> dict[str, Standing]:
-        numbers = {run.name: read_submission(run).job for run in runs}
-        places = {run.name: run for run in runs}
-        listed = {job.id: job for job in read_jobs(number for number in numbers.values() if number)}
-        jobs = {name: _job_of(listed, number) for name, number in numbers.items()}
+        """Runs whose number was never heard are found by their nonce; jobs that Slurm holds after a failed launch are
+        let go."""
+        submissions = {run: read_submission(run) for run in runs}
+        submissions |= unheard_numbers(submissions)
+        listed = {job.id: job for job in read_jobs([each.job for each in submissions.values() if each.job])}
+        jobs = {run: job_of(listed, submission.job) for run, submission in submissions.items()}
         cluster = read_snapshot() if any(job and job.is_pending for job in jobs.values()) else Snapshot()
-        return {name: _standing(jobs[name], number, cluster, places[name]) for name, number in numbers.items()}
+        return {run.name: _standing(jobs[run], submission, cluster, run) for run, submission in submissions.items()}
 
     def stop(self, run: RunDirectory) -> None:
         """The agents see the marker."""
 
     def kill(self, run: RunDirectory) -> None:
-        cancel(read_submission(run).job)
+        submission = read_submission(run)
+        known = {run: submission, **unheard_numbers({run: submission})}[run]
+        if known.job:
+            cancel(known.job)
 
 
 def submit_array(draft: Draft, run: RunDirectory, options: ScriptOptions) -> str:
-    """Hands over all copies of a job, the first of which is `run`; the number of the array."""
-    script = run.path / SCRIPT_FILE
-    script.write_text(sbatch_script(draft, run, options), encoding="utf-8")
-    return _submit(["sbatch", "--parsable", str(script)])
+    """Hands over all copies of a job, the first of which is `run`, and writes down in each what it is known as; the
+    number of the array."""
+    (run.path / SCRIPT_FILE).write_text(sbatch_script(draft, run, options), encoding="utf-8")
+    copies = [RunDirectory(f"{copies_stem(run)}-{number}") for number in range(1, options.copies + 1)]
+    submissions = hand_over(copies, draft.job.run.restarts, is_array=True)
+    return submissions[0].job.partition("_")[0]
 
 
 def release_held(run: RunDirectory) -> bool:
     """Lets go of a job that Slurm holds; False: it holds none."""
     number = read_submission(run).job
-    job = _job_of({job.id: job for job in read_jobs([number])}, number) if number else None
+    job = job_of({job.id: job for job in read_jobs([number])}, number) if number else None
     if job is None or not job.is_pending or job.reason not in HELD:
         return False
     release(number)
     return True
 
 
-def _submit(words: list[str]) -> str:
+def _let_go(run: RunDirectory, submission: Submission) -> str:
+    """Slurm has drained the node whose prolog failed, so the job may start elsewhere. What was done, in words; nothing
+    where it was done as often as it may be, or is not ours to do."""
+    times, most = int(submission.details.get(RELEASED, 0)) + 1, int(submission.details.get(RESTARTS, 0))
+    if times > most:
+        return ""
     try:
-        return submit(words)
-    except SchedulerError as error:
-        hint = "; what was asked for stands under `run:` in the job and `scheduler:` in the cluster file"
-        raise SchedulerError(f"{error}{hint if REFUSED in str(error) else ''}") from None
+        write_submission(run, replace(submission, details={**submission.details, RELEASED: str(times)}))
+        release(submission.job)
+    except (OSError, SchedulerError):
+        return ""
+    return (
+        "a node could not start it (its prolog failed), so Slurm drained that node and held the job; it was let go "
+        f"({times} of at most {most} times, run.restarts) and starts on others"
+    )
 
 
-def _job_of(jobs: Mapping[str, JobRecord], number: str) -> JobRecord | None:
-    """The job of this number; as long as it waits, a task of an array is part of the array's own record."""
-    array, _, task = number.partition("_")
-    if number in jobs or not task:
-        return jobs.get(number)
-    whole = jobs.get(array)
-    return whole if whole is not None and whole.has_task(int(task)) else None
-
-
-def _standing(job: JobRecord | None, number: str, cluster: Snapshot, run: RunDirectory) -> Standing:
+def _standing(job: JobRecord | None, submission: Submission, cluster: Snapshot, run: RunDirectory) -> Standing:
+    number = submission.job
+    if not number and NEVER not in submission.details and is_fresh(run):
+        return Standing("unknown", sentence="it was handed to Slurm a moment ago, which does not show it yet")
+    if not number:
+        return Standing("ended", reason="Slurm never had it as a job")
     if job is None or job.has_ended:
         # The batch script ends well only when the run is done, or was stopped by its user.
         is_done = job is not None and job.state == "COMPLETED"
         return Standing("ended", number, reason="" if job is None else job.state, outcome="done" if is_done else "")
     if job.is_pending:
         # `scontrol` tells more of a job than squeue does.
-        told = _job_of(cluster.by_number, number) or job
+        told = job_of(cluster.by_number, number) or job
+        released = _let_go(run, submission) if told.reason == LAUNCH_FAILED else ""
         return Standing(
             "waiting",
             number,
             reason=told.reason,
-            sentence=why_waiting(told, cluster, time.time()),
+            sentence=released or why_waiting(told, cluster, time.time()),
             restarts=job.restarts,
             expected_start=job.start,
         )

@@ -1,4 +1,4 @@
-"""`python -m craton.orchestration.slurm.batch RUN`: the whole batch script of a run, on the first node it was given.
+"""`python -m craton.orchestration.slurm.batch RUN NONCE`: the whole batch script of a run, on the first node it has.
 
 It says which host is which node, starts an agent on each (`srun`), and decides at the end whether Slurm is to start the
 job again. What the run's own markers say counts, not exit codes:
@@ -7,7 +7,10 @@ job again. What the run's own markers say counts, not exit codes:
 - SIGUSR1 (the time limit is near, or a preemption that warns): the ranks save and leave, then the job is requeued.
 - Nodes are lost and the agents cannot go on with those that are left: requeued without them, by Slurm once it has
   seen it too, else by us.
-- Everything else that ends the agents: requeued. All of that at most `run.restarts` times.
+- Everything else that ends the agents: requeued. Starts that failed or came no further may be `run.restarts`; those
+  that were asked to leave and show no steps are not counted (starts.py).
+- Pre-flight fails: requeued without the nodes that are unfit. What every node says of the job's own software is not
+  theirs, and ends the run.
 - SIGTERM: Slurm ends the job itself (scancel, preemption, its limit), and decides itself what comes after.
 """
 
@@ -20,45 +23,49 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
 
-from craton.agent import Launch, next_number, read_launch, write_launch
+from craton.agent import Launch, forget_avoided, next_number, read_launch, write_launch
 from craton.infrastructure import expand_hosts, resolve_cluster
-from craton.job import CratonError, Job, Layout, load_job
+from craton.job import CratonError, Job, load_job
 from craton.orchestration.errors import SchedulerError
-from craton.orchestration.placement import Audit, audit
+from craton.orchestration.placement import Audit, audit, layout_of
 from craton.orchestration.slurm.allocation import Allocation, allocate, write_allocation
-from craton.orchestration.slurm.checks import failed_hosts
+from craton.orchestration.slurm.checks import failed_hosts, gang_in_words, software_failure
+from craton.orchestration.slurm.handover import claim
+from craton.orchestration.slurm.life import SignsOfLife
+from craton.orchestration.slurm.mounts import image_of, mounts_of
+from craton.orchestration.slurm.records import job_of
 from craton.orchestration.slurm.script import signal_seconds
-from craton.orchestration.slurm.step import HYPERPOD, Step, agents_command
-from craton.orchestration.slurm.tools import ask, read_jobs, read_nodes, read_switches
+from craton.orchestration.slurm.starts import may_start_again, next_start, read_starts, write_starts
+from craton.orchestration.slurm.step import HYPERPOD, Step, agents_command, end_step
+from craton.orchestration.slurm.tools import ask, patiently, read_jobs, read_nodes, read_switches
 from craton.orchestration.state import stopped_by_user
-from craton.telemetry import LOST_SECONDS, LineWriter, RunDirectory, read_heartbeat, read_json
+from craton.telemetry import LineWriter, RunDirectory, read_json, summarize
 
 LEAVE = "leaving for Slurm:"
 LOOK_SECONDS = 0.5
-FIRST_SECONDS = 180.0  # from the start of the step to the first sign of life of a node
-LEAVE_SECONDS = 5.0  # from an agent's last word to the end of its process
 SPARED_SECONDS = 20.0  # before the time limit, by which the job must be requeued, saved or not
 SLURM_SEES_SECONDS = 330.0  # Slurm gives a node five minutes by default (SlurmdTimeout)
 SLURM_ENDS_SECONDS = 10.0  # from seeing that a node is down to ending its jobs
 REQUEUE_SECONDS = 120.0  # from being requeued to being ended by Slurm
-CONTROLLER_SECONDS, AGAIN_SECONDS = 300.0, 5.0  # that an answer of the controller is waited for; between two tries
 MOST_EXCLUDED = 32  # hosts that a job avoids; more is a cluster's trouble, not a node's
-Answer = TypeVar("Answer")
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG = 0, 1, 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: python -m craton.orchestration.slurm.batch RUN", file=sys.stderr)
+    if len(arguments) != 2:
+        print("usage: python -m craton.orchestration.slurm.batch RUN NONCE", file=sys.stderr)
         return EXIT_WRONG
-    run = RunDirectory(arguments[0])
+    run, nonce = RunDirectory(arguments[0]), arguments[1]
+    if stale := claim(run, job_number(os.environ), nonce):
+        print(f"craton: {stale}", file=sys.stderr, flush=True)
+        return EXIT_WRONG
     try:
-        return Batch(run, os.environ).run()
+        return Batch(run, nonce, os.environ).run()
     except SchedulerError as error:  # the run itself is well, and `craton resume` goes on with it
         print(f"craton: {error}", file=sys.stderr, flush=True)
         return EXIT_FAILED
@@ -72,15 +79,18 @@ def main(arguments: Sequence[str]) -> int:
 class Batch:
     """One start of a job, from its allocation to its end."""
 
-    def __init__(self, run: RunDirectory, environment: Mapping[str, str]) -> None:
+    def __init__(self, run: RunDirectory, nonce: str, environment: Mapping[str, str]) -> None:
         self._run, self._environment = run, environment
-        array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
-        self._job_id = f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
+        self._job_id = job_number(environment)
+        self._starts = next_start(read_starts(run), nonce, summarize(run).step)
         self._restarts = int(environment.get("SLURM_RESTART_COUNT") or 0)
         self._events = LineWriter(run.events_path("slurm"))
         self._generation = 0
         self._leave_by = float("inf")  # monotonic: when it must be requeued, since SIGUSR1 came
         self._is_ended = False  # Slurm has sent SIGTERM
+        self._has_begun = self._is_excused = False  # the agents were started; whether a leave counts has been decided
+        # What the start before left; whatever else stands in the marker came since.
+        self._left_over = run.marker_text("STOP") if run.has("STOP") else None
         self._job: Job = load_job(run.job_path)
 
     def run(self) -> int:
@@ -89,13 +99,12 @@ class Batch:
         verdict = self._verdict_before()
         if verdict is not None:
             return verdict
+        write_starts(self._run, self._starts)
         launch = read_launch(self._run)
         allocation = self._allocate(launch)
-        bad = self._unfit(launch, allocation)
-        if bad and not self._is_ended:
-            for host, why in bad.items():
-                self._tell("preflight_failed", f"{host}: {why}")
-            return self._again(f"pre-flight failed on {', '.join(bad)}", exclude=list(bad))
+        verdict = self._verdict_checked(self._unfit(launch, allocation))
+        if verdict is not None:
+            return verdict
         self._begin(launch, allocation)
         lost = self._watch(launch, allocation)
         return self._verdict_after(lost)
@@ -106,8 +115,25 @@ class Batch:
         """What is over already; None: it goes on."""
         if (verdict := self._said()) is not None:
             return verdict
-        if self._restarts > self._job.run.restarts:  # by Slurm itself, after lost nodes
-            return self._give_up("its nodes were lost")
+        if self._starts.number > 1 and not may_start_again(self._starts.fruitless, self._job.run.restarts):
+            return self._give_up("its nodes were lost", self._starts.fruitless)  # and Slurm itself started it again
+        return None
+
+    def _verdict_checked(self, bad: Mapping[str, str]) -> int | None:
+        """What pre-flight came to, and what was asked while it ran; None: it goes on."""
+        if (verdict := self._said()) is not None:
+            return verdict
+        if self._is_asked:
+            self._excuse()
+        if self._is_ended:
+            return EXIT_FAILED
+        if bad and (why := software_failure(self._run)):
+            return self._refuse(why)
+        for host, why in bad.items():
+            self._tell("preflight_failed", f"{host}: {why}")
+        if bad or self._is_asked:
+            why = f"pre-flight failed on {', '.join(bad)}" if bad else "asked to leave before it began"
+            return self._again(why, exclude=list(bad))
         return None
 
     def _allocate(self, launch: Launch) -> Allocation:
@@ -125,17 +151,21 @@ class Batch:
 
     def _unfit(self, launch: Launch, allocation: Allocation) -> dict[str, str]:
         """Host → why its pre-flight failed. Nodes without GPUs of which nothing is written have nothing to fail."""
-        cluster = self._job.cluster
-        if cluster.is_local and not launch.gpus:
+        asked = self._job.run.preflight
+        if self._job.cluster.is_local and not launch.gpus and asked != "compute":
             return {}
-        known = "" if cluster.is_local or (cluster.file and cluster.file.hardware) else cluster.instance
-        return failed_hosts(self._step(launch), allocation.hosts, self._run, known)
+        compute = asked == "compute" or (asked == "auto" and launch.gpus)
+        bad = failed_hosts(self._step(launch), allocation.hosts, self._run, compute, job=self._job_id)
+        if words := gang_in_words(self._run):
+            self._tell("preflight", words)
+        return bad
 
     def _begin(self, launch: Launch, allocation: Allocation) -> None:
         """Who is who, and the number of the generation that the agents begin with."""
         again = max(next_number(self._run), launch.generation + 1)
         self._generation = again if self._restarts else launch.generation
         write_allocation(self._run, allocation)
+        forget_avoided(self._run)
         write_launch(
             self._run,
             replace(
@@ -147,10 +177,21 @@ class Batch:
                 stop_grace_seconds=max(launch.stop_grace_seconds, signal_seconds(self._job)),
             ),
         )
-        self._run.unmark("STOP")  # not before: without it what the last start left would look like a run that is done
+        self._forget_left_over()  # not before: without it what the last start left would look like a run that is done
+        self._has_begun = True
         hosts = ", ".join(f"{node.name} is {node.host}" for node in allocation.nodes)
         self._tell("allocated", f"job {self._job_id}, start {self._restarts + 1}: {hosts}")
         self._tell("placed", "; ".join(self._audit(launch, allocation).sentences()))
+
+    def _forget_left_over(self) -> None:
+        """Takes away the STOP of the start before; one that a user or Slurm has set since stays."""
+        if self._left_over is None:
+            return
+        aside = self._run.path / ".STOP.before"
+        os.replace(self._run.path / "STOP", aside)
+        if since := aside.read_text(encoding="utf-8", errors="replace").removeprefix(self._left_over):
+            self._run.mark("STOP", since)
+        aside.unlink()
 
     def _audit(self, launch: Launch, allocation: Allocation) -> Audit:
         """The placement that was asked for beside the one that was got."""
@@ -167,15 +208,14 @@ class Batch:
 
     def _step(self, launch: Launch) -> Step:
         job = self._job
-        file = job.cluster.file
-        places = [place for place in (file.storage.nvme, file.storage.shared) if place] if file else []
-        scheduler = file.scheduler if file else None
+        image = image_of(job)
         gpus = launch.gpus_per_node or launch.ranks_per_node
         return Step(
             run=self._run.path,
             python=sys.executable,
-            image=job.run.image or (scheduler.image if scheduler else None) or "",
-            mounts=tuple(place.path for place in places if place.path),
+            image=image,
+            # What this node does not have cannot be mounted; the ranks say what they miss.
+            mounts=tuple(path for path in mounts_of(job, self._run, launch) if Path(path).exists()) if image else (),
             gpus=launch.gpus,
             cpus_per_task=0 if job.run.exclusive else gpus * launch.threads_per_rank,
             auto_resume=HYPERPOD.exists(),
@@ -191,17 +231,19 @@ class Batch:
         while step.poll() is None:
             time.sleep(LOOK_SECONDS)
             now = time.monotonic()
+            if self._is_asked:
+                self._excuse()  # at once: Slurm may end this process before the ranks have saved
             if now > self._leave_by:
                 self._tell("leaves", "the time to save is over")
-                _end(step)
+                end_step(step)
             if self._is_ended or self._run.has("STOP") or self._run.has("DONE") or self._run.has("FATAL"):
                 if life.is_over(now):  # srun would wait for ever for a node that is gone
-                    _end(step)
+                    end_step(step)
                 continue
             lost = life.lost(now)
             if lost and len(launch.nodes) - len(lost) < (launch.min_nodes or launch.working_nodes):
                 self._tell("nodes_lost", f"{', '.join(f'{node} ({hosts[node]})' for node in lost)}: too few are left")
-                _end(step)
+                end_step(step)
                 return [hosts[node] for node in lost]
         return []
 
@@ -215,19 +257,41 @@ class Batch:
     def _on_end(self, number: int, frame: FrameType | None) -> None:
         self._is_ended = True
 
+    @property
+    def _is_asked(self) -> bool:
+        """Whether Slurm has told this start to leave."""
+        return self._is_ended or self._leave_by < float("inf")
+
+    def _excuse(self) -> None:
+        """Does not count this start, which was asked to leave: of a server, which has no steps that would show how far
+        it came, or before anything was begun."""
+        if self._is_excused:
+            return
+        self._is_excused = True
+        if not self._has_begun or self._job.kind == "serve":
+            self._starts = replace(self._starts, is_excused=True)
+            write_starts(self._run, self._starts)
+
     # -- after ----------------------------------------------------------------------------------------------------
 
     def _verdict_after(self, lost: list[str]) -> int:
         if (verdict := self._said()) is not None:
             return verdict
+        if self._is_asked and not lost:
+            self._excuse()
         if self._is_ended:
             return EXIT_FAILED
         if self._run.has("STOP") and self._leave_by == float("inf") and _asked_by_itself(self._run):
             return EXIT_DONE
-        why = f"{', '.join(lost)} lost" if lost else "saved and left" if self._run.has("STOP") else "the agents ended"
         if lost and self._slurm_requeues(lost):
             return EXIT_FAILED
-        return self._again(why, exclude=lost)
+        if lost or self._run.has("STOP"):
+            if not lost:
+                self._excuse()  # a preemption may tell the agents alone
+            return self._again(f"{', '.join(lost)} lost" if lost else "saved and left", exclude=lost)
+        self._starts = replace(self._starts, has_failed=True)
+        write_starts(self._run, self._starts)
+        return self._again("the agents ended")
 
     def _slurm_requeues(self, lost: Sequence[str]) -> bool:
         """Waits for Slurm to see for itself that nodes are gone, and whether it then ends and requeues this job.
@@ -253,8 +317,9 @@ class Batch:
 
     def _again(self, why: str, exclude: Sequence[str] = ()) -> int:
         """Asks Slurm to start the job again, and waits for the end that this means for this process."""
-        if self._restarts >= self._job.run.restarts:
-            return self._give_up(why)
+        spent = self._starts.spent(summarize(self._run).step)
+        if not may_start_again(spent, self._job.run.restarts):
+            return self._give_up(why, spent)
         self._tell("requeued", why)
         # From here on Slurm ends everything of this job; what is still to be done must outlive its SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -265,21 +330,30 @@ class Batch:
         time.sleep(REQUEUE_SECONDS)
         return EXIT_FAILED
 
-    def _give_up(self, why: str) -> int:
+    def _give_up(self, why: str, spent: int) -> int:
         """A run that saved and left is stopped; any other has failed."""
         text = (
-            f"{why}, and Slurm has started the job again {self._restarts} times already (run.restarts); "
-            f"`craton resume {self._run.name}` goes on"
+            f"{why}, and it is not started again: {spent} starts failed or came no further, run.restarts is "
+            f"{self._job.run.restarts}; `craton resume {self._run.name}` goes on"
         )
         self._tell("not_requeued", text)
         if not self._run.has("STOP"):
             self._run.mark("FATAL", text)
         return EXIT_FAILED
 
+    def _refuse(self, why: str) -> int:
+        """On other nodes it would be the same."""
+        text = (
+            f"pre-flight found the job's own software unfit on every node: {why}; mend it, then `craton resume` goes on"
+        )
+        self._tell("preflight_failed", text)
+        self._run.mark("FATAL", text)
+        return EXIT_FAILED
+
     def _exclude(self, hosts: Sequence[str]) -> None:
         """Not on these hosts again; only a pending job can be told so."""
         known = expand_hosts(_excluded(self._job_id))
-        avoided = list(dict.fromkeys([*known, *hosts]))[-MOST_EXCLUDED:]
+        avoided = avoided_hosts(expand_hosts(",".join(self._job.run.exclude)), [*known, *hosts])
         try:
             ask("scontrol", "update", f"JobId={self._job_id}", f"ExcNodeList={','.join(avoided)}")
         except SchedulerError as error:
@@ -299,65 +373,10 @@ class Batch:
         self._events.append([json.dumps(line).encode()])
 
 
-class SignsOfLife:
-    """Which nodes of this start have fallen silent, by this machine's own clock."""
-
-    def __init__(self, run: RunDirectory, launch: Launch, generation: int) -> None:
-        self._run, self._nodes, self._generation = run, list(launch.nodes), generation
-        self._began = time.monotonic()
-        self._over_since: float | None = None
-        self._seen: dict[str, tuple[float, float]] = {}  # node → its last heartbeat, and when it was new here
-
-    def lost(self, now: float) -> list[str]:
-        return [node for node in self._nodes if self._is_lost(node, now)]
-
-    def is_over(self, now: float) -> bool:
-        """Whether no agent is at work any more, and has not been for a while."""
-        beats = [read_heartbeat(self._run, node) for node in self._nodes]
-        lost = self.lost(now)
-        at_work = [
-            node
-            for node, beat in zip(self._nodes, beats, strict=True)
-            if beat and beat.generation == self._generation and beat.state in ("running", "spare") and node not in lost
-        ]
-        if at_work:
-            self._over_since = None
-        elif self._over_since is None:
-            self._over_since = now
-        return self._over_since is not None and now - self._over_since > LEAVE_SECONDS
-
-    def _is_lost(self, node: str, now: float) -> bool:
-        beat = read_heartbeat(self._run, node)
-        if beat is None or beat.generation != self._generation:
-            return now - self._began > FIRST_SECONDS
-        if beat.state not in ("running", "spare"):
-            return False
-        moment, since = self._seen.get(node, (0.0, now))
-        if beat.moment != moment:
-            self._seen[node] = (beat.moment, now)
-            since = now
-        return now - since > LOST_SECONDS
-
-
-def patiently(question: Callable[[], Answer], seconds: float = CONTROLLER_SECONDS) -> Answer:
-    """Asks Slurm again while its controller does not answer, as when another takes its place."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return question()
-        except SchedulerError as error:
-            if time.monotonic() > deadline:
-                raise
-            print(f"craton: {error}; asking again", file=sys.stderr, flush=True)
-            time.sleep(AGAIN_SECONDS)
-
-
-def layout_of(plan: Mapping[str, Any]) -> Layout | None:
-    """The layout in plan.json, by which nodes are put in order."""
-    try:
-        return Layout(**plan["layout"])
-    except (KeyError, TypeError, ValueError):
-        return None
+def job_number(environment: Mapping[str, str]) -> str:
+    """What Slurm calls the job that this process belongs to."""
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
 
 
 def _asked_by_itself(run: RunDirectory) -> bool:
@@ -365,20 +384,16 @@ def _asked_by_itself(run: RunDirectory) -> bool:
     return "as asked" in run.marker_text("STOP")
 
 
+def avoided_hosts(own: Sequence[str], learned: Sequence[str]) -> list[str]:
+    """The user's own all, and the newest of those that the run has learned to avoid."""
+    return [*own, *[host for host in dict.fromkeys(learned) if host not in own][-MOST_EXCLUDED:]]
+
+
 def _excluded(job_id: str) -> str:
     with contextlib.suppress(SchedulerError):
-        return next((job.excluded for job in read_jobs([job_id])), "")
+        found = job_of({job.id: job for job in read_jobs([job_id])}, job_id)
+        return found.excluded if found else ""
     return ""
-
-
-def _end(step: subprocess.Popen[bytes]) -> None:
-    """Ends a step whose nodes may be gone: srun is told twice, for at the first time it only asks."""
-    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            step.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            step.wait(0.5)
-            return
 
 
 if __name__ == "__main__":

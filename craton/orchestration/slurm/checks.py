@@ -1,44 +1,63 @@
 """Pre-flight of an allocation: `craton doctor --json` on every node at once, and which of them may not be used.
 
-A node that fails takes no part and is left as it is: draining it is the business of whoever runs the cluster. What each
-node said stays in RUN/preflight.
+Where devices compute, their results are compared over all nodes: a card that is always wrong in the same way is found
+by the others alone. A node that fails takes no part and is left as it is: draining it is the business of whoever runs
+the cluster. What each node said stays in RUN/preflight.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from craton.orchestration.slurm.step import Step, doctor_command
+from craton.orchestration.errors import SchedulerError
+from craton.orchestration.preflight_finding import Finding
+from craton.orchestration.preflight_gang import check_compute
+from craton.orchestration.preflight_selftest import COMPUTE_SECONDS
+from craton.orchestration.slurm.script import SCRIPT_FILE
+from craton.orchestration.slurm.step import Step, doctor_command, end_step
+from craton.orchestration.slurm.tools import cancel_steps
 from craton.telemetry import RunDirectory
 
 CHECK_SECONDS = 120.0
+EARLIER = "earlier"  # the folder of the reports of the start before
+HOST_LAYER = "infrastructure"  # of findings about a node and its hardware
 SHOWN = 3  # of the findings of one node
 
 
 def failed_hosts(
-    step: Step, hosts: Sequence[str], run: RunDirectory, instance: str = "", seconds: float = CHECK_SECONDS
+    step: Step,
+    hosts: Sequence[str],
+    run: RunDirectory,
+    compute: bool = False,
+    seconds: float | None = None,
+    job: str = "",
 ) -> dict[str, str]:
-    """Host → why it may not be used, as a node of the catalog's `instance`. A check that cannot be run is said and
-    stops nobody; one that never ends, where those of others did, is a node's own trouble."""
+    """Host → why it may not be used as a node of the run. A check that cannot be run is said and stops nobody; one that
+    never ends, where those of others did, is a node's own trouble. Nothing of it is left for the agents to wait for:
+    what hangs on the nodes is ended, as steps of this job of Slurm."""
+    seconds = seconds or CHECK_SECONDS + (COMPUTE_SECONDS if compute else 0.0)
     reports = run.path / "preflight"
     reports.mkdir(exist_ok=True)
-    for report in reports.glob("*.*"):
-        report.unlink()
+    _put_aside(reports)
     hung = False
     try:
-        subprocess.run(
-            doctor_command(step, hosts, reports, instance), stdin=subprocess.DEVNULL, timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        hung = True
+        checks = subprocess.Popen(doctor_command(step, hosts, reports, compute), stdin=subprocess.DEVNULL)
     except OSError as error:
         print(f"craton: pre-flight could not be run: {error}", file=sys.stderr, flush=True)
         return {}
-    said = {host: why for path in sorted(reports.glob("*.json")) for host, why in failure_of(path).items()}
+    try:
+        checks.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        hung = True
+        _end(checks, job)
+    failures = failures_of(documents_of(run))
+    said = {host: _in_words(failed) for host, failed in failures.items()}
     if hung and said:
         said |= {host: f"pre-flight did not end within {seconds:.0f} s" for host in hosts if host not in said}
     elif hung:
@@ -46,15 +65,99 @@ def failed_hosts(
     return {host: said[host] for host in hosts if said.get(host)}
 
 
-def failure_of(report: Path) -> dict[str, str]:
-    """Node → what is wrong with it by its own report, nothing where all is well; of no node where it cannot be read."""
+def documents_of(run: RunDirectory) -> list[dict[str, Any]]:
+    """What the nodes of the newest start said; one that is torn or empty says nothing."""
+    return _read((run.path / "preflight").glob("*.json"))
+
+
+def _read(reports: Iterable[Path]) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted(reports):
+        with contextlib.suppress(OSError, ValueError):
+            document = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+            if isinstance(document, dict) and document.get("nodes") and "findings" in document:
+                found.append(document)
+    return found
+
+
+def failures_of(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Node → what is wrong with it, by its own word and by that of the others; nothing where all is well."""
+    found = {
+        str(document["nodes"][0]["node"]): [each for each in document["findings"] if each.get("severity") == "fail"]
+        for document in documents
+    }
+    for finding in gang_findings(documents):
+        if finding.severity != "fail":
+            continue
+        # Without a majority nobody knows who is wrong, and no training can be trusted to any of them.
+        for node in [finding.node] if finding.node else computing_nodes(documents):
+            if finding.evidence not in {each.get("evidence") for each in found[node]}:
+                found[node] = [*found[node], finding.to_json()]
+    return found
+
+
+def gang_findings(documents: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """The devices of all nodes together; nothing where none has computed."""
+    results = {str(entry["node"]): entry.get("compute") or [] for each in documents for entry in each["nodes"][:1]}
     try:
-        document = json.loads(report.read_text(encoding="utf-8", errors="replace"))
-        findings, (node, *_) = document["findings"], [each["node"] for each in document["nodes"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    failed = [each for each in findings if isinstance(each, Mapping) and each.get("severity") == "fail"]
-    return {node: _in_words(failed)}
+        return check_compute({node: devices for node, devices in results.items() if devices})
+    except (KeyError, TypeError) as error:  # an image may hold another Craton, which tells it in other words
+        print(f"craton: the results of the nodes cannot be compared: {error!r}", file=sys.stderr, flush=True)
+        return []
+
+
+def computing_nodes(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [str(entry["node"]) for each in documents for entry in each["nodes"][:1] if entry.get("compute")]
+
+
+def gang_in_words(run: RunDirectory) -> str:
+    """What the comparison came to, for the run's events; empty where nothing was computed."""
+    return "; ".join(finding.evidence for finding in gang_findings(documents_of(run)))
+
+
+def software_failure(run: RunDirectory) -> str:
+    """What is wrong with the job's own software by the word of every node that answered, and of two at least: another
+    would say the same. A node that is alone is held against the one of the start before. Empty where there is nothing,
+    where nodes differ, or where nobody bears a node out."""
+    documents = documents_of(run)
+    if len(documents) == 1:
+        alone = documents[0]["nodes"][0]["node"]
+        documents += [each for each in _read(_earlier(run)) if each["nodes"][0]["node"] != alone]
+    said = [
+        [each for each in document["findings"] if each.get("severity") == "fail" and each.get("layer") != HOST_LAYER]
+        for document in documents
+    ]
+    common = set.intersection(*({each["what"] for each in failed} for failed in said)) if len(said) > 1 else set()
+    return _in_words([each for each in said[0] if each["what"] in common]) if common else ""
+
+
+def _put_aside(reports: Path) -> None:
+    """Makes room for a start's reports; those of the one before are kept apart."""
+    earlier = reports / EARLIER
+    earlier.mkdir(exist_ok=True)
+    for old in earlier.iterdir():
+        old.unlink()
+    for report in reports.glob("*.*"):
+        report.rename(earlier / report.name)
+
+
+def _earlier(run: RunDirectory) -> list[Path]:
+    """Reports of the start before this one, of the same submission: since another, somebody may have mended it."""
+    with contextlib.suppress(OSError):
+        submitted = (run.path / SCRIPT_FILE).stat().st_mtime
+        paths = (run.path / "preflight" / EARLIER).glob("*.json")
+        return [path for path in paths if path.stat().st_mtime > submitted]
+    return []
+
+
+def _end(checks: subprocess.Popen[bytes], job: str) -> None:
+    """srun passes on that it is to end, and may be gone before the nodes have heard; Slurm itself tells them too."""
+    end_step(checks)
+    if job:
+        try:
+            cancel_steps(job)
+        except SchedulerError as error:
+            print(f"craton: the pre-flight that hangs cannot be ended: {error}", file=sys.stderr, flush=True)
 
 
 def _in_words(failed: Sequence[Mapping[str, str]]) -> str:

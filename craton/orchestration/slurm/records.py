@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from craton.infrastructure import TopologyError, expand_hosts
+
 NOTHING = ("", "(null)", "N/A", "None", "n/a", "Unknown", "UNLIMITED", "INFINITE")
 PENDING, RUNNING = "PENDING", "RUNNING"
 ENDED = (
@@ -41,6 +43,7 @@ class JobRecord:
     id: str  # 812, or 812_3 of an array
     state: str  # PENDING, RUNNING, COMPLETING, …
     name: str = ""
+    comment: str = ""  # of whoever submitted it
     reason: str = ""  # one word without spaces
     partition: str = ""
     account: str = ""
@@ -57,6 +60,7 @@ class JobRecord:
     features: str = ""
     excluded: str = ""  # a hostlist
     required: str = ""  # a hostlist
+    scheduled: str = ""  # a hostlist: the nodes that Slurm plans for a pending job
     reservation: str = ""
     licenses: str = ""
     switches: int = 0  # at most so many leaves; 0: any number
@@ -102,6 +106,7 @@ class NodeRecord:
 
     @property
     def is_free(self) -> bool:
+        """Nothing runs on it; it may still be kept for somebody."""
         return not self.is_away and "IDLE" in self.states and "COMPLETING" not in self.states
 
 
@@ -140,6 +145,21 @@ def jobs_of_json(document: Mapping[str, Any]) -> list[JobRecord]:
 def jobs_of_text(text: str) -> list[JobRecord]:
     """The jobs of `scontrol show job`."""
     return [_job_of_text(fields) for fields in records_of_text(text, "JobId")]
+
+
+def jobs_of_lines(text: str) -> list[JobRecord]:
+    """The jobs of `squeue --format='%i %T %k'`: number, state and comment are all that is told of them."""
+    fields = [line.split(maxsplit=2) for line in text.splitlines()]
+    return [JobRecord(number, state, comment="".join(comment)) for number, state, *comment in fields]
+
+
+def job_of(jobs: Mapping[str, JobRecord], number: str) -> JobRecord | None:
+    """The job of this number; as long as it waits, a task of an array is part of the array's own record."""
+    array, _, task = number.partition("_")
+    if number in jobs or not task:
+        return jobs.get(number)
+    whole = jobs.get(array)
+    return whole if whole is not None and whole.has_task(int(task)) else None
 
 
 def nodes_of_text(text: str) -> list[NodeRecord]:
@@ -204,6 +224,14 @@ def reservations_of_text(text: str) -> list[ReservationRecord]:
     ]
 
 
+def hosts_of(text: str) -> list[str]:
+    """The names in a hostlist; none where it cannot be read."""
+    try:
+        return expand_hosts(text) if text else []
+    except TopologyError:
+        return []
+
+
 def records_of_text(text: str, first: str) -> Iterable[dict[str, str]]:
     """The records of `scontrol show`, each of which begins with the key `first`; other lines are not of any."""
     fields: dict[str, str] = {}
@@ -255,6 +283,7 @@ def _job_of_text(fields: Mapping[str, str]) -> JobRecord:
         id=f"{array}_{task}" if array and task.isdecimal() else array or fields["JobId"],
         state=fields.get("JobState", ""),
         name=fields.get("JobName", ""),
+        comment=_text(fields.get("Comment")),
         reason=_reason(fields.get("Reason", "")),
         partition=_text(fields.get("Partition")),
         account=_text(fields.get("Account")),
@@ -271,6 +300,7 @@ def _job_of_text(fields: Mapping[str, str]) -> JobRecord:
         features=_text(fields.get("Features")),
         excluded=_text(fields.get("ExcNodeList")),
         required=_text(fields.get("ReqNodeList")),
+        scheduled=_text(fields.get("SchedNodeList")),
         reservation=_text(fields.get("Reservation")),
         licenses=_text(fields.get("Licenses")),
         switches=_whole(switches),
@@ -287,6 +317,7 @@ def _job_of_json(fields: Mapping[str, Any]) -> JobRecord:
         id=f"{int(array)}_{int(task)}" if array and task is not None else str(int(array or number)),
         state=_state(fields.get("job_state")),
         name=_text(fields.get("name")),
+        comment=_text(fields.get("comment")),
         reason=_reason(_text(fields.get("state_reason"))),
         partition=_text(fields.get("partition")),
         account=_text(fields.get("account")),
@@ -303,6 +334,7 @@ def _job_of_json(fields: Mapping[str, Any]) -> JobRecord:
         features=_text(fields.get("features")),
         excluded=_text(fields.get("excluded_nodes")),
         required=_text(fields.get("required_nodes")),
+        scheduled=_text(fields.get("scheduled_nodes")),
         reservation=_text(fields.get("resv_name")),
         licenses=_text(fields.get("licenses")),
         switches=int(_number(fields.get("required_switches")) or 0),

@@ -1,7 +1,9 @@
 """The batch script of a run: `sbatch_script` is pure, and what it returns is all that Slurm is told.
 
-The script does nothing but name what is asked for and become `python -m craton.orchestration.slurm.batch RUN`. A value
-that could mean something else to sbatch or to a shell is refused, so nothing from a job file is ever interpreted.
+The script does nothing but name what is asked for and become `python -m craton.orchestration.slurm.batch RUN NONCE`. A
+value that could mean something else to sbatch or to a shell is refused, so nothing from a job file is ever interpreted.
+The nonce is another one for every submission, and stands in the job's comment too: by it a job and its run know each
+other, whatever happened between `sbatch` and the writing down of its answer.
 Secrets are not in it: sbatch takes them, as it takes the rest, from the environment of whoever submits.
 """
 
@@ -9,15 +11,19 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
 import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from craton.job import Job
-from craton.orchestration.draft import Draft
 from craton.orchestration.errors import StartError
 from craton.telemetry import RunDirectory
+
+if TYPE_CHECKING:
+    from craton.job import Job
+    from craton.orchestration.draft import Draft
 
 SCRIPT_FILE = "job.sbatch"
 FOR_EVER_SECONDS = 365 * 86400.0  # without a time `--switches` waits five minutes; sites may allow less than asked
@@ -38,6 +44,11 @@ _PATTERNS = {
 }
 # In an output path `%` and `\` stand for something else, and a quotation mark would end the value.
 _PATH = re.compile(r"""[^\x00-\x1f\x7f"'\\%`$#]+""")
+_COMMENT = re.compile(r"^#SBATCH --comment=craton:[^:\s]+:([0-9a-f]+)$", re.MULTILINE)
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,7 @@ class ScriptOptions:
     python: str = sys.executable
     copies: int = 1  # runs NAME-1 … NAME-N of the same job, as an array
     extra: dict[str, str] = field(default_factory=dict)  # more options, by name
+    nonce: str = field(default_factory=new_nonce)  # of this submission
 
 
 def sbatch_script(draft: Draft, run: RunDirectory, options: ScriptOptions | None = None) -> str:
@@ -61,7 +73,13 @@ def sbatch_script(draft: Draft, run: RunDirectory, options: ScriptOptions | None
     target = shlex.quote(str(run.path))
     if options.copies > 1:
         target = f'{shlex.quote(copies_stem(run))}-"$SLURM_ARRAY_TASK_ID"'
-    return "\n".join([*lines, f"exec {command} {target}", ""])
+    return "\n".join([*lines, f"exec {command} {target} {shlex.quote(options.nonce)}", ""])
+
+
+def nonce_of(script: str) -> str:
+    """The nonce in a script's text; empty where there is none."""
+    found = _COMMENT.search(script)
+    return found[1] if found else ""
 
 
 def directives_of(draft: Draft, run: RunDirectory, options: ScriptOptions) -> dict[str, str]:
@@ -74,7 +92,7 @@ def directives_of(draft: Draft, run: RunDirectory, options: ScriptOptions) -> di
         folder, number = f"{copies_stem(run)}-%a", "%A"
     values: dict[str, str | None] = {
         "job-name": job.name,
-        "comment": f"craton:{job.name}",
+        "comment": f"craton:{job.name}:{options.nonce}",
         "partition": wanted.partition or (scheduler.partition if scheduler else None),
         "account": wanted.account or (scheduler.account if scheduler else None),
         "qos": wanted.qos or (scheduler.qos if scheduler else None),

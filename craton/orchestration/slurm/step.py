@@ -2,11 +2,15 @@
 
 Without `image:` the nodes run the Python of the virtual environment, which lies on a path they all see. An image is
 started by pyxis (`srun --container-image`) or, when it is a .sif file or a library:// or oras:// address, by Apptainer;
-Craton must be installed in it.
+Craton must be installed in it. What is started on the nodes runs in the image; the batch program itself does not, for
+it needs Slurm's own tools.
 """
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +30,7 @@ class Step:
     run: Path
     python: str
     image: str = ""
-    mounts: tuple[str, ...] = ()  # paths that are the same inside an image, beside the run's
+    mounts: tuple[str, ...] = ()  # paths that are the same inside an image (mounts.py)
     gpus: bool = False
     cpus_per_task: int = 0  # 0: the whole node
     auto_resume: bool = False  # HyperPod replaces a node that fails during the step
@@ -40,11 +44,12 @@ def agents_command(step: Step, hosts: Sequence[str]) -> list[str]:
     return [*_srun(step, hosts, [*resume, *keep]), *_inside(step, [*program, str(step.run)])]
 
 
-def doctor_command(step: Step, hosts: Sequence[str], reports: Path, instance: str = "") -> list[str]:
-    """Pre-flight on each host, which leaves its report in the folder by the number of its task: what Slurm calls a node
-    need not be its host name, and the report says whose it is."""
+def doctor_command(step: Step, hosts: Sequence[str], reports: Path, compute: bool = False) -> list[str]:
+    """Pre-flight on each host, judged as a node of the run, with the self-test of its devices or without. It leaves its
+    report in the folder by the number of its task: what Slurm calls a node need not be its host name, and the report
+    says whose it is."""
     program = [IMAGE_PYTHON if step.image else step.python, "-m", "craton", "doctor", "--json"]
-    program += ["--cluster", instance] if instance else []
+    program += ["--run", str(step.run), *(["--compute"] if compute else [])]
     options = [
         "--no-kill",
         "--kill-on-bad-exit=0",
@@ -53,6 +58,16 @@ def doctor_command(step: Step, hosts: Sequence[str], reports: Path, instance: st
         f"--error={reports}/%t.err",
     ]
     return [*_srun(step, hosts, options), *_inside(step, program)]
+
+
+def end_step(step: subprocess.Popen[bytes]) -> None:
+    """Ends a step whose nodes may be gone: srun is told twice, for at the first time it only asks."""
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            step.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            step.wait(0.5)
+            return
 
 
 def uses_apptainer(image: str) -> bool:
@@ -67,7 +82,7 @@ def _srun(step: Step, hosts: Sequence[str], options: Sequence[str]) -> list[str]
     if step.cpus_per_task:  # srun does not take it over from sbatch (since 22.05)
         words.append(f"--cpus-per-task={step.cpus_per_task}")
     if step.image and not uses_apptainer(step.image):
-        mounts = ",".join(f"{path}:{path}" for path in _mounts(step))
+        mounts = ",".join(f"{path}:{path}" for path in step.mounts)
         words += [f"--container-image={step.image}", f"--container-mounts={mounts}", "--no-container-mount-home"]
     return words
 
@@ -76,9 +91,5 @@ def _inside(step: Step, program: list[str]) -> list[str]:
     if not step.image or not uses_apptainer(step.image):
         return program
     gpus = ["--nv"] if step.gpus else []
-    binds = [word for path in _mounts(step) for word in ("--bind", path)]
+    binds = [word for path in step.mounts for word in ("--bind", path)]
     return ["apptainer", "exec", *gpus, *binds, step.image, *program]
-
-
-def _mounts(step: Step) -> list[str]:
-    return list(dict.fromkeys([str(step.run.parent), *step.mounts]))

@@ -9,18 +9,23 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
-from craton.orchestration.errors import SchedulerError
+from craton.orchestration.errors import NoAnswerError, SchedulerError
 from craton.orchestration.slurm.records import (
     JobRecord,
     NodeRecord,
     PartitionRecord,
     ReservationRecord,
     SwitchRecord,
+    hosts_of,
     jobs_of_json,
+    jobs_of_lines,
     jobs_of_text,
     nodes_of_text,
     partitions_of_text,
@@ -28,7 +33,11 @@ from craton.orchestration.slurm.records import (
     switches_of_text,
 )
 
+Answer = TypeVar("Answer")
+CONTROLLER_SECONDS, AGAIN_SECONDS = 300.0, 5.0  # that a batch program waits for an answer; between two tries
 ANSWER_SECONDS = 30.0  # a busy controller takes seconds; one that takes longer is taken for gone
+# What the tools print when a question was sent and no answer came: the controller may still act on it.
+UNANSWERED = ("Socket timed out", "Zero Bytes were transmitted", "Unexpected message received")
 KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
 BUILT_WITHOUT_JSON = ("unrecognized option", "invalid option", "serializer", "JSON support")
 TOLD_BY_OTHERS = ("SBATCH_", "SLURM_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_")
@@ -50,6 +59,33 @@ class Snapshot:
     @cached_property
     def by_number(self) -> dict[str, JobRecord]:
         return {job.id: job for job in self.jobs}
+
+    @cached_property
+    def jobs_on(self) -> dict[str, list[JobRecord]]:
+        """Node → the jobs that run on it."""
+        found: dict[str, list[JobRecord]] = {}
+        for job in self.jobs:
+            for name in hosts_of(job.nodes) if not job.is_pending and not job.has_ended else ():
+                found.setdefault(name, []).append(job)
+        return found
+
+    @cached_property
+    def planned_on(self) -> dict[str, JobRecord]:
+        """Node → the pending job that Slurm has planned it for, the first to start."""
+        found: dict[str, JobRecord] = {}
+        for job in sorted(self.jobs, key=lambda job: (job.start or float("inf"), job.number)):
+            for name in hosts_of(job.scheduled) if job.is_pending else ():
+                found.setdefault(name, job)
+        return found
+
+    @cached_property
+    def reservations_on(self) -> dict[str, list[ReservationRecord]]:
+        """Node → the reservations that have it, now or later."""
+        found: dict[str, list[ReservationRecord]] = {}
+        for each in self.reservations:
+            for name in hosts_of(each.nodes):
+                found.setdefault(name, []).append(each)
+        return found
 
     def before(self, job: JobRecord) -> list[JobRecord]:
         """The jobs of its partition that Slurm looks at before this one."""
@@ -89,11 +125,26 @@ def ask(
             f"{words[0]} is not installed here; start this on a machine of the cluster, or use --on local"
         ) from None
     except subprocess.TimeoutExpired:
-        raise SchedulerError(f"{words[0]} did not answer within {seconds:.0f} s; `scontrol ping` tells why") from None
+        raise NoAnswerError(f"{words[0]} did not answer within {seconds:.0f} s; `scontrol ping` tells why") from None
     if done.returncode != 0:
         said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
-        raise SchedulerError(f"{' '.join(words[:2])}: {'; '.join(said[-3:])}")
+        complaint = f"{' '.join(words[:2])}: {'; '.join(said[-3:])}"
+        is_unclear = any(sign in line for sign in UNANSWERED for line in said)
+        raise NoAnswerError(complaint) if is_unclear else SchedulerError(complaint)
     return done.stdout
+
+
+def patiently(question: Callable[[], Answer], seconds: float = CONTROLLER_SECONDS) -> Answer:
+    """Asks Slurm again while its controller does not answer, as when another takes its place."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return question()
+        except SchedulerError as error:
+            if time.monotonic() > deadline:
+                raise
+            print(f"craton: {error}; asking again", file=sys.stderr, flush=True)
+            time.sleep(AGAIN_SECONDS)
 
 
 def own_environment() -> dict[str, str]:
@@ -135,6 +186,12 @@ def read_jobs(numbers: Iterable[str] | None = None) -> list[JobRecord]:
     return [job for job in jobs if job.id in wanted or job.id.partition("_")[0] in arrays]
 
 
+def read_jobs_of(users: Iterable[int]) -> list[JobRecord]:
+    """Number, state and comment of the jobs of these users. In words, for with --json 22.05 prints everybody's."""
+    names = ",".join(str(user) for user in sorted(set(users)))
+    return jobs_of_lines(ask("squeue", f"--user={names}", "--states=all", "--noheader", "--format=%i %T %k"))
+
+
 def read_snapshot() -> Snapshot:
     """Everything that tells why a job waits. What a site does not show is left empty."""
     return Snapshot(
@@ -158,6 +215,18 @@ def read_switches() -> list[SwitchRecord]:
 
 def cancel(number: str) -> None:
     ask("scancel", "--quiet", number)
+
+
+def cancel_steps(number: str) -> None:
+    """Ends the steps that a job has besides its batch script."""
+    steps = ask("squeue", "--steps", f"--jobs={number}", "--noheader", "--format=%i").split()
+    if started := [step for step in steps if step.rpartition(".")[2].isdecimal()]:
+        ask("scancel", "--quiet", *started)
+
+
+def warn(number: str) -> None:
+    """As Slurm does before a time limit: the job saves, leaves and is requeued."""
+    ask("scancel", "--quiet", "--batch", "--signal=USR1", number)
 
 
 def release(number: str) -> None:

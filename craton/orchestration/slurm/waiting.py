@@ -1,22 +1,21 @@
 """Why a job waits, in one sentence: what it needs, what there is, and when it may start.
 
 Pure: a job and a snapshot of the cluster in, a sentence out. Slurm's reason says which kind of waiting it is; what is
-free, who ends when, and which nodes are away is counted here, for Slurm does not tell.
+free, who ends when, and which nodes are away is counted (`room.py`), for Slurm does not tell.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from craton.infrastructure import TopologyError, expand_hosts
-from craton.orchestration.slurm.records import JobRecord, NodeRecord
+from craton.orchestration.slurm.records import JobRecord, NodeRecord, hosts_of
+from craton.orchestration.slurm.room import Release, Room, in_partition, room_for
 from craton.orchestration.slurm.tools import Snapshot
 
 REASONS = Path(__file__).with_name("reasons.toml")
@@ -54,14 +53,6 @@ _LIMIT = re.compile(
     r"Wall|Billing|BB|Energy|License|Unknown)(?:Duration)?(?P<minutes>(?:Run)?Minutes|Mins)?"
     r"(?P<share>PerUser|PerAccount|PerAcct|PerJob|PerNode)?(?P<late>(?:Run)?Minutes|Mins)?(?:Limit|NotSatisfied)?"
 )
-
-
-@dataclass(frozen=True)
-class Earliest:
-    """When enough nodes will be free, and by the end of which job."""
-
-    moment: float
-    job: str
 
 
 def why_waiting(job: JobRecord, cluster: Snapshot, now: float) -> str:
@@ -102,48 +93,35 @@ def limit_in_words(job: JobRecord, reason: str) -> str:
 
 
 def _resources(job: JobRecord, cluster: Snapshot, now: float) -> str:
-    usable = _usable(job, cluster)
-    free = [node.name for node in usable if node.is_free]
+    room = room_for(job, cluster, now)
     needed = max(1, job.num_nodes)
-    ends = _ends(cluster)
     if job.switches:
-        return _on_few_leaves(job, cluster, usable, free, ends, now)
-    where = f" of {len(usable)} in {job.partition}" if job.partition else f" of {len(usable)}"
-    parts = [f"needs {_nodes(needed)}{_of_kind(job)}; {len(free)}{where} {'is' if len(free) == 1 else 'are'} free"]
-    return "; ".join([*parts, *_missing(job, cluster), *_when(_enough(needed, free, usable, ends), job, now)])
+        return _on_few_leaves(job, cluster, room, now)
+    where = f" of {len(room.nodes)} in {job.partition}" if job.partition else f" of {len(room.nodes)}"
+    asked = hosts_of(job.required)
+    named = f" ({', '.join(asked[:SHOWN_NODES])}{', …' if len(asked) > SHOWN_NODES else ''})" if asked else ""
+    count = len(room.free)
+    parts = [f"needs {_nodes(needed)}{named}{_of_kind(job)}; {count}{where} {'is' if count == 1 else 'are'} free"]
+    when = _now_or_when(count >= needed, room.earliest(needed), job, now)
+    return "; ".join([*parts, *_kept(room), *_missing(job, cluster), *when])
 
 
-def _on_few_leaves(
-    job: JobRecord,
-    cluster: Snapshot,
-    usable: Sequence[NodeRecord],
-    free: Sequence[str],
-    ends: Sequence[tuple[float, str, set[str]]],
-    now: float,
-) -> str:
+def _on_few_leaves(job: JobRecord, cluster: Snapshot, room: Room, now: float) -> str:
     """Free nodes are counted leaf by leaf: as many as it needs may be free, but not together."""
-    names = {node.name for node in usable}
-    leaves = {switch.name: set(_hosts(switch.nodes)) & names for switch in cluster.switches if switch.level == 0}
+    leaves = {switch.name: set(hosts_of(switch.nodes)) & room.nodes for switch in cluster.switches if switch.level == 0}
     leaves = {name: hosts for name, hosts in leaves.items() if hosts}
     needed = max(1, job.num_nodes)
     kind = "one leaf" if job.switches == 1 else f"at most {job.switches} leaves"
-    counts = {name: len(hosts & set(free)) for name, hosts in leaves.items()}
+    counts = {name: len(hosts & room.free) for name, hosts in leaves.items()}
     best = sorted(counts, key=lambda name: (-counts[name], name))[: job.switches]
     there = " and ".join(f"{name} has {counts[name]} free" for name in best) or "no leaf is known"
     parts = [f"needs {_nodes(needed)}{_of_kind(job)} on {kind}; {there}"]
-    if job.switches == 1:
-        chances = [
-            found
-            for hosts in leaves.values()
-            if (found := _enough(needed, [n for n in free if n in hosts], [n for n in usable if n.name in hosts], ends))
-        ]
-        earliest = min(chances, key=lambda chance: chance.moment, default=None)
-    else:
-        earliest = None
     patience = job.switch_wait_seconds
     if patience and patience < SECONDS_PER_DAY:
         parts.append(f"after {_span(patience)} any {_nodes(needed)} will do")
-    return "; ".join([*parts, *_missing(job, cluster), *_when(earliest, job, now)])
+    is_enough = sum(counts[name] for name in best) >= needed
+    when = _now_or_when(is_enough, room.earliest(needed, leaves.values(), job.switches), job, now)
+    return "; ".join([*parts, *_kept(room), *_missing(job, cluster), *when])
 
 
 def _priority(job: JobRecord, cluster: Snapshot, now: float) -> str:
@@ -179,10 +157,12 @@ def _dependency(job: JobRecord, cluster: Snapshot, now: float) -> str:
 
 
 def _not_available(job: JobRecord, cluster: Snapshot, now: float) -> str:
-    asked = set(_hosts(job.required))
+    asked = set(hosts_of(job.required))
     listed = re.search(r"UnavailableNodes:(\S+)", job.reason)
-    named = set(_hosts(listed[1])) if listed else set()
-    away = [node for node in cluster.nodes if node.is_away and (node.name in named or node.name in asked or not named)]
+    # Slurm lists what is unavailable anywhere; nodes of other partitions are not this job's business.
+    there = in_partition(job, cluster)
+    named = set(hosts_of(listed[1])) & {node.name for node in there} if listed else set()
+    away = [node for node in there if node.is_away and (node.name in named or node.name in asked or not named)]
     if asked:
         away = [node for node in away if node.name in asked] or away
     parts = [f"needs {_nodes(max(1, job.num_nodes))}"]
@@ -193,7 +173,10 @@ def _not_available(job: JobRecord, cluster: Snapshot, now: float) -> str:
     reserved = [
         each
         for each in cluster.reservations
-        if each.name != job.reservation and each.start and (not named or named & set(_hosts(each.nodes)))
+        if each.name != job.reservation
+        and each.start
+        and (each.end is None or each.end > now)
+        and (named or {node.name for node in there}) & set(hosts_of(each.nodes))
     ]
     if not away and reserved:
         first = min(reserved, key=lambda each: each.start or 0.0)
@@ -210,7 +193,7 @@ def _reservation(job: JobRecord, cluster: Snapshot, now: float) -> str:
         return f"waits for its reservation {job.reservation}, which is not there (yet)"
     if found.start and found.start > now:
         return f"waits for its reservation {found.name}, which begins {_clock(found.start, now)}"
-    nodes = len(_hosts(found.nodes))
+    nodes = len(hosts_of(found.nodes))
     return f"waits for nodes of its reservation {found.name}, which has {nodes}" + (
         f" and ends {_clock(found.end, now)}" if found.end else ""
     )
@@ -236,9 +219,9 @@ def _time_limit(job: JobRecord, cluster: Snapshot, now: float) -> str:
 
 def _node_limit(job: JobRecord, cluster: Snapshot, now: float) -> str:
     partition = next((each for each in cluster.partitions if each.name == job.partition), None)
-    there = sum(job.partition in node.partitions for node in cluster.nodes)
-    most = partition.max_nodes if partition and partition.max_nodes is not None else there
-    away = [node for node in cluster.nodes if job.partition in node.partitions and node.is_away]
+    there = in_partition(job, cluster)
+    most = partition.max_nodes if partition and partition.max_nodes is not None else len(there)
+    away = [node for node in there if node.is_away]
     allowed = f"the partition {job.partition} allows {most}" if most else f"the partition {job.partition} has too few"
     parts = [f"needs {_nodes(max(1, job.num_nodes))}, and {allowed}"]
     return "; ".join([*parts, *([_away(away)] if away else [])])
@@ -282,26 +265,19 @@ def _table() -> Mapping[str, Any]:
     return tomllib.loads(REASONS.read_text(encoding="utf-8"))
 
 
-def _usable(job: JobRecord, cluster: Snapshot) -> list[NodeRecord]:
-    """Nodes that the job could ever run on, as they are now."""
-    excluded = set(_hosts(job.excluded))
-    partitions = set(job.partition.split(",")) - {""}
-    wanted = [each for each in re.split(r"[&,]", job.features) if re.fullmatch(r"[A-Za-z0-9_.=-]+", each)]
-    return [
-        node
-        for node in cluster.nodes
-        if not node.is_away
-        and node.name not in excluded
-        and (not partitions or partitions & set(node.partitions))
-        and all(each in node.features for each in wanted)
-    ]
+def _kept(room: Room) -> list[str]:
+    """`g6, g7 are kept for job 890`: nodes that idle, and not for this job."""
+    said = []
+    for whom, names in room.kept.items():
+        more = f" and {len(names) - SHOWN_NODES} more" if len(names) > SHOWN_NODES else ""
+        said.append(f"{', '.join(names[:SHOWN_NODES])}{more} {'is' if len(names) == 1 else 'are'} kept for {whom}")
+    return said
 
 
 def _missing(job: JobRecord, cluster: Snapshot) -> list[str]:
     """Nodes of the job's partition that are away, with the reason that somebody gave."""
-    partitions = set(job.partition.split(",")) - {""}
-    away = [node for node in cluster.nodes if node.is_away and (not partitions or partitions & set(node.partitions))]
-    avoided = _hosts(job.excluded)
+    away = [node for node in in_partition(job, cluster) if node.is_away]
+    avoided = hosts_of(job.excluded)
     told = [_away(away)] if away else []
     return [*told, f"it avoids {', '.join(avoided[:SHOWN_NODES])}"] if avoided else told
 
@@ -316,30 +292,15 @@ def _away(nodes: Sequence[NodeRecord]) -> str:
     return ", ".join([*said, *([f"{more} more {'is' if more == 1 else 'are'} away"] if more > 0 else [])])
 
 
-def _ends(cluster: Snapshot) -> list[tuple[float, str, set[str]]]:
-    """(when, job, its nodes) of all that run, by their time limits; soonest first."""
-    running = [job for job in cluster.jobs if job.nodes and job.end and not job.is_pending and not job.has_ended]
-    return sorted(((job.end or 0.0, job.id, set(_hosts(job.nodes))) for job in running), key=lambda each: each[:2])
+def _now_or_when(is_enough: bool, earliest: Release | None, job: JobRecord, now: float) -> list[str]:
+    if is_enough:  # by the snapshot: its cores, memory or GRES may not fit, or Slurm has yet to look
+        return ["that is enough, and Slurm has not started it yet", *_when(None, job, now)]
+    return _when(earliest, job, now)
 
 
-def _enough(
-    needed: int,
-    free: Iterable[str],
-    usable: Iterable[NodeRecord],
-    ends: Sequence[tuple[float, str, set[str]]],
-) -> Earliest | None:
-    """The end of a job after which so many of these nodes are free; None when none of the ends suffices."""
-    names, there = {node.name for node in usable}, set(free)
-    for moment, number, nodes in ends:
-        there |= nodes & names
-        if len(there) >= needed:
-            return Earliest(moment, number)
-    return None
-
-
-def _when(earliest: Earliest | None, job: JobRecord, now: float) -> list[str]:
+def _when(earliest: Release | None, job: JobRecord, now: float) -> list[str]:
     if earliest is not None and earliest.moment > now:
-        return [f"earliest {_clock(earliest.moment, now)} when job {earliest.job} ends"]
+        return [f"earliest {_clock(earliest.moment, now)} when {earliest.by} ends"]
     if job.start and job.start > now:
         return [f"Slurm expects to start it {_clock(job.start, now)}"]
     return []
@@ -351,13 +312,6 @@ def _of_kind(job: JobRecord) -> str:
 
 def _nodes(count: int) -> str:
     return f"{count} node{'s' if count != 1 else ''}"
-
-
-def _hosts(text: str) -> list[str]:
-    try:
-        return expand_hosts(text) if text else []
-    except TopologyError:
-        return []
 
 
 def _clock(moment: float | None, now: float) -> str:

@@ -1,0 +1,108 @@
+"""What the quick verbs cost: `python benchmarks/launching.py [RUNS]`.
+
+`craton ps` as a command, over runs that have ended here and over runs that wait on a real Slurm (the one of the tests,
+which needs root), and what submitting a run to it takes beyond sbatch's own time. Prints medians of five.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from craton.job import Job, parse_job
+from craton.orchestration import draft_run, free_port, start_copies, start_run
+from craton.orchestration.slurm import SCRIPT_FILE
+from craton.telemetry import RunDirectory
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "orchestration"))
+from slurm_lab import NODES, SlurmLab
+
+TIMES = 5
+STEPS = 600  # of a run that has ended, one a second
+PLAN = {"steps": STEPS, "step_seconds": 1.0, "tokens_per_second": 8192.0, "cost": {"dollars_per_day": 2400.0}}
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 500
+    with tempfile.TemporaryDirectory(prefix="launching-") as folder:
+        root = Path(folder) / "ended"
+        for number in range(count):
+            make_ended_run(root, f"ended-{number:03d}")
+        print(f"craton ps, {count} runs that have ended: {timed_ps(root)}")
+        lab = SlurmLab()
+        try:
+            lab.start()
+            os.environ["SLURM_CONF"] = str(lab.config)
+            lab.occupy(*NODES)
+            start_waiting_runs(Path(folder) / "waiting", count)
+            print(f"craton ps, {count} runs that wait on Slurm: {timed_ps(Path(folder) / 'waiting')}")
+            timed = zip(*(submit(Path(folder) / "new", number) for number in range(TIMES)), strict=True)
+            whole, sbatch = (1e3 * statistics.median(seconds) for seconds in timed)
+            print(f"submitting to Slurm: {whole:.0f} ms, of which sbatch {sbatch:.0f} ms")
+        finally:
+            lab.stop()
+
+
+def make_ended_run(root: Path, name: str) -> None:
+    """As the agent of one node leaves it: a line a step, a line of the ledger a second."""
+    run = RunDirectory.create(root, name)
+    begin = time.time() - STEPS
+    run.launch_path.write_text(json.dumps({"generation": 0, "nodes": ["node-0"], "ranks_per_node": 1}))
+    run.plan_path.write_text(json.dumps(PLAN))
+    metrics, ledger = [], []
+    for step in range(1, STEPS + 1):
+        told = {"time": begin + step, "step": step, "generation": 0, "node": "node-0", "rank": 0}
+        measured = {"run_loss": 10.0 / step, "run_step_seconds": 1.0, "run_tokens_per_second": 8000.0}
+        metrics.append(json.dumps({**told, **measured}))
+        ledger.append(json.dumps({**told, "seconds": {"productive": 1.0}}))
+    run.metrics_path("node-0").write_text("\n".join(metrics) + "\n")
+    run.ledger_path("node-0").write_text("\n".join(ledger) + "\n")
+    run.mark("DONE")
+
+
+def small_job(folder: Path, name: str, copies: int = 1) -> Job:
+    """The code beside a job is kept with each of its runs: here there is none."""
+    what = f"name: {name}\nkind: command\ncommand: [sleep, '60']\ncluster: local x 2\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    return parse_job(f"{what}run: {{on: slurm, copies: {copies}}}\n", folder=folder)
+
+
+def start_waiting_runs(root: Path, count: int) -> None:
+    job = small_job(root.parent / "job", "waits", count)
+    start_copies(draft_run(job, root / job.name), root)
+
+
+def submit(root: Path, number: int) -> tuple[float, float]:
+    """Seconds from a draft to a run that is known by its number, and of sbatch alone with the same script."""
+    job = small_job(root.parent / "job", f"new-{number}")
+    draft = draft_run(job, root / job.name, port=free_port())
+    begin = time.perf_counter()
+    run = start_run(draft, root)
+    started = time.perf_counter()
+    subprocess.run(["sbatch", "--parsable", run.path / SCRIPT_FILE], check=True, capture_output=True)
+    return started - begin, time.perf_counter() - started
+
+
+def timed_ps(root: Path) -> str:
+    """Medians of the time on the clock and of that on processors, which neighbours change less; and the first time,
+    when what has ended is added up."""
+    environment = {**os.environ, "CRATON_RUNS": str(root)}
+    clock, processors = [], []
+    for _ in range(TIMES + 1):
+        used, begin = os.times(), time.perf_counter()
+        subprocess.run([sys.executable, "-m", "craton", "ps"], check=True, capture_output=True, env=environment)
+        clock.append(time.perf_counter() - begin)
+        now = os.times()
+        processors.append(now.children_user + now.children_system - used.children_user - used.children_system)
+    again = f"{statistics.median(clock[1:]):.2f} s ({statistics.median(processors[1:]):.2f} s of processors)"
+    return f"{again}, the first time {clock[0]:.2f} s"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""Handing a run to a cluster, so that whatever happens in between no pod is left that nobody can stop.
+
+What the run will be known by is written down before the cluster is asked for it. The object that owns the pods is made
+first; everything else belongs to it and goes when it does. What is refused, or broken off by Ctrl-C, is removed, and
+the record is as it was. What may be there yet, because nobody answered, stays on record: its submission tells it apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from craton.infrastructure import TopologyError
+from craton.job import Job
+from craton.orchestration.backend import BACKEND_FILE, Submission, read_submission, write_submission
+from craton.orchestration.errors import NoAnswerError, RunStateError, SchedulerError
+from craton.orchestration.kubernetes.api import ANSWER_SECONDS, ApiError, Connection
+from craton.orchestration.kubernetes.places import Places, level_labels, places_of
+from craton.orchestration.kubernetes.pods import (
+    DIRECTORY_ANNOTATION,
+    INSTANCE,
+    MANAGED_BY,
+    RUN_ANNOTATION,
+    SUBMISSION_ANNOTATION,
+    Manifest,
+)
+from craton.orchestration.kubernetes.standing import ended_as
+from craton.orchestration.kubernetes.target import MOST_FILE_BYTES, PLACES_FILE, instance_types_of, nodes_map_of
+from craton.telemetry import RunDirectory
+
+SUBMISSION = "submission"  # what tells this owner from others of its name
+PENDING = "pending"  # whether the cluster has it was not heard
+LEAVE_SECONDS = 180.0  # for the pods of an object that is being removed
+NODES_SECONDS = 10.0  # for a list of the cluster's nodes
+LOOK_UP_SECONDS, LOOK_SECONDS = 10.0, 0.2  # that an owner is looked for whose creation was not answered; between looks
+CONFLICT = 409
+GATEWAYS = (502, 504)  # they have lost patience, and what they passed on may still be done
+
+
+class Record:
+    """A run's backend.json while the run is handed over: pending from before an owner is asked for, put back by whoever
+    asked, and only while nothing can be left of it."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self.before = read_submission(run) if (run.path / BACKEND_FILE).exists() else None
+        self._may_be_there = False
+
+    def pend(self, submission: Submission) -> None:
+        self._may_be_there = True
+        write_submission(self.run, submission)
+
+    def nothing_is_left(self) -> None:
+        self._may_be_there = False
+
+    def put_back(self) -> None:
+        if self._may_be_there:
+            return
+        if self.before is None:
+            (self.run.path / BACKEND_FILE).unlink(missing_ok=True)
+        else:
+            write_submission(self.run, self.before)
+
+
+async def hand_over(
+    connection: Connection, record: Record, job: Job, documents: list[Manifest], environment: Mapping[str, str]
+) -> Submission:
+    """Sends the objects of a run. Whether an error leaves something on the cluster is on record then."""
+    owner, *around = documents
+    nodes_map = nodes_map_of(owner["metadata"]["name"])
+    has_map = any(each["metadata"]["name"] == nodes_map for each in around)
+    places = asyncio.create_task(_places(connection, job)) if has_map else None
+    try:
+        return await _create_all(connection, record, documents, environment, places)
+    finally:
+        if places is not None:
+            places.cancel()
+
+
+def is_own(owner: Manifest, submission: Submission) -> bool:
+    """Whether an object of the right name is the one that was handed in; older records do not tell."""
+    return submission.details.get(SUBMISSION) in (None, _submission_of(owner))
+
+
+def is_pending(submission: Submission) -> bool:
+    return PENDING in submission.details
+
+
+def completed(submission: Submission) -> Submission:
+    """The record of one that was pending, and is there."""
+    details = {name: value for name, value in submission.details.items() if name != PENDING}
+    return replace(submission, details=details)
+
+
+def is_fresh(run: RunDirectory) -> bool:
+    """Whether the run was handed in so short a time ago that the cluster may still come to have it."""
+    try:
+        return time.time() - (run.path / BACKEND_FILE).stat().st_mtime < 2 * ANSWER_SECONDS
+    except OSError:
+        return False
+
+
+async def _create_all(
+    connection: Connection,
+    record: Record,
+    documents: list[Manifest],
+    environment: Mapping[str, str],
+    places: asyncio.Task[Places] | None,
+) -> Submission:
+    from anyio.lowlevel import checkpoint
+
+    owner, *around = documents
+    made = await _create_owner(connection, record, owner)
+    reference = {
+        "apiVersion": made["apiVersion"],
+        "kind": made["kind"],
+        "name": made["metadata"]["name"],
+        "uid": made["metadata"]["uid"],
+    }
+    missing = ""
+    try:
+        await checkpoint()  # a Ctrl-C that came while the owner was made
+        for document in around:
+            document["metadata"]["ownerReferences"] = [reference]
+            if document["kind"] == "Secret":
+                document = _with_values(document, owner, environment)
+            if places is not None and document["metadata"]["name"] == nodes_map_of(owner["metadata"]["name"]):
+                document = {**document, "data": {PLACES_FILE: (await places).to_text()}}
+            try:
+                await connection.create(document)
+            except ApiError as error:
+                if document["kind"] != "NetworkPolicy" or error.status != 403:
+                    raise
+                missing = f"its pods can be reached by others in the cluster: {error}"
+        await checkpoint()
+    except BaseException as error:  # Ctrl-C too
+        await _take_back(connection, record, owner, error)
+        raise
+    known = completed(_pending(connection, owner))
+    return replace(known, details={**known.details, "warning": missing}) if missing else known
+
+
+async def _take_back(connection: Connection, record: Record, owner: Manifest, why: BaseException) -> None:
+    """Removes what was made, also while everything is being broken off."""
+    from anyio import CancelScope
+
+    with CancelScope(shield=True):
+        try:
+            await connection.delete(owner)
+        except SchedulerError as error:
+            raise RunStateError(
+                f"{_in_words(owner)} was made, could not be completed ({str(why) or type(why).__name__}) and could not "
+                f"be removed ({error}); the run is kept: `craton stop {record.run.name}` removes it"
+            ) from None
+    record.nothing_is_left()
+
+
+async def _create_owner(connection: Connection, record: Record, owner: Manifest) -> Manifest:
+    """In place of one of the same run that has ended; what belongs to anybody else is left alone."""
+    try:
+        return await _create_on_record(connection, record, owner)
+    except ApiError as error:
+        if error.status != CONFLICT:
+            raise
+    there = await connection.read(owner)
+    if there is not None:
+        if not _is_of_the_same_run(there, owner):
+            raise RunStateError(
+                f"{_in_words(owner)} is on the cluster already, and not of this run; `--name` starts one of another "
+                "name"
+            )
+        if ended_as(there) is None and not there["metadata"].get("deletionTimestamp"):
+            namespace = owner["metadata"].get("namespace") or connection.namespace
+            by_hand = f"kubectl delete {owner['kind'].lower()} {owner['metadata']['name']} -n {namespace}"
+            verb = by_hand if record.before is None else f"craton stop {record.run.name}"
+            raise RunStateError(
+                f"{_in_words(owner)} is on the cluster already and has not ended; `{verb}` ends it, `--name` starts "
+                "another"
+            )
+        await connection.delete(owner)
+        await _wait_until_gone(connection, owner)
+    return await _create_on_record(connection, record, owner)
+
+
+async def _create_on_record(connection: Connection, record: Record, owner: Manifest) -> Manifest:
+    """Makes the owner. Ctrl-C waits for the answer: only what is known to be there can be removed for certain."""
+    from anyio import CancelScope
+
+    record.pend(_pending(connection, owner))
+    try:
+        with CancelScope(shield=True):
+            made = await connection.create(owner)
+    except SchedulerError as error:
+        is_open = isinstance(error, NoAnswerError) or (isinstance(error, ApiError) and error.status in GATEWAYS)
+        may_be_there = is_open or (isinstance(error, ApiError) and error.status >= 500)
+        found, is_settled = await _looked_up(connection, owner, is_open) if may_be_there else (None, True)
+        if found is not None:
+            return found
+        if is_settled:
+            record.nothing_is_left()
+            raise
+        raise RunStateError(
+            f"{error}. Whether {_in_words(owner)} was made is not known yet, so the run is kept: `craton ps` shows it "
+            f"when the cluster does; if it never does, `craton resume {record.run.name}` hands it in again"
+        ) from None
+    return made
+
+
+async def _looked_up(connection: Connection, owner: Manifest, is_open: bool) -> tuple[Manifest | None, bool]:
+    """(the owner that was asked for, whether that is the last word). While it `is_open` whether the cluster still works
+    on it, that it is not there says nothing."""
+    deadline = time.monotonic() + LOOK_UP_SECONDS
+    while True:
+        with contextlib.suppress(SchedulerError):
+            there = await connection.read(owner)
+            if there is not None and _submission_of(there) == _submission_of(owner):
+                return there, True
+            if not is_open:
+                return None, True
+        if time.monotonic() > deadline:
+            return None, False
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+def _pending(connection: Connection, owner: Manifest) -> Submission:
+    metadata = owner["metadata"]
+    details = {
+        "namespace": metadata.get("namespace") or connection.namespace,
+        "server": connection.server,
+        "version": owner["apiVersion"],
+        "directory": metadata["annotations"][DIRECTORY_ANNOTATION],
+        SUBMISSION: metadata["annotations"][SUBMISSION_ANNOTATION],
+        PENDING: "yes",
+    }
+    return Submission("kubernetes", f"{owner['kind']}/{metadata['name']}", details)
+
+
+def _submission_of(owner: Manifest) -> str | None:
+    return (owner["metadata"].get("annotations") or {}).get(SUBMISSION_ANNOTATION)
+
+
+def _in_words(owner: Manifest) -> str:
+    return f"{owner['kind']} {owner['metadata']['name']}"
+
+
+def _is_of_the_same_run(there: Manifest, ours: Manifest) -> bool:
+    labels, noted = (there["metadata"].get(key) or {} for key in ("labels", "annotations"))
+    wanted = ours["metadata"]["annotations"]
+    keys = (RUN_ANNOTATION, DIRECTORY_ANNOTATION)
+    return labels.get(MANAGED_BY) == "craton" and all(noted.get(key) == wanted[key] for key in keys)
+
+
+async def _wait_until_gone(connection: Connection, owner: Manifest) -> None:
+    """With its pods: those of the next submission would meet them in the run directory."""
+    namespace = owner["metadata"].get("namespace") or connection.namespace
+    selector = f"{INSTANCE}={owner['metadata']['labels'][INSTANCE]}"
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while await connection.read(owner) or await connection.list("v1", "Pod", namespace, labelSelector=selector):
+        if time.monotonic() > deadline:
+            raise RunStateError(
+                f"the pods of {owner['metadata']['name']} have not left within {LEAVE_SECONDS:.0f} s; try again later, "
+                f"`kubectl get pods -l {selector}` shows them"
+            )
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _places(connection: Connection, job: Job) -> Places:
+    """Where the nodes are that a job may go to. That it cannot be told is no reason not to start."""
+    kinds = instance_types_of(job)
+    selectors = {"labelSelector": f"node.kubernetes.io/instance-type in ({','.join(kinds)})"} if kinds else {}
+    try:
+        nodes = await asyncio.wait_for(connection.list_nodes(**selectors), NODES_SECONDS)
+        found = places_of(nodes, level_labels(job))
+    except ApiError as error:
+        what = "may not list the nodes of the cluster" if error.status == 403 else f"was not told the nodes: {error}"
+        return Places(why=f"whoever handed the run in {what}")
+    except (SchedulerError, TopologyError) as error:
+        return Places(why=str(error))
+    except TimeoutError:
+        return Places(why=f"the cluster did not list its nodes within {NODES_SECONDS:.0f} s")
+    if len(found.to_text()) > MOST_FILE_BYTES:
+        return Places(why=f"{len(found.addresses):,} nodes are more than fit into a ConfigMap")
+    return found
+
+
+def _with_values(secret: Manifest, owner: Manifest, environment: Mapping[str, str]) -> Manifest:
+    """The values of what the pods refer to in this Secret."""
+    name = secret["metadata"]["name"]
+    wanted = [each for each in _secret_keys(owner, name) if each in environment]
+    return {**secret, "data": {each: base64.b64encode(environment[each].encode()).decode() for each in wanted}}
+
+
+def _secret_keys(thing: object, name: str) -> list[str]:
+    """The keys of a Secret that anything in a manifest refers to."""
+    if isinstance(thing, list):
+        return [key for each in thing for key in _secret_keys(each, name)]
+    if not isinstance(thing, dict):
+        return []
+    source = thing.get("secret")
+    own = [item["key"] for item in source["items"]] if isinstance(source, dict) and source.get("name") == name else []
+    return own + [key for each in thing.values() for key in _secret_keys(each, name)]

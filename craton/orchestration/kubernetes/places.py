@@ -1,0 +1,89 @@
+"""Where the nodes of a cluster hang in the network, as their labels say. Pure.
+
+A pod sees its node's name and not its labels; to ask for them would take a right to all nodes of the cluster. So
+whoever hands a run in reads them, if he may, and sends them along: the pods put themselves in order by them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from craton.infrastructure import read_topology
+from craton.job import Job
+from craton.orchestration.kubernetes.target import DEFAULT_LABELS
+from craton.telemetry import read_json
+
+LEVELS = ("zone", "spine", "leaf")  # that a cluster file can name, broadest first
+# GPUs of several nodes on one NVLink: topograph's two families, and NVIDIA's own feature discovery.
+DOMAIN_LABELS = (
+    "accelerator.topograph.run/domain",
+    "network.topology.nvidia.com/accelerator",
+    "nvidia.com/gpu.clique",
+)
+
+
+@dataclass(frozen=True)
+class Places:
+    levels: tuple[str, ...] = ()  # broadest first
+    addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)  # node of the cluster → its switches
+    why: str = ""  # nothing is known
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+
+def level_labels(job: Job) -> dict[str, str]:
+    """Level → the label that the cluster file gives it."""
+    file = job.cluster.file
+    stated = {level: getattr(file.levels, level) for level in LEVELS} if file else {}
+    return {level: numbers.label for level, numbers in stated.items() if numbers and numbers.label}
+
+
+def places_of(nodes: Iterable[Mapping[str, Any]], labels: Mapping[str, str]) -> Places:
+    """From Node objects and the labels of a cluster file; where that has none for a leaf, from those that are known
+    of EKS and topograph. A node without them has no place. TopologyError when no node has one."""
+    own = {str(node["metadata"]["name"]): dict(node["metadata"].get("labels") or {}) for node in nodes}
+    if not own:
+        return Places(why="the cluster had no node of the job's kind when the run was handed in")
+    if "leaf" in labels:
+        known = dict(labels)
+        placed = [name for name, each in own.items() if all(each.get(label) for label in known.values())]
+        if not placed:
+            wanted = " and ".join(f"the label {label}" for label in labels.values())
+            return Places(why=f"no node has {wanted}, as the cluster file's levels say")
+        known = _if_all_have(own, placed, {"zone": (DEFAULT_LABELS["zone"],)}) | known
+    else:
+        items = [{"kind": "Node", "metadata": {"name": name, "labels": each}} for name, each in own.items()]
+        topology = read_topology(json.dumps({"kind": "NodeList", "items": items}))
+        known, placed = dict(topology.labels), list(topology.nodes)
+        known.pop("domain", None)
+    known |= _if_all_have(own, placed, {"domain": DOMAIN_LABELS})
+    levels = sorted(known, key=lambda level: (level == "domain") - (level == "zone"))  # the others are in order
+    return Places(tuple(levels), {name: tuple(own[name][known[level]] for level in levels) for name in placed})
+
+
+def read_places(path: Path | None) -> Places:
+    """What a pod was given."""
+    document = read_json(path) if path else {}
+    try:
+        addresses = {str(node): tuple(map(str, switches)) for node, switches in document["addresses"].items()}
+        return Places(tuple(document["levels"]), addresses, str(document["why"]))
+    except (KeyError, TypeError, AttributeError):
+        return Places(why="nothing was sent along with the run")
+
+
+def _if_all_have(
+    own: Mapping[str, Mapping[str, str]], placed: Iterable[str], wanted: Mapping[str, Iterable[str]]
+) -> dict[str, str]:
+    """Level → the first of its labels that all of these nodes have."""
+    names = list(placed)
+    found: dict[str, str] = {}
+    for level, choices in wanted.items():
+        for label in choices:
+            if all(own[name].get(label) for name in names):
+                found.setdefault(level, label)
+    return found

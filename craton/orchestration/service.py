@@ -1,0 +1,64 @@
+"""Nodes of a cluster, in service or out of it: what a scheduler says of each, and taking one out and back.
+
+Who takes a node out leaves a mark with it, and only a node that bears the mark is given back by it: what an operator,
+a health check or a cloud has taken out stays out. Two schedulers have the same few verbs here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from craton.job import Scheduler
+from craton.orchestration.errors import StartError
+
+MARK = "craton:"  # and the number of the deed
+
+
+@dataclass(frozen=True)
+class ServiceNode:
+    """One node as its scheduler has it."""
+
+    name: str
+    is_out: bool = False  # takes no new work, for whatever reason
+    reason: str = ""
+    is_busy: bool = False  # somebody's work is on it
+    mark: str = ""  # of who took it out, where that was Craton
+
+
+class NodeService(Protocol):
+    def nodes(self) -> list[ServiceNode]:
+        """All nodes that work could go to."""
+        ...
+
+    def take_out(self, node: str, mark: str, reason: str) -> None:
+        """No new work goes there; what is on it goes on."""
+        ...
+
+    def can_hand_over(self, action: str) -> bool:
+        """Whether somebody here reboots or replaces machines that are handed over."""
+        ...
+
+    def hand_over(self, node: str, mark: str, action: str) -> bool:
+        """Asks whoever owns the machine to reboot or replace it; False: nobody does so here."""
+        ...
+
+    def give_back(self, node: str, mark: str) -> str:
+        """Undoes `take_out`. Why not, where the node does not bear the mark any more; empty: done."""
+        ...
+
+
+def service_of(scheduler: Scheduler) -> NodeService:
+    """StartError for a cluster whose nodes nobody schedules."""
+    if scheduler.kind == "slurm":
+        from craton.orchestration.slurm.service import SlurmService
+
+        return SlurmService(scheduler)
+    if scheduler.kind == "kubernetes":
+        from craton.orchestration.kubernetes.service import KubernetesService
+
+        return KubernetesService(scheduler)
+    raise StartError(
+        f"nodes of `scheduler: {{kind: {scheduler.kind}}}` cannot be taken out of service, only those of slurm and "
+        "kubernetes; give a run instead of the cluster, and it is moved off its bad node"
+    )

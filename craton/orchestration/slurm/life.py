@@ -1,0 +1,51 @@
+"""Which nodes of a start have fallen silent, by the heartbeats in the run directory and this machine's own clock."""
+
+from __future__ import annotations
+
+import time
+
+from craton.agent import Launch
+from craton.telemetry import LOST_SECONDS, RunDirectory, read_heartbeat
+
+FIRST_SECONDS = 180.0  # from the start of the step to the first sign of life of a node
+LEAVE_SECONDS = 5.0  # from an agent's last word to the end of its process
+
+
+class SignsOfLife:
+    """Which nodes of this start have fallen silent, by this machine's own clock."""
+
+    def __init__(self, run: RunDirectory, launch: Launch, generation: int) -> None:
+        self._run, self._nodes, self._generation = run, list(launch.nodes), generation
+        self._began = time.monotonic()
+        self._over_since: float | None = None
+        self._seen: dict[str, tuple[float, float]] = {}  # node → its last heartbeat, and when it was new here
+
+    def lost(self, now: float) -> list[str]:
+        return [node for node in self._nodes if self._is_lost(node, now)]
+
+    def is_over(self, now: float) -> bool:
+        """Whether no agent is at work any more, and has not been for a while."""
+        beats = [read_heartbeat(self._run, node) for node in self._nodes]
+        lost = self.lost(now)
+        at_work = [
+            node
+            for node, beat in zip(self._nodes, beats, strict=True)
+            if beat and beat.generation == self._generation and beat.state in ("running", "spare") and node not in lost
+        ]
+        if at_work:
+            self._over_since = None
+        elif self._over_since is None:
+            self._over_since = now
+        return self._over_since is not None and now - self._over_since > LEAVE_SECONDS
+
+    def _is_lost(self, node: str, now: float) -> bool:
+        beat = read_heartbeat(self._run, node)
+        if beat is None or beat.generation != self._generation:
+            return now - self._began > FIRST_SECONDS
+        if beat.state not in ("running", "spare"):
+            return False
+        moment, since = self._seen.get(node, (0.0, now))
+        if beat.moment != moment:
+            self._seen[node] = (beat.moment, now)
+            since = now
+        return now - since > LOST_SECONDS

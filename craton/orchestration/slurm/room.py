@@ -1,0 +1,122 @@
+"""Which nodes a waiting job could have: those that are free for it, those kept for others, and when the rest will be.
+
+Pure. A node that idles need not be free: a reservation has it, or Slurm has planned it for a job that comes first. One
+that several jobs share is free when the last of them ends, and one whose job has no end is never.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from craton.orchestration.slurm.records import JobRecord, NodeRecord, hosts_of
+from craton.orchestration.slurm.tools import Snapshot
+
+FOREVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Release:
+    """When something that holds a node lets it go, and what that is."""
+
+    moment: float
+    by: str  # `job 812`, `the reservation maint`
+
+
+@dataclass(frozen=True)
+class Room:
+    """The nodes that a job could ever run on, as they are now."""
+
+    free: frozenset[str]
+    busy: dict[str, Release]  # all others
+    kept: dict[str, list[str]]  # nodes that idle, by what they are kept for
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        return self.free | set(self.busy)
+
+    def earliest(self, needed: int, places: Iterable[Iterable[str]] | None = None, most: int = 1) -> Release | None:
+        """The end that makes room for so many nodes in at most so many of these places; None when they are free
+        already, and when no end that is known suffices."""
+        groups = [set(place) & self.nodes for place in places] if places is not None else [set(self.nodes)]
+        counts = [len(group & self.free) for group in groups]
+        if _largest(counts, most) >= needed:
+            return None
+        for name, release in sorted(self.busy.items(), key=lambda each: (each[1].moment, each[1].by)):
+            if release.moment == FOREVER:
+                return None
+            counts = [count + (name in group) for count, group in zip(counts, groups, strict=True)]
+            if _largest(counts, most) >= needed:
+                return release
+        return None
+
+
+def room_for(job: JobRecord, cluster: Snapshot, now: float) -> Room:
+    free: set[str] = set()
+    busy: dict[str, Release] = {}
+    kept: dict[str, list[str]] = {}
+    for node in usable_nodes(job, cluster):
+        holds = [Release(each.end or FOREVER, f"job {each.id}") for each in cluster.jobs_on.get(node.name, ())]
+        if not node.is_free and not holds:  # by a job that this user may not see
+            holds.append(Release(FOREVER, ""))
+        others = _kept(node, job, cluster, now)
+        if node.is_free and others:
+            kept.setdefault(min(others, key=lambda each: each.moment).by, []).append(node.name)
+        if holds or others:
+            busy[node.name] = max([*holds, *others], key=lambda each: (each.moment, each.by))
+        else:
+            free.add(node.name)
+    return Room(frozenset(free), busy, kept)
+
+
+def usable_nodes(job: JobRecord, cluster: Snapshot) -> list[NodeRecord]:
+    """Of its partition, with its features, in its reservation, not excluded, and not away."""
+    excluded, required = set(hosts_of(job.excluded)), set(hosts_of(job.required))
+    own = next((each for each in cluster.reservations if job.reservation and each.name == job.reservation), None)
+    within = set(hosts_of(own.nodes)) if own else set()
+    wanted = [each for each in re.split(r"[&,]", job.features) if re.fullmatch(r"[A-Za-z0-9_.=-]+", each)]
+    return [
+        node
+        for node in in_partition(job, cluster)
+        if not node.is_away
+        and node.name not in excluded
+        and (not within or node.name in within)
+        and (len(required) < max(1, job.num_nodes) or node.name in required)
+        and all(each in node.features for each in wanted)
+    ]
+
+
+def in_partition(job: JobRecord, cluster: Snapshot) -> list[NodeRecord]:
+    """The nodes of the partition, or of all partitions, that the job may run in."""
+    partitions = set(job.partition.split(",")) - {""}
+    return [node for node in cluster.nodes if not partitions or partitions & set(node.partitions)]
+
+
+def _kept(node: NodeRecord, job: JobRecord, cluster: Snapshot, now: float) -> list[Release]:
+    """What has the node at a time that the job would need it, beside the jobs on it."""
+    end = now + job.time_limit_seconds if job.time_limit_seconds is not None else FOREVER
+    reserved = [
+        Release(each.end or FOREVER, f"the reservation {each.name}")
+        for each in cluster.reservations_on.get(node.name, ())
+        if each.name != job.reservation and (each.end or FOREVER) > now and (each.start or 0.0) < end
+    ]
+    if "RESERVED" in node.states and not reserved and not job.reservation:
+        reserved.append(Release(FOREVER, "a reservation"))
+    return [*reserved, *_planned(node, job, cluster, end)]
+
+
+def _planned(node: NodeRecord, job: JobRecord, cluster: Snapshot, end: float) -> list[Release]:
+    """The job that Slurm keeps the node for, unless it is this one, or starts only when this one has ended."""
+    if "PLANNED" not in node.states:
+        return []
+    first = cluster.planned_on.get(node.name)
+    if first is None:
+        return [Release(FOREVER, "another job")]
+    if first.id == job.id or (first.start or 0.0) >= end:
+        return []
+    return [Release(first.end or FOREVER, f"job {first.id}")]
+
+
+def _largest(counts: Sequence[int], most: int) -> int:
+    return sum(sorted(counts, reverse=True)[:most])

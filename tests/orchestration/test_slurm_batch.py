@@ -1,0 +1,188 @@
+"""One start of a job on Slurm, from its pre-flight to its end: who asked it to leave, and what that costs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slurm_runs import chain_job, no_code
+
+from craton.job import Job, parse_job
+from craton.orchestration import draft_run
+from craton.orchestration.backend import Submission, write_submission
+from craton.orchestration.slurm import batch
+from craton.orchestration.slurm.batch import Batch
+from craton.orchestration.slurm.records import JobRecord
+from craton.orchestration.slurm.starts import read_starts
+from craton.telemetry import RunDirectory
+
+NONCE = "0123456789abcdef"
+LEFT = "leaving for Slurm: the time limit is near, or another job takes the nodes\n"
+SILENT = "kind: command\ncommand: [sleep, '1000']\ncluster: local x 1\nrun: {on: slurm, restarts: 2}\n"
+TOLD = f"{SILENT}progress: {{pattern: 'step (?P<step>[0-9]+)'}}\n"
+SERVER = """kind: serve
+model: llama-3.1-8b
+serve: {initialize: random}
+cluster: p5.48xlarge x 1
+run: {on: slurm, restarts: 2}
+"""
+
+
+def job_of_text(text: str) -> Job:
+    return parse_job(f"name: served\n{text}", folder=no_code())
+
+
+class Stage:
+    """A run whose starts are made here, one after the other: what Slurm and the agents would do is said by the test."""
+
+    def __init__(self, root: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run = RunDirectory.create(root, job.name)
+        for name, text in draft_run(job, self.run.path).files().items():
+            (self.run.path / name).write_text(text)
+        self.seen: list[str] = []  # the STOP marker, as the agents of each start found it
+        self.requeued: list[str] = []
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(batch, "read_nodes", lambda hosts: [])
+        monkeypatch.setattr(batch, "read_switches", list)
+        monkeypatch.setattr(batch, "REQUEUE_SECONDS", 0.0)
+        monkeypatch.setattr(batch, "LOOK_SECONDS", 0.01)
+        monkeypatch.setattr(batch, "ask", lambda *words: self.requeued.append(" ".join(words)))
+        monkeypatch.setattr(batch.signal, "signal", lambda *told: None)
+
+    def start(
+        self,
+        checks: Callable[[Batch], object] = lambda start: None,
+        works: Callable[[Batch], object] = lambda start: None,
+    ) -> int:
+        """Runs one start: what happens while its nodes are checked, then while its agents work."""
+
+        def unfit(start: Batch, *told: object) -> dict[str, str]:
+            checks(start)
+            return {}
+
+        def agents(*told: object) -> list[str]:
+            self.seen.append(self.run.marker_text("STOP"))
+            works(started)
+            return [sys.executable, "-c", ""]
+
+        self._monkeypatch.setattr(Batch, "_unfit", unfit)
+        self._monkeypatch.setattr(batch, "agents_command", agents)
+        started = Batch(self.run, NONCE, {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": "g1"})
+        return started.run()
+
+
+def warned(start: Batch) -> None:
+    start._on_warning(signal.SIGUSR1, None)
+
+
+def ended(start: Batch) -> None:
+    start._on_end(signal.SIGTERM, None)
+
+
+@pytest.fixture
+def stage(root: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(root, chain_job("chain", 1, run="restarts: 2"), monkeypatch)
+
+
+def test_a_stop_while_the_nodes_are_checked_is_heard(stage: Stage) -> None:
+    code = stage.start(checks=lambda start: stage.run.mark("STOP", "craton stop"))
+    assert (code, stage.seen, stage.requeued) == (0, [], [])
+    assert stage.run.marker_text("STOP") == "craton stop\n"
+
+
+def test_a_stop_between_the_checks_and_the_agents_is_heard(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.run.mark("STOP", LEFT)
+    write = batch.write_allocation
+
+    def stopped(*told: object) -> None:
+        stage.run.mark("STOP", "craton stop")
+        write(*told)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(batch, "write_allocation", stopped)
+    assert stage.start() == 0
+    assert stage.seen == ["craton stop\n"], "the agents find it, and not what the start before left"
+    assert stage.requeued == []
+
+
+def test_what_the_start_before_left_does_not_stop_this_one(stage: Stage) -> None:
+    stage.run.mark("STOP", LEFT)
+    stage.start(works=warned)
+    assert stage.seen == [""]
+    assert [path.name for path in stage.run.path.glob(".STOP*")] == []
+
+
+def test_a_warning_while_the_nodes_are_checked_requeues_and_costs_nothing(stage: Stage) -> None:
+    for _ in range(4):
+        assert stage.start(checks=warned) == 1
+        assert stage.run.marker_text("STOP").startswith(LEFT), "or it would look like a run that is done"
+    assert stage.seen == []
+    assert stage.requeued == ["scontrol requeue 812"] * 4
+    assert not stage.run.has("FATAL")
+
+
+def test_slurm_ends_a_job_whose_nodes_are_checked(stage: Stage) -> None:
+    assert stage.start(checks=ended) == 1
+    assert (stage.seen, stage.requeued) == ([], []), "what comes next is Slurm's business"
+    starts = read_starts(stage.run)
+    assert starts is not None
+    assert starts.spent(0) == 0
+
+
+@pytest.mark.parametrize("leaves", [warned, ended])
+@pytest.mark.parametrize(
+    ("text", "given_up"), [(SERVER, False), (SILENT, True), (TOLD, True)], ids=["server", "silent", "told"]
+)
+def test_slices_of_what_shows_no_steps_are_not_counted(
+    text: str, given_up: bool, leaves: Callable[[Batch], None], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may be preempted as often as it takes; a command comes on, as far as is known, or is given up."""
+    stage = Stage(root, job_of_text(text), monkeypatch)
+    for _ in range(6):
+        stage.start(works=leaves)
+    assert (len(stage.seen) == 6) != given_up
+    starts = read_starts(stage.run)
+    assert starts is not None
+    assert (starts.spent(0) > 2) == given_up
+
+
+def test_a_preemption_that_only_the_agents_hear_of_is_not_counted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(root, job_of_text(SERVER), monkeypatch)
+    for _ in range(6):
+        stage.start(works=lambda start: stage.run.mark("STOP", "SIGTERM to the agent of node-0"))
+    assert stage.requeued == ["scontrol requeue 812"] * 6
+
+
+def test_a_server_that_fails_is_given_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(root, job_of_text(SERVER), monkeypatch)
+    for _ in range(3):
+        stage.start()
+    assert stage.requeued == ["scontrol requeue 812"] * 2
+    assert "3 starts failed or came no further" in stage.run.marker_text("FATAL")
+
+
+def test_a_task_of_an_array_keeps_its_own_excluded_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [JobRecord("812_1", "RUNNING", excluded="g1"), JobRecord("812_3", "RUNNING", excluded="g7")]
+    monkeypatch.setattr(batch, "read_jobs", lambda numbers: jobs)
+    assert batch._excluded("812_3") == "g7"
+    assert batch._excluded("812_4") == ""
+    jobs.append(JobRecord("812", "PENDING", excluded="g8", tasks="4-9"))
+    assert batch._excluded("812_4") == "g8", "a task that waits is part of the array"
+
+
+def test_a_run_goes_on_where_its_number_cannot_be_written_down(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_submission(stage.run, Submission("slurm", "", {"nonce": NONCE}))
+
+    def full(*told: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("craton.orchestration.slurm.handover.write_submission", full)
+    monkeypatch.setattr(Batch, "run", lambda start: 0)
+    monkeypatch.setenv("SLURM_JOB_ID", "812")
+    assert batch.main([str(stage.run.path), NONCE]) == 0
+    assert "the number 812 cannot be written down" in capsys.readouterr().err
+    assert not stage.run.has("FATAL")
