@@ -1,0 +1,144 @@
+"""FSx for Lustre, whose servers nobody can look into, as CloudWatch tells of it: once a minute, in the background.
+
+One exporter of a cluster is enough for a file system, and CloudWatch takes money for every metric it is asked for, so
+the bridge is off unless it is asked for. A value is that of the newest minute that is complete, and is left out when it
+is older than OLD_SECONDS: a gauge that stands still would look like a file system that does.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from craton.errors import CratonError
+from craton.infrastructure import NodeRoot, read_mounts
+from craton.observability.exporter.collector import Collector
+from craton.observability.exporter.exposition import Sample
+from craton.observability.exporter.families import FAMILIES
+
+PERIOD_SECONDS = 60
+ASK_SECONDS = 60.0
+LOOK_BACK = timedelta(minutes=10)  # CloudWatch is minutes late at times
+OLD_SECONDS = 600.0
+MOST_QUERIES = 500  # of one GetMetricData
+_IDENTITY = re.compile(r"fs-[0-9a-f]{8,40}")
+_REGION = re.compile(r"\.fsx\.([a-z0-9-]+)\.amazonaws\.com")
+_ASKED = {name: family.cloudwatch.split(".") for name, family in FAMILIES.items() if family.cloudwatch}
+
+
+class FsxCollector(Collector):
+    """Serves what the background has fetched; never waits for AWS."""
+
+    name = "fsx"
+
+    def __init__(self, identities: Sequence[str], make_client: Callable[[], Any], ask_seconds: float = ASK_SECONDS):
+        self._identities, self._make_client, self._ask_seconds = tuple(identities), make_client, ask_seconds
+        self._values: dict[tuple[str, str], tuple[float, float]] = {}  # (family, file system) → (moment, value)
+        self._ended = threading.Event()
+        self.fetched = threading.Event()
+        self.problem = ""
+        self._thread = threading.Thread(target=self._fetch_forever, name="fsx", daemon=True)
+        self._thread.start()
+
+    def collect(self, now: float) -> Iterator[Sample]:
+        for (name, identity), (moment, value) in list(self._values.items()):
+            if now - moment <= OLD_SECONDS:
+                yield name, (identity,), value
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _fetch_forever(self) -> None:
+        client = None
+        while True:
+            try:
+                client = client or self._make_client()
+                self._values |= fetch(client, self._identities, datetime.now(UTC))
+                self.problem = ""
+            except Exception as error:  # noqa: BLE001 - botocore raises classes of its own for each service
+                self.errors += 1
+                self.problem = f"{type(error).__name__}: {error}"
+            self.fetched.set()
+            if self._ended.wait(self._ask_seconds):
+                return
+
+
+def fetch(client: Any, identities: Sequence[str], now: datetime) -> dict[tuple[str, str], tuple[float, float]]:
+    """The newest value of every metric of these file systems: GetMetricData, a page after another."""
+    asked = {f"m{number}": pair for number, pair in enumerate((name, each) for each in identities for name in _ASKED)}
+    queries = [_query(key, *pair) for key, pair in asked.items()]
+    found: dict[tuple[str, str], tuple[float, float]] = {}
+    for start in range(0, len(queries), MOST_QUERIES):
+        request: dict[str, Any] = {
+            "MetricDataQueries": queries[start : start + MOST_QUERIES],
+            "StartTime": now - LOOK_BACK,
+            "EndTime": now,
+            "ScanBy": "TimestampDescending",
+        }
+        while True:
+            answer = client.get_metric_data(**request)
+            for result in answer["MetricDataResults"]:
+                if result["Values"] and asked[result["Id"]] not in found:
+                    found[asked[result["Id"]]] = (result["Timestamps"][0].timestamp(), float(result["Values"][0]))
+            if not answer.get("NextToken"):
+                break
+            request["NextToken"] = answer["NextToken"]
+    return found
+
+
+def fsx_bridge(asked: str, root: NodeRoot) -> FsxCollector | None:
+    """`off`, `auto` (the FSx file systems this node has mounted by name, where credentials are found), or identities
+    with commas between. CratonError where what was asked for cannot be had."""
+    if asked == "off":
+        return None
+    mounted = [mount.source for mount in read_mounts(root) if mount.kind == "lustre"]
+    if asked == "auto":
+        identities = sorted({found[0] for source in mounted if (found := _IDENTITY.match(source))})
+    else:
+        identities = asked.split(",")
+    bad = [each for each in identities if not _IDENTITY.fullmatch(each)]
+    if bad:
+        raise CratonError(
+            f"--fsx {bad[0]!r} is no file system of FSx: give off, auto, or names like fs-0123456789abcdef0"
+        )
+    session = _session(required=asked != "auto")
+    if not identities or session is None:
+        return None
+    region = next((found[1] for source in mounted if (found := _REGION.search(source))), None)
+    return FsxCollector(identities, lambda: session.create_client("cloudwatch", region_name=region))
+
+
+def _session(required: bool) -> Any:
+    """botocore's session, None where it is missing or finds no credentials."""
+    try:
+        from botocore.session import Session
+    except ImportError:
+        if required:
+            raise CratonError("--fsx needs botocore: pip install 'craton[observe]'") from None
+        return None
+    session = Session()
+    if session.get_credentials() is None:
+        if required:
+            raise CratonError("--fsx finds no AWS credentials: give the node a role with cloudwatch:GetMetricData")
+        return None
+    return session
+
+
+def _query(key: str, family: str, identity: str) -> dict[str, Any]:
+    metric, statistic = _ASKED[family]
+    return {
+        "Id": key,
+        "MetricStat": {
+            "Metric": {
+                "Namespace": "AWS/FSx",
+                "MetricName": metric,
+                "Dimensions": [{"Name": "FileSystemId", "Value": identity}],
+            },
+            "Period": PERIOD_SECONDS,
+            "Stat": statistic,
+        },
+        "ReturnData": True,
+    }

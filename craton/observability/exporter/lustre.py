@@ -1,0 +1,108 @@
+"""Lustre's client: what programs read and wrote through it, how long metadata and data servers take to answer, and
+whether they are connected.
+
+`llite` is the file system as programs see it, `mdc` the connection to a metadata server, `osc` that to a data server.
+Statistics lie in debugfs, which only root may read, in older versions in procfs; between the two, statistics in one and
+the state of a connection in the other. FSx's servers are closed to us: what
+they do is told by the client, here, and by CloudWatch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from craton.infrastructure import NodeRoot
+from craton.observability.exporter.collector import Collector
+from craton.observability.exporter.exposition import Sample
+
+PLACES = ("sys/kernel/debug/lustre", "proc/fs/lustre", "sys/fs/lustre")
+LOOK_SECONDS = 60.0
+# NAME  COUNT samples [UNIT] MIN MAX SUM SUMSQ, where what follows the unit may be missing
+_ROW = re.compile(r"^(\S+)\s+(\d+) samples \[(\w+)\](?:\s+(\d+)\s+(\d+)\s+(\d+))?", re.MULTILINE)
+_STATE = re.compile(r"^\s*state:\s*(\w+)", re.MULTILINE)
+_INSTANCE = re.compile(r"-[0-9a-f]{12,16}$")  # the mount's address in the kernel's memory, another after each mount
+CONNECTED = ("FULL", "IDLE")
+SECONDS = {"usec": 1e-6, "usecs": 1e-6, "msec": 1e-3, "sec": 1.0}
+# Requests that open and close a file, look at it, list a folder: what `stats` of mdc tells as mds_* and ldlm_*
+_METADATA = ("mds_", "ldlm_")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a `stats` file."""
+
+    name: str
+    count: int
+    unit: str
+    total: int | None
+
+    @property
+    def seconds(self) -> float | None:
+        return self.total * SECONDS[self.unit] if self.total is not None and self.unit in SECONDS else None
+
+
+def read_rows(text: str) -> list[Row]:
+    found = _ROW.findall(text)
+    return [Row(name, int(count), unit, int(total) if total else None) for name, count, unit, _, _, total in found]
+
+
+class LustreCollector(Collector):
+    name = "lustre"
+
+    def __init__(self, root: NodeRoot) -> None:
+        self._root = root
+        self._looked = float("-inf")
+        self._parts: list[tuple[str, str, str, str]] = []  # component, target, its statistics, its connection
+
+    def collect(self, now: float) -> Iterator[Sample]:
+        if now - self._looked >= LOOK_SECONDS:
+            self._parts = self._look()
+            self._looked = now
+        for component, target, stats, connection in self._parts:
+            labels = (component, target)
+            text = self._root.read(stats) if stats else ""
+            rows = read_rows(text)
+            self.errors += bool(text and not rows)
+            yield from _of_programs(rows, labels) if component == "llite" else _of_server(rows, labels)
+            state = _STATE.search(self._root.read(connection)) if connection else None
+            if state:
+                yield "craton_lustre_connected", labels, int(state[1] in CONNECTED)
+
+    def _look(self) -> list[tuple[str, str, str, str]]:
+        """Each file of a part, from the first place that has it."""
+        found: dict[tuple[str, str], dict[str, str]] = {}
+        for component in ("llite", "mdc", "osc"):
+            for place in PLACES:
+                for name in self._root.names(f"{place}/{component}"):
+                    folder = f"{place}/{component}/{name}"
+                    for file in ("stats",) if component == "llite" else ("stats", "import"):
+                        if self._root.exists(f"{folder}/{file}"):
+                            part = found.setdefault((component, _INSTANCE.sub("", name)), {})
+                            part.setdefault(file, f"{folder}/{file}")
+        return [(*part, files.get("stats", ""), files.get("import", "")) for part, files in found.items()]
+
+
+def _of_programs(rows: list[Row], labels: tuple[str, str]) -> Iterator[Sample]:
+    for row in rows:
+        if row.name in ("read_bytes", "write_bytes"):
+            verb = row.name.removesuffix("_bytes")
+            yield f"lustre_{verb}_samples_total", labels, row.count
+            yield f"lustre_{verb}_bytes_total", labels, row.total or 0
+            continue
+        yield "lustre_stats_total", (*labels, row.name), row.count
+        if row.seconds is not None:
+            yield "craton_lustre_operation_seconds_total", (*labels, row.name), row.seconds
+
+
+def _of_server(rows: list[Row], labels: tuple[str, str]) -> Iterator[Sample]:
+    for row in rows:
+        if row.name == "req_waittime":
+            yield "craton_lustre_requests_total", labels, row.count
+            if row.seconds is not None:
+                yield "craton_lustre_request_seconds_total", labels, row.seconds
+        elif labels[0] == "mdc" and row.name.startswith(_METADATA):
+            yield "lustre_stats_total", (*labels, row.name), row.count
+            if row.seconds is not None:
+                yield "craton_lustre_operation_seconds_total", (*labels, row.name), row.seconds

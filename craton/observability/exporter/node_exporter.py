@@ -1,0 +1,147 @@
+"""The exporter of one node: its collectors, the text of a scrape, and the port it is served on."""
+
+from __future__ import annotations
+
+import gzip
+import ipaddress
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from craton.errors import CratonError
+from craton.infrastructure import NodeRoot
+from craton.observability.exporter.cards import Cards
+from craton.observability.exporter.collector import Collector, Team
+from craton.observability.exporter.drives import DriveCollector
+from craton.observability.exporter.exposition import CONTENT_TYPE, Page, Sample
+from craton.observability.exporter.fabric import FabricCollector
+from craton.observability.exporter.filesystem import FilesystemCollector
+from craton.observability.exporter.gpu import CardLabels, CardSource, GpuCollector
+from craton.observability.exporter.host import HostCollector, host_name
+from craton.observability.exporter.lustre import LustreCollector
+from craton.observability.exporter.occupants import Occupants
+from craton.observability.exporter.recorded_cards import RecordedCards
+from craton.observability.exporter.runs import RunsCollector
+from craton.observability.exporter.runs_here import RunsHere
+from craton.observability.exporter.xid import XidCollector
+from craton.telemetry import runs_root
+from craton.version import VERSION
+
+DEFAULT_PORT = 9500
+GZIP_LEVEL = 1  # a tenth of the bytes for a few milliseconds; higher levels cost more of both budgets than they save
+
+
+class NodeExporter:
+    """Everything about one node as Prometheus reads it. `open_cards` is how the driver is reached; None: not at all."""
+
+    def __init__(
+        self,
+        root: NodeRoot,
+        *,
+        node: str = "",
+        leaf: str = "",
+        runs_folder: Path | None = None,
+        open_cards: Callable[[], Cards] | None = None,
+        more: Sequence[Collector] = (),
+    ) -> None:
+        host = host_name(root)
+        self.node = node or host
+        source, labels = CardSource(open_cards), CardLabels(host)
+        here = RunsHere(runs_folder or runs_root(), host)
+        self._xids = XidCollector(root, source, labels)
+        self._team = Team(
+            [
+                GpuCollector(root, source, labels, Occupants(root, here)),
+                self._xids,
+                RunsCollector(here),
+                FabricCollector(root),
+                LustreCollector(root),
+                DriveCollector(root),
+                HostCollector(root),
+                FilesystemCollector(root),
+                *more,
+            ]
+        )
+        self._page = Page(self.node, leaf)
+        self._lock = threading.Lock()  # of two scrapers the second waits: collectors remember what they saw last
+        self._scrape_seconds = 0.0
+
+    def scrape(self) -> str:
+        with self._lock:
+            began = time.perf_counter()
+            own: list[Sample] = [
+                ("craton_exporter_info", (VERSION,), 1),
+                ("craton_exporter_scrape_seconds", (), self._scrape_seconds),
+            ]
+            now = time.time()
+            collected = list(self._team.collect(now))
+            text = self._page.text([*collected, *self._xids.wishes(collected, now), *own])
+            self._scrape_seconds = time.perf_counter() - began
+            return text
+
+    def close(self) -> None:
+        self._team.close()
+
+
+class ExporterServer:
+    """`http://ADDRESS:PORT/metrics`, in the background; port 0 takes any free one."""
+
+    def __init__(self, exporter: NodeExporter, address: str, port: int) -> None:
+        handler = type("_Handler", (_Handler,), {"exporter": exporter})
+        try:
+            self._server = ThreadingHTTPServer((address, port), handler)
+        except (OSError, OverflowError) as error:
+            raise CratonError(f"cannot listen on {address}:{port} ({error}): give another --port or --listen") from None
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_port)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="exporter", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    exporter: NodeExporter
+    protocol_version = "HTTP/1.1"  # Prometheus keeps its connection
+    timeout = 60.0
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] not in ("/metrics", "/"):
+            self._answer(404, b"metrics are at /metrics\n", "text/plain; charset=utf-8")
+            return
+        body = self.exporter.scrape().encode()
+        # On the machine itself bytes cost nothing, and packing them would cost more than collecting them.
+        packed = "gzip" in self.headers.get("Accept-Encoding", "") and not self._is_local()
+        self._answer(200, gzip.compress(body, GZIP_LEVEL) if packed else body, CONTENT_TYPE, packed=packed)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name that http.server gives it
+        """A scrape every few seconds is nothing to tell."""
+
+    def _is_local(self) -> bool:
+        return ipaddress.ip_address(self.client_address[0].partition("%")[0]).is_loopback
+
+    def _answer(self, status: int, body: bytes, kind: str, *, packed: bool = False) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        if packed:
+            self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def cards_of(root: NodeRoot, nvml: str) -> Callable[[], Cards] | None:
+    """How the GPUs of a node are reached: NVML on a live one, the recorded nvidia-smi on an image."""
+    if nvml not in ("auto", "off"):
+        raise CratonError(f"--nvml {nvml!r} is neither auto nor off")
+    if nvml == "off":
+        return None
+    if root.is_recorded:
+        return lambda: RecordedCards(root)
+    from craton.observability.exporter.nvml import NvmlCards
+
+    return NvmlCards

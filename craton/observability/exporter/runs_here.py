@@ -1,0 +1,160 @@
+"""Which ranks of which runs are on this node, by the status files of the runs.
+
+Every node of a cluster looks into the same folder of runs, mostly on a shared file system, so a look must cost little
+however many runs and nodes there are. A run that nobody writes to is not opened, and asked for its age the more rarely
+the older it is. Of one that lives, the heartbeat of each node is read once, to learn whose host it is on, and from then
+on only the files of this host's own.
+
+A shared file system whose server is gone holds whoever looks at it. `look` is for one thread that may be held;
+everybody else reads what the last look found, which never blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from craton.telemetry import RunDirectory, read_heartbeat, read_status
+
+LOOK_SECONDS = 10.0  # between two looks
+FRESH_SECONDS = 60.0  # a file that nobody has written for so long tells of processes that are gone
+REST_SHARE = 0.1  # of the age of a run that rests, until it is asked for its age again
+LONGEST_REST_SECONDS = 600.0
+HOSTS_SECONDS = 600.0  # until heartbeats of other hosts are read again, should one have come back unnoticed
+
+
+class RankHere(NamedTuple):
+    run: str
+    rank: str
+    run_node: str  # what the run calls this node
+
+
+class Looked(NamedTuple):
+    """What a look found: replaced as a whole, so that threads need no lock."""
+
+    number: int = 0
+    moment: float = 0.0
+    ranks: Mapping[int, RankHere] = {}  # by process number
+
+
+@dataclass
+class _Hosts:
+    """Which nodes of a live run are on this host."""
+
+    changed_ns: int = -1  # of the folder of heartbeats; touching one does not change it, replacing one does
+    read_at: float = float("-inf")
+    told_by: dict[str, int] = field(default_factory=dict)  # node → inode of the heartbeat that told its host
+    here: set[str] = field(default_factory=set)
+
+
+class RunsHere:
+    def __init__(self, runs_folder: Path, host: str) -> None:
+        self._runs_folder, self._host = runs_folder, host
+        self._told: dict[Path, float] = {}  # runs that processes told of, wherever they are, and when
+        self._telling = threading.Lock()  # of _told alone: never held while files are looked at
+        self._is_due = True
+        self._due: dict[Path, float] = {}  # run → when it is asked for its age again
+        self._hosts: dict[Path, _Hosts] = {}
+        self.last = Looked()
+        self.has_looked = threading.Event()
+
+    def also(self, run: Path, now: float) -> None:
+        """A process here is of this run, which need not be in the folder of runs: it is looked for at once."""
+        with self._telling:
+            self._is_due |= run not in self._told
+            self._told[run] = now
+
+    def look(self, now: float) -> Looked:
+        """May be held by the file system. For one thread."""
+        if not self._is_due and now - self.last.moment < LOOK_SECONDS:
+            return self.last
+        with self._telling:
+            self._is_due = False
+            told = dict(self._told)
+        runs = {*_folders(self._runs_folder), *told}
+        self._due = {run: due for run, due in self._due.items() if run in runs}
+        live = [run for run in runs if (run in told or self._due.get(run, now) <= now) and self._lives(run, now)]
+        self._hosts = {run: self._hosts.get(run) or _Hosts() for run in live}
+        ranks: dict[int, RankHere] = {}
+        for run in live:
+            ranks |= self._ranks_of(RunDirectory(run), self._hosts[run], now)
+        for run in told.keys() - live:
+            self._forget(run, now)
+        self.last = Looked(self.last.number + 1, now, ranks)
+        self.has_looked.set()
+        return self.last
+
+    def _forget(self, run: Path, now: float) -> None:
+        with self._telling:
+            if now - self._told[run] >= FRESH_SECONDS:
+                del self._told[run]
+
+    def _lives(self, run: Path, now: float) -> bool:
+        """Agents replace their status every few seconds, which changes the folder: its age needs nothing opened."""
+        age = _age(run / "status")
+        if age < FRESH_SECONDS:
+            self._due.pop(run, None)
+            return True
+        rest = min(max(age * REST_SHARE, LOOK_SECONDS), LONGEST_REST_SECONDS)
+        self._due[run] = now + rest
+        return False
+
+    def _ranks_of(self, run: RunDirectory, hosts: _Hosts, now: float) -> dict[int, RankHere]:
+        self._read_hosts(run, hosts, now)
+        found: dict[int, RankHere] = {}
+        for node in sorted(hosts.here):
+            heartbeat = read_heartbeat(run, node)
+            # Process numbers mean something on their own host alone.
+            if heartbeat is None or heartbeat.host != self._host:
+                continue
+            if heartbeat.state != "running" or time.time() - heartbeat.moment > FRESH_SECONDS:
+                continue
+            status = read_status(run, node) if _age(run.status_path(node)) < FRESH_SECONDS else None
+            if status is not None:
+                found |= {each.pid: RankHere(run.name, str(each.rank), node) for each in status.ranks}
+        return found
+
+    def _read_hosts(self, run: RunDirectory, hosts: _Hosts, now: float) -> None:
+        folder = run.path / "heartbeat"
+        try:
+            changed_ns = folder.stat().st_mtime_ns
+            if changed_ns == hosts.changed_ns and now - hosts.read_at < HOSTS_SECONDS:
+                return
+            with os.scandir(folder) as entries:
+                inodes = {entry.name: entry.inode() for entry in entries if not entry.name.startswith(".")}
+        except OSError:
+            hosts.here.clear()
+            return
+        is_whole = now - hosts.read_at >= HOSTS_SECONDS
+        for node, inode in inodes.items():
+            if is_whole or hosts.told_by.get(node) != inode:
+                heartbeat = read_heartbeat(run, node)
+                if heartbeat is not None and heartbeat.host == self._host:
+                    hosts.here.add(node)
+                else:
+                    hosts.here.discard(node)
+        hosts.here &= set(inodes)
+        hosts.told_by, hosts.changed_ns = inodes, changed_ns
+        if is_whole:
+            hosts.read_at = now
+
+
+def _age(path: Path) -> float:
+    """Infinite where there is nothing."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return float("inf")
+
+
+def _folders(runs_folder: Path) -> list[Path]:
+    try:
+        with os.scandir(runs_folder) as entries:
+            return [Path(entry.path) for entry in entries if entry.is_dir()]
+    except OSError:
+        return []
