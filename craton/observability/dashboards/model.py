@@ -1,0 +1,116 @@
+"""Dashboards as data: boards of rows of panels of queries, and the variables that queries name.
+
+Expressions are written as Grafana sends them on: $run, $node and $leaf are regular expressions (`run=~"$run"`), and
+$__rate_interval is a window that holds at least four scrapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["lines", "stat", "table", "bars"]
+# Names that Grafana knows: its own list of units (@grafana/data, valueFormats/categories), 2026-11-16.
+Unit = Literal[
+    "short",
+    "s",
+    "percentunit",
+    "bytes",
+    "Bps",
+    "celsius",
+    "watt",
+    "kwatth",
+    "hertz",
+    "currencyUSD",
+    "reqps",
+    "ops",
+    "dateTimeAsIso",
+]
+# What no laptop serves: cards, fast networks, Lustre, FSx, a drive's own health, schedulers that tell of themselves.
+HARDWARE = re.compile(
+    r"\b(?:DCGM_|craton_gpus?_|craton:gpu_|craton:node_gpus|craton_nvswitch_|node_amazonefa_|node_infiniband_|"
+    r"lustre_|craton_lustre_|aws_fsx_|nvme_|nccl_|slurm_|kueue_)"
+)
+
+
+@dataclass(frozen=True)
+class Query:
+    """One expression. `legend` names its lines, or its column in a table."""
+
+    expr: str
+    legend: str
+    is_plan: bool = False  # what was predicted, or a limit: drawn dashed
+    unit: Unit | None = None  # of a column, where it differs from the panel's
+
+    @property
+    def hardware_only(self) -> bool:
+        """Whether it reads what only a cluster's hardware or scheduler serves."""
+        return HARDWARE.search(self.expr) is not None
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    description: str  # what it shows, and what to do about it
+    queries: tuple[Query, ...]
+    unit: Unit
+    kind: Kind = "lines"
+    width: int = 8  # of 24
+    height: int = 7
+    alerts: tuple[str, ...] = ()  # whose runbooks are linked
+    warn: float | None = None  # yellow from here on; where `bad` is lower, from here down
+    bad: float | None = None  # red
+    stacked: bool = False
+    nothing: str = ""  # what is shown when there are no series: "0" where none is good news
+    opens: str = ""  # the board that a row of the table leads to; its label has the name of that board's variable
+
+
+@dataclass(frozen=True)
+class Row:
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """Something to choose at the top of a board; `query` is what Grafana asks for its values."""
+
+    name: str
+    label: str
+    query: str
+    has_all: bool = True
+    multi: bool = True
+
+
+@dataclass(frozen=True)
+class Board:
+    name: str  # of its file; its uid is craton-NAME
+    title: str
+    description: str
+    variables: tuple[Variable, ...]
+    rows: tuple[Row, ...]
+    since: str = "now-6h"
+
+    @property
+    def uid(self) -> str:
+        return f"craton-{self.name}"
+
+    @property
+    def panels(self) -> Iterator[Panel]:
+        for row in self.rows:
+            yield from row.panels
+
+    @property
+    def queries(self) -> Iterator[tuple[Panel, Query]]:
+        for panel in self.panels:
+            for query in panel.queries:
+                yield panel, query
+
+
+# Runs and their servers; machines by any exporter; switches by what machines are labelled with.
+RUN = Variable("run", "Run", 'label_values(up{job=~"craton|craton-serve", run!=""}, run)')
+SERVER = Variable("run", "Server", "label_values(vllm:num_requests_running, run)")
+NODE = Variable("node", "Node", 'label_values(up{job=~"craton-node|dcgm|node|efa"}, node)')
+LEAF = Variable("leaf", "Leaf", 'label_values({__name__=~"up|craton_exporter_info", leaf!=""}, leaf)')

@@ -1,0 +1,91 @@
+"""Prometheus and Alertmanager: rules as data, what is scraped, both programs run on this machine, files for others'.
+
+`ALERTS` and `RECORDINGS` are the rules, `rule_groups` the document made of them; `Observer` is `craton observe up`, and
+`render` writes everything for a Prometheus, Alertmanager and Grafana that somebody else runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import loader
+
+if TYPE_CHECKING:
+    from craton.observability.prometheus.alertmanager import alertmanager_config, write_private
+    from craton.observability.prometheus.errors import ObserveError
+    from craton.observability.prometheus.kubernetes import operator_objects
+    from craton.observability.prometheus.observer import FOLDER, Observed, Observer, Settings, TargetKeeper
+    from craton.observability.prometheus.processes import Service, find_program, start_prometheus
+    from craton.observability.prometheus.remote import DATA_SOURCE
+    from craton.observability.prometheus.rendering import render
+    from craton.observability.prometheus.rules import (
+        ACTIONS,
+        ALERTS,
+        LAYERS,
+        RECORDINGS,
+        SEVERITIES,
+        AlertRule,
+        RecordingRule,
+        rule_groups,
+    )
+    from craton.observability.prometheus.scrape import dcgm_relabeling, prometheus_config
+    from craton.observability.prometheus.targets import (
+        EXPORTERS,
+        Machine,
+        SearchedExporters,
+        Target,
+        look_at,
+        write_targets,
+    )
+else:
+    __getattr__ = loader(
+        __name__,
+        {
+            "alertmanager": ("alertmanager_config", "write_private"),
+            "errors": ("ObserveError",),
+            "kubernetes": ("operator_objects",),
+            "observer": ("FOLDER", "Observed", "Observer", "Settings", "TargetKeeper"),
+            "processes": ("Service", "find_program", "start_prometheus"),
+            "remote": ("DATA_SOURCE",),
+            "rendering": ("render",),
+            "rules": (
+                *("ACTIONS", "ALERTS", "LAYERS", "RECORDINGS", "SEVERITIES"),
+                *("AlertRule", "RecordingRule", "rule_groups"),
+            ),
+            "scrape": ("dcgm_relabeling", "prometheus_config"),
+            "targets": ("EXPORTERS", "Machine", "SearchedExporters", "Target", "look_at", "write_targets"),
+        },
+    )
+
+__all__ = [
+    "ACTIONS",
+    "ALERTS",
+    "DATA_SOURCE",
+    "EXPORTERS",
+    "FOLDER",
+    "LAYERS",
+    "RECORDINGS",
+    "SEVERITIES",
+    "AlertRule",
+    "Machine",
+    "ObserveError",
+    "Observed",
+    "Observer",
+    "RecordingRule",
+    "SearchedExporters",
+    "Service",
+    "Settings",
+    "Target",
+    "TargetKeeper",
+    "alertmanager_config",
+    "dcgm_relabeling",
+    "find_program",
+    "look_at",
+    "operator_objects",
+    "prometheus_config",
+    "render",
+    "rule_groups",
+    "start_prometheus",
+    "write_private",
+    "write_targets",
+]

@@ -1,0 +1,360 @@
+"""`craton observe up`: Prometheus and Alertmanager on a run, on all runs, or on a cluster, with targets kept right.
+
+Everything they need and keep is in RUNS/.observe. `Observer` starts both, `refresh()` looks for targets and writes
+them, `look()` asks how targets and alerts are, and leaving it ends both.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from craton.infrastructure import CatalogError, to_yaml
+from craton.infrastructure import instance as catalog_instance
+from craton.job import ClusterFile
+from craton.observability.prometheus.alertmanager import alertmanager_config, write_private
+from craton.observability.prometheus.errors import ObserveError
+from craton.observability.prometheus.processes import (
+    ALERTMANAGER,
+    PROMETHEUS,
+    Service,
+    find_program,
+    start_alertmanager,
+    start_prometheus,
+)
+from craton.observability.prometheus.rules import rule_groups
+from craton.observability.prometheus.scrape import (
+    SLURM_PORT,
+    file_jobs,
+    kubernetes_jobs,
+    prometheus_config,
+    slurm_jobs,
+)
+from craton.observability.prometheus.targets import (
+    Found,
+    Machine,
+    SearchedExporters,
+    Target,
+    look_at,
+    serves_metrics,
+    write_targets,
+)
+from craton.orchestration import read_submission
+from craton.remote import is_url
+from craton.telemetry import RunDirectory, list_runs, runs_root
+
+FOLDER = ".observe"
+ALERTMANAGER_OFFSET = 3  # 9090 and 9093, as everybody has them
+COMMAND_SECONDS = 10.0
+NODES_SECONDS = 60.0  # between two questions which nodes Slurm has
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to observe, and how."""
+
+    runs: tuple[RunDirectory, ...] = ()  # none: all runs of the root
+    cluster: ClusterFile | None = None
+    host: str = "127.0.0.1"
+    port: int = 9090
+    every_seconds: float = 5.0  # scrapes, evaluations, and looks for targets
+    alertmanager: bool = True
+    webhook: str | None = None
+
+    @property
+    def root(self) -> Path:
+        """Where runs are: of the runs given, of the cluster, or of this folder."""
+        if self.runs:
+            return self.runs[0].path.parent
+        stated = self.cluster.runs if self.cluster else None
+        return Path(stated).expanduser() if stated and not is_url(stated) else runs_root()
+
+    @property
+    def interval(self) -> str:
+        return f"{max(1, round(self.every_seconds * 1000))}ms"
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One look."""
+
+    targets: tuple[Mapping[str, str], ...]  # job, address, run, node, health, error
+    alerts: tuple[Mapping[str, Any], ...]  # name, state, severity, layer, action, summary, labels
+
+    @property
+    def firing(self) -> list[Mapping[str, Any]]:
+        return [alert for alert in self.alerts if alert["state"] == "firing"]
+
+
+@dataclass
+class TargetKeeper:
+    """Finds targets again and again and writes them for file_sd."""
+
+    settings: Settings
+    folder: Path
+    exporters: SearchedExporters = field(default_factory=SearchedExporters)
+    targets: list[Target] = field(default_factory=list)
+    trouble: str = ""  # why the last look gave nothing; the targets are then those of the look before
+    _runs: list[RunDirectory] = field(default_factory=list)
+    _slurm_asked: float = float("-inf")
+    _slurm_machines: tuple[Machine, ...] = ()
+
+    def refresh(self) -> list[RunDirectory]:
+        """Returns the runs that were looked at. A file system that fails for a while is told in `trouble`."""
+        try:
+            self._look()
+        except OSError as error:
+            self.trouble = f"cannot look for targets, the last ones stay: {error}"
+        else:
+            self.trouble = ""
+        return self._runs
+
+    def _look(self) -> None:
+        runs = list(self.settings.runs) or list_runs(self.settings.root)
+        found: Found = look_at(runs)
+        self._ask_slurm()
+        machines = [*found.machines, *self._slurm_machines]
+        targets = [*found.targets, *self.exporters.look(machines)]
+        write_targets(self.folder, targets)
+        self._runs, self.targets = runs, targets
+
+    def _ask_slurm(self) -> None:
+        """For every node it has, whether or not a run is there."""
+        if _is_slurm(self.settings.cluster) and time.monotonic() - self._slurm_asked > NODES_SECONDS:
+            self._slurm_asked = time.monotonic()
+            names = dict.fromkeys(_output(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
+            self._slurm_machines = tuple(Machine(name, name) for name in names)
+
+
+class Observer:
+    """Prometheus and Alertmanager, started; a context manager that ends them."""
+
+    def __init__(self, settings: Settings) -> None:
+        find_program(PROMETHEUS)
+        if settings.alertmanager:
+            find_program(ALERTMANAGER)
+        elif settings.webhook:
+            raise ObserveError("--webhook needs Alertmanager; leave out --no-alertmanager")
+        self.settings = settings
+        self.folder = settings.root / FOLDER
+        self.keeper = TargetKeeper(settings, self.folder / "targets")
+        self.prometheus: Service | None = None
+        self.alertmanager: Service | None = None
+        self._lock: IO[str] | None = None
+        self._slurm = _slurm_address(settings.cluster)
+        self._runs_of_jobs: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        settings = self.settings
+        try:
+            (self.folder / "rules").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ObserveError(
+                f"cannot keep metrics in {self.folder} ({error.strerror}): set CRATON_RUNS to a folder you may write to"
+            ) from error
+        self._lock = _locked(self.folder / "lock")
+        try:
+            self._runs_of_jobs = _runs_of_jobs(self.keeper.refresh())
+            rules = {"groups": rule_groups(gpus_per_node(settings.cluster))}
+            (self.folder / "rules" / "craton.yaml").write_text(to_yaml(rules), encoding="utf-8")
+            if settings.alertmanager:
+                config = alertmanager_config(settings.webhook, first_wait=_first_wait(settings.every_seconds))
+                write_private(self.folder / "alertmanager.yml", to_yaml(config))
+                port = settings.port + ALERTMANAGER_OFFSET
+                self.alertmanager = start_alertmanager(self.folder, settings.host, port)
+            self._write_config()
+            self.prometheus = start_prometheus(self.folder, settings.host, settings.port)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends both; what they recorded stays."""
+        for service in self.services:
+            service.end()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    @property
+    def services(self) -> list[Service]:
+        return [service for service in (self.prometheus, self.alertmanager) if service is not None]
+
+    def why_empty(self) -> str:
+        """Why there is nothing to scrape."""
+        if not self.settings.runs:
+            return f"no run in {self.settings.root} goes on: targets appear when one does"
+        names = ", ".join(run.name for run in self.settings.runs)
+        return f"{names} does not go on: what was recorded while it did is shown, and targets appear when it is resumed"
+
+    def refresh(self) -> None:
+        """Looks for targets (`keeper.trouble` says what it could not); ObserveError when one of the two has ended."""
+        runs = self.keeper.refresh()
+        try:
+            self._follow_jobs(runs)
+        except OSError as error:
+            self.keeper.trouble = self.keeper.trouble or f"cannot read which jobs are whose, as before: {error}"
+        for service in self.services:
+            if not service.is_running:
+                raise ObserveError(f"{service.name} ended by itself: {service.last_words()}")
+
+    def _follow_jobs(self, runs: Sequence[RunDirectory]) -> None:
+        runs_of_jobs = _runs_of_jobs(runs)
+        if runs_of_jobs != self._runs_of_jobs:
+            self._runs_of_jobs = runs_of_jobs
+            self._write_config()
+            assert self.prometheus is not None
+            self.prometheus.reload()
+
+    def look(self) -> Observed:
+        """How the targets do and what alerts; OSError when Prometheus does not answer."""
+        assert self.prometheus is not None
+        targets = self.prometheus.ask("/api/v1/targets", state="active")["data"]["activeTargets"]
+        alerts = self.prometheus.ask("/api/v1/alerts")["data"]["alerts"]
+        return Observed(
+            tuple(sorted((_told_target(each) for each in targets), key=lambda each: (each["job"], each["address"]))),
+            tuple(sorted((_told_alert(each) for each in alerts), key=lambda each: (each["severity"], each["name"]))),
+        )
+
+    def _write_config(self) -> None:
+        settings, cluster = self.settings, self.settings.cluster
+        jobs = file_jobs(str(self.folder / "targets"), self._runs_of_jobs)
+        if self._slurm:
+            jobs += slurm_jobs(self._slurm)
+        if cluster is not None and cluster.scheduler is not None and cluster.scheduler.kind == "kubernetes":
+            known = kubernetes_jobs(cluster.scheduler.gang, _kubeconfig())
+            jobs += [{**job, "job_name": f"{job['job_name']}-pods", "relabel_configs": _named(job)} for job in known]
+        alertmanager = self.alertmanager and f"{self.alertmanager.host}:{self.alertmanager.port}"
+        document = prometheus_config(
+            jobs,
+            scrape_every=settings.interval,
+            rule_files=[str(self.folder / "rules" / "*.yaml")],
+            alertmanager=alertmanager or None,
+            external_labels={"cluster": cluster.name} if cluster else None,
+        )
+        (self.folder / "prometheus.yml").write_text(to_yaml(document), encoding="utf-8")
+
+
+def gpus_per_node(cluster: ClusterFile | None) -> int | None:
+    """How many cards each node of a cluster has; None: not known."""
+    if cluster is None:
+        return None
+    if cluster.hardware is not None:
+        return cluster.hardware.num_gpus
+    try:
+        return catalog_instance(cluster.instance or "").num_gpus or None
+    except CatalogError:
+        return None
+
+
+def _named(job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Two jobs may not share a name, but rules know the pods' by the plain one."""
+    return [*job["relabel_configs"], {"target_label": "job", "replacement": job["job_name"]}]
+
+
+def _first_wait(every_seconds: float) -> str:
+    """Alerts of one moment are told together; whoever looks every second waits no ten."""
+    return f"{round(min(10.0, every_seconds) * 1000)}ms"
+
+
+def _locked(path: Path) -> IO[str]:
+    file: IO[str] | None = None
+    try:
+        file = path.open("a", encoding="utf-8")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if file is not None:
+            file.close()
+        if isinstance(error, BlockingIOError):
+            raise ObserveError(
+                f"another `craton observe up` keeps its metrics in {path.parent}; look at that one, or end it"
+            ) from None
+        raise ObserveError(
+            f"cannot lock {path} ({error.strerror}): set CRATON_RUNS to a folder you own, on a file system with locks"
+        ) from error
+    return file
+
+
+def _runs_of_jobs(runs: Sequence[RunDirectory]) -> dict[str, str]:
+    """Slurm's job number → run, of runs that have not ended."""
+    found = {}
+    for run in runs:
+        if not (run.has("DONE") or run.has("FATAL")):
+            submission = read_submission(run)
+            if submission.on == "slurm" and submission.job:
+                found[submission.job] = run.name
+    return found
+
+
+def _kubeconfig() -> str | None:
+    """None inside a cluster, where a pod has its own account."""
+    for stated in (*os.environ.get("KUBECONFIG", "").split(os.pathsep), "~/.kube/config"):
+        if stated and Path(stated).expanduser().is_file():
+            return str(Path(stated).expanduser())
+    return None
+
+
+def _is_slurm(cluster: ClusterFile | None) -> bool:
+    return cluster is not None and cluster.scheduler is not None and cluster.scheduler.kind == "slurm"
+
+
+def _slurm_address(cluster: ClusterFile | None) -> str:
+    """Where slurmctld serves its metrics; "" where it does not."""
+    if not _is_slurm(cluster):
+        return ""
+    lines = (line.partition("=") for line in _output(["scontrol", "show", "config"]).splitlines())
+    settings = {name.strip(): value.strip() for name, _, value in lines}
+    host = settings.get("SlurmctldHost[0]", "localhost").partition("(")[0]
+    port = settings.get("SlurmctldPort", str(SLURM_PORT)).partition("-")[0]
+    return f"{host}:{port}" if serves_metrics(host, int(port), "/metrics/nodes") else ""
+
+
+def _output(command: list[str]) -> str:
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _told_target(target: Mapping[str, Any]) -> dict[str, str]:
+    labels = target["labels"]
+    return {
+        "job": labels["job"],
+        "address": labels["instance"],
+        "run": labels.get("run", ""),
+        "node": labels.get("node", ""),
+        "health": target["health"],  # up, down, or unknown before the first scrape
+        "error": target.get("lastError", ""),
+    }
+
+
+def _told_alert(alert: Mapping[str, Any]) -> dict[str, Any]:
+    labels = alert["labels"]
+    return {
+        "name": labels["alertname"],
+        "state": alert["state"],
+        "severity": labels.get("severity", ""),
+        "layer": labels.get("layer", ""),
+        "action": labels.get("action", ""),
+        "summary": alert.get("annotations", {}).get("summary", ""),
+        "runbook": alert.get("annotations", {}).get("runbook_url", ""),
+        "labels": {name: value for name, value in labels.items() if name != "alertname"},
+        "since": alert.get("activeAt", ""),
+    }

@@ -1,0 +1,99 @@
+"""Amazon Managed Prometheus and Grafana, and a Grafana that exists: remote write, data sources, dashboard providers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from craton.observability.prometheus.errors import ObserveError
+
+DATA_SOURCE = "craton-prometheus"  # uid by which dashboards find it
+# Source: docs.aws.amazon.com, PrometheusMonitoringConfiguration, pattern of remoteWriteUrl, 2026-11-16
+_WORKSPACE = re.compile(
+    r"(?P<base>https://aps-workspaces\.(?P<region>[a-z]{2}-[a-z-]{1,20}-[1-9])\.amazonaws(?:\.[0-9A-Za-z]{2,4})+"
+    r"/workspaces/(?P<id>[-_.0-9A-Za-z]{1,100}))(?:/api/v1/remote_write)?/?"
+)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A workspace of Amazon Managed Prometheus."""
+
+    url: str  # without a slash at its end
+    region: str
+    id: str
+
+    @property
+    def remote_write(self) -> dict[str, Any]:
+        """An entry of remote_write: signed with the machine's role, samples in lots as AWS advises."""
+        return {
+            "url": f"{self.url}/api/v1/remote_write",
+            "sigv4": {"region": self.region},
+            "queue_config": {"max_samples_per_send": 1000, "max_shards": 200, "capacity": 2500},
+        }
+
+
+def workspace_of(url: str) -> Workspace:
+    match = _WORKSPACE.fullmatch(url)
+    if match is None:
+        raise ObserveError(
+            f"--amp is {url!r}; give the workspace's endpoint, "
+            "https://aps-workspaces.REGION.amazonaws.com/workspaces/ws-ID"
+        )
+    return Workspace(match["base"], match["region"], match["id"])
+
+
+def data_sources(prometheus_url: str, alertmanager_url: str, workspace: Workspace | None) -> dict[str, Any]:
+    """Grafana's provisioning/datasources file: the workspace where there is one, else the Prometheus beside it."""
+    if workspace is not None:
+        source = {
+            "name": "Craton",
+            "uid": DATA_SOURCE,
+            # The plugin that Grafana moved SigV4 to; Amazon Managed Grafana has it built in.
+            "type": "grafana-amazonprometheus-datasource",
+            "access": "proxy",
+            "url": f"{workspace.url}/",
+            "isDefault": True,
+            "jsonData": {
+                "httpMethod": "POST",
+                "sigV4Auth": True,
+                "sigV4AuthType": "default",
+                "sigV4Region": workspace.region,
+            },
+        }
+        return {"apiVersion": 1, "datasources": [source]}
+    return {
+        "apiVersion": 1,
+        "datasources": [
+            {
+                "name": "Craton",
+                "uid": DATA_SOURCE,
+                "type": "prometheus",
+                "access": "proxy",
+                "url": prometheus_url,
+                "isDefault": True,
+                "jsonData": {"httpMethod": "POST", "timeInterval": "15s"},
+            },
+            {
+                "name": "Craton alerts",
+                "uid": "craton-alertmanager",
+                "type": "alertmanager",
+                "access": "proxy",
+                "url": alertmanager_url,
+                "jsonData": {"implementation": "prometheus"},
+            },
+        ],
+    }
+
+
+def dashboard_provider() -> dict[str, Any]:
+    """Grafana's provisioning/dashboards file, for dashboards copied to /var/lib/grafana/dashboards/craton."""
+    provider = {
+        "name": "craton",
+        "folder": "Craton",
+        "type": "file",
+        "allowUiUpdates": True,
+        "options": {"path": "/var/lib/grafana/dashboards/craton"},
+    }
+    return {"apiVersion": 1, "providers": [provider]}

@@ -1,0 +1,165 @@
+"""Prometheus' configuration: what is scraped, how labels become run, node and leaf, and where rules and alerts go.
+
+Agents and our exporter serve run, node, leaf and rank themselves, so their labels win (honor_labels). dcgm-exporter
+knows a Hostname, on Slurm a job number (hpc_job) and on Kubernetes a pod; node and run are made of these. A rank is
+known only to exporters that see processes, which ours does and dcgm-exporter does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from craton.infrastructure import GANG_CONTROLLERS, SLURM_PAGES
+from craton.observability.prometheus.targets import AGENTS, EXPORTERS, FOUND_JOBS, SERVERS
+
+Job = dict[str, Any]
+HONORED = (AGENTS, "craton-node")
+SLURM_PORT = 6817
+# Pods of a run: NAME-node-0-3-x7k2p of a JobSet, NAME-node-3 of a Volcano Job. Others are not taken for runs.
+POD_OF_RUN = r"(.+?)-node-(?:0-)?\d+(?:-[a-z0-9]{5})?"
+MANAGED_BY = "__meta_kubernetes_pod_label_app_kubernetes_io_managed_by"
+INSTANCE = "__meta_kubernetes_pod_label_app_kubernetes_io_instance"
+POD_NAME = "__meta_kubernetes_pod_label_app_kubernetes_io_name"
+# A finished pod stays listed with its old address, which answers nobody: it would be a node that is down. The operator
+# does the same for its monitors by itself.
+ENDED_PODS_DROPPED = {
+    "source_labels": ["__meta_kubernetes_pod_phase"],
+    "regex": "Succeeded|Failed",
+    "action": "drop",
+}
+
+
+def prometheus_config(
+    jobs: Iterable[Job],
+    *,
+    scrape_every: str = "15s",
+    rule_files: Iterable[str] = ("rules/*.yaml",),
+    alertmanager: str | None = None,
+    external_labels: Mapping[str, str] | None = None,
+    remote_write: Iterable[Job] = (),
+) -> dict[str, Any]:
+    """The whole file."""
+    document: dict[str, Any] = {
+        "global": {
+            "scrape_interval": scrape_every,
+            "evaluation_interval": scrape_every,
+            **({"external_labels": dict(external_labels)} if external_labels else {}),
+        },
+        "rule_files": list(rule_files),
+        "scrape_configs": list(jobs),
+    }
+    if alertmanager:
+        document["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}
+    if remote := list(remote_write):
+        document["remote_write"] = remote
+    return document
+
+
+def file_jobs(folder: str, runs_of_jobs: Mapping[str, str] | None = None) -> list[Job]:
+    """Jobs whose targets stand in FOLDER/JOB.json, as `observe up` keeps them. `runs_of_jobs`: Slurm's number → run."""
+    return [
+        {
+            "job_name": job,
+            **({"honor_labels": True} if job in HONORED else {}),
+            "file_sd_configs": [{"files": [f"{folder}/{job}.json"], "refresh_interval": "10s"}],
+            **({"metric_relabel_configs": dcgm_relabeling(runs_of_jobs)} if job == "dcgm" else {}),
+        }
+        for job in FOUND_JOBS
+    ]
+
+
+def shared_file_jobs(folder: str) -> list[Job]:
+    """Exporters of a provisioned Slurm cluster: every node writes all its addresses into one file of this folder."""
+    return [
+        {
+            "job_name": job,
+            **({"honor_labels": True} if job in HONORED else {}),
+            "file_sd_configs": [{"files": [f"{folder}/*.json"], "refresh_interval": "1m"}],
+            "relabel_configs": [
+                {"source_labels": ["__address__"], "regex": f".*:{port}", "action": "keep"},
+                {"source_labels": ["node", "__address__"], "regex": r";(.+):\d+", "target_label": "node"},
+            ],
+            **({"metric_relabel_configs": dcgm_relabeling(None)} if job == "dcgm" else {}),
+        }
+        for job, port in EXPORTERS.items()
+    ]
+
+
+def slurm_jobs(address: str = f"localhost:{SLURM_PORT}") -> list[Job]:
+    """Slurm's own metrics, a page for each kind."""
+    return [
+        {
+            "job_name": f"slurm-{page}",
+            "metrics_path": f"/metrics/{page}",
+            "static_configs": [{"targets": [address]}],
+        }
+        for page in SLURM_PAGES
+    ]
+
+
+def kubernetes_jobs(gang: str = "none", kubeconfig: str | None = None) -> list[Job]:
+    """Runs, servers, exporters and the gang scheduler's controller, by their pods."""
+    access = {"kubeconfig_file": kubeconfig} if kubeconfig else {}
+    node = {"source_labels": ["__meta_kubernetes_pod_node_name"], "target_label": "node"}
+    run = {"source_labels": [INSTANCE], "target_label": "run"}
+
+    def pods(name: str, relabel: list[Job], **more: Any) -> Job:
+        discovery = {"role": "pod", **access, **more.pop("discovery", {})}
+        kept = [ENDED_PODS_DROPPED, *relabel]
+        return {"job_name": name, **more, "kubernetes_sd_configs": [discovery], "relabel_configs": kept}
+
+    ours = [_keep(MANAGED_BY, "craton"), run, node]
+    jobs = [
+        pods(AGENTS, [*ours, _keep("__meta_kubernetes_pod_container_port_name", "metrics")], honor_labels=True),
+        pods(
+            SERVERS,
+            [
+                *ours,
+                _keep("__meta_kubernetes_pod_label_app_kubernetes_io_component", "serve"),
+                _keep("__meta_kubernetes_pod_container_port_name", "http"),
+            ],
+        ),
+        pods("craton-node", [_keep(POD_NAME, "craton-exporter"), node], honor_labels=True),
+        pods("node", [_keep(POD_NAME, "prometheus-node-exporter|node-exporter"), node]),
+        pods(
+            "dcgm",
+            [
+                _keep("__meta_kubernetes_pod_container_port_number", str(EXPORTERS["dcgm"])),
+                _keep("__meta_kubernetes_pod_name", ".*dcgm-exporter.*"),
+                node,
+            ],
+            metric_relabel_configs=dcgm_relabeling(None),
+        ),
+    ]
+    if gang in GANG_CONTROLLERS:
+        namespace, name = GANG_CONTROLLERS[gang]
+        jobs.append(
+            pods(
+                name,
+                [_keep("__meta_kubernetes_pod_container_port_name", "metrics|https")],
+                discovery={"namespaces": {"names": [namespace]}},
+                scheme="https",
+                authorization={"credentials_file": "/var/run/secrets/kubernetes.io/serviceaccount/token"},
+                tls_config={"insecure_skip_verify": True},
+            )
+        )
+    return jobs
+
+
+def dcgm_relabeling(runs_of_jobs: Mapping[str, str] | None) -> list[Job]:
+    """node of Hostname where the target has none, and run of the pod or of Slurm's job number."""
+    rules: list[Job] = [
+        {"source_labels": ["node", "Hostname"], "regex": ";(.+)", "target_label": "node"},
+        {"source_labels": ["run", "pod"], "regex": f";{POD_OF_RUN}", "target_label": "run"},
+    ]
+    rules += [
+        {"source_labels": ["hpc_job"], "regex": re.escape(job), "target_label": "run", "replacement": run}
+        for job, run in sorted((runs_of_jobs or {}).items())
+    ]
+    return rules
+
+
+def _keep(label: str, regex: str) -> Job:
+    return {"source_labels": [label], "regex": regex, "action": "keep"}

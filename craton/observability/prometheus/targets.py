@@ -1,0 +1,203 @@
+"""What Prometheus is to scrape: the agents and servers of runs, and the exporters of the machines they are on.
+
+`run_targets` reads a run directory; a run that has ended has no targets, so that its series end and no alert stays. A
+node that vanished without a word keeps its target for LOST_SECONDS: long enough that somebody is told, not for ever;
+and for TOLD_SECONDS when the others have begun a generation without it.
+Exporters are asked for at the ports they are known by (`SearchedExporters`), and once one has answered it stays a
+target for as long as its machine is looked at: only so can its silence be noticed.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from craton.infrastructure import EXPORTER_PORTS
+from craton.job import CratonError, load_job
+from craton.orchestration import address_of, is_server
+from craton.telemetry import Heartbeat, RunDirectory, read_heartbeat, read_json
+
+AGENTS, SERVERS = "craton", "craton-serve"
+EXPORTERS = {"craton-node": 9500, **EXPORTER_PORTS}  # ours, and those a provisioned cluster has
+FOUND_JOBS = (AGENTS, SERVERS, *EXPORTERS)  # that have a file of targets each
+LOST_SECONDS = 3600.0
+TOLD_SECONDS = 180.0  # of a node that the run has gone on without: NodeDown fires, and ends
+ANSWER_SECONDS = 1.0
+SEARCH_SECONDS = 30.0  # between two searches of a machine for exporters
+SEARCHES = 32  # at once
+EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+@dataclass(frozen=True)
+class Target:
+    job: str
+    address: str  # host:port
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Somewhere exporters may be."""
+
+    host: str  # to be dialled
+    name: str  # the label `node`
+    leaf: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a look at some runs gave."""
+
+    targets: tuple[Target, ...]
+    machines: tuple[Machine, ...]
+
+
+def look_at(runs: Iterable[RunDirectory], now: float | None = None) -> Found:
+    """Targets of the runs that go on, and the machines they are on."""
+    now = time.time() if now is None else now
+    targets: list[Target] = []
+    machines: dict[str, Machine] = {}
+    for run in runs:
+        beats = {node: beat for node, beat in _heartbeats(run) if _is_there(run, beat, now)}
+        if not beats:
+            continue
+        leaves = read_json(run.launch_path).get("leaves") or {}
+        targets += run_targets(run, _not_left_behind(beats, now), leaves)
+        for node, beat in beats.items():
+            host = _host(beat)
+            machines.setdefault(host, Machine(host, beat.host or node, str(leaves.get(node, ""))))
+    return Found(tuple(targets), tuple(machines.values()))
+
+
+def run_targets(run: RunDirectory, beats: Mapping[str, Heartbeat], leaves: Mapping[str, str]) -> list[Target]:
+    """The endpoints of a run's agents, and of its server where it is one."""
+
+    def labels(node: str) -> dict[str, str]:
+        return {"run": run.name, "node": node, "leaf": str(leaves.get(node, ""))}
+
+    found = [
+        Target(AGENTS, _joined(_host(beat), beat.metrics_port), labels(node))
+        for node, beat in beats.items()
+        if beat.metrics_port
+    ]
+    server = _server(run)
+    if server is not None:
+        node, beat = next(iter(beats.items()))
+        host, port = server
+        found.append(Target(SERVERS, _joined(_host(beat) if host in EVERYWHERE else host, port), labels(node)))
+    return found
+
+
+@dataclass
+class SearchedExporters:
+    """Exporters of machines, looked for again and again."""
+
+    ports: Mapping[str, int] = field(default_factory=lambda: dict(EXPORTERS))
+    _answered: dict[tuple[str, str], Target] = field(default_factory=dict)  # (job, host)
+    _searched: dict[str, float] = field(default_factory=dict)  # host → when
+
+    def look(self, machines: Iterable[Machine]) -> list[Target]:
+        """Targets on these machines; what answered once is kept while its machine is given."""
+        wanted = {machine.host: machine for machine in machines}
+        now = time.monotonic()
+        due = [host for host in wanted if now - self._searched.get(host, -SEARCH_SECONDS) >= SEARCH_SECONDS]
+        asked = [(job, host) for host in due for job in self.ports if (job, host) not in self._answered]
+        if asked:
+            with ThreadPoolExecutor(min(SEARCHES, len(asked))) as pool:
+                answers = pool.map(lambda each: serves_metrics(each[1], self.ports[each[0]]), asked)
+                for (job, host), answer in zip(asked, answers, strict=True):
+                    if answer:
+                        machine = wanted[host]
+                        labels = {"node": machine.name, "leaf": machine.leaf}
+                        self._answered[job, host] = Target(job, _joined(host, self.ports[job]), labels)
+        self._searched.update(dict.fromkeys(due, now))
+        return [target for (_, host), target in self._answered.items() if host in wanted]
+
+
+def serves_metrics(host: str, port: int, path: str = "/metrics") -> bool:
+    """Whether an exporter answers there: something else may have its port."""
+    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status == http.client.OK and b"# TYPE" in answer.read(64 << 10)
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def write_targets(folder: Path, targets: Iterable[Target]) -> None:
+    """A file for each job, for Prometheus' file_sd; one that did not change is not touched."""
+    by_job: dict[str, list[dict[str, object]]] = {job: [] for job in FOUND_JOBS}
+    for target in targets:
+        labels = {name: value for name, value in target.labels.items() if value}
+        by_job.setdefault(target.job, []).append({"targets": [target.address], "labels": labels})
+    folder.mkdir(parents=True, exist_ok=True)
+    for job, entries in by_job.items():
+        # A group without targets, not no group: Prometheus 2.42 keeps the old targets of a job that has none when it
+        # reads its configuration anew.
+        path, text = folder / f"{job}.json", json.dumps(entries or [{"targets": []}], indent=1) + "\n"
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        fresh = folder / f".{job}.{os.getpid()}"
+        fresh.write_text(text, encoding="utf-8")
+        os.replace(fresh, path)
+
+
+def _heartbeats(run: RunDirectory) -> list[tuple[str, Heartbeat]]:
+    try:
+        nodes = sorted(each.name for each in (run.path / "heartbeat").iterdir() if not each.name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [(node, beat) for node in nodes if (beat := read_heartbeat(run, node)) is not None]
+
+
+def _is_there(run: RunDirectory, beat: Heartbeat, now: float) -> bool:
+    if beat.state not in ("running", "spare"):
+        return False
+    if not beat.is_lost(now):
+        return True
+    return not (run.has("DONE") or run.has("FATAL")) and now - beat.moment < LOST_SECONDS
+
+
+def _not_left_behind(beats: Mapping[str, Heartbeat], now: float) -> dict[str, Heartbeat]:
+    """Without lost nodes that the run has gone on without: the newest generation of those that live is not theirs. Its
+    machine is looked at all the same, for what broke may still be seen there."""
+    newest = max((beat.generation for beat in beats.values() if not beat.is_lost(now)), default=0)
+    return {
+        node: beat
+        for node, beat in beats.items()
+        if not beat.is_lost(now) or beat.generation >= newest or now - beat.moment < TOLD_SECONDS
+    }
+
+
+def _host(beat: Heartbeat) -> str:
+    """Where a node's agent listens; an older one tells only its machine."""
+    return beat.address.rpartition(":")[0].strip("[]") or beat.host or "127.0.0.1"
+
+
+def _server(run: RunDirectory) -> tuple[str, int] | None:
+    if not is_server(run):
+        return None
+    try:
+        return _address_in(run.job_path, run.job_path.stat().st_mtime_ns)
+    except (CratonError, OSError):  # its job file is gone or was broken since: agents can be scraped all the same
+        return None
+
+
+@lru_cache(maxsize=256)
+def _address_in(path: Path, moment: int) -> tuple[str, int]:
+    address = address_of(load_job(path))
+    return address.host, address.port
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,139 @@
+"""The rules, by real promtool: each fires and is silent when it should; none reads what nobody serves."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from observed import need
+from rule_cases import all_expressions, cases, metrics_of, write_tests
+
+from craton.infrastructure import xid_facts
+from craton.observability.exporter import FAMILIES, ONLY_DCGM
+from craton.observability.prometheus import ACTIONS, ALERTS, LAYERS, RECORDINGS, SEVERITIES, rule_groups
+from craton.telemetry import METRICS
+
+REPOSITORY = Path(__file__).parents[3]
+# Served by others; nothing of ours names them.
+FOREIGN = {
+    "up": "Prometheus itself",
+    "slurm_nodes": "slurmctld, https://slurm.schedmd.com/metrics.html",
+    "slurm_nodes_drain": "slurmctld",
+    "slurm_nodes_down": "slurmctld",
+    "slurm_nodes_idle": "slurmctld",
+    "slurm_jobs_pending": "slurmctld",
+    "slurm_jobs_running": "slurmctld",
+    "kueue_pending_workloads": "Kueue",
+    "kueue_admitted_until_ready_wait_time_seconds_bucket": "Kueue",
+    "kueue_evicted_workloads_total": "Kueue",
+    "nccl_bus_bandwidth_gbs": "NCCL Inspector",
+}
+
+
+def test_every_rule_fires_and_is_silent_as_its_cases_say(tmp_path: Path) -> None:
+    need("promtool")
+    files = write_tests(tmp_path)
+    done = subprocess.run(
+        ["promtool", "test", "rules", *map(str, files)], capture_output=True, text=True, timeout=120, check=False
+    )
+    told = [line for line in (done.stdout + done.stderr).splitlines() if line.strip() and "SUCCESS" not in line]
+    assert done.returncode == 0, "\n".join(line for line in told if not line.startswith("Unit Testing"))
+
+
+def test_no_rule_lacks_its_cases() -> None:
+    assert set(cases()) == {alert.name for alert in ALERTS}
+    for name, entry in cases().items():
+        assert set(entry) == {"fires", "silent"}, name
+        for kind in ("fires", "silent"):
+            assert entry[kind], f"{name} has no case in which it {kind}"
+            for case in entry[kind]:
+                assert case["series"].strip(), name
+        assert all("with" in case for case in entry["fires"]) or name.startswith("Slurm"), f"{name}: say which labels"
+
+
+def test_a_case_that_is_wrong_is_noticed(tmp_path: Path) -> None:
+    """The cases would be worth nothing if promtool took a firing alert for a silent one."""
+    need("promtool")
+    file = next(path for path in write_tests(tmp_path) if path.name.startswith("LossNotFinite"))
+    document = yaml.safe_load(file.read_text())
+    document["tests"] = [test for test in document["tests"] if "silent" in test["name"]]
+    document["tests"][0]["input_series"] = [{"series": 'craton_run_loss{run="a"}', "values": "NaN NaN NaN NaN"}]
+    document["tests"][0]["promql_expr_test"][0]["eval_time"] = "3m"
+    file.write_text(yaml.safe_dump(document))
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+
+
+def test_rules_say_what_a_person_needs() -> None:
+    names = [alert.name for alert in ALERTS]
+    assert len(names) == len(set(names))
+    for alert in ALERTS:
+        assert alert.severity in SEVERITIES, alert.name
+        assert alert.layer in LAYERS, alert.name
+        assert alert.action in ACTIONS, alert.name
+        assert alert.summary, alert.name
+        assert alert.description.endswith("."), alert.name
+        assert alert.source, alert.name
+        if alert.severity == "page":
+            assert alert.action != "observe", f"{alert.name} wakes somebody who then has nothing to do"
+    assert {alert.layer for alert in ALERTS} == set(LAYERS)
+
+
+def test_every_alert_has_its_place_in_a_runbook() -> None:
+    for alert in ALERTS:
+        page, _, anchor = alert.runbook.partition("#")
+        text = (REPOSITORY / page).read_text(encoding="utf-8")
+        headings = [line.lstrip("# ").strip().lower() for line in text.splitlines() if line.startswith("## ")]
+        assert anchor in headings, f"{page} has no heading for {alert.name}"
+    for page in (REPOSITORY / "docs/runbooks").glob("*.md"):
+        told = {line[3:].strip() for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("## ")}
+        assert told <= {alert.name for alert in ALERTS}, f"{page.name} tells of alerts that are no more"
+
+
+def test_rules_read_only_what_somebody_serves() -> None:
+    """Our vocabulary, our exporter's table, dcgm-exporter's, the server's own source, and a short list of others."""
+    server = (REPOSITORY / "craton/ml/serving/server/metrics.py").read_text(encoding="utf-8")
+    strings = {node.value for node in ast.walk(ast.parse(server)) if isinstance(node, ast.Constant)}
+    of_server = {f"vllm:{text.removeprefix('vllm:')}" for text in strings if isinstance(text, str)}
+    known = {
+        *(metric.prometheus_name for metric in METRICS.values()),
+        *FAMILIES,
+        *ONLY_DCGM,
+        *FOREIGN,
+        *(f"{name}{ending}" for name in of_server for ending in ("", "_total", "_bucket")),
+        *(recording.name for recording in RECORDINGS),
+        "craton:node_gpus_expected",
+    }
+    for name, expr in all_expressions().items():
+        read = metrics_of(expr)
+        assert read, name
+        assert read <= known, f"{name} reads {sorted(read - known)}, which nobody serves"
+
+
+def test_the_sticky_gauge_and_bare_utilisation_are_not_used() -> None:
+    for name, expr in all_expressions().items():
+        assert "DCGM_FI_DEV_XID_ERRORS" not in metrics_of(expr), name
+    for alert in ALERTS:
+        assert not re.match(r"^\s*DCGM_FI_DEV_GPU_UTIL", alert.expr), alert.name
+
+
+def test_xid_rules_cover_the_table_and_follow_it() -> None:
+    by_action = {alert.action: alert.expr for alert in ALERTS if re.fullmatch(r"GpuXid(?!Unknown)\w+", alert.name)}
+    for code, fact in xid_facts().items():
+        assert re.search(rf"[\"|]{code}[\"|]", by_action[fact.action]), f"XID {code} ({fact.action})"
+        others = [expr for action, expr in by_action.items() if action != fact.action]
+        assert not any(re.search(rf"xid=~\"[^\"]*\b{code}\b", expr) for expr in others), code
+
+
+@pytest.mark.parametrize("gpus", [None, 8])
+def test_the_rule_file_is_what_prometheus_takes(tmp_path: Path, gpus: int | None) -> None:
+    need("promtool")
+    path = tmp_path / "craton.yaml"
+    path.write_text(yaml.safe_dump({"groups": rule_groups(gpus, "15s")}))
+    done = subprocess.run(["promtool", "check", "rules", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(ALERTS) + len(RECORDINGS) + 1} rules found" in done.stdout

@@ -1,0 +1,147 @@
+"""What is scraped: found in run directories and on machines, and gone when it should be."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from observed import LiveRun, Served
+
+from craton.cli.live import make_console
+from craton.cli.observe_view import keep_targets
+from craton.observability.prometheus import Machine, SearchedExporters, Settings, TargetKeeper, look_at, write_targets
+from craton.telemetry import list_runs
+
+JOB = """
+name: beta
+kind: serve
+model: qwen3-0.6b
+serve: {host: 0.0.0.0, port: 8123}
+cluster: local
+"""
+
+
+def test_agents_of_a_run_that_goes_on(live_run: LiveRun) -> None:
+    found = look_at(list_runs(live_run.run.path.parent))
+    assert {(target.job, target.address, target.labels["node"], target.labels["leaf"]) for target in found.targets} == {
+        ("craton", f"127.0.0.1:{live_run.ports['n0']}", "n0", "leaf1"),
+        ("craton", f"127.0.0.1:{live_run.ports['n1']}", "n1", ""),
+    }
+    assert {target.labels["run"] for target in found.targets} == {"alpha"}
+    assert [machine.host for machine in found.machines] == ["127.0.0.1"]
+
+
+def test_a_run_that_ended_has_no_targets(live_run: LiveRun) -> None:
+    live_run.end()
+    assert look_at([live_run.run]).targets == ()
+
+
+def test_a_node_that_left_alone_is_no_target(live_run: LiveRun) -> None:
+    live_run.beat("n1", "released")
+    assert [target.labels["node"] for target in look_at([live_run.run]).targets] == ["n0"]
+
+
+def test_a_node_that_vanished_stays_a_target_but_not_for_ever(live_run: LiveRun) -> None:
+    live_run.beat("n1", "running", age_seconds=120)
+    assert len(look_at([live_run.run]).targets) == 2
+    live_run.beat("n1", "running", age_seconds=4000)
+    assert [target.labels["node"] for target in look_at([live_run.run]).targets] == ["n0"]
+
+
+def test_a_node_that_vanished_from_a_run_that_failed_is_no_target(live_run: LiveRun) -> None:
+    live_run.run.mark("FATAL", "no more")
+    live_run.beat("n1", "running", age_seconds=120)
+    assert [target.labels["node"] for target in look_at([live_run.run]).targets] == ["n0"]
+
+
+def test_a_lost_node_that_the_run_went_on_without_is_told_of_and_then_no_target(live_run: LiveRun) -> None:
+    live_run.beat("n0", "running", generation=1)
+    live_run.beat("n1", "running", age_seconds=60)
+    assert len(look_at([live_run.run]).targets) == 2, "NodeDown wants half a minute"
+    live_run.beat("n1", "running", age_seconds=300)
+    found = look_at([live_run.run])
+    assert [target.labels["node"] for target in found.targets] == ["n0"]
+    live_run.beat("n1", "running", age_seconds=300, generation=1)
+    assert len(look_at([live_run.run]).targets) == 2, "the others wait for it"
+
+
+def test_a_server_is_scraped_where_it_listens(live_run: LiveRun) -> None:
+    live_run.run.plan_path.write_text(json.dumps({"kind": "serve"}))
+    live_run.run.job_path.write_text(JOB)
+    (target,) = (target for target in look_at([live_run.run]).targets if target.job == "craton-serve")
+    assert target.address == "127.0.0.1:8123"
+    assert target.labels == {"run": "alpha", "node": "n0", "leaf": "leaf1"}
+
+
+def test_a_server_whose_job_file_is_broken_hides_no_agent(live_run: LiveRun) -> None:
+    live_run.run.plan_path.write_text(json.dumps({"kind": "serve"}))
+    live_run.run.job_path.write_text("name: [")
+    assert {target.job for target in look_at([live_run.run]).targets} == {"craton"}
+
+
+def test_exporters_are_found_where_they_answer_and_kept_when_they_stop(served: Served) -> None:
+    machines = [Machine("127.0.0.1", "g1", "leaf7")]
+    served.text = "# HELP x X\n# TYPE x gauge\nx 1\n"
+    search = SearchedExporters({"dcgm": served.port, "node": 1})
+    (target,) = search.look(machines)
+    assert (target.job, target.labels) == ("dcgm", {"node": "g1", "leaf": "leaf7"})
+    served.close()
+    assert search.look(machines) == [target], "its silence must be seen"
+    assert search.look([]) == [], "its machine belongs to nobody any more"
+
+
+def test_something_else_at_an_exporters_port_is_no_exporter(served: Served) -> None:
+    served.text = "<html>hello</html>"
+    assert SearchedExporters({"node": served.port}).look([Machine("127.0.0.1", "g1")]) == []
+
+
+def test_files_of_targets_change_only_with_the_targets(live_run: LiveRun, tmp_path: Path) -> None:
+    folder = tmp_path / "targets"
+    targets = look_at([live_run.run]).targets
+    write_targets(folder, targets)
+    before = {path.name: path.stat().st_ino for path in folder.iterdir()}
+    assert set(before) == {f"{job}.json" for job in ("craton", "craton-serve", "craton-node", "dcgm", "node", "efa")}
+    write_targets(folder, targets)
+    assert {path.name: path.stat().st_ino for path in folder.iterdir()} == before
+    assert json.loads((folder / "craton.json").read_text())[0]["labels"]["run"] == "alpha"
+    live_run.end()
+    write_targets(folder, look_at([live_run.run]).targets)
+    assert json.loads((folder / "craton.json").read_text()) == [{"targets": []}]
+
+
+def test_a_keeper_sees_runs_come_and_go(live_run: LiveRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CRATON_RUNS", str(live_run.run.path.parent))
+    keeper = TargetKeeper(Settings(), tmp_path / "targets", SearchedExporters({}))
+    keeper.refresh()
+    assert len(keeper.targets) == 2
+    live_run.end()
+    keeper.refresh()
+    assert keeper.targets == []
+
+
+@pytest.mark.parametrize("broken", ["runs", "heartbeat"])
+def test_a_file_system_that_fails_is_said_and_the_last_targets_stay(
+    live_run: LiveRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    monkeypatch.setenv("CRATON_RUNS", str(live_run.run.path.parent))
+    keeper = TargetKeeper(Settings(), tmp_path / "targets", SearchedExporters({}))
+    keeper.refresh()
+    before = (tmp_path / "targets/craton.json").read_text()
+    listing = Path.iterdir
+
+    def stale(self: Path) -> Iterator[Path]:
+        if self.name == broken:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return listing(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", stale)
+        keep_targets(keeper, 0.01, 0.05, make_console(), as_json=False)
+    assert len(keeper.targets) == 2
+    assert (tmp_path / "targets/craton.json").read_text() == before
+    assert capsys.readouterr().out.count("Stale file handle") == 1, "said, and once"
+    keeper.refresh()
+    assert keeper.trouble == ""
