@@ -1,0 +1,57 @@
+"""`craton why`: a snapshot of a run, examinations of it layer by layer, and one verdict.
+
+`take_snapshot(run)` looks at everything there is to see; `diagnose(snapshot)` is pure, so that a snapshot can be saved,
+sent to somebody and judged again. `diagnosis.building` makes snapshots of runs that never were, for tests and benches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import loader
+
+if TYPE_CHECKING:
+    from craton.observability.diagnosis.bench import Outcome, seed_of_today, simulated_outcomes
+    from craton.observability.diagnosis.bench_live import LIVE, live_outcomes
+    from craton.observability.diagnosis.bench_score import Score, score
+    from craton.observability.diagnosis.judging import diagnose
+    from craton.observability.diagnosis.snapshot import Snapshot, SnapshotError
+    from craton.observability.diagnosis.tables import LAYERS, Cause, causes
+    from craton.observability.diagnosis.taking import chosen_run, read_snapshot, take_snapshot
+    from craton.observability.diagnosis.verdict import Condition, Finding, Verdict
+else:
+    __getattr__ = loader(
+        __name__,
+        {
+            "bench": ("Outcome", "simulated_outcomes", "seed_of_today"),
+            "bench_live": ("LIVE", "live_outcomes"),
+            "bench_score": ("Score", "score"),
+            "judging": ("diagnose",),
+            "snapshot": ("Snapshot", "SnapshotError"),
+            "tables": ("LAYERS", "Cause", "causes"),
+            "taking": ("chosen_run", "read_snapshot", "take_snapshot"),
+            "verdict": ("Condition", "Finding", "Verdict"),
+        },
+    )
+
+__all__ = [
+    "LAYERS",
+    "LIVE",
+    "Cause",
+    "Condition",
+    "Finding",
+    "Outcome",
+    "Score",
+    "Snapshot",
+    "SnapshotError",
+    "Verdict",
+    "causes",
+    "chosen_run",
+    "diagnose",
+    "live_outcomes",
+    "read_snapshot",
+    "score",
+    "seed_of_today",
+    "simulated_outcomes",
+    "take_snapshot",
+]

@@ -1,0 +1,189 @@
+"""Scenarios with live processes: runs of two nodes and four ranks on this machine, broken for real.
+
+Agents, ranks, pipes and sockets are real; so are the signals, the full device, the exhausted address space and the
+crash. Some runs go side by side, because most of what they do is wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from craton.job import parse_job
+from craton.observability.diagnosis.bench import Outcome, Progress
+from craton.observability.diagnosis.judging import diagnose
+from craton.observability.diagnosis.scenarios import Truth
+from craton.observability.diagnosis.scenarios_faults import Victim
+from craton.observability.diagnosis.snapshot import Snapshot
+from craton.observability.diagnosis.taking import take_snapshot
+from craton.observability.diagnosis.verdict import Verdict
+from craton.orchestration import draft_run, free_port, kill_run, living_agents, start_run
+from craton.telemetry import RunDirectory, read_heartbeat, read_status
+
+NODES, RANKS_PER_NODE = 2, 2
+SIDE_BY_SIDE = 4
+LIMIT_SECONDS = 120.0
+SETTLED_STEPS = 30
+LOOK_SECONDS = 0.3
+PULSE_SECONDS = (0.15, 0.05)  # stopped, and let go, in turn
+
+
+@dataclass(frozen=True)
+class Live:
+    """One way to break a run: by what its program does (`fault`), or from outside (`act`)."""
+
+    name: str
+    layers: str = ""
+    conditions: str = ""
+    fault: str = ""
+    act: Callable[[RunDirectory, int], None] | None = None
+    has_victim: bool = True
+    whole_node: bool = False
+    steps: int = 0  # after which it is done by itself
+    needs: str = ""  # a package; without it the case is left out
+
+
+def _signal(number: signal.Signals) -> Callable[[RunDirectory, int], None]:
+    return lambda run, rank: os.kill(_pid(run, rank), number)
+
+
+def _lose_node(run: RunDirectory, rank: int) -> None:
+    beat = read_heartbeat(run, f"node-{rank // RANKS_PER_NODE}")
+    assert beat is not None
+    os.kill(beat.pid, signal.SIGKILL)
+
+
+def _pulse(run: RunDirectory, rank: int) -> None:
+    """As `cpulimit` does it: stopped three quarters of the time."""
+    pid = _pid(run, rank)
+
+    def pulse() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            while True:
+                for number, seconds in zip((signal.SIGSTOP, signal.SIGCONT), PULSE_SECONDS, strict=True):
+                    os.kill(pid, number)
+                    time.sleep(seconds)
+
+    threading.Thread(target=pulse, daemon=True).start()
+
+
+LIVE = (
+    Live("stopped (SIGSTOP)", "host", "hung dead", act=_signal(signal.SIGSTOP)),
+    Live("killed (SIGKILL)", "host", "dead", act=_signal(signal.SIGKILL)),
+    Live("node lost", "host", "dead", act=_lose_node, whole_node=True),
+    Live("held back (SIGSTOP and SIGCONT)", "host framework", "slow", act=_pulse),
+    Live("works longer", "framework", "slow", "slow"),
+    Live("raises", "framework", "dead", "raise"),
+    Live("cannot import", "framework", "dead", "import"),
+    Live("crashes", "framework", "dead", "crash"),
+    Live("writes to a full device", "storage", "dead", "disk"),
+    Live("has no memory left", "host", "dead", "memory"),
+    Live("spins", "framework", "hung", "spin"),
+    Live("gets no data", "storage framework", "hung", "data"),
+    Live("throttled input", "storage", "slow", "throttled", has_victim=False),
+    Live("peer lost", "collective fabric", "dead hung", "vanish", has_victim=False),
+    Live("another collective", "collective", "dead hung", "mismatch", has_victim=False, needs="torch"),
+    Live("not a number", "framework", "wrong", "nan", has_victim=False),
+    Live("trains"),
+    Live("is done", steps=30),
+)
+
+
+def live_outcomes(
+    seed: int, root: Path, cases: Sequence[Live] = LIVE, progress: Progress | None = None
+) -> list[Outcome]:
+    """Every case once, with a victim drawn from the seed."""
+    cases = [case for case in cases if not case.needs or find_spec(case.needs) is not None]
+    done: list[Outcome] = []
+
+    def measure(case: Live) -> Outcome:
+        outcome = _measure(case, random.Random(f"{seed} live {case.name}"), root)
+        done.append(outcome)
+        if progress is not None:
+            progress(len(done), len(cases), case.name)
+        return outcome
+
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        return list(pool.map(measure, cases))
+
+
+def _measure(case: Live, chance: random.Random, root: Path) -> Outcome:
+    rank = chance.randrange(NODES * RANKS_PER_NODE)
+    node = f"node-{rank // RANKS_PER_NODE}"
+    with _running(case, rank, root) as run:
+        if case.act is not None:
+            _wait(run, _is_settled)
+            case.act(run, rank)
+        if not case.layers:
+            snapshot, verdict = _wait(run, _has_ended if case.steps else _is_settled)
+        else:
+            _wait(run, lambda _, verdict: verdict.condition in case.conditions.split())
+            time.sleep(2 * LOOK_SECONDS)  # others may still die of the same
+            snapshot, verdict = _look(run)
+    if not case.layers:
+        return Outcome(case.name, "quiet", (), verdict, is_live=True, snapshot=snapshot)
+    ranks = [rank] if not case.whole_node else range(rank // 2 * 2, rank // 2 * 2 + RANKS_PER_NODE)
+    victim = Victim(node, frozenset(ranks)) if case.has_victim else Victim()
+    truth = Truth(case.name, tuple(case.layers.split()), tuple(case.conditions.split()), victim)
+    return Outcome(case.name, "single", (truth,), verdict, is_live=True, snapshot=snapshot)
+
+
+@contextmanager
+def _running(case: Live, rank: int, root: Path) -> Iterator[RunDirectory]:
+    name = "".join(letter if letter.isalnum() else "-" for letter in case.name).strip("-")
+    folder = root / f"{name}-files"
+    folder.mkdir(parents=True)
+    env = {"FAULT": case.fault, "VICTIM": str(rank), **({"STEPS": str(case.steps)} if case.steps else {})}
+    told = ", ".join(f"{key}: '{value}'" for key, value in env.items())
+    program = f"{sys.executable}, -m, craton.observability.diagnosis.bench_rank, {folder}"
+    job = parse_job(
+        f"name: {name}\nkind: command\ncommand: [{program}]\nprocesses: {RANKS_PER_NODE}\ncluster: local x {NODES}\n"
+        f"recover: {{tries: 0}}\nrun: {{env: {{{told}}}}}\n",
+        folder=folder,
+    )
+    run = start_run(draft_run(job, root / job.name, port=free_port()), root)
+    try:
+        yield run
+    finally:
+        if living_agents(run):
+            kill_run(run)
+
+
+def _look(run: RunDirectory) -> tuple[Snapshot, Verdict]:
+    snapshot = take_snapshot(run)
+    return snapshot, diagnose(snapshot)
+
+
+def _wait(run: RunDirectory, is_there: Callable[[Snapshot, Verdict], bool]) -> tuple[Snapshot, Verdict]:
+    """What is said when it is there, or at last."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while True:
+        snapshot, verdict = _look(run)
+        if is_there(snapshot, verdict) or time.monotonic() > deadline:
+            return snapshot, verdict
+        time.sleep(LOOK_SECONDS)
+
+
+def _is_settled(snapshot: Snapshot, verdict: Verdict) -> bool:
+    return all((rank.step or 0) >= SETTLED_STEPS and rank.pid for rank in snapshot.ranks)
+
+
+def _has_ended(snapshot: Snapshot, verdict: Verdict) -> bool:
+    return snapshot.run.has_ended
+
+
+def _pid(run: RunDirectory, rank: int) -> int:
+    status = read_status(run, f"node-{rank // RANKS_PER_NODE}")
+    assert status is not None
+    return next(each.pid for each in status.ranks if each.rank == rank)

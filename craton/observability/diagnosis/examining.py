@@ -1,0 +1,50 @@
+"""What all examinations share: how a finding is made of evidence, a victim and the symptom that it would explain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from craton.observability.diagnosis.verdict import Condition, Finding, Symptoms
+
+SHOWN_NAMES = 4
+
+
+def finding(
+    symptoms: Symptoms,
+    cause: str,
+    sentence: str,
+    explains: tuple[Condition, ...],
+    *,
+    evidence: Iterable[str] = (),
+    base: float = 1.0,
+    node: str = "",
+    rank: int | None = None,
+    leaf: str = "",
+    phases: tuple[str, ...] = (),
+    is_risk: bool = False,
+    health: str = "",
+    moment: float | None = None,
+) -> list[Finding]:
+    """One finding, as a list to add to; none where it explains nothing that the run suffers from and is no risk.
+
+    `base` is how good the evidence alone is; a victim that is not where it hurts, or a phase that is not the slow one,
+    makes it less of an explanation.
+    """
+    share, number = symptoms.fit(explains, node, rank, leaf, phases)
+    if number is None and not is_risk:
+        return []
+    lost = None if number is None else symptoms.all[number].lost_share
+    strength = base if number is None else base * share
+    told = tuple(evidence) or (sentence,)
+    return [
+        Finding(
+            cause, explains, strength, sentence, told, node, rank, leaf, lost, is_risk, number, base, health, moment
+        )
+    ]
+
+
+def named(names: Sequence[object], what: str = "") -> str:
+    """`node-1, node-2 and 3 more`."""
+    shown = ", ".join(str(name) for name in names[:SHOWN_NAMES])
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return f"{what}{shown}{more}"

@@ -1,0 +1,239 @@
+"""How long steps take and who makes them so long: against the other ranks, the run's own past, and the plan.
+
+In lock-step training every rank's step takes the same time, because all wait for the slowest in their collectives. So a
+slow rank shows by what it *does* (data, compute, optimizer, checkpoint), and by waiting least; and what collectives
+themselves take shows in the rank that waits least, since all others wait for it as well. Ranks of different pipeline
+stages have different work and are never compared.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from craton.observability.diagnosis.snapshot import PHASES, Rank, Snapshot
+from craton.observability.diagnosis.tables import threshold
+
+WORK = tuple(phase for phase in PHASES if phase != "communication")
+FAST_SHARE = 0.25  # of the ranks; the others are compared with the one at this place
+FEW_RANKS, FEW_RANKS_MARGIN = 9, 0.07  # a handful of ranks may differ for good reasons, and tells little of its spread
+BETWEEN_QUANTILES = 1.03  # standard deviations between the 10 % and the 40 % quantile of a normal distribution
+NORMAL_DEVIATION = 1.48  # standard deviations in a median absolute deviation
+LEAST_SPREAD = 0.004  # of the work: clocks of a GPU differ by so much
+ALSO_SHARE = 0.08  # of the step, by which a further phase must have grown
+WAITS_LESS = 0.5  # of what a rank is behind must show as less waiting
+
+
+_Behind = tuple[float, float, Rank, list[Rank]]  # seconds behind, ratio, rank, the fast ones
+
+
+@dataclass(frozen=True)
+class Straggling:
+    """Ranks that everybody waits for."""
+
+    ranks: tuple[int, ...]  # the slowest first
+    phase: str
+    ratio: float  # work of the slowest over that of the fast ones
+    seconds: float  # that a step would be shorter without them
+    step_seconds: float
+    since_start: bool
+
+    @property
+    def lost_share(self) -> float:
+        return self.seconds / self.step_seconds
+
+
+@dataclass(frozen=True)
+class Slowness:
+    """Steps that take longer than they did, or than they should."""
+
+    step_seconds: float
+    reference_seconds: float
+    against: str  # "plan" or "earlier"
+    phase: str  # that owns most of it
+    phase_seconds: float
+    phase_reference: float
+    is_first: bool = True  # of the phases that have grown, the one that has grown most
+
+    @property
+    def lost_share(self) -> float:
+        """By the whole step, or by a further phase of it alone."""
+        if not self.is_first:
+            return (self.phase_seconds - self.phase_reference) / self.step_seconds
+        return max(0.0, 1.0 - self.reference_seconds / self.step_seconds)
+
+
+def is_on_processors(snapshot: Snapshot) -> bool:
+    """Whether ranks compute on processors that they share with others, so that their times swing."""
+    if snapshot.run.is_accelerated is not None:
+        return not snapshot.run.is_accelerated
+    return snapshot.run.on == "local"
+
+
+def measured_ranks(snapshot: Snapshot) -> list[Rank]:
+    """Those with enough steps to say something."""
+    return [
+        rank
+        for rank in snapshot.ranks
+        if rank.num_recent >= threshold("few_steps") and {"step", "compute", "communication"} <= rank.recent.keys()
+    ]
+
+
+def find_straggling(snapshot: Snapshot) -> list[Straggling]:
+    """Those that everybody waits for; then those that everybody would wait for if the first were mended."""
+    ranks = measured_ranks(snapshot)
+    if len(ranks) < 2:
+        return []
+    step_seconds = statistics.median(rank.recent["step"] for rank in ranks)
+    found: list[_Behind] = []
+    for stage in _stages(snapshot, ranks):
+        found += _behind(stage, snapshot)
+    if step_seconds <= 0:
+        return []
+    found.sort(key=lambda each: -each[0])
+    groups: list[Straggling] = []
+    while found and found[0][0] / step_seconds >= threshold("straggler_step_share"):
+        # Who is nearly as slow as the slowest belongs to it; who is a little slower than most does not.
+        seconds = found[0][0]
+        guilty = [each for each in found if each[0] >= 0.5 * seconds]
+        found = found[len(guilty) :]
+        groups.append(_group(guilty, step_seconds, found[0][0] if found else 0.0))
+    return groups
+
+
+def _group(guilty: Sequence[_Behind], step_seconds: float, next_seconds: float) -> Straggling:
+    """What the step would gain without them is what they are behind the next ones."""
+    seconds, ratio, slowest, fast = guilty[0]
+    phase = max(WORK, key=lambda each: slowest.recent.get(each, 0.0) - _mean(fast, each))
+    was = slowest.earlier.get(phase)
+    before = [rank.earlier[phase] for rank in fast if phase in rank.earlier]
+    since_start = was is not None and bool(before) and was - statistics.fmean(before) > 0.5 * seconds
+    ranks = tuple(rank.rank for _, _, rank, _ in guilty)
+    return Straggling(ranks, phase, ratio, seconds - next_seconds, step_seconds, since_start)
+
+
+def find_slowness(snapshot: Snapshot) -> list[Slowness]:
+    """Against the run's past and against the plan, where either is exceeded."""
+    ranks = measured_ranks(snapshot)
+    if not ranks:
+        return []
+    on_processors = is_on_processors(snapshot)
+    now = _typical(ranks, lambda rank: rank.recent, snapshot.run.collective_seconds)
+    found = []
+    with_past = [rank for rank in ranks if rank.num_earlier >= 2 * threshold("few_steps") and "step" in rank.earlier]
+    if with_past:
+        before = _typical(with_past, lambda rank: rank.earlier, snapshot.run.collective_seconds_before)
+        if now["step"] > before["step"] * threshold("slower_ratio_cpu" if on_processors else "slower_ratio"):
+            found += _owned(now, before, "earlier")
+    plan = {phase: snapshot.run.plan.get(f"{phase}_seconds") for phase in (*PHASES, "step")}
+    high = snapshot.run.step_seconds_high
+    if high is not None and plan["step"]:
+        limit = high * threshold("plan_ratio_cpu" if on_processors else "plan_ratio")
+        if now["step"] > limit:
+            found += _owned(now, {phase: value or 0.0 for phase, value in plan.items()}, "plan")
+    return found
+
+
+def _stages(snapshot: Snapshot, ranks: Sequence[Rank]) -> list[list[Rank]]:
+    """Ranks of the same pipeline stage: pp is the outermost dimension of a layout."""
+    stages = max(1, snapshot.run.layout.get("pp", 1))
+    size = max(1, -(-max(snapshot.run.world, len(ranks)) // stages))
+    found: dict[int, list[Rank]] = {}
+    for rank in ranks:
+        found.setdefault(rank.rank // size, []).append(rank)
+    return [stage for stage in found.values() if len(stage) > 1]
+
+
+def _behind(stage: Sequence[Rank], snapshot: Snapshot) -> list[_Behind]:
+    """(seconds behind, ratio, rank, the fast ones) of those that are slower than the others and wait less."""
+    ordered = sorted(stage, key=_work)
+    fast = ordered[: max(1, round(2 * len(ordered) * FAST_SHARE))]
+    usual = statistics.median(_work(rank) for rank in fast)
+    if usual <= 0:
+        return []
+    spread = max(_spread(ordered), LEAST_SPREAD * usual, statistics.median(map(_uncertainty, fast)))
+    ratio = threshold("straggler_ratio_cpu" if is_on_processors(snapshot) else "straggler_ratio")
+    if len(stage) < FEW_RANKS:
+        ratio += FEW_RANKS_MARGIN
+    waits = statistics.fmean(rank.recent["communication"] for rank in fast)
+    found = []
+    for rank in ordered:
+        behind = _work(rank) - usual
+        least = threshold("straggler_spreads") * max(spread, _uncertainty(rank))
+        is_slow = _work(rank) > usual * ratio and behind > least
+        if is_slow and waits - rank.recent["communication"] >= WAITS_LESS * behind:
+            found.append((behind, _work(rank) / usual, rank, fast))
+    return found
+
+
+def _uncertainty(rank: Rank) -> float:
+    """The standard error of the median of a rank's own work: ranks that share processors swing from step to step."""
+    return 1.25 * NORMAL_DEVIATION * (rank.work_deviation_seconds or 0.0) / math.sqrt(max(1, rank.num_recent))
+
+
+def _spread(ordered: Sequence[Rank]) -> float:
+    """The standard deviation of healthy ranks: of the faster ones among each other, and of each against its own past.
+    Neither counts ranks that are slow, as long as these are not the most."""
+    works = [_work(rank) for rank in ordered]
+    before = sorted(_work_before(rank) for rank in ordered if {"step", "communication"} <= rank.earlier.keys())
+    among = max(_between_quantiles(works), _between_quantiles(before))
+    faster = ordered[: (len(ordered) + 1) // 2]
+    changes = [_work(rank) - _work_before(rank) for rank in faster if {"step", "communication"} <= rank.earlier.keys()]
+    middle = statistics.median(changes) if changes else 0.0
+    against_past = statistics.median(abs(change - middle) for change in changes) if changes else 0.0
+    spread = max(among, against_past * NORMAL_DEVIATION / math.sqrt(2.0))
+    return spread * (1.0 + 6.0 / len(works))  # quantiles of few are uncertain themselves
+
+
+def _between_quantiles(ordered: Sequence[float]) -> float:
+    """A standard deviation from the faster ones alone; 0 where there are too few to tell."""
+    if len(ordered) < FEW_RANKS:
+        return 0.0
+    last = len(ordered) - 1
+    return (ordered[round(0.4 * last)] - ordered[round(0.1 * last)]) / BETWEEN_QUANTILES
+
+
+def _work_before(rank: Rank) -> float:
+    return rank.earlier["step"] - rank.earlier["communication"]
+
+
+def _work(rank: Rank) -> float:
+    return rank.recent["step"] - rank.recent["communication"]
+
+
+def _mean(ranks: Sequence[Rank], phase: str) -> float:
+    return statistics.fmean(rank.recent.get(phase, 0.0) for rank in ranks)
+
+
+def _typical(
+    ranks: Sequence[Rank], values: Callable[[Rank], dict[str, float]], collective: float | None
+) -> dict[str, float]:
+    """Phase → what it takes the run: medians, but communication by the rank that waits least, where known step by
+    step."""
+    found = {}
+    for phase in (*PHASES, "step"):
+        known = [values(rank)[phase] for rank in ranks if phase in values(rank)]
+        if known:
+            found[phase] = statistics.median(known) if phase != "communication" else collective or min(known)
+    return found
+
+
+def _owned(now: dict[str, float], reference: dict[str, float], against: str) -> list[Slowness]:
+    """The phase that has grown most, and every other that has grown by much: two faults slow two phases."""
+    grown = {phase: now.get(phase, 0.0) - reference.get(phase, 0.0) for phase in PHASES}
+    first = max(grown, key=lambda each: grown[each])
+    chosen = [first, *(phase for phase in PHASES if phase != first and grown[phase] > ALSO_SHARE * now["step"])]
+    return [
+        Slowness(
+            now["step"],
+            reference["step"],
+            against,
+            phase,
+            now.get(phase, 0.0),
+            reference.get(phase, 0.0),
+            phase == first,
+        )
+        for phase in chosen
+    ]

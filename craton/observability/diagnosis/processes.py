@@ -1,0 +1,98 @@
+"""A rank's process on this machine: whether it lives, what the kernel says it waits for, and its stack.
+
+py-spy, where it is installed and allowed, tells the Python stack; else the kernel's own files tell what they may.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+from craton.observability.diagnosis.snapshot import Rank
+
+STACK_SECONDS = 5.0
+STACK_FRAMES = 12
+CARD_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
+
+
+def look_at_process(rank: Rank) -> Rank:
+    if rank.pid is None or rank.is_alive is False:
+        return rank
+    folder = Path(f"/proc/{rank.pid}")
+    try:
+        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return rank  # it may have ended since its agent wrote of it: the agent will say so
+    return replace(
+        rank,
+        process_state=state if state != "t" else "T",
+        is_stopped=state in ("T", "t"),
+        wait_channel=_read(folder / "wchan") if state in ("D", "S") else "",
+    )
+
+
+def visible_cards(pid: int) -> str:
+    """The cards of a rank's node, by index or UUID, as its environment has them; "" where it does not limit them or
+    cannot be read. Slurm's own numbers are those of the whole node, whatever the job is shown."""
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    environment = dict(word.split("=", 1) for word in words if "=" in word)
+    return next((environment[name] for name in CARD_VARIABLES if environment.get(name)), "")
+
+
+def stack_of(rank: Rank) -> tuple[str, ...]:
+    """Innermost first; empty where nobody tells."""
+    if rank.pid is None or rank.is_alive is False:
+        return ()
+    return _python_stack(rank.pid) or _kernel_stack(rank.pid)
+
+
+def _python_stack(pid: int) -> tuple[str, ...]:
+    program = shutil.which("py-spy")
+    if program is None:
+        return ()
+    try:
+        said = subprocess.run(
+            [program, "dump", "--nonblocking", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=STACK_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return read_py_spy(said.stdout) if said.returncode == 0 else ()
+
+
+def read_py_spy(text: str) -> tuple[str, ...]:
+    """The frames of the main thread, as `py-spy dump` prints them: four spaces and `function (file:line)`."""
+    frames: list[str] = []
+    is_inside = False
+    for line in text.splitlines():
+        if line.startswith("Thread"):
+            if frames:
+                break
+            is_inside = "MainThread" in line or "Thread" in line
+        elif is_inside and line.startswith("    "):
+            frames.append(line.strip())
+    return tuple(frames[:STACK_FRAMES])
+
+
+def _kernel_stack(pid: int) -> tuple[str, ...]:
+    """What root may read: the kernel's functions, as `[<0>] name+0x1/0x2`."""
+    lines = _read(Path(f"/proc/{pid}/stack")).splitlines()
+    names = [line.split("] ", 1)[-1].split("+", 1)[0].strip() for line in lines if "]" in line]
+    return tuple(name for name in names if name and name != "0xffffffffffffffff")[:STACK_FRAMES]
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+    return "" if text == "0" else text

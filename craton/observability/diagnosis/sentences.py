@@ -1,0 +1,100 @@
+"""A verdict in words: one paragraph that names the layer, the victim, what to do and what it costs."""
+
+from __future__ import annotations
+
+from craton.observability.diagnosis.snapshot import Snapshot
+from craton.observability.diagnosis.verdict import Finding, Symptoms, Verdict
+
+LAYER_WORDS = {
+    "scheduler": "the scheduler",
+    "device": "a device",
+    "fabric": "the fabric",
+    "collective": "a collective",
+    "framework": "the framework",
+    "storage": "storage",
+    "host": "the host",
+}
+LEAST_DOLLARS = 1.0
+
+
+def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
+    run = snapshot.run
+    condition = verdict.condition
+    if condition == "waiting":
+        job = f" as job {snapshot.scheduler.job}" if snapshot.scheduler.job else ""
+        return f"{run.name} waits{job}: {snapshot.scheduler.sentence or run.message}"
+    if condition == "unknown":
+        return f"{run.name}: {symptoms.first.sentence}"
+    if condition in ("done", "stopped"):
+        reason = f": {run.message.splitlines()[0]}" if run.message else ""
+        return f"{run.name} is {condition}{reason}"
+    parts = [_opening(snapshot, symptoms, verdict)]
+    if verdict.cause == "cannot_tell":
+        parts.append(
+            "The layer cannot be told from what is known. What would tell: " + "; ".join(verdict.would_tell) + "."
+        )
+    elif verdict.cause:
+        parts.append(_guilt(verdict))
+        if verdict.action:
+            parts.append(_sentence(verdict.action))
+        if verdict.would_tell and verdict.confidence < 0.8:
+            parts.append(f"What would tell more: {verdict.would_tell[0]}.")
+    if verdict.cost_dollars_per_day is not None and verdict.cost_dollars_per_day >= LEAST_DOLLARS:
+        parts.append(f"It costs {dollars(verdict.cost_dollars_per_day)} a day.")
+    if verdict.others:
+        parts.append("Besides: " + "; ".join(f"{each.sentence} ({each.layer})" for each in verdict.others[:3]) + ".")
+    return " ".join(parts)
+
+
+def action_of(snapshot: Snapshot | None, finding: Finding, node: str, rank: int | None) -> str:
+    """What to do, with names where they are known."""
+    run = snapshot.run.name if snapshot is not None else "RUN"
+    words = {
+        "node": node or ("the nodes of " + finding.leaf if finding.leaf else "the node"),
+        "rank": "0" if rank is None else str(rank),
+        "run": run,
+    }
+    return finding.about.action.format(**words)
+
+
+def dollars(amount: float) -> str:
+    return f"${amount:,.0f}"
+
+
+def _opening(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
+    run = snapshot.run
+    told = symptoms.first.sentence
+    if verdict.condition == "healthy":
+        pace = next((f", {rank.recent['step']:.3g} s a step" for rank in snapshot.ranks if "step" in rank.recent), "")
+        but = ", but something may cost it" if verdict.cause else ""
+        return f"{run.name} runs well{pace}{but}.{_restarts(snapshot)}"
+    if verdict.condition == "starting":
+        return f"{run.name} starts" + (f": it {told}." if told else ".")
+    if verdict.condition == "dead":
+        reason = run.message.splitlines()[0].rstrip(".") if run.message else ""
+        state = {"failed": "has failed", "lost": "is lost"}.get(run.state, "has lost a part of itself")
+        return f"{run.name} {state}" + (f": {reason}." if reason else ".")
+    word = {"slow": "is slow", "hung": "hangs", "wrong": "computes wrong"}[verdict.condition]
+    return f"{run.name} {word}: it {told}."
+
+
+def _restarts(snapshot: Snapshot) -> str:
+    """What it came back from, which a run that does well does not show any more."""
+    broke = [event for event in snapshot.events if event.name == "generation_started" and event.text]
+    if not snapshot.run.restarts or not broke:
+        return ""
+    times = "once" if snapshot.run.restarts == 1 else f"{snapshot.run.restarts} times"
+    return f" It came back {times}; the last time because {broke[-1].text.splitlines()[0].rstrip('.')}."
+
+
+def _guilt(verdict: Verdict) -> str:
+    layer = LAYER_WORDS.get(verdict.layer, verdict.layer)
+    where = [f"rank {verdict.rank}"] if verdict.rank is not None else []
+    where += [f"on {verdict.node}" if where else verdict.node] if verdict.node else []
+    where += [verdict.leaf] if verdict.leaf and not verdict.node else []
+    place = f" ({' '.join(where)})" if where else ""
+    return f"Guilty is {layer}{place}: {verdict.because} (confidence {verdict.confidence:.0%})."
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:].rstrip(".") + "."

@@ -1,0 +1,352 @@
+"""`take_snapshot`: everything there is to see of a run, from wherever this is.
+
+The run directory tells most. Its scheduler is asked once. A node that is this machine is looked at itself: its
+processes, cards, network, file systems and load. A Prometheus, when one is named, tells of the other nodes. NCCL's
+RAS and PyTorch's flight recorders are read when they are there. What cannot be looked at is noted in the snapshot and
+never fails it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from craton.agent import newest_generation
+from craton.errors import CratonError
+from craton.observability.diagnosis.cards import with_visible_cards
+from craton.observability.diagnosis.clock import moment_for
+from craton.observability.diagnosis.collectives import read_collectives
+from craton.observability.diagnosis.places import paths_of
+from craton.observability.diagnosis.processes import look_at_process, stack_of, visible_cards
+from craton.observability.diagnosis.prometheus_queries import ask_prometheus
+from craton.observability.diagnosis.snapshot import (
+    Node,
+    Rank,
+    RunFacts,
+    Snapshot,
+    SnapshotError,
+)
+from craton.observability.diagnosis.symptoms import symptoms_of
+from craton.observability.diagnosis.taking_node import look_at_machine
+from craton.observability.diagnosis.taking_records import (
+    Steps,
+    collective_seconds,
+    notable,
+    read_events,
+    read_logs,
+    read_steps,
+    series_of,
+    tiers_of,
+)
+from craton.observability.diagnosis.taking_scheduler import scheduler_of
+from craton.orchestration import hosts_of, living_agents, read_nccl_log, read_submission, settled, standing_of
+from craton.telemetry import (
+    Heartbeat,
+    NodeStatus,
+    RunDirectory,
+    RunNotFoundError,
+    RunSummary,
+    find_run,
+    list_runs,
+    plan_checkpoint_intervals,
+    plan_twins,
+    read_heartbeat,
+    read_json,
+    read_status,
+    runs_root,
+    summarize,
+)
+
+LOG_SECONDS = 3600.0  # older lines of logs belong to another life of the run
+MOST_STACKS = 4
+NCCL_CHARACTERS = 512 << 10  # of a log, from its beginning: NCCL tells when it connects
+LAYOUT = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
+
+
+def take_snapshot(
+    run: RunDirectory, prometheus: str | None = None, now: float | None = None, look_here: bool = True
+) -> Snapshot:
+    """`prometheus` is an address (else $CRATON_PROMETHEUS); without `look_here` this machine itself is left alone."""
+    launch, plan = read_json(run.launch_path), read_json(run.plan_path)
+    moment = moment_for(run, launch.get("nodes") or (), time.time()) if now is None else now
+    notes: list[str] = []
+    standing = standing_of(run)
+    summary = settled(summarize(run, moment), standing)
+    events = read_events(run)
+    facts = _facts(run, summary, launch, plan, events, moment)
+    beats = {node: read_heartbeat(run, node) for node in facts.nodes}
+    statuses = {node: read_status(run, node) for node in facts.nodes}
+    steps = read_steps(run, facts.nodes, facts.generation)
+    now_takes, took = collective_seconds(steps)
+    facts = replace(facts, collective_seconds=now_takes, collective_seconds_before=took)
+    ranks = _ranks(steps, facts, statuses, events, moment)
+    here = [node for node, beat in beats.items() if beat is not None and beat.host == socket.gethostname()]
+    alive = {agent.node for agent in living_agents(run)} if here else set()
+    is_moving = summary.state in ("starting", "running", "stopping")
+    hosts = _hosts(run, facts, beats)
+    nodes = []
+    machine = (
+        look_at_machine(run, bool(launch.get("gpus")), facts.ranks_per_node)
+        if here and look_here and is_moving
+        else None
+    )
+    for name in facts.nodes:
+        node = _node(name, beats[name], hosts.get(name, ""), facts, launch, plan, moment)
+        if name in here:
+            node = replace(node, agent_is_alive=name in alive if node.heartbeat_state == "running" else None)
+            if machine is not None:
+                node = machine.onto(node)
+        nodes.append(node)
+    if here and is_moving and look_here:
+        ranks = tuple(look_at_process(rank) if rank.node in here else rank for rank in ranks)
+    snapshot = Snapshot(
+        moment=moment,
+        run=facts,
+        scheduler=scheduler_of(standing, facts.on, {name: hosts.get(name, name) for name in facts.nodes}),
+        ranks=ranks,
+        nodes=tuple(nodes),
+        tiers=tiers_of(events, plan_checkpoint_intervals(plan)),
+        series=series_of(run, facts.nodes),
+        events=notable(events),
+    )
+    address = prometheus or os.environ.get("CRATON_PROMETHEUS")
+    if address:
+        snapshot, note = ask_prometheus(snapshot, address)
+        notes += [note] if note else []
+    is_local = bool(here) and look_here
+    snapshot = with_visible_cards(snapshot, _visible(snapshot, launch, here if is_local and is_moving else []))
+    if is_moving:
+        asks_ras = is_local and bool(launch.get("gpus"))
+        collectives, note = read_collectives(run, launch, asks_ras, facts.generation_began or 0.0, is_local)
+        snapshot = replace(snapshot, collectives=collectives)
+        notes += [note] if note else []
+    return _closer(run, replace(snapshot, notes=tuple(notes)), here if look_here else [])
+
+
+def chosen_run(name: str | None) -> RunDirectory:
+    """The run of this name; without one, the newest. RunNotFoundError when there is none."""
+    if name is not None:
+        return find_run(name)
+    runs = list_runs()
+    if not runs:
+        raise RunNotFoundError(f"there are no runs in {runs_root()}; CRATON_RUNS names another folder")
+    return runs[0]
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """A saved snapshot; SnapshotError when there is none."""
+    try:
+        return Snapshot.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SnapshotError(f"{path} cannot be read: {error}") from error
+
+
+def _closer(run: RunDirectory, snapshot: Snapshot, here: Sequence[str]) -> Snapshot:
+    """A second look at those that the first one makes suspicious: their logs first, and their stacks."""
+    symptoms = symptoms_of(snapshot)
+    suspects = [rank for symptom in symptoms.all for rank in symptom.ranks]
+    ended = [rank.rank for rank in snapshot.ranks if rank.exit_code not in (0, None)]
+    order = list(dict.fromkeys([*suspects, *ended, *(rank.rank for rank in snapshot.ranks)]))
+    since = max(snapshot.run.generation_began or 0.0, snapshot.moment - LOG_SECONDS)
+    if symptoms.condition in ("dead", "done", "stopped"):
+        since = snapshot.run.generation_began or 0.0
+    snapshot = replace(snapshot, logs=read_logs(run, order, since, snapshot.run.nodes))
+    if snapshot.run.is_accelerated and len(snapshot.run.nodes) > 1:
+        snapshot = replace(snapshot, nodes=tuple(_with_network(run, node, snapshot) for node in snapshot.nodes))
+    if symptoms.condition != "hung":
+        return snapshot
+    looked = [rank.rank for rank in snapshot.ranks if rank.node in here and (rank.rank in suspects or not suspects)]
+    stacks = {number: stack_of(rank) for number in looked[:MOST_STACKS] if (rank := snapshot.rank(number)) is not None}
+    return replace(
+        snapshot,
+        ranks=tuple(replace(rank, stack=stacks.get(rank.rank) or rank.stack) for rank in snapshot.ranks),
+    )
+
+
+def _hosts(run: RunDirectory, facts: RunFacts, beats: Mapping[str, Heartbeat | None]) -> dict[str, str]:
+    """Node of the run → the machine it is on: as its scheduler calls it, else as it calls itself."""
+    try:
+        called = hosts_of(run) if facts.on != "local" else {}
+    except CratonError:
+        called = {}
+    own = {name: beat.host for name, beat in beats.items() if beat is not None and beat.host}
+    return {**own, **called}
+
+
+def _visible(snapshot: Snapshot, launch: Mapping[str, Any], here: Sequence[str]) -> dict[str, str]:
+    """Node → its cards, where the launch or the environment of a rank on this machine limits them."""
+    found = {str(node): str(cards) for node, cards in (launch.get("cards") or {}).items()}
+    for rank in snapshot.ranks:
+        if rank.node in here and rank.node not in found and rank.pid is not None:
+            found[rank.node] = visible_cards(rank.pid)
+    return {node: cards for node, cards in found.items() if cards}
+
+
+def _with_network(run: RunDirectory, node: Node, snapshot: Snapshot) -> Node:
+    """What NCCL says it uses, in the log of the node's first rank; it does with NCCL_DEBUG=INFO."""
+    first = next((rank.rank for rank in snapshot.ranks if rank.node == node.name), None)
+    if first is None or node.nccl_network:
+        return node
+    try:
+        with open(run.log_path(first), encoding="utf-8", errors="replace") as log:
+            told = read_nccl_log(log.read(NCCL_CHARACTERS))
+    except OSError:
+        return node
+    if not told.is_told:
+        return node
+    return replace(node, nccl_network=told.networks[0], nccl_interfaces=told.num_nics or None)
+
+
+def _facts(
+    run: RunDirectory,
+    summary: RunSummary,
+    launch: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    events: Sequence[Mapping[str, Any]],
+    moment: float,
+) -> RunFacts:
+    started = int(launch.get("generation") or 0)
+    newest = newest_generation(run)
+    if newest is not None and newest.number < started:
+        newest = None
+    nodes = newest.nodes if newest else (launch.get("nodes") or [])[: launch.get("num_nodes") or None]
+    layout = (newest.layout if newest else None) or plan.get("layout") or {}
+    daily = (plan.get("cost") or {}).get("dollars_per_day")
+    begun = [float(line["time"]) for line in events if line["event"] == "agent_started"]
+    began = newest.time if newest and newest.time else max(begun, default=None)
+    broke = [line for line in events if line["event"] == "generation_started" and line.get("reason") != "start"]
+    on = read_submission(run).on
+    return RunFacts(
+        name=run.name,
+        kind=str(plan.get("kind") or ("command" if not plan else "")),
+        on=on,
+        paths=paths_of(run, on),
+        state=summary.state,
+        message=summary.message,
+        nodes=tuple(str(node) for node in nodes),
+        ranks_per_node=newest.ranks_per_node if newest else int(launch.get("ranks_per_node") or 0),
+        leaves={str(node): str(leaf) for node, leaf in (launch.get("leaves") or {}).items() if leaf},
+        layout={name: int(layout[name]) for name in LAYOUT if isinstance(layout.get(name), int)},
+        is_accelerated=bool(launch["gpus"]) if "gpus" in launch else None,
+        generation=newest.number if newest else started,
+        generation_began=began,
+        restarts=sum(not line.get("planned") for line in broke),
+        step=summary.step or None,
+        steps=summary.steps,
+        updated_at=summary.updated_at if newest is None or (summary.updated_at or 0.0) >= newest.time else None,
+        plan=plan_twins(plan),
+        step_seconds_low=plan.get("step_seconds_low"),
+        step_seconds_high=plan.get("step_seconds_high"),
+        ledger=dict(summary.ledger),
+        dollars_per_hour=float(daily) / 24.0 if isinstance(daily, int | float) else None,
+        has_ended=summary.state in ("done", "failed", "stopped", "lost"),
+    )
+
+
+def _ranks(
+    steps: Mapping[int, Steps],
+    facts: RunFacts,
+    statuses: Mapping[str, NodeStatus | None],
+    events: Sequence[Mapping[str, Any]],
+    moment: float,
+) -> tuple[Rank, ...]:
+    ended = {
+        line["rank"]: line
+        for line in events
+        if line["event"] == "rank_ended"
+        and isinstance(line.get("rank"), int)
+        and line.get("generation") == facts.generation
+    }
+    started = {
+        line["rank"]: float(line.get("time") or 0.0)
+        for line in events
+        if line["event"] == "rank_started" and isinstance(line.get("rank"), int)
+    }
+    found = []
+    for number in range(facts.world):
+        node = facts.nodes[number // facts.ranks_per_node]
+        rank = Rank(number, node, number % facts.ranks_per_node if facts.is_accelerated else None)
+        rank = _with_steps(rank, steps.get(number))
+        rank = _with_status(rank, statuses.get(node), facts, moment)
+        end = ended.get(number)
+        if end is not None and float(end.get("time") or 0.0) >= started.get(number, 0.0):
+            rank = replace(
+                rank,
+                is_alive=False,
+                exit_code=end.get("code") if isinstance(end.get("code"), int) else None,
+                ended_at=float(end.get("time") or 0.0),
+                ended_in=str(end.get("during") or ""),
+                is_stopped=None,
+            )
+        found.append(rank)
+    return tuple(found)
+
+
+def _with_steps(rank: Rank, steps: Steps | None) -> Rank:
+    if steps is None:
+        return rank
+    (recent, num_recent), (earlier, num_earlier) = steps.median(recent=True), steps.median(recent=False)
+    last = steps.lines[-1]
+    return replace(
+        rank,
+        node=steps.node,
+        step=int(last.get("step") or 0),
+        step_seconds=recent.get("step"),
+        recorded_at=float(last.get("time") or 0.0) or None,
+        recent=recent,
+        earlier=earlier,
+        num_recent=num_recent,
+        num_earlier=num_earlier,
+        work_deviation_seconds=steps.work_deviation(),
+        memory_bytes=steps.newest("run_memory_bytes"),
+        gradient_norm=steps.lasting("run_rank_gradient_norm"),
+        gradient_norm_usual=steps.usual("run_rank_gradient_norm"),
+    )
+
+
+def _with_status(rank: Rank, status: NodeStatus | None, facts: RunFacts, moment: float) -> Rank:
+    if status is None or status.generation != facts.generation or facts.has_ended:
+        return rank
+    told = next((each for each in status.ranks if each.rank == rank.rank), None)
+    if told is None:
+        return rank
+    return replace(
+        rank,
+        pid=told.pid,
+        kind=told.kind,
+        beside=told.beside,
+        step=max(told.step, rank.step or 0) or None,
+        step_seconds=told.step_seconds or rank.step_seconds,
+        progress_age_seconds=told.progress_age_seconds + max(0.0, moment - status.time),
+        is_stopped=told.is_stopped,
+        is_alive=True,
+    )
+
+
+def _node(
+    name: str,
+    beat: Heartbeat | None,
+    host: str,
+    facts: RunFacts,
+    launch: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    moment: float,
+) -> Node:
+    is_present = beat is not None and (beat.generation >= int(launch.get("generation") or 0))
+    instance = (plan.get("cluster") or {}).get("instance") or {}
+    has_efa = bool(launch.get("gpus")) and bool(instance.get("efa_version"))
+    cards = int(launch.get("gpus_per_node") or launch.get("ranks_per_node") or 0) if launch.get("gpus") else 0
+    return Node(
+        name=name,
+        leaf=facts.leaves.get(name, ""),
+        host_name=host,
+        heartbeat_age_seconds=max(0.0, moment - beat.moment) if beat and is_present else None,
+        heartbeat_state=beat.state if beat and is_present and not (facts.has_ended and facts.state == "done") else "",
+        expected_gpus=cards or None,
+        expected_fabric=int(instance.get("network_interfaces") or 0) or None if has_efa else None,
+    )

@@ -1,0 +1,63 @@
+"""What a scheduler says of a run and of its nodes, as a snapshot has it.
+
+Slurm is asked for the states of the nodes with one `sinfo`; where it does not answer in time they stay unknown.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+
+from craton.observability.diagnosis.snapshot import NodeWord, Scheduler, SchedulerKill
+from craton.orchestration import Standing
+
+ASK_SECONDS = 10.0
+SINFO = ("sinfo", "--noheader", "--Node", "--format=%N|%T|%E")
+# Slurm's words for nodes on which nothing runs any more; one that is drained while a job still runs there is not.
+BAD_STATES = ("down", "fail", "failing", "error", "unknown", "drained", "no_respond", "power_down", "powered_down")
+NO_REASON = ("none", "(null)", "")
+
+
+def scheduler_of(standing: Standing, on: str, hosts: Mapping[str, str]) -> Scheduler:
+    """`hosts` is node of the run → what the scheduler calls it."""
+    words = f"{standing.reason} {standing.sentence}".upper()
+    is_memory = standing.condition == "ended" and ("OUT_OF_MEMORY" in words or "OOMKILLED" in words)
+    told = node_words(_sinfo(), hosts) if on == "slurm" and standing.condition != "waiting" else []
+    known = {hosts[word.node] for word in told}
+    names = {host: node for node, host in hosts.items()}
+    return Scheduler(
+        condition=standing.condition,
+        job=standing.job,
+        reason=standing.reason,
+        sentence=standing.sentence,
+        outcome=standing.outcome,
+        expected_start=standing.expected_start,
+        restarts=standing.restarts,
+        nodes=(*told, *(NodeWord(names.get(host, host), "ALLOCATED") for host in standing.nodes if host not in known)),
+        kills=(SchedulerKill("oom", text=standing.reason),) if is_memory else (),
+    )
+
+
+def node_words(text: str, hosts: Mapping[str, str]) -> list[NodeWord]:
+    """What `sinfo` prints of the hosts of a run's nodes, once each though a host may be in many partitions."""
+    found: dict[str, NodeWord] = {}
+    nodes: dict[str, list[str]] = {}
+    for node, host in hosts.items():
+        nodes.setdefault(host, []).append(node)
+    for line in text.splitlines():
+        host, _, rest = line.strip().partition("|")
+        state, _, reason = rest.partition("|")
+        for name in nodes.get(host, ()):
+            # A trailing sign is a flag: * does not respond, ~ # ! % are about its power.
+            plain = state.rstrip("*~#!%$@^-").lower()
+            is_bad = plain in BAD_STATES or state.endswith("*")
+            found[name] = NodeWord(name, state, "" if reason.lower() in NO_REASON else reason, is_bad)
+    return list(found.values())
+
+
+def _sinfo() -> str:
+    try:
+        said = subprocess.run(SINFO, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return said.stdout if said.returncode == 0 else ""

@@ -1,0 +1,253 @@
+"""Runs with one fault each: what is changed in a healthy snapshot, and what a verdict must say of it.
+
+A case is a cause, the condition, the victim and the snapshot. Every cause of the table has one at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from craton.observability.diagnosis.building import (
+    MOMENT,
+    asked_ras,
+    healthy,
+    hung,
+    slowed,
+    slowed_all,
+    with_device,
+    with_gpu,
+    with_host,
+    with_log,
+    with_mount,
+    with_node,
+    with_nodes,
+    with_rank,
+    with_ranks,
+    with_run,
+    with_scheduler,
+    with_tier,
+    without_hardware,
+)
+from craton.observability.diagnosis.snapshot import (
+    Collectives,
+    NodeWord,
+    SchedulerKill,
+    Snapshot,
+    StuckCollective,
+    Xid,
+)
+
+RANK, NODE, GPU = 11, "node-1", 3  # the victim, of eight ranks a node
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    cause: str
+    condition: str
+    snapshot: Snapshot
+    node: str = NODE
+    rank: int | None = RANK
+
+
+def dead(code: int = 1, **changes: object) -> Snapshot:
+    """The victim died with this code, and the run with it."""
+    run = with_rank(healthy(4), RANK, is_alive=False, exit_code=code, ended_at=MOMENT - 5.0, ended_in="productive")
+    return with_run(run, state="failed", message=f"rank {RANK} on {NODE} ended with code {code}", **changes)
+
+
+def slow_victim() -> Snapshot:
+    return slowed(healthy(4), {RANK: 1.3})
+
+
+def slow_node(phase: str = "compute") -> Snapshot:
+    return slowed(healthy(4), dict.fromkeys(range(8, 16), 1.4), phase)
+
+
+def stuck(missing: tuple[int, ...] = (), mismatch: str = "", mismatched: tuple[int, ...] = ()) -> Snapshot:
+    members = tuple(range(32))
+    one = StuckCollective("0", 77, "nccl:all_reduce", "default_pg", members, missing, (), mismatch, mismatched)
+    return replace(hung(healthy(4)), collectives=Collectives(stuck=(one,), recorders_read=32))
+
+
+def with_losses(change: Callable[[int, float], float]) -> Snapshot:
+    run = healthy(4)
+    loss = tuple((step, change(number - 180, value)) for number, (step, value) in enumerate(run.series.loss))
+    return replace(run, series=replace(run.series, loss=loss))
+
+
+def cases() -> Iterator[Case]:
+    yield from scheduler_cases()
+    yield from device_cases()
+    yield from fabric_cases()
+    yield from collective_cases()
+    yield from framework_cases()
+    yield from storage_cases()
+    yield from host_cases()
+
+
+def scheduler_cases() -> Iterator[Case]:
+    waits = with_run(healthy(4), state="waiting")
+    sentence = "needs 4 nodes; 3 are free"
+    yield Case(
+        "queue", "waiting_for_nodes", "waiting", with_scheduler(waits, condition="waiting", sentence=sentence), "", None
+    )
+    down = (NodeWord("node-0", "ALLOCATED"), NodeWord(NODE, "DOWN*", "Not responding", is_bad=True))
+    silent = with_node(hung(healthy(4), {}), NODE, heartbeat_age_seconds=90.0)
+    yield Case("node is down", "node_down", "dead", with_scheduler(silent, nodes=down), rank=None)
+    for reason, word in (
+        ("preempted", "PREEMPTED"),
+        ("time_limit", "TIMEOUT"),
+        ("cancelled", "CANCELLED"),
+        ("evicted", "Evicted"),
+    ):
+        ended = with_scheduler(healthy(4), condition="ended", reason=word, outcome="failed")
+        yield Case(word, reason, "dead", with_run(ended, state="failed", message=f"its job ended: {word}"), "", None)
+
+
+def device_cases() -> Iterator[Case]:
+    stands = hung(healthy(4), {RANK: "productive"})
+    for code, cause in ((79, "gpu_lost"), (119, "gpu_error"), (95, "gpu_memory_error"), (48, "gpu_memory_error")):
+        xid = (Xid(code, MOMENT - 900.0),)
+        yield Case(f"xid {code}, hung", cause, "hung", with_gpu(stands, NODE, GPU, xids=xid))
+        died = with_gpu(dead(), NODE, GPU, xids=(Xid(code, MOMENT - 8.0),))
+        yield Case(f"xid {code}, dead", cause, "dead", died)
+    seven = with_nodes(stands, lambda node: replace(node, gpus=node.gpus[:-1]) if node.name == NODE else node)
+    yield Case("7 of 8", "gpu_lost", "hung", seven)
+    yield Case("asks for a reset", "gpu_error", "hung", with_gpu(stands, NODE, GPU, recovery_action="Drain and Reset"))
+    yield Case("ecc", "gpu_memory_error", "dead", with_gpu(dead(), NODE, GPU, uncorrectable_errors=2))
+    yield Case("remap failed", "gpu_memory_error", "healthy", with_gpu(healthy(4), NODE, GPU, remap_failed=True))
+    heat = with_gpu(slow_victim(), NODE, GPU, throttle=("hw_thermal_slowdown",), temperature_celsius=91.0)
+    yield Case("heat", "gpu_throttled", "slow", heat)
+    yield Case("throttled often", "gpu_throttled", "slow", with_gpu(slow_victim(), NODE, GPU, throttled_share=0.4))
+    yield Case("power", "gpu_power_capped", "slow", with_gpu(slow_victim(), NODE, GPU, power_limit_watts=400.0))
+    yield Case("clock", "gpu_clock_low", "slow", with_gpu(slow_victim(), NODE, GPU, sm_clock_mhz=1100.0))
+    yield Case("pcie", "pcie_degraded", "slow", with_gpu(slow_victim(), NODE, GPU, pcie_share=0.25))
+    yield Case("checksum", "gpu_computes_wrong", "wrong", with_rank(healthy(4), RANK, differs_from_copies=True))
+    yield Case("gradients", "gpu_computes_wrong", "wrong", with_rank(healthy(4), RANK, gradient_norm=60.0))
+    yield Case("nan of one", "gpu_computes_wrong", "wrong", with_rank(healthy(4), RANK, gradient_norm=float("nan")))
+
+
+def fabric_cases() -> Iterator[Case]:
+    talks = slowed_all(healthy(4), 3.0, "communication")
+    sockets = with_nodes(talks, lambda node: replace(node, nccl_network="Socket"))
+    yield Case("tcp everywhere", "tcp_fallback", "slow", sockets, "", None)
+    yield Case("tcp on one", "tcp_fallback", "slow", with_node(talks, NODE, nccl_network="Socket"), rank=None)
+    yield Case("2 of 8", "fabric_device_missing", "slow", with_node(talks, NODE, nccl_interfaces=2), rank=None)
+    short = with_nodes(talks, lambda node: replace(node, fabric=node.fabric[:6]) if node.name == NODE else node)
+    yield Case("6 of 8", "fabric_device_missing", "slow", short, rank=None)
+    stands = hung(healthy(4))
+    yield Case("down", "link_down", "hung", with_device(stands, NODE, 2, is_active=False), rank=None)
+    yield Case("flaps", "link_down", "slow", with_device(talks, NODE, 2, link_downs=3.0), rank=None)
+    yield Case("again", "retransmissions", "slow", with_device(talks, NODE, 2, retransmitted_share=0.03), rank=None)
+    yield Case("drops", "retransmissions", "slow", with_device(talks, NODE, 2, drops_per_second=5e3), rank=None)
+    rail = with_device(talks, NODE, 2, sent_bytes_per_second=1e9)
+    yield Case("one rail", "rail_imbalance", "slow", rail, rank=None)
+    others = hung(healthy(4))
+    for name in ("node-0", "node-2", "node-3"):
+        others = with_device(others, name, 0, peer_events=4.0)
+    yield Case("no answer", "peer_unresponsive", "hung", others, rank=None)
+    leaf = slowed_all(healthy(8), 3.0, "communication")
+    for number in range(4, 8):
+        leaf = with_device(leaf, f"node-{number}", retransmitted_share=0.02)
+    yield Case("one leaf", "leaf_congested", "slow", leaf, "", None)
+    yield Case("nvlink", "nvlink_errors", "slow", with_gpu(slow_victim(), NODE, GPU, nvlink_errors_per_second=50.0))
+    died = with_gpu(hung(healthy(4), {RANK: "productive"}), NODE, GPU, xids=(Xid(74, MOMENT - 900.0),))
+    yield Case("xid 74", "nvlink_errors", "hung", died)
+    yield Case("nvlink down", "nvlink_down", "slow", with_gpu(talks, NODE, GPU, nvlinks_up=16), rank=None)
+    yield Case("unknown", "communication_slow", "slow", without_hardware(talks), "", None)
+
+
+def collective_cases() -> Iterator[Case]:
+    yield Case("recorder", "rank_missing_in_collective", "hung", stuck(missing=(RANK,)))
+    odd = stuck(mismatch=f"rank {RANK} calls nccl:broadcast, the others nccl:all_reduce", mismatched=(RANK,))
+    yield Case("mismatch", "collective_mismatch", "hung", odd)
+    yield Case("counts", "ranks_behind", "hung", asked_ras(hung(healthy(4)), {RANK: 2}))
+    yield Case("no answer", "ranks_behind", "hung", asked_ras(hung(healthy(4)), missing=(RANK,)))
+    timeout = with_log(dead(), "collective_timeout", "Watchdog caught collective operation timeout", RANK)
+    plain = with_rank(timeout, RANK, exit_code=None)
+    yield Case("timeout", "collective_error", "dead", plain)
+
+
+def framework_cases() -> Iterator[Case]:
+    error = with_log(dead(), "exception", "ValueError: the reward is empty", RANK)
+    yield Case("exception", "rank_failed", "dead", error)
+    yield Case("exit code", "rank_failed", "dead", dead(3))
+    memory = with_log(error, "cuda_out_of_memory", "torch.OutOfMemoryError: CUDA out of memory", RANK)
+    yield Case("cuda memory", "gpu_out_of_memory", "dead", memory)
+    yield Case("segfault", "program_crashed", "dead", dead(-11))
+    yield Case("page fault", "rank_failed", "dead", with_gpu(dead(), NODE, GPU, xids=(Xid(31, MOMENT - 6.0),)))
+    yield Case("straggler", "straggler", "slow", slow_victim())
+    yield Case("all compute", "compute_slow", "slow", slowed_all(healthy(4), 1.5, "compute"), "", None)
+    yield Case("optimizer", "optimizer_slow", "slow", slowed_all(healthy(4), 8.0, "optimizer"), "", None)
+    plan = slowed_all(healthy(4), 1.5, "compute", since_start=True)
+    yield Case("plan", "slower_than_plan", "slow", plan, "", None)
+    yield Case("loader", "loader_slow", "slow", slowed_all(healthy(4), 30.0, "data"), "", None)
+    again = with_log(slowed_all(healthy(4), 1.5, "compute"), "recompiling", "torch._dynamo hit config.recompile_limit")
+    yield Case("recompiles", "recompiling", "slow", again, "", None)
+    yield Case("stands", "rank_hung", "hung", hung(healthy(4), {RANK: "productive"}))
+    yield Case("compiles", "compile_hung", "hung", hung(healthy(4), {RANK: "compile"}, seconds=3000.0))
+    locked = with_rank(hung(healthy(4), {RANK: "productive"}), RANK, stack=("acquire (filelock/_api.py:1)", "FileLock"))
+    yield Case("lock", "compile_hung", "hung", locked)
+    bad = with_losses(lambda place, value: float("nan") if place > 0 else value)
+    yield Case("nan", "not_a_number", "wrong", bad, "", None)
+    yield Case("spike", "loss_spike", "wrong", with_losses(lambda p, v: v * 3 if p > 10 else v), "", None)
+    grows = with_losses(lambda place, value: value * (1 + max(0, place + 60) / 80))
+    yield Case("diverges", "diverged", "wrong", grows, "", None)
+
+
+def storage_cases() -> Iterator[Case]:
+    waits = slowed_all(healthy(4), 30.0, "data")
+    yield Case("slow reads", "storage_slow", "slow", with_mount(waits, "/fsx", operation_seconds=0.3), "", None)
+    yield Case("metadata", "storage_slow", "slow", with_mount(waits, "/fsx", metadata_seconds=0.09), "", None)
+    loading = hung(healthy(4), {RANK: "data"})
+    yield Case("stalled", "storage_stalled", "hung", with_mount(loading, "/fsx", NODE, is_stalled=True))
+    asleep = with_rank(loading, RANK, process_state="D", wait_channel="ptlrpc_set_wait")
+    yield Case("asleep", "storage_stalled", "hung", asleep)
+    full = with_log(dead(), "no_space", "OSError: [Errno 28] No space left on device", RANK)
+    yield Case("no room", "storage_full", "dead", with_mount(full, "/fsx", full_share=0.999))
+    yield Case("nearly full", "storage_full", "healthy", with_mount(healthy(4), "/fsx", full_share=0.98), "", None)
+    locked = with_log(dead(), "read_only", "OSError: [Errno 30] Read-only file system", RANK)
+    yield Case("read-only", "storage_read_only", "dead", with_mount(locked, "/fsx", is_read_only=True))
+    failing = with_tier(healthy(4), "shared", failures=3, reason="403 Forbidden")
+    yield Case("failing", "checkpoint_failing", "healthy", failing, "", None)
+    late = with_tier(healthy(4), "shared", last_moment=MOMENT - 4000.0)
+    yield Case("stale", "checkpoint_stale", "healthy", late, "", None)
+    saves = slowed_all(healthy(4), 30.0, "checkpoint")
+    yield Case("blocking", "checkpoint_slow", "slow", with_tier(saves, "shared", last_seconds=200.0), "", None)
+    lumps = with_run(healthy(4), ledger={"productive": 4000.0, "checkpoint": 1500.0})
+    yield Case("in lumps", "checkpoint_slow", "slow", lumps, "", None)
+    yield Case("saving", "checkpoint_hung", "hung", hung(healthy(4), {RANK: "checkpoint"}, seconds=1500.0))
+    yield Case("no word", "data_slow", "slow", without_hardware(waits), "", None)
+    yield Case("loading", "data_hung", "hung", without_hardware(loading))
+    few = with_mount(waits, "/fsx", interfaces=2, expected_interfaces=8)
+    yield Case("2 of 8 cards", "lustre_interfaces_missing", "slow", few, "", None)
+
+
+def host_cases() -> Iterator[Case]:
+    silent = with_run(with_node(healthy(4), NODE, heartbeat_age_seconds=60.0), state="lost", message="no sign of life")
+    yield Case("lost", "node_lost", "dead", silent, rank=None)
+    gone = with_nodes(healthy(4), lambda node: replace(node, heartbeat_age_seconds=300.0))
+    yield Case("all", "agents_gone", "dead", with_run(gone, state="lost", message="no sign of life"), "", None)
+    yield Case("killed", "rank_killed", "dead", dead(-9))
+    yield Case("memory", "out_of_memory", "dead", with_host(dead(-9), NODE, out_of_memory_kills=1))
+    oom = with_scheduler(dead(1), kills=(SchedulerKill("oom", NODE, RANK),))
+    yield Case("OOMKilled", "out_of_memory", "dead", oom)
+    stopped = with_rank(hung(healthy(4), {RANK: "productive"}, seconds=12.0), RANK, is_stopped=True)
+    yield Case("stopped", "rank_stopped", "hung", stopped)
+    busy = with_host(slow_node(), NODE, processor_pressure=0.8, foreign_processor_share=0.6)
+    yield Case("neighbour", "processor_contention", "slow", busy, rank=None)
+    yield Case("steal", "processor_stolen", "slow", with_host(slow_node(), NODE, steal_share=0.3), rank=None)
+    swaps = with_host(slow_node(), NODE, memory_pressure=0.5, swapped_bytes_per_second=3e8)
+    yield Case("swaps", "memory_pressure", "slow", swaps, rank=None)
+    asleep = with_rank(hung(healthy(4), {RANK: "productive"}), RANK, process_state="D", wait_channel="gpu_wait")
+    yield Case("in the kernel", "process_blocked", "hung", with_host(asleep, NODE, blocked_processes=("python",)))
+    shared = with_log(dead(-7), "shared_memory", "unable to open shared memory object", RANK)
+    yield Case("shm", "shared_memory_full", "dead", with_host(shared, NODE, shared_memory_full_share=1.0))
+    yield Case("clock", "clock_off", "healthy", with_host(healthy(4), NODE, clock_offset_seconds=4.0), rank=None)
+
+
+def unmeasured(snapshot: Snapshot) -> Snapshot:
+    """The same run where no rank has told of a step."""
+    return with_ranks(snapshot, lambda rank: replace(rank, recent={}, earlier={}, num_recent=0, num_earlier=0))

@@ -1,0 +1,105 @@
+"""The scored bench of the diagnosis: drawn from the date, it must keep its bars; and the score must be able to fail."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from craton.cli.app import app
+from craton.observability.diagnosis import (
+    LIVE,
+    Outcome,
+    Verdict,
+    live_outcomes,
+    score,
+    seed_of_today,
+    simulated_outcomes,
+)
+from craton.observability.diagnosis.scenarios import Truth, draw_scenarios
+from craton.observability.diagnosis.scenarios_faults import Victim
+from craton.observability.diagnosis.scenarios_world import World
+from craton.observability.diagnosis.tables import LAYERS
+
+
+@pytest.fixture(scope="module")
+def today() -> list[Outcome]:
+    return simulated_outcomes(seed_of_today())
+
+
+def test_the_bars_hold_today(today: list[Outcome]) -> None:
+    found = score(today)
+    assert found.is_good, "\n".join(found.misses)
+    assert found.brier is not None
+    assert found.brier < 0.1
+
+
+def test_there_are_enough_of_every_kind(today: list[Outcome]) -> None:
+    found = score(today)
+    live = [case for case in LIVE if case.layers]
+    assert found.num_scenarios + len(LIVE) >= 80
+    assert len(live) >= 15
+    assert found.groups["quiet"][1] >= 25
+    assert found.groups["double"][1] >= 10
+    assert found.groups["blind"][1] >= 10
+    assert all(of >= 2 for _, of in found.layers.values()), found.layers
+    assert set(found.layers) == set(LAYERS)
+
+
+def test_other_seeds_draw_other_victims() -> None:
+    def victims(seed: int) -> list[Victim]:
+        return [truth.victim for each in draw_scenarios(seed, 1.8e9) for truth in each.truths]
+
+    assert victims(1) == victims(1)
+    assert victims(1) != victims(2)
+
+
+def test_ranks_keep_step_and_the_slow_one_waits_least() -> None:
+    world = World(random.Random(7), steps=40, age_seconds=3600.0, outliers=0.0)
+    world.slow((5,), "compute", 1.5)
+    last = world.simulate()[-1]
+    assert len({round(part["step"], 9) for part in last.values()}) == 1
+    assert min(last, key=lambda rank: last[rank]["communication"]) == 5
+    for part in last.values():
+        assert part["step"] == pytest.approx(sum(part[phase] for phase in part if phase != "step"))
+
+
+def test_wrong_answers_count_against_it() -> None:
+    truth = Truth("overheats", ("device",), ("slow",), Victim("a", frozenset((3,))))
+    right = Outcome("one", "single", (truth,), Verdict("slow", "device", "a", 3, confidence=0.9))
+    assert score([right]).is_good
+    assert score([right]).brier == pytest.approx(0.01)
+    wrong_layer = replace(right, verdict=Verdict("slow", "fabric", "a", 3, confidence=0.9))
+    assert score([wrong_layer]).layer_share == 0.0
+    assert score([wrong_layer]).brier == pytest.approx(0.81)
+    assert score([wrong_layer]).confusion["device"]["fabric"] == 1
+    wrong_rank = replace(right, verdict=Verdict("slow", "device", "a", 2, confidence=0.9))
+    assert (score([wrong_rank]).layer_share, score([wrong_rank]).victim_share) == (1.0, 0.0)
+    wrong_condition = replace(right, verdict=Verdict("dead", "device", "a", 3, confidence=0.9))
+    assert not wrong_condition.is_right
+    alarm = Outcome("plain", "quiet", (), Verdict("slow", "host", confidence=0.5))
+    assert score([right, alarm]).false_alarms == 1
+    guess = Outcome("unseen", "blind", (truth,), Verdict("slow", "device", "a", 3, confidence=0.5))
+    assert not score([right, guess]).is_good
+    both = (truth, Truth("disk_full", ("storage",), ("healthy",), Victim()))
+    assert not replace(right, group="double", truths=both).is_right
+    assert "said was slow fabric" in score([wrong_layer]).misses[0]
+
+
+def test_live_processes(tmp_path: Path) -> None:
+    chosen = [case for case in LIVE if case.name in ("raises", "stopped (SIGSTOP)")]
+    found = score(live_outcomes(seed_of_today(), tmp_path, chosen))
+    assert found.is_good, "\n".join(found.misses)
+    assert found.num_live == 2
+
+
+@pytest.mark.slow
+def test_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    app(["bench", "why", "--json"], standalone_mode=False)
+    told = json.loads(capsys.readouterr().out)
+    assert told["is_good"]
+    assert told["num_live"] == len(LIVE)
+    assert len(told["outcomes"]) == told["num_scenarios"]

@@ -1,0 +1,139 @@
+"""`craton why` of runs that live on this machine, while something is wrong with them: real agents and processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from craton.cli.app import app
+from craton.job import parse_job
+from craton.observability.diagnosis import Snapshot, Verdict, diagnose, take_snapshot
+from craton.orchestration import draft_run, free_port, start_run
+from craton.orchestration.rehearsal import Rehearsal, running
+from craton.telemetry import RunDirectory, read_heartbeat, read_status
+
+RANK = Path(__file__).with_name("lockstep.py")
+SECONDS = 60.0
+
+
+def start(root: Path, nodes: int = 2, **environment: object) -> RunDirectory:
+    env = ", ".join(f"{key}: '{value}'" for key, value in environment.items())
+    job = parse_job(
+        f"name: sick\nkind: command\ncommand: [{sys.executable}, {RANK}]\nprocesses: 2\ncluster: local x {nodes}\n"
+        f"recover: {{tries: 0}}\nrun: {{env: {{{env}}}}}\n",
+        folder=RANK.parent,
+    )
+    return start_run(draft_run(job, root / job.name, port=free_port()), root)
+
+
+def wait_for_verdict(run: RunDirectory, is_right: Callable[[Snapshot, Verdict], bool]) -> tuple[Snapshot, Verdict]:
+    deadline = time.monotonic() + SECONDS
+    while True:
+        snapshot = take_snapshot(run)
+        verdict = diagnose(snapshot)
+        if is_right(snapshot, verdict):
+            return snapshot, verdict
+        assert time.monotonic() < deadline, f"{verdict.sentence}\n{snapshot.to_json()}"
+        time.sleep(0.1)
+
+
+def trains(snapshot: Snapshot, verdict: Verdict) -> bool:
+    return verdict.condition == "healthy" and all(rank.num_recent >= 10 and rank.pid for rank in snapshot.ranks)
+
+
+def craton(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    app(list(arguments), standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_a_rank_that_is_stopped(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = start(root)
+    snapshot, verdict = wait_for_verdict(run, trains)
+    assert verdict.cause == ""
+    assert [rank.node for rank in snapshot.ranks] == ["node-0", "node-0", "node-1", "node-1"]
+    assert snapshot.nodes[0].host is not None
+    assert snapshot.nodes[0].mounts
+    victim = snapshot.ranks[2]
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGSTOP)
+    _, verdict = wait_for_verdict(run, lambda _, found: found.condition == "hung")
+    assert (verdict.layer, verdict.cause, verdict.node, verdict.rank) == ("host", "rank_stopped", "node-1", 2)
+    told: dict[str, Any] = json.loads(craton(capsys, "why", "sick", "--json"))
+    assert (told["condition"], told["cause"], told["rank"]) == ("hung", "rank_stopped", 2)
+    os.kill(victim.pid, signal.SIGCONT)
+    wait_for_verdict(run, lambda _, found: found.condition == "healthy")
+
+
+def test_a_rank_that_is_slow(root: Path) -> None:
+    run = start(root, VICTIM=3, FAULT="slow")
+    _, verdict = wait_for_verdict(run, lambda _, found: found.condition == "slow")
+    assert (verdict.node, verdict.rank) == ("node-1", 3)
+    assert verdict.cause in ("straggler", "processor_contention")  # this machine may be busy with other tests
+    assert "waits least" in " ".join(verdict.evidence)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "words"),
+    [("raise", "rank_failed", "ValueError: the reward function broke"), ("disk", "storage_full", "[Errno 28]")],
+)
+def test_a_rank_that_fails(
+    root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, fault: str, cause: str, words: str
+) -> None:
+    run = start(root, VICTIM=1, FAULT=fault)
+    _, verdict = wait_for_verdict(run, lambda snapshot, _: snapshot.run.state == "failed")
+    assert (verdict.condition, verdict.cause, verdict.node, verdict.rank) == ("dead", cause, "node-0", 1)
+    saved = tmp_path / "snapshot.json"
+    out = craton(capsys, "why", "--save", str(saved))
+    assert "sick has failed" in out
+    assert words in out
+    assert craton(capsys, "why", "--replay", str(saved)) == out
+
+
+def test_a_node_that_is_lost(root: Path) -> None:
+    run = start(root)
+    wait_for_verdict(run, trains)
+    beat = read_heartbeat(run, "node-1")
+    assert beat is not None
+    os.kill(beat.pid, signal.SIGKILL)
+    _, verdict = wait_for_verdict(run, lambda _, found: found.condition == "dead")
+    assert (verdict.layer, verdict.cause, verdict.node) == ("host", "node_lost", "node-1"), verdict.sentence
+
+
+def test_a_rank_that_is_killed(root: Path) -> None:
+    run = start(root)
+    snapshot, _ = wait_for_verdict(run, trains)
+    status = read_status(run, "node-0")
+    assert status is not None
+    os.kill(status.ranks[1].pid, signal.SIGKILL)
+    snapshot, verdict = wait_for_verdict(run, lambda snapshot, _: snapshot.run.state == "failed")
+    assert (verdict.condition, verdict.layer, verdict.node, verdict.rank) == ("dead", "host", "node-0", 1)
+    assert verdict.cause in ("rank_killed", "out_of_memory")
+    assert snapshot.ranks[1].exit_code == -signal.SIGKILL
+
+
+def test_a_loss_that_is_no_number(root: Path) -> None:
+    run = start(root, nodes=1, FAULT="nan")
+    _, verdict = wait_for_verdict(run, lambda _, found: found.condition == "wrong")
+    assert (verdict.layer, verdict.cause) == ("framework", "not_a_number")
+
+
+@pytest.mark.slow
+def test_a_training_that_is_stopped_and_comes_back(root: Path) -> None:
+    with running(root, Rehearsal("trains", steps=100_000)) as run:
+        snapshot, _ = wait_for_verdict(run, trains)
+        pid = snapshot.ranks[3].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        _, verdict = wait_for_verdict(run, lambda _, found: found.condition == "hung")
+        assert (verdict.cause, verdict.node, verdict.rank) == ("rank_stopped", "node-1", 3)
+        _, verdict = wait_for_verdict(run, lambda found, verdict: trains(found, verdict) and found.run.restarts > 0)
+        assert "came back once" in verdict.sentence

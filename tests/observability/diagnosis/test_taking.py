@@ -1,0 +1,313 @@
+"""What is read of a run's files: steps, what ranks do, checkpoints, logs; and what the verb does with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from craton.cli.app import app
+from craton.observability.diagnosis import SnapshotError, chosen_run, diagnose, read_snapshot, take_snapshot
+from craton.observability.diagnosis.building import healthy, with_run, with_scheduler
+from craton.observability.diagnosis.processes import read_py_spy
+from craton.observability.diagnosis.tables import log_patterns
+from craton.observability.diagnosis.taking_records import read_logs, thinned, tiers_of
+from craton.observability.diagnosis.taking_scheduler import node_words
+from craton.telemetry import (
+    Heartbeat,
+    NodeStatus,
+    RankStatus,
+    RunDirectory,
+    RunNotFoundError,
+    write_heartbeat,
+    write_status,
+)
+
+NOW = time.time()
+PHASES = {"data": 0.01, "compute": 0.8, "communication": 0.15, "optimizer": 0.03, "checkpoint": 0.01}
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def step_line(step: int, rank: int, generation: int = 0, **changes: float | None) -> dict[str, Any]:
+    seconds = {**PHASES, **{name: value for name, value in changes.items() if name in PHASES}}
+    values = {f"run_{phase}_seconds": value for phase, value in seconds.items()}
+    step_seconds = sum(value for value in seconds.values() if value is not None)
+    more = {name: value for name, value in changes.items() if name not in PHASES}
+    stamp = {"time": NOW - 200.0 + step, "step": step, "generation": generation, "rank": rank}
+    return {**stamp, "run_step_seconds": step_seconds, "run_loss": 2.0, **values, **more}
+
+
+def write_run(root: Path, name: str = "made", steps: int = 150, now: float = NOW, **slow: float) -> RunDirectory:
+    """A run of two nodes with two ranks each, as its agents would have left it; `slow` changes the last 20 steps of
+    rank 3, for which the others wait."""
+    run = RunDirectory.create(root, name)
+    launch = {"generation": 0, "nodes": ["a", "b"], "ranks_per_node": 2, "gpus": True, "leaves": {"a": "l1", "b": "l1"}}
+    run.launch_path.write_text(json.dumps(launch), encoding="utf-8")
+    plan = {"kind": "pretrain", "steps": 1000, "step_seconds": 1.0, "step_seconds_low": 0.9, "step_seconds_high": 1.1}
+    plan |= {"phases": PHASES, "layout": {"fsdp": 4, "pp": 1}, "cost": {"dollars_per_day": 2400.0}}
+    plan |= {
+        "storage": {"tiers": [{"tier": "shared", "every_seconds": 600.0}, {"tier": "nvme", "every_seconds": None}]}
+    }
+    run.plan_path.write_text(json.dumps(plan), encoding="utf-8")
+    behind = sum(value - PHASES[name] for name, value in slow.items())
+    for place, node in enumerate("ab"):
+        lines = []
+        for step in range(1, steps + 1):
+            for rank in (2 * place, 2 * place + 1):
+                first = {"compute": 9.0} if step <= 3 else {}
+                is_slow = bool(slow) and step > steps - 20
+                late = slow if is_slow and rank == 3 else {"communication": 0.15 + behind} if is_slow else {}
+                lines.append(step_line(step, rank, **{**first, **late}))
+        write_lines(run.metrics_path(node), lines)
+        write_heartbeat(run, node, Heartbeat(0, "running", 1, 0, host="elsewhere"))
+        ranks = tuple(
+            RankStatus(rank, 100 + rank, "productive", (), steps + 1, 0.2, 1.0, False)
+            for rank in (2 * place, 2 * place + 1)
+        )
+        write_status(run, NodeStatus(now, 0, node, ranks))
+        write_lines(run.events_path(node), [{"time": NOW - 250.0, "event": "agent_started", "generation": 0}])
+    return run
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is asked says that the run runs."""
+    from craton.orchestration import Standing
+
+    standing = Standing("running", job="7", nodes=("a", "b"))
+    monkeypatch.setattr("craton.observability.diagnosis.taking.standing_of", lambda run: standing)
+
+
+@pytest.mark.usefixtures("running")
+def test_steps_of_all_ranks(root: Path) -> None:
+    snapshot = take_snapshot(write_run(root), now=NOW + 1.0)
+    run = snapshot.run
+    assert (run.name, run.kind, run.nodes, run.world, run.step, run.steps) == (
+        "made",
+        "pretrain",
+        ("a", "b"),
+        4,
+        150,
+        1000,
+    )
+    assert (run.dollars_per_hour, run.leaves, run.layout) == (100.0, {"a": "l1", "b": "l1"}, {"pp": 1, "fsdp": 4})
+    rank = snapshot.ranks[3]
+    assert (rank.node, rank.gpu, rank.pid, rank.kind) == ("b", 1, 103, "productive")
+    assert (rank.num_recent, rank.num_earlier) == (20, 100)
+    assert rank.recent == pytest.approx({**PHASES, "step": 1.0})
+    assert rank.progress_age_seconds == pytest.approx(1.2, abs=0.01)
+    assert diagnose(snapshot).condition == "healthy"
+
+
+@pytest.mark.usefixtures("running")
+def test_a_straggler_is_seen_in_the_files(root: Path) -> None:
+    verdict = diagnose(take_snapshot(write_run(root, compute=1.2), now=NOW + 1.0))
+    assert (verdict.condition, verdict.cause, verdict.node, verdict.rank) == ("slow", "cannot_tell", "b", 3)
+    assert any("GPU health" in each for each in verdict.would_tell)
+    assert verdict.cost_dollars_per_day == pytest.approx(2400.0 * 0.4 / 1.4, rel=0.05)
+
+
+@pytest.mark.usefixtures("running")
+def test_a_rank_that_stands_in_its_data(root: Path) -> None:
+    run = write_run(root)
+    for node, kinds in (("a", ("productive", "productive")), ("b", ("productive", "data"))):
+        first = 0 if node == "a" else 2
+        ranks = tuple(
+            RankStatus(first + place, 1, kind, (), 151, 400.0 + (kind == "data"), 1.0, False)
+            for place, kind in enumerate(kinds)
+        )
+        write_status(run, NodeStatus(NOW, 0, node, ranks))
+    verdict = diagnose(take_snapshot(run, now=NOW + 1.0))
+    assert (verdict.condition, verdict.cause, verdict.rank) == ("hung", "data_hung", 3)
+
+
+@pytest.mark.usefixtures("running")
+def test_steps_of_an_earlier_generation_do_not_count(root: Path) -> None:
+    run = write_run(root)
+    lines = [step_line(step, 0, generation=0, compute=5.0) for step in range(1, 100)]
+    lines += [step_line(step, 0, generation=3) for step in range(100, 140)]
+    write_lines(run.metrics_path("a"), lines)
+    made = {"number": 3, "nodes": ["a", "b"], "ranks_per_node": 2, "store": "", "time": NOW - 100.0, "reason": "x"}
+    run.generation_path(3).write_text(json.dumps(made), encoding="utf-8")
+    snapshot = take_snapshot(run, now=NOW + 1.0)
+    assert snapshot.run.generation == 3
+    rank = snapshot.ranks[0]
+    assert (rank.num_recent, rank.num_earlier) == (20, 15)  # the first five of a generation warm up
+    assert rank.earlier["compute"] == pytest.approx(0.8)
+    assert snapshot.ranks[2].kind == ""  # its status is of another generation
+
+
+@pytest.mark.usefixtures("running")
+def test_losses_that_were_no_number(root: Path) -> None:
+    run = write_run(root)
+    lines = [step_line(step, 0, run_loss=None if step > 140 else 2.0) for step in range(1, 151)]
+    write_lines(run.metrics_path("a"), lines)
+    snapshot = take_snapshot(run, now=NOW + 1.0)
+    verdict = diagnose(snapshot)
+    assert (verdict.condition, verdict.cause) == ("wrong", "not_a_number")
+    assert verdict.evidence[0] == "the loss is not a number since step 141"
+
+
+@pytest.mark.usefixtures("running")
+def test_the_network_that_nccl_says_it_uses(root: Path) -> None:
+    run = write_run(root)
+    plan = json.loads(run.plan_path.read_text(encoding="utf-8"))
+    plan["cluster"] = {"instance": {"efa_version": 2, "network_interfaces": 32}}
+    run.plan_path.write_text(json.dumps(plan), encoding="utf-8")
+    for rank in (0, 2):
+        run.log_path(rank).write_text("h:1:1 [0] NCCL INFO Using network Socket\n", encoding="utf-8")
+    snapshot = take_snapshot(run, now=NOW + 1.0)
+    assert [node.nccl_network for node in snapshot.nodes] == ["Socket", "Socket"]
+    verdict = diagnose(snapshot)
+    assert (verdict.condition, verdict.layer, verdict.cause) == ("healthy", "fabric", "tcp_fallback")
+
+
+def test_what_slurm_says_of_nodes() -> None:
+    silent = "n2|down*|Not responding\n"  # once for each of its partitions
+    text = f"n1|allocated|none\n{silent}{silent}n3|drained|bad gpu\nn4|idle~|none\nn9|down|x\n"
+    words = node_words(text, {name: name for name in ("n1", "n2", "n3", "n4")})
+    assert [(word.node, word.is_bad, word.reason) for word in words] == [
+        ("n1", False, ""),
+        ("n2", True, "Not responding"),
+        ("n3", True, "bad gpu"),
+        ("n4", False, ""),
+    ]
+
+
+def save(step: int, event: str = "checkpoint_saved", **fields: Any) -> dict[str, Any]:
+    return {"event": event, "time": NOW - 1000.0 + step, "step": step, "tier": "shared", **fields}
+
+
+def test_checkpoints_by_tier() -> None:
+    good = [save(step, seconds=10.0, bytes=1e9) for step in range(10, 60, 10)]
+    bad = [save(70, "checkpoint_failed", reason="disk"), save(80, "checkpoint_skipped"), save(90, "checkpoint_failed")]
+    (tier, other) = tiers_of([*good, save(60, seconds=90.0, bytes=1e9), *bad], {"shared": 600.0, "nvme": 60.0})
+    assert (tier.tier, tier.last_step, tier.last_seconds, tier.usual_seconds) == ("shared", 60, 90.0, 10.0)
+    assert (tier.failures, tier.skipped, tier.interval_seconds) == (2, 1, 600.0)
+    assert (other.tier, other.last_step, other.failures) == ("nvme", None, 0)
+
+
+LINES: Mapping[str, str] = {
+    "cuda_out_of_memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...",
+    "cuda_uncorrectable_ecc": "RuntimeError: CUDA error: uncorrectable ECC error encountered",
+    "cuda_device_lost": "Unable to determine the device handle for GPU0: GPU is lost.",
+    "nvlink_uncorrectable": "CUDA error: uncorrectable NVLink error detected during the execution",
+    "cuda_illegal_access": "RuntimeError: CUDA error: an illegal memory access was encountered",
+    "no_space": "OSError: [Errno 28] No space left on device: '/fsx/ckpt'",
+    "read_only": "OSError: [Errno 30] Read-only file system: '/fsx/x'",
+    "stale_files": "OSError: [Errno 116] Stale file handle",
+    "input_output_error": "OSError: [Errno 5] Input/output error: '/fsx/x'",
+    "shared_memory": "RuntimeError: unable to open shared memory object </torch_1> in read-write mode",
+    "host_out_of_memory": "slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0.",
+    "loader_killed": "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.",
+    "collective_mismatch": "RuntimeError: Detected mismatch between collectives on ranks.",
+    "collective_timeout": "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
+    "peer_closed": "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:1",
+    "nccl_error": "torch.distributed.DistBackendError: NCCL error: ncclSystemError: System call failed",
+    "network_socket": "a:7:7 [0] NCCL INFO Using network Socket",
+    "recompiling": "W torch._dynamo hit config.recompile_limit (8)",
+    "segmentation_fault": "Fatal Python error: Segmentation fault",
+    "killed": "Killed",
+    "exception": "[rank0]: mypackage.errors.RewardError: the reward is empty",
+}
+
+
+@pytest.mark.parametrize("name", [pattern.name for pattern in log_patterns()])
+def test_lines_of_logs_that_mean_something(root: Path, name: str) -> None:
+    run = RunDirectory.create(root, "logs")
+    run.log_path(2).write_text(f"step 1 loss 2.0\n{LINES[name]}\nbye\n", encoding="utf-8")
+    (match,) = read_logs(run, [0, 2], 0.0, [])
+    assert (match.pattern, match.rank, match.count) == (name, 2, 1)
+    assert read_logs(run, [2], time.time() + 60.0, []) == ()
+
+
+def test_ordinary_lines_mean_nothing(root: Path) -> None:
+    run = RunDirectory.create(root, "logs")
+    text = "step 5/9 loss 2.1 norm 0.3\nerrors: 0\nNCCL INFO Using network AWS Libfabric\nno Exception here, all fine\n"
+    run.log_path(0).write_text(text * 50, encoding="utf-8")
+    assert read_logs(run, [0], 0.0, []) == ()
+
+
+def test_long_series_are_thinned_but_for_their_end() -> None:
+    points = thinned([(step, float(step)) for step in range(5000)])
+    assert len(points) <= 301
+    assert points[-60:] == tuple((step, float(step)) for step in range(4940, 5000))
+
+
+def test_the_stack_of_a_main_thread() -> None:
+    text = (
+        'Process 7: python train.py\nPython v3.11\n\nThread 7 (idle): "MainThread"\n    get (queue.py:171)\n'
+        '    _next_data (torch/utils/data/dataloader.py:1)\nThread 9 (idle): "pin"\n    wait (threading.py:1)\n'
+    )
+    assert read_py_spy(text) == ("get (queue.py:171)", "_next_data (torch/utils/data/dataloader.py:1)")
+
+
+# -- the verb ---------------------------------------------------------------------------------------------------
+
+
+def why(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    app(["why", *arguments], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_a_run_that_waits_says_what_its_scheduler_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = "needs 4 nodes on one leaf; leaf2 has 3 free"
+    waits = with_scheduler(with_run(healthy(4), state="waiting"), condition="waiting", job="4711", sentence=sentence)
+    saved = tmp_path / "saved.json"
+    saved.write_text(waits.to_json(), encoding="utf-8")
+    assert why(capsys, "--replay", str(saved)) == f"llama-8b waits as job 4711: {sentence}\n"
+    told = json.loads(why(capsys, "--replay", str(saved), "--json"))
+    assert (told["condition"], told["job"], told["sentence"]) == (
+        "waiting",
+        "4711",
+        f"llama-8b waits as job 4711: {sentence}",
+    )
+
+
+def test_without_a_name_it_is_the_newest_run(root: Path) -> None:
+    with pytest.raises(RunNotFoundError, match="there are no runs in"):
+        chosen_run(None)
+    for place, name in enumerate(("old", "new")):
+        run = RunDirectory.create(root, name)
+        run.job_path.touch()
+        os.utime(run.job_path, (NOW + place, NOW + place))
+    assert chosen_run(None).name == "new"
+    assert chosen_run("old").name == "old"
+
+
+def test_what_cannot_be_replayed_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match=r"missing\.json cannot be read"):
+        read_snapshot(tmp_path / "missing.json")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    with pytest.raises(SnapshotError):
+        read_snapshot(tmp_path / "bytes")
+
+
+@pytest.mark.usefixtures("running")
+def test_what_is_saved_is_judged_the_same(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(root, now=time.time(), compute=1.2)
+    saved = tmp_path / "saved.json"
+    told = why(capsys, "made", "--save", str(saved))
+    assert "made is slow: it loses" in told
+    assert "  · rank 3 on b spends" in told
+    assert why(capsys, "--replay", str(saved)) == told
+
+
+def test_nodes_have_the_names_of_their_scheduler(root: Path) -> None:
+    run = write_run(root)
+    (run.path / "backend.json").write_text(json.dumps({"on": "slurm", "job": "7", "details": {}}), encoding="utf-8")
+    hosts = [{"name": name, "host": f"gpu-{name}", "address": "10.0.0.1"} for name in "ab"]
+    document = {"job": "7", "restarts": 0, "nodes": hosts}
+    launch = {**json.loads(run.launch_path.read_text(encoding="utf-8")), "command": ["train"]}
+    run.launch_path.write_text(json.dumps(launch), encoding="utf-8")
+    (run.path / "allocation.json").write_text(json.dumps(document), encoding="utf-8")
+    assert [node.host_name for node in take_snapshot(run, now=NOW).nodes] == ["gpu-a", "gpu-b"]

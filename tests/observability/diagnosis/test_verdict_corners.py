@@ -1,0 +1,61 @@
+"""Verdicts that the scored bench, or a live run, once showed to be wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from craton.observability.diagnosis import Snapshot, diagnose
+from craton.observability.diagnosis.building import MOMENT, healthy, slowed, with_host, with_rank, with_run
+from craton.observability.diagnosis.snapshot import LogMatch
+
+
+def ended(snapshot: Snapshot, message: str, **kinds: str) -> Snapshot:
+    """All ranks were ended by their agents; `kinds` are what some were in, by r0, r1, ..."""
+    ranks = tuple(
+        replace(rank, is_alive=False, exit_code=-15, ended_at=MOMENT, ended_in=kinds.get(f"r{rank.rank}", "productive"))
+        for rank in snapshot.ranks
+    )
+    return with_run(replace(snapshot, ranks=ranks), state="failed", message=message)
+
+
+def test_ranks_that_agents_end_for_a_hang_were_not_killed_by_somebody() -> None:
+    verdict = diagnose(ended(healthy(2), "rank 1 hangs in productive at step 46: no progress for 4.0 s", r9="data"))
+    assert (verdict.condition, verdict.cause, verdict.rank) == ("dead", "data_hung", 9)
+    verdict = diagnose(ended(healthy(2), "rank 1 hangs in productive at step 46: no progress for 4.0 s"))
+    assert (verdict.cause, verdict.rank, verdict.node) == ("rank_hung", None, "")
+
+
+def test_a_rank_that_was_stopped_until_its_run_was_ended() -> None:
+    verdict = diagnose(ended(healthy(2), "rank 9 is stopped by a signal at step 40: no progress for 4.1 s"))
+    assert (verdict.condition, verdict.layer, verdict.cause, verdict.rank) == ("dead", "host", "rank_stopped", 9)
+
+
+def test_a_rank_that_is_stopped_for_an_instant_goes_on() -> None:
+    run = with_rank(healthy(2), 3, is_stopped=True, progress_age_seconds=0.4, recorded_at=MOMENT - 0.4)
+    assert diagnose(run).condition == "healthy"
+    run = with_rank(healthy(2), 3, is_stopped=True, progress_age_seconds=60.0, recorded_at=MOMENT - 60.0)
+    assert (diagnose(run).condition, diagnose(run).cause) == ("hung", "rank_stopped")
+
+
+def test_whose_connection_broke_is_not_to_blame() -> None:
+    run = with_rank(healthy(2), 3, is_alive=False, exit_code=1, ended_at=MOMENT - 5.0)
+    run = with_run(run, state="failed", message="rank 3 on node-0 ended with code 1")
+    line = LogMatch("peer_closed", "ConnectionError: Connection closed by peer", 3, "", MOMENT)
+    assert diagnose(run).cause == "rank_failed"
+    assert diagnose(replace(run, logs=(line,))).layer == "collective"
+
+
+def test_a_crowd_that_others_live_with_does_not_explain_one_slow_rank() -> None:
+    run = with_run(slowed(healthy(2), {11: 1.5}), is_accelerated=False)
+    for node in ("node-0", "node-1"):
+        run = with_host(run, node, processor_pressure=0.9, foreign_processor_share=0.8)
+    verdict = diagnose(run)
+    assert (verdict.condition, verdict.cause, verdict.rank) == ("slow", "straggler", 11)
+
+
+def test_two_groups_of_slow_ranks_are_two_symptoms() -> None:
+    run = slowed(healthy(4), {11: 2.0, **dict.fromkeys(range(24, 32), 1.3)})
+    run = with_host(run, "node-3", steal_share=0.4)
+    verdict = diagnose(run)
+    assert verdict.rank == 11
+    assert [(each.cause, each.node) for each in verdict.others] == [("processor_stolen", "node-3")]

@@ -1,0 +1,180 @@
+"""What `diagnose` says of runs with one fault, with two, and with none that can be told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sick import GPU, MOMENT, NODE, RANK, Case, cases, dead, slow_victim, unmeasured
+
+from craton.observability.diagnosis import LAYERS, causes, diagnose
+from craton.observability.diagnosis.building import (
+    asked_ras,
+    healthy,
+    hung,
+    slowed,
+    slowed_all,
+    with_gpu,
+    with_host,
+    with_log,
+    with_mount,
+    with_node,
+    with_rank,
+    with_run,
+    with_scheduler,
+    with_tier,
+    without_hardware,
+)
+from craton.observability.diagnosis.snapshot import Snapshot, Xid
+
+CASES = list(cases())
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{case.cause}: {case.name}" for case in CASES])
+def test_a_fault_is_found(case: Case) -> None:
+    verdict = diagnose(case.snapshot)
+    assert (verdict.condition, verdict.cause) == (case.condition, case.cause), verdict.sentence
+    assert verdict.layer == causes()[case.cause].layer
+    assert verdict.node == case.node, verdict.sentence
+    if case.rank is not None or verdict.condition != "hung":
+        assert verdict.rank == case.rank, verdict.sentence
+    assert 0.3 < verdict.confidence <= 0.97
+    assert verdict.because
+    assert verdict.action
+    assert not any(name in verdict.sentence for name in ("{node}", "{rank}", "{run}", "{{"))
+    assert Snapshot.from_json(case.snapshot.to_json()).to_json() == case.snapshot.to_json()
+
+
+def test_every_cause_of_the_table_has_a_case() -> None:
+    assert {case.cause for case in CASES} == set(causes())
+    assert {cause.layer for cause in causes().values()} == set(LAYERS)
+
+
+def test_the_slow_rank_is_the_one_that_waits_least() -> None:
+    waits = with_rank(healthy(4), RANK, recent={**healthy(4).ranks[RANK].recent, "communication": 0.6})
+    assert diagnose(waits).condition == "healthy"  # it waits more than others: nobody waits for it
+    verdict = diagnose(slow_victim())
+    assert verdict.rank == RANK
+    assert "waits least" in " ".join(verdict.evidence)
+
+
+def test_ranks_of_different_pipeline_stages_are_not_compared() -> None:
+    layout = {"pp": 2, "replicate": 1, "fsdp": 16, "cp": 1, "tp": 1, "ep": 1}
+    uneven = slowed(healthy(4, layout=layout), dict.fromkeys(range(16), 1.4), since_start=True)
+    uneven = with_run(uneven, step_seconds_high=2.0)
+    assert diagnose(uneven).condition == "healthy"
+    assert diagnose(with_run(uneven, layout={"pp": 1, "fsdp": 32})).condition == "slow"
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "first", "second"),
+    [
+        (
+            with_mount(
+                with_gpu(
+                    slowed(slowed_all(healthy(4), 25.0, "data"), {RANK: 1.4}), NODE, GPU, throttle=("hw_slowdown",)
+                ),
+                "/fsx",
+                operation_seconds=0.4,
+            ),
+            "gpu_throttled",
+            "storage_slow",
+        ),
+        (
+            with_tier(with_gpu(slow_victim(), NODE, GPU, throttled_share=0.5), "shared", failures=4),
+            "gpu_throttled",
+            "checkpoint_failing",
+        ),
+        (
+            with_gpu(
+                with_rank(hung(healthy(4), {RANK: "data"}), RANK, is_stopped=True), "node-3", 0, remap_failed=True
+            ),
+            "rank_stopped",
+            "gpu_memory_error",
+        ),
+        (
+            with_node(with_host(dead(-9), NODE, out_of_memory_kills=2), "node-3", nccl_network="Socket"),
+            "out_of_memory",
+            "tcp_fallback",
+        ),
+    ],
+    ids=["slow twice", "slow and unsaved", "hung and worn", "dead and on sockets"],
+)
+def test_two_faults_are_both_told(snapshot: Snapshot, first: str, second: str) -> None:
+    verdict = diagnose(snapshot)
+    assert verdict.cause == first, verdict.sentence
+    assert second in [each.cause for each in verdict.others], verdict.sentence
+    assert "Besides" in verdict.sentence
+
+
+def test_what_a_death_brings_with_it_is_not_told_as_another_fault() -> None:
+    died = with_log(with_gpu(dead(), NODE, GPU, xids=(Xid(79, MOMENT - 9.0),)), "exception", "RuntimeError: lost", RANK)
+    died = with_log(died, "peer_closed", "Connection closed by peer", 3)
+    verdict = diagnose(died)
+    assert verdict.cause == "gpu_lost"
+    assert [each.cause for each in verdict.others] == []
+
+
+def test_a_fault_somewhere_else_does_not_explain_a_straggler() -> None:
+    verdict = diagnose(with_gpu(slow_victim(), "node-3", 6, throttle=("hw_thermal_slowdown",), throttled_share=0.1))
+    assert (verdict.cause, verdict.rank) == ("straggler", RANK)
+    assert [each.cause for each in verdict.others] == ["gpu_throttled"]
+
+
+@pytest.mark.parametrize(
+    ("name", "snapshot", "condition"),
+    [
+        ("all stand in one collective", hung(healthy(4)), "hung"),
+        ("nobody tells of anything", without_hardware(hung(healthy(4))), "hung"),
+        ("counts are equal", asked_ras(hung(healthy(4))), "hung"),
+        ("no metric comes", with_run(unmeasured(healthy(4)), updated_at=MOMENT - 7200.0), "hung"),
+        ("it ended without a word", with_run(healthy(4), state="failed", message=""), "dead"),
+    ],
+)
+def test_it_cannot_be_told_and_what_would_tell(name: str, snapshot: Snapshot, condition: str) -> None:
+    if name == "no metric comes":
+        ranks = tuple(replace(rank, progress_age_seconds=None, kind="") for rank in snapshot.ranks)
+        snapshot = replace(snapshot, ranks=ranks)
+    verdict = diagnose(snapshot)
+    assert (verdict.condition, verdict.cause, verdict.layer) == (condition, "cannot_tell", ""), verdict.sentence
+    assert verdict.would_tell
+    assert verdict.would_tell[0] in verdict.sentence
+
+
+def test_a_scheduler_that_cannot_be_asked_makes_a_lost_run_unknown() -> None:
+    lost = with_scheduler(with_run(healthy(2), state="lost"), condition="unknown", sentence="squeue timed out")
+    verdict = diagnose(lost)
+    assert (verdict.condition, verdict.cause) == ("unknown", "cannot_tell")
+    assert verdict.sentence == "llama-8b: squeue timed out"
+
+
+def test_it_costs_what_is_lost_of_what_the_nodes_cost() -> None:
+    verdict = diagnose(slowed(healthy(4, dollars_per_hour=100.0), {RANK: 1.5}))
+    assert verdict.lost_share == pytest.approx(0.286, abs=0.02)
+    assert verdict.cost_dollars_per_day == pytest.approx(100.0 * 24.0 * 0.286, rel=0.05)
+    assert f"${verdict.cost_dollars_per_day:,.0f} a day" in verdict.sentence
+    assert diagnose(hung(healthy(4, dollars_per_hour=100.0))).cost_dollars_per_day == pytest.approx(2400.0)
+    assert diagnose(with_run(hung(healthy(4)), dollars_per_hour=None)).cost_dollars_per_day is None
+    assert diagnose(healthy(4)).cost_dollars_per_day is None
+
+
+def test_better_evidence_makes_a_verdict_surer() -> None:
+    plain = diagnose(hung(healthy(4), {RANK: "productive"}))
+    counted = diagnose(asked_ras(hung(healthy(4), {RANK: "productive"}), {RANK: 1}))
+    fallen = diagnose(with_gpu(hung(healthy(4), {RANK: "productive"}), NODE, GPU, xids=(Xid(79, MOMENT - 900.0),)))
+    assert plain.confidence < counted.confidence < fallen.confidence
+    assert {plain.rank, counted.rank, fallen.rank} == {RANK}
+
+
+def test_old_errors_of_a_card_are_no_explanation() -> None:
+    old = with_gpu(hung(healthy(4), {RANK: "productive"}), NODE, GPU, xids=(Xid(79, MOMENT - 90_000.0),))
+    assert diagnose(old).cause == "rank_hung"
+    reloaded = (Xid(79, MOMENT - 900.0, before_reload=True),)
+    assert diagnose(with_gpu(hung(healthy(4), {RANK: "data"}), NODE, GPU, xids=reloaded)).cause != "gpu_lost"
+
+
+def test_what_the_driver_asks_for_is_told() -> None:
+    asked = (Xid(119, MOMENT - 900.0), Xid(154, MOMENT - 899.0, recovery="Node Reboot Required"))
+    verdict = diagnose(with_gpu(hung(healthy(4), {RANK: "productive"}), NODE, GPU, xids=asked))
+    assert verdict.cause == "gpu_error"
+    assert "the driver asks for: Node Reboot Required" in verdict.evidence

@@ -1,0 +1,232 @@
+"""NCCL's RAS and PyTorch's flight recorder: what is read of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from craton.observability.diagnosis.collectives import (
+    RefusedPickle,
+    ask_ras,
+    communicators_of,
+    read_dump,
+    read_dumps,
+    stuck_collectives,
+)
+
+
+def ras_answer(counts: dict[int, int], missing: tuple[int, ...] = ()) -> dict[str, Any]:
+    """As NCCL 2.28 writes it (src/ras/client_support.cc)."""
+    ranks = [
+        {
+            "rank": rank,
+            "host": "10.0.0.1",
+            "pid": 100 + rank,
+            "cuda_dev": rank,
+            "nvml_dev": rank,
+            "status": {"init_state": 0, "async_error": 0, "finalize_called": False, "destroy_flag": False},
+            "collective_counts": {"Broadcast": 2, "AllReduce": count - 2},
+        }
+        for rank, count in counts.items()
+    ]
+    gone = [{"rank": rank, "status": {"unresponsive": True, "considered_dead": False}} for rank in missing]
+    world = {"hash": "0xabc", "secondary_hash": "0x1:0x2", "size": len(counts) + len(missing), "ranks": ranks}
+    alone = {"hash": "0xdef", "secondary_hash": "0x3:0x4", "size": 1, "ranks": ranks[:1], "missing_ranks": []}
+    return {"nccl_version": "2.28.7", "communicators": [alone, {**world, "missing_ranks": gone}]}
+
+
+@contextmanager
+def ras_server(answer: str, greeting: str = "SERVER PROTOCOL 3\n") -> Iterator[tuple[str, list[str]]]:
+    """A socket that speaks as RAS does: a line for a line, then the document and the end."""
+    heard: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, connection.makefile("rwb") as lines:
+                for line in lines:
+                    heard.append(line.decode().strip())
+                    if heard[-1].lower().endswith("status"):
+                        lines.write(answer.encode())
+                        return
+                    lines.write((greeting if heard[-1].startswith("CLIENT") else "OK\n").encode())
+                    lines.flush()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}", heard
+        thread.join(5.0)
+
+
+def test_ras_is_asked_for_json() -> None:
+    with ras_server(json.dumps(ras_answer({0: 100, 1: 98}))) as (address, heard):
+        told = ask_ras(address)
+    assert heard == ["CLIENT PROTOCOL 2", "SET FORMAT json", "VERBOSE STATUS"]
+    assert told is not None
+    (world,) = communicators_of(told, told, 2.0)
+    assert (world.size, world.counts, world.counts_before) == (2, {0: 100, 1: 98}, {0: 100, 1: 98})
+
+
+@pytest.mark.parametrize(
+    ("answer", "greeting"),
+    [
+        ("Job summary\n===", "SERVER PROTOCOL 2\n"),
+        ("{}", "ERROR: unknown command\n"),
+        ("[1, 2]", "SERVER PROTOCOL 2\n"),
+    ],
+)
+def test_ras_that_speaks_no_json_says_nothing(answer: str, greeting: str) -> None:
+    with ras_server(answer, greeting) as (address, _):
+        assert ask_ras(address) is None
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    assert ask_ras(address) is None
+
+
+def test_ranks_that_do_not_answer_are_missing() -> None:
+    told = ras_answer({0: 5, 2: 5}, missing=(1,))
+    (world,) = communicators_of(told, told, 2.0)
+    assert world.missing == (1,)
+
+
+# -- flight recorder --------------------------------------------------------------------------------------------
+
+
+def entry(sequence: int, state: str = "completed", name: str = "nccl:all_reduce", size: int = 4) -> dict[str, Any]:
+    """As torch 2.13 records one (torch.distributed.flight_recorder reads the same keys)."""
+    return {
+        "record_id": sequence,
+        "pg_id": 0,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": sequence,
+        "p2p_seq_id": 0,
+        "profiling_name": name,
+        "input_sizes": [[size]],
+        "output_sizes": [[size]],
+        "state": state,
+        "is_p2p": False,
+        "frames": [{"name": "backward", "filename": "train.py", "line": 42}],
+    }
+
+
+def recording(entries: list[dict[str, Any]], world: int = 4) -> dict[str, Any]:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": json.dumps(list(range(world)))}}
+    return {"version": "2.10", "entries": entries, "pg_config": config, "pg_status": {}}
+
+
+def dumped(folder: Path, recordings: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    for rank, document in recordings.items():
+        (folder / f"trace_{rank}").write_bytes(pickle.dumps(document))
+    found, failed = read_dumps([folder / "trace_"])
+    assert failed == []
+    return found
+
+
+def test_the_rank_that_never_entered_is_missing(tmp_path: Path) -> None:
+    waiting = recording([entry(1), entry(2), entry(3, "started")])
+    (stuck,) = stuck_collectives(
+        dumped(tmp_path, {0: waiting, 1: waiting, 2: recording([entry(1), entry(2)]), 3: waiting})
+    )
+    assert (stuck.sequence, stuck.missing, stuck.silent, stuck.mismatch) == (3, (2,), (), "")
+    assert stuck.stack == ("backward (train.py:42)",)
+
+
+def test_a_rank_without_a_recording_is_silent(tmp_path: Path) -> None:
+    waiting = recording([entry(1), entry(2, "started")])
+    (stuck,) = stuck_collectives(dumped(tmp_path, {0: waiting, 1: waiting, 3: waiting}))
+    assert (stuck.sequence, stuck.missing, stuck.silent) == (2, (), (2,))
+
+
+def test_ranks_that_call_different_collectives(tmp_path: Path) -> None:
+    others, odd = (
+        recording([entry(1), entry(2, "started")]),
+        recording([entry(1), entry(2, "started", "nccl:broadcast")]),
+    )
+    (stuck,) = stuck_collectives(dumped(tmp_path, {0: others, 1: odd, 2: others, 3: others}))
+    assert stuck.mismatched == (1,)
+    assert "rank 1 calls nccl:broadcast" in stuck.mismatch
+
+
+def test_all_that_has_ended_is_no_hang(tmp_path: Path) -> None:
+    done = recording([entry(1), entry(2)])
+    forgotten = recording([entry(2)])  # its buffer is shorter
+    assert stuck_collectives(dumped(tmp_path, {0: done, 1: forgotten, 2: done, 3: done})) == ()
+
+
+def test_on_gloo_what_is_over_is_retired(tmp_path: Path) -> None:
+    over = recording([{**entry(1, "scheduled"), "retired": True}])
+    assert stuck_collectives(dumped(tmp_path, {0: over, 1: over})) == ()
+
+
+REAL = """
+import os, sys, time, torch, torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace
+rank, folder = int(sys.argv[1]), sys.argv[2]
+store = dist.FileStore(folder + "/store", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+for _ in range(3):
+    dist.all_reduce(torch.ones(4))
+if rank == 0:
+    waiting = dist.all_reduce(torch.ones(4), async_op=True)
+open(f"{folder}/trace_{rank}", "wb").write(_dump_fr_trace())
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_real_recordings_of_torch(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", REAL, str(rank), str(tmp_path)], env=environment) for rank in range(2)
+    ]
+    assert [rank.wait(60.0) for rank in ranks] == [0, 0]
+    found, failed = read_dumps([tmp_path / "trace_"])
+    assert failed == []
+    (stuck,) = stuck_collectives(found)
+    assert (stuck.sequence, stuck.operation, stuck.missing) == (4, "gloo:all_reduce", (1,))
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_recording_runs_no_code(tmp_path: Path) -> None:
+    (tmp_path / "trace_0").write_bytes(pickle.dumps({"entries": [Evil(tmp_path / "made")]}))
+    with pytest.raises(RefusedPickle, match=r"wants posix\.mkdir; only plain data is read"):
+        read_dump(tmp_path / "trace_0")
+    assert not (tmp_path / "made").exists()
+    found, failed = read_dumps([tmp_path / "trace_"])
+    assert found == {}
+    assert failed[0].startswith("trace_0: it wants posix.mkdir")
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x04", pickle.dumps([1]), b"not a pickle", pickle.dumps({"entries": 3})])
+def test_what_is_no_recording_is_told(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "trace_7").write_bytes(data)
+    found, failed = read_dumps([tmp_path / "trace_"])
+    assert found == {}
+    assert len(failed) == 1
+
+
+def test_recordings_of_another_run_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "trace_0").write_bytes(pickle.dumps(recording([entry(1)])))
+    old = (tmp_path / "trace_0").stat().st_mtime
+    assert read_dumps([tmp_path / "trace_"], since=old + 10.0) == ({}, [])

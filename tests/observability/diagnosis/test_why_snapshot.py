@@ -1,0 +1,72 @@
+"""A snapshot can be saved, sent to somebody and read again as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import pytest
+from sick import with_losses
+
+from craton.observability.diagnosis import Snapshot, SnapshotError, diagnose
+from craton.observability.diagnosis.building import asked_ras, healthy, hung, slowed, with_gpu
+from craton.observability.diagnosis.snapshot import PHASES, SCHEMA, Xid
+
+
+def test_what_is_saved_is_read_again() -> None:
+    run = asked_ras(with_gpu(hung(healthy(2, 4), {3: "data"}), "node-1", 2, xids=(Xid(79, 5.0),)), {3: 2})
+    again = Snapshot.from_json(run.to_json())
+    assert again == run
+    assert again.collectives.communicators[0].counts[3] == 99_998
+    assert again.nodes[1].gpus[2].xids[0].code == 79
+
+
+def test_numbers_that_are_none_survive() -> None:
+    run = with_losses(lambda place, value: {1: math.nan, 2: math.inf}.get(place, value))
+    text = run.to_json()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    again = Snapshot.from_json(text)
+    assert math.isnan(again.series.loss[181][1])
+    assert math.isinf(again.series.loss[182][1])
+    assert again.to_json() == text
+
+
+def test_fields_of_a_newer_craton_are_skipped() -> None:
+    document = json.loads(healthy(1, 2).to_json())
+    document["weather"] = "fine"
+    document["run"]["mood"] = 7
+    assert Snapshot.from_json(json.dumps(document)) == healthy(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "this is no saved snapshot"),
+        ("[]", f"no snapshot of schema {SCHEMA}"),
+        ('{"schema": 99}', "it says 99"),
+        (f'{{"schema": {SCHEMA}, "moment": 1.0, "run": 3}}', "RunFacts is written as an object"),
+        (f'{{"schema": {SCHEMA}, "moment": 1.0, "run": {{"name": 5}}}}', "5 is not str"),
+        (f'{{"schema": {SCHEMA}}}', "missing"),
+    ],
+)
+def test_what_is_no_snapshot_is_refused(text: str, words: str) -> None:
+    with pytest.raises(SnapshotError, match=words):
+        Snapshot.from_json(text)
+
+
+def test_a_made_run_is_in_lock_step() -> None:
+    ranks = slowed(healthy(2, 4), {5: 1.5}).ranks
+    steps = [rank.recent["step"] for rank in ranks]
+    assert max(steps) == pytest.approx(min(steps))
+    assert min(ranks, key=lambda rank: rank.recent["communication"]).rank == 5
+    for rank in ranks:
+        assert sum(rank.recent[phase] for phase in PHASES) == pytest.approx(rank.recent["step"])
+
+
+def test_a_run_of_ten_thousand_ranks_is_judged_in_seconds() -> None:
+    run = slowed(healthy(1250, 8), {7777: 1.4})
+    began = time.process_time()
+    verdict = diagnose(run)
+    assert (verdict.rank, verdict.node) == (7777, "node-972")
+    assert time.process_time() - began < 3.0
