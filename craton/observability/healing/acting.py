@@ -1,0 +1,244 @@
+"""Heals: looks at the nodes, decides, and does it, or says what it would do; undoes what was done.
+
+Order of a deed: it is written down, the node is taken out, the nodes are counted again, the runs on it are moved. So
+whatever breaks in between can be undone by its number, and a share that two who do not share a ledger have exceeded
+together is put right by taking back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from craton.errors import CratonError
+from craton.observability.healing.ledger import (
+    NODE_DEEDS,
+    Entry,
+    Ledger,
+    LedgerError,
+    fresh_incidents,
+    new_id,
+    pause_between,
+)
+from craton.observability.healing.places import Place
+from craton.observability.healing.policy import LEAVES, Decision, decide, most_out
+from craton.observability.healing.troubles import Trouble
+from craton.orchestration import ServiceNode, come_back, evacuate, plan_evacuation
+from craton.telemetry import RunDirectory, find_run
+
+MODES = ("off", "advise", "act")
+Approve = Callable[[Sequence[Decision]], bool]
+
+
+@dataclass(frozen=True)
+class Healing:
+    """What came of one look at a cluster."""
+
+    cluster: str
+    mode: str
+    share: float
+    total: int  # nodes
+    num_out: int  # before anything was done
+    decisions: tuple[Decision, ...]
+    deeds: tuple[Entry, ...] = ()  # done now
+    failures: tuple[str, ...] = ()
+    moves: dict[str, list[str]] = field(default_factory=dict)  # node → how each run on it would move, or moves
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing is left that should have been done."""
+        return not self.failures and not (self.mode == "act" and any(each.is_held for each in self.decisions))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "cluster": self.cluster,
+            "mode": self.mode,
+            "share": self.share,
+            "nodes": self.total,
+            "out": self.num_out,
+            "decisions": [each.to_json() for each in self.decisions],
+            "deeds": [entry.__dict__ for entry in self.deeds],
+            "failures": list(self.failures),
+            "moves": self.moves,
+            "notes": list(self.notes),
+        }
+
+
+def heal(
+    place: Place,
+    troubles: Sequence[Trouble],
+    mode: str,
+    share: float,
+    approve: Approve | None = None,
+    node: str | None = None,
+) -> Healing:
+    """One pass, over one node or all. `approve` is asked before anything is done; without it everything is."""
+    assert mode in MODES, mode
+    ledger = Ledger(place.root)
+    if mode == "off":
+        nodes = place.service.nodes()
+        return Healing(place.name, mode, share, len(nodes), sum(each.is_out for each in nodes), ())
+    if mode == "advise":
+        return _advise(place, ledger, troubles, share, node)
+    with ledger.held():
+        healing = replace(_advise(place, ledger, troubles, share, node), mode="act")
+        if healing.notes:
+            raise LedgerError(f"nothing is healed without its ledger: {healing.notes[0]}")
+        wanted = [each for each in healing.decisions if each.deed != "none"]
+        if not wanted or (approve is not None and not approve(wanted)):
+            return healing
+        return _act(place, ledger, healing, troubles)
+
+
+def undo(place: Place, number: str) -> list[str]:
+    """Undoes a deed by its number; what was undone. CratonError where there is nothing to undo any more."""
+    ledger = Ledger(place.root)
+    with ledger.held():
+        deeds = [entry for entry in ledger.entries() if entry.id == number and entry.kind in NODE_DEEDS]
+        if not deeds:
+            raise CratonError(f"no deed {number} in {ledger.path}; `craton heal --history` shows those there are")
+        done: list[str] = []
+        node = deeds[0].node
+        why_not = place.service.give_back(node, number)
+        if not why_not:
+            done.append(f"{node} is in service again")
+        moved = [_run(place, entry.run) for entry in deeds if entry.kind == "move"]
+        for run in {run.name: run for run in (*place.runs, *moved) if run is not None}.values():
+            done += [f"{run.name} may use {own} again, as a spare" for own in come_back(run, number)]
+        if not done:
+            raise CratonError(f"{number} cannot be undone: {why_not}")
+        answer = replace(deeds[0], time=time.time(), kind="undo", text="; ".join(done))
+        ledger.append([answer])
+        return done
+
+
+def _advise(place: Place, ledger: Ledger, troubles: Sequence[Trouble], share: float, node: str | None) -> Healing:
+    now, nodes, history = time.time(), place.service.nodes(), ledger.entries()
+    bad = _bad(nodes, troubles)
+    ways = {host: [plan_evacuation(run, own, bad) for run, own in runs] for host, runs in place.runs_on().items()}
+    hands_over = [action for action in LEAVES if place.hands_over and place.service.can_hand_over(action)]
+    decisions = decide(troubles, nodes, history, now, share, hands_over, ways)
+    decisions = [each for each in decisions if node in (None, each.node)]
+    seen = [
+        (_incident(place, each, now), pause_between(each.trouble)) for each in decisions if each.trouble is not None
+    ]
+    notes: tuple[str, ...] = ()
+    if fresh := fresh_incidents(history, seen):
+        try:
+            ledger.append(fresh)
+        except LedgerError as error:
+            notes = (f"what was seen is not remembered: {error}",)
+    moves = {
+        each.node: [f"{way.run}: {way.sentence}" for way in ways[each.node]]
+        for each in decisions
+        if each.deed in ("take_out", "move") and ways.get(each.node)
+    }
+    num_out = sum(node.is_out for node in nodes)
+    return Healing(place.name, "advise", share, len(nodes), num_out, tuple(decisions), moves=moves, notes=notes)
+
+
+def _act(place: Place, ledger: Ledger, healing: Healing, troubles: Sequence[Trouble]) -> Healing:
+    deeds: list[Entry] = []
+    failures: list[str] = []
+    left: set[str] = set()  # runs that leave all their nodes, and so need not be told of another
+    for decision in healing.decisions:
+        if decision.deed == "none":
+            continue
+        entry = _entry(place, decision)
+        try:
+            if decision.deed == "hand_over":  # its number is in the ledger already
+                if place.service.hand_over(decision.node, entry.id, decision.action):
+                    ledger.append([entry])
+                    deeds.append(entry)
+                continue
+            if decision.deed == "take_out":
+                ledger.append([entry])
+                _take_out(place, decision, entry.id, healing.share)
+                deeds.append(entry)
+        except LedgerError:
+            raise
+        except CratonError as error:
+            failures.append(f"{decision.node}: {error}")
+            if decision.deed == "take_out":
+                ledger.append([replace(entry, time=time.time(), kind="failed", text=str(error))])
+            continue
+        bad = _bad(place.service.nodes(), troubles)
+        place.avoid(decision.node, entry.id)
+        for run, own in place.runs_on().get(decision.node, ()):
+            if run.name in left:
+                continue
+            try:
+                way = evacuate(run, own, entry.id, bad)
+            except CratonError as error:
+                failures.append(f"{run.name} stays on {own}: {error}")
+                continue
+            left |= {run.name} if way.how != "spare" else set()
+            move = replace(entry, time=time.time(), kind="move", run=run.name, run_node=own, text=way.sentence)
+            ledger.append([move])
+            deeds.append(move)
+    return replace(healing, deeds=tuple(deeds), failures=tuple(failures))
+
+
+def _take_out(place: Place, decision: Decision, number: str, share: float) -> None:
+    place.service.take_out(decision.node, number, f"{decision.action}: {decision.reason}")
+    if why := _exceeded(place, share):
+        why_not = place.service.give_back(decision.node, number)
+        raise CratonError(f"cannot be taken back ({why_not}) though {why}" if why_not else f"taken back: {why}")
+
+
+def _exceeded(place: Place, share: float) -> str:
+    nodes = place.service.nodes()
+    num_out = sum(node.is_out for node in nodes)
+    if num_out <= most_out(len(nodes), share):
+        return ""
+    return (
+        f"{num_out} of {len(nodes)} nodes are out now, more than {share:.3g} of them: somebody else took some out too"
+    )
+
+
+def _bad(nodes: Sequence[ServiceNode], troubles: Sequence[Trouble]) -> set[str]:
+    """Where no run is to go."""
+    return {node.name for node in nodes if node.is_out} | {each.node for each in troubles if each.action in LEAVES}
+
+
+def _entry(place: Place, decision: Decision) -> Entry:
+    assert decision.deed != "none"
+    trouble = decision.trouble
+    return Entry(
+        time.time(),
+        decision.deed,
+        decision.node,
+        new_id() if decision.deed == "take_out" else decision.mark,
+        place.name,
+        action=decision.action,
+        what=trouble.what if trouble else "",
+        device=trouble.device if trouble else "",
+        text=decision.reason,
+    )
+
+
+def _incident(place: Place, decision: Decision, now: float) -> Entry:
+    trouble = decision.trouble
+    assert trouble is not None
+    return Entry(
+        now,
+        "incident",
+        decision.node,
+        cluster=place.name,
+        run=trouble.run,
+        action=decision.action,
+        what=trouble.what,
+        device=trouble.device,
+        text=trouble.evidence,
+        moment=trouble.moment or 0.0,
+    )
+
+
+def _run(place: Place, name: str) -> RunDirectory | None:
+    try:
+        return find_run(name, place.root)
+    except CratonError:
+        return None

@@ -1,0 +1,166 @@
+"""What is healed: a cluster by its file, or the place of a run. With it go the runs there, and what ails them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from craton.agent import avoid_node
+from craton.errors import CratonError
+from craton.job import ClusterFile, Scheduler, load_cluster, load_job
+from craton.observability.diagnosis import chosen_run, diagnose, take_snapshot
+from craton.observability.healing.local import RunService
+from craton.observability.healing.troubles import Trouble, of_doctor, of_verdict, rules
+from craton.orchestration import (
+    MOVING,
+    NodeService,
+    hosts_of,
+    read_submission,
+    service_of,
+    settled_summaries,
+    working_nodes,
+)
+from craton.telemetry import RunDirectory, RunSummary, list_runs, runs_root, summarize
+
+DEFAULT_MODE, DEFAULT_SHARE = "advise", 0.1
+AGENT_ERRORS = (CratonError, OSError)  # a run that cannot be read hides no other
+
+
+@dataclass(frozen=True)
+class Place:
+    name: str
+    service: NodeService
+    runs: tuple[RunDirectory, ...]  # that move
+    root: Path  # where the ledger is
+    mode: str = DEFAULT_MODE
+    share: float = DEFAULT_SHARE
+    hands_over: bool = False  # whether machines may be rebooted or replaced, not only taken out
+    ended: tuple[tuple[RunDirectory, float], ...] = ()  # runs that failed or were lost of late, and when
+
+    def runs_on(self) -> dict[str, list[tuple[RunDirectory, str]]]:
+        """Node of the cluster → the runs that compute there, with their own name of it."""
+        found: dict[str, list[tuple[RunDirectory, str]]] = {}
+        for run in self.runs:
+            try:
+                hosts, working = hosts_of(run), working_nodes(run)
+            except AGENT_ERRORS:
+                continue
+            for node, host in hosts.items():
+                if node in working:
+                    found.setdefault(host, []).append((run, node))
+        return found
+
+    def avoid(self, host: str, mark: str) -> None:
+        """No run takes a node of the cluster that was taken out as its spare."""
+        for run in self.runs:
+            with contextlib.suppress(*AGENT_ERRORS):
+                working = working_nodes(run)
+                for node in [node for node, theirs in hosts_of(run).items() if theirs == host and node not in working]:
+                    avoid_node(run, node, mark)
+
+
+def place_of(target: str | None) -> Place:
+    """A cluster file, a run's name or folder, or, without either, the newest run."""
+    if target is not None and target.endswith((".yaml", ".yml")):
+        return _of_cluster(load_cluster(target))
+    return _of_run(chosen_run(target))
+
+
+def look(place: Place, prometheus: str | None = None, notes: list[str] | None = None) -> list[Trouble]:
+    """What ails the nodes, by the verdicts on the runs there and by what their pre-flight found."""
+    found: list[Trouble] = []
+    told = notes if notes is not None else []
+    for run, ended in [*((run, None) for run in place.runs), *place.ended]:
+        try:
+            found += of_verdict(diagnose(take_snapshot(run, prometheus)), hosts_of(run), run.name, ended)
+            for path in sorted((run.path / "preflight").glob("*.json")):
+                found += _of_report(path, told)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it hides no other run, and it is told
+            told.append(f"{run.name} could not be examined: {str(error) or type(error).__name__}")
+    return found
+
+
+def read_report(path: Path, notes: list[str] | None = None) -> list[Trouble]:
+    """What `craton doctor NODES --json` printed, saved."""
+    try:
+        return _of_report(path, notes if notes is not None else [])
+    except OSError as error:
+        raise CratonError(f"--report {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise CratonError(
+            f"--report {path} is not JSON ({error}); `craton doctor NODES --json > FILE` writes it"
+        ) from None
+
+
+def _of_report(path: Path, notes: list[str]) -> list[Trouble]:
+    """The troubles in a file that a doctor wrote, unless that was too long ago: nodes are mended meanwhile."""
+    measured = path.stat().st_mtime
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(document, dict):
+        raise CratonError(f"{path} holds no object; `craton doctor NODES --json > FILE` writes it")
+    found = of_doctor(document, measured)
+    if found and time.time() - measured > rules().report_seconds:
+        notes.append(f"{path} is older than {rules().report_seconds / 3600:.0f} h and does not count")
+        return []
+    return found
+
+
+def ledger_root(file: ClusterFile | None) -> Path:
+    """Where the cluster's runs are, so that whoever heals it finds the same ledger."""
+    return Path(file.runs) if file is not None and file.runs and "://" not in file.runs else runs_root()
+
+
+def _of_cluster(file: ClusterFile) -> Place:
+    scheduler = file.scheduler or Scheduler(kind="local")
+    root = ledger_root(file)
+    moving, ended = _in_time(root, scheduler.kind)
+    return _with_policy(Place(file.name, service_of(scheduler), tuple(moving), root, ended=tuple(ended)), file)
+
+
+def _of_run(run: RunDirectory) -> Place:
+    job, on = load_job(run.job_path), read_submission(run).on
+    file = job.cluster.file
+    (summary,) = settled_summaries([summarize(run)])
+    moves = summary.state in MOVING
+    runs = (run,) if moves else ()
+    ended = () if moves else ((run, _ended_at(run, summary)),)
+    if on == "local":
+        return _with_policy(Place(run.name, RunService(run), runs, run.path.parent, ended=ended), file)
+    given = file.scheduler if file is not None else None
+    if given is None or given.kind != on:
+        given = Scheduler(kind=on, **_own_keys(on, job.run))
+    root = ledger_root(file) if file is not None and file.runs else run.path.parent
+    return _with_policy(Place(file.name if file else on, service_of(given), runs, root, ended=ended), file)
+
+
+def _own_keys(on: str, run: Any) -> dict[str, Any]:
+    return {"partition": run.partition} if on == "slurm" else {"namespace": run.namespace}
+
+
+def _with_policy(place: Place, file: ClusterFile | None) -> Place:
+    if file is None:
+        return place
+    health = file.health
+    return replace(place, mode=health.heal, share=health.share, hands_over=health.policy == "replace")
+
+
+def _in_time(root: Path, kind: str) -> tuple[list[RunDirectory], list[tuple[RunDirectory, float]]]:
+    """The runs that move, and those that ended badly a short time ago."""
+    runs = [run for run in list_runs(root) if read_submission(run).on == kind]
+    summaries = settled_summaries([summarize(run) for run in runs])
+    moving, ended, oldest = [], [], time.time() - rules().ended_seconds
+    for run, summary in zip(runs, summaries, strict=True):
+        if summary.state in MOVING:
+            moving.append(run)
+        elif summary.state in ("failed", "lost") and (moment := _ended_at(run, summary)) >= oldest:
+            ended.append((run, moment))
+    return moving, ended
+
+
+def _ended_at(run: RunDirectory, summary: RunSummary) -> float:
+    """Of one that came to no step, when its directory last changed."""
+    return summary.updated_at if summary.updated_at is not None else run.path.stat().st_mtime

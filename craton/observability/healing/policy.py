@@ -1,0 +1,261 @@
+"""What to do about the troubles of a cluster's nodes: pure, so that every rule can be tested without a cluster.
+
+- The gravest trouble of a node decides: observe, restart, reset, reboot or replace.
+- What may pass (a clock, a rate) is to be seen in several looks first. What somebody gave a node back in spite of is
+  only watched, until something new happens.
+- A node that comes back with trouble is a lemon: each time one grade graver, from the third time on it is replaced. An
+  error that is usually the program's counts against the card when the same card has it under other runs.
+- reset and graver mean that the node leaves service. What can wait (a row to be remapped, whatever does not keep a run
+  from doing well) waits until it is idle. A run that moves gives its nodes back only where there are enough others.
+- Never are more than the stated share of the nodes out, counting those that are out for any other reason. The gravest
+  go first; the others are held back, and it is said why and what would let them go.
+- What is out already is left alone, but for what we took out by the ledger: a run that is still there is moved, and an
+  empty node is handed over to whoever reboots or replaces machines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, cast
+
+from craton.infrastructure import HEALTH_ACTIONS, HealthAction
+from craton.observability.healing.ledger import Entry, earlier_episodes, is_answered, num_looks, other_runs_with
+from craton.observability.healing.troubles import Trouble, gravest, rules
+from craton.orchestration import Evacuation, ServiceNode
+
+Deed = Literal["none", "take_out", "move", "hand_over"]
+HANDED = "Action:"  # how the reason of a node begins that was handed over
+LEAVES: tuple[HealthAction, ...] = ("reset", "reboot", "replace")
+WAITS = ("requeue", "pod")  # ways in which a run gives all its nodes back and waits for others
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to happen to one node, or why nothing does."""
+
+    node: str
+    action: HealthAction  # what it needs
+    deed: Deed  # what is done about it
+    reason: str  # why it needs that
+    why_not: str = ""  # nothing is done although it needs it
+    evidence: tuple[str, ...] = ()
+    escalated_from: str = ""
+    runs: tuple[str, ...] = ()  # that are to move
+    mark: str = ""  # of who took it out, where it is out
+    trouble: Trouble | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether something should be done and is not."""
+        return bool(self.why_not) and self.deed == "none"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def decide(
+    troubles: Sequence[Trouble],
+    nodes: Sequence[ServiceNode],
+    history: Sequence[Entry],
+    now: float,
+    share: float,
+    hands_over: Collection[str] = (),
+    runs_on: Mapping[str, Sequence[Evacuation]] | None = None,
+) -> list[Decision]:
+    """One decision a node, the gravest first. `hands_over`: the actions for which a machine may be handed over;
+    `runs_on`: how the runs that compute on a node would leave it."""
+    known = {node.name: node for node in nodes}
+    needs = {name: _needed(name, _of(troubles, name), history, now) for name in dict.fromkeys(t.node for t in troubles)}
+    for node in nodes:
+        if deed := _open_deed(node, history):
+            needs[node.name] = _graver_of(needs.get(node.name), deed)
+    cluster = _Cluster(
+        nodes=known,
+        num_out=sum(node.is_out for node in nodes),
+        num_idle=sum(not node.is_out and not node.is_busy and not _is_leaving(needs.get(node.name)) for node in nodes),
+        share=share,
+        hands_over=hands_over,
+        runs_on=runs_on or {},
+        moved={
+            (each.run, each.node) for each in history if each.kind == "move" and now - each.time <= rules().move_seconds
+        },
+    )
+    found = [cluster.decide(need) for need in sorted(needs.values(), key=_urgency)]
+    return [each for each in found if each.trouble is not None or each.deed != "none" or each.why_not]
+
+
+def most_out(total: int, share: float) -> int:
+    """How many nodes may be out at a time; 0.3 of 10 are 3 although 0.3 is a little less in binary."""
+    return math.floor(total * share + 1e-9)
+
+
+@dataclass(frozen=True)
+class _Need:
+    node: str
+    action: HealthAction
+    reason: str
+    evidence: tuple[str, ...] = ()
+    escalated_from: str = ""
+    trouble: Trouble | None = None  # None: it was taken out before, and nothing is seen of it now
+
+
+def _needed(node: str, troubles: Sequence[Trouble], history: Sequence[Entry], now: float) -> _Need:
+    table = rules()
+    evidence = tuple(dict.fromkeys(each.evidence for each in troubles))
+    open_ones = [each for each in troubles if not is_answered(history, each, now)]
+    if not open_ones:
+        first = gravest(troubles)
+        reason = f"{first.evidence}; the node was given back since, and nothing new has happened"
+        return _Need(node, "observe", reason, evidence, "", first)
+    settled = [each for each in open_ones if not _doubt(each, history, now)]
+    first = gravest(open_ones)
+    if first not in settled and not any(each.action in LEAVES for each in settled) and first.action != "observe":
+        return _Need(node, "observe", f"{first.evidence}; {_doubt(first, history, now)}", evidence, "", first)
+    first = gravest(settled or open_ones)
+    action, reason, before = first.action, first.evidence, ""
+    if action in LEAVES:
+        earlier = earlier_episodes(history, first, now)
+        action = _graver(action, earlier)
+        if earlier:
+            before = first.action if action != first.action else ""
+            times = "once" if earlier == 1 else f"{earlier} times"
+            reason += f"; it was in trouble {times} before in {table.lemon_seconds / 86400:.0f} days"
+    elif first.device and first.run:
+        others = other_runs_with(history, first, now)
+        if len(others) + 1 >= table.same_card_runs:
+            action, before = "reset", first.action
+            reason += f"; the same card had it in {', '.join(sorted(others))} too, so it is not the program's"
+    return _Need(node, action, reason, evidence, before, first)
+
+
+def _doubt(trouble: Trouble, history: Sequence[Entry], now: float) -> str:
+    """Why a trouble is no reason yet to touch a node; empty: it is one."""
+    table = rules()
+    if trouble.confidence < table.least_confidence:
+        return f"it is not sure enough ({trouble.confidence:.0%}) to touch the node"
+    if not trouble.is_sample or trouble.action not in LEAVES:
+        return ""
+    looks, apart = num_looks(history, trouble, now), f"{table.look_seconds / 60:.0f} minutes apart"
+    return "" if looks >= table.looks else f"it may pass: seen in {looks} of {table.looks} looks, {apart}"
+
+
+def _open_deed(node: ServiceNode, history: Sequence[Entry]) -> Entry | None:
+    """What the ledger has of our taking the node out, where it is still out by that."""
+    deeds = [each for each in history if each.kind == "take_out" and (each.node, each.id) == (node.name, node.mark)]
+    return deeds[-1] if deeds and node.is_out and deeds[-1].action in LEAVES else None
+
+
+def _graver_of(need: _Need | None, deed: Entry) -> _Need:
+    action = cast(HealthAction, deed.action)
+    if need is None:
+        return _Need(deed.node, action, deed.text)
+    if HEALTH_ACTIONS.index(need.action) >= HEALTH_ACTIONS.index(action):
+        return need
+    return replace(need, action=action, reason=deed.text)
+
+
+def _is_leaving(need: _Need | None) -> bool:
+    return need is not None and need.action in LEAVES
+
+
+def _graver(action: HealthAction, earlier: int) -> HealthAction:
+    if earlier >= rules().lemon_incidents:
+        return "replace"
+    return HEALTH_ACTIONS[min(HEALTH_ACTIONS.index(action) + earlier, len(HEALTH_ACTIONS) - 1)]
+
+
+@dataclass
+class _Cluster:
+    """What is left to give while one node after the other is decided about."""
+
+    nodes: Mapping[str, ServiceNode]
+    num_out: int
+    num_idle: int  # in service, and in no trouble
+    share: float
+    hands_over: Collection[str]
+    runs_on: Mapping[str, Sequence[Evacuation]]
+    moved: Collection[tuple[str, str]]  # runs that were just asked to leave a node
+
+    def decide(self, need: _Need) -> Decision:
+        node, ways = self.nodes.get(need.node), self.runs_on.get(need.node, ())
+        deed, why_not = self._deed(need, node, ways)
+        if deed == "take_out":
+            self.num_out += 1
+        if deed in ("take_out", "move") and any(way.how in WAITS for way in ways):
+            self.num_idle -= 1
+        return Decision(
+            need.node,
+            need.action,
+            deed,
+            need.reason,
+            why_not,
+            need.evidence,
+            need.escalated_from,
+            tuple(way.run for way in ways) if deed in ("take_out", "move") else (),
+            node.mark if node is not None else "",
+            need.trouble,
+        )
+
+    def _deed(self, need: _Need, node: ServiceNode | None, ways: Sequence[Evacuation]) -> tuple[Deed, str]:
+        if need.action not in LEAVES:
+            return "none", ""
+        if node is None:
+            return "none", f"the scheduler has no node {need.node}"
+        if node.is_out:
+            return self._deed_of_out(need, node, ways) if node.mark else ("none", "")
+        if node.is_busy and need.trouble is not None and not need.trouble.is_urgent:
+            return "none", "it can wait until nothing runs there"
+        if self.num_out + 1 > most_out(len(self.nodes), self.share):
+            return "none", _over(self.num_out, len(self.nodes), self.share)
+        if why_not := self._stuck(need, ways):
+            return "none", why_not
+        return "take_out", ""
+
+    def _deed_of_out(self, need: _Need, node: ServiceNode, ways: Sequence[Evacuation]) -> tuple[Deed, str]:
+        if ways:
+            if all((way.run, node.name) in self.moved for way in ways):
+                return "none", ""
+            why_not = self._stuck(need, ways)
+            return ("none", why_not) if why_not else ("move", "")
+        if need.action not in self.hands_over or node.reason.startswith(HANDED):
+            return "none", ""
+        if node.is_busy:
+            return "none", "it is out of service; it is handed over when nothing runs there any more"
+        return "hand_over", ""
+
+    def _stuck(self, need: _Need, ways: Sequence[Evacuation]) -> str:
+        """Why a run there had better stay for now; one that does not move has nothing to lose."""
+        if lost := next((way for way in ways if not way.how), None):
+            return lost.sentence
+        if need.trouble is not None and need.trouble.stops_run:
+            return ""
+        for way in ways:
+            if way.how not in WAITS:
+                continue
+            theirs = [name for name, others in self.runs_on.items() if any(each.run == way.run for each in others)]
+            needed = 1 + sum(self.nodes[name].is_out for name in theirs if name in self.nodes and name != need.node)
+            if self.num_idle < needed:
+                return (
+                    f"{way.run} would give its nodes back and wait: it needs {needed} other idle in service, and "
+                    f"{max(0, self.num_idle)} are"
+                )
+        return ""
+
+
+def _over(num_out: int, total: int, share: float) -> str:
+    out = f"{num_out} of {total} nodes are out already" if num_out else f"one of {total} nodes"
+    needed = math.ceil(100 * (num_out + 1) / total)
+    limit = f"no more than {share:.3g} of them ({most_out(total, share)}) may be out"
+    return f"{out}, and {limit}; `--share {needed}%`, or `health: {{share: {needed}%}}` in the cluster file, allows it"
+
+
+def _urgency(need: _Need) -> tuple[int, bool, float, str]:
+    trouble = need.trouble
+    grade, confidence = -HEALTH_ACTIONS.index(need.action), trouble.confidence if trouble else 1.0
+    return grade, trouble is not None and not trouble.is_urgent, -confidence, need.node
+
+
+def _of(troubles: Sequence[Trouble], node: str) -> list[Trouble]:
+    return [each for each in troubles if each.node == node]

@@ -1,0 +1,181 @@
+"""From what was found to what ails a node: findings of `craton doctor` and verdicts of `craton why` in one form. Pure.
+
+Only what is a node's own becomes a trouble. The software of a job, a slow file system or a bad plan would be the same
+on another node, and no node is taken out for it.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any, Literal, cast
+
+from craton.errors import CratonError
+from craton.infrastructure import HEALTH_ACTIONS, HealthAction
+from craton.observability.diagnosis import Verdict
+
+Source = Literal["doctor", "why"]
+HOST_LAYER = "infrastructure"
+_DEVICE = re.compile(r"\bGPU (\d+)\b")
+_XID = re.compile(r"\bS?XID (\d+)\b")
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """One thing that is wrong with one node."""
+
+    node: str  # as its scheduler calls it
+    action: HealthAction
+    what: str  # a stable word: `xid`, `gpu_lost`, ...
+    evidence: str
+    source: Source = "doctor"
+    device: str = ""  # of several; "": the node as a whole
+    run: str = ""  # in which it was seen
+    confidence: float = 1.0
+    is_urgent: bool = True  # False: it waits until nothing runs there
+    moment: float | None = None  # epoch seconds when it happened or was measured; None: it is so now
+    is_sample: bool = False  # a state that may pass: one look proves nothing
+    stops_run: bool = False  # the run it was seen in does not move because of it
+
+
+def of_doctor(document: Mapping[str, Any], measured: float | None = None) -> list[Trouble]:
+    """The troubles in what `craton doctor --json` printed, and when. They are of no run: a pre-flight sees what was in
+    the kernel log before it."""
+    findings = document.get("findings")
+    if not isinstance(findings, list):
+        raise CratonError("this is not what `craton doctor --json` prints: it has no `findings`")
+    found = [_of_finding(each, document, measured) for each in findings if isinstance(each, Mapping)]
+    return [trouble for trouble in found if trouble is not None]
+
+
+def of_verdict(verdict: Verdict, hosts: Mapping[str, str], run: str = "", ended: float | None = None) -> list[Trouble]:
+    """The troubles of a run's nodes; `hosts` has what the scheduler calls each of them. `ended`: when the run ended,
+    whose nodes may have been given to somebody else since."""
+    is_healthy = verdict.condition == "healthy"
+    table = rules().causes | (rules().causes_of_healthy if is_healthy else {})
+    evidence = verdict.because or "; ".join(verdict.evidence) or verdict.sentence
+    told = [(verdict.cause, verdict.health, verdict.node, evidence, verdict.confidence, verdict.moment)]
+    told += [(each.cause, each.health, each.node, each.sentence, each.strength, each.moment) for each in verdict.others]
+    found: list[Trouble] = []
+    for number, (cause, health, node, evidence, confidence, moment) in enumerate(told):
+        action = health if health in HEALTH_ACTIONS else table.get(cause)
+        if action is None or node not in hosts:
+            continue
+        stops = number == 0 and verdict.condition in ("dead", "hung")
+        found.append(
+            Trouble(
+                hosts[node],
+                action,
+                cause,
+                evidence,
+                "why",
+                _device(evidence),
+                run,
+                confidence,
+                is_urgent=not is_healthy and ended is None,
+                moment=ended if moment is None else moment,
+                is_sample=not health and not stops,
+                stops_run=stops and ended is None,
+            )
+        )
+    return found
+
+
+def gravest(troubles: Iterable[Trouble]) -> Trouble:
+    """Of one node: what asks for most, and of those what is surest."""
+    return max(troubles, key=lambda each: (HEALTH_ACTIONS.index(each.action), each.is_urgent, each.confidence))
+
+
+@dataclass(frozen=True)
+class Rules:
+    findings: Mapping[str, HealthAction]
+    causes: dict[str, HealthAction]
+    causes_of_healthy: dict[str, HealthAction]
+    least_confidence: float
+    lemon_seconds: float
+    lemon_incidents: int
+    episode_seconds: float
+    same_card_runs: int
+    look_seconds: float
+    looks: int
+    looks_seconds: float
+    undone_seconds: float
+    report_seconds: float
+    ended_seconds: float
+    move_seconds: float
+
+
+@lru_cache(maxsize=1)
+def rules() -> Rules:
+    text = resources.files("craton.observability.healing").joinpath("actions.toml").read_text(encoding="utf-8")
+    table = tomllib.loads(text)
+    numbers = table["rules"]
+    return Rules(
+        findings=table["finding"],
+        causes=table["cause"],
+        causes_of_healthy=table["cause_of_healthy"],
+        least_confidence=float(numbers["least_confidence"]),
+        lemon_seconds=float(numbers["lemon_days"]) * 86400.0,
+        lemon_incidents=int(numbers["lemon_incidents"]),
+        episode_seconds=float(numbers["episode_hours"]) * 3600.0,
+        same_card_runs=int(numbers["same_card_runs"]),
+        look_seconds=float(numbers["look_minutes"]) * 60.0,
+        looks=int(numbers["looks"]),
+        looks_seconds=float(numbers["looks_minutes"]) * 60.0,
+        undone_seconds=float(numbers["undone_hours"]) * 3600.0,
+        report_seconds=float(numbers["report_hours"]) * 3600.0,
+        ended_seconds=float(numbers["ended_hours"]) * 3600.0,
+        move_seconds=float(numbers["move_minutes"]) * 60.0,
+    )
+
+
+def _of_finding(finding: Mapping[str, Any], document: Mapping[str, Any], measured: float | None) -> Trouble | None:
+    severity, what = finding.get("severity"), str(finding.get("what") or "")
+    node, evidence = str(finding.get("node") or ""), str(finding.get("evidence") or "")
+    action = str(finding.get("action") or "")
+    if action not in HEALTH_ACTIONS:
+        # An older Craton writes no action; of what the table does not know nobody says that the node is at fault.
+        action = rules().findings.get(what, "") if severity == "fail" else ""
+    # An error that the program itself may have made is kept in mind: the same card under another job is suspect.
+    is_told = severity in ("warn", "fail") or what == "xid"
+    if not node or not action or not is_told or (action == "observe" and what != "xid"):
+        return None
+    if finding.get("layer") != HOST_LAYER and what != "answer":
+        return None
+    if what == "xid" and measured is not None:
+        measured -= _xid_age_seconds(document, node, evidence)
+    return Trouble(
+        node,
+        cast(HealthAction, action),
+        what,
+        evidence,
+        "doctor",
+        _device(evidence),
+        is_urgent=severity == "fail",
+        moment=measured,
+    )
+
+
+def _xid_age_seconds(document: Mapping[str, Any], node: str, evidence: str) -> float:
+    """How old the newest XID that the evidence names was when it was read; 0 where the log does not tell."""
+    named = _XID.search(evidence)
+    try:
+        reports = [each["report"] for each in document["nodes"] if each["node"] == node]
+        ages = [
+            float(xid["age_seconds"])
+            for report in reports
+            for xid in report["kernel_log"]["xids"]
+            if named and xid["code"] == int(named[1]) and xid["bus_id"] in evidence and xid["age_seconds"] is not None
+        ]
+    except (KeyError, TypeError, ValueError):  # an older Craton, or somebody else's file
+        return 0.0
+    return min(ages, default=0.0)
+
+
+def _device(evidence: str) -> str:
+    match = _DEVICE.search(evidence)
+    return f"GPU {match[1]}" if match else ""

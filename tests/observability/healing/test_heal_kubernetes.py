@@ -1,0 +1,144 @@
+"""Healing on Kubernetes: cordoned and tainted, given back as it was, runs told to leave; against the stand-in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes_standin import StandIn
+
+from craton.job import Scheduler
+from craton.observability.healing import Place, Trouble, heal, undo
+from craton.orchestration import SchedulerError, evacuate, hosts_of, plan_evacuation, service_of
+from craton.orchestration.backend import Submission, write_submission
+from craton.telemetry import RunDirectory
+
+JOBSETS = "jobset.x-k8s.io/v1alpha2"
+TAINT = "craton.dev/unhealthy"
+KUBERNETES = Scheduler(kind="kubernetes", namespace="train")
+
+
+def add_node(server: StandIn, name: str, gpus: int = 8, ready: str = "True", **spec: Any) -> dict[str, Any]:
+    status = {
+        "conditions": [{"type": "Ready", "status": ready}],
+        "capacity": {"nvidia.com/gpu": str(gpus)} if gpus else {},
+    }
+    node = {"metadata": {"name": name, "resourceVersion": "5"}, "spec": spec, "status": status}
+    server.put("v1", "nodes", node, namespace="")
+    return node
+
+
+def add_pod(server: StandIn, run: str, node: str, phase: str = "Running") -> None:
+    labels = {"app.kubernetes.io/managed-by": "craton", "app.kubernetes.io/instance": run}
+    metadata = {"name": f"{run}-{node}", "labels": labels}
+    server.put("v1", "pods", {"metadata": metadata, "spec": {"nodeName": node}, "status": {"phase": phase}})
+
+
+@pytest.fixture
+def ten(server: StandIn) -> StandIn:
+    for number in range(10):
+        add_node(server, f"n{number}")
+    add_node(server, "system-1", gpus=0)
+    return server
+
+
+def node_of(server: StandIn, name: str) -> dict[str, Any]:
+    return server.objects["v1", "nodes", "", name]
+
+
+def test_nodes_with_gpus_and_how_they_are(ten: StandIn) -> None:
+    add_pod(ten, "llm", "n1")
+    add_pod(ten, "old", "n2", phase="Succeeded")
+    add_node(ten, "n3", unschedulable=True)
+    add_node(ten, "n4", ready="Unknown")
+    found = {node.name: node for node in service_of(KUBERNETES).nodes()}
+    assert len(found) == 10, "one without GPUs is not part of the share"
+    assert [name for name, node in found.items() if node.is_out] == ["n3", "n4"]
+    assert [name for name, node in found.items() if node.is_busy] == ["n1"]
+    assert (found["n3"].reason, found["n4"].reason, found["n3"].mark) == ("it is cordoned", "it is not ready", "")
+
+
+def test_cordoned_and_tainted_within_the_share_and_undone(ten: StandIn, tmp_path: Path) -> None:
+    ten.objects["v1", "nodes", "", "n1"]["spec"]["taints"] = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]
+    place = Place("eks", service_of(KUBERNETES), (), tmp_path)
+    troubles = [Trouble(f"n{number}", "reboot", "xid", "XID 79") for number in (1, 2)]
+    found = heal(place, troubles, "act", 0.1)
+    (deed,) = found.deeds
+    assert (deed.node, [each.is_held for each in found.decisions]) == ("n1", [False, True])
+    spec = node_of(ten, "n1")["spec"]
+    assert spec["unschedulable"] is True
+    assert spec["taints"][1:] == [{"key": TAINT, "value": deed.id, "effect": "NoSchedule"}]
+    assert "unschedulable" not in node_of(ten, "n2")["spec"]
+    undo(place, deed.id)
+    after = node_of(ten, "n1")
+    assert after["spec"] == {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}
+    assert after["metadata"]["annotations"] == {}
+
+
+def test_one_that_was_cordoned_before_stays_so(ten: StandIn) -> None:
+    service = service_of(KUBERNETES)
+    add_node(ten, "n5", unschedulable=True)
+    service.take_out("n5", "ab12", "reset: ECC")
+    assert service.give_back("n5", "ab12") == ""
+    assert node_of(ten, "n5")["spec"] == {"unschedulable": True}
+    assert service.give_back("n5", "ab12") == "n5 is out by somebody else: it is cordoned"
+    assert service.give_back("n9", "ab12") == "n9 is in service already"
+    assert service.give_back("gone", "ab12") == "Kubernetes has no node gone"
+
+
+def test_a_second_mark_does_not_take_our_own_cordon_for_somebody_elses(ten: StandIn) -> None:
+    service = service_of(KUBERNETES)
+    for mark in ("ab12", "cd34"):
+        service.take_out("n5", mark, "reset: ECC")
+    assert service.give_back("n5", "ab12") != ""
+    assert service.give_back("n5", "cd34") == ""
+    assert node_of(ten, "n5")["spec"] == {}
+
+
+def test_what_others_change_at_the_same_moment_is_kept(ten: StandIn) -> None:
+    theirs = {"key": "node.kubernetes.io/disk-pressure", "effect": "NoSchedule"}
+
+    def meanwhile(node: dict[str, Any]) -> None:
+        if not node["spec"].get("taints"):
+            node["spec"]["taints"] = [theirs]
+            node["metadata"]["resourceVersion"] = "6"
+
+    ten.before_patch = meanwhile
+    service_of(KUBERNETES).take_out("n1", "ab12", "reset: ECC")
+    assert [each["key"] for each in node_of(ten, "n1")["spec"]["taints"]] == [theirs["key"], TAINT]
+
+
+def test_who_may_not_change_nodes_is_told(ten: StandIn, tmp_path: Path) -> None:
+    ten.forbidden.add("nodes")
+    place = Place("eks", service_of(KUBERNETES), (), tmp_path)
+    found = heal(place, [Trouble("n1", "reboot", "xid", "XID 79")], "act", 0.1)
+    assert not found.is_well
+    assert "Kubernetes forbids it" in found.failures[0]
+    with pytest.raises(SchedulerError, match="no node n77"):
+        service_of(KUBERNETES).take_out("n77", "ab12", "x")
+
+
+def test_a_run_leaves_by_its_pod_on_that_node(ten: StandIn, tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "runs", "llm")
+    details = {
+        "namespace": "train",
+        "server": f"http://127.0.0.1:{ten.server_port}",
+        "version": JOBSETS,
+        "directory": str(run.path),
+    }
+    write_submission(run, Submission("kubernetes", "JobSet/llm", details))
+    launch = {"generation": 1, "nodes": ["node-1", "node-0"], "ranks_per_node": 1, "command": ["x"]}
+    run.launch_path.write_text(json.dumps(launch))
+    (run.path / "hosts").mkdir()
+    for index, host in enumerate(("n3", "n7")):
+        (run.path / "hosts" / f"{index}.json").write_text(json.dumps({"call": "x", "host": host}))
+        add_pod(ten, "llm", host)
+    owner = {"apiVersion": JOBSETS, "kind": "JobSet", "metadata": {"name": "llm"}}
+    owner["metadata"] |= {"labels": {"app.kubernetes.io/managed-by": "craton", "app.kubernetes.io/instance": "llm"}}
+    ten.put(JOBSETS, "jobsets", owner)
+    assert hosts_of(run) == {"node-0": "n3", "node-1": "n7"}, "names are those of pods, whatever the order of ranks"
+    assert plan_evacuation(run, "node-1").how == "pod"
+    evacuate(run, "node-1")
+    assert [pod["metadata"]["name"] for pod in ten.of("pods")] == ["llm-n3"]

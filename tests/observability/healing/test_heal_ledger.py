@@ -1,0 +1,359 @@
+"""The ledger of lemons: whole lines only, one writer at a time, nothing done that it cannot remember."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from craton.cli import main
+from craton.job import CratonError, load_cluster
+from craton.observability.healing import (
+    Entry,
+    Ledger,
+    LedgerError,
+    Place,
+    Trouble,
+    heal,
+    lemons,
+    look,
+    of_doctor,
+    read_report,
+    undo,
+)
+from craton.orchestration import SchedulerError, ServiceNode
+from craton.telemetry import RunDirectory
+
+NOW = 1_000_000_000.0
+
+
+class Nodes:
+    """A scheduler of ten nodes."""
+
+    def __init__(self) -> None:
+        self.out: dict[str, tuple[str, str]] = {}  # node → mark, reason
+        self.refuses: set[str] = set()
+        self.hands_over, self.keeps = True, False
+        self.others: list[str] = []  # that somebody else takes out as soon as we do
+
+    def nodes(self) -> list[ServiceNode]:
+        names = [f"g{number}" for number in range(1, 11)]
+        return [ServiceNode(each, each in self.out, *_reason(self.out.get(each))) for each in names]
+
+    def take_out(self, node: str, mark: str, reason: str) -> None:
+        if node in self.refuses:
+            raise SchedulerError("scontrol update: Access/permission denied")
+        self.out[node] = (mark, reason)
+        for other in self.others:
+            self.out[other] = ("", "fan")
+
+    def can_hand_over(self, action: str) -> bool:
+        return self.hands_over
+
+    def hand_over(self, node: str, mark: str, action: str) -> bool:
+        self.out[node] = (mark, f"Action:{action.title()}")
+        return True
+
+    def give_back(self, node: str, mark: str) -> str:
+        if self.keeps:
+            return "the scheduler is away"
+        if self.out.get(node, ("", ""))[0] != mark:
+            return f"{node} is not out by that"
+        del self.out[node]
+        return ""
+
+
+def _reason(out: tuple[str, str] | None) -> tuple[str, bool, str]:
+    return (out[1], False, out[0]) if out else ("", False, "")
+
+
+@pytest.fixture
+def cluster() -> Nodes:
+    return Nodes()
+
+
+def place(folder: Path, service: Nodes, hands_over: bool = False) -> Place:
+    return Place("lab", service, (), folder, hands_over=hands_over)
+
+
+def trouble(node: str = "g1") -> Trouble:
+    return Trouble(node, "reboot", "xid", "GPU 3: XID 79", device="GPU 3")
+
+
+def test_advice_changes_no_node_and_remembers_what_it_saw_once(tmp_path: Path, cluster: Nodes) -> None:
+    for _ in range(3):
+        found = heal(place(tmp_path, cluster), [trouble()], "advise", 0.1)
+    assert [(each.node, each.deed) for each in found.decisions] == [("g1", "take_out")]
+    assert cluster.out == {}
+    assert [entry.kind for entry in Ledger(tmp_path).entries()] == ["incident"]
+
+
+def test_off_looks_at_nothing_and_writes_nothing(tmp_path: Path, cluster: Nodes) -> None:
+    found = heal(place(tmp_path, cluster), [trouble()], "off", 0.1)
+    assert found.decisions == ()
+    assert not Ledger(tmp_path).path.exists()
+
+
+def test_a_deed_is_written_down_and_undone_by_its_number(tmp_path: Path, cluster: Nodes) -> None:
+    (deed,) = heal(place(tmp_path, cluster), [trouble()], "act", 0.1).deeds
+    assert cluster.out == {"g1": (deed.id, "reboot: GPU 3: XID 79")}
+    assert undo(place(tmp_path, cluster), deed.id) == ["g1 is in service again"]
+    assert cluster.out == {}
+    assert [entry.kind for entry in Ledger(tmp_path).entries()] == ["incident", "take_out", "undo"]
+    with pytest.raises(Exception, match="cannot be undone: g1 is not out by that"):
+        undo(place(tmp_path, cluster), deed.id)
+    with pytest.raises(Exception, match="no deed abc"):
+        undo(place(tmp_path, cluster), "abc")
+
+
+def test_what_is_not_approved_is_not_done(tmp_path: Path, cluster: Nodes) -> None:
+    asked: list[str] = []
+    found = heal(
+        place(tmp_path, cluster),
+        [trouble()],
+        "act",
+        0.1,
+        lambda wanted: bool(asked.extend([each.node for each in wanted])),
+    )
+    assert (asked, found.deeds, cluster.out) == (["g1"], (), {})
+
+
+def test_the_next_pass_hands_over_what_the_last_one_took_out(tmp_path: Path, cluster: Nodes) -> None:
+    there = place(tmp_path, cluster, hands_over=True)
+    (first,) = heal(there, [trouble()], "act", 0.1).deeds
+    (second,) = heal(there, [], "act", 0.1).deeds
+    assert (first.kind, second.kind, second.id) == ("take_out", "hand_over", first.id)
+    assert cluster.out["g1"][1] == "Action:Reboot"
+    for _ in range(3):
+        assert heal(there, [trouble()], "act", 0.1).deeds == ()
+    assert [entry.kind for entry in Ledger(tmp_path).entries()] == ["incident", "take_out", "hand_over"]
+    undo(there, first.id)
+    assert cluster.out == {}
+
+
+def test_where_nobody_reboots_machines_nothing_is_handed_over_nor_written(tmp_path: Path, cluster: Nodes) -> None:
+    cluster.hands_over = False
+    for _ in range(5):
+        found = heal(place(tmp_path, cluster, hands_over=True), [trouble()], "act", 0.1)
+    assert [each.deed for each in found.decisions] == ["none"]
+    assert [entry.kind for entry in Ledger(tmp_path).entries()] == ["incident", "take_out"]
+
+
+def test_what_was_undone_is_not_done_again_for_the_same_reason(tmp_path: Path, cluster: Nodes) -> None:
+    there = place(tmp_path, cluster)
+    (deed,) = heal(there, [trouble()], "act", 0.1).deeds
+    undo(there, deed.id)
+    for _ in range(3):
+        found = heal(there, [trouble()], "act", 0.1)
+        assert (found.deeds, found.decisions[0].action) == ((), "observe")
+    (deed,) = heal(there, [replace(trouble(), moment=time.time())], "act", 0.1).deeds
+    assert deed.action == "replace", "it happened again: reboot, one grade graver"
+
+
+def test_an_operator_who_was_quicker_than_the_answer_is_left_alone(tmp_path: Path, cluster: Nodes) -> None:
+    cluster.others, cluster.keeps = ["g9"], True
+    found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
+    assert "cannot be taken back (the scheduler is away) though 2 of 10 nodes are out now" in found.failures[0]
+
+
+def test_one_xid_seen_before_two_starts_is_one(tmp_path: Path, cluster: Nodes) -> None:
+    finding = {"layer": "infrastructure", "what": "xid", "severity": "note", "node": "g1", "action": "observe"}
+    document = {"findings": [{**finding, "evidence": "GPU 3 (0000:53:00.0): XID 31, GPU memory page fault"}]}
+    for measured in (NOW, NOW + 600):
+        found = heal(place(tmp_path, cluster), of_doctor(document, measured), "act", 0.1)
+        assert [(each.action, each.deed) for each in found.decisions] == [("observe", "none")]
+
+
+def test_advice_is_given_without_a_ledger_that_can_be_written(tmp_path: Path, cluster: Nodes) -> None:
+    (tmp_path / "file").touch()
+    there = place(tmp_path / "file" / "runs", cluster)
+    found = heal(there, [trouble()], "advise", 0.1)
+    assert ([each.deed for each in found.decisions], len(found.notes)) == (["take_out"], 1)
+    assert "is not remembered" in found.notes[0]
+    with pytest.raises(LedgerError, match="nothing is healed without its ledger"):
+        heal(there, [trouble()], "act", 0.1)
+
+
+def test_a_place_that_cannot_be_locked_is_refused_in_words(
+    tmp_path: Path, cluster: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", lacks)
+    with pytest.raises(LedgerError, match=r"cannot be locked .*mount it with `-o flock`"):
+        heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
+    assert cluster.out == {}
+
+
+def test_an_old_report_does_not_count_and_that_is_said(tmp_path: Path) -> None:
+    report = tmp_path / "doctor.json"
+    finding = {"layer": "infrastructure", "what": "gpu_count", "severity": "fail", "evidence": "7 of 8", "node": "g1"}
+    report.write_text(json.dumps({"findings": [finding]}))
+    notes: list[str] = []
+    assert [each.node for each in read_report(report, notes)] == ["g1"]
+    os.utime(report, (time.time() - 7 * 3600,) * 2)
+    assert read_report(report, notes) == []
+    assert "older than 6 h" in notes[0]
+
+
+def test_a_run_that_cannot_be_examined_hides_no_other(tmp_path: Path, cluster: Nodes) -> None:
+    broken, other = (RunDirectory.create(tmp_path, name) for name in ("broken", "other"))
+    notes: list[str] = []
+    assert look(Place("lab", cluster, (broken, other), tmp_path), notes=notes) == []
+    assert [note.partition(" ")[0] for note in notes] == ["broken", "other"]
+
+
+def test_a_share_that_others_exceed_at_the_same_moment_is_put_right(tmp_path: Path, cluster: Nodes) -> None:
+    cluster.others = ["g9"]
+    found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
+    assert found.deeds == ()
+    assert "taken back: 2 of 10 nodes are out now" in found.failures[0]
+    assert set(cluster.out) == {"g9"}, "what others took out stays"
+    assert not found.is_well
+
+
+def test_a_node_that_cannot_be_taken_out_keeps_no_other_from_it(tmp_path: Path, cluster: Nodes) -> None:
+    cluster.refuses = {"g1"}
+    found = heal(place(tmp_path, cluster), [trouble("g1"), trouble("g2")], "act", 0.2)
+    assert [entry.node for entry in found.deeds] == ["g2"]
+    assert found.failures == ("g1: scontrol update: Access/permission denied",)
+    assert [entry.kind for entry in Ledger(tmp_path).entries()][-3:] == ["take_out", "failed", "take_out"]
+
+
+def test_torn_and_foreign_lines_are_skipped(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.append([Entry(NOW, "incident", "g1", action="reset")])
+    with ledger.path.open("a") as file:
+        file.write('[1]\n{"time": "noon", "kind": "incident", "node": "g1"}\n{"node": 7}\n{"time": 1.0, "kind": "inci')
+    ledger.append([Entry(NOW + 1, "incident", "g2", action="reset")])
+    assert [entry.node for entry in ledger.entries()] == ["g1", "g2"]
+
+
+def test_one_at_a_time(tmp_path: Path, cluster: Nodes) -> None:
+    holder = (
+        "import sys\nfrom pathlib import Path\nfrom craton.observability.healing import Ledger\n"
+        "with Ledger(Path(sys.argv[1])).held():\n print('held', flush=True)\n sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(LedgerError, match="another `craton heal` is at work"):
+            heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
+        assert cluster.out == {}
+        process.kill()
+        process.wait()
+        assert heal(place(tmp_path, cluster), [trouble()], "act", 0.1).deeds, "a killed one holds nothing"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_nothing_is_done_that_cannot_be_remembered(small_disk: Path, cluster: Nodes) -> None:
+    (small_disk / ".heal.lock").touch()
+    with (small_disk / "full").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"\0" * 4096)
+    with pytest.raises(LedgerError, match="cannot be written"):
+        heal(place(small_disk, cluster), [trouble()], "act", 0.1)
+    assert cluster.out == {}
+
+
+def test_lemons_the_worst_first() -> None:
+    entries = [
+        Entry(NOW - days * 86400, "incident", node, action="reset") for node, days in (("a", 1), ("b", 1), ("b", 3))
+    ]
+    assert lemons([*entries, Entry(NOW, "incident", "c", action="observe")], NOW) == {"b": 2, "a": 1}
+
+
+def test_entries_are_json_that_others_can_read(tmp_path: Path) -> None:
+    Ledger(tmp_path).append([Entry(NOW, "move", "g1", "ab12", "lab", "llama", text="a\nb")])
+    (line,) = (tmp_path / "heal.jsonl").read_text().splitlines()
+    assert json.loads(line)["text"] == "a\nb"
+
+
+@pytest.mark.parametrize(("written", "share"), [("5%", 0.05), (0.25, 0.25), ("12.5 %", 0.125), (1, 1.0)])
+def test_the_cluster_file_says_what_may_be_done(tmp_path: Path, written: object, share: float) -> None:
+    file = tmp_path / "cluster.yaml"
+    health = {"policy": "replace", "heal": "act", "share": written}
+    document = {"name": "lab", "instance": "local", "nodes": 8, "scheduler": {"kind": "slurm"}, "health": health}
+    file.write_text(json.dumps({**document, "runs": str(tmp_path / "runs")}))
+    found = load_cluster(file)
+    assert (found.health.heal, found.health.share) == ("act", share)
+    file.write_text(json.dumps({**document, "health": {}}))
+    assert (load_cluster(file).health.heal, load_cluster(file).health.share) == ("advise", 0.1)
+
+
+@pytest.mark.parametrize("written", ["0%", "120%", "a few", -0.1, True])
+def test_a_share_that_is_none_is_refused(tmp_path: Path, written: object) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(json.dumps({"name": "lab", "instance": "local", "nodes": 8, "health": {"share": written}}))
+    with pytest.raises(CratonError, match=r"is not a share; write e\.g\. 10%"):
+        load_cluster(file)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--mode", "fix"), "--mode fix is not known; allowed: off, advise, act"),
+        (("--share", "0"), "'0' is not a share"),
+        (("--report", "nowhere.json"), "--report nowhere.json cannot be read"),
+        (("--undo", "abc"), "no deed abc"),
+        (("--mode", "act"), "nobody can answer here"),
+        (("--mode", "act", "--watch"), "nobody can answer here"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cluster: Nodes,
+    words: tuple[str, ...],
+    told: str,
+) -> None:
+    monkeypatch.setattr("craton.observability.healing.places.place_of", lambda target: place(tmp_path, cluster))
+    monkeypatch.setattr("sys.argv", ["craton", "heal", "lab.yaml", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    errors = capsys.readouterr().err
+    assert (ended.value.code, errors.count("\n")) == (2, 1)
+    assert told in errors
+    assert cluster.out == {}
+
+
+def test_a_table_says_what_is_needed_why_and_what_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cluster: Nodes
+) -> None:
+    finding = {"layer": "infrastructure", "what": "xid", "severity": "fail", "evidence": "XID 79", "action": "reboot"}
+    report = tmp_path / "doctor.json"
+    report.write_text(json.dumps({"findings": [{**finding, "node": node} for node in ("g1", "g2")]}))
+    monkeypatch.setattr("craton.observability.healing.places.place_of", lambda target: place(tmp_path, cluster))
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def heal_verb(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["craton", "heal", "lab.yaml", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), capsys.readouterr().out
+
+    code, output = heal_verb("--report", str(report))
+    assert code == 0
+    assert "is taken out of service" in output
+    assert "nothing was done: `--mode act` does it" in output
+    code, output = heal_verb("--report", str(report), "--mode", "act", "--yes")
+    (number,) = (mark for mark, _ in cluster.out.values())
+    assert (code, f"--undo {number}" in output, "1 of 10 nodes are out already" in output) == (1, True, True)
+    assert heal_verb("--undo", number) == (0, "g1 is in service again\n")
+    code, output = heal_verb("--history")
+    assert (code, "take out" in output, "undo" in output, "g1: in trouble 1 time" in output) == (0, True, True, True)

@@ -1,0 +1,454 @@
+"""What is decided about which node: pure, without a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from craton.infrastructure import HEALTH_ACTIONS
+from craton.observability.diagnosis import Finding, Verdict, building, causes, diagnose
+from craton.observability.diagnosis.snapshot import Xid
+from craton.observability.healing import Decision, Entry, Trouble, decide, most_out, of_doctor, of_verdict, rules
+from craton.orchestration import Evacuation, ServiceNode
+
+NOW = 1_000_000_000.0
+DAY = 86400.0
+LEAVES = ("reset", "reboot", "replace")
+NAMES = [f"g{number}" for number in range(1, 11)]
+
+
+def nodes(out: dict[str, str] | None = None, busy: tuple[str, ...] = (), count: int = 10) -> list[ServiceNode]:
+    """`out`: node → reason."""
+    gone = out or {}
+    return [
+        ServiceNode(name, name in gone, gone.get(name, ""), name in busy, gone.get(name, "").partition("craton:")[2])
+        for name in NAMES[:count]
+    ]
+
+
+def trouble(node: str = "g1", action: Any = "reboot", **more: Any) -> Trouble:
+    return Trouble(node, action, **{"what": "xid", "evidence": "GPU 3 (0000:53:00.0): XID 79", **more})
+
+
+def incident(node: str = "g1", days: float = 3.0, action: str = "reset", **more: Any) -> Entry:
+    return Entry(NOW - days * DAY, "incident", node, action=action, **more)
+
+
+def decided(*troubles: Trouble, **more: Any) -> list[Decision]:
+    given: dict[str, Any] = {"nodes": nodes(), "history": [], "now": NOW, "share": 0.1, **more}
+    return decide(troubles, **given)
+
+
+def way(run: str, how: str = "requeue") -> Evacuation:
+    return Evacuation(run, "node-0", how, "it saves and leaves" if how else f"{run} has no spare")
+
+
+@pytest.mark.parametrize(
+    ("action", "deed"),
+    [("observe", "none"), ("restart", "none"), ("reset", "take_out"), ("reboot", "take_out"), ("replace", "take_out")],
+)
+def test_a_node_leaves_service_for_a_reset_and_more(action: str, deed: str) -> None:
+    (found,) = decided(trouble(action=action))
+    assert (found.action, found.deed, found.why_not) == (action, deed, "")
+
+
+def test_the_gravest_trouble_of_a_node_decides_and_all_evidence_is_kept() -> None:
+    (found,) = decided(trouble(action="reset", evidence="ECC"), trouble(action="replace", evidence="rows"))
+    assert (found.action, found.reason, found.evidence) == ("replace", "rows", ("ECC", "rows"))
+
+
+def test_runs_on_the_node_move() -> None:
+    (found,) = decided(trouble(), runs_on={"g1": [way("llama")], "g2": [way("other")]})
+    assert found.runs == ("llama",)
+
+
+@pytest.mark.parametrize(
+    ("total", "share", "most"),
+    [
+        (10, 0.1, 1),
+        (10, 0.3, 3),
+        (8, 0.1, 0),
+        (8, 0.125, 1),
+        (100, 0.29, 29),
+        (3, 1.0, 3),
+        (0, 0.5, 0),
+        (1000, 0.07, 70),
+    ],
+)
+def test_a_share_is_never_rounded_up(total: int, share: float, most: int) -> None:
+    assert most_out(total, share) == most
+
+
+def test_no_more_than_the_share_goes_and_the_gravest_go_first() -> None:
+    found = decided(
+        trouble("g1", "reset"), trouble("g2", "replace"), trouble("g3", "reboot"), trouble("g4", "observe"), share=0.2
+    )
+    assert [(each.node, each.deed) for each in found] == [
+        ("g2", "take_out"),
+        ("g3", "take_out"),
+        ("g1", "none"),
+        ("g4", "none"),
+    ]
+    held = found[2]
+    assert held.is_held
+    assert "2 of 10 nodes are out already" in held.why_not
+    assert "--share 30%" in held.why_not
+    assert not found[3].is_held
+
+
+@pytest.mark.parametrize("reason", ["not responding", "memory", "craton:ab12 reboot", "Action:Replace"])
+def test_nodes_that_are_out_for_any_reason_count(reason: str) -> None:
+    (found,) = decided(trouble("g1"), nodes=nodes({"g7": reason}))
+    assert found.deed == "none"
+    assert "1 of 10 nodes are out already" in found.why_not
+
+
+def test_a_small_cluster_is_told_which_share_it_takes() -> None:
+    (found,) = decided(trouble("g1"), nodes=nodes(count=8))
+    assert found.deed == "none"
+    assert "--share 13%" in found.why_not
+    (found,) = decided(trouble("g1"), nodes=nodes(count=8), share=0.13)
+    assert found.deed == "take_out"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_ails_a_cluster_never_more_than_the_share_is_out(seed: int) -> None:
+    import random
+
+    chance = random.Random(seed)
+    names = [f"n{number}" for number in range(chance.randint(1, 60))]
+    out = set(chance.sample(names, chance.randint(0, len(names) // 4)))
+    share = chance.choice([0.05, 0.1, 0.25, 0.5, 1.0])
+    troubles = [trouble(chance.choice(names), chance.choice(HEALTH_ACTIONS)) for _ in range(chance.randint(0, 80))]
+    there = [ServiceNode(name, name in out, "other" if name in out else "", chance.random() < 0.5) for name in names]
+    found = decide(troubles, there, [], NOW, share)
+    taken = [each.node for each in found if each.deed == "take_out"]
+    assert len(taken) == len(set(taken))
+    assert not set(taken) & out
+    assert not taken or len(taken) + len(out) <= share * len(names)
+    assert {each.node for each in found} == {each.node for each in troubles}
+
+
+def test_a_node_that_is_out_already_is_left_alone() -> None:
+    (theirs,) = decided(trouble("g1"), nodes=nodes({"g1": "broken fan"}))
+    (ours,) = decided(trouble("g1"), nodes=nodes({"g1": "craton:ab12"}))
+    assert (theirs.deed, theirs.mark, theirs.is_held) == ("none", "", False)
+    assert (ours.deed, ours.mark, ours.is_held) == ("none", "ab12", False)
+
+
+def test_an_unknown_node_is_not_touched() -> None:
+    (found,) = decided(trouble("login-1"))
+    assert found.why_not == "the scheduler has no node login-1"
+
+
+def test_what_can_wait_waits_for_the_node_to_be_idle() -> None:
+    row = trouble(action="reset", what="gpu_row_remap", evidence="a row waits", is_urgent=False)
+    (busy,) = decided(row, nodes=nodes(busy=("g1",)))
+    (idle,) = decided(row)
+    assert (busy.deed, busy.why_not) == ("none", "it can wait until nothing runs there")
+    assert idle.deed == "take_out"
+    (urgent,) = decided(row, trouble(action="reset"), nodes=nodes(busy=("g1",)))
+    assert urgent.deed == "take_out"
+
+
+def test_a_verdict_that_is_not_sure_touches_nothing() -> None:
+    (found,) = decided(trouble(confidence=0.6))
+    assert (found.action, found.deed) == ("observe", "none")
+    assert "not sure enough (60%)" in found.reason
+    (found,) = decided(trouble(confidence=0.6, evidence="a guess"), trouble(action="reset", evidence="ECC"))
+    assert (found.action, found.reason) == ("reset", "ECC"), "what is sure decides"
+
+
+# -- lemons -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "episodes", "expected"),
+    [
+        ("reset", 0, "reset"),
+        ("reset", 1, "reboot"),
+        ("reboot", 1, "replace"),
+        ("reset", 2, "replace"),
+        ("replace", 5, "replace"),
+    ],
+)
+def test_a_node_that_comes_back_is_a_lemon(first: Any, episodes: int, expected: str) -> None:
+    history = [incident(days=2.0 + number) for number in range(episodes)]
+    (found,) = decided(trouble(action=first), history=history)
+    assert found.action == expected
+    assert found.escalated_from == ("" if first == expected else first)
+    assert ("before in 30 days" in found.reason) == bool(episodes)
+
+
+def test_old_troubles_and_those_of_others_do_not_count() -> None:
+    history = [incident(days=31), incident(days=40), incident("g2"), incident(days=2, action="observe")]
+    (found,) = decided(trouble(action="reset"), history=history)
+    assert found.action == "reset"
+
+
+def test_one_trouble_seen_again_and_again_is_one() -> None:
+    history = [incident(days=minutes / 1440, run="llama") for minutes in (50, 40, 30, 20, 10)]
+    (found,) = decided(trouble(action="reset", run="llama"), history=history)
+    assert found.action == "reset"
+    (found,) = decided(trouble(action="reset", run="gemma"), history=history)
+    assert found.action == "reboot", "another job met the same node"
+
+
+def test_what_happens_after_it_was_given_back_is_new_and_what_only_lasts_is_not() -> None:
+    history = [incident(days=2 / 24), Entry(NOW - 3600, "undo", "g1", "ab12")]
+    (found,) = decided(trouble(action="reset"), history=history)
+    assert found.action == "reset"
+    (found,) = decided(trouble(action="reset", moment=NOW - 60), history=history)
+    assert found.action == "reboot"
+
+
+@pytest.mark.parametrize(
+    ("given", "undone_hours", "deed"),
+    [
+        ({"moment": NOW - 7200}, 1, "none"),  # happened before it was given back
+        ({"moment": NOW - 1800}, 1, "take_out"),
+        ({"moment": NOW - 7200, "device": "GPU 7"}, 1, "none"),  # seen by whoever gave it back, too
+        ({}, 1, "none"),  # lasts
+        ({}, 25, "take_out"),
+        ({"device": "GPU 7"}, 1, "take_out"),  # another card
+        ({"what": "nvlink"}, 1, "take_out"),
+    ],
+)
+def test_what_a_node_was_given_back_in_spite_of_is_watched(given: Any, undone_hours: float, deed: str) -> None:
+    undo = Entry(NOW - undone_hours * 3600, "undo", "g1", "ab12", what="xid", device="GPU 3")
+    (found,) = decided(trouble(**{"device": "GPU 3", **given}), history=[undo])
+    assert found.deed == deed
+    assert ("given back since" in found.reason) == (deed == "none")
+
+
+def test_one_event_that_two_saw_at_different_times_is_one() -> None:
+    seen = trouble(action="reset", device="GPU 3", moment=NOW - 10 * 3600)
+    history = [incident(days=9 / 24, run="llama", moment=NOW - 10 * 3600 + 5)]
+    assert [each.action for each in decided(seen, history=history)] == ["reset"]
+    history = [incident(days=9 / 24, run="llama", moment=NOW - 20 * 3600)]
+    assert [each.action for each in decided(seen, history=history)] == ["reboot"]
+
+
+# -- samples, and runs that do well -----------------------------------------------------------------------------------
+
+
+def test_what_may_pass_is_seen_in_several_looks_before_a_node_is_touched() -> None:
+    sample = trouble(what="gpu_clock_low", evidence="GPU 3 runs at 600 MHz", device="GPU 3", is_sample=True)
+
+    def look(*minutes: float, **more: Any) -> Decision:
+        seen = {"action": "observe", "what": "gpu_clock_low", "device": "GPU 3", **more}
+        (found,) = decided(sample, history=[incident(days=each / 1440, **seen) for each in minutes])
+        return found
+
+    assert (look().action, look().deed) == ("observe", "none")
+    assert "seen in 1 of 3 looks" in look().reason
+    assert look(5).deed == "none"
+    assert look(10, 5).deed == "take_out"
+    assert look(6, 1).deed == "none", "two looks within a minute are one"
+    assert look(90, 60).deed == "none", "long ago"
+    assert look(10, 5, device="GPU 4").deed == "none"
+    (found,) = decided(trouble(action="restart"), sample)
+    assert found.trouble == sample, "it is remembered for the next look"
+
+
+@pytest.mark.parametrize(
+    ("cause", "health", "expected"),
+    [
+        ("gpu_throttled", "", "observe"),
+        ("link_down", "", "observe"),
+        ("gpu_lost", "", "reboot"),
+        ("gpu_memory_error", "restart", "restart"),
+        ("gpu_memory_error", "replace", "replace"),
+        ("rank_failed", "observe", "observe"),
+    ],
+)
+def test_a_run_that_does_well_keeps_its_nodes(cause: str, health: str, expected: str) -> None:
+    risk = Verdict("healthy", "device", "node-0", cause=cause, because="GPU 3", confidence=0.95, health=health)
+    (found,) = of_verdict(risk, {"node-0": "g1"}, "llama")
+    assert (found.action, found.is_urgent, found.is_sample) == (expected, False, not health)
+    (decision,) = decided(found, nodes=nodes(busy=("g1",)))
+    assert decision.deed == "none"
+
+
+def test_what_stops_a_run_needs_no_second_look_and_the_rest_does() -> None:
+    other = Finding("nvlink_down", (), 0.9, "NVLinks of node-1 are down", node="node-1")
+    for condition, samples in {"dead": [False, True], "hung": [False, True], "slow": [True, True]}.items():
+        verdict = Verdict(condition, "device", "node-0", cause="gpu_lost", confidence=0.95, others=(other,))  # type: ignore[arg-type]
+        found = of_verdict(verdict, {"node-0": "g1", "node-1": "g2"}, "llama")
+        assert [each.is_sample for each in found] == samples
+        assert [each.stops_run for each in found] == [not samples[0], False]
+        assert all(each.is_urgent for each in found)
+
+
+def test_an_xid_of_a_verdict_has_the_moment_it_happened() -> None:
+    well = building.healthy(2, 8)
+    for code in (31, 48):
+        sick = building.with_gpu(well, "node-1", 0, xids=(Xid(code, well.moment - 5),))
+        found = of_verdict(diagnose(building.hung(sick, {8: "compute"})), {"node-1": "g1"}, "llama")
+        assert (found[0].moment, found[0].device) == (well.moment - 5, "GPU 0"), found
+
+
+def test_a_run_that_ended_says_when_and_its_node_may_be_in_use_again() -> None:
+    verdict = Verdict("dead", "device", "node-0", cause="gpu_lost", confidence=0.95)
+    (found,) = of_verdict(verdict, {"node-0": "g1"}, "llama", ended=NOW - 60)
+    assert (found.moment, found.is_urgent, found.stops_run) == (NOW - 60, False, False)
+
+
+def test_gradients_alone_replace_no_node_and_a_job_that_leaves_devices_out_blames_none() -> None:
+    sick = building.healthy(4, 8)
+    norm = building.with_rank(sick, 5, gradient_norm=(sick.rank(5).gradient_norm_usual or 1.0) * 6)  # type: ignore[union-attr]
+    fewer = building.with_nodes(sick, lambda node: replace(node, nccl_interfaces=1))
+    flapped = building.with_device(sick, "node-1", 0, link_downs=1.0)
+    hosts = {node.name: node.name for node in sick.nodes}
+    for snapshot in (norm, fewer, flapped):
+        for slow in (snapshot, building.slowed_all(snapshot, 3.0, "communication")):
+            found = of_verdict(diagnose(slow), hosts, "llama")
+            assert {each.action for each in found} <= {"observe"}, found
+
+
+# -- runs that have to go ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_moves_gives_its_nodes_back_only_where_there_are_others() -> None:
+    everybody = tuple(NAMES)
+    (held,) = decided(trouble(), nodes=nodes(busy=everybody), runs_on={"g1": [way("llama")]})
+    assert (held.deed, held.is_held) == ("none", True)
+    assert "it needs 1 other idle in service, and 0 are" in held.why_not
+    (spared,) = decided(trouble(), nodes=nodes(busy=everybody), runs_on={"g1": [way("llama", "spare")]})
+    (idle,) = decided(trouble(), nodes=nodes(busy=everybody[:-1]), runs_on={"g1": [way("llama")]})
+    (hung,) = decided(trouble(stops_run=True), nodes=nodes(busy=everybody), runs_on={"g1": [way("llama")]})
+    assert [each.deed for each in (spared, idle, hung)] == ["take_out"] * 3
+    two = {"g1": [way("llama")], "g2": [way("gemma")]}
+    found = decided(trouble("g1"), trouble("g2"), nodes=nodes(busy=everybody[:-1]), runs_on=two, share=0.5)
+    assert [each.deed for each in found] == ["take_out", "none"], "one idle node is not promised twice"
+
+
+def test_a_run_that_has_nowhere_to_go_stays() -> None:
+    (found,) = decided(trouble(), runs_on={"g1": [way("llama", "")]})
+    assert (found.deed, found.why_not) == ("none", "llama has no spare")
+
+
+def test_a_run_left_on_a_node_that_we_took_out_is_moved_again() -> None:
+    ours, taken = nodes({"g1": "craton:ab12"}, busy=("g1",)), Entry(NOW - 900, "take_out", "g1", "ab12", action="reset")
+    (found,) = decided(nodes=ours, history=[taken], runs_on={"g1": [way("llama")]})
+    assert (found.deed, found.runs, found.mark, found.trouble) == ("move", ("llama",), "ab12", None)
+    asked = Entry(NOW - 60, "move", "g1", "ab12", run="llama")
+    assert decided(nodes=ours, history=[taken, asked], runs_on={"g1": [way("llama")]}) == [], "it has just been asked"
+    theirs = nodes({"g1": "fan"}, busy=("g1",))
+    assert decided(nodes=theirs, history=[taken], runs_on={"g1": [way("llama")]}) == []
+
+
+def test_an_error_of_programs_counts_against_a_card_that_has_it_under_other_runs() -> None:
+    seen = trouble(action="observe", evidence="GPU 3: XID 31", device="GPU 3", run="gemma")
+    own = [incident(action="observe", what="xid", device="GPU 3", run="gemma")]
+    other = [incident(action="observe", what="xid", device="GPU 3", run="llama")]
+    elsewhere = [incident(action="observe", what="xid", device="GPU 4", run="llama")]
+    assert [each.action for each in decided(seen, history=own)] == ["observe"]
+    assert [each.action for each in decided(seen, history=elsewhere)] == ["observe"]
+    (found,) = decided(seen, history=other)
+    assert (found.action, found.deed, found.escalated_from) == ("reset", "take_out", "observe")
+    assert "in llama too" in found.reason
+    again = [incident(action="observe", what="xid", device="GPU 3", run="llama", moment=NOW - 60)]
+    (found,) = decided(replace(seen, moment=NOW - 65), history=again)
+    assert found.action == "observe", "two runs share the node and saw one error"
+
+
+# -- handing over -----------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_node_that_we_took_out_is_handed_over_where_that_is_allowed() -> None:
+    ours = {"g1": "craton:ab12"}
+    taken = [Entry(NOW - 900, "take_out", "g1", "ab12", action="reboot", text="XID 79")]
+    (kept,) = decided(trouble(), nodes=nodes(ours), history=taken)
+    (busy,) = decided(trouble(), nodes=nodes(ours, busy=("g1",)), history=taken, hands_over=LEAVES)
+    (empty,) = decided(trouble(), nodes=nodes(ours), history=taken, hands_over=LEAVES)
+    (quiet,) = decided(nodes=nodes(ours), history=taken, hands_over=LEAVES)
+    assert (kept.deed, busy.deed, empty.deed) == ("none", "none", "hand_over")
+    assert "when nothing runs there" in busy.why_not
+    assert empty.mark == "ab12"
+    assert (quiet.deed, quiet.action, quiet.reason) == ("hand_over", "reboot", "XID 79"), "nobody is there to complain"
+    assert decided(nodes=nodes(ours), history=taken) == []
+    assert decided(nodes=nodes({"g1": "craton:cd34"}), history=taken, hands_over=LEAVES) == [], "out by another deed"
+
+
+def test_neither_what_was_handed_over_nor_what_others_took_out_is_handed_over() -> None:
+    handed = [ServiceNode("g1", True, "Action:Reboot", False, "ab12")]
+    (again,) = decided(trouble(), nodes=handed, hands_over=LEAVES)
+    (theirs,) = decided(trouble(), nodes=nodes({"g1": "broken fan"}), hands_over=LEAVES)
+    assert (again.deed, theirs.deed) == ("none", "none")
+
+
+# -- from findings and verdicts ---------------------------------------------------------------------------------------
+
+
+def finding(what: str, severity: str = "fail", action: str = "", **more: str) -> dict[str, str]:
+    return {"layer": "infrastructure", "what": what, "severity": severity, "evidence": "GPU 2: bad", "remedy": "",
+            "node": "g1", "action": action, **more}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (finding("xid", action="replace"), "replace"),
+        (finding("xid", "note", "restart"), "restart"),
+        (finding("xid", "note", "observe"), "observe"),
+        (finding("xid", "note"), None),  # of a card that is well again
+        (finding("gpu_row_remap", "warn", "reset"), "reset"),
+        (finding("gpu_memory", "note", "observe"), None),
+        (finding("gpu_count"), "reboot"),
+        (finding("compute"), "replace"),
+        (finding("gpu_throttle", "warn"), None),
+        (finding("answer", layer="orchestration"), "reboot"),
+        (finding("torch", layer="ML software"), None),
+        (finding("nvme"), None),  # the table does not say that the node is at fault
+        (finding("gpu_count", "ok"), None),
+        (finding("gpu_count", node=""), None),
+    ],
+)
+def test_what_a_finding_asks_for(given: dict[str, str], expected: str | None) -> None:
+    found = of_doctor({"findings": [given]})
+    assert [each.action for each in found] == ([expected] if expected else [])
+    if found:
+        assert (found[0].device, found[0].is_urgent) == ("GPU 2", given["severity"] == "fail")
+
+
+def test_an_xid_of_a_report_has_the_moment_it_happened() -> None:
+    xid = {"bus_id": "0000:53:00", "code": 31, "age_seconds": 600.0}
+    other = {"bus_id": "0000:64:00", "code": 31, "age_seconds": 5.0}
+    node = {"node": "g1", "report": {"kernel_log": {"xids": [xid, other]}}}
+    given = finding("xid", "note", "observe", evidence="GPU 3 (0000:53:00.0): XID 31, GPU memory page fault")
+    (found,) = of_doctor({"findings": [given], "nodes": [node]}, NOW)
+    assert (found.moment, found.run) == (NOW - 600.0, "")
+    (found,) = of_doctor({"findings": [given], "nodes": [{"node": "g1"}]}, NOW)
+    assert found.moment == NOW, "an older Craton tells no log"
+    (found,) = of_doctor({"findings": [finding("gpu_count")], "nodes": [node]}, NOW)
+    assert found.moment == NOW
+
+
+def test_a_verdict_becomes_trouble_of_the_host_that_its_node_is_on() -> None:
+    other = Finding("link_down", (), 0.9, "a link of node-0 is down", node="node-0")
+    verdict = Verdict(
+        "dead", "device", "node-1", 9, cause="gpu_lost", because="GPU 1 fell off", confidence=0.95, others=(other,)
+    )
+    found = of_verdict(verdict, {"node-0": "g3", "node-1": "g7"}, "llama")
+    assert [(each.node, each.action, each.what, each.confidence, each.run) for each in found] == [
+        ("g7", "reboot", "gpu_lost", 0.95, "llama"),
+        ("g3", "reboot", "link_down", 0.9, "llama"),
+    ]
+    assert of_verdict(verdict, {}, "llama") == [], "nobody knows which machine it is"
+
+
+@pytest.mark.parametrize("cause", ["gpu_out_of_memory", "straggler", "loader_slow", "tcp_fallback", "node_down", ""])
+def test_what_is_not_the_nodes_own_fault_is_no_trouble_of_it(cause: str) -> None:
+    verdict = Verdict("slow", "framework", "node-1", 9, cause=cause, confidence=0.95)
+    assert of_verdict(verdict, {"node-1": "g7"}) == []
+
+
+def test_the_table_names_causes_that_exist_and_actions_that_exist() -> None:
+    table = rules()
+    assert set(table.causes) <= set(causes())
+    assert {*table.causes.values(), *table.findings.values()} <= set(HEALTH_ACTIONS)
+    hardware = {name for name, cause in causes().items() if cause.layer == "device"}
+    assert hardware <= set(table.causes), "every cause in a card has an action"

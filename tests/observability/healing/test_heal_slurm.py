@@ -1,0 +1,171 @@
+"""Healing on a real Slurm: nodes drained and resumed, limits that hold, runs that move and lose nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm_lab import NODES, SlurmLab, wait_until
+from slurm_runs import chain_job, expect_whole_chain, hosts_of, losses_of, submit, wait_for_run, wait_for_step
+
+from craton.agent import avoid_node, read_avoided
+from craton.cli import main
+from craton.job import Scheduler
+from craton.observability.healing import Trouble, heal, place_of, undo
+from craton.orchestration import SchedulerError, read_submission, service_of, spare_nodes, working_nodes
+from craton.orchestration.slurm.service import SlurmService
+
+SLURM = Scheduler(kind="slurm", partition="train")
+
+
+def cluster_file(folder: Path, **health: Any) -> str:
+    document = {
+        "name": "lab",
+        "instance": "local",
+        "nodes": 8,
+        "scheduler": {"kind": "slurm", "partition": "train"},
+        "health": {"share": "25%", **health},
+        "runs": str(folder / "runs"),
+    }
+    path = folder / "lab.yaml"
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def report(folder: Path, **actions: str) -> str:
+    """As `craton doctor NODES --json` prints it."""
+    findings = [
+        {
+            "layer": "infrastructure",
+            "what": "xid",
+            "severity": "fail",
+            "evidence": 'GPU 3: XID 79, "off the bus"',
+            "remedy": "",
+            "node": node,
+            "action": action,
+        }
+        for node, action in actions.items()
+    ]
+    path = folder / "doctor.json"
+    path.write_text(json.dumps({"schema": 1, "findings": findings, "nodes": []}))
+    return str(path)
+
+
+def craton(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["craton", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def node_of(name: str) -> Any:
+    return next(node for node in service_of(SLURM).nodes() if node.name == name)
+
+
+def test_drained_up_to_the_share_and_resumed_by_the_number(
+    slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, found = cluster_file(tmp_path), report(tmp_path, g1="reset", g2="replace", g3="reboot")
+    slurm.drain("g8", "fan")
+    assert craton(monkeypatch, "heal", file, "--report", found, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["mode"] == "advise"
+    assert slurm.nodes_in("drain") == ["g8"], "advice changes nothing"
+    assert craton(monkeypatch, "heal", file, "--report", found, "--mode", "act", "--yes", "--json") == 1
+    told = json.loads(capsys.readouterr().out)
+    (deed,) = told["deeds"]
+    assert (deed["node"], deed["kind"], told["out"], told["nodes"]) == ("g2", "take_out", 1, 8)
+    assert sorted(slurm.nodes_in("drain")) == ["g2", "g8"], "two of eight are a quarter"
+    held = [each["why_not"] for each in told["decisions"] if each["node"] in ("g1", "g3")]
+    assert all("2 of 8 nodes are out already" in why for why in held)
+    assert node_of("g2").reason == f"craton:{deed['id']} replace: GPU 3: XID 79, off the bus"
+    assert craton(monkeypatch, "heal", file, "--report", found, "--mode", "act", "--json") == 2, "nobody can be asked"
+    assert "nobody can answer here" in capsys.readouterr().err
+    assert sorted(slurm.nodes_in("drain")) == ["g2", "g8"]
+
+    assert craton(monkeypatch, "heal", file, "--undo", deed["id"], "--json") == 0
+    assert slurm.nodes_in("drain") == ["g8"]
+    assert json.loads(capsys.readouterr().out)["done"] == ["g2 is in service again"]
+    assert craton(monkeypatch, "heal", file, "--history", "--json") == 0
+    history = json.loads(capsys.readouterr().out)
+    assert [entry["kind"] for entry in history["entries"]] == ["incident"] * 3 + ["take_out", "undo"]
+    assert set(history["lemons"]) == {"g1", "g2", "g3"}
+
+
+def test_what_somebody_else_has_drained_since_is_not_resumed(slurm: SlurmLab, root: Path) -> None:
+    service = service_of(SLURM)
+    service.take_out("g4", "ab12", "reset: ECC")
+    assert (node_of("g4").is_out, node_of("g4").mark) == (True, "ab12")
+    slurm.drain("g4", "the power supply smells")
+    assert service.give_back("g4", "ab12") == "g4 is out by somebody else: the power supply smells"
+    assert slurm.nodes_in("drain") == ["g4"]
+    assert service.give_back("g5", "ab12") == "g5 is in service already"
+    assert service.give_back("g99", "ab12") == "Slurm has no node g99"
+
+
+def test_what_an_operator_has_drained_meanwhile_keeps_its_reason(slurm: SlurmLab) -> None:
+    slurm.drain("g4", "disk swap")
+    with pytest.raises(SchedulerError, match=r"taken out by somebody else meanwhile .*disk swap"):
+        service_of(SLURM).take_out("g4", "ab12", "reset: ECC")
+    assert node_of("g4").reason == "disk swap"
+
+
+def test_a_job_may_name_several_partitions(slurm: SlurmLab) -> None:
+    both = service_of(Scheduler(kind="slurm", partition="train,nosuch")).nodes()
+    assert {node.name for node in both} == {node.name for node in service_of(SLURM).nodes()} != set()
+
+
+def test_hyperpod_is_asked_in_its_own_words_and_that_is_undone_too(slurm: SlurmLab) -> None:
+    service = SlurmService(SLURM, is_hyperpod=True)
+    assert not SlurmService(SLURM, is_hyperpod=False).hand_over("g6", "cd34", "replace")
+    for action, reason in {"replace": "Action:Replace", "reboot": "Action:Reboot", "reset": "Action:Reboot"}.items():
+        service.take_out("g6", "cd34", f"{action}: XID 79")
+        assert service.hand_over("g6", "cd34", action)
+        found = next(node for node in service.nodes() if node.name == "g6")
+        assert (found.reason, found.mark, found.is_out) == (reason, "cd34", True)
+        assert "FAIL" in slurm("scontrol", "show", "node", "g6")
+        assert service.give_back("g6", "cd34") == ""
+        wait_until(lambda: "g6" in slurm.nodes_in("idle"), "g6 is idle again")
+
+
+def test_one_node_is_one_node(slurm: SlurmLab) -> None:
+    with pytest.raises(Exception, match="is not one node of Slurm"):
+        service_of(SLURM).take_out("g[1-8]", "ab12", "all of them")
+    assert len(slurm.nodes_in("idle")) == len(NODES)
+
+
+@pytest.mark.slow
+def test_a_run_without_a_spare_saves_and_goes_on_elsewhere(slurm: SlurmLab, root: Path) -> None:
+    run = submit(root, chain_job("mover", nodes=2, steps=150, run="partition: train"))
+    wait_for_step(run, 12)
+    bad = hosts_of(run)["node-1"]
+    avoid_node(run, "node-0", "ab12")
+    place = place_of(str(run.path))
+    trouble = Trouble(bad, "reboot", "gpu_lost", "GPU 3 fell off the bus", "why", run=run.name)
+    found = heal(place, [trouble], "act", 0.25)
+    assert [(entry.kind, entry.node) for entry in found.deeds] == [("take_out", bad), ("move", bad)], found
+    wait_until(lambda: bad not in hosts_of(run).values(), "it is on other nodes", 60.0)
+    assert read_avoided(run) == {}, "names mean other machines now"
+    wait_for_run(run, "done", seconds=90.0)
+    expect_whole_chain(run, 150)
+    assert bad in [*slurm.nodes_in("drain"), *slurm.nodes_in("drng")]
+    undo(place, found.deeds[0].id)
+    wait_until(lambda: bad in slurm.nodes_in("idle"), f"{bad} is idle")
+
+
+@pytest.mark.slow
+def test_a_run_with_a_spare_stays_in_its_allocation(slurm: SlurmLab, root: Path) -> None:
+    run = submit(root, chain_job("spared", nodes=2, steps=250, run="partition: train", more="recover: {spares: 1}\n"))
+    wait_for_step(run, 12)
+    wait_until(lambda: spare_nodes(run), "the spare is there")
+    (good, own), (spare,) = working_nodes(run), spare_nodes(run)
+    bad, job = hosts_of(run)[own], read_submission(run).job
+    trouble = Trouble(bad, "reboot", "gpu_lost", "GPU 3 fell off the bus", "why", run=run.name)
+    found = heal(place_of(str(run.path)), [trouble], "act", 0.25)
+    assert f"{spare}, a spare, takes the place of {own}" in found.deeds[1].text
+    wait_until(lambda: working_nodes(run) == [good, spare], "the spare has its place", 30.0)
+    wait_for_run(run, "done", seconds=90.0)
+    expect_whole_chain(run, 250)
+    assert read_submission(run).job == job
+    assert len(losses_of(run)) == 250
