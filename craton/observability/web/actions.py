@@ -1,0 +1,115 @@
+"""The changes that the page can make: what the verbs `stop`, `resume` and `heal` do, by running them.
+
+They run as commands of their own, so that what they ask, check and print is the same as in a terminal. Each has a
+session of its own and writes to files: Ctrl-C in the terminal of `craton ui`, or its end, leaves nothing half done, and
+one that takes longer than somebody waits is left to finish.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from craton.telemetry import RunDirectory
+
+ANSWER_SECONDS = 180.0
+CRATON = (sys.executable, "-m", "craton")
+# The price was shown where the button is; `resume` asks in a terminal, and here nobody could answer.
+VERBS: Mapping[str, tuple[str, ...]] = {
+    "resume": ("resume", "RUN", "--detach", "--yes", "--json"),
+    "heal": ("heal", "RUN", "--yes", "--json"),  # without --mode: what the cluster's policy allows, and no more
+    "kill": ("stop", "RUN", "--now", "--json"),
+}
+ACTIONS = ("stop", *VERBS)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    is_done: bool
+    message: str
+
+
+def act(action: str, run: RunDirectory, craton: Sequence[str] = CRATON) -> Outcome:
+    """Does it, and says what came of it."""
+    if action == "stop":
+        return _stop(run)
+    words = [str(run.path) if word == "RUN" else word for word in VERBS[action]]
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as output,
+        tempfile.TemporaryFile("w+", errors="replace") as told,
+    ):
+        process = subprocess.Popen(
+            [*craton, *words], stdin=subprocess.DEVNULL, stdout=output, stderr=told, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            threading.Thread(target=process.wait, daemon=True).start()  # so that its end is taken note of
+            return Outcome(
+                False,
+                f"`craton {words[0]} {run.name}` has not answered for {ANSWER_SECONDS:.0f} s and goes on (process "
+                f"{process.pid}); `craton ps` tells what comes of it",
+            )
+        output.seek(0)
+        told.seek(0)
+        return _outcome(action, code, output.read(), told.read())
+
+
+def _outcome(action: str, code: int, output: str, errors: str) -> Outcome:
+    if action == "heal" and (healing := _last_object(output)) is not None and "decisions" in healing:
+        return _healed(healing)  # it ends with 1 where a node is bad, whatever was done about it
+    if code == 0:
+        return Outcome(True, {"resume": "it goes on", "heal": "done", "kill": "it was ended"}[action])
+    return Outcome(False, _error(output, errors) or f"it ended with code {code}")
+
+
+def _stop(run: RunDirectory) -> Outcome:
+    """Asks only: the verb waits for the end, which takes as long as a checkpoint, and which the page shows anyway."""
+    from craton.errors import CratonError
+    from craton.orchestration import stop_run
+
+    try:
+        stop_run(run)
+    except CratonError as error:
+        return Outcome(False, str(error))
+    return Outcome(True, "it was asked to stop: its ranks save a checkpoint and leave")
+
+
+def _healed(healing: Mapping[str, Any]) -> Outcome:
+    if healing.get("failures"):
+        return Outcome(False, "; ".join(map(str, healing["failures"])))
+    if healing.get("mode") == "off":
+        return Outcome(False, "healing of its cluster is off (`health: {heal: off}` in the cluster file)")
+    needs = [f"{each['node']} needs {each['action']}: {each['reason']}" for each in healing["decisions"]]
+    if not needs:
+        return Outcome(True, "no node needs anything")
+    if healing.get("deeds"):
+        return Outcome(True, f"{len(healing['deeds'])} done (`craton heal --history` undoes them); {'; '.join(needs)}")
+    return Outcome(True, f"{'; '.join(needs)}. Nothing was done: its cluster's policy is {healing.get('mode')}")
+
+
+def _error(output: str, errors: str) -> str:
+    """A verb's own words, as JSON on its output or as a line on stderr."""
+    told = _last_object(output)
+    if told is not None and told.get("error"):
+        return str(told["error"])
+    lines = [line for line in errors.strip().splitlines() if line.strip()]
+    return lines[-1].removeprefix("error: ") if lines else ""
+
+
+def _last_object(output: str) -> dict[str, Any] | None:
+    """What a verb printed with --json."""
+    for line in reversed(output.strip().splitlines()):
+        try:
+            document = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(document, dict):
+            return document
+    return None

@@ -1,0 +1,59 @@
+"""What the page draws, as data: curves beside what was planned for them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from craton.observability.web.history import Curves
+from craton.observability.web.serving import LATENCIES
+
+Chart = dict[str, Any]
+
+
+def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]:
+    """Loss, speed, step time and gradient norm over the steps; those that were measured."""
+    charts: dict[str, Chart] = {}
+
+    def series(name: str, key: str, **more: Any) -> list[Chart]:
+        return [{"name": name, "values": curves.values[key], "color": "accent", **more}] if key in curves.values else []
+
+    def add(chart: str, lines: list[Chart], **more: Any) -> None:
+        if lines:
+            charts[chart] = {"x": curves.steps, "series": lines, "unit": "", **more}
+
+    low, middle, high = (_number(plan.get(f"step_seconds{end}")) for end in ("_low", "", "_high"))
+    rate = _number(plan.get("tokens_per_second"))
+    evaluations = series("evaluation", "run_evaluation_loss", color="warm", points=True)
+    add("loss", series("loss", "run_loss") + evaluations)
+    # A rate is as wide as the step it is the inverse of.
+    band = [rate * middle / high, rate * middle / low] if rate and low and middle and high else None
+    add("speed", series("measured", "run_tokens_per_second"), plan=rate, band=band, unit="tokens/s")
+    band = [low, high] if low and high else None
+    add("step", series("measured", "run_step_seconds"), plan=middle, band=band, unit="seconds")
+    add("gradient", series("gradient norm", "run_gradient_norm"))
+    return charts
+
+
+def serving_charts(curves: Mapping[str, Any]) -> dict[str, Chart]:
+    """Latencies, tokens, requests and keys and values over the seconds before now."""
+    if not curves:
+        return {}
+    values, x = curves["values"], {"x": curves["seconds"], "x_unit": "seconds"}
+
+    def series(name: str, key: str, color: str) -> dict[str, Any]:
+        return {"name": name, "values": values[key], "color": color}
+
+    charts: dict[str, Any] = {}
+    for name in LATENCIES:
+        lines = [series("median", f"{name}_median", "accent"), series("95 %", f"{name}_p95", "warm")]
+        charts[name] = {**x, "series": lines, "unit": "seconds"}
+    charts["tokens"] = {**x, "series": [series("generated", "tokens_per_second", "accent")], "unit": "tokens/s"}
+    requests = [series("running", "running", "accent"), series("waiting", "waiting", "warm")]
+    charts["requests"] = {**x, "series": requests, "unit": ""}
+    charts["kv"] = {**x, "series": [series("in use", "kv_share", "accent")], "unit": "share", "low": 0, "high": 1}
+    return charts
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,132 @@
+"""The curves of a run: loss, speed and step time over the steps, from what rank 0 recorded.
+
+A long file is not read whole: chunks spread evenly over it tell the shape, its end tells today. After that only what is
+new is read, so that a look costs what was written since the last one. Lines of other ranks are passed over unparsed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from craton.telemetry import RunDirectory, parse_line, read_json
+
+WHOLE_BYTES = 6 << 20  # a file up to this size is read from beginning to end
+CHUNKS, CHUNK_BYTES = 300, 16 << 10  # of a longer one, beside its last WHOLE_BYTES // 4
+MOST_POINTS = 600  # of a curve on the page, which is about as wide in pixels
+KEPT_POINTS = 4 * MOST_POINTS
+MOST_EVALUATIONS = 300  # likewise, beside them: of evaluations
+KEPT_EVALUATIONS = 2 * MOST_EVALUATIONS
+CURVES = ("run_loss", "run_evaluation_loss", "run_tokens_per_second", "run_step_seconds", "run_gradient_norm")
+_RANK_0 = (b'"rank":0}', b'"rank":0,', b'"rank": 0}', b'"rank": 0,')
+
+Point = tuple[float, ...]  # values of CURVES; NaN where there is none
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Steps and, for each of CURVES that has any, its value at every one; None between."""
+
+    steps: list[int]
+    values: dict[str, list[float | None]]
+
+
+class History:
+    """Follows rank 0 over the generations and the nodes it was on."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._offsets: dict[Path, int] = {}
+        self._points: dict[int, dict[str, float]] = {}
+        self._nodes: dict[int, str] = {}  # generation → node of rank 0
+
+    def look(self) -> Curves:
+        for node in self._nodes_of_rank_0():
+            path = self._run.metrics_path(node)
+            for line in self._new_lines(path):
+                self._take(line)
+        self._thin()
+        return self._curves()
+
+    def _nodes_of_rank_0(self) -> list[str]:
+        for path in (self._run.path / "generations").glob("[0-9]*.json"):
+            if path.stem.isdecimal() and int(path.stem) not in self._nodes:
+                nodes = read_json(path).get("nodes")
+                if isinstance(nodes, list) and nodes:
+                    self._nodes[int(path.stem)] = str(nodes[0])
+        if not self._nodes:
+            launched = read_json(self._run.launch_path).get("nodes")
+            return [str(launched[0])] if isinstance(launched, list) and launched else []
+        return list(dict.fromkeys(node for _, node in sorted(self._nodes.items())))
+
+    def _new_lines(self, path: Path) -> Iterator[bytes]:
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                offset = self._offsets.get(path, 0)
+                if offset == 0 and size > WHOLE_BYTES:
+                    offset = size - WHOLE_BYTES // 4
+                    for number in range(CHUNKS):
+                        yield from _whole_lines(file, number * offset // CHUNKS, CHUNK_BYTES, is_cut=number > 0)[0]
+                    lines, end = _whole_lines(file, offset, size - offset, is_cut=True)
+                else:
+                    lines, end = _whole_lines(file, offset, size - offset, is_cut=False)
+                self._offsets[path] = end
+                yield from lines
+        except OSError:
+            return
+
+    def _take(self, line: bytes) -> None:
+        if not any(mark in line for mark in _RANK_0) or b'"run_' not in line:
+            return
+        document = parse_line(line)
+        if document is None or document.get("rank") != 0 or not isinstance(document.get("step"), int):
+            return
+        values = {name: float(value) for name in CURVES if isinstance(value := document.get(name), int | float)}
+        if values:  # a step that is done again replaces what it was before
+            self._points.setdefault(document["step"], {}).update(values)
+
+    def _thin(self) -> None:
+        if len(self._points) <= KEPT_POINTS:
+            return
+        kept = {*on_grid(self._points, KEPT_POINTS // 2), *on_grid(self._evaluated(), KEPT_EVALUATIONS)}
+        self._points = {step: values for step, values in self._points.items() if step in kept}
+
+    def _evaluated(self) -> list[int]:
+        return [step for step, values in self._points.items() if "run_evaluation_loss" in values]
+
+    def _curves(self) -> Curves:
+        shown = sorted({*on_grid(self._points, MOST_POINTS), *on_grid(self._evaluated(), MOST_EVALUATIONS)})
+        values: dict[str, list[float | None]] = {}
+        for name in CURVES:
+            column = [self._points[step].get(name) for step in shown]
+            if any(value is not None for value in column):
+                values[name] = [None if value is None else float(f"{value:.5g}") for value in column]
+        return Curves(shown, values)
+
+
+def on_grid(steps: Iterable[int], most: int) -> list[int]:
+    """At most so many of the steps (and the last one): the first of every stretch of a grid over step numbers. The
+    grid's stride is a power of two, so that thinning again and again keeps the same steps as thinning once would, and
+    leaves the curve equally fine everywhere."""
+    ordered = sorted(steps)
+    stride = 1
+    while True:
+        found: dict[int, int] = {}
+        for step in ordered:
+            found.setdefault(step // stride, step)
+        if len(found) <= most:
+            return list(dict.fromkeys([*found.values(), *ordered[-1:]]))
+        stride *= 2
+
+
+def _whole_lines(file: Any, start: int, size: int, is_cut: bool) -> tuple[list[bytes], int]:
+    """The lines of a stretch that have their ends in it, without the first where it may be cut; and where they end."""
+    file.seek(start)
+    data: bytes = file.read(size)
+    end = data.rfind(b"\n") + 1
+    begin = data.find(b"\n") + 1 if is_cut else 0
+    return data[begin:end].split(b"\n"), start + end

@@ -1,0 +1,172 @@
+"""The nodes of a run by leaf, and how each does: by its heartbeat, by what its agent says of its ranks, by its speed.
+
+Health is one word a node, the worst that is true of it: `lost` (its agent is silent), `stopped` (a rank is held by a
+signal), `stuck` (a rank makes no progress), `slow` (a rank is far behind the median), `alert` (Prometheus fires one for
+it), else what its agent says of itself.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from craton.telemetry import LOST_SECONDS, Heartbeat, NodeStatus, RunDirectory, read_heartbeat, read_json, read_status
+
+# The worst first; a node has the first of these that is true of it.
+HEALTH = ("lost", "stopped", "stuck", "slow", "alert", "running", "spare", "done", "released", "unknown")
+BAD = HEALTH[:5]
+STUCK_STEPS = 5.0  # medians of its own step that a rank may go without progress
+LEAST_STUCK_SECONDS = 30.0
+_STANDING_STILL = ("productive", "data", "compile")  # kinds in which a rank ought to make progress
+
+
+@dataclass(frozen=True)
+class Member:
+    """Who is in the run's newest generation."""
+
+    generation: int
+    nodes: list[str]  # in the order of ranks
+    ranks_per_node: int
+    leaves: dict[str, str]
+    num_stages: int = 1  # of the pipeline
+
+
+@dataclass(frozen=True)
+class NodeView:
+    node: str
+    leaf: str
+    health: str
+    reason: str  # why it is bad; empty when it is not
+    ranks: str  # a letter a rank: the first of what it books its time as, "!" one that is in trouble
+    first_rank: int
+    heartbeat_age_seconds: float | None
+
+
+def read_member(run: RunDirectory) -> Member:
+    """From the newest generation, or before there is one from what the agents were told."""
+    launch = read_json(run.launch_path)
+    given = launch.get("generation")
+    started = given if isinstance(given, int) else 0
+    try:
+        names = [name for name in os.listdir(run.path / "generations") if name[:-5].isdecimal()]
+    except OSError:
+        names = []
+    newest = max((int(name[:-5]) for name in names), default=-1)
+    made = read_json(run.generation_path(newest)) if newest >= started else {}
+    nodes = made.get("nodes") or (launch.get("nodes") or [])[: launch.get("num_nodes") or None]
+    leaves = launch.get("leaves")
+    layout = made.get("layout") or read_json(run.plan_path).get("layout")
+    stages = layout.get("pp") if isinstance(layout, dict) else None
+    return Member(
+        generation=newest if made else started,
+        nodes=[str(node) for node in nodes if isinstance(node, str)],
+        ranks_per_node=int(made.get("ranks_per_node") or launch.get("ranks_per_node") or 1),
+        leaves={str(node): str(leaf) for node, leaf in leaves.items()} if isinstance(leaves, dict) else {},
+        num_stages=stages if isinstance(stages, int) and stages > 0 else 1,
+    )
+
+
+class Nodes:
+    """Looks at all nodes again and again; a file that was not replaced is not read again."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._beats: dict[str, tuple[int, Heartbeat | None]] = {}  # by inode: a touch changes only the time
+        self._statuses: dict[str, tuple[tuple[int, int], NodeStatus | None]] = {}
+
+    def look(self, member: Member, slow_nodes: Collection[str], alerted: Collection[str]) -> list[NodeView]:
+        now = time.time()
+        found = []
+        for number, node in enumerate(member.nodes):
+            beat, age = self._beat(node, now)
+            status = self.status(node)
+            if status is not None and status.generation != member.generation:
+                status = None
+            is_live = beat is not None and beat.state == "running"
+            health, reason = _health(node, beat, age, status if is_live else None, slow_nodes, alerted)
+            found.append(
+                NodeView(
+                    node=node,
+                    leaf=member.leaves.get(node, ""),
+                    health=health,
+                    reason=reason,
+                    ranks=_letters(status, member.ranks_per_node),
+                    first_rank=number * member.ranks_per_node,
+                    heartbeat_age_seconds=age,
+                )
+            )
+        return found
+
+    def status(self, node: str) -> NodeStatus | None:
+        """What the node's agent said last of its ranks."""
+        try:
+            seen = os.stat(self._run.status_path(node))
+        except OSError:
+            return None
+        key = (seen.st_ino, seen.st_mtime_ns)
+        known = self._statuses.get(node)
+        if known is None or known[0] != key:
+            known = self._statuses[node] = (key, read_status(self._run, node))
+        return known[1]
+
+    def _beat(self, node: str, now: float) -> tuple[Heartbeat | None, float | None]:
+        try:
+            seen = os.stat(self._run.heartbeat_path(node))
+        except OSError:
+            return None, None
+        known = self._beats.get(node)
+        if known is None or known[0] != seen.st_ino:
+            known = self._beats[node] = (seen.st_ino, read_heartbeat(self._run, node))
+        return known[1], max(0.0, now - seen.st_mtime)
+
+
+def is_stuck(age_seconds: float, step_seconds: float, kind: str) -> bool:
+    """Whether a rank has gone without progress for longer than its own steps explain."""
+    limit = max(LEAST_STUCK_SECONDS, STUCK_STEPS * step_seconds)
+    return kind in _STANDING_STILL and age_seconds > limit
+
+
+def _health(
+    node: str,
+    beat: Heartbeat | None,
+    age: float | None,
+    status: NodeStatus | None,
+    slow_nodes: Collection[str],
+    alerted: Collection[str],
+) -> tuple[str, str]:
+    if beat is None or age is None:
+        return "unknown", ""
+    if beat.state in ("running", "spare") and age > LOST_SECONDS:
+        return "lost", f"its agent was last seen {age:.0f} s ago"
+    for rank in status.ranks if status else ():
+        if rank.is_stopped:
+            return "stopped", f"rank {rank.rank} is held by a signal or a debugger"
+    for rank in status.ranks if status else ():
+        if is_stuck(rank.progress_age_seconds, rank.step_seconds, rank.kind):
+            return "stuck", f"rank {rank.rank} has made no progress for {rank.progress_age_seconds:.0f} s ({rank.kind})"
+    if beat.state == "running" and node in slow_nodes:
+        return "slow", "a rank of it is far behind the median"
+    if beat.state == "running" and node in alerted:
+        return "alert", "Prometheus has an alert for it"
+    state = "done" if beat.state in ("done", "stopped", "failed") else beat.state
+    return (state if state in HEALTH else "unknown"), ""
+
+
+def _letters(status: NodeStatus | None, ranks_per_node: int) -> str:
+    if status is None:
+        return "?" * ranks_per_node
+    return "".join(
+        "!" if rank.is_stopped or is_stuck(rank.progress_age_seconds, rank.step_seconds, rank.kind) else rank.kind[:1]
+        for rank in status.ranks
+    )
+
+
+def topology(views: list[NodeView]) -> dict[str, Any]:
+    """What the page draws: leaves in the order of their first node, each with its nodes."""
+    leaves: dict[str, list[Any]] = {}
+    for view in views:
+        leaves.setdefault(view.leaf, []).append([view.node, HEALTH.index(view.health), view.ranks, view.first_rank])
+    return {"health": list(HEALTH), "leaves": [{"leaf": leaf, "nodes": nodes} for leaf, nodes in leaves.items()]}

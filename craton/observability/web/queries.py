@@ -1,0 +1,142 @@
+"""What Prometheus knows of runs, where there is one: alerts that fire, and how the GPUs of every node do.
+
+A Prometheus that does not answer hides nothing else of the page, which says what it did not hear and why. The methods
+here wait for answers; pages ask through `Background`.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+ANSWER_SECONDS = 3.0  # for each piece of an answer
+DEADLINE_SECONDS = 6.0  # for all that is asked at a time
+# A row for each rank on a card: whose it is. Exporters of others do not have it.
+CARDS_OF_RUNS = "craton_gpu_rank_memory_bytes"
+MOST_BYTES = 32 << 20
+# family → how it is asked for over the GPUs of a node, and what it is called in a table
+GPU_FAMILIES = {
+    "DCGM_FI_DEV_GPU_UTIL": ("min", "busy %"),
+    "DCGM_FI_DEV_GPU_TEMP": ("max", "°C"),
+    "DCGM_FI_DEV_POWER_USAGE": ("max", "W"),
+    "DCGM_FI_DEV_SM_CLOCK": ("min", "MHz"),
+}
+
+
+@dataclass(frozen=True)
+class Alert:
+    name: str
+    state: str  # firing or pending
+    severity: str
+    layer: str
+    run: str
+    node: str
+    summary: str
+    action: str
+    since: str  # as Prometheus writes it
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What was heard; `trouble` is why nothing was."""
+
+    alerts: tuple[Alert, ...] = ()
+    trouble: str = ""
+
+    def of_run(self, run: str, nodes: Iterable[str]) -> list[Alert]:
+        """Those that name the run, and those that name a node of it and no other run."""
+        members = set(nodes)
+        return [each for each in self.alerts if each.run == run or (not each.run and each.node in members)]
+
+
+class Prometheus:
+    """One server, by its address."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    def alerts(self) -> Answered:
+        try:
+            data = self._get("/api/v1/alerts")
+            found = [_alert(each) for each in data.get("alerts") or () if isinstance(each, dict)]
+        except Exception as error:  # noqa: BLE001 - whatever listens there may answer whatever it likes
+            return Answered(trouble=f"Prometheus at {self.url} does not answer: {_why(error)}")
+        return Answered(tuple(sorted(found, key=lambda alert: (alert.state != "firing", alert.name, alert.node))))
+
+    @property
+    def late(self) -> Answered:
+        """What is told while no answer has come."""
+        return Answered(trouble=f"Prometheus at {self.url} has not answered yet")
+
+    def gpus(self, run: str, nodes: Iterable[str]) -> dict[str, dict[str, float]]:
+        """Node of a run → family → the value of its worst GPU, of those that its ranks are on. By the nodes' names
+        alone where nothing tells whose ranks are on which card. Empty when there is no answer."""
+        wanted = set(nodes)
+        try:
+            if self._ask(f"count({CARDS_OF_RUNS})"):
+                # The names of a run's nodes are its own, and other ranks may be on the same machine.
+                mine = f"0 * max by (node, gpu, run_node) ({CARDS_OF_RUNS}{{run={json.dumps(run)}}}) + 1"
+                asked = (
+                    "{worst} by (run_node) ({worst} by (node, gpu) ({family}) * on (node, gpu) group_right () ("
+                    + mine
+                    + "))"
+                )
+                return self._families(asked, "run_node", wanted)
+            return self._families("{worst} by (node) ({family})", "node", wanted)
+        except Exception:  # noqa: BLE001 - as above; that it does not answer is told where alerts are
+            return {}
+
+    def _families(self, expression: str, label: str, wanted: set[str]) -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = {}
+        for family, (worst, _) in GPU_FAMILIES.items():
+            for sample in self._ask(expression.replace("{worst}", worst).replace("{family}", family)):
+                node = sample.get("metric", {}).get(label, "")
+                if node in wanted:
+                    found.setdefault(node, {})[family] = float(sample["value"][1])
+        return found
+
+    def _ask(self, expression: str) -> list[dict[str, Any]]:
+        result = self._get("/api/v1/query", query=expression).get("result")
+        return [each for each in result if isinstance(each, dict)] if isinstance(result, list) else []
+
+    def _get(self, path: str, **query: str) -> dict[str, Any]:
+        address = f"{self.url}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+        with urllib.request.urlopen(address, timeout=ANSWER_SECONDS) as answer:
+            document = json.loads(answer.read(MOST_BYTES))
+        data = document.get("data") if isinstance(document, dict) else None
+        if not isinstance(data, dict):
+            raise ValueError("it is not Prometheus that answers")
+        return data
+
+
+def check_url(url: str) -> str:
+    """What is wrong with an address; empty when nothing is."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return f"--prometheus {url!r} is not an address; write e.g. http://127.0.0.1:9090"
+    return ""
+
+
+def _alert(document: dict[str, Any]) -> Alert:
+    labels = {str(key): str(value) for key, value in (document.get("labels") or {}).items()}
+    told = {str(key): str(value) for key, value in (document.get("annotations") or {}).items()}
+    return Alert(
+        name=labels.get("alertname", "alert"),
+        state=str(document.get("state", "")),
+        severity=labels.get("severity", ""),
+        layer=labels.get("layer", ""),
+        run=labels.get("run", ""),
+        node=labels.get("node", ""),
+        summary=told.get("summary", ""),
+        action=told.get("action", "") or labels.get("action", ""),
+        since=str(document.get("activeAt", "")),
+    )
+
+
+def _why(error: Exception) -> str:
+    return str(error.reason) if isinstance(error, urllib.error.URLError) else str(error) or type(error).__name__

@@ -1,0 +1,172 @@
+"""What happened to a run, newest first, and its checkpoints by tier: from the ends of the event files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from craton.telemetry import RunDirectory, parse_line, plan_checkpoint_intervals, read_lines
+
+TAIL_BYTES = 64 << 10  # of a node's events, at the first look
+WIDE_TAIL_BYTES = 8 << 10  # the same where there are many nodes
+MANY_NODES = 64
+SEARCHED_BYTES, SEARCHED_CHUNK = 32 << 20, 256 << 10  # of all files, for a tier's last checkpoint; at a time
+KEPT_EVENTS = 200
+SHOWN_EVENTS = 40
+# Events that every run has, and that tell nobody anything.
+ROUTINE = ("agent_started", "metrics_served", "coordinates", "rank_started", "agent_ended", "predicted", "summary")
+TROUBLE = (
+    "failed",
+    "broken",
+    "rank_ended",
+    "rank_killed",
+    "bad_step",
+    "rolled_back",
+    "checkpoint_failed",
+    "nursery_failed",
+)
+TIERS = ("peer", "nvme", "shared", "object")  # the fastest first
+
+
+@dataclass(frozen=True)
+class TierState:
+    """The checkpoints of one tier as far as the events tell."""
+
+    tier: str
+    every_seconds: float | None  # as planned
+    step: int | None  # of the newest
+    moment: float | None
+    seconds: float | None  # it took
+    size_bytes: float | None
+    failures: int
+    began: float | None = None  # when the run began
+
+    def is_overdue(self, now: float) -> bool:
+        """The newest is older than two intervals, or as much time has gone without any."""
+        since = self.moment or self.began
+        return bool(since and self.every_seconds and now - since > 2 * self.every_seconds)
+
+
+class Records:
+    """Reads events as they are written."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._offsets: dict[Path, int] = {}
+        self._events: list[dict[str, Any]] = []
+        self._tiers: dict[str, dict[str, Any]] = {}
+        self._failures: dict[str, int] = {}
+        self._begins: dict[Path, int] = {}  # where the first look began to read
+        self._has_searched = False
+
+    def look(self) -> list[dict[str, Any]]:
+        """The newest events that are news, newest first."""
+        paths = sorted((self._run.path / "events").glob("*.jsonl"))
+        tail_bytes = TAIL_BYTES if len(paths) <= MANY_NODES else WIDE_TAIL_BYTES
+        new: list[dict[str, Any]] = []
+        for path in paths:
+            new += self._new_lines(path, tail_bytes)
+        new.sort(key=_moment)
+        for event in new:
+            self._book(event)
+        self._events = (self._events + [event for event in new if is_news(event)])[-KEPT_EVENTS:]
+        return self._events[::-1][:SHOWN_EVENTS]
+
+    def tiers(self, plan: Mapping[str, Any], began: float | None = None) -> list[TierState]:
+        """Those that the plan names and those that were written, the fastest first."""
+        intervals = plan_checkpoint_intervals(plan)
+        if not self._has_searched and self._begins:
+            self._has_searched = True
+            self._search(set(intervals) - set(self._tiers))
+        names = {*intervals, *self._tiers, *self._failures}
+        order = {name: index for index, name in enumerate(TIERS)}
+        found = []
+        for name in sorted(names, key=lambda name: (order.get(name, len(TIERS)), name)):
+            saved = self._tiers.get(name, {})
+            found.append(
+                TierState(
+                    tier=name,
+                    every_seconds=intervals.get(name),
+                    step=saved.get("step") if isinstance(saved.get("step"), int) else None,
+                    moment=_number(saved.get("time")),
+                    seconds=_number(saved.get("seconds")),
+                    size_bytes=_number(saved.get("bytes")),
+                    failures=self._failures.get(name, 0),
+                    began=began,
+                )
+            )
+        return found
+
+    def _new_lines(self, path: Path, tail_bytes: int) -> list[dict[str, Any]]:
+        try:
+            size = os.stat(path).st_size
+        except OSError:
+            return []
+        # A line that the first look cuts is not a JSON object any more, and is passed over.
+        offset = self._offsets.get(path, max(0, size - tail_bytes))
+        self._begins.setdefault(path, offset)
+        lines, self._offsets[path] = read_lines(path, offset) if size > offset else ([], offset)
+        return lines
+
+    def _search(self, tiers: set[str]) -> None:
+        """Saves of these tiers from before the first look: a slow tier's last one may lie far behind many of a fast
+        one. From the ends of all files back, as far as SEARCHED_BYTES go."""
+        ends = {path: end for path, end in self._begins.items() if end > 0}
+        budget = SEARCHED_BYTES
+        while tiers and ends and budget > 0:
+            found: list[dict[str, Any]] = []
+            for path, end in list(ends.items()):
+                begin = max(0, end - SEARCHED_CHUNK)
+                budget -= end - begin
+                lines, ends[path] = _lines_between(path, begin, end)
+                found += [
+                    line for line in lines if line.get("event") == "checkpoint_saved" and line.get("tier") in tiers
+                ]
+                if ends[path] <= 0 or budget <= 0:
+                    del ends[path]
+            for event in sorted(found, key=_moment):
+                self._tiers[event["tier"]] = event
+            tiers -= {event["tier"] for event in found}
+
+    def _book(self, event: dict[str, Any]) -> None:
+        tier, name = event.get("tier"), event.get("event")
+        if not isinstance(tier, str):
+            return
+        if name == "checkpoint_saved":
+            self._tiers[tier] = event
+        elif isinstance(name, str) and name.startswith("checkpoint_fail"):
+            self._failures[tier] = self._failures.get(tier, 0) + 1
+
+
+def _lines_between(path: Path, begin: int, end: int) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines of a stretch of a file, and where the first of them begins (0: all was read, or cannot be)."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(begin)
+            data = file.read(end - begin)
+    except OSError:
+        return [], 0
+    cut = data.find(b"\n") + 1 if begin else 0
+    lines = [line for each in data[cut:].split(b"\n") if b"checkpoint_saved" in each and (line := parse_line(each))]
+    return lines, begin + cut if begin + cut < end else begin
+
+
+def is_news(event: Mapping[str, Any]) -> bool:
+    """Not what every run does, and not what every rank says in the same words as rank 0."""
+    name = event.get("event")
+    if name == "rank_ended":
+        return event.get("code") != 0
+    if name == "generation_started":
+        return event.get("reason") != "start"
+    return name not in ROUTINE and (event.get("rank") in (0, None) or name in TROUBLE)
+
+
+def _moment(event: Mapping[str, Any]) -> float:
+    return _number(event.get("time")) or 0.0
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,97 @@
+"""HTML from templates: everything is escaped, numbers are written as in a terminal."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from craton import figures
+
+FOLDER = Path(__file__).parent
+STATE_TONES = {
+    "running": "good",
+    "done": "good",
+    "healthy": "good",
+    "starting": "calm",
+    "waiting": "calm",
+    "reading": "calm",
+    "spare": "calm",
+    "stopping": "warn",
+    "stopped": "warn",
+    "slow": "warn",
+    "pending": "warn",
+    "alert": "warn",
+    "unknown": "calm",
+    "firing": "bad",
+}
+
+
+def render(template: str, **context: Any) -> str:
+    return _environment().get_template(template).render(**context)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "amount": figures.amount,
+        "ago": ago,
+        "change_tone": change_tone,
+        "clock": figures.clock,
+        "digits": figures.digits,
+        "dollars": figures.dollars,
+        "duration": figures.duration,
+        "moment": moment,
+        "percent": figures.percent,
+        "remaining": figures.remaining,
+        "size": figures.size,
+        "tone": tone,
+    }
+    environment.globals |= {"change": figures.change}
+    return environment
+
+
+def tone(state: str) -> str:
+    """Whether a word is good, calm, a warning or bad news."""
+    return STATE_TONES.get(state, "bad")
+
+
+def change_tone(change: str, more_is_better: bool = True) -> str:
+    """Of a change against the plan: calm up to 10 % worse, a warning up to 25 %, bad beyond."""
+    if change == figures.NONE:
+        return "none"
+    if change.startswith("×"):
+        return "good" if more_is_better else "bad"
+    percent = int(change.strip("+−± %") or 0) * (-1 if change.startswith("−") else 1)
+    worse = -percent if more_is_better else percent
+    return "good" if worse <= 10 else "warn" if worse <= 25 else "bad"
+
+
+def ago(then: float | None) -> str:
+    """In steps that do not change at every look: 20 s ago, 5 min ago."""
+    if then is None:
+        return figures.NONE
+    seconds = max(0.0, time.time() - then)
+    if seconds < 10:
+        return "just now"
+    if seconds < 60:
+        return f"{10 * int(seconds / 10)} s ago"
+    return f"{figures.duration(60 * int(seconds / 60)).removesuffix(' 0 s')} ago"
+
+
+def moment(then: float | None) -> str:
+    """A time of today by its clock, another with its day."""
+    if then is None:
+        return figures.NONE
+    at = time.localtime(then)
+    return time.strftime("%H:%M:%S" if at[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M", at)

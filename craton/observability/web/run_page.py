@@ -1,0 +1,247 @@
+"""Everything that the page of one run shows, in parts that are made each by itself and as often as they may cost.
+
+A part gives fragments of HTML and data of charts. Parts that are quick come first, so that a run of 10,000 ranks shows
+its state and curves while its ranks are still being read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from craton import figures
+from craton.observability.web.background import Background
+from craton.observability.web.cached import Cached
+from craton.observability.web.charts import serving_charts, training_charts
+from craton.observability.web.heatmap import finding, heat_map, straggler
+from craton.observability.web.history import History
+from craton.observability.web.nodes import BAD, Nodes, read_member, topology
+from craton.observability.web.queries import DEADLINE_SECONDS, GPU_FAMILIES, Answered, Prometheus
+from craton.observability.web.ranks import PHASES, RankTable, RankTails
+from craton.observability.web.records import TROUBLE, Records
+from craton.observability.web.rendering import render
+from craton.observability.web.schedulers import Schedulers
+from craton.observability.web.serving import LATENCIES, ServerLooks
+from craton.observability.web.summaries import EXAMINED, MOST_NODES
+from craton.observability.web.verdicts import Verdicts
+from craton.orchestration import MOVING, address_of, is_server, settled_summaries
+from craton.telemetry import LEDGER_KINDS, RunDirectory, RunSummary, Summarizer, read_json
+
+QUICK_SECONDS, SLOW_SECONDS = 1.0, 2.0
+GPU_SECONDS = 10.0
+SHOWN_NODES = 12  # in the table of nodes in trouble
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What one part shows: fragments of HTML by the name of their place, data of charts by theirs."""
+
+    fragments: Mapping[str, str] = field(default_factory=dict)
+    charts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class RunPage:
+    """One run, shared by everybody who looks at it."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        verdicts: Verdicts,
+        alerts: Callable[[], Answered],
+        prometheus: Prometheus | None,
+        schedulers: Schedulers,
+    ) -> None:
+        self.run, self._schedulers = run, schedulers
+        self.serves = is_server(run)
+        self._verdicts, self._alerts, self._prometheus = verdicts, alerts, prometheus
+        self._summarizer = Summarizer(run, MOST_NODES)
+        self._history, self._tails, self._nodes, self._records = History(run), RankTails(run), Nodes(run), Records(run)
+        self._server: ServerLooks | None = None
+        self._member = Cached(lambda: read_member(run), SLOW_SECONDS)
+        self._table = Cached(self._read_table, QUICK_SECONDS)
+        self._gpus: Background[dict[str, dict[str, float]]] = Background(
+            self._read_gpus, GPU_SECONDS, {}, DEADLINE_SECONDS
+        )
+        self.summary = Cached(self._summarize, QUICK_SECONDS)
+        self.parts: dict[str, Cached[Shown]] = {"head": Cached(self._head, QUICK_SECONDS)}
+        if self.serves:
+            self.parts["serving"] = Cached(self._serving, QUICK_SECONDS)
+        else:
+            self.parts["curves"] = Cached(self._curves, QUICK_SECONDS)
+            self.parts["ranks"] = Cached(self._ranks, SLOW_SECONDS)
+        self.parts["records"] = Cached(self._show_records, SLOW_SECONDS)
+        self.parts["nodes"] = Cached(self._show_nodes, SLOW_SECONDS)
+        self.parts["verdict"] = Cached(self._show_verdict, QUICK_SECONDS)
+
+    def _summarize(self) -> RunSummary:
+        return settled_summaries([self._summarizer.summary()], self._schedulers.standings)[0]
+
+    def _read_table(self) -> RankTable:
+        member = self._member.get()
+        return self._tails.look(member.nodes, member.ranks_per_node, member.generation, member.num_stages)
+
+    def _read_gpus(self) -> dict[str, dict[str, float]]:
+        return self._prometheus.gpus(self.run.name, self._member.get().nodes) if self._prometheus else {}
+
+    def _head(self) -> Shown:
+        summary = self.summary.get()
+        plan = read_json(self.run.plan_path)
+        cost = plan.get("cost") if isinstance(plan.get("cost"), dict) else {}
+        assert isinstance(cost, dict)
+        about: dict[str, Any] = {
+            "summary": summary,
+            "plan": plan,
+            "serves": self.serves,
+            "is_moving": summary.state in MOVING,
+            "dollars_per_day": cost.get("dollars_per_day"),
+            "layout": _layout_text(plan),
+        }
+        fragments = {
+            "state": render("parts/state.html", **about),
+            "tiles": render("parts/tiles.html", **about),
+            "ledger": render("parts/ledger.html", kinds=_ledger_rows(summary), **about),
+        }
+        if not self.serves:
+            fragments["phases"] = render("parts/phases.html", rows=_phase_rows(summary), **about)
+        return Shown(fragments)
+
+    def _show_verdict(self) -> Shown:
+        """Asked for when all else has been read once: an examination of a wide run takes its time."""
+        summary = self.summary.get()
+        verdict = None
+        is_examined = summary.state in EXAMINED
+        if is_examined:
+            key = (summary.state, summary.step, summary.updated_at)
+            verdict = self._verdicts.ask(self.run, key, is_moving=summary.state in MOVING, urgent=True)
+        return Shown({"verdict": render("parts/verdict.html", verdict=verdict, is_examined=is_examined)})
+
+    def _curves(self) -> Shown:
+        return Shown({}, training_charts(self._history.look(), read_json(self.run.plan_path)))
+
+    def _ranks(self) -> Shown:
+        table = self._table.get()
+        drawn = heat_map(table)
+        newest = max(table.steps, default=0)
+        text = render("parts/ranks.html", finding=finding(table), ranks=len(table), step=newest, late=straggler(table))
+        return Shown({"ranks": text}, {"heat": drawn} if drawn else {})
+
+    def _show_nodes(self) -> Shown:
+        member, alerts = self._member.get(), self._alerts()
+        mine = alerts.of_run(self.run.name, member.nodes)
+        is_moving = self.summary.get().state in MOVING
+        late = straggler(self._table.get()) if is_moving and not self.serves else None
+        firing = {alert.node for alert in mine if alert.state == "firing"}
+        views = self._nodes.look(member, {late.node} if late else (), firing)
+        troubled = [view for view in views if view.health in BAD] if is_moving else []
+        gpus = self._gpus.get()
+        counts: dict[str, int] = {}
+        for view in views:
+            counts[view.health] = counts.get(view.health, 0) + 1
+        fragments = {
+            "nodes": render(
+                "parts/nodes.html",
+                counts=counts,
+                troubled=troubled[:SHOWN_NODES],
+                more=len(troubled) - SHOWN_NODES,
+                gpus=gpus,
+                families=[(name, title) for name, (_, title) in GPU_FAMILIES.items()],
+                busiest=sorted(gpus)[:SHOWN_NODES],
+                num_nodes=len(views),
+                ranks_per_node=member.ranks_per_node,
+                num_leaves=len({view.leaf for view in views}),
+            ),
+            "alerts": render(
+                "parts/alerts.html", alerts=mine, trouble=alerts.trouble, is_asked=self._prometheus is not None
+            ),
+        }
+        return Shown(fragments, {"topology": topology(views)} if views else {})
+
+    def _show_records(self) -> Shown:
+        events = self._records.look()
+        rows = [
+            {
+                "time": event.get("time"),
+                "step": event.get("step"),
+                "name": str(event.get("event", "event")).replace("_", " "),
+                "text": figures.event_fields(event),
+                "where": f"rank {event['rank']}" if event.get("rank") is not None else str(event.get("node") or ""),
+                "is_trouble": event.get("event") in TROUBLE,
+            }
+            for event in events
+        ]
+        fragments = {"events": render("parts/events.html", events=rows)}
+        if not self.serves:
+            tiers = self._records.tiers(read_json(self.run.plan_path), _began_at(self.run))
+            is_moving = self.summary.get().state in MOVING
+            fragments["checkpoints"] = render(
+                "parts/checkpoints.html", tiers=tiers, now=time.time(), is_moving=is_moving
+            )
+        return Shown(fragments)
+
+    def _serving(self) -> Shown:
+        if self.summary.get().state not in MOVING:
+            return Shown(
+                {"serving": render("parts/serving.html", look=None, url="", latencies=LATENCIES, is_moving=False)}
+            )
+        if self._server is None:
+            from craton.job import load_job
+
+            self._server = ServerLooks(address_of(load_job(self.run.job_path)))
+        look = self._server.look()
+        shown = render(
+            "parts/serving.html", look=look, url=self._server.address.url, latencies=LATENCIES, is_moving=True
+        )
+        return Shown({"serving": shown}, serving_charts(self._server.curves()))
+
+
+def _began_at(run: RunDirectory) -> float | None:
+    """When its first generation began."""
+    began = read_json(run.generation_path(0)).get("time")
+    return float(began) if isinstance(began, int | float) else None
+
+
+def _phase_rows(summary: RunSummary) -> list[dict[str, Any]]:
+    """Measured and planned seconds of each phase, with the lengths of their bars in percent."""
+    rows = []
+    sides = {side: getattr(summary, side) for side in ("plan", "measured")}
+    longest = max([1e-9, *(sides[side].get(f"{phase}_seconds") or 0.0 for side in sides for phase in PHASES)])
+    for phase in PHASES:
+        planned, measured = (sides[side].get(f"{phase}_seconds") for side in ("plan", "measured"))
+        rows.append(
+            {
+                "phase": phase,
+                "planned": planned,
+                "measured": measured,
+                "planned_percent": 100 * (planned or 0.0) / longest,
+                "measured_percent": 100 * (measured or 0.0) / longest,
+            }
+        )
+    return rows
+
+
+def _ledger_rows(summary: RunSummary) -> list[dict[str, Any]]:
+    """Every kind with its share, and where its piece of the bar begins, in percent."""
+    total = sum(summary.ledger.values())
+    rows: list[dict[str, Any]] = []
+    begin = 0.0
+    for kind in LEDGER_KINDS:
+        seconds = summary.ledger.get(kind, 0.0)
+        if total <= 0 or seconds <= 0:
+            continue
+        share = seconds / total
+        rows.append({"kind": kind, "seconds": seconds, "share": share, "begin": 100 * begin, "width": 100 * share})
+        begin += share
+    return rows
+
+
+def _layout_text(plan: Mapping[str, Any]) -> str:
+    """`fsdp 16 · tp 8`: the dimensions that are used, in their order."""
+    layout = plan.get("layout")
+    if not isinstance(layout, dict):
+        return ""
+    names = ("pp", "replicate", "fsdp", "cp", "tp", "ep", "vpp")
+    return " · ".join(
+        f"{name} {layout[name]}" for name in names if isinstance(layout.get(name), int) and layout[name] > 1
+    )

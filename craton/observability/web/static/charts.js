@@ -1,0 +1,343 @@
+// Charts on a canvas, in the colours of the style sheet: lines over steps or seconds, the heat map of ranks, the nodes.
+
+const FONT = "12px system-ui, sans-serif";
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+const UNITS = [["T", 1e12], ["B", 1e9], ["M", 1e6], ["k", 1e3]];
+
+const short = (value) => {
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  for (const [unit, scale] of UNITS) if (size >= scale * 0.9995) return Number((value / scale).toPrecision(3)) + unit;
+  return String(Number(value.toPrecision(3)));
+};
+export const seconds = (value) => {
+  const size = Math.abs(value);
+  if (size === 0) return "0 s";
+  if (size < 1e-3) return `${short(value * 1e6)} µs`;
+  if (size < 1) return `${short(value * 1e3)} ms`;
+  return size < 120 ? `${short(value)} s` : size < 7200 ? `${short(value / 60)} min` : `${short(value / 3600)} h`;
+};
+const writers = { seconds, share: (value) => `${Math.round(value * 100)} %`, "tokens/s": short, "": short };
+
+// Round numbers from low to high, about `count` of them.
+function ticks(low, high, count) {
+  const raw = (high - low) / Math.max(1, count);
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= raw) ?? 10 * power;
+  const found = [];
+  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-6; value += step) found.push(Number(value.toPrecision(12)));
+  return found;
+}
+
+const KINDS = { heat: drawHeat, topology: drawTopology };
+
+export class Chart {
+  constructor(canvas) {
+    this.canvas = canvas;
+    this.kind = canvas.dataset.chart;
+    this.height = Number(canvas.dataset.height);
+    this.data = null;
+    this.at = null; // where the pointer is
+    this.tip = null; // what to say there: set by what draws
+    canvas.addEventListener("pointermove", (event) => { this.at = [event.offsetX, event.offsetY]; this.later(); });
+    canvas.addEventListener("pointerleave", () => { this.at = null; this.later(); });
+    canvas.addEventListener("keydown", (event) => this.step(event));
+    canvas.addEventListener("blur", () => { this.at = null; this.later(); });
+    new ResizeObserver(() => this.later()).observe(canvas.parentElement);
+  }
+
+  show(data) {
+    this.data = data;
+    this.later();
+  }
+
+  later() {
+    if (this.pending) return;
+    this.pending = true;
+    requestAnimationFrame(() => { this.pending = false; this.draw(); });
+  }
+
+  // Arrows move the crosshair, for whoever has no pointer.
+  step(event) {
+    if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+    event.preventDefault();
+    const by = event.key === "ArrowLeft" ? -8 : 8;
+    const [x, y] = this.at ?? [this.canvas.clientWidth / 2, this.canvas.clientHeight / 2];
+    this.at = [Math.min(this.canvas.clientWidth - 1, Math.max(0, x + by)), y];
+    this.later();
+  }
+
+  draw() {
+    const { canvas } = this;
+    const width = canvas.parentElement.clientWidth - (parseFloat(getComputedStyle(canvas.parentElement).paddingLeft) || 0)
+      - (parseFloat(getComputedStyle(canvas.parentElement).paddingRight) || 0);
+    if (width <= 0) return;
+    const draw = KINDS[this.kind] ?? drawLines;
+    const height = this.kind === "topology" ? (this.data ? topologyHeight(this.data, width) : 0) : this.height;
+    const ratio = devicePixelRatio || 1;
+    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+      canvas.width = Math.round(width * ratio);
+      canvas.height = Math.round(height * ratio);
+      canvas.style.width = `${width}px`;
+      canvas.style.height = `${height}px`;
+    }
+    const pen = canvas.getContext("2d");
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    pen.clearRect(0, 0, width, height);
+    pen.font = FONT;
+    if (!this.data) {
+      if (height) write(pen, "nothing measured yet", width / 2, height / 2, "muted", "center");
+      return;
+    }
+    canvas.dataset.drawn = "1";
+    const tip = draw(pen, this.data, width, height, this.at);
+    if (tip && this.at) showTip(pen, tip, this.at, width, height);
+  }
+}
+
+function write(pen, text, x, y, ink, align = "left", baseline = "middle") {
+  pen.fillStyle = color(ink);
+  pen.textAlign = align;
+  pen.textBaseline = baseline;
+  pen.fillText(text, x, y);
+}
+
+function showTip(pen, lines, [x, y], width, height) {
+  const wide = Math.max(...lines.map((line) => pen.measureText(line).width)) + 16;
+  const high = lines.length * 17 + 10;
+  const left = x + 14 + wide > width ? Math.max(0, x - wide - 14) : x + 14;
+  const top = Math.min(Math.max(0, y - high / 2), Math.max(0, height - high));
+  pen.fillStyle = color("ink");
+  pen.beginPath();
+  pen.roundRect(left, top, wide, high, 6);
+  pen.fill();
+  lines.forEach((line, index) => write(pen, line, left + 8, top + 14 + index * 17, "surface"));
+}
+
+function drawLines(pen, data, width, height, at) {
+  const writer = writers[data.unit] ?? short;
+  const finite = (value) => value !== null && Number.isFinite(value);
+  const all = data.series.flatMap((each) => each.values.filter(finite));
+  const edge = [data.plan, ...(data.band ?? []), data.low, data.high].filter((value) => value !== undefined && finite(value));
+  if (!all.length) { write(pen, "nothing measured yet", width / 2, height / 2, "muted", "center"); return null; }
+  // One step out of line (the first, which compiles) must not flatten all others.
+  const ordered = [...all].sort((a, b) => a - b);
+  const far = ordered[Math.floor(ordered.length * 0.99)];
+  let low = Math.min(ordered[Math.floor(ordered.length * 0.01)], ...edge);
+  let high = Math.max(far, ...edge);
+  if (high === low) { high += Math.abs(high) * 0.1 || 1; low -= Math.abs(low) * 0.1; }
+  const room = (high - low) * 0.08;
+  low = data.low ?? (low >= 0 && low - room < 0 ? 0 : low - room);
+  high = data.high ?? high + room;
+  const marks = ticks(low, high, Math.max(2, Math.floor(height / 55)));
+  const left = Math.ceil(Math.max(...marks.map((mark) => pen.measureText(writer(mark)).width))) + 12;
+  const box = { left, top: 22, right: width - 8, bottom: height - 24 };
+  const [first, last] = [data.x[0], data.x[data.x.length - 1]];
+  const toX = (value) => (last === first ? (box.left + box.right) / 2 : box.left + ((value - first) / (last - first)) * (box.right - box.left));
+  const toY = (value) => box.bottom - ((value - low) / (high - low)) * (box.bottom - box.top);
+
+  pen.lineWidth = 1;
+  pen.strokeStyle = color("grid");
+  for (const mark of marks) {
+    const y = Math.round(toY(mark)) + 0.5;
+    pen.beginPath(); pen.moveTo(box.left, y); pen.lineTo(box.right, y); pen.stroke();
+    write(pen, writer(mark), box.left - 8, y, "muted", "right");
+  }
+  for (const mark of last === first ? [first] : ticks(first, last, Math.max(2, Math.floor(width / 110)))) {
+    write(pen, data.x_unit === "seconds" ? (mark === 0 ? "now" : seconds(mark)) : short(mark), toX(mark), height - 10, "muted", "center");
+  }
+  pen.save();
+  pen.beginPath(); pen.rect(box.left, box.top - 4, box.right - box.left + 4, box.bottom - box.top + 8); pen.clip();
+  if (data.band) {
+    pen.fillStyle = color("band");
+    pen.fillRect(box.left, toY(data.band[1]), box.right - box.left, toY(data.band[0]) - toY(data.band[1]));
+  }
+  if (finite(data.plan ?? null)) {
+    pen.strokeStyle = color("muted");
+    pen.setLineDash([5, 4]);
+    pen.beginPath(); pen.moveTo(box.left, toY(data.plan)); pen.lineTo(box.right, toY(data.plan)); pen.stroke();
+    pen.setLineDash([]);
+  }
+  for (const series of data.series) drawSeries(pen, series, data.x, toX, toY, finite);
+  pen.restore();
+  drawLegend(pen, data, box);
+  if (!at || at[0] < box.left - 4 || at[0] > box.right + 4) return null;
+  const index = nearest(data.x.map(toX), at[0]);
+  const x = toX(data.x[index]);
+  pen.strokeStyle = color("muted");
+  pen.beginPath(); pen.moveTo(x, box.top); pen.lineTo(x, box.bottom); pen.stroke();
+  const where = data.x_unit === "seconds" ? seconds(data.x[index]) : `step ${data.x[index].toLocaleString("en")}`;
+  const lines = [where];
+  for (const series of data.series) {
+    const value = series.values[index];
+    if (!finite(value)) continue;
+    lines.push(`${series.name} ${writer(value)}`);
+    pen.fillStyle = color(series.color);
+    pen.beginPath(); pen.arc(x, toY(value), 3.5, 0, 7); pen.fill();
+  }
+  if (finite(data.plan ?? null)) lines.push(`plan ${writer(data.plan)}`);
+  return lines;
+}
+
+function drawSeries(pen, series, x, toX, toY, finite) {
+  pen.strokeStyle = pen.fillStyle = color(series.color);
+  pen.lineWidth = 1.75;
+  pen.lineJoin = "round";
+  pen.beginPath();
+  let isDown = false;
+  series.values.forEach((value, index) => {
+    if (!finite(value)) return;
+    if (isDown) pen.lineTo(toX(x[index]), toY(value));
+    else pen.moveTo(toX(x[index]), toY(value));
+    isDown = true;
+  });
+  pen.stroke();
+  if (!series.points && series.values.filter(finite).length > 1) return;
+  series.values.forEach((value, index) => {
+    if (!finite(value)) return;
+    pen.beginPath(); pen.arc(toX(x[index]), toY(value), 3, 0, 7); pen.fill();
+  });
+}
+
+function drawLegend(pen, data, box) {
+  const entries = data.series.map((each) => [each.name, each.color, false]);
+  if (data.plan !== undefined && data.plan !== null) entries.push(["plan", "muted", true]);
+  if (entries.length < 2) return;
+  let x = box.left;
+  for (const [name, ink, dashed] of entries) {
+    pen.strokeStyle = color(ink);
+    pen.lineWidth = 2;
+    if (dashed) pen.setLineDash([4, 3]);
+    pen.beginPath(); pen.moveTo(x, 8); pen.lineTo(x + 16, 8); pen.stroke();
+    pen.setLineDash([]);
+    write(pen, name, x + 21, 8, "muted");
+    x += 21 + pen.measureText(name).width + 16;
+  }
+}
+
+function nearest(sorted, wanted) {
+  let low = 0;
+  let high = sorted.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (sorted[middle] < wanted) low = middle; else high = middle;
+  }
+  return wanted - sorted[low] < sorted[high] - wanted ? low : high;
+}
+
+const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+const mix = (a, b, share) => `rgb(${a.map((value, index) => Math.round(value + (b[index] - value) * share)).join(",")})`;
+
+function drawHeat(pen, data, width, height, at) {
+  const left = Math.ceil(Math.max(...data.phases.map((phase) => pen.measureText(phase).width))) + 12;
+  const box = { left, top: 4, right: width - 4, bottom: height - 34 };
+  const columns = data.cells[0].length;
+  const high = (box.bottom - box.top) / data.phases.length;
+  const wide = (box.right - box.left) / columns;
+  const [still, more, less] = ["heat-zero", "heat-more", "heat-less"].map((name) => channels(color(name)));
+  const gap = wide > 6 ? 1 : 0;
+  data.cells.forEach((row, phase) => {
+    write(pen, data.phases[phase], left - 8, box.top + (phase + 0.5) * high, "muted", "right");
+    row.forEach((value, column) => {
+      const share = Math.min(1, Math.abs(value) / data.scale);
+      pen.fillStyle = mix(still, value > 0 ? more : less, share);
+      // A rank in trouble stays visible however narrow its column is.
+      const x = box.left + column * wide;
+      const least = share > 0.6 ? Math.max(3, wide - gap) : Math.max(1, wide - gap);
+      pen.fillRect(x, box.top + phase * high, least, high - 2);
+    });
+  });
+  for (const mark of ticks(0, columns, Math.max(2, Math.min(columns, Math.floor(width / 90))))) {
+    if (mark >= columns || mark !== Math.floor(mark)) continue;
+    write(pen, `${data.edges[mark]}`, box.left + (mark + (wide > 6 ? 0.5 : 0)) * wide, box.bottom + 8, "muted", "center");
+  }
+  drawScale(pen, data, box, height, [still, more, less]);
+  if (!at || at[0] < box.left || at[0] >= box.right || at[1] < box.top || at[1] >= box.bottom) return null;
+  const column = Math.min(columns - 1, Math.floor((at[0] - box.left) / wide));
+  const phase = Math.min(data.phases.length - 1, Math.floor((at[1] - box.top) / high));
+  const place = data.furthest[phase][column];
+  const [low, next] = [data.edges[column], data.edges[column + 1]];
+  const lines = [`rank ${data.ranks[place]} on ${data.nodes[place]}`];
+  if (next - low > 1) lines.push(`furthest off of ranks ${low} to ${next - 1}`);
+  const value = data.seconds[place][phase];
+  if (value !== null) lines.push(`${data.phases[phase]} ${seconds(value)}, median ${seconds(data.medians[phase])}`);
+  lines.push(`${(100 * data.cells[phase][column]).toFixed(1)} % of a step`);
+  pen.strokeStyle = color("ink");
+  pen.lineWidth = 1.5;
+  pen.strokeRect(box.left + column * wide, box.top + phase * high, Math.max(2, wide - gap), high - 2);
+  return lines;
+}
+
+function drawScale(pen, data, box, height, [still, more, less]) {
+  const wide = 160;
+  const left = box.right - wide - 44;
+  for (let x = 0; x < wide; x += 1) {
+    const share = (x / wide) * 2 - 1;
+    pen.fillStyle = mix(still, share > 0 ? more : less, Math.abs(share));
+    pen.fillRect(left + x, height - 13, 1.5, 8);
+  }
+  const edge = `${Math.round(100 * data.scale)} %`;
+  write(pen, `−${edge}`, left - 6, height - 9, "muted", "right");
+  write(pen, `+${edge}`, left + wide + 6, height - 9, "muted");
+  if (left - box.left > 90) write(pen, "ranks", box.left, height - 9, "muted");
+}
+
+// Nodes as boxes of squares, one a rank, leaf by leaf; smaller where there are many.
+function topologyShape(data, width) {
+  const nodes = data.leaves.reduce((sum, leaf) => sum + leaf.nodes.length, 0);
+  const ranks = Math.max(1, data.leaves[0]?.nodes[0]?.[2].length ?? 1);
+  const across = Math.min(ranks, ranks > 4 ? 4 : ranks);
+  const down = Math.ceil(ranks / across);
+  const cell = nodes > 600 ? 2 : nodes > 150 ? 4 : nodes > 40 ? 7 : 12;
+  const pad = cell > 4 ? 3 : 1;
+  const box = { wide: across * cell + 2 * pad + (cell > 7 ? 2 : 0), high: down * cell + 2 * pad };
+  const named = data.leaves.length > 1 || data.leaves[0]?.leaf;
+  const head = named ? 16 : 0;
+  const gap = cell > 4 ? 6 : 3;
+  const places = [];
+  let [x, y] = [0, 0];
+  let row = 0;
+  for (const leaf of data.leaves) {
+    const columns = Math.min(leaf.nodes.length, Math.max(1, cell > 4 ? 8 : Math.ceil(Math.sqrt(leaf.nodes.length * 2))));
+    const lines = Math.ceil(leaf.nodes.length / columns);
+    const size = { wide: Math.max(columns * (box.wide + 2), named ? 52 : 0) + 8, high: head + lines * (box.high + 2) };
+    if (x > 0 && x + size.wide > width) { x = 0; y += row + gap; row = 0; }
+    places.push({ leaf, x, y, columns });
+    x += size.wide + gap;
+    row = Math.max(row, size.high);
+  }
+  return { places, box, cell, pad, across, head, height: y + row + 4 };
+}
+
+const topologyHeight = (data, width) => Math.max(24, topologyShape(data, width).height);
+
+function drawTopology(pen, data, width, height, at) {
+  const shape = topologyShape(data, width);
+  const { box, cell, pad, across, head } = shape;
+  const paints = data.health.map((health) => color("health-" + health));
+  const trouble = color("health-stuck");
+  let tip = null;
+  for (const { leaf, x, y, columns } of shape.places) {
+    if (head) write(pen, leaf.leaf || "no leaf", x, y + 7, "muted");
+    leaf.nodes.forEach(([name, health, ranks, first], index) => {
+      const left = x + (index % columns) * (box.wide + 2);
+      const top = y + head + Math.floor(index / columns) * (box.high + 2);
+      pen.fillStyle = paints[health];
+      pen.globalAlpha = 0.28;
+      pen.fillRect(left, top, box.wide, box.high);
+      pen.globalAlpha = 1;
+      for (let rank = 0; rank < ranks.length; rank += 1) {
+        pen.fillStyle = ranks[rank] === "!" ? trouble : paints[health];
+        const size = cell > 4 ? cell - 2 : Math.max(1.5, cell - 0.5);
+        pen.fillRect(left + pad + (rank % across) * cell, top + pad + Math.floor(rank / across) * cell, size, size);
+      }
+      if (at && at[0] >= left && at[0] < left + box.wide + 2 && at[1] >= top && at[1] < top + box.high + 2) {
+        pen.strokeStyle = color("ink");
+        pen.strokeRect(left - 0.5, top - 0.5, box.wide + 1, box.high + 1);
+        tip = [name, data.health[health], ranks.length > 1 ? `ranks ${first} to ${first + ranks.length - 1}` : `rank ${first}`];
+        if (leaf.leaf) tip.splice(1, 0, leaf.leaf);
+      }
+    });
+  }
+  return tip;
+}

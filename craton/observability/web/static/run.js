@@ -1,0 +1,137 @@
+// The page of one run: news into fragments and charts, changes, logs, keys.
+import { addKeys, change, confirmed, isTyping, listen, onTheme } from "./common.js";
+import { Chart } from "./charts.js";
+
+const actions = document.getElementById("actions");
+const address = `/runs/${actions.dataset.run}`;
+const charts = new Map();
+for (const canvas of document.querySelectorAll("canvas[data-chart]")) charts.set(canvas.dataset.chart, new Chart(canvas));
+
+const shownHtml = new Map();
+
+function take({ fragments = {}, charts: data = {} }) {
+  for (const [name, html] of Object.entries(fragments)) {
+    const place = document.querySelector(`[data-fragment="${name}"]`);
+    if (!place || shownHtml.get(name) === html) continue;
+    shownHtml.set(name, html);
+    // What somebody has opened, or scrolled, stays so.
+    const opened = [...place.querySelectorAll("details")].map((each) => each.open);
+    const scrolled = [...place.querySelectorAll(".events")].map((each) => each.scrollTop);
+    place.innerHTML = html;
+    place.querySelectorAll("details").forEach((each, index) => { if (index in opened) each.open = opened[index]; });
+    place.querySelectorAll(".events").forEach((each, index) => { each.scrollTop = scrolled[index] ?? 0; });
+  }
+  for (const [name, drawn] of Object.entries(data)) charts.get(name)?.show(drawn);
+  showActions();
+}
+
+// Which changes make sense now.
+function showActions() {
+  const state = document.getElementById("state");
+  if (!state) return;
+  const isMoving = "moving" in state.dataset;
+  const wanted = {
+    stop: isMoving && state.dataset.state !== "stopping",
+    kill: isMoving,
+    resume: !isMoving && state.dataset.state !== "done",
+    heal: isMoving,
+  };
+  for (const button of actions.querySelectorAll("button")) button.hidden = !wanted[button.dataset.action];
+}
+
+const QUESTIONS = {
+  stop: ["Stop this run?", "Its ranks save a checkpoint and leave; it can be resumed from there.", "Stop it"],
+  kill: ["Stop it now?", "Its processes are killed. What came after the last checkpoint is lost.", "Kill it"],
+  resume: ["Resume this run?", "It goes on from its newest checkpoint, on the nodes it had.", "Resume it"],
+  heal: ["Heal this run?", "Its nodes are examined. Those that are bad are told of, or taken out of service where the cluster's policy says act; all of it can be undone.", "Heal it"],
+};
+
+actions.addEventListener("click", async (event) => {
+  const button = event.target.closest("button");
+  if (!button) return;
+  const action = button.dataset.action;
+  let [title, text, yes] = QUESTIONS[action];
+  const dollars = document.getElementById("state")?.dataset.dollars;
+  if (action === "resume" && dollars) text += ` Its nodes cost ${dollars} a day.`;
+  if ("mayChange" in document.body.dataset && !(await confirmed(title, text, yes))) return;
+  button.disabled = true;
+  await change(`${address}/${action}`);
+  button.disabled = false;
+});
+
+// Logs: the end of one, and what is added to it.
+const log = document.getElementById("log");
+const MOST_CHARACTERS = 2_000_000;
+let text = "";
+let rest = ""; // a line without its end yet
+let end = null;
+let shownSource = "";
+
+async function readLog() {
+  const source = document.getElementById("log-source").value;
+  if (source !== shownSource) {
+    shownSource = source;
+    text = rest = "";
+    end = null;
+  }
+  const query = new URLSearchParams({ source });
+  if (end !== null) query.set("begin", end);
+  const answer = await fetch(`${address}/log?${query}`);
+  if (source !== shownSource) return;
+  const note = document.getElementById("log-note");
+  if (!answer.ok) {
+    note.textContent = "there is no such log";
+    log.textContent = "";
+    return;
+  }
+  const piece = await answer.json();
+  if (end !== null && piece.begin !== end) text = ""; // it was begun anew
+  end = piece.end;
+  note.textContent = piece.size ? `${(piece.size / 1024).toFixed(1)} KiB` : "empty";
+  if (!piece.text && piece.rest === rest && log.textContent) return;
+  text = (text + piece.text).slice(-MOST_CHARACTERS);
+  rest = piece.rest;
+  showLog();
+}
+
+function showLog() {
+  const wanted = document.getElementById("log-find").value;
+  const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+  const whole = text + rest;
+  const shown = wanted
+    ? whole.split("\n").filter((line) => line.toLowerCase().includes(wanted.toLowerCase())).join("\n")
+    : whole;
+  log.textContent = shown;
+  if (isAtEnd || !log.scrollTop) log.scrollTop = log.scrollHeight;
+}
+
+if (log) {
+  const follow = document.getElementById("log-follow");
+  document.getElementById("log-source").addEventListener("change", readLog);
+  document.getElementById("log-find").addEventListener("input", showLog);
+  readLog();
+  setInterval(() => { if (follow.checked && !document.hidden) readLog(); }, 1000);
+  addKeys({ f: () => { follow.checked = !follow.checked; } });
+}
+
+const sections = [...document.querySelectorAll("main section")];
+const numbers = Object.fromEntries(sections.slice(0, 9).map((section, index) => [
+  String(index + 1),
+  () => section.scrollIntoView({ behavior: "smooth" }),
+]));
+addKeys({
+  ...numbers,
+  l: () => { document.getElementById("logs").scrollIntoView({ behavior: "smooth" }); log?.focus({ preventScroll: true }); },
+  Escape: (event) => {
+    if (!isTyping(event.target)) {
+      location.href = "/";
+      return;
+    }
+    if (event.target.id === "log-find") { event.target.value = ""; showLog(); }
+    event.target.blur();
+  },
+});
+
+onTheme(() => charts.forEach((chart) => chart.draw()));
+take({ charts: JSON.parse(document.getElementById("charts").textContent) });
+listen(`${address}/events`, take);

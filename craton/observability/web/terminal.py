@@ -1,0 +1,364 @@
+"""A run's ranks in a terminal: one line each, with the phases of its step as a bar, and the verdict above them.
+
+The same readers as the page's, so that both say the same. A wide run shows as many ranks as fit, the slowest first
+unless sorted otherwise; arrows scroll, q leaves and never touches the run.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from craton import figures
+from craton.observability.web.background import FIRST_SECONDS, Background
+from craton.observability.web.heatmap import finding, straggler
+from craton.observability.web.local_gpus import LocalGpus
+from craton.observability.web.nodes import BAD, Nodes, NodeView, is_stuck, read_member
+from craton.observability.web.queries import DEADLINE_SECONDS, GPU_FAMILIES, Prometheus, check_url
+from craton.observability.web.ranks import PHASES, RankTable, RankTails
+from craton.observability.web.summaries import EXAMINED, MOST_NODES
+from craton.observability.web.verdicts import Answer, examine, not_examined
+from craton.orchestration import MOVING, settled_summaries
+from craton.telemetry import RunDirectory, RunError, RunSummary, Summarizer
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.text import Text
+
+LOOK_SECONDS = 1.0
+VERDICT_SECONDS = 15.0
+GPU_SECONDS = 10.0
+BAR_WIDTH = 28
+PHASE_LETTERS = {"data": "d", "compute": "c", "communication": "m", "optimizer": "o", "checkpoint": "k"}
+TONES = {
+    "healthy": "green",
+    "done": "green",
+    "slow": "yellow",
+    "hung": "bold red",
+    "dead": "bold red",
+    "wrong": "bold red",
+}
+HEALTH_STYLES = {**dict.fromkeys(BAD, "bold red"), "slow": "yellow", "alert": "yellow", "running": "green"}
+SORTS = ("rank", "step time", "progress", "health")
+
+
+@dataclass(frozen=True)
+class RankLine:
+    """One rank now. None: not known."""
+
+    rank: int
+    node: str
+    health: str  # of its node, or its own trouble
+    kind: str
+    step: int | None
+    progress_age_seconds: float | None
+    step_seconds: float | None
+    phases: dict[str, float]
+    memory_bytes: float | None
+
+
+@dataclass(frozen=True)
+class TopLook:
+    """A run at one moment."""
+
+    summary: RunSummary
+    verdict: Answer | None
+    finding: str
+    nodes: list[NodeView]
+    ranks: list[RankLine]
+    gpus: dict[str, dict[str, float]] = field(default_factory=dict)  # node → family → its worst card
+    trouble: str = ""  # what could not be asked
+
+
+class TopView:
+    """Looks at one run again and again."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        prometheus: str | None = None,
+        examine: Callable[[RunDirectory, str | None], Answer] = examine,
+    ) -> None:
+        if prometheus and (problem := check_url(prometheus)):
+            raise RunError(problem)
+        self.run = run
+        self._examine, self._address = examine, prometheus
+        asked = Prometheus(prometheus) if prometheus else None
+        self._local_gpus = LocalGpus(run)
+        self._summarizer, self._tails, self._nodes = Summarizer(run, MOST_NODES), RankTails(run), Nodes(run)
+        self._verdict: Answer | None = None
+        self._examined_at = float("-inf")
+        self._gpus: dict[str, dict[str, float]] = {}
+        self._trouble = ""
+        self._asked: Background[tuple[dict[str, dict[str, float]], str]] | None = None
+        if asked:
+            late: tuple[dict[str, dict[str, float]], str] = ({}, asked.late.trouble)
+            self._asked = Background(partial(self._ask_gpus, asked), GPU_SECONDS, late, DEADLINE_SECONDS)
+
+    def look(self, wait_for_verdict: bool = False) -> TopLook:
+        summary = settled_summaries([self._summarizer.summary()])[0]
+        member = read_member(self.run)
+        table = self._tails.look(member.nodes, member.ranks_per_node, member.generation, member.num_stages)
+        late = straggler(table) if summary.state in MOVING else None
+        views = self._nodes.look(member, {late.node} if late else (), ())
+        now = time.monotonic()
+        if self._asked is None:
+            self._gpus, self._trouble = self._local_gpus.look(), self._local_gpus.trouble
+        else:
+            self._gpus, self._trouble = self._asked.get(DEADLINE_SECONDS if wait_for_verdict else FIRST_SECONDS)
+        if summary.state in EXAMINED and (wait_for_verdict or now - self._examined_at > VERDICT_SECONDS):
+            self._verdict = self._ask()
+            self._examined_at = time.monotonic()
+        lines = _lines(table, views, self._nodes)
+        return TopLook(summary, self._verdict, finding(table), views, lines, self._gpus, self._trouble)
+
+    def _ask_gpus(self, asked: Prometheus) -> tuple[dict[str, dict[str, float]], str]:
+        trouble = asked.alerts().trouble
+        return ({} if trouble else asked.gpus(self.run.name, read_member(self.run).nodes)), trouble
+
+    def _ask(self) -> Answer:
+        try:
+            return self._examine(self.run, self._address)
+        except Exception as error:  # noqa: BLE001 - whatever keeps it from an answer, the rest is still worth seeing
+            return not_examined(error)
+
+
+def frame(
+    look: TopLook, width: int, rows: int | None, sort: str = "rank", first: int = 0, has_color: bool = True
+) -> RenderableType:
+    """One picture; `rows` is how many ranks it shows, from the `first` on (None: all of them). Without colours the
+    phases are letters."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    summary = look.summary
+    lines = ordered(look, sort)
+    shown = lines[first : None if rows is None else first + rows]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False, expand=False)
+    table.add_column("RANK", justify="right", no_wrap=True)
+    table.add_column("NODE", no_wrap=True, max_width=24)
+    table.add_column("NOW", no_wrap=True)
+    table.add_column("STEP", justify="right", no_wrap=True)
+    table.add_column("PROGRESS", justify="right", no_wrap=True)
+    table.add_column("STEP TIME", justify="right", no_wrap=True)
+    bar_width = max(10, min(BAR_WIDTH, width - 90))
+    table.add_column("PHASES", no_wrap=True, min_width=bar_width)
+    table.add_column("MEMORY", justify="right", no_wrap=True)
+    families = list(GPU_FAMILIES) if look.gpus else []
+    for family in families:
+        table.add_column(GPU_FAMILIES[family][1], justify="right", no_wrap=True)
+    longest = max([1e-9, *(line.step_seconds or 0.0 for line in look.ranks)])
+    for line in shown:
+        gpu = look.gpus.get(line.node, {})
+        table.add_row(
+            str(line.rank),
+            Text(line.node, style=HEALTH_STYLES.get(line.health, "")),
+            Text(line.health if line.health in BAD else line.kind, style=HEALTH_STYLES.get(line.health, "dim")),
+            figures.NONE if line.step is None else f"{line.step:,}",
+            figures.NONE
+            if line.progress_age_seconds is None
+            else f"{figures.remaining(line.progress_age_seconds)} ago",
+            figures.duration(line.step_seconds),
+            phase_bar(line, longest, bar_width, has_color),
+            figures.size(line.memory_bytes),
+            *(figures.digits(gpu.get(family)) for family in families),
+        )
+    parts: list[RenderableType] = [_title(summary), *_verdict_lines(look), table]
+    hidden = len(lines) - len(shown)
+    if hidden > 0:
+        parts.append(Text(f"{len(shown)} of {len(lines):,} ranks", style="dim"))
+    if look.trouble:
+        parts.append(Text(look.trouble, style="red"))
+    legend = Text("phases: ", style="dim")
+    for phase, style in figures.PHASE_STYLES.items():
+        legend.append("█ " if has_color else f"{PHASE_LETTERS[phase]} ", style=style).append(f"{phase}  ", style="dim")
+    parts.append(legend)
+    return Group(*parts)
+
+
+def ordered(look: TopLook, sort: str) -> list[RankLine]:
+    """The ranks, with those in trouble first where that was asked for."""
+    keys: dict[str, Callable[[RankLine], Any]] = {
+        "rank": lambda line: line.rank,
+        "step time": lambda line: -sum(line.phases.get(phase, 0.0) for phase in ("data", "compute", "optimizer")),
+        "progress": lambda line: -(line.progress_age_seconds or 0.0),
+        "health": lambda line: (line.health not in BAD, line.rank),
+    }
+    return sorted(look.ranks, key=keys[sort])
+
+
+def phase_bar(line: RankLine, longest: float, width: int, has_color: bool = True) -> Text:
+    """The phases of a step side by side, as long as the step is against the longest."""
+    from rich.text import Text
+
+    text = Text()
+    begin = 0.0
+    for phase, style in figures.PHASE_STYLES.items():
+        end = begin + line.phases.get(phase, 0.0) / longest * width
+        mark = "█" if has_color else PHASE_LETTERS[phase]
+        text.append(mark * (round(end) - round(begin)), style=style)
+        begin = end
+    return text
+
+
+def frame_json(look: TopLook) -> dict[str, Any]:
+    """The same for scripts."""
+    summary = look.summary
+    return {
+        "name": summary.name,
+        "state": summary.state,
+        "step": summary.step,
+        "steps": summary.steps,
+        "eta_seconds": summary.eta_seconds,
+        "tokens_per_second": summary.tokens_per_second,
+        "plan": summary.plan,
+        "goodput": summary.goodput,
+        "cost_dollars": summary.cost_dollars,
+        "verdict": asdict(look.verdict) if look.verdict else None,
+        "nodes": [{**asdict(each), "gpus": look.gpus.get(each.node, {})} for each in look.nodes],
+        "ranks": [asdict(each) for each in look.ranks],
+    }
+
+
+def show_top(view: TopView, console: Console) -> None:
+    """Until q, or the end of the run; Ctrl-C leaves it too."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    sort, first = 0, 0
+    look = view.look()
+    with _single_keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+        due = time.monotonic() + LOOK_SECONDS
+        while True:
+            rows = max(3, console.height - 9)
+            first = max(0, min(first, len(look.ranks) - rows))
+            hint = f"sorted by {SORTS[sort]} · ↑ ↓ scroll · ← → sort · q leaves, the run goes on"
+            live.update(
+                Group(frame(look, console.width, rows, SORTS[sort], first), Text(hint, style="dim")), refresh=True
+            )
+            key = keys(max(0.0, due - time.monotonic()))
+            if key in ("q", "\x1b", "\x03"):
+                return
+            first += {"down": 1, "up": -1, "page down": rows, "page up": -rows, "j": 1, "k": -1}.get(key, 0)
+            sort = (sort + {"right": 1, "left": -1, "s": 1}.get(key, 0)) % len(SORTS)
+            if time.monotonic() >= due:
+                look = view.look()
+                due = time.monotonic() + LOOK_SECONDS
+
+
+def _lines(table: RankTable, views: list[NodeView], nodes: Nodes) -> list[RankLine]:
+    """Every rank that measured something or that its agent tells of."""
+    measured = {rank: index for index, rank in enumerate(table.ranks)}
+    found = []
+    for view in views:
+        status = nodes.status(view.node)
+        told = {rank.rank: rank for rank in status.ranks} if status else {}
+        for rank in range(view.first_rank, view.first_rank + max(len(view.ranks), 1)):
+            index, now = measured.get(rank), told.get(rank)
+            values = table.values[index] if index is not None else None
+            is_bad = now is not None and (
+                now.is_stopped or is_stuck(now.progress_age_seconds, now.step_seconds, now.kind)
+            )
+            health = view.health if is_bad or view.health in ("lost", "slow") or view.health not in BAD else "running"
+            found.append(
+                RankLine(
+                    rank=rank,
+                    node=view.node,
+                    health=health,
+                    kind=now.kind if now else "",
+                    step=now.step if now else table.steps[index] if index is not None else None,
+                    progress_age_seconds=now.progress_age_seconds if now else None,
+                    step_seconds=None if index is None else _known(table.column("run_step_seconds")[index]),
+                    phases={}
+                    if values is None
+                    else {
+                        phase: float(value) for phase, value in zip(PHASES, values, strict=False) if np.isfinite(value)
+                    },
+                    memory_bytes=None if index is None else _known(table.column("run_memory_bytes")[index]),
+                )
+            )
+    return found
+
+
+def _known(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _title(summary: RunSummary) -> Text:
+    from rich.text import Text
+
+    change = figures.change(summary.tokens_per_second, summary.plan.get("tokens_per_second"))
+    steps = f"step {summary.step:,}" + (f"/{summary.steps:,}" if summary.steps else "")
+    words = [
+        steps,
+        f"ETA {figures.remaining(summary.eta_seconds)}",
+        f"{figures.amount(summary.tokens_per_second)} tokens/s ({change} against plan)",
+        f"goodput {figures.percent(summary.goodput)}",
+        figures.dollars(summary.cost_dollars),
+    ]
+    tone = (
+        "green"
+        if summary.state in ("running", "done")
+        else "bold red"
+        if summary.state in ("failed", "lost")
+        else "yellow"
+    )
+    return Text.assemble((summary.name, "bold"), "  ", (summary.state, tone), "  ", " · ".join(words))
+
+
+def _verdict_lines(look: TopLook) -> list[Text]:
+    from rich.text import Text
+
+    verdict = look.verdict
+    if verdict is None:
+        return [Text(look.finding, style="dim")]
+    style = TONES.get(verdict.condition, "cyan")
+    lines = [Text.assemble((f"{verdict.condition}: ", style), verdict.sentence)]
+    if verdict.action:
+        lines.append(Text.assemble(("do: ", "bold"), verdict.action))
+    return lines
+
+
+@contextmanager
+def _single_keys() -> Iterator[Callable[[float], str]]:
+    """Keys one by one, without Enter; the terminal is put back as it was."""
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+    try:
+        yield lambda seconds: _read_key(descriptor, seconds)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+_SEQUENCES = {
+    b"\x1b[A": "up",
+    b"\x1b[B": "down",
+    b"\x1b[C": "right",
+    b"\x1b[D": "left",
+    b"\x1b[5~": "page up",
+    b"\x1b[6~": "page down",
+}
+
+
+def _read_key(descriptor: int, seconds: float) -> str:
+    """The next key within so many seconds, or ""."""
+    import os
+
+    if not select.select([descriptor], [], [], seconds)[0]:
+        return ""
+    data = os.read(descriptor, 16)
+    return _SEQUENCES.get(data, data[:1].decode(errors="replace") if data[:1] != b"\x1b" or data == b"\x1b" else "")

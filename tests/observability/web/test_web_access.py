@@ -1,0 +1,257 @@
+"""Who may look and who may change: tokens, cookies, names, origins; asked with the headers an attacker would send."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from page_server import TOKEN, PageServer
+from simulated_runs import write_run
+
+from craton.observability.web import Access, AccessError, read_token
+from craton.observability.web.access import SESSION_SECONDS
+from craton.observability.web.actions import Outcome
+from craton.observability.web.static_files import address_of_file
+from craton.telemetry import RunDirectory
+
+Serve = Callable[..., PageServer]
+
+
+@pytest.fixture
+def changes() -> list[tuple[str, str]]:
+    return []
+
+
+@pytest.fixture
+def page(serve: Serve, tmp_path: Path, changes: list[tuple[str, str]]) -> PageServer:
+    """A page whose changes are only noted."""
+    write_run(tmp_path / "runs", "one", steps=3)
+
+    def note(action: str, run: RunDirectory) -> Outcome:
+        changes.append((action, run.name))
+        return Outcome(True, "noted")
+
+    return serve(do=note)
+
+
+def test_anybody_on_this_machine_may_look_and_nobody_may_change_without_the_token(
+    page: PageServer, changes: list[tuple[str, str]]
+) -> None:
+    assert page.ask("GET", "/")[0] == 200
+    assert page.ask("GET", "/runs/one")[0] == 200
+    status, _, body = page.ask("POST", "/runs/one/stop")
+    assert status == 403
+    assert "token" in json.loads(body)["error"]
+    assert page.ask("POST", "/runs/one/stop", authorization="Bearer wrong")[0] == 403
+    assert changes == []
+    assert page.ask("POST", "/runs/one/stop", authorization=f"Bearer {TOKEN}")[0] == 200
+    assert changes == [("stop", "one")]
+
+
+def test_a_change_is_made_by_post_only(page: PageServer, changes: list[tuple[str, str]]) -> None:
+    for method in ("GET", "HEAD", "PUT", "DELETE"):
+        assert page.ask(method, "/runs/one/stop", authorization=f"Bearer {TOKEN}")[0] in (404, 405)
+    assert changes == []
+
+
+def test_a_page_that_logged_in_changes_and_other_websites_cannot_use_its_cookie(
+    page: PageServer, changes: list[tuple[str, str]]
+) -> None:
+    known = page.log_in()
+    assert page.ask("POST", "/runs/one/resume", **known)[0] == 200
+    for wrong in (
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": f"http://localhost:{page.port}"},  # another origin than the one it was asked by
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"x-craton-secret": "guessed"},
+        {"x-craton-secret": ""},
+        {"x-craton-secret": page.log_in()["x-craton-secret"]},  # of another login
+        {"cookie": f"craton-{page.port}=9999999999.{'0' * 64}.{'0' * 64}"},
+        {"cookie": f"craton-{page.port}=9999999999.{'0' * 64}"},
+        {"cookie": ""},
+    ):
+        assert page.ask("POST", "/runs/one/stop", **{**known, **wrong})[0] == 403, wrong
+    without_origin = {name: value for name, value in known.items() if name != "origin"}
+    assert page.ask("POST", "/runs/one/stop", **without_origin)[0] == 403
+    assert changes == [("resume", "one")]
+
+
+def test_a_cookie_alone_which_every_port_of_the_host_is_sent_changes_nothing(
+    page: PageServer, changes: list[tuple[str, str]]
+) -> None:
+    known = page.log_in()
+    value = known["cookie"].partition("=")[2]
+    for path in ("/", "/runs/one", "/login"):
+        _, _, body = page.ask("GET", path, cookie=known["cookie"], accept="text/html")
+        assert known["x-craton-secret"] not in body
+        assert all(piece not in body for piece in value.split("."))
+    for piece in (value, *value.split(".")):
+        stolen = {"cookie": known["cookie"], "origin": known["origin"], "x-craton-secret": piece}
+        assert page.ask("POST", "/runs/one/kill", **stolen)[0] == 403
+    assert changes == []
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+def test_a_host_that_is_no_host_opens_nothing(
+    serve: Serve, tmp_path: Path, changes: list[tuple[str, str]], beyond: bool
+) -> None:
+    """Addresses that are put together from it would be those of what nobody needs a token for."""
+    write_run(tmp_path / "runs", "one", steps=3)
+
+    def note(action: str, run: RunDirectory) -> Outcome:
+        changes.append((action, run.name))
+        return Outcome(True, "noted")
+
+    page = serve(beyond=beyond, do=note)
+    for host in (
+        "127.0.0.1/login?",
+        "127.0.0.1/static/x?",
+        "127.0.0.1/static/x#",
+        "a@127.0.0.1",
+        "127.0.0.1:",
+        "[::1",
+        "::1",
+    ):
+        assert page.ask("POST", "/runs/one/kill", host=host)[0] == 403, host
+        assert page.ask("GET", "/runs/one/log?source=rank-00000.log", host=host)[0] == 403, host
+    for path in ("/static/../runs/one/kill", "/static/%2e%2e/runs/one/kill", "//login", "/login/../runs/one/kill"):
+        assert page.ask("POST", path)[0] in (401, 403, 404, 405), path
+    assert changes == []
+
+
+def test_what_no_page_sends_is_refused_and_breaks_nothing(page: PageServer) -> None:
+    origin, kind = page.address.rstrip("/"), "application/json"
+    for body in (b'{"token": "\\ud800"}', b"[" * 4000, b'{"token": ' + b"9" * 4000 + b"}"):
+        assert page.ask("POST", "/login", body, origin=origin, content_type=kind)[0] == 403, body[:20]
+    for begin in ("9" * 5000, "-1", "x", "%C2%B2", "%D9%A3"):
+        assert page.ask("GET", f"/runs/one/log?source=rank-00000.log&begin={begin}")[0] == 400, begin
+    assert page.ask("GET", "/runs/one/log?source=rank-00000.log&begin=" + "9" * 18)[0] == 200
+
+
+def test_files_are_kept_by_browsers_only_under_the_version_they_are_of(page: PageServer) -> None:
+    address = address_of_file("common.js")
+    assert address.rpartition("/")[0] == address_of_file("run.js").rpartition("/")[0]  # they import each other
+    assert "immutable" in page.ask("GET", address)[1]["cache-control"]
+    status, headers, _ = page.ask("GET", "/static/0123456789abcdef/common.js")
+    assert (status, headers["cache-control"]) == (200, "no-cache")
+    assert page.ask("GET", "/static/common.js")[0] == 404
+
+
+def test_logging_in_needs_the_token_and_a_page_of_this_server(page: PageServer) -> None:
+    right, origin = json.dumps({"token": TOKEN}).encode(), page.address.rstrip("/")
+    kind = "application/json"
+    status, headers, _ = page.ask("POST", "/login", right, origin=origin, content_type=kind)
+    assert status == 200
+    assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(headers["set-cookie"].split("; "))
+    assert page.ask("POST", "/login", right, origin="http://evil.example", content_type=kind)[0] == 403
+    assert page.ask("POST", "/login", right, content_type=kind)[0] == 403
+    assert page.ask("POST", "/login", right, origin=origin, content_type="text/plain")[0] == 403
+    for body in (b'{"token": "wrong"}', b'{"token": 7}', b"[]", b"not json"):
+        status, headers, _ = page.ask("POST", "/login", body, origin=origin, content_type=kind)
+        assert status == 403
+        assert "set-cookie" not in headers
+    assert page.ask("POST", "/login", b" " * 5000, origin=origin, content_type=kind)[0] == 413
+
+
+def test_a_name_pointed_at_this_machine_is_refused(page: PageServer) -> None:
+    """DNS rebinding: the website's own name stands in Host, and is the same origin to its browser."""
+    for host in (f"evil.example:{page.port}", "127.0.0.1.evil.example", "192.0.2.1", "", "localhost.evil.example"):
+        assert page.ask("GET", "/", host=host)[0] == 403, host
+        assert page.ask("POST", "/runs/one/stop", host=host, authorization=f"Bearer {TOKEN}")[0] == 403, host
+    for host in ("localhost", f"localhost:{page.port}", "[::1]:9000", "127.0.0.2", "LOCALHOST."):
+        assert page.ask("GET", "/", host=host)[0] == 200, host
+
+
+def test_beyond_loopback_even_looking_needs_the_token(serve: Serve, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", "one", steps=3)
+    page = serve(beyond=True)
+    host = {"host": "trainer.example:8080"}
+    for path in ("/", "/runs/one", "/events", "/runs/one/events", "/runs/one/log?source=rank-00000.log", "/none"):
+        status, _, body = page.ask("GET", path, **host)
+        assert status == 401, path
+        assert "one" not in body or path == "/none"
+    status, _, body = page.ask("GET", "/", accept="text/html", **host)
+    assert status == 401
+    assert "needs its token" in body
+    assert page.ask("GET", "/runs/one", authorization=f"Bearer {TOKEN}", **host)[0] == 200
+    assert page.ask("GET", "/", cookie=page.log_in()["cookie"], **host)[0] == 200
+
+
+def test_every_answer_forbids_what_a_page_does_not_need(page: PageServer) -> None:
+    for path in ("/", "/runs/one", "/runs/none", address_of_file("ui.css"), "/login"):
+        _, headers, _ = page.ask("GET", path)
+        policy = headers["content-security-policy"]
+        assert "script-src 'self';" in policy
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert page.ask("GET", "/")[1]["cache-control"] == "no-store"
+
+
+def test_nothing_outside_the_runs_is_read(page: PageServer, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("the secret")
+    logs = tmp_path / "runs" / "one" / "logs"
+    (logs / "rank-00009.log").symlink_to(tmp_path / "secret")
+    for path in (
+        "/runs/..%2f..",
+        "/runs/%2e%2e",
+        "/static/x/..%2faccess.py",
+        "/static/..%2faccess.py",
+        "/static/%2e%2e%2f%2e%2e%2faccess.py",
+        "/runs/one/log?source=../../../secret",
+        "/runs/one/log?source=..%2f..%2f..%2fsecret",
+        "/runs/one/log?source=rank-00009.log",
+        "/runs/one/log?source=/etc/passwd",
+        "/runs/one/log?source=rank-00000.log%00",
+    ):
+        status, _, body = page.ask("GET", path)
+        assert status in (404, 405), path
+        assert "the secret" not in body
+
+
+def test_what_is_not_an_action_changes_nothing(page: PageServer, changes: list[tuple[str, str]]) -> None:
+    known = {"authorization": f"Bearer {TOKEN}"}
+    assert page.ask("POST", "/runs/one/delete", **known)[0] == 404
+    assert page.ask("POST", "/runs/none/stop", **known)[0] == 404
+    assert changes == []
+
+
+def test_a_session_ends_and_belongs_to_its_port_and_token() -> None:
+    access = Access(TOKEN, False, 8080)
+    cookie = access.new_session("secret", now=1000.0)
+    assert access.is_session(cookie, now=1000.0 + SESSION_SECONDS - 1)
+    assert not access.is_session(cookie, now=1001.0 + SESSION_SECONDS)
+    assert not Access(TOKEN, False, 8081).is_session(cookie, now=1000.0)
+    assert not Access("another-token-of-some-length", False, 8080).is_session(cookie, now=1000.0)
+    longer = str(int(cookie.partition(".")[0]) + 10**9) + "." + cookie.partition(".")[2]
+    assert not access.is_session(longer, now=1000.0)
+    assert not access.is_session("", now=0.0)
+
+
+def test_a_token_file_is_made_for_its_owner_only_and_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    token = read_token(path)
+    assert len(token) >= 32
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_token(path) == token
+    assert read_token(None) != read_token(None)
+
+
+def test_a_token_file_that_others_can_read_or_that_holds_little_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    read_token(path)
+    path.chmod(0o640)
+    with pytest.raises(AccessError, match="chmod 600"):
+        read_token(path)
+    path.chmod(0o600)
+    path.write_text("short\n")
+    with pytest.raises(AccessError, match="needs 16"):
+        read_token(path)
+    with pytest.raises(AccessError, match="cannot be written"):
+        read_token(tmp_path / "none" / "token")

@@ -1,0 +1,481 @@
+"""What the page reads of a run: newest lines, curves, heat map, nodes, events, logs; and that it is not read twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from simulated_runs import STEP_SECONDS, metrics_line, plan_document, write_run
+
+from craton.figures import event_fields
+from craton.observability.web import history
+from craton.observability.web import ranks as ranks_module
+from craton.observability.web import summaries as summaries_module
+from craton.observability.web.charts import training_charts
+from craton.observability.web.heatmap import MOST_COLUMNS, finding, heat_map, straggler
+from craton.observability.web.history import History
+from craton.observability.web.logs import PIECE_BYTES, read_piece, sources
+from craton.observability.web.nodes import Nodes, read_member, topology
+from craton.observability.web.ranks import PHASES, RankTails
+from craton.observability.web.records import Records
+from craton.observability.web.serving import ServerLooks
+from craton.observability.web.summaries import Summaries
+from craton.observability.web.verdicts import Answer, Verdicts
+from craton.orchestration import ServerAddress, histogram_quantile
+from craton.telemetry import NodeStatus, RankStatus, RunDirectory, Summarizer, write_status
+
+
+def table_of(run: RunDirectory) -> Any:
+    member = read_member(run)
+    return RankTails(run).look(member.nodes, member.ranks_per_node, member.generation, member.num_stages)
+
+
+def test_every_rank_is_there_with_its_newest_step(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", nodes=3, ranks_per_node=4, steps=20)
+    table = table_of(run)
+    assert table.ranks == list(range(12))
+    assert table.nodes == [f"node-{rank // 4}" for rank in range(12)]
+    assert set(table.steps) == {20}
+    assert table.phase_seconds.sum(axis=1) == pytest.approx(table.column("run_step_seconds"))
+    assert np.median(table.column("run_step_seconds")) == pytest.approx(STEP_SECONDS, rel=0.02)
+
+
+def test_only_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", nodes=2, ranks_per_node=1, steps=4)
+    tails, member = RankTails(run), read_member(run)
+    before = tails.look(member.nodes, 1, 0)
+    path = run.metrics_path("node-1")
+    kept = os.stat(path)
+    text = path.read_text().replace('"step":4', '"step":9')  # as long as it was
+    path.write_text(text)
+    os.utime(path, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    assert tails.look(member.nodes, 1, 0).steps == before.steps
+    import random
+
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(metrics_line(5, 1, "node-1", time.time(), random.Random(0)))
+    assert tails.look(member.nodes, 1, 0).steps == [4, 5]
+
+
+def test_lines_of_another_generation_and_torn_ones_are_not_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", nodes=1, ranks_per_node=1, steps=4)
+    with open(run.metrics_path("node-0"), "a", encoding="utf-8") as file:
+        file.write('{"run_step_seconds":99.0,"rank":0,"step":7,"generation":8}\n{"run_step_seconds":5')
+    table = table_of(run)
+    assert table.steps == [4]
+    assert table.column("run_step_seconds")[0] < 3
+
+
+def test_the_slow_rank_is_the_one_that_computes_longer_and_waits_least(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", nodes=4, ranks_per_node=4, steps=10, slow_rank=6)
+    table = table_of(run)
+    late = straggler(table)
+    assert late is not None
+    assert (late.rank, late.node, late.phase) == (6, "node-1", "compute")
+    assert late.late_seconds == pytest.approx(0.5 * 0.72 * STEP_SECONDS, rel=0.05)
+    assert "Rank 6 on node-1" in finding(table)
+    drawn = heat_map(table)
+    compute, communication = (drawn["cells"][PHASES.index(phase)] for phase in ("compute", "communication"))
+    assert max(range(16), key=lambda rank: compute[rank]) == 6
+    assert min(range(16), key=lambda rank: communication[rank]) == 6
+
+
+def test_equal_ranks_have_no_straggler(tmp_path: Path) -> None:
+    table = table_of(write_run(tmp_path, "one", nodes=4, ranks_per_node=4, steps=10))
+    assert straggler(table) is None
+    assert finding(table) == "No rank is far from the others"
+
+
+def test_a_stage_that_computes_more_and_a_step_that_was_held_up_are_no_stragglers(tmp_path: Path) -> None:
+    """The last stage of a pipeline has the loss to compute; one bad step of a rank is not its habit."""
+    run = write_run(tmp_path, "one", nodes=4, ranks_per_node=4, steps=10)
+    plan = json.loads(run.plan_path.read_text())
+    run.plan_path.write_text(json.dumps({**plan, "layout": {**plan["layout"], "pp": 4, "fsdp": 4}}))
+    for node, held_up in (("node-3", range(1, 11)), ("node-1", [10])):
+        lines = [json.loads(line) for line in run.metrics_path(node).read_text().splitlines()]
+        for line in lines:
+            if line["step"] in held_up and (node == "node-3" or line["rank"] == 5):
+                line["run_compute_seconds"] += 0.3
+                line["run_communication_seconds"] -= 0.3
+        run.metrics_path(node).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_member(run).num_stages == 4
+    table = table_of(run)
+    assert straggler(table) is None
+    assert finding(table) == "No rank is far from the others"
+    one_stage = RankTails(run).look([f"node-{number}" for number in range(4)], 4, 0)
+    assert straggler(one_stage) is not None  # as it would be without stages
+
+
+def test_ranks_are_not_compared_by_a_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "FEW_RANKS", 4)
+    run = write_run(tmp_path, "one", nodes=4, ranks_per_node=4, steps=10, slow_rank=6)
+    tails, nodes = RankTails(run), [f"node-{number}" for number in range(4)]
+    first = tails.look(nodes, 4, 0)
+    assert (set(first.num_lines), straggler(first)) == ({1}, None)
+    assert "told of 8 steps" in finding(first)
+    late = straggler(tails.look(nodes, 4, 0))
+    assert late is not None
+    assert late.rank == 6
+    import random
+
+    with open(run.metrics_path("node-1"), "a", encoding="utf-8") as file:
+        file.write(metrics_line(11, 6, "node-1", time.time(), random.Random(0)))
+        file.write(metrics_line(12, 6, "node-1", time.time(), random.Random(0))[:50])  # not finished yet
+    table = tails.look(nodes, 4, 0)
+    assert (table.steps[6], table.num_lines[6]) == (11, 8)
+    monkeypatch.setattr(ranks_module, "FEW_RANKS", 16)
+    assert table_of(run).values == pytest.approx(table.values)
+
+
+def test_a_wide_heat_map_keeps_the_rank_that_is_furthest_off(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", nodes=130, ranks_per_node=8, steps=2, slow_rank=777)
+    table = table_of(run)
+    drawn = heat_map(table)
+    phase = PHASES.index("compute")
+    assert len(drawn["cells"][phase]) == MOST_COLUMNS < len(table)
+    column = int(np.argmax(drawn["cells"][phase]))
+    place = drawn["furthest"][phase][column]
+    assert (drawn["ranks"][place], drawn["nodes"][place]) == (777, "node-97")
+    assert drawn["edges"][column] <= 777 < drawn["edges"][column + 1]
+    assert len(json.dumps(drawn, allow_nan=False)) < 400_000
+
+
+def test_curves_follow_rank_0_and_read_only_what_is_new(tmp_path: Path) -> None:
+    import random
+
+    run = write_run(tmp_path, "one", nodes=2, steps=30)
+    followed = History(run)
+    curves = followed.look()
+    assert curves.steps == list(range(1, 31))
+    assert len([value for value in curves.values["run_evaluation_loss"] if value is not None]) == 1
+    path = run.metrics_path("node-0")
+    with open(path, "r+b") as file:  # what was read is not looked at again
+        file.write(b"x" * 100)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(metrics_line(31, 0, "node-0", time.time(), random.Random(0))[:-20])
+    assert followed.look().steps[-1] == 30
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(metrics_line(31, 0, "node-0", time.time(), random.Random(0))[-20:])
+    assert followed.look().steps == list(range(1, 32))
+
+
+def test_a_long_file_is_read_in_pieces_and_keeps_its_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "WHOLE_BYTES", 200_000)
+    monkeypatch.setattr(history, "CHUNKS", 40)
+    monkeypatch.setattr(history, "CHUNK_BYTES", 4_000)
+    run = write_run(tmp_path, "one", nodes=1, ranks_per_node=2, steps=1500)
+    curves = History(run).look()
+    assert run.metrics_path("node-0").stat().st_size > 5 * history.WHOLE_BYTES
+    assert curves.steps[-1] == 1500
+    assert curves.steps[0] < 10
+    assert max(b - a for a, b in zip(curves.steps, curves.steps[1:], strict=False)) < 80
+    losses = [value for value in curves.values["run_loss"] if value is not None]
+    assert losses[0] > 9 > 3 > losses[-1]
+
+
+def test_a_curve_that_was_followed_is_as_fine_at_its_beginning_as_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "MOST_POINTS", 60)
+    monkeypatch.setattr(history, "KEPT_POINTS", 240)
+    monkeypatch.setattr(history, "MOST_EVALUATIONS", 30)
+    monkeypatch.setattr(history, "KEPT_EVALUATIONS", 60)
+    run = write_run(tmp_path, "one", nodes=1, ranks_per_node=1, steps=1)
+    followed = History(run)
+    with open(run.metrics_path("node-0"), "w", encoding="utf-8") as file:
+        for step in range(1, 8001):
+            values = {"run_loss": 10 - step / 1e4, "run_evaluation_loss": 1.0}
+            file.write(json.dumps({"rank": 0, "step": step, **values}) + "\n")
+            if step % 50 == 0:
+                file.flush()
+                followed.look()
+    curves = followed.look()
+    assert curves.steps[-1] == 8000
+    assert len(curves.steps) <= 60 + 30 + 2
+    assert 0.4 < sum(step <= 4000 for step in curves.steps) / len(curves.steps) < 0.6
+    assert len(followed._points) <= 240
+    assert set(History(run).look().steps) == set(curves.steps)
+
+
+def test_charts_carry_what_was_planned(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", nodes=1, steps=5)
+    charts = training_charts(History(run).look(), plan_document("one", 400))
+    assert charts["step"]["plan"] == STEP_SECONDS
+    assert charts["step"]["band"] == [pytest.approx(0.9 * STEP_SECONDS), pytest.approx(1.15 * STEP_SECONDS)]
+    assert charts["speed"]["band"][0] < charts["speed"]["plan"] < charts["speed"]["band"][1]
+    assert set(training_charts(History(run).look(), {})) == {"loss", "speed", "step", "gradient"}
+
+
+def status_of(rank: int, **changed: Any) -> RankStatus:
+    plain = RankStatus(rank, 1, "productive", (), 4, 0.1, 2.0, False)
+    return replace(plain, **changed)
+
+
+@pytest.mark.parametrize(
+    ("change", "health"),
+    [({}, "running"), ({"is_stopped": True}, "stopped"), ({"progress_age_seconds": 120.0}, "stuck")],
+)
+def test_a_node_is_as_well_as_its_worst_rank(tmp_path: Path, change: dict[str, Any], health: str) -> None:
+    run = write_run(tmp_path, "one", nodes=2, ranks_per_node=2)
+    write_status(run, NodeStatus(time.time(), 0, "node-1", (status_of(2), status_of(3, **change))))
+    views = Nodes(run).look(read_member(run), (), ())
+    assert [view.health for view in views] == ["running", health]
+    assert ("rank 3" in views[1].reason) == (health != "running")
+
+
+def test_a_rank_that_saves_a_checkpoint_or_starts_is_not_stuck(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", nodes=1, ranks_per_node=2)
+    ranks = (
+        status_of(0, kind="checkpoint", progress_age_seconds=500.0),
+        status_of(1, kind="start", progress_age_seconds=500.0),
+    )
+    write_status(run, NodeStatus(time.time(), 0, "node-0", ranks))
+    assert [view.health for view in Nodes(run).look(read_member(run), (), ())] == ["running"]
+
+
+def test_a_silent_agent_is_lost_and_a_slow_or_alerted_node_is_told(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", nodes=4, ranks_per_node=1, leaf_nodes=2)
+    nodes, member = Nodes(run), read_member(run)
+    nodes.look(member, (), ())
+    os.utime(run.heartbeat_path("node-0"), (time.time() - 60,) * 2)
+    views = nodes.look(member, {"node-1"}, {"node-2"})
+    assert [view.health for view in views] == ["lost", "slow", "alert", "running"]
+    drawn = topology(views)
+    assert [[node[0] for node in leaf["nodes"]] for leaf in drawn["leaves"]] == [
+        ["node-0", "node-1"],
+        ["node-2", "node-3"],
+    ]
+
+
+def test_events_are_news_only_and_checkpoints_are_by_tier(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", steps=40)
+    records = Records(run)
+    events = records.look()
+    assert [event["step"] for event in events] == [40, 30, 20, 10]
+    tiers = {tier.tier: tier for tier in records.tiers(plan_document("one", 400))}
+    assert (tiers["nvme"].step, tiers["shared"].step) == (30, 40)
+    assert list(tiers) == ["nvme", "shared"]
+    assert tiers["nvme"].every_seconds == 300.0
+    assert not tiers["nvme"].is_overdue(time.time())
+    assert tiers["nvme"].is_overdue(time.time() + 700)
+    with open(run.events_path("node-1"), "a", encoding="utf-8") as file:
+        line = {
+            "time": time.time(),
+            "step": 41,
+            "event": "checkpoint_failed",
+            "tier": "nvme",
+            "reason": "disk full",
+            "rank": 0,
+        }
+        file.write(json.dumps(line) + "\n")
+    assert records.look()[0]["event"] == "checkpoint_failed"
+    assert event_fields(records.look()[0]) == "tier nvme · disk full"
+    assert {tier.tier: tier.failures for tier in records.tiers({})} == {"nvme": 1, "shared": 0}
+
+
+def test_a_tier_saved_long_ago_is_found_and_one_never_saved_is_overdue(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", steps=5)
+    now = time.time()
+    with open(run.events_path("node-0"), "w", encoding="utf-8") as file:
+        saved = {"event": "checkpoint_saved", "rank": 0, "generation": 0}
+        for step in (5, 10):
+            file.write(json.dumps({**saved, "time": now - 7200 + step, "tier": "shared", "step": step}) + "\n")
+        for step in range(5000):
+            file.write(json.dumps({**saved, "time": now - 3600 + step / 2, "tier": "nvme", "step": step}) + "\n")
+    records = Records(run)
+    records.look()
+    tiers = {tier.tier: tier for tier in records.tiers(plan_document("one", 400), now - 7300)}
+    assert (tiers["shared"].step, tiers["nvme"].step) == (10, 4999)
+    assert tiers["shared"].is_overdue(now)
+    run.events_path("node-0").write_text("")
+    never = {tier.tier: tier for tier in Records(run).tiers(plan_document("one", 400), now - 1000)}
+    assert never["nvme"].moment is None
+    assert (never["nvme"].is_overdue(now), never["shared"].is_overdue(now)) == (True, False)
+
+
+def test_a_log_is_read_from_its_end_and_then_on(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one")
+    assert sources(run)[0] == "rank-00000.log"
+    path = run.log_path(0)
+    path.write_text("".join(f"line {number}\n" for number in range(20_000)) + "half")
+    piece = read_piece(run, path.name, None)
+    assert piece is not None
+    assert len(piece.text) <= PIECE_BYTES
+    assert piece.text.startswith("line ")
+    assert piece.text.endswith("line 19999\n")
+    with open(path, "a") as file:
+        file.write(" a line\n")
+    after = read_piece(run, path.name, piece.end)
+    assert after is not None
+    assert after.text == "half a line\n"
+    path.write_text("new\n")  # it was begun anew
+    again = read_piece(run, path.name, after.end)
+    assert again is not None
+    assert (again.text, again.begin) == ("new\n", 0)
+
+
+def test_the_last_words_of_a_log_need_no_end_of_line_and_a_pipe_is_no_log(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", steps=3)
+    run.log_path(0).write_text("began\nSegmentation fau")
+    piece = read_piece(run, "rank-00000.log", None)
+    assert piece is not None
+    assert (piece.text, piece.rest, piece.end) == ("began\n", "Segmentation fau", 6)
+    with open(run.log_path(0), "a", encoding="utf-8") as file:
+        file.write("lt\n")
+    piece = read_piece(run, "rank-00000.log", piece.end)
+    assert piece is not None
+    assert (piece.text, piece.rest) == ("Segmentation fault\n", "")
+    os.mkfifo(run.path / "logs" / "rank-00077.log")
+    assert read_piece(run, "rank-00077.log", None) is None
+
+
+def metrics_of(requests: int, first_token_bucket: str, waiting: int = 0) -> str:
+    bounds = ("0.1", "0.5", "1.0", "+Inf")
+    counts = {bound: (requests if bounds.index(bound) >= bounds.index(first_token_bucket) else 0) for bound in bounds}
+    lines = ["# TYPE vllm:time_to_first_token_seconds histogram"]
+    lines += [f'vllm:time_to_first_token_seconds_bucket{{le="{bound}"}} {count}' for bound, count in counts.items()]
+    lines += [f"vllm:time_to_first_token_seconds_count {requests}", "vllm:time_to_first_token_seconds_sum 1"]
+    lines += ["# TYPE vllm:num_requests_waiting gauge", f"vllm:num_requests_waiting {waiting}"]
+    lines += ["# TYPE vllm:kv_cache_usage_perc gauge", "vllm:kv_cache_usage_perc 0.25"]
+    lines += ["# TYPE vllm:generation_tokens counter", f"vllm:generation_tokens_total {100 * requests}"]
+    return "\n".join(lines) + "\n"
+
+
+def test_latencies_are_of_the_last_minute() -> None:
+    server = ServerLooks(ServerAddress("127.0.0.1", 1))
+    server.take(metrics_of(1000, "0.1"), 0.0)
+    later = server.take(
+        metrics_of(1010, "0.1").replace('le="0.1"} 1010', 'le="0.1"} 1000').replace('le="0.5"} 1010', 'le="0.5"} 1000'),
+        10.0,
+    )
+    median, late = later.quantiles["first_token"]
+    assert median is not None
+    assert late is not None
+    assert 0.5 < median <= late <= 1.0
+    assert later.tokens_per_second == pytest.approx(100.0)
+    assert later.kv_share == 0.25
+    restarted = server.take(metrics_of(4, "0.1", waiting=3), 12.0)
+    assert restarted.waiting == 3
+    assert restarted.tokens_per_second is None
+    assert len(server.curves()["seconds"]) == 3
+    assert restarted.quantiles["first_token"] == (None, None)  # nobody has asked since
+
+
+def test_the_fullest_of_several_engines_is_told() -> None:
+    lines = [f'vllm:kv_cache_usage_perc{{engine="{number}"}} 0.{number}' for number in (3, 6, 5)]
+    lines += [f'vllm:num_requests_running{{engine="{number}"}} 2' for number in (3, 6, 5)]
+    look = ServerLooks(ServerAddress("127.0.0.1", 1)).take("\n".join(lines) + "\n", 0.0)
+    assert (look.kv_share, look.running) == (0.6, 6)
+
+
+def test_a_quantile_of_nothing_is_none() -> None:
+    assert histogram_quantile([], 0.5) is None
+    assert histogram_quantile([(1.0, 0.0), (float("inf"), 0.0)], 0.5) is None
+    assert histogram_quantile([(1.0, 10.0), (float("inf"), 10.0)], 0.5) == pytest.approx(0.5)
+
+
+def look_at_all(root: Path) -> dict[str, Any]:
+    summaries = Summaries(root, Verdicts(lambda run: Answer("healthy", "")))
+    summaries.rows()
+    deadline = time.monotonic() + 10
+    while any(row.state == "reading" for row in summaries.rows()) or not summaries._is_read:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    summaries.close()
+    return {row.run.name: row for row in summaries.rows()}
+
+
+def test_runs_that_have_ended_are_remembered_until_they_change(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", "ended", nodes=1, steps=5, state="done")
+    write_run(tmp_path / "runs", "moves", nodes=1, steps=5)
+    before = look_at_all(tmp_path / "runs")
+    for name in ("ended", "moves"):
+        (tmp_path / "runs" / name / "ledger" / "node-0.jsonl").write_text("")
+    after = look_at_all(tmp_path / "runs")
+    assert after["ended"].summary == before["ended"].summary
+    assert after["ended"].summary.goodput > 0.5
+    assert after["moves"].summary.goodput is None
+    ended = RunDirectory(tmp_path / "runs" / "ended")
+    ended.unmark("DONE")  # it was resumed, and failed
+    ended.mark("FATAL", "the disk is full")
+    assert look_at_all(tmp_path / "runs")["ended"].summary.state == "failed"
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", "whole", nodes=1, steps=5, state="done")
+    broken = write_run(tmp_path / "runs", "broken", nodes=1, steps=5, state="done")
+    broken.launch_path.write_text('{"generation": "none"}')
+    rows = look_at_all(tmp_path / "runs")
+    assert rows["whole"].state == "done"
+    assert rows["broken"].state == "unreadable"
+    assert "cannot be read" in rows["broken"].trouble
+
+
+def test_what_cannot_be_read_now_is_said_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "runs"
+    write_run(root, "good", nodes=1, steps=5)
+    odd = write_run(root, "odd", nodes=1, steps=5, state="done")
+    plan = json.loads(odd.plan_path.read_text())
+    odd.plan_path.write_text(json.dumps({**plan, "cost": [1], "cost_dollars": None}))
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("CRATON_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(summaries_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(summaries_module, "MOST_SHARE", 1.0)
+    listed, broken, looks = summaries_module.list_runs, {"list": False, "settle": False}, [0]
+    settled = summaries_module.settled_summaries
+
+    def list_or_fail(folder: Path) -> list[RunDirectory]:
+        looks[0] += 1
+        if broken["list"]:
+            raise OSError(116, "Stale file handle")
+        return listed(folder)
+
+    def settle_or_fail(found: Any, ask: Any) -> Any:
+        if broken["settle"]:
+            raise RuntimeError("squeue does not answer")
+        return settled(found, ask)
+
+    monkeypatch.setattr(summaries_module, "list_runs", list_or_fail)
+    monkeypatch.setattr(summaries_module, "settled_summaries", settle_or_fail)
+    summaries = Summaries(root, Verdicts(lambda run: Answer("healthy", "")))
+
+    def wait_for(states: dict[str, str], trouble: str) -> None:
+        deadline = time.monotonic() + 10
+        before = looks[0]
+        while True:
+            seen = {row.run.name: row.state for row in summaries.rows()}
+            is_told = trouble in summaries.trouble and bool(trouble) == bool(summaries.trouble)
+            if seen == states and is_told and looks[0] > before + 2:
+                return
+            assert time.monotonic() < deadline, (seen, summaries.trouble)
+            time.sleep(0.01)
+
+    there = {"good": "running", "odd": "unreadable"}
+    wait_for(there, "")
+    broken["list"] = True
+    wait_for(there, "Stale file handle")
+    broken.update(list=False, settle=True)
+    wait_for(there, "squeue does not answer")
+    broken["settle"] = False
+    wait_for(there, "")
+    summaries.close()
+
+
+def test_a_wide_run_is_summed_up_from_some_of_its_nodes_and_rank_0(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "wide", nodes=40, ranks_per_node=1, steps=5)
+    member = json.loads(run.generation_path(0).read_text())
+    member["nodes"] = member["nodes"][7:] + member["nodes"][:7]  # rank 0 has moved to node-7
+    run.generation_path(0).write_text(json.dumps(member))
+    first, moved = run.metrics_path("node-0"), run.metrics_path("node-7")
+    first.rename(tmp_path / "kept")
+    moved.write_text((tmp_path / "kept").read_text().replace("node-0", "node-7"))
+    whole, part = Summarizer(run).summary(), Summarizer(run, most_nodes=4).summary()
+    assert (part.step, part.loss, part.state) == (whole.step, whole.loss, whole.state) == (5, whole.loss, "running")
+    assert part.goodput == pytest.approx(whole.goodput)
+    assert part.wall_seconds == pytest.approx(whole.wall_seconds)
