@@ -15,7 +15,7 @@ CRATON := $(VENV)/bin/craton
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PLANNED_JOBS := $(filter-out $(wildcard examples/custom-*.yaml examples/command-*.yaml), $(wildcard examples/*.yaml))
 
-.PHONY: install browser slurm validators demo plans test test-all chaos bench clean
+.PHONY: install browser slurm observers validators demo plans test test-all chaos bench clean
 
 install: $(STAMP)
 	@echo "Craton is installed in $(VENV): try $(CRATON) --help"
@@ -71,6 +71,17 @@ slurm:
 	    || echo "Slurm could not be installed: its tests will be skipped"; \
 	fi
 
+# Rules and alerts are tested with real Prometheus and Alertmanager; where they cannot be had, those tests are skipped and
+# say so. Debian starts both as services when they are installed, which nobody asked for here.
+OBSERVER_PACKAGES := prometheus prometheus-alertmanager
+observers:
+	@if ! command -v promtool prometheus-alertmanager >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing $(OBSERVER_PACKAGES)"; \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+	    apt-get install -y -qq --no-install-recommends $(OBSERVER_PACKAGES) >/dev/null; } \
+	    || echo "Prometheus could not be installed: its tests will be skipped"; \
+	fi
+
 # The runs of the demo live apart from yours, and each demo starts anew.
 DEMO := CRATON_RUNS=runs/demo $(CRATON)
 demo: $(TRAIN_STAMP)
@@ -98,7 +109,7 @@ plans: $(TRAIN_STAMP)
 	@echo; echo "reports: $$(ls reports/*.html | tr '\n' ' ')"
 
 test:
-	@start=$$(date +%s); $(MAKE) --no-print-directory install browser slurm validators || exit 1; \
+	@start=$$(date +%s); $(MAKE) --no-print-directory install browser slurm observers validators || exit 1; \
 	installed=$$(date +%s); echo "set-up took $$((installed - start)) s"; \
 	set -x; \
 	$(VENV)/bin/ruff check --quiet . && $(VENV)/bin/ruff format --quiet --check . && \

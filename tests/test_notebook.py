@@ -39,6 +39,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
     return notebook
 
 
+@pytest.mark.slow
 def test_it_says_what_a_reader_came_for(executed: nbformat.NotebookNode) -> None:
     first, phases, micro_batches, clusters, limits = printed(executed)
     assert "llama-3.1-8b on p5en.48xlarge x 16: fits" in first
@@ -62,6 +63,7 @@ def total(phases: str) -> float:
     return sum(float(each) for each in seconds)
 
 
+@pytest.mark.slow
 def test_it_shows_what_it_prints_now(executed: nbformat.NotebookNode, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--update-golden"):
         NOTEBOOK.write_text(nbformat.writes(executed) + "\n", encoding="utf-8")

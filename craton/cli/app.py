@@ -11,12 +11,13 @@ import sys
 
 import typer
 
-from craton.cli import bench, cluster, data
+from craton.cli import bench, cluster, data, observe
 from craton.cli.calibrate import calibrate
 from craton.cli.catalog import catalog
 from craton.cli.chaos import chaos
 from craton.cli.doctor import doctor
 from craton.cli.export import export
+from craton.cli.heal import heal
 from craton.cli.logs import logs
 from craton.cli.plan import plan
 from craton.cli.ps import ps
@@ -26,6 +27,8 @@ from craton.cli.run import run
 from craton.cli.sample import sample
 from craton.cli.serve import serve
 from craton.cli.stop import stop
+from craton.cli.top import top
+from craton.cli.ui import ui
 from craton.cli.validate import validate
 from craton.cli.why import why
 
@@ -45,6 +48,8 @@ app.command()(serve)
 app.command()(ps)
 app.command()(logs)
 app.command()(why)
+app.command()(top)
+app.command()(ui)
 app.command()(stop)
 app.command()(resume)
 app.command()(resize)
@@ -53,10 +58,12 @@ app.command()(export)
 app.command()(sample)
 app.command()(validate)
 app.command()(doctor)
+app.command()(heal)
 app.command()(catalog)
 app.command()(calibrate)
 app.add_typer(data.app, name="data")
 app.add_typer(cluster.app, name="cluster")
+app.add_typer(observe.app, name="observe")
 app.add_typer(bench.app, name="bench")
 
 

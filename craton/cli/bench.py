@@ -1,5 +1,6 @@
 """`craton bench plan CASES.json`: how well the planner predicts published runs. `craton bench recover`: how fast a
-training that breaks goes on. `craton bench serve URL`: how fast a server answers, in a file of its own."""
+training that breaks goes on. `craton bench serve URL`, how fast a server answers, and `craton bench why`, how often the
+diagnosis is right, are in files of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from craton.cli.bench_serve import serve
+from craton.cli.bench_why import why
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Benchmarks of Craton itself.", no_args_is_help=True)
 app.command("serve")(serve)
+app.command("why")(why)
 
 
 @app.callback()

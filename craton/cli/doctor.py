@@ -39,6 +39,14 @@ def doctor(
     bandwidth: Annotated[
         bool, typer.Option("--bandwidth", help="Measure all-reduce in pairs, up to 60 s, and find the slow one.")
     ] = False,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="Judge this machine as a node of a run: by its job, its launch and its environment.",
+            show_default=False,
+        ),
+    ] = None,
     nccl_log: Annotated[
         str | None,
         typer.Option(
@@ -55,9 +63,12 @@ def doctor(
     from craton.cli.live import make_console
     from craton.job import CratonError
     from craton.orchestration import diagnose, diagnose_nccl_log, diagnose_nodes
+    from craton.telemetry import find_run
 
     if nodes is not None and root is not None:
         raise CratonError("--root is the image of one node; leave out NODES")
+    if run is not None and (nodes is not None or cluster is not None or nccl_log is not None):
+        raise CratonError("--run says what this machine should be; leave out NODES, --cluster and --nccl-log")
     if nccl_log is not None and (nodes is not None or root is not None or compute or bandwidth):
         raise CratonError("--nccl-log reads what a run wrote; leave out NODES, --root, --compute and --bandwidth")
     if nccl_log is not None:
@@ -65,7 +76,8 @@ def doctor(
     elif nodes is not None:
         found = diagnose_nodes(nodes, cluster, compute=compute, bandwidth=bandwidth)
     else:
-        found = diagnose(root, cluster, compute=compute, bandwidth=bandwidth)
+        asked = find_run(run) if run is not None else None
+        found = diagnose(root, cluster, run=asked, compute=compute, bandwidth=bandwidth)
     if as_json:
         print(json.dumps(found.to_json()))
     else:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from craton.cli import figures
+from craton import figures
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -30,18 +30,8 @@ STATE_STYLES = {
     "failed": "bold red",
     "lost": "bold red",
 }
-PHASE_STYLES = {
-    "data": "cyan",
-    "compute": "blue",
-    "communication": "yellow",
-    "optimizer": "magenta",
-    "checkpoint": "green",
-}
-
-
 # Events that a log does without: every checkpoint, and what the outcome tells at length.
 _UNTOLD_EVENTS = ("checkpoint_saved", "failed", "rank_ended", "ranks_told_to_end", "recovered")
-_SILENT_FIELDS = ("time", "generation", "event", "node", "step", "rank", "pid")
 
 
 def make_console(as_json: bool = False) -> Console:
@@ -276,7 +266,7 @@ def _phases(view: View, width: int) -> RenderableType:
     for title, _ in sides:
         grid.add_column(Text(title, style="dim"), justify="right", no_wrap=True, min_width=8)
         grid.add_column("", no_wrap=True, min_width=room + 1)
-    for phase, style in PHASE_STYLES.items():
+    for phase, style in figures.PHASE_STYLES.items():
         cells = [Text(phase, style="dim")]
         for _, phases in sides:
             seconds = phases.get(phase)
@@ -299,20 +289,5 @@ def describe(event: dict[str, Any]) -> str:
     """`step 120 · checkpoint saved · tier shared · took 210 ms`: the event's name and its fields as they are."""
     words = [f"step {event['step']:,}"] if event.get("step") else []
     words.append(str(event.get("event", "event")).replace("_", " "))
-    for key, value in event.items():
-        if key in _SILENT_FIELDS or isinstance(value, bool) or not isinstance(value, int | float | str):
-            continue
-        words.append(_field(key, value))
-    return " · ".join(words)
-
-
-def _field(key: str, value: float | str) -> str:
-    name = key.replace("_", " ")
-    if isinstance(value, str):
-        text = value.splitlines()[0] if value else ""
-        return text if key in ("message", "reason", "text", "fault") else f"{name} {text}"
-    if name.endswith("seconds"):
-        return f"{name.removesuffix('seconds') or 'took '}{figures.duration(value)}"
-    if name.endswith("bytes"):
-        return f"{name.removesuffix('bytes')}{figures.size(value)}".strip()
-    return f"{name} {value}" if isinstance(value, int) else f"{name} {figures.digits(value)}"
+    words.append(figures.event_fields(event))
+    return " · ".join(word for word in words if word)

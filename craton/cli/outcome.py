@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from craton.cli import figures
+from craton import figures
 from craton.remote import is_url
 
 if TYPE_CHECKING:

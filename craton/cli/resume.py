@@ -46,7 +46,7 @@ def resume(
     job = resumed_job(found, cluster, steps)
     with progress("planning") as report:
         draft = draft_resume(found, job, on=on, stop_at=stop_step(stop_at, job), progress=report)
-    backend_of(draft.on).check(draft)
+    backend_of(draft.on).check(draft, found)
     check_places(draft.job, found.path, draft.on)
     saved = None if job.serve else newest_checkpoint(found)
     if not as_json:

@@ -56,13 +56,13 @@ def run(
         check_places,
         draft_run,
         free_port,
-        link_run,
+        linking,
         named_job,
         root_of,
         start_run,
         with_chaos,
     )
-    from craton.telemetry import runs_root
+    from craton.telemetry import RunDirectory, runs_root
 
     console = make_console(as_json)
     wanted = with_chaos(named_job(load_job(job), name), chaos or ())
@@ -83,9 +83,9 @@ def run(
     if dry_run:
         print_draft(draft, root / wanted.name, as_json)
         return
-    backend_of(draft.on).check(draft)
+    backend_of(draft.on).check(draft, RunDirectory(root / wanted.name))
     if draft.job.run.copies > 1:
-        check_copies(draft, root)
+        check_copies(draft, dict.fromkeys((root, runs_root())))
     check_places(draft.job, root / wanted.name, draft.on)
     if not as_json:
         print_plan(draft, console)
@@ -95,18 +95,17 @@ def run(
     if draft.job.run.copies > 1:
         start_array(draft, root, console, as_json)
         return
-    started = start_run(draft, root)
-    link_run(started)
+    with linking([root / draft.job.name]):
+        started = start_run(draft, root)
     follow(started, draft, console, detach=detach, as_json=as_json)
 
 
 def start_array(draft: Draft, root: Path, console: Console, as_json: bool) -> None:
     """All copies of a job at once; there is no view of many."""
-    from craton.orchestration import link_run, start_copies
+    from craton.orchestration import copy_names, linking, start_copies
 
-    started = start_copies(draft, root)
-    for each in started:
-        link_run(each)
+    with linking(root / name for name in copy_names(draft)):
+        started = start_copies(draft, root)
     if as_json:
         print(json.dumps([{"name": each.name, "path": str(each.path)} for each in started]))
         return
@@ -163,7 +162,7 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
     """The layout and what it is predicted to do, in a few lines; `craton plan` tells all."""
     from rich.text import Text
 
-    from craton.cli import figures
+    from craton import figures
     from craton.orchestration import STOP_AT
 
     job, plan, serving = draft.job, draft.plan, draft.serving
@@ -175,7 +174,7 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
     for text in draft.launch.chaos:
         console.print(Text(f"CHAOS on purpose: {text}", style="bold red"))
     if serving is not None:
-        print_serving(serving, console)
+        print_serving(serving, console, job.run.copies)
     if plan is None:
         return
     between = f"{figures.duration(plan.step_seconds_low)} – {figures.duration(plan.step_seconds_high)}"
@@ -197,13 +196,14 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
     stop = f"; stops with a checkpoint after step {stop_at}" if stop_at else ""
     print_field(console, "to do", f"{steps} in {middle} ({low} – {high}){stop}")
     if plan.cost is not None:
-        low, middle, high = (figures.dollars(left * dollars) for dollars in _run_dollars(plan.cost))
-        print_field(console, "cost", f"{middle} ({low} – {high}), {plan.cost.purchase}")
+        copies = job.run.copies
+        low, middle, high = (figures.dollars(copies * left * dollars) for dollars in _run_dollars(plan.cost))
+        print_field(console, "cost", f"{middle} ({low} – {high}){_for_copies(copies)}, {plan.cost.purchase}")
 
 
-def print_serving(plan: ServePlan, console: Console) -> None:
+def print_serving(plan: ServePlan, console: Console, copies: int = 1) -> None:
     """What a server is predicted to hold and to reach."""
-    from craton.cli import figures
+    from craton import figures
 
     print_field(console, "layout", f"tp {plan.tp} · {plan.precision}")
     single, best = (figures.amount(value) for value in (plan.single_tokens_per_second, plan.best_tokens_per_second))
@@ -215,7 +215,8 @@ def print_serving(plan: ServePlan, console: Console) -> None:
         f"{figures.size(plan.memory_bytes)} of {figures.size(plan.memory_limit_bytes)} a rank",
     )
     if plan.dollars_per_hour is not None:
-        print_field(console, "cost", f"{figures.dollars(plan.dollars_per_hour)} an hour")
+        dollars = figures.dollars(copies * plan.dollars_per_hour)
+        print_field(console, "cost", f"{dollars} an hour{_for_copies(copies)}")
     for warning in plan.warnings:
         print_field(console, "!", warning)
 
@@ -232,6 +233,10 @@ def print_field(console: Console, title: str, text: str) -> None:
     console.print(grid)
 
 
+def _for_copies(copies: int) -> str:
+    return f" for {copies} copies" if copies > 1 else ""
+
+
 def _share_left(plan: Plan, begin: SavedStep | None) -> float:
     return 1.0 - begin.step / plan.steps if begin else 1.0
 
@@ -246,7 +251,7 @@ def _run_dollars(cost: CostPlan) -> tuple[float, float, float]:
 
 def prepare(draft: Draft, console: Console) -> Draft:
     """The draft with its data prepared, which takes a while the first time; says how much there is."""
-    from craton.cli import figures
+    from craton import figures
     from craton.cli.progress import progress
     from craton.orchestration import prepare_data
 
@@ -260,7 +265,7 @@ def prepare(draft: Draft, console: Console) -> Draft:
 
 def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
     """On a priced cluster nothing starts without a yes."""
-    from craton.cli import figures
+    from craton import figures
     from craton.orchestration import StartError
 
     plan, serving = draft.plan, draft.serving
@@ -268,7 +273,7 @@ def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
     if yes:
         return
     if serving is not None and serving.dollars_per_hour is not None:
-        dollars = f"{figures.dollars(serving.dollars_per_hour)} an hour"
+        dollars = f"{figures.dollars(copies * serving.dollars_per_hour)} an hour"
     elif plan is not None and plan.cost is not None:
         dollars = figures.dollars(copies * _share_left(plan, begin) * plan.cost.cost_dollars)
     elif plan is None and serving is None and (hourly := draft.dollars_per_hour) is not None:
@@ -282,17 +287,23 @@ def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
 
 def print_draft(draft: Draft, run: Path, as_json: bool) -> None:
     """What a launch would write and start, or send."""
-    from craton.orchestration import backend_of
+    from craton.orchestration import backend_of, first_copy
     from craton.telemetry import RunDirectory
 
-    backend, place = backend_of(draft.on), RunDirectory(run)
-    files = {**draft.files(), **backend.files(draft, place)}
+    backend, place, copies = backend_of(draft.on), RunDirectory(run), draft.job.run.copies
+    if copies > 1:
+        place, files = first_copy(draft, run.parent)
+        run = place.path
+    else:
+        files = {**draft.files(), **backend.files(draft, place)}
     commands = backend.command(draft, place)
     if as_json:
         print(json.dumps({"run": str(run), "files": files, "commands": commands}))
         return
     for name, text in files.items():
         print(f"# {run / name}\n{text}")
+    if copies > 1:
+        print(f"# and the same for {draft.job.name}-2 to {draft.job.name}-{copies}, but for the script")
     print("# would be started, each on its own" if draft.on == "local" else f"# would be sent to {draft.on}")
     for command in commands:
         print(shlex.join(command))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from craton.cli import figures
+from craton import figures
 from craton.cli.outcome import exit_code, outcome_json, print_failure, recoveries_text, shown
 
 if TYPE_CHECKING:

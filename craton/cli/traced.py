@@ -38,7 +38,7 @@ def render_trace(traced: dict[str, Any], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from craton.cli.figures import digits
+    from craton.figures import digits
 
     trace, comparison = traced["trace"], traced["comparison"]
     verdict = ("agrees with the plan", "green") if comparison["agrees"] else ("differs from the plan", "bold yellow")
@@ -134,7 +134,7 @@ def _difference(planned: float, traced: float) -> str:
 
 def _scaled(size: float, unit: str) -> str:
     """2.55 GB, 722 GFLOP."""
-    from craton.cli.figures import digits
+    from craton.figures import digits
 
     for prefix, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if size >= scale:

@@ -1,36 +1,46 @@
-"""`craton why RUN`: why a run waits."""
+"""`craton why RUN`: why a run waits, is slow, hangs, is dead or computes wrong."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
 def why(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="Name or folder of a run; the newest one.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save what was looked at, to share it or to judge it again.")
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Judge a saved snapshot instead of a run.")
+    ] = None,
+    prometheus: Annotated[
+        str | None, typer.Option(metavar="URL", help="A Prometheus that knows the nodes; else $CRATON_PROMETHEUS.")
+    ] = None,
 ) -> None:
-    """Say why a run waits: what it needs, what there is, and when it may start."""
+    """Say why a run waits, is slow, hangs, is dead or wrong: layer, node, evidence, what to do, what it costs."""
     import json
-    from dataclasses import asdict
 
     from craton.cli.live import make_console
-    from craton.orchestration import settled, standing_of
-    from craton.telemetry import find_run, summarize
+    from craton.observability.diagnosis import chosen_run, diagnose, read_snapshot, take_snapshot
 
-    found = find_run(run)
-    standing = standing_of(found)
-    summary = settled(summarize(found), standing)
+    snapshot = read_snapshot(replay) if replay else take_snapshot(chosen_run(run), prometheus)
+    if save:
+        save.write_text(snapshot.to_json() + "\n", encoding="utf-8")
+    verdict = diagnose(snapshot)
     if as_json:
-        print(json.dumps({"name": found.name, "state": summary.state, "message": summary.message, **asdict(standing)}))
+        scheduler = {"job": snapshot.scheduler.job, "reason": snapshot.scheduler.reason}
+        told = {"name": snapshot.run.name, "state": snapshot.run.state, "message": snapshot.run.message, **scheduler}
+        print(json.dumps({**told, **verdict.to_json(), "notes": list(snapshot.notes)}))
         return
     console = make_console()
-    if standing.condition == "waiting":
-        text = f"{found.name} waits as job {standing.job}: {standing.sentence}"
-    elif standing.condition == "unknown":
-        text = f"{found.name}: {standing.sentence}"
-    else:
-        reason = f": {summary.message.splitlines()[0]}" if summary.message else ""
-        text = f"{found.name} is {summary.state}{reason}"
-    console.print(text, soft_wrap=True, markup=False)
+    console.print(verdict.sentence, soft_wrap=True, markup=False)
+    for line in verdict.evidence if verdict.is_alarm else ():
+        console.print(f"  · {line}", soft_wrap=True, markup=False, highlight=False)
+    for note in snapshot.notes:
+        console.print(f"  ({note})", soft_wrap=True, markup=False, highlight=False)

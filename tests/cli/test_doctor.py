@@ -16,7 +16,7 @@ from craton.agent import Launch, write_launch
 from craton.cli.app import main
 from craton.telemetry import RunDirectory
 
-FINDING_KEYS = {"layer", "what", "severity", "evidence", "remedy", "node"}
+FINDING_KEYS = {"layer", "what", "severity", "evidence", "remedy", "node", "action"}
 
 
 class Doctor:

@@ -71,6 +71,7 @@ def loss_on_answers(model: Any, folder: Path) -> float:
     return total / count
 
 
+@pytest.mark.slow
 def test_adapters_learn_the_answers_and_leave_as_a_whole_model(verbs: Verbs, base: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM

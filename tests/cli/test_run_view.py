@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from craton import figures
 from craton.agent import Generation
-from craton.cli import figures
 from craton.cli.live import describe, line, make_console, panel, watch
 from craton.cli.outcome import outcome_json, print_outcome
 from craton.orchestration import Follower

@@ -1,0 +1,178 @@
+"""`craton observe up` while it runs: targets and firing alerts, in place in a terminal, else a line a change."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from craton.observability.prometheus import Observed, Observer, TargetKeeper
+
+HEALTH_STYLES = {"up": "green", "down": "bold red", "unknown": "cyan"}
+SEVERITY_STYLES = {"page": "bold red", "ticket": "yellow", "info": "cyan"}
+MOST_TARGETS = 40  # shown one by one; more are counted by job
+
+
+@contextmanager
+def ended_by_signal() -> Iterator[None]:
+    """SIGTERM ends it as Ctrl-C does, so that both programs are ended with it."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def show_until(observer: Observer, console: Console, as_json: bool, seconds: float | None) -> Observed | None:
+    """Until Ctrl-C, or for so many seconds. Returns the last look."""
+    trouble = _Trouble(console, as_json)
+    if as_json:
+        return _repeat(observer, seconds, _JsonLines(), trouble)
+    if not console.is_terminal:
+        return _repeat(observer, seconds, _Lines(console), trouble)
+    from rich.live import Live
+
+    with Live(console=console, refresh_per_second=2) as live:
+        return _repeat(observer, seconds, lambda seen: live.update(_picture(seen)), trouble)
+
+
+def keep_targets(
+    keeper: TargetKeeper, every_seconds: float, seconds: float | None, console: Console, as_json: bool
+) -> None:
+    """Target files alone, for a Prometheus that runs already."""
+    trouble = _Trouble(console, as_json)
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while deadline is None or time.monotonic() < deadline:
+        keeper.refresh()
+        trouble(keeper.trouble)
+        time.sleep(every_seconds)
+
+
+def _repeat(
+    observer: Observer, seconds: float | None, tell: Callable[[Observed], None], trouble: Callable[[str], None]
+) -> Observed | None:
+    deadline = None if seconds is None else time.monotonic() + seconds
+    seen: Observed | None = None
+    while deadline is None or time.monotonic() < deadline:
+        observer.refresh()
+        trouble(observer.keeper.trouble)
+        try:
+            seen = observer.look()
+        except OSError:  # busy; one that has ended is told of by refresh
+            pass
+        else:
+            tell(seen)
+        left = observer.settings.every_seconds if deadline is None else max(0.0, deadline - time.monotonic())
+        time.sleep(min(observer.settings.every_seconds, left))
+    return seen
+
+
+class _Trouble:
+    """Says that targets could not be looked for, once for each reason, and when they can again."""
+
+    def __init__(self, console: Console, as_json: bool) -> None:
+        self._console, self._as_json = console, as_json
+        self._told = ""
+
+    def __call__(self, trouble: str) -> None:
+        if trouble == self._told:
+            return
+        self._told = trouble
+        if self._as_json:
+            print(json.dumps({"event": "trouble", "trouble": trouble}), flush=True)
+        else:
+            text, style = (trouble, "yellow") if trouble else ("targets are looked for again", "green")
+            self._console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+class _JsonLines:
+    """One object a line, whenever something changed."""
+
+    def __init__(self) -> None:
+        self._told = ""
+
+    def __call__(self, seen: Observed) -> None:
+        alerts = [{**alert, "labels": dict(alert["labels"])} for alert in seen.alerts]
+        line = json.dumps({"event": "seen", "targets": [dict(each) for each in seen.targets], "alerts": alerts})
+        if line != self._told:
+            self._told = line
+            print(line, flush=True)
+
+
+class _Lines:
+    """A line for every target and alert that changed."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._health: dict[str, str] = {}
+        self._firing: dict[str, str] = {}
+
+    def __call__(self, seen: Observed) -> None:
+        health = {f"{each['job']} {each['address']}{_whose(each)}": each["health"] for each in seen.targets}
+        for name, state in health.items():
+            if self._health.get(name) != state:
+                self._console.print(f"{name}: {state}", style=HEALTH_STYLES.get(state, ""), markup=False)
+        for name in self._health.keys() - health.keys():
+            self._console.print(f"{name}: no target any more", style="dim", markup=False)
+        firing = {json.dumps(alert["labels"], sort_keys=True) + alert["name"]: _told(alert) for alert in seen.firing}
+        for key, text in firing.items():
+            if key not in self._firing:
+                self._console.print(f"ALERT {text}", style="bold red", markup=False, soft_wrap=True)
+        for key in self._firing.keys() - firing.keys():
+            self._console.print(f"over: {self._firing[key]}", style="green", markup=False, soft_wrap=True)
+        self._health, self._firing = health, firing
+
+
+def _picture(seen: Observed) -> RenderableType:
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    targets = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    if len(seen.targets) > MOST_TARGETS:
+        for column in ("JOB", "UP", "TARGETS"):
+            targets.add_column(column, justify="left" if column == "JOB" else "right")
+        counted = Counter(each["job"] for each in seen.targets)
+        up = Counter(each["job"] for each in seen.targets if each["health"] == "up")
+        for job, count in sorted(counted.items()):
+            targets.add_row(job, Text(str(up[job]), style="green" if up[job] == count else "bold red"), str(count))
+    else:
+        for column in ("JOB", "ADDRESS", "RUN", "NODE", "HEALTH"):
+            targets.add_column(column, no_wrap=True)
+        for each in seen.targets:
+            health = Text(each["health"], style=HEALTH_STYLES.get(each["health"], ""))
+            targets.add_row(each["job"], each["address"], each["run"], each["node"], health)
+    alerts = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("SEVERITY", "LAYER", "ALERT", "WHAT"):
+        alerts.add_column(column, no_wrap=column != "WHAT", overflow="fold")
+    for alert in seen.firing:
+        severity = Text(alert["severity"], style=SEVERITY_STYLES.get(alert["severity"], ""))
+        alerts.add_row(severity, alert["layer"], alert["name"], Text(alert["summary"]))
+    waiting = len(seen.alerts) - len(seen.firing)
+    parts: list[RenderableType] = [targets if seen.targets else Text("no targets: no run goes on", style="dim")]
+    parts.append(alerts if seen.firing else Text("no alert fires", style="green"))
+    if waiting:
+        parts.append(Text(f"{waiting} more would fire if they last", style="dim"))
+    return Group(*parts)
+
+
+def _whose(target: Any) -> str:
+    names = [name for name in (target["run"], target["node"]) if name]
+    return f" ({' · '.join(names)})" if names else ""
+
+
+def _told(alert: Any) -> str:
+    return f"[{alert['severity']}] {alert['name']}: {alert['summary']} — {alert['runbook']}"
