@@ -180,9 +180,7 @@ class NodeProcesses:
                 page.begin("waiting", time.monotonic() - max(0.0, generation.time - generation.broke_at))
             self.places.append(Place(page))
         if not wanted:
-            for place in self.places:
-                if place.process is not None:
-                    place.process.send(signal.SIGKILL)
+            self._part(generation)
             return
         for rank, place in self.ranks:
             place.starts, place.is_done, place.missing_since = 0, False, time.monotonic()
@@ -198,6 +196,18 @@ class NodeProcesses:
             else:
                 self._end(place)
 
+    def _part(self, generation: Generation) -> None:
+        """This node works no more. Its ranks are needed for the last step and its save, if there is one to come."""
+        for place in self.places:
+            if place.process is None:
+                continue
+            if not generation.is_planned:
+                place.process.send(signal.SIGKILL)
+            elif self._launch.nursery:
+                self._tell(place.process.rank, place, generation)
+            else:
+                self._end(place)
+
     def wait_for_nodes(self) -> None:
         """What has broken cannot go on before another node is there."""
         for place in self.places:
@@ -206,7 +216,7 @@ class NodeProcesses:
 
     def watch(self, now: float) -> None:
         """Ends ranks whose time is over."""
-        for _, place in self.ranks:
+        for place in self.places:
             if not place.is_running or self.generation is None:
                 continue
             assert place.process is not None

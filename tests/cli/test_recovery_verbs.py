@@ -22,7 +22,7 @@ model: {name: tiny, layers: 1, hidden: 32, ffn_hidden: 32, heads: 2, vocab: 300,
 data: {path: text.jsonl, tokenizer: "bpe:300", sequence: 16}
 train: {global_batch_sequences: 6, steps: 100000, precision: fp32, learning_rate: 1e-2}
 cluster: local x 2
-checkpoint: {tiers: [{to: shared, every_steps: 5, keep: 2}]}
+checkpoint: {peer: 7 steps, tiers: [{to: shared, every_steps: 50, keep: 2}]}
 """
 LONG = {"STEPS": 100_000}
 
@@ -49,8 +49,9 @@ def steps_of(verbs: Verbs) -> list[tuple[int, int]]:
 
 
 def test_chaos_breaks_and_the_run_comes_back_and_goes_on_with_another_size(verbs: Verbs, words: Path) -> None:
-    verbs("run", words, "--detach")
-    verbs.wait_for_step(3, "words")
+    started = verbs("run", words, "--detach")
+    assert started.returncode == 0, started.stderr
+    verbs.wait_for_step(8, "words")
     broken = verbs.json("chaos", "words", "--kill", "rank=1", "--yes", "--wait")
     assert (broken["fired"], broken["not_fired"]) == (["kill rank=1"], [])
     recovery = broken["recoveries"][0]
@@ -104,8 +105,9 @@ def test_a_dry_run_shows_the_sizes_of_an_elastic_job(verbs: Verbs, words: Path) 
 
 @pytest.mark.slow
 def test_resume_goes_on_with_no_words_after_everything_was_killed(verbs: Verbs, words: Path) -> None:
-    verbs("run", words, "--detach")
-    verbs.wait_for_step(12, "words")
+    started = verbs("run", words, "--detach")
+    assert started.returncode == 0, started.stderr
+    verbs.wait_for_step(52, "words")
     run = verbs.run("words")
     for pid in processes_of(run.path):
         os.kill(pid, signal.SIGKILL)
@@ -115,7 +117,7 @@ def test_resume_goes_on_with_no_words_after_everything_was_killed(verbs: Verbs, 
     verbs.wait_for_step(before + 2, "words")
     generations = steps_of(verbs)
     resumed = [step for generation, step in generations if generation == generations[-1][0]]
-    assert resumed[0] > 5, "it went on from a checkpoint"
+    assert resumed[0] > 50, "it went on from a checkpoint"
     verbs("stop", "words", "--now")
     verbs.wait_for(lambda: not processes_of(run.path))
 

@@ -35,12 +35,16 @@ class RegroupError(Exception):
 
 @dataclass(frozen=True)
 class Order:
-    """Enter this generation as this rank."""
+    """Enter this generation as this rank; or end, where the generation has none on this node."""
 
     generation: Generation
     rank: int
     node: str
     keeper: str  # the address of the node's keeper for its own processes; "": there is none
+
+    @property
+    def is_last(self) -> bool:
+        return not self.generation.ranks_of(self.node)
 
     @property
     def local_rank(self) -> int:

@@ -79,6 +79,8 @@ class Session:
                 self.order = self._next_order(self.orders)
                 if self.order is None:
                     return 0 if self.stop_asked else EXIT_FAILED
+                if self.order.is_last:
+                    return 0
                 if self.clock.current in ("detect", "waiting"):
                     self.clock.switch("regroup")
             code = self._generation()
