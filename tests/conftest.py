@@ -12,6 +12,9 @@ import pytest
 from keepers import keepers  # noqa: F401 - a fixture of every test
 from s3 import bucket, faults, s3_server  # noqa: F401 - fixtures of every test
 
+# Two workers, gangs of ranks and servers share the cores: threads of one would only wait for those of another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A suite started in the background inherits an ignored Ctrl-C, and so would every command it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -29,6 +29,9 @@ def run_trace(job: Path, plan: Plan, ranks: Sequence[int] = ()) -> dict[str, Any
 
     if importlib.util.find_spec("torch") is None:
         raise PlanError("--trace runs the real training step, which needs torch: pip install 'craton[train]'")
+    for rank in ranks:  # before a process is started that would say the same, seconds later
+        if not 0 <= rank < plan.layout.world:
+            raise PlanError(f"--trace: rank {rank} is not one of the {plan.layout.world} ranks of {plan.layout}")
     with progress("tracing") as report:
         return _read_trace(job, plan, ranks, report)
 

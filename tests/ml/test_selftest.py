@@ -22,7 +22,7 @@ def test_results_are_the_same_from_run_to_run() -> None:
     assert first.hashes == again.hashes
     assert set(first.hashes) == {"matmul_bf16", "matmul_fp32", "attention_bf16"}
     assert set(first.mismatches.values()) == {0}
-    assert all(count > 1 for count in first.repeats.values())
+    assert all(count > 0 for count in first.repeats.values())
     assert first.wrong == []
     assert all(rate > 0 for rate in first.tflops.values())
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +17,16 @@ import openai
 import pytest
 import requests
 import torch
+from hung_rank import IDLE_REPORTS
 from live_server import SECONDS, Server, make_model, serving, wait_until
 from transformers import LlamaForCausalLM
 
-from craton.agent import free_port, run_secret
+from craton.agent import free_port, newest_generation, run_secret
+from craton.job import parse_job
 from craton.ml.models import Decoder, WeightsError, config_from_huggingface, load_weights
 from craton.ml.serving.weights import send_weights
-from craton.orchestration import living_agents, stop_run
+from craton.orchestration import draft_run, kill_run, living_agents, start_run, stop_run
+from craton.telemetry import RunDirectory
 
 SCHEMA = {
     "type": "object",
@@ -40,11 +45,23 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, 
 
 @pytest.fixture(scope="module")
 def server(theirs: tuple[LlamaForCausalLM, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(theirs[1], tmp_path_factory.mktemp("runs"), "one") as server:
+    with serving(theirs[1], tmp_path_factory.mktemp("runs"), "one", more=", drain: 20s") as server:
         yield server
 
 
 pytestmark = pytest.mark.xdist_group("whole server")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDirectory]:
+    """A server that hangs, begun before the first test, so that what it waits for happens beside them."""
+    root = tmp_path_factory.mktemp("runs")
+    command = shlex.join([sys.executable, str(Path(__file__).with_name("hung_rank.py"))])
+    job = parse_job(f"name: hung\nkind: command\ncommand: {command}\ncluster: local x 1\n")
+    run = start_run(draft_run(job, root / "hung", port=free_port()), root)
+    yield run
+    if living_agents(run):
+        kill_run(run)
 
 
 def expect_like_theirs(model: LlamaForCausalLM, prompt: list[int], tokens: list[int]) -> None:
@@ -173,17 +190,28 @@ def test_sleep_and_wake(server: Server, theirs: tuple[LlamaForCausalLM, Path]) -
     expect_like_theirs(theirs[0], prompt, server.complete(prompt))
 
 
-def test_a_stop_drains(theirs: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
-    with serving(theirs[1], tmp_path, "drained", more=", drain: 20s") as server:
-        chunks = server.client().completions.create(
-            model=server.name, prompt=[1, 2, 3], max_tokens=200, stream=True, extra_body={"ignore_eos": True}
-        )
-        received = [next(chunks)]
-        stop_run(server.run)
-        received += list(chunks)
-        assert received[-1].choices[0].finish_reason == "length"
-        wait_until(lambda: not living_agents(server.run), "the agents end")
-        assert not server.run.has("FATAL"), server.run.marker_text("FATAL")
+def test_a_stop_drains(server: Server) -> None:
+    """The last test of the server that all before it share."""
+    chunks = server.client().completions.create(
+        model=server.name, prompt=[1, 2, 3], max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+    )
+    received = [next(chunks)]
+    stop_run(server.run)
+    received += list(chunks)
+    assert received[-1].choices[0].finish_reason == "length"
+    wait_until(lambda: not living_agents(server.run), "the agents end")
+    assert not server.run.has("FATAL"), server.run.marker_text("FATAL")
+
+
+def test_a_step_that_never_returns_is_ended_and_an_idle_engine_is_not(hung: RunDirectory) -> None:
+    wait_until(lambda: hung.has("DONE") or hung.has("FATAL"), "its second life ends well")
+    log = hung.log_path(0).read_text()
+    assert hung.has("DONE"), log
+    newest = newest_generation(hung)
+    assert newest is not None
+    assert newest.number == 1, f"it was ended once, and not while it had nothing to do: {newest.reason}"
+    assert newest.reason.startswith("rank 0 hangs in productive")
+    assert f"asked after {IDLE_REPORTS} reports" in log
 
 
 @pytest.mark.slow
@@ -207,3 +235,18 @@ def test_a_lost_rank_ends_what_runs_and_the_server_comes_back(
         stop_run(server.run)
         wait_until(lambda: not living_agents(server.run), "the agents end")
         assert not server.run.has("FATAL"), server.run.marker_text("FATAL")
+
+
+@pytest.mark.slow
+def test_a_server_that_is_stopped_comes_back(theirs: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
+    prompt = [5, 6, 7, 8]
+    with serving(theirs[1], tmp_path, "stopped") as server:
+        expected = server.complete(prompt)
+        first = server.rank_pids()[0]
+        os.kill(first, signal.SIGSTOP)
+        wait_until(lambda: server.rank_pids()[0] != first, "the agent starts another rank")
+        wait_until(server.is_ready, "the server is back")
+        assert server.complete(prompt) == expected
+        newest = newest_generation(server.run)
+        assert newest is not None
+        assert newest.reason.startswith("rank 0 is stopped by a signal")

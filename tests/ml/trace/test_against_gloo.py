@@ -16,11 +16,11 @@ from craton.ml.trace import RankTrace, trace
 
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "fsdp 2 · tp 2": ({"fsdp": 2, "tp": 2, "recompute": "selective"}, "dense"),
-    "cp 2 · tp 2": ({"cp": 2, "tp": 2}, "dense"),
-    "pp 2, interleaved": ({"pp": 2, "vpp": 2, "schedule": "interleaved"}, "dense"),
     "pp 2 · ep 2, zero-bubble": ({"pp": 2, "fsdp": 2, "ep": 2, "schedule": "zero-bubble"}, "experts"),
 }
 MORE_LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "pp 2, interleaved": ({"pp": 2, "vpp": 2, "schedule": "interleaved"}, "dense"),
+    "cp 2 · tp 2": ({"cp": 2, "tp": 2}, "dense"),
     "replicate 2 · fsdp 2": ({"replicate": 2, "fsdp": 2}, "dense"),
     "fsdp 2 · ep 2": ({"fsdp": 2, "ep": 2}, "experts"),
     "fsdp 4, full recompute": ({"fsdp": 4, "recompute": "full"}, "dense"),

@@ -23,20 +23,20 @@ Case = tuple[str, int, int, Layout]  # model, sequence, micro-batches of a step,
 # step from another, below as many as fill the pipeline and go on.
 CASES: list[Case] = [
     (DENSE_8B, 8192, 3, Layout(fsdp=8)),
-    (DENSE_8B, 8192, 2, Layout(fsdp=8, zero=2)),
-    (DENSE_8B, 32768, 1, Layout(fsdp=8, cp=4, recompute="selective")),
-    (DENSE_8B, 8192, 3, Layout(pp=2, fsdp=8)),
     (DENSE_8B, 8192, 1, Layout(pp=2, fsdp=4, tp=2, recompute="full")),
-    (DENSE_8B, 8192, 2, Layout(pp=2, fsdp=4, vpp=2, schedule="interleaved")),
     (DENSE_8B, 8192, 3, Layout(pp=2, fsdp=4, schedule="zero-bubble")),
     (DENSE_70B, 32768, 1, Layout(fsdp=32, cp=4, tp=8, recompute="full")),
-    (DENSE_405B, 8192, 2, Layout(pp=16, fsdp=128, tp=8)),
-    (QWEN, 4096, 1, Layout(fsdp=8, ep=8)),
-    (QWEN, 4096, 1, Layout(fsdp=4, tp=2, ep=4, recompute="full")),
     (QWEN, 4096, 1, Layout(pp=2, fsdp=8, ep=8)),
     (DEEPSEEK, 4096, 1, Layout(fsdp=128, tp=4, ep=64, recompute="full")),
 ]
 MORE_CASES: list[Case] = [
+    (DENSE_8B, 8192, 2, Layout(fsdp=8, zero=2)),
+    (DENSE_8B, 32768, 1, Layout(fsdp=8, cp=4, recompute="selective")),
+    (DENSE_8B, 8192, 3, Layout(pp=2, fsdp=8)),
+    (DENSE_8B, 8192, 2, Layout(pp=2, fsdp=4, vpp=2, schedule="interleaved")),
+    (DENSE_405B, 8192, 2, Layout(pp=16, fsdp=128, tp=8)),
+    (QWEN, 4096, 1, Layout(fsdp=8, ep=8)),
+    (QWEN, 4096, 1, Layout(fsdp=4, tp=2, ep=4, recompute="full")),
     (DENSE_8B, 8192, 1, Layout(fsdp=8, tp=8)),
     (DENSE_70B, 8192, 2, Layout(fsdp=32, tp=8, recompute="selective")),
     (DENSE_8B, 8192, 1, Layout(fsdp=64)),
@@ -142,14 +142,19 @@ def shown(row: Row) -> str:
 @pytest.mark.parametrize(
     ("rank", "micro_batches", "layout"),
     [
-        (16, 1, Layout(fsdp=8)),
         (16, 1, Layout(fsdp=8, tp=2)),
-        (16, 2, Layout(fsdp=8, recompute="full")),
-        (16, 1, Layout(pp=2, fsdp=8, recompute="selective")),
-        (128, 1, Layout(fsdp=8, tp=2)),
         (128, 2, Layout(fsdp=8, recompute="full")),
-        pytest.param(128, 1, Layout(fsdp=8), marks=pytest.mark.slow),
-        pytest.param(128, 1, Layout(pp=2, fsdp=8, recompute="selective"), marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (16, 1, Layout(fsdp=8)),
+                (16, 2, Layout(fsdp=8, recompute="full")),
+                (16, 1, Layout(pp=2, fsdp=8, recompute="selective")),
+                (128, 1, Layout(fsdp=8)),
+                (128, 1, Layout(fsdp=8, tp=2)),
+                (128, 1, Layout(pp=2, fsdp=8, recompute="selective")),
+            )
+        ),
     ],
     ids=str,
 )

@@ -101,6 +101,7 @@ def test_the_traced_peak_is_what_an_h200_allocated(row: dict[str, Any]) -> None:
     assert traced_bytes(row) / 1e9 == pytest.approx(row["memory_gb"], rel=H200_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_two_depths_tell_every_depth() -> None:
     """What few layers and one more lead to is what all of them do, in every place of the step."""
     layout = Layout(fsdp=64)

@@ -111,6 +111,7 @@ def test_compiled_blocks_train_as_they_do_uncompiled(gang: Gang, expected: list[
     assert gang.run(train, sizes, compiled)[0] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_low_precision_follows_fp32(gang: Gang, expected: list[float]) -> None:
     low = {"precision": "bf16"}
     for ranks, sizes, options in (

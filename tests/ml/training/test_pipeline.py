@@ -143,6 +143,7 @@ def test_what_is_left_out_is_noticed(gang: Gang, name: str, removed: str) -> Non
         assert_close(found, one_process(gang, model, tuple(train.items())), tolerance=1e-3)
 
 
+@pytest.mark.slow
 def test_bf16_follows_fp32(gang: Gang) -> None:
     low = {"precision": "bf16"}
     found = gang.run(curve, {"pp": 2, **ZERO_BUBBLE, **low}, "plain", low)[0]
