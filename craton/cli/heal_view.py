@@ -91,12 +91,14 @@ def watch(
     console: Console,
     as_json: bool,
 ) -> None:
-    """Until Ctrl-C. A scheduler that does not answer for a while ends nothing."""
+    """Until Ctrl-C. A scheduler or a file system that does not answer for a while ends nothing."""
     try:
         while True:
             try:
                 one_pass(place_now(), options, node, report, prometheus, console, as_json)
-            except CratonError as error:
+            except BrokenPipeError:  # nobody reads what is told any more
+                raise
+            except (CratonError, OSError) as error:
                 console.print(f"{error}; looking again in {options.every_seconds:.0f} s", style="yellow", markup=False)
             time.sleep(options.every_seconds)
     except KeyboardInterrupt:

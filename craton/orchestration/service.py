@@ -22,17 +22,17 @@ class ServiceNode:
     name: str
     is_out: bool = False  # takes no new work, for whatever reason
     reason: str = ""
-    is_busy: bool = False  # somebody's work is on it
+    is_busy: bool | None = False  # somebody's work is on it; None: not that anybody can see, which proves nothing
     mark: str = ""  # of who took it out, where that was Craton
 
 
 class NodeService(Protocol):
     def nodes(self) -> list[ServiceNode]:
-        """All nodes that work could go to."""
+        """All nodes that there are for work to go to, and those that were taken out."""
         ...
 
     def take_out(self, node: str, mark: str, reason: str) -> None:
-        """No new work goes there; what is on it goes on."""
+        """No new work goes there; what is on it goes on. SchedulerError where it is out already, by whomever."""
         ...
 
     def can_hand_over(self, action: str) -> bool:

@@ -38,7 +38,7 @@ class StandIn(ThreadingHTTPServer):
         self.logs: dict[str, list[str]] = {}
         self.unreadable_logs: set[str] = set()  # pods
         self.forbidden: set[str] = set()  # plurals that may not be created
-        self.hidden: set[str] = set()  # plurals that may not be listed
+        self.hidden: set[str] = set()  # plurals that may not be listed; */pods: not those of all namespaces
         self.absent: set[str] = set()  # versions that this cluster does not know
         self.before_patch: Callable[[dict[str, Any]], None] = lambda _: None  # what somebody else does meanwhile
         self.before_answer: Callable[[str], None] = lambda _: None  # "POST /apis/…"; ConnectionError: none comes
@@ -163,12 +163,13 @@ class _Handler(BaseHTTPRequestHandler):
         if key[3]:
             made = self.server.objects.get(key)
             return self._answer(made) if made else self._fail(404, f'{key[1]} "{key[3]}" not found')
-        if key[1] in self.server.hidden:
+        if {key[1], f"{key[2] or '*'}/{key[1]}"} & self.server.hidden:
             return self._fail(403, f'{key[1]} is forbidden: User "ada" cannot list resource "{key[1]}"')
         items = [
             {name: value for name, value in each.items() if name not in ("apiVersion", "kind")}
             for other, each in sorted(self.server.objects.items())
-            if other[:3] == key[:3] and _matches(each, query.get("labelSelector", ""))
+            if other[:2] == key[:2] and key[2] in ("", other[2])
+            if _matches(each, query.get("labelSelector", "")) and _is_none_of(each, query.get("fieldSelector", ""))
         ]
         first, limit = int(query.get("continue", "0")), min(int(query["limit"]), self.server.page)
         rest = {"continue": str(first + limit)} if first + limit < len(items) else {}
@@ -219,5 +220,17 @@ def _matches(thing: dict[str, Any], selector: str) -> bool:
             if labels.get(several[1]) not in several[2].split(","):
                 return False
         elif labels.get(part.partition("=")[0]) != part.partition("=")[2]:
+            return False
+    return True
+
+
+def _is_none_of(thing: dict[str, Any], selector: str) -> bool:
+    """`status.phase!=Failed`: of the operators, the one that is asked with."""
+    for part in filter(None, selector.split(",")):
+        path, _, value = part.partition("!=")
+        found: Any = thing
+        for name in path.split("."):
+            found = (found or {}).get(name)
+        if found == value:
             return False
     return True

@@ -22,10 +22,10 @@ from craton.observability.healing.ledger import (
     new_id,
     pause_between,
 )
-from craton.observability.healing.places import Place
+from craton.observability.healing.places import AGENT_ERRORS, Place
 from craton.observability.healing.policy import LEAVES, Decision, decide, most_out
 from craton.observability.healing.troubles import Trouble
-from craton.orchestration import ServiceNode, come_back, evacuate, plan_evacuation
+from craton.orchestration import NoAnswerError, ServiceNode, come_back, evacuate, plan_evacuation
 from craton.telemetry import RunDirectory, find_run
 
 MODES = ("off", "advise", "act")
@@ -94,7 +94,7 @@ def heal(
 
 
 def undo(place: Place, number: str) -> list[str]:
-    """Undoes a deed by its number; what was undone. CratonError where there is nothing to undo any more."""
+    """Undoes a deed by its number; what was undone and what was not. CratonError: there is nothing to undo any more."""
     ledger = Ledger(place.root)
     with ledger.held():
         deeds = [entry for entry in ledger.entries() if entry.id == number and entry.kind in NODE_DEEDS]
@@ -112,7 +112,7 @@ def undo(place: Place, number: str) -> list[str]:
             raise CratonError(f"{number} cannot be undone: {why_not}")
         answer = replace(deeds[0], time=time.time(), kind="undo", text="; ".join(done))
         ledger.append([answer])
-        return done
+        return [*done, *([why_not] if why_not else [])]
 
 
 def _advise(place: Place, ledger: Ledger, troubles: Sequence[Trouble], share: float, node: str | None) -> Healing:
@@ -165,14 +165,18 @@ def _act(place: Place, ledger: Ledger, healing: Healing, troubles: Sequence[Trou
             if decision.deed == "take_out":
                 ledger.append([replace(entry, time=time.time(), kind="failed", text=str(error))])
             continue
-        bad = _bad(place.service.nodes(), troubles)
         place.avoid(decision.node, entry.id)
+        try:
+            bad = _bad(place.service.nodes(), troubles)
+        except CratonError as error:
+            failures.append(f"what runs on {decision.node} stays until the next look: {error}")
+            continue
         for run, own in place.runs_on().get(decision.node, ()):
             if run.name in left:
                 continue
             try:
                 way = evacuate(run, own, entry.id, bad)
-            except CratonError as error:
+            except AGENT_ERRORS as error:
                 failures.append(f"{run.name} stays on {own}: {error}")
                 continue
             left |= {run.name} if way.how != "spare" else set()
@@ -183,10 +187,21 @@ def _act(place: Place, ledger: Ledger, healing: Healing, troubles: Sequence[Trou
 
 
 def _take_out(place: Place, decision: Decision, number: str, share: float) -> None:
-    place.service.take_out(decision.node, number, f"{decision.action}: {decision.reason}")
-    if why := _exceeded(place, share):
-        why_not = place.service.give_back(decision.node, number)
-        raise CratonError(f"cannot be taken back ({why_not}) though {why}" if why_not else f"taken back: {why}")
+    """CratonError where it did not come to that, or may have; with the number, where the node is or may be out."""
+    by_number = f"`--undo {number}` gives it back"
+    try:
+        place.service.take_out(decision.node, number, f"{decision.action}: {decision.reason}")
+    except NoAnswerError as error:
+        raise CratonError(f"{error}; it may be out all the same, then {by_number}") from None
+    try:
+        why = _exceeded(place, share)
+        why_not = place.service.give_back(decision.node, number) if why else ""
+    except CratonError as error:
+        raise CratonError(f"out, but who else is cannot be counted ({error}); {by_number}") from None
+    if why_not:
+        raise CratonError(f"cannot be taken back ({why_not}) though {why}; {by_number}")
+    if why:
+        raise CratonError(f"taken back: {why}")
 
 
 def _exceeded(place: Place, share: float) -> str:

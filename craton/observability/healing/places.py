@@ -162,5 +162,10 @@ def _in_time(root: Path, kind: str) -> tuple[list[RunDirectory], list[tuple[RunD
 
 
 def _ended_at(run: RunDirectory, summary: RunSummary) -> float:
-    """Of one that came to no step, when its directory last changed."""
-    return summary.updated_at if summary.updated_at is not None else run.path.stat().st_mtime
+    """Of one that came to no step, when its directory last changed; 0 where somebody has just removed that."""
+    if summary.updated_at is not None:
+        return summary.updated_at
+    try:
+        return run.path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -74,13 +74,16 @@ def decide(
     cluster = _Cluster(
         nodes=known,
         num_out=sum(node.is_out for node in nodes),
-        num_idle=sum(not node.is_out and not node.is_busy and not _is_leaving(needs.get(node.name)) for node in nodes),
+        num_idle=sum(
+            not node.is_out and node.is_busy is False and not _is_leaving(needs.get(node.name)) for node in nodes
+        ),
         share=share,
         hands_over=hands_over,
         runs_on=runs_on or {},
         moved={
             (each.run, each.node) for each in history if each.kind == "move" and now - each.time <= rules().move_seconds
         },
+        ours={(each.node, each.id) for each in history if each.kind == "take_out"},
     )
     found = [cluster.decide(need) for need in sorted(needs.values(), key=_urgency)]
     return [each for each in found if each.trouble is not None or each.deed != "none" or each.why_not]
@@ -99,20 +102,23 @@ class _Need:
     evidence: tuple[str, ...] = ()
     escalated_from: str = ""
     trouble: Trouble | None = None  # None: it was taken out before, and nothing is seen of it now
+    is_urgent: bool = True  # of anything that the node leaves for, not only of the gravest
+    stops_run: bool = False
 
 
 def _needed(node: str, troubles: Sequence[Trouble], history: Sequence[Entry], now: float) -> _Need:
-    table = rules()
+    table, stops_run = rules(), any(each.stops_run for each in troubles)
     evidence = tuple(dict.fromkeys(each.evidence for each in troubles))
     open_ones = [each for each in troubles if not is_answered(history, each, now)]
     if not open_ones:
         first = gravest(troubles)
         reason = f"{first.evidence}; the node was given back since, and nothing new has happened"
-        return _Need(node, "observe", reason, evidence, "", first)
+        return _Need(node, "observe", reason, evidence, "", first, stops_run=stops_run)
     settled = [each for each in open_ones if not _doubt(each, history, now)]
     first = gravest(open_ones)
     if first not in settled and not any(each.action in LEAVES for each in settled) and first.action != "observe":
-        return _Need(node, "observe", f"{first.evidence}; {_doubt(first, history, now)}", evidence, "", first)
+        reason = f"{first.evidence}; {_doubt(first, history, now)}"
+        return _Need(node, "observe", reason, evidence, "", first, stops_run=stops_run)
     first = gravest(settled or open_ones)
     action, reason, before = first.action, first.evidence, ""
     if action in LEAVES:
@@ -127,7 +133,8 @@ def _needed(node: str, troubles: Sequence[Trouble], history: Sequence[Entry], no
         if len(others) + 1 >= table.same_card_runs:
             action, before = "reset", first.action
             reason += f"; the same card had it in {', '.join(sorted(others))} too, so it is not the program's"
-    return _Need(node, action, reason, evidence, before, first)
+    is_urgent = first.is_urgent or any(each.is_urgent for each in settled if each.action in LEAVES)
+    return _Need(node, action, reason, evidence, before, first, is_urgent, stops_run)
 
 
 def _doubt(trouble: Trouble, history: Sequence[Entry], now: float) -> str:
@@ -177,6 +184,7 @@ class _Cluster:
     hands_over: Collection[str]
     runs_on: Mapping[str, Sequence[Evacuation]]
     moved: Collection[tuple[str, str]]  # runs that were just asked to leave a node
+    ours: Collection[tuple[str, str]]  # nodes and the marks that we took them out with
 
     def decide(self, need: _Need) -> Decision:
         node, ways = self.nodes.get(need.node), self.runs_on.get(need.node, ())
@@ -202,10 +210,10 @@ class _Cluster:
         if need.action not in LEAVES:
             return "none", ""
         if node is None:
-            return "none", f"the scheduler has no node {need.node}"
+            return "none", f"the scheduler has no {need.node} here: of another partition, powered down or gone"
         if node.is_out:
             return self._deed_of_out(need, node, ways) if node.mark else ("none", "")
-        if node.is_busy and need.trouble is not None and not need.trouble.is_urgent:
+        if node.is_busy and not need.is_urgent:
             return "none", "it can wait until nothing runs there"
         if self.num_out + 1 > most_out(len(self.nodes), self.share):
             return "none", _over(self.num_out, len(self.nodes), self.share)
@@ -219,9 +227,10 @@ class _Cluster:
                 return "none", ""
             why_not = self._stuck(need, ways)
             return ("none", why_not) if why_not else ("move", "")
-        if need.action not in self.hands_over or node.reason.startswith(HANDED):
+        is_ours = (node.name, node.mark) in self.ours
+        if need.action not in self.hands_over or node.reason.startswith(HANDED) or not is_ours:
             return "none", ""
-        if node.is_busy:
+        if node.is_busy is not False:
             return "none", "it is out of service; it is handed over when nothing runs there any more"
         return "hand_over", ""
 
@@ -229,7 +238,7 @@ class _Cluster:
         """Why a run there had better stay for now; one that does not move has nothing to lose."""
         if lost := next((way for way in ways if not way.how), None):
             return lost.sentence
-        if need.trouble is not None and need.trouble.stops_run:
+        if need.stops_run:
             return ""
         for way in ways:
             if way.how not in WAITS:
@@ -239,7 +248,7 @@ class _Cluster:
             if self.num_idle < needed:
                 return (
                     f"{way.run} would give its nodes back and wait: it needs {needed} other idle in service, and "
-                    f"{max(0, self.num_idle)} are"
+                    f"{max(0, self.num_idle)} are known to be"
                 )
         return ""
 
@@ -254,7 +263,7 @@ def _over(num_out: int, total: int, share: float) -> str:
 def _urgency(need: _Need) -> tuple[int, bool, float, str]:
     trouble = need.trouble
     grade, confidence = -HEALTH_ACTIONS.index(need.action), trouble.confidence if trouble else 1.0
-    return grade, trouble is not None and not trouble.is_urgent, -confidence, need.node
+    return grade, not need.is_urgent, -confidence, need.node
 
 
 def _of(troubles: Sequence[Trouble], node: str) -> list[Trouble]:

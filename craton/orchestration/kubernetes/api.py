@@ -38,6 +38,7 @@ PLURALS = {
     "Workload": "workloads",
 }
 CLUSTER_WIDE = ("Node",)  # in no namespace
+EVERY_NAMESPACE = "*"  # to list what is in any
 # Of a list: names, labels and the like alone. A Node with its images and conditions is many times as large.
 METADATA_ONLY = {"Accept": "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"}
 
@@ -173,7 +174,7 @@ class Connection:
 
     async def _ask(self, method: str, manifest: Mapping[str, Any], name: str = "", **arguments: Any) -> Manifest:
         namespace = manifest["metadata"].get("namespace") or self.namespace
-        if manifest["kind"] in CLUSTER_WIDE:
+        if manifest["kind"] in CLUSTER_WIDE or namespace == EVERY_NAMESPACE:
             namespace = ""
         address = "/".join(filter(None, [PLURALS[manifest["kind"]], name]))
         given = {"version": manifest["apiVersion"], "namespace": namespace, "url": address, **arguments}

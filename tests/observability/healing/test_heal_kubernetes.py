@@ -13,6 +13,7 @@ from craton.job import Scheduler
 from craton.observability.healing import Place, Trouble, heal, undo
 from craton.orchestration import SchedulerError, evacuate, hosts_of, plan_evacuation, service_of
 from craton.orchestration.backend import Submission, write_submission
+from craton.orchestration.kubernetes.service import cordoned, service_node
 from craton.telemetry import RunDirectory
 
 JOBSETS = "jobset.x-k8s.io/v1alpha2"
@@ -77,24 +78,82 @@ def test_cordoned_and_tainted_within_the_share_and_undone(ten: StandIn, tmp_path
     assert after["metadata"]["annotations"] == {}
 
 
-def test_one_that_was_cordoned_before_stays_so(ten: StandIn) -> None:
+def test_what_is_out_already_is_not_taken_over_and_only_its_own_mark_gives_it_back(ten: StandIn) -> None:
     service = service_of(KUBERNETES)
-    add_node(ten, "n5", unschedulable=True)
+    add_node(ten, "n6", unschedulable=True)
     service.take_out("n5", "ab12", "reset: ECC")
+    for node, why in {"n5": "craton:ab12 reset: ECC", "n6": "it is cordoned"}.items():
+        with pytest.raises(SchedulerError, match=rf"{node} is out of service meanwhile \({why}\), and left as it is"):
+            cordoned(node_of(ten, node), "cd34", "reboot: XID 79")
+    assert service.give_back("n5", "cd34") == "n5 is out by somebody else: craton:ab12 reset: ECC"
     assert service.give_back("n5", "ab12") == ""
-    assert node_of(ten, "n5")["spec"] == {"unschedulable": True}
-    assert service.give_back("n5", "ab12") == "n5 is out by somebody else: it is cordoned"
-    assert service.give_back("n9", "ab12") == "n9 is in service already"
+    assert node_of(ten, "n5")["spec"] == {}
+    assert service.give_back("n5", "ab12") == "n5 is in service already"
     assert service.give_back("gone", "ab12") == "Kubernetes has no node gone"
 
 
-def test_a_second_mark_does_not_take_our_own_cordon_for_somebody_elses(ten: StandIn) -> None:
-    service = service_of(KUBERNETES)
-    for mark in ("ab12", "cd34"):
-        service.take_out("n5", mark, "reset: ECC")
-    assert service.give_back("n5", "ab12") != ""
-    assert service.give_back("n5", "cd34") == ""
-    assert node_of(ten, "n5")["spec"] == {}
+def test_who_cordons_between_the_look_and_the_deed_keeps_the_node(ten: StandIn) -> None:
+    def meanwhile(node: dict[str, Any]) -> None:
+        node["spec"]["unschedulable"], node["metadata"]["resourceVersion"] = True, "6"
+
+    ten.before_patch = meanwhile
+    with pytest.raises(SchedulerError, match="it is cordoned"):
+        service_of(KUBERNETES).take_out("n1", "ab12", "reset: ECC")
+    assert node_of(ten, "n1")["spec"] == {"unschedulable": True}
+
+
+@pytest.mark.parametrize(
+    ("labels", "taint", "why"),
+    [
+        ({"sagemaker.amazonaws.com/node-health-status": "Schedulable"}, "nvidia.com/gpu", ""),
+        (
+            {"sagemaker.amazonaws.com/node-health-status": "UnschedulablePendingReplacement"},
+            "nvidia.com/gpu",
+            "HyperPod calls it UnschedulablePendingReplacement",
+        ),
+        ({"sagemaker.amazonaws.com/node-health-status": "Unschedulable"}, "", "HyperPod calls it Unschedulable"),
+        ({}, "karpenter.sh/disrupted", "it is tainted karpenter.sh/disrupted"),
+        ({}, "ToBeDeletedByClusterAutoscaler", "it is tainted ToBeDeletedByClusterAutoscaler"),
+        ({}, TAINT, f"it is tainted {TAINT}"),
+    ],
+)
+def test_what_others_take_away_in_their_own_words_is_out(labels: dict[str, str], taint: str, why: str) -> None:
+    taints = [{"key": taint, "effect": "NoSchedule"}] if taint else []
+    node = {"metadata": {"name": "n1", "labels": labels}, "spec": {"taints": taints}}
+    found = service_node(node, busy=(), knows_idle=True)
+    assert (found.is_out, found.reason, found.mark) == (bool(why), why, "")
+
+
+def test_a_node_is_idle_where_nobody_of_any_namespace_has_its_gpus(ten: StandIn) -> None:
+    def add(name: str, node: str, **resources: dict[str, str]) -> None:
+        pod = {"metadata": {"name": name}, "spec": {"nodeName": node, "containers": [{"resources": resources}]}}
+        ten.put("v1", "pods", pod, namespace="others")
+
+    add("whole", "n2", requests={"nvidia.com/gpu": "8"})
+    add("slice", "n3", requests={"nvidia.com/mig-1g.10gb": "1"})
+    add("exporter", "n4", requests={"cpu": "1"})
+    add_pod(ten, "llm", "n5")
+
+    def busy() -> dict[str, bool | None]:
+        return {node.name: node.is_busy for node in service_of(KUBERNETES).nodes()}
+
+    found = busy()
+    assert [name for name, is_busy in found.items() if is_busy] == ["n2", "n3", "n5"]
+    assert list(found.values()).count(False) == 7
+    ten.hidden.add("*/pods")
+    found = busy()
+    assert [name for name, is_busy in found.items() if is_busy] == ["n5"], "our own are seen"
+    assert list(found.values()).count(None) == 9, "of the others nobody knows"
+
+
+def test_the_share_is_of_the_node_pool_and_of_what_was_taken_out_of_it(ten: StandIn) -> None:
+    for name in ("n1", "n2", "n3"):
+        node_of(ten, name)["metadata"]["labels"] = {"karpenter.sh/nodepool": "p5"}
+    pool = service_of(Scheduler(kind="kubernetes", namespace="train", node_pool="p5"))
+    pool.take_out("n2", "ab12", "reboot: XID 79")
+    node_of(ten, "n2")["status"]["capacity"] = {}  # its driver did not come back
+    assert [(node.name, node.is_out) for node in pool.nodes()] == [("n1", False), ("n2", True), ("n3", False)]
+    assert len(service_of(KUBERNETES).nodes()) == 10
 
 
 def test_what_others_change_at_the_same_moment_is_kept(ten: StandIn) -> None:

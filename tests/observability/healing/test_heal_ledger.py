@@ -6,15 +6,18 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from craton.cli import main
+from craton.cli import heal_view, main
 from craton.job import CratonError, load_cluster
 from craton.observability.healing import (
     Entry,
@@ -26,11 +29,12 @@ from craton.observability.healing import (
     lemons,
     look,
     of_doctor,
+    place_of,
     read_report,
     undo,
 )
-from craton.orchestration import SchedulerError, ServiceNode
-from craton.telemetry import RunDirectory
+from craton.orchestration import NoAnswerError, SchedulerError, ServiceNode
+from craton.telemetry import RunDirectory, RunSummary
 
 NOW = 1_000_000_000.0
 
@@ -43,8 +47,13 @@ class Nodes:
         self.refuses: set[str] = set()
         self.hands_over, self.keeps = True, False
         self.others: list[str] = []  # that somebody else takes out as soon as we do
+        self.is_slow = False  # takes a node out, and does not answer
+        self.answers = 1 << 30  # so many more questions
 
     def nodes(self) -> list[ServiceNode]:
+        self.answers -= 1
+        if self.answers < 0:
+            raise SchedulerError("scontrol does not answer")
         names = [f"g{number}" for number in range(1, 11)]
         return [ServiceNode(each, each in self.out, *_reason(self.out.get(each))) for each in names]
 
@@ -54,6 +63,8 @@ class Nodes:
         self.out[node] = (mark, reason)
         for other in self.others:
             self.out[other] = ("", "fan")
+        if self.is_slow:
+            raise NoAnswerError("scontrol did not answer within 30 s")
 
     def can_hand_over(self, action: str) -> bool:
         return self.hands_over
@@ -162,6 +173,26 @@ def test_an_operator_who_was_quicker_than_the_answer_is_left_alone(tmp_path: Pat
     cluster.others, cluster.keeps = ["g9"], True
     found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
     assert "cannot be taken back (the scheduler is away) though 2 of 10 nodes are out now" in found.failures[0]
+    assert f"`--undo {cluster.out['g1'][0]}` gives it back" in found.failures[0]
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_slow", "told"),
+    [
+        (1, False, "g1: out, but who else is cannot be counted"),
+        (2, False, "what runs on g1 stays until the next look"),
+        (3, True, "it may be out all the same"),
+    ],
+)
+def test_a_node_that_is_out_has_its_number_told_whatever_fails_then(
+    tmp_path: Path, cluster: Nodes, answers: int, is_slow: bool, told: str
+) -> None:
+    cluster.answers, cluster.is_slow = answers, is_slow
+    found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
+    number = cluster.out["g1"][0]
+    assert told in found.failures[0]
+    assert f"`--undo {number}`" in found.failures[0] or number in [deed.id for deed in found.deeds]
+    assert undo(place(tmp_path, cluster), number) == ["g1 is in service again"]
 
 
 def test_one_xid_seen_before_two_starts_is_one(tmp_path: Path, cluster: Nodes) -> None:
@@ -258,6 +289,53 @@ def test_one_at_a_time(tmp_path: Path, cluster: Nodes) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_an_undo_says_what_it_did_not_undo(tmp_path: Path, cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory.create(tmp_path, "llama")
+    there = Place("lab", cluster, (run,), tmp_path)
+    (deed,) = heal(place(tmp_path, cluster), [trouble()], "act", 0.1).deeds
+    cluster.out["g1"] = ("", "fan")
+    monkeypatch.setattr("craton.observability.healing.acting.come_back", lambda run, number: ["node-0"])
+    assert undo(there, deed.id) == ["llama may use node-0 again, as a spare", "g1 is not out by that"]
+
+
+def test_watching_goes_on_when_files_are_away_for_a_while(tmp_path: Path, cluster: Nodes) -> None:
+    looks: list[OSError | KeyboardInterrupt] = [
+        OSError(errno.ESTALE, "Stale file handle"),
+        KeyboardInterrupt(),
+        BrokenPipeError(),
+    ]
+
+    def place_now() -> Place:
+        raise looks.pop(0)
+
+    options, told = heal_view.Options("advise", 0.1, 0.0, False), StringIO()
+
+    def watch() -> None:
+        heal_view.watch(place_now, options, None, None, None, Console(file=told), False)
+
+    watch()
+    assert "Stale file handle; looking again in 0 s" in told.getvalue()
+    with pytest.raises(BrokenPipeError):
+        watch()
+
+
+def test_a_run_that_was_removed_while_it_was_looked_for_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("gone", "late"):
+        RunDirectory.create(tmp_path / "runs", name).mark("FATAL", "rank 3 lost its card")
+
+    def settled(summaries: list[RunSummary]) -> list[RunSummary]:
+        shutil.rmtree(tmp_path / "runs" / "gone")
+        return summaries
+
+    monkeypatch.setattr("craton.observability.healing.places.settled_summaries", settled)
+    monkeypatch.setattr("craton.observability.healing.places.service_of", lambda scheduler: None)
+    file = tmp_path / "lab.yaml"
+    file.write_text(json.dumps({"name": "lab", "instance": "local", "nodes": 8, "runs": str(tmp_path / "runs")}))
+    assert [run.name for run, _ in place_of(str(file)).ended] == ["late"]
 
 
 def test_nothing_is_done_that_cannot_be_remembered(small_disk: Path, cluster: Nodes) -> None:

@@ -140,7 +140,7 @@ def test_a_node_that_is_out_already_is_left_alone() -> None:
 
 def test_an_unknown_node_is_not_touched() -> None:
     (found,) = decided(trouble("login-1"))
-    assert found.why_not == "the scheduler has no node login-1"
+    assert found.why_not == "the scheduler has no login-1 here: of another partition, powered down or gone"
 
 
 def test_what_can_wait_waits_for_the_node_to_be_idle() -> None:
@@ -273,13 +273,34 @@ def test_a_run_that_does_well_keeps_its_nodes(cause: str, health: str, expected:
 
 
 def test_what_stops_a_run_needs_no_second_look_and_the_rest_does() -> None:
-    other = Finding("nvlink_down", (), 0.9, "NVLinks of node-1 are down", node="node-1")
+    other = Finding("nvlink_down", (), 0.9, "NVLinks of node-1 are down", node="node-1", symptom=1)
     for condition, samples in {"dead": [False, True], "hung": [False, True], "slow": [True, True]}.items():
         verdict = Verdict(condition, "device", "node-0", cause="gpu_lost", confidence=0.95, others=(other,))  # type: ignore[arg-type]
         found = of_verdict(verdict, {"node-0": "g1", "node-1": "g2"}, "llama")
         assert [each.is_sample for each in found] == samples
         assert [each.stops_run for each in found] == [not samples[0], False]
         assert all(each.is_urgent for each in found)
+
+
+def test_a_run_leaves_no_node_at_once_for_what_does_not_hurt_it() -> None:
+    sick = building.with_gpu(building.healthy(2, 8), "node-1", 3, uncorrectable_errors=1)
+    verdict = diagnose(building.slowed_all(sick, 100.0, "data"))
+    assert (verdict.condition, verdict.cause) == ("slow", "loader_slow"), verdict
+    (found,) = of_verdict(verdict, {"node-1": "g1"}, "llama")
+    assert (found.what, found.action, found.is_urgent) == ("gpu_memory_error", "reset", False)
+    (busy,) = decided(found, nodes=nodes(busy=("g1",)), runs_on={"g1": [way("llama")]})
+    (idle,) = decided(found)
+    assert (busy.deed, busy.why_not, idle.deed) == ("none", "it can wait until nothing runs there", "take_out")
+
+
+def test_something_graver_that_can_wait_holds_up_nothing_that_cannot() -> None:
+    slow, hung = trouble(action="reset", device="GPU 1"), trouble(action="reset", device="GPU 1", stops_run=True)
+    later = trouble(action="replace", what="gpu_memory", evidence="rows", is_urgent=False)
+    everybody = tuple(NAMES)
+    (found,) = decided(slow, later, nodes=nodes(busy=everybody))
+    assert (found.action, found.deed) == ("replace", "take_out")
+    (found,) = decided(hung, later, nodes=nodes(busy=everybody), runs_on={"g1": [way("llama")]})
+    assert found.deed == "take_out", "a run that does not move has nothing to lose"
 
 
 def test_an_xid_of_a_verdict_has_the_moment_it_happened() -> None:
@@ -320,6 +341,9 @@ def test_a_run_that_moves_gives_its_nodes_back_only_where_there_are_others() -> 
     (idle,) = decided(trouble(), nodes=nodes(busy=everybody[:-1]), runs_on={"g1": [way("llama")]})
     (hung,) = decided(trouble(stops_run=True), nodes=nodes(busy=everybody), runs_on={"g1": [way("llama")]})
     assert [each.deed for each in (spared, idle, hung)] == ["take_out"] * 3
+    unseen = [replace(node, is_busy=None) for node in nodes()]
+    (held,) = decided(trouble(), nodes=unseen, runs_on={"g1": [way("llama")]})
+    assert "it needs 1 other idle in service, and 0 are known to be" in held.why_not
     two = {"g1": [way("llama")], "g2": [way("gemma")]}
     found = decided(trouble("g1"), trouble("g2"), nodes=nodes(busy=everybody[:-1]), runs_on=two, share=0.5)
     assert [each.deed for each in found] == ["take_out", "none"], "one idle node is not promised twice"
@@ -377,7 +401,8 @@ def test_neither_what_was_handed_over_nor_what_others_took_out_is_handed_over() 
     handed = [ServiceNode("g1", True, "Action:Reboot", False, "ab12")]
     (again,) = decided(trouble(), nodes=handed, hands_over=LEAVES)
     (theirs,) = decided(trouble(), nodes=nodes({"g1": "broken fan"}), hands_over=LEAVES)
-    assert (again.deed, theirs.deed) == ("none", "none")
+    (healers,) = decided(trouble(), nodes=nodes({"g1": "craton:cd34"}), hands_over=LEAVES)
+    assert (again.deed, theirs.deed, healers.deed) == ("none", "none", "none")
 
 
 # -- from findings and verdicts ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from craton.cli import main
 from craton.job import Scheduler
 from craton.observability.healing import Trouble, heal, place_of, undo
 from craton.orchestration import SchedulerError, read_submission, service_of, spare_nodes, working_nodes
-from craton.orchestration.slurm.service import SlurmService
+from craton.orchestration.slurm.service import SlurmService, default_partitions, service_nodes
 
 SLURM = Scheduler(kind="slurm", partition="train")
 
@@ -60,6 +60,21 @@ def craton(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(ended.value.code or 0)
 
 
+NODE = """\
+NodeName={name} Arch=x86_64 CoresPerSocket=24
+   State={state} ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A
+   Partitions={partitions}
+   Reason={reason} [root@2026-11-16T01:02:03]
+"""
+
+
+def shown(partitions: str = "train", reason: str = "none", **states: str) -> str:
+    """As `scontrol show node` prints it."""
+    return "\n".join(
+        NODE.format(name=name, state=state, partitions=partitions, reason=reason) for name, state in states.items()
+    )
+
+
 def node_of(name: str) -> Any:
     return next(node for node in service_of(SLURM).nodes() if node.name == name)
 
@@ -93,6 +108,51 @@ def test_drained_up_to_the_share_and_resumed_by_the_number(
     assert set(history["lemons"]) == {"g1", "g2", "g3"}
 
 
+def test_names_without_a_machine_are_no_nodes_unless_they_were_taken_out() -> None:
+    cloud = {f"c{number}": "IDLE+CLOUD+POWERED_DOWN" for number in range(96)}
+    real = {f"g{number}": "ALLOCATED+CLOUD" for number in range(4)}
+    assert [node.name for node in service_nodes(shown(**real, **cloud), ())] == list(real)
+    others = shown(
+        going="IDLE+CLOUD+NOT_RESPONDING+POWERING_DOWN",
+        planned="FUTURE",
+        drained="IDLE+CLOUD+DRAIN+POWERED_DOWN",
+        idle="IDLE+CLOUD",
+        silent="IDLE+NOT_RESPONDING",
+    )
+    found = {node.name: node.is_out for node in service_nodes(others, ("train",))}
+    assert found == {"drained": True, "idle": False, "silent": True}
+
+
+def test_without_a_partition_the_default_one_is_meant() -> None:
+    partitions = "".join(
+        f"PartitionName={name}\n   AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL\n"
+        f"   AllocNodes=ALL Default={default} QoS=N/A\n   State=UP TotalCPUs=96 TotalNodes=4\n\n"
+        for name, default in {"cpu": "NO", "train": "YES"}.items()
+    )
+    assert default_partitions(partitions) == {"train"}
+    assert default_partitions(partitions.replace("YES", "NO")) == frozenset()
+    text = shown("cpu", c1="IDLE", c2="IDLE") + "\n" + shown("train,low", g1="IDLE")
+    assert [node.name for node in service_nodes(text, default_partitions(partitions))] == ["g1"]
+    assert len(service_nodes(text, ())) == 3
+
+
+def test_what_an_operator_took_over_meanwhile_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    reasons = ["craton:cd34 replace: XID 79", "disk swap"]
+
+    def answer(*words: str) -> str:
+        asked.append(words)
+        return shown(reason=reasons.pop(0), g6="IDLE+DRAIN") if words[1] == "show" else ""
+
+    monkeypatch.setattr("craton.orchestration.slurm.service.ask", answer)
+    service = SlurmService(SLURM, is_hyperpod=True)
+    assert service.hand_over("g6", "cd34", "replace")
+    asked.clear()
+    with pytest.raises(SchedulerError, match="not handed over, for it is out by somebody else: disk swap"):
+        service.hand_over("g6", "cd34", "replace")
+    assert [words[1] for words in asked] == ["show"], "nothing was changed"
+
+
 def test_what_somebody_else_has_drained_since_is_not_resumed(slurm: SlurmLab, root: Path) -> None:
     service = service_of(SLURM)
     service.take_out("g4", "ab12", "reset: ECC")
@@ -114,6 +174,7 @@ def test_what_an_operator_has_drained_meanwhile_keeps_its_reason(slurm: SlurmLab
 def test_a_job_may_name_several_partitions(slurm: SlurmLab) -> None:
     both = service_of(Scheduler(kind="slurm", partition="train,nosuch")).nodes()
     assert {node.name for node in both} == {node.name for node in service_of(SLURM).nodes()} != set()
+    assert default_partitions(slurm("scontrol", "show", "partition")) == {"train"}
 
 
 def test_hyperpod_is_asked_in_its_own_words_and_that_is_undone_too(slurm: SlurmLab) -> None:
