@@ -27,15 +27,20 @@ from craton.job import (
     random_faults,
 )
 from craton.orchestration.draft import tier_names
-from craton.orchestration.state import check_running, write_whole
+from craton.orchestration.state import check_is_seen, check_running, write_whole
 from craton.telemetry import RunDirectory, read_lines, summarize
 
 SOON_STEPS = 2  # the first random fault is at least so far ahead: an order takes half a second to arrive
 
 
+def check_can_break(run: RunDirectory) -> None:
+    check_running(run, "break")
+    check_is_seen(run, "`kubectl exec POD -- craton chaos …` is heard, in any of its pods")
+
+
 def faults_for(run: RunDirectory, texts: Sequence[str]) -> list[Fault]:
     """The faults of these lines, each one possible in this run as it is now."""
-    check_running(run, "break")
+    check_can_break(run)
     job, launch = load_job(run.job_path), read_launch(run)
     world, nodes = _membership(run, launch)
     step = summarize(run).step
@@ -55,7 +60,7 @@ def faults_for(run: RunDirectory, texts: Sequence[str]) -> list[Fault]:
 
 def random_faults_for(run: RunDirectory, count: int, seed: int, kinds: Iterable[str] = RANDOM_KINDS) -> list[Fault]:
     """Faults drawn from a seed, spread over the steps that are left."""
-    check_running(run, "break")
+    check_can_break(run)
     job = load_job(run.job_path)
     world, nodes = _membership(run, read_launch(run))
     if job.steps is None:
@@ -66,7 +71,7 @@ def random_faults_for(run: RunDirectory, count: int, seed: int, kinds: Iterable[
 
 def arm_faults(run: RunDirectory, faults: Sequence[Fault]) -> Path:
     """Write the order; the agents of the run carry it out."""
-    check_running(run, "break")
+    check_can_break(run)
     path = run.chaos_folder / f"{time.time_ns()}-{os.getpid()}.json"
     order = {"faults": [fault.text for fault in faults], "by": getpass.getuser(), "time": time.time()}
     write_whole(path, json.dumps(order, indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 `draft_resize` plans the new size or says which ones are near; `resize_run` writes the wish (launch.json with the names
 of new nodes, plans/N.json, and last resize.json, which the agents look for) and starts the agents that are missing.
+On a cluster a run keeps the nodes it was given: those that have no work are its spares.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import check_machine, living_agents, start_agents, with_cards
 from craton.orchestration.preflight_local import check_local
 from craton.orchestration.sizes import Size, nearest_sizes, plan_size
-from craton.orchestration.state import check_running, launching, write_whole
+from craton.orchestration.state import check_is_seen, check_running, launching, write_whole
 from craton.telemetry import RunDirectory, read_json, tail_lines
 
 TAIL_BYTES = 64 << 10
@@ -48,6 +49,11 @@ def draft_resize(run: RunDirectory, num_nodes: int) -> Resize:
     if num_nodes == before and resized_nodes(run) in (None, before):
         raise RunStateError(f"{run.name} runs on {before} node{'s' if before > 1 else ''} already")
     is_local = read_submission(run).on == "local"
+    check_is_seen(
+        run,
+        f"`craton stop {run.name}`, then `craton resume {run.name} --cluster 'FILE x {num_nodes}'`, where FILE is the "
+        "whole path of its cluster file",
+    )
     if is_local:
         check_within_cluster(job, num_nodes)
     else:
@@ -59,7 +65,7 @@ def draft_resize(run: RunDirectory, num_nodes: int) -> Resize:
         near = nearest_sizes(job, num_nodes, launch.ranks_per_node, cluster)
         possible = f"; possible: {' or '.join(map(str, near))}" if near else ""
         raise StartError(f"{run.name} cannot run on {num_nodes} nodes: {error}{possible}") from None
-    grown = with_nodes(launch, num_nodes) if is_local else launch
+    grown = with_nodes(launch, num_nodes) if is_local else among_nodes(launch, num_nodes)
     if is_local:
         check_machine(grown)
     layouts = {**grown.layouts, str(num_nodes): size.layout_json}
@@ -130,6 +136,12 @@ def check_within_allocation(run: RunDirectory, launch: Launch, job: Job, num_nod
             f"`craton stop {run.name}`, then `craton resume {run.name} --cluster "
             f"'{job.cluster.instance} x {num_nodes}'`"
         )
+
+
+def among_nodes(launch: Launch, num_nodes: int) -> Launch:
+    """A launch of the same nodes, so many of which work. The others are kept as spares: a pod that ends well never
+    comes back, not even the first, without which no other begins again."""
+    return replace(launch, num_nodes=num_nodes, min_nodes=min(launch.min_nodes, num_nodes))
 
 
 def with_nodes(launch: Launch, num_nodes: int) -> Launch:

@@ -99,6 +99,20 @@ def wait_for_agents(run: RunDirectory, seconds: float = 10.0) -> None:
         time.sleep(pause)
 
 
+def check_is_seen(run: RunDirectory, instead: str) -> None:
+    """Refuse to leave word in a run directory that its pods do not see."""
+    submission = read_submission(run)
+    if submission.on != "kubernetes":
+        return
+    from craton.orchestration.kubernetes import is_elsewhere
+
+    if is_elsewhere(run):
+        raise RunStateError(
+            f"{run.name} is {submission.details.get('directory', 'a folder')} in its pods, which this machine does not "
+            f"see, so they would not hear of it; {instead}"
+        )
+
+
 def check_running(run: RunDirectory, what: str = "stop", may_wait: bool = False) -> Standing:
     """Refuse a verb for a run that does not run, or, unless it `may_wait`, has not begun to."""
     standing = standing_of(run)

@@ -17,10 +17,14 @@ from kubernetes_jobs import LEAF, SPINE, cluster, job
 from craton.agent import Launch, read_launch, write_launch
 from craton.infrastructure import TopologyError
 from craton.job import Layout
+from craton.orchestration import RunStateError, chaos
+from craton.orchestration import resize as resizing
+from craton.orchestration.backend import Submission, write_submission
 from craton.orchestration.kubernetes.gathering import in_order, node_of, sentences
 from craton.orchestration.kubernetes.places import Places, level_labels, places_of, read_places
 from craton.orchestration.kubernetes.pod import Pod, Signals, follow, prepare
 from craton.orchestration.kubernetes.podfile import call_of
+from craton.orchestration.sizes import Size
 from craton.telemetry import RunDirectory, read_lines
 
 ZONE = "topology.kubernetes.io/zone"
@@ -220,6 +224,46 @@ def test_spares_that_do_not_come_are_not_waited_for(
     write_launch(run, replace(LAUNCH, num_nodes=3))
     assert come_together(run, ["g5", "g1", "g2"], signals, tmp_path) == [None] * 3
     assert read_launch(run).nodes == ["node-1", "node-2", "node-0", "node-3"]
+
+
+@pytest.fixture
+def resizable(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """As one of a machine that sees its directory; what a size plans is of no matter here."""
+    monkeypatch.setattr(resizing, "check_running", lambda *told: None)
+    monkeypatch.setattr(resizing, "plan_size", lambda job, num_nodes, *told: Size(num_nodes, Layout(fsdp=16), None))
+    write_submission(run, Submission("kubernetes", "JobSet/llm", {"directory": str(run.path)}))
+    return run
+
+
+def test_a_smaller_run_that_is_evicted_goes_on_with_as_many_as_it_needs(
+    resizable: RunDirectory, signals: Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = resizable
+    monkeypatch.setattr("craton.orchestration.kubernetes.gathering.STRAGGLER_SECONDS", 0.02)
+    for module in ("gathering", "pod"):
+        monkeypatch.setattr(f"craton.orchestration.kubernetes.{module}.LOOK_SECONDS", 0.01)
+    assert come_together(run, ["g1", "g5", "g2", "g6"], signals, tmp_path) == [None] * 4
+    resizing.resize_run(run, resizing.draft_resize(run, 2))
+    assert read_launch(run).nodes == ["node-0", "node-2", "node-1", "node-3"], "none is let go"
+    run.mark("STOP", "SIGTERM to the agent of node-1")
+    assert come_together(run, ["g1", "g2"], signals, tmp_path) == [None] * 2
+    placed = str(read_lines(run.events_path("kubernetes"))[0][-1]["message"])
+    assert "ranks go over node-0 on g1, node-1 on g2; asked for one leaf, got 2 nodes on leaf1 x 2: held" in placed
+
+
+def test_a_run_whose_directory_is_not_seen_here_is_neither_resized_nor_broken(
+    resizable: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pods would never hear of it."""
+    run = resizable
+    write_submission(run, Submission("kubernetes", "JobSet/llm", {"directory": "/fsx/runs/llm"}))
+    with pytest.raises(RunStateError, match=r"llm is /fsx/runs/llm in its pods, .*`craton stop llm`, then .* x 2'"):
+        resizing.draft_resize(run, 2)
+    assert not run.resize_path.exists()
+    monkeypatch.setattr(chaos, "check_running", lambda *told: None)
+    with pytest.raises(RunStateError, match=r"llm is /fsx/runs/llm in its pods, .*`kubectl exec POD"):
+        chaos.arm_faults(run, [])
+    assert not run.chaos_folder.exists()
 
 
 def test_without_places_the_order_is_that_of_pods_and_nobody_waits(

@@ -18,6 +18,7 @@ from counting import RANK, wait_for
 from craton.agent import Launch, newest_generation, next_number, read_launch, write_launch
 from craton.job import parse_job
 from craton.orchestration import draft_run
+from craton.orchestration.kubernetes import pod as pod_program
 from craton.orchestration.kubernetes.codepack import pack_code, unpack_code
 from craton.orchestration.kubernetes.places import Places
 from craton.orchestration.kubernetes.pod import (
@@ -27,13 +28,17 @@ from craton.orchestration.kubernetes.pod import (
     config_files,
     exit_code,
     follow,
+    is_healthy,
     is_schedulers,
     prepare,
     read_secrets,
+    spared_pods,
+    stand_aside,
     take_over,
     verdict,
 )
 from craton.orchestration.kubernetes.podfile import POD_FILE, TimeLimit, submission_of, used_seconds
+from craton.orchestration.preflight_finding import Finding
 from craton.orchestration.snapshot import check_code, find_code, keep_code
 from craton.telemetry import Heartbeat, RunDirectory, RunError, read_lines, summarize, write_heartbeat
 
@@ -377,6 +382,47 @@ def test_a_slow_pod_comes_back_when_the_others_have_gone_on_without_it(tmp_path:
     assert exit_code(pod.run, began, 3, was_told=False) == 77
     pod.run.mark("DONE")
     assert exit_code(pod.run, began, 0, was_told=False) == 0
+
+
+@pytest.fixture
+def unfit(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    """What pre-flight finds in every pod."""
+    found = [Finding("infrastructure", "gpu_count", "fail", "7 of 8 GPUs")]
+    monkeypatch.setattr(pod_program, "preflight", lambda *told: found)
+    return found
+
+
+def test_an_unfit_pod_stands_aside_where_a_spare_can_do_its_work(
+    tmp_path: Path, signals: Signals, unfit: list[Finding]
+) -> None:
+    launch = replace(LAUNCH, nodes=[f"node-{index}" for index in range(4)], num_nodes=3)
+    first, second, third = (told(tmp_path, index, launch=launch) for index in (0, 1, 2))
+    assert prepare(first, signals) is None
+    assert not is_healthy(second)
+    signals.told = signal.SIGTERM
+    assert stand_aside(second, signals) == 75, "it waits, and does not count as one that failed"
+    signals.told = None
+    assert stand_aside(third, signals) == 1, "there is one spare only"
+    second.run.mark("DONE")
+    assert stand_aside(second, signals) == 0
+    second.run.unmark("DONE")
+    unfit.clear()
+    assert is_healthy(second)
+    assert spared_pods(second.run, launch) == [2], "the spare is free again"
+
+
+def test_an_unfit_pod_looks_again_and_fails_where_all_are_needed(
+    tmp_path: Path, signals: Signals, unfit: list[Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod = told(tmp_path)
+    assert prepare(pod, signals) is None
+    assert stand_aside(pod, signals) == 1, "there are no spares"
+    write_launch(pod.run, replace(LAUNCH, min_nodes=1))
+    monkeypatch.setattr(pod_program, "UNFIT_SECONDS", 0.0)
+    assert stand_aside(pod, signals) is None
+    monkeypatch.setattr(pod_program, "UNFIT_SECONDS", 60.0)
+    monkeypatch.setattr(pod_program.time, "sleep", lambda seconds: write_launch(pod.run, replace(LAUNCH, generation=1)))
+    assert stand_aside(pod, signals) == 75, "the others have gone on"
 
 
 def test_a_run_directory_that_the_caller_made_is_adapted_in_place(tmp_path: Path, signals: Signals) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from craton.agent import Launch
+from craton.agent.coordinator import Coordinator, Release
 from craton.job import parse_job
 from craton.orchestration import StartError, check_machine, draft_run, resumed_job
 from craton.orchestration.chaos import faults_left
-from craton.orchestration.resize import with_nodes
+from craton.orchestration.resize import among_nodes, with_nodes
 from craton.telemetry import Recorder, RunDirectory
 
 RUN = Path("/runs/small")
@@ -129,6 +131,30 @@ def test_a_larger_run_names_more_nodes_and_keeps_its_spares() -> None:
     grown = with_nodes(launch, 4)
     assert (grown.nodes, grown.num_nodes) == ([f"node-{number}" for number in range(5)], 4)
     assert with_nodes(grown, 2) == grown, "who works now may be any of them"
+
+
+def let_go(launch: Launch) -> list[str]:
+    """Nodes that end when such a run was made smaller, to two nodes, and goes on."""
+    coordinator = Coordinator(launch, "node-0", None, 0, 0.0)
+    coordinator.resize(2, {})
+    released: list[str] = []
+    for now in range(10):
+        for node in launch.nodes:
+            busy = coordinator.current.ranks_of(node) if coordinator.current else ()
+            ranks = dict.fromkeys(busy, ("productive", now, 0.0, 1.0, False, 0))
+            coordinator.heard(node, {"ready": True, "generation": 0, "ranks": ranks}, now)
+        for action in coordinator.tick(now, now):
+            released += action.nodes if isinstance(action, Release) else ()
+    return released
+
+
+def test_on_a_cluster_a_smaller_run_keeps_its_nodes_as_spares() -> None:
+    launch = Launch(0, [f"node-{number}" for number in range(4)], 1, ["true"], min_nodes=3)
+    smaller = among_nodes(launch, 2)
+    assert (smaller.nodes, smaller.working_nodes, smaller.min_nodes) == (launch.nodes, 2, 2)
+    assert let_go(launch) == ["node-2", "node-3"], "as on one machine, where they can be started again"
+    assert let_go(smaller) == []
+    assert among_nodes(smaller, 4).working_nodes == 4, "and it may grow again"
 
 
 def test_chaos_that_happened_does_not_happen_again_after_a_resume(tmp_path: Path) -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from slurm_runs import chain_job, no_code
 
+from craton.agent import read_launch, write_launch
 from craton.job import Job, parse_job
 from craton.orchestration import draft_run
 from craton.orchestration.backend import Submission, write_submission
+from craton.orchestration.resize import among_nodes
 from craton.orchestration.slurm import batch
 from craton.orchestration.slurm.batch import Batch
+from craton.orchestration.slurm.checks import check_seconds
 from craton.orchestration.slurm.records import JobRecord
 from craton.orchestration.slurm.starts import read_starts
-from craton.telemetry import RunDirectory
+from craton.orchestration.slurm.step import Step
+from craton.telemetry import Heartbeat, RunDirectory, write_heartbeat
 
 NONCE = "0123456789abcdef"
 LEFT = "leaving for Slurm: the time limit is near, or another job takes the nodes\n"
@@ -56,6 +60,8 @@ class Stage:
         self,
         checks: Callable[[Batch], object] = lambda start: None,
         works: Callable[[Batch], object] = lambda start: None,
+        agents: Sequence[str] = (sys.executable, "-c", ""),
+        hosts: str = "g1",
     ) -> int:
         """Runs one start: what happens while its nodes are checked, then while its agents work."""
 
@@ -63,14 +69,14 @@ class Stage:
             checks(start)
             return {}
 
-        def agents(*told: object) -> list[str]:
+        def command(*told: object) -> list[str]:
             self.seen.append(self.run.marker_text("STOP"))
             works(started)
-            return [sys.executable, "-c", ""]
+            return list(agents)
 
         self._monkeypatch.setattr(Batch, "_unfit", unfit)
-        self._monkeypatch.setattr(batch, "agents_command", agents)
-        started = Batch(self.run, NONCE, {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": "g1"})
+        self._monkeypatch.setattr(batch, "agents_command", command)
+        started = Batch(self.run, NONCE, {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": hosts})
         return started.run()
 
 
@@ -161,6 +167,54 @@ def test_a_server_that_fails_is_given_up(root: Path, monkeypatch: pytest.MonkeyP
         stage.start()
     assert stage.requeued == ["scontrol requeue 812"] * 2
     assert "3 starts failed or came no further" in stage.run.marker_text("FATAL")
+
+
+@pytest.mark.parametrize(("heard", "avoided"), [([], ""), (["node-0"], "g2")])
+def test_nodes_are_avoided_for_silence_only_where_others_were_heard(
+    heard: list[str], avoided: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image that no node has yet is not the nodes' fault."""
+    stage = Stage(root, chain_job("chain", 2), monkeypatch)
+    monkeypatch.setattr(batch, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(batch, "SLURM_SEES_SECONDS", 0.0)
+    monkeypatch.setattr(batch, "_excluded", lambda number: "")
+
+    def beat(start: Batch) -> None:
+        for node in heard:
+            write_heartbeat(stage.run, node, Heartbeat(read_launch(stage.run).generation, "running", 1, 0))
+
+    assert stage.start(works=beat, agents=["sleep", "60"], hosts="g[1-2]") == 1
+    exclusions = [each for each in stage.requeued if "ExcNodeList" in each]
+    assert exclusions == ([f"scontrol update JobId=812 ExcNodeList={avoided}"] if avoided else [])
+    assert stage.requeued[0] == "scontrol requeue 812"
+
+
+def test_with_an_image_nodes_have_long_to_come_and_agents_wait_as_long(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Stage(root, chain_job("plain", 1), monkeypatch)
+    inside = Stage(root, chain_job("inside", 1, run="image: /fsx/train.sqsh"), monkeypatch)
+    limits: list[float] = []
+    for stage in (plain, inside):
+        stage.start(works=lambda start: limits.append(start._first_seconds(read_launch(start._run))))
+    assert limits == [batch.FIRST_SECONDS, batch.FIRST_SECONDS + batch.IMAGE_SECONDS]
+    assert limits[1] > 7 * 60, "what unpacking a large one takes"
+    assert read_launch(plain.run).give_up_seconds == 600
+    assert read_launch(inside.run).give_up_seconds > limits[1], "or a late node would be the run's end"
+    quick, slow = (check_seconds(Step(stage.run.path, "python", image), True) for image in ("", "/fsx/a.sqsh"))
+    assert slow == quick + batch.IMAGE_SECONDS
+
+
+def test_a_run_that_was_resized_needs_fewer_of_its_nodes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(root, chain_job("chain", 2), monkeypatch)
+    before, needed = read_launch(stage.run), []
+
+    def resized(start: Batch) -> None:
+        write_launch(stage.run, among_nodes(read_launch(stage.run), 1))
+        needed.append(start._needed_nodes(before))
+
+    stage.start(works=resized, hosts="g[1-2]")
+    assert needed == [1], "the node without work may be lost"
 
 
 def test_a_task_of_an_array_keeps_its_own_excluded_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

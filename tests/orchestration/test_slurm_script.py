@@ -15,7 +15,7 @@ from craton.job import ContentError, JobError, parse_job
 from craton.orchestration import Draft, StartError, draft_run
 from craton.orchestration.slurm import ScriptOptions, SlurmBackend, sbatch_script
 from craton.orchestration.slurm.batch import MOST_EXCLUDED, avoided_hosts
-from craton.orchestration.slurm.mounts import _whole_snapshot, mounts_of
+from craton.orchestration.slurm.mounts import _whole_snapshot, image_of, mounts_of
 from craton.orchestration.slurm.script import duration, nonce_of, signal_seconds
 from craton.orchestration.slurm.step import Step, agents_command, doctor_command
 from craton.telemetry import RunDirectory
@@ -191,7 +191,7 @@ def test_durations_are_rounded_up_to_minutes() -> None:
 
 STEPS = {
     "venv": Step(Path("/fsx/runs/llama"), "/fsx/venv/bin/python"),
-    "pyxis": Step(Path("/fsx/runs/llama"), "/fsx/venv/bin/python", "team/train.sqsh", ("/fsx", "/scratch"), True),
+    "pyxis": Step(Path("/fsx/runs/llama"), "/fsx/venv/bin/python", "/fsx/train.sqsh", ("/fsx", "/scratch"), True),
     "apptainer": Step(
         Path("/fsx/runs/llama"), "/fsx/venv/bin/python", "/images/train.sif", ("/fsx/runs", "/scratch"), True
     ),
@@ -249,6 +249,26 @@ def test_weights_of_the_hub_are_shown_with_what_their_links_lead_to(tmp_path: Pa
     assert _whole_snapshot(tmp_path / "tiny") == tmp_path / "tiny"
 
 
+IMAGES = {  # as written → as pyxis and Apptainer are told
+    "team/train.sqsh": "/home/me/jobs/team/train.sqsh",
+    "../train.sif": "/home/me/train.sif",
+    "./train": "/home/me/jobs/train",
+    "/fsx/images/train.sqsh": "/fsx/images/train.sqsh",
+    "team/train:1": "team/train:1",
+    "nvcr.io#nvidia/pytorch:25.10-py3": "nvcr.io#nvidia/pytorch:25.10-py3",
+    "docker://team/train:1": "docker://team/train:1",
+    "oras://team/train.sif": "oras://team/train.sif",
+}
+
+
+@pytest.mark.parametrize("written", IMAGES)
+def test_an_image_that_is_a_file_is_told_by_its_whole_path(written: str) -> None:
+    """pyxis would look for team/train.sqsh in a registry."""
+    draft = drafted(job_text(run=f"image: '{written}'"))
+    launch = replace(draft.launch, env={"CRATON_JOB_FOLDER": "/home/me/jobs"})
+    assert image_of(draft.job, launch) == IMAGES[written]
+
+
 @pytest.mark.parametrize(("data", "folder"), [("/data/a:b", "/jobs"), ("/data/a,b", "/jobs"), ("/data", "/usr")])
 def test_what_an_image_cannot_be_shown_is_refused_by_name(data: str, folder: str) -> None:
     path = folder if folder == "/usr" else data
@@ -261,7 +281,7 @@ def test_a_check_refuses_what_an_image_cannot_be_shown(monkeypatch: pytest.Monke
     draft = drafted(job_text(run="image: team/train.sqsh"))
     hiding = replace(draft, launch=replace(draft.launch, env={"CRATON_JOB_FOLDER": "/"}))
     SlurmBackend().check(draft, RUN)
-    with pytest.raises(StartError, match=r"/ cannot be shown to the image team/train\.sqsh"):
+    with pytest.raises(StartError, match=r"/ cannot be shown to the image /team/train\.sqsh"):
         SlurmBackend().check(hiding, RUN)
 
 

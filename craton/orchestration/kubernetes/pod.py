@@ -42,8 +42,11 @@ from craton.orchestration.placement import layout_of
 from craton.orchestration.preflight import preflight
 from craton.telemetry import MARKERS, RunDirectory, RunError, read_heartbeat, read_json
 
+UNFIT_FOLDER = "unfit"  # of the run directory: a file for every pod whose node failed pre-flight
 INDEX_VARIABLES = ("JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "LWS_WORKER_INDEX")
 LOOK_SECONDS = 0.2
+ASIDE_LOOK_SECONDS = 1.0
+UNFIT_SECONDS = 600.0  # after which a pod that stands aside looks at its node again
 SAY_SECONDS = 60.0  # between two lines about the same waiting
 
 
@@ -101,8 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.environ.update(read_secrets(Path(folder)))
         pod = Pod.of(RunDirectory(given.run), os.environ)
         code = prepare(pod, signals) if pod.index == 0 else follow(pod, signals)
-        if code is None and not is_healthy(pod):
-            code = EXIT_FAILED
+        while code is None and not is_healthy(pod):
+            code = stand_aside(pod, signals)
     except (RunError, LaunchError) as error:
         say(str(error))
         return EXIT_FATAL
@@ -339,7 +342,7 @@ def is_schedulers(stop: str) -> bool:
 
 
 def is_healthy(pod: Pod) -> bool:
-    """Pre-flight: a node that fails it is left before it costs the gang a step."""
+    """Pre-flight: a node that fails it takes no part, before it costs the gang a step."""
     launch = read_launch(pod.run)
     host = pod.host or f"pod {pod.index}"
     node = node_of(launch, pod.index)
@@ -348,7 +351,39 @@ def is_healthy(pod: Pod) -> bool:
     bad = [each for each in preflight(pod.run, launch, node) if each.severity == "fail"]
     for finding in bad:
         say(f"pre-flight: {host} is not fit for this run: {finding.what}: {finding.evidence}; {finding.remedy}")
+    if not bad:
+        unfit_path(pod).unlink(missing_ok=True)
     return not bad
+
+
+def stand_aside(pod: Pod, signals: Signals) -> int | None:
+    """A pod on a node that is not fit stays, without an agent, where the run has a spare for it or is elastic and can
+    do without: its owner may well put it on the same node again, and fails the whole run for one that keeps failing.
+    Its exit code, or None when it is time to look at the node again."""
+    run, launch = pod.run, read_launch(pod.run)
+    write_whole(unfit_path(pod), f"{pod.host}\n")
+    waiting, until = Waiting(), time.monotonic() + UNFIT_SECONDS
+    while time.monotonic() < until:
+        if (ended := verdict(run)) is not None:
+            return ended
+        if signals.told is not None or read_launch(run).generation != launch.generation:
+            return EXIT_AGAIN
+        if pod.index not in spared_pods(run, launch):
+            return EXIT_FAILED
+        waiting.say("stands aside as a spare that is not used, for its node is not fit")
+        time.sleep(ASIDE_LOOK_SECONDS)
+    return None
+
+
+def spared_pods(run: RunDirectory, launch: Launch) -> list[int]:
+    """The numbers of unfit pods that the run can do without, the first ones."""
+    found = sorted(int(path.name) for path in (run.path / UNFIT_FOLDER).glob("[0-9]*"))
+    spares = len(launch.nodes) - (launch.min_nodes or launch.working_nodes)
+    return [index for index in found if index < len(launch.nodes)][:spares]
+
+
+def unfit_path(pod: Pod) -> Path:
+    return pod.run.path / UNFIT_FOLDER / str(pod.index)
 
 
 class Waiting:

@@ -44,7 +44,7 @@ class SlurmBackend:
                 "this machine"
             )
         sbatch_script(draft, run, ScriptOptions(sys.executable))
-        if image_of(draft.job):
+        if image_of(draft.job, draft.launch):
             mounts_of(draft.job, run, draft.launch)
 
     def files(self, draft: Draft, run: RunDirectory) -> dict[str, str]:

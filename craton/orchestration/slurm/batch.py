@@ -7,6 +7,7 @@ job again. What the run's own markers say counts, not exit codes:
 - SIGUSR1 (the time limit is near, or a preemption that warns): the ranks save and leave, then the job is requeued.
 - Nodes are lost and the agents cannot go on with those that are left: requeued without them, by Slurm once it has
   seen it too, else by us.
+- No node gives a sign of life, as where an image cannot be had: requeued, and no node is avoided for it.
 - Everything else that ends the agents: requeued. Starts that failed or came no further may be `run.restarts`; those
   that were asked to leave and show no steps are not counted (starts.py).
 - Pre-flight fails: requeued without the nodes that are unfit. What every node says of the job's own software is not
@@ -28,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from craton.agent import Launch, forget_avoided, next_number, read_launch, write_launch
+from craton.agent import Launch, LaunchError, forget_avoided, next_number, read_launch, write_launch
 from craton.infrastructure import expand_hosts, resolve_cluster
 from craton.job import CratonError, Job, load_job
 from craton.orchestration.errors import SchedulerError
@@ -36,12 +37,12 @@ from craton.orchestration.placement import Audit, audit, layout_of
 from craton.orchestration.slurm.allocation import Allocation, allocate, write_allocation
 from craton.orchestration.slurm.checks import failed_hosts, gang_in_words, software_failure
 from craton.orchestration.slurm.handover import claim
-from craton.orchestration.slurm.life import SignsOfLife
+from craton.orchestration.slurm.life import FIRST_SECONDS, SignsOfLife
 from craton.orchestration.slurm.mounts import image_of, mounts_of
 from craton.orchestration.slurm.records import job_of
 from craton.orchestration.slurm.script import signal_seconds
 from craton.orchestration.slurm.starts import may_start_again, next_start, read_starts, write_starts
-from craton.orchestration.slurm.step import HYPERPOD, Step, agents_command, end_step
+from craton.orchestration.slurm.step import HYPERPOD, IMAGE_SECONDS, Step, agents_command, end_step
 from craton.orchestration.slurm.tools import ask, patiently, read_jobs, read_nodes, read_switches
 from craton.orchestration.state import stopped_by_user
 from craton.telemetry import LineWriter, RunDirectory, read_json, summarize
@@ -175,6 +176,7 @@ class Batch:
                 leaves=allocation.leaves,
                 # Longer than until this job leaves: a save that is not done by then is broken off, and not a failure.
                 stop_grace_seconds=max(launch.stop_grace_seconds, signal_seconds(self._job)),
+                give_up_seconds=self._give_up_seconds(launch),
             ),
         )
         self._forget_left_over()  # not before: without it what the last start left would look like a run that is done
@@ -208,7 +210,7 @@ class Batch:
 
     def _step(self, launch: Launch) -> Step:
         job = self._job
-        image = image_of(job)
+        image = image_of(job, launch)
         gpus = launch.gpus_per_node or launch.ranks_per_node
         return Step(
             run=self._run.path,
@@ -224,8 +226,10 @@ class Batch:
     # -- while it runs --------------------------------------------------------------------------------------------
 
     def _watch(self, launch: Launch, allocation: Allocation) -> list[str]:
-        """Until the agents have ended. Hosts that were lost, when it was ended because the others cannot go on."""
-        life = SignsOfLife(self._run, launch, self._generation)
+        """Until the agents have ended. Hosts that were lost, when it was ended because the others cannot go on; none of
+        them where no host came to life, for then it is not theirs."""
+        first_seconds = self._first_seconds(launch)
+        life = SignsOfLife(self._run, launch, self._generation, first_seconds)
         step = subprocess.Popen(agents_command(self._step(launch), allocation.hosts), stdin=subprocess.DEVNULL)
         hosts = {node.name: node.host for node in allocation.nodes}
         while step.poll() is None:
@@ -241,11 +245,30 @@ class Batch:
                     end_step(step)
                 continue
             lost = life.lost(now)
-            if lost and len(launch.nodes) - len(lost) < (launch.min_nodes or launch.working_nodes):
-                self._tell("nodes_lost", f"{', '.join(f'{node} ({hosts[node]})' for node in lost)}: too few are left")
+            if lost and len(launch.nodes) - len(lost) < self._needed_nodes(launch):
+                have_begun = life.have_begun()
+                names = ", ".join(f"{node} ({hosts[node]})" for node in lost)
+                why = "too few are left" if have_begun else f"no sign of life of any node within {first_seconds:.0f} s"
+                self._tell("nodes_lost", f"{names}: {why}")
                 end_step(step)
-                return [hosts[node] for node in lost]
+                return [hosts[node] for node in lost] if have_begun else []
         return []
+
+    def _needed_nodes(self, launch: Launch) -> int:
+        """How many it takes to go on; `craton resize` may have changed it since the start."""
+        with contextlib.suppress(LaunchError):
+            launch = read_launch(self._run)
+        return launch.min_nodes or launch.working_nodes
+
+    def _first_seconds(self, launch: Launch) -> float:
+        """How long the agents have to show themselves."""
+        return FIRST_SECONDS + (IMAGE_SECONDS if image_of(self._job, launch) else 0.0)
+
+    def _give_up_seconds(self, launch: Launch) -> float:
+        """With an image longer than the last agent may take to show itself: the first ones would fail the run while
+        they wait for it."""
+        seconds = launch.give_up_seconds
+        return max(seconds, 2 * self._first_seconds(launch)) if image_of(self._job, launch) else seconds
 
     def _on_warning(self, number: int, frame: FrameType | None) -> None:
         """The agents learn it from the marker, and so do those of other nodes."""

@@ -20,7 +20,7 @@ from craton.orchestration.preflight_finding import Finding
 from craton.orchestration.preflight_gang import check_compute
 from craton.orchestration.preflight_selftest import COMPUTE_SECONDS
 from craton.orchestration.slurm.script import SCRIPT_FILE
-from craton.orchestration.slurm.step import Step, doctor_command, end_step
+from craton.orchestration.slurm.step import IMAGE_SECONDS, Step, doctor_command, end_step
 from craton.orchestration.slurm.tools import cancel_steps
 from craton.telemetry import RunDirectory
 
@@ -41,7 +41,7 @@ def failed_hosts(
     """Host → why it may not be used as a node of the run. A check that cannot be run is said and stops nobody; one that
     never ends, where those of others did, is a node's own trouble. Nothing of it is left for the agents to wait for:
     what hangs on the nodes is ended, as steps of this job of Slurm."""
-    seconds = seconds or CHECK_SECONDS + (COMPUTE_SECONDS if compute else 0.0)
+    seconds = seconds or check_seconds(step, compute)
     reports = run.path / "preflight"
     reports.mkdir(exist_ok=True)
     _put_aside(reports)
@@ -63,6 +63,11 @@ def failed_hosts(
     elif hung:
         print(f"craton: pre-flight ended on no node within {seconds:.0f} s", file=sys.stderr, flush=True)
     return {host: said[host] for host in hosts if said.get(host)}
+
+
+def check_seconds(step: Step, compute: bool) -> float:
+    """How long pre-flight may take, with the image that it runs in."""
+    return CHECK_SECONDS + (COMPUTE_SECONDS if compute else 0.0) + (IMAGE_SECONDS if step.image else 0.0)
 
 
 def documents_of(run: RunDirectory) -> list[dict[str, Any]]:

@@ -7,21 +7,28 @@ import time
 from craton.agent import Launch
 from craton.telemetry import LOST_SECONDS, RunDirectory, read_heartbeat
 
-FIRST_SECONDS = 180.0  # from the start of the step to the first sign of life of a node
+FIRST_SECONDS = 180.0  # from the start of the step to the first sign of life of a node, on top of its image
 LEAVE_SECONDS = 5.0  # from an agent's last word to the end of its process
 
 
 class SignsOfLife:
     """Which nodes of this start have fallen silent, by this machine's own clock."""
 
-    def __init__(self, run: RunDirectory, launch: Launch, generation: int) -> None:
+    def __init__(self, run: RunDirectory, launch: Launch, generation: int, first_seconds: float) -> None:
         self._run, self._nodes, self._generation = run, list(launch.nodes), generation
+        self._first_seconds = first_seconds
         self._began = time.monotonic()
         self._over_since: float | None = None
         self._seen: dict[str, tuple[float, float]] = {}  # node → its last heartbeat, and when it was new here
 
     def lost(self, now: float) -> list[str]:
         return [node for node in self._nodes if self._is_lost(node, now)]
+
+    def have_begun(self) -> bool:
+        """Whether any node has given a first sign. Where none has, no node is to blame: what all of them wait for, such
+        as an image, is not there."""
+        beats = [read_heartbeat(self._run, node) for node in self._nodes]
+        return any(beat is not None and beat.generation == self._generation for beat in beats)
 
     def is_over(self, now: float) -> bool:
         """Whether no agent is at work any more, and has not been for a while."""
@@ -41,7 +48,7 @@ class SignsOfLife:
     def _is_lost(self, node: str, now: float) -> bool:
         beat = read_heartbeat(self._run, node)
         if beat is None or beat.generation != self._generation:
-            return now - self._began > FIRST_SECONDS
+            return now - self._began > self._first_seconds
         if beat.state not in ("running", "spare"):
             return False
         moment, since = self._seen.get(node, (0.0, now))

@@ -1,4 +1,5 @@
-"""What an image must be shown of the nodes' files, at the paths they have outside: runs, data, weights, code, caches.
+"""The image of a run, and what it must be shown of the nodes' files, at the paths they have outside: runs, data,
+weights, code, caches.
 
 A path that the container runtime would read as something else, or that would cover the image's own system, is refused
 before anything is submitted.
@@ -36,27 +37,36 @@ SYSTEM = (
     "/usr",
     "/var",
 )
+FILES = (".sqsh", ".squashfs", ".sif")  # how images that are files end
 SEPARATORS = ":,"  # between the parts of a mount, and between mounts
 
 
-def image_of(job: Job) -> str:
-    """The image that ranks are started in; empty where it is the virtual environment."""
+def image_of(job: Job, launch: Launch) -> str:
+    """The image that ranks are started in; empty where it is the virtual environment. One that is a file by its whole
+    path: pyxis takes anything that begins with neither / nor . for the name of a registry's (NVIDIA/pyxis#127)."""
+    from craton.orchestration.draft import JOB_FOLDER
+
     scheduler = job.cluster.file.scheduler if job.cluster.file else None
-    return job.run.image or (scheduler.image if scheduler else None) or ""
+    image = job.run.image or (scheduler.image if scheduler else None) or ""
+    is_file = "://" not in image and (image.startswith(("/", ".", "~")) or image.endswith(FILES))
+    if not is_file:
+        return image
+    return os.path.abspath(Path(launch.env.get(JOB_FOLDER, ".")) / Path(image).expanduser())
 
 
 def mounts_of(job: Job, run: RunDirectory, launch: Launch) -> tuple[str, ...]:
     """The folders and files to show, none inside another; StartError names one that cannot be."""
+    image = image_of(job, launch)
     wanted = [os.path.normpath(path) for path in _paths(job, run, launch)]
     for path in wanted:
         if path in SYSTEM:
             raise StartError(
-                f"{job.where('run', 'image')}{path} cannot be shown to the image {image_of(job)}, whose own {path} it "
+                f"{job.where('run', 'image')}{path} cannot be shown to the image {image}, whose own {path} it "
                 "would cover; keep what the job needs in a folder of its own"
             )
         if any(each in path for each in SEPARATORS) or not path.isprintable():
             raise StartError(
-                f"{job.where('run', 'image')}{path!r} cannot be shown to the image {image_of(job)}: container runtimes "
+                f"{job.where('run', 'image')}{path!r} cannot be shown to the image {image}: container runtimes "
                 "read : and , as the end of a path; rename it"
             )
     return tuple(path for path in dict.fromkeys(wanted) if not _is_inside(path, wanted))

@@ -20,6 +20,9 @@ from craton.orchestration.draft import IMAGE_PYTHON
 
 APPTAINER = ("library://", "oras://", "docker-archive://", "oci-archive://", "shub://")
 NODE = "craton.orchestration.slurm.node"
+# How long a node may take to have an image. Unpacking a large one took seven minutes (NVIDIA/pyxis#24), without the
+# pull from a registry that all nodes ask at once.
+IMAGE_SECONDS = 1800.0
 HYPERPOD = Path("/opt/sagemaker_cluster")  # is there on the nodes of a SageMaker HyperPod cluster
 
 
@@ -29,7 +32,7 @@ class Step:
 
     run: Path
     python: str
-    image: str = ""
+    image: str = ""  # a file by its whole path (mounts.py)
     mounts: tuple[str, ...] = ()  # paths that are the same inside an image (mounts.py)
     gpus: bool = False
     cpus_per_task: int = 0  # 0: the whole node
