@@ -104,6 +104,14 @@ def up(
             show_default=False,
         ),
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where metrics are kept, on this machine [default: a folder for these runs in ~/.local/state/craton].",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for every change.")] = False,
 ) -> None:
     """Start Prometheus and Alertmanager on a run, on all runs or on a cluster. Ctrl-C ends both; metrics stay."""
@@ -123,10 +131,11 @@ def up(
         every_seconds=_seconds("--every", every),
         alertmanager=not no_alertmanager,
         webhook=webhook,
+        data=data,
     )
     seconds = _seconds("--for", for_) if for_ is not None else None
     console = make_console(as_json)
-    seen = None
+    seen = observer = None
     try:
         with ended_by_signal():
             if targets is not None:
@@ -137,7 +146,8 @@ def up(
             with Observer(settings) as observer:
                 urls = {service.name: service.url for service in observer.services}
                 if as_json:
-                    print(json.dumps({"event": "started", **urls, "folder": str(observer.folder)}), flush=True)
+                    places = {"folder": str(observer.folder), "data": str(observer.data)}
+                    print(json.dumps({"event": "started", **urls, **places}), flush=True)
                 for name, url in urls.items():
                     console.print(f"{name} {url}", markup=False)
                 if not observer.keeper.targets:
@@ -148,7 +158,8 @@ def up(
     if as_json:
         print(json.dumps({"event": "ended", "firing": [alert["name"] for alert in seen.firing] if seen else []}))
     else:
-        console.print(f"ended; what was recorded is in {settings.root}", markup=False, soft_wrap=True)
+        kept = f"; what was recorded is in {observer.data}" if observer else ""
+        console.print(f"ended{kept}", markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -162,6 +173,14 @@ def render(
         str | None,
         typer.Option(metavar="URL", help="Workspace of Amazon Managed Prometheus to write to.", show_default=False),
     ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Label of the Prometheus operator's objects, release=NAME for kube-prometheus-stack; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the names of the files as JSON.")] = False,
 ) -> None:
     """Write rules, scrape configuration and provisioning for a Prometheus, Alertmanager and Grafana of your own."""
@@ -169,10 +188,11 @@ def render(
 
     from craton.cli.live import make_console
     from craton.job import load_cluster
+    from craton.observability.prometheus import NO_DASHBOARDS, write_private
     from craton.observability.prometheus import render as rendered
-    from craton.observability.prometheus import write_private
 
-    files = rendered(load_cluster(cluster) if cluster is not None else None, webhook, amp)
+    labels = dict(_key_and_value("--label", each) for each in label or [])
+    files = rendered(load_cluster(cluster) if cluster is not None else None, webhook, amp, labels)
     for name, text in files.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,12 +200,23 @@ def render(
             write_private(path, text)
         else:
             path.write_text(text, encoding="utf-8")
+    console = make_console(as_json)
+    if not any(name.startswith("grafana/dashboards/") for name in files):
+        console.print(NO_DASHBOARDS, style="yellow", markup=False, soft_wrap=True)
     if as_json:
         print(json.dumps({"folder": str(out), "files": sorted(files)}))
         return
-    console = make_console()
     for name in sorted(files):
         console.print(str(out / name), markup=False, soft_wrap=True)
+
+
+def _key_and_value(option: str, text: str) -> tuple[str, str]:
+    from craton.job import CratonError
+
+    key, sign, value = text.partition("=")
+    if not (key and sign):
+        raise CratonError(f"{option} {text}: give KEY=VALUE, e.g. {option} release=prometheus")
+    return key, value
 
 
 def _seconds(option: str, value: str) -> float:

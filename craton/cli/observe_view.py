@@ -148,19 +148,21 @@ def _picture(seen: Observed) -> RenderableType:
         counted = Counter(each["job"] for each in seen.targets)
         up = Counter(each["job"] for each in seen.targets if each["health"] == "up")
         for job, count in sorted(counted.items()):
-            targets.add_row(job, Text(str(up[job]), style="green" if up[job] == count else "bold red"), str(count))
+            style = "green" if up[job] == count else "bold red"
+            targets.add_row(Text(job), Text(str(up[job]), style=style), str(count))
     else:
         for column in ("JOB", "ADDRESS", "RUN", "NODE", "HEALTH"):
             targets.add_column(column, no_wrap=True)
         for each in seen.targets:
             health = Text(each["health"], style=HEALTH_STYLES.get(each["health"], ""))
-            targets.add_row(each["job"], each["address"], each["run"], each["node"], health)
+            # As texts: rich takes [fd00::5] of an address for markup.
+            targets.add_row(*(Text(each[key]) for key in ("job", "address", "run", "node")), health)
     alerts = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("SEVERITY", "LAYER", "ALERT", "WHAT"):
         alerts.add_column(column, no_wrap=column != "WHAT", overflow="fold")
     for alert in seen.firing:
         severity = Text(alert["severity"], style=SEVERITY_STYLES.get(alert["severity"], ""))
-        alerts.add_row(severity, alert["layer"], alert["name"], Text(alert["summary"]))
+        alerts.add_row(severity, Text(alert["layer"]), Text(alert["name"]), Text(alert["summary"]))
     waiting = len(seen.alerts) - len(seen.firing)
     parts: list[RenderableType] = [targets if seen.targets else Text("no targets: no run goes on", style="dim")]
     parts.append(alerts if seen.firing else Text("no alert fires", style="green"))

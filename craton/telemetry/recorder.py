@@ -2,7 +2,8 @@
 
 Never blocks and never raises into training: a line that does not fit into a full pipe (or disk) is dropped and counted.
 The thread CPU time spent here is added up in `recording_seconds`; `metrics` reports its share of the time since the
-call before as `run_recording_share`, and how many lines were dropped so far as `run_dropped_records`, if any were.
+call before as `run_recording_share`, and how many lines were dropped so far as `run_dropped_records`: 0 from the start,
+since an increase from nothing is not seen.
 
 Without an agent ($CRATON_RECORDS is not set) lines go straight to the files of the run directory; without a run either,
 nowhere.
@@ -76,8 +77,7 @@ class Recorder:
         elapsed = now - self._reported_at
         if elapsed > 0:
             values.setdefault("run_recording_share", (self.recording_seconds - self._reported_seconds) / elapsed)
-        if self.dropped:
-            values.setdefault("run_dropped_records", self.dropped)
+        values.setdefault("run_dropped_records", self.dropped)
         self._reported_seconds, self._reported_at = self.recording_seconds, now
         self._record("metrics", step, values)
 

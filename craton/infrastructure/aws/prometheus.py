@@ -53,14 +53,18 @@ def _kubernetes_jobs(site: Site) -> list[Job]:
     jobs = [
         _pods("dcgm", [_keep("__meta_kubernetes_pod_label_app_kubernetes_io_name", "dcgm-exporter")]),
         _pods("node", [_keep("__meta_kubernetes_pod_label_app_kubernetes_io_name", "prometheus-node-exporter")]),
-        _pods(
-            "craton",
-            [
-                _keep("__meta_kubernetes_pod_label_app_kubernetes_io_managed_by", "craton"),
-                _keep("__meta_kubernetes_pod_container_port_name", "metrics"),
-                {"source_labels": ["__meta_kubernetes_pod_node_name"], "target_label": "kubernetes_node"},
-            ],
-        ),
+        {
+            **_pods(
+                "craton",
+                [
+                    _keep("__meta_kubernetes_pod_label_app_kubernetes_io_managed_by", "craton"),
+                    _keep("__meta_kubernetes_pod_container_port_name", "metrics"),
+                    {"source_labels": ["__meta_kubernetes_pod_label_craton_run"], "target_label": "run"},
+                    {"source_labels": ["__meta_kubernetes_pod_node_name"], "target_label": "node"},
+                ],
+            ),
+            "honor_labels": True,  # agents say themselves which run and node they are of
+        },
     ]
     gang = site.file.scheduler.gang if site.file.scheduler else "none"
     if gang in CONTROLLERS:

@@ -2,8 +2,8 @@
 
 A file system whose server is gone blocks whoever looks at it, a driver that hangs blocks whoever asks it, and neither
 can be interrupted. So each collector has a thread of its own. One that does not come back in time is left where it is:
-its families are missing from the scrape, `craton_exporter_collector_stuck` says so, and it is asked again once it is
-back.
+its families are missing from the scrape, `craton_exporter_collector_stuck` says so, later scrapes do not wait for it,
+and it is asked again once it is back.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ class Team:
 
     def collect(self, now: float) -> Iterator[Sample]:
         deadline = time.monotonic() + self._answer_seconds
+        asked = {worker for worker in self._workers if worker.ask(now)}
         for worker in self._workers:
-            worker.ask(now)
-        for worker in self._workers:
-            answer = worker.answer(deadline)
+            answer = worker.answer(deadline) if worker in asked else None
             name = (worker.collector.name,)
             yield "craton_exporter_collector_stuck", name, int(answer is None)
             yield "craton_exporter_collector_errors_total", name, worker.errors
@@ -84,11 +83,14 @@ class _Worker:
     def errors(self) -> int:
         return self._failures + self.collector.errors
 
-    def ask(self, now: float) -> None:
-        if self._answered.is_set():
-            self._now = now
-            self._answered.clear()
-            self._asked.set()
+    def ask(self, now: float) -> bool:
+        """Whether it takes the question; one that has not answered the last does not."""
+        if not self._answered.is_set():
+            return False
+        self._now = now
+        self._answered.clear()
+        self._asked.set()
+        return True
 
     def answer(self, deadline: float) -> list[Sample] | None:
         if not self._answered.wait(max(0.0, deadline - time.monotonic())):

@@ -13,11 +13,10 @@ from craton.lazy import loader
 if TYPE_CHECKING:
     from craton.observability.prometheus.alertmanager import alertmanager_config, write_private
     from craton.observability.prometheus.errors import ObserveError
-    from craton.observability.prometheus.kubernetes import operator_objects
     from craton.observability.prometheus.observer import FOLDER, Observed, Observer, Settings, TargetKeeper
     from craton.observability.prometheus.processes import Service, find_program, start_prometheus
     from craton.observability.prometheus.remote import DATA_SOURCE
-    from craton.observability.prometheus.rendering import render
+    from craton.observability.prometheus.rendering import NO_DASHBOARDS, render
     from craton.observability.prometheus.rules import (
         ACTIONS,
         ALERTS,
@@ -43,11 +42,10 @@ else:
         {
             "alertmanager": ("alertmanager_config", "write_private"),
             "errors": ("ObserveError",),
-            "kubernetes": ("operator_objects",),
             "observer": ("FOLDER", "Observed", "Observer", "Settings", "TargetKeeper"),
             "processes": ("Service", "find_program", "start_prometheus"),
             "remote": ("DATA_SOURCE",),
-            "rendering": ("render",),
+            "rendering": ("NO_DASHBOARDS", "render"),
             "rules": (
                 *("ACTIONS", "ALERTS", "LAYERS", "RECORDINGS", "SEVERITIES"),
                 *("AlertRule", "RecordingRule", "rule_groups"),
@@ -64,6 +62,7 @@ __all__ = [
     "EXPORTERS",
     "FOLDER",
     "LAYERS",
+    "NO_DASHBOARDS",
     "RECORDINGS",
     "SEVERITIES",
     "AlertRule",
@@ -81,7 +80,6 @@ __all__ = [
     "dcgm_relabeling",
     "find_program",
     "look_at",
-    "operator_objects",
     "prometheus_config",
     "render",
     "rule_groups",

@@ -1,55 +1,78 @@
 """Objects of the Prometheus operator: what to scrape (PodMonitor, ServiceMonitor) and the rules (PrometheusRule).
 
-The same labels as `scrape` makes: run, node, leaf, rank of the agents' own, node of the pod, run of the pod's labels.
+The same labels as `scrape` makes: run, node, leaf, rank of the agents' own, node of the pod, run of the pod's labels,
+leaf of a label of its node.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from craton.infrastructure import GANG_CONTROLLERS
 from craton.observability.prometheus.rules import rule_groups
-from craton.observability.prometheus.scrape import AGENTS, POD_OF_RUN, SERVERS
+from craton.observability.prometheus.scrape import AGENTS, RUN, SERVERS, dcgm_relabeling, node_meta
 
 Manifest = dict[str, Any]
 API = "monitoring.coreos.com/v1"
 NAMESPACE = "monitoring"
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"
+# The node exporter's port has the first name in its own chart, the second in kube-prometheus-stack.
+NODE_EXPORTER_PORTS = ("metrics", "http-metrics")
 _NODE = {"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node"}
-_RUN = {"sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_instance"], "targetLabel": "run"}
+_RUN = {"sourceLabels": [RUN], "targetLabel": "run"}
 _EVERYWHERE = {"any": True}
 
 
-def operator_objects(cluster: str, gang: str = "none", gpus_per_node: int | None = None) -> dict[str, Manifest]:
+@dataclass(frozen=True)
+class MonitoredCluster:
+    """What the objects of one cluster differ by from those of another."""
+
+    name: str
+    gang: str = "none"
+    leaf_label: str = ""  # of nodes; "": it is not known on which switch they hang
+    labels: Mapping[str, str] = field(default_factory=dict)  # by which the cluster's Prometheus finds what is for it
+
+    @property
+    def place(self) -> list[Manifest]:
+        """node and leaf of a target."""
+        return [
+            _NODE,
+            *([{"sourceLabels": [node_meta(self.leaf_label)], "targetLabel": "leaf"}] if self.leaf_label else []),
+        ]
+
+    @property
+    def attached(self) -> Manifest:
+        """What a monitor asks for so that targets know their nodes' labels."""
+        return {"attachMetadata": {"node": True}} if self.leaf_label else {}
+
+
+def operator_objects(cluster: MonitoredCluster, gpus_per_node: int | None = None) -> dict[str, Manifest]:
     """File name → object."""
+    ours = {"app.kubernetes.io/managed-by": "craton"}
     found = {
         "prometheusrule.yaml": _object("PrometheusRule", "craton", cluster, {"groups": rule_groups(gpus_per_node)}),
-        "podmonitor-runs.yaml": _pods(
-            AGENTS, cluster, {"app.kubernetes.io/managed-by": "craton"}, port="metrics", relabel=[_RUN], own_labels=True
-        ),
+        "podmonitor-runs.yaml": _pods(AGENTS, cluster, ours, ports=("metrics",), relabel=[_RUN], own_labels=True),
         "podmonitor-servers.yaml": _pods(
-            SERVERS,
-            cluster,
-            {"app.kubernetes.io/managed-by": "craton", "app.kubernetes.io/component": "serve"},
-            port="http",
-            relabel=[_RUN],
+            SERVERS, cluster, {**ours, "app.kubernetes.io/component": "serve"}, ports=("http",), relabel=[_RUN]
         ),
         "podmonitor-exporter.yaml": _pods(
-            "craton-node", cluster, {"app.kubernetes.io/name": "craton-exporter"}, port="metrics", own_labels=True
+            "craton-node", cluster, {"app.kubernetes.io/name": "craton-exporter"}, ports=("metrics",), own_labels=True
         ),
         "podmonitor-node-exporter.yaml": _pods(
-            "node", cluster, {"app.kubernetes.io/name": "prometheus-node-exporter"}, port="metrics"
+            "node", cluster, {"app.kubernetes.io/name": "prometheus-node-exporter"}, ports=NODE_EXPORTER_PORTS
         ),
         "servicemonitor-dcgm.yaml": _dcgm(cluster),
     }
-    if gang in GANG_CONTROLLERS:
-        namespace, name = GANG_CONTROLLERS[gang]
+    if cluster.gang in GANG_CONTROLLERS:
+        namespace, name = GANG_CONTROLLERS[cluster.gang]
         found[f"servicemonitor-{name}.yaml"] = _controller(cluster, namespace, name)
     return found
 
 
-def _object(kind: str, name: str, cluster: str, spec: Manifest) -> Manifest:
-    labels = {"app.kubernetes.io/part-of": "craton", "craton/cluster": cluster}
+def _object(kind: str, name: str, cluster: MonitoredCluster, spec: Manifest) -> Manifest:
+    labels = {"app.kubernetes.io/part-of": "craton", "craton/cluster": cluster.name, **cluster.labels}
     return {
         "apiVersion": API,
         "kind": kind,
@@ -60,45 +83,51 @@ def _object(kind: str, name: str, cluster: str, spec: Manifest) -> Manifest:
 
 def _pods(
     job: str,
-    cluster: str,
+    cluster: MonitoredCluster,
     labels: dict[str, str],
     *,
-    port: str,
+    ports: tuple[str, ...],
     relabel: list[Manifest] | None = None,
     own_labels: bool = False,
 ) -> Manifest:
+    """`ports`: the names that the pods' port may have."""
     endpoint: Manifest = {
-        "port": port,
         "path": "/metrics",
         **({"honorLabels": True} if own_labels else {}),
-        "relabelings": [*(relabel or []), _NODE, {"targetLabel": "job", "replacement": job}],
+        "relabelings": [*(relabel or []), *cluster.place, {"targetLabel": "job", "replacement": job}],
     }
     spec = {
         "namespaceSelector": _EVERYWHERE,
         "selector": {"matchLabels": labels},
-        "podMetricsEndpoints": [endpoint],
+        **cluster.attached,
+        "podMetricsEndpoints": [{"port": port, **endpoint} for port in ports],
     }
     return _object("PodMonitor", job, cluster, spec)
 
 
-def _dcgm(cluster: str) -> Manifest:
+def _dcgm(cluster: MonitoredCluster) -> Manifest:
     """The GPU operator's Service, or that of dcgm-exporter's own chart. Its own pod label is the job's: it wins."""
     names = {"key": "app", "operator": "In", "values": ["nvidia-dcgm-exporter", "dcgm-exporter"]}
     endpoint = {
         "targetPort": 9400,
         "path": "/metrics",
         "honorLabels": True,
-        "relabelings": [_NODE, {"targetLabel": "job", "replacement": "dcgm"}],
+        "relabelings": [*cluster.place, {"targetLabel": "job", "replacement": "dcgm"}],
         "metricRelabelings": [
-            {"sourceLabels": ["node", "Hostname"], "regex": ";(.+)", "targetLabel": "node"},
-            {"sourceLabels": ["run", "pod"], "regex": f";{POD_OF_RUN}", "targetLabel": "run"},
+            {"sourceLabels": rule["source_labels"], "regex": rule["regex"], "targetLabel": rule["target_label"]}
+            for rule in dcgm_relabeling(None)
         ],
     }
-    spec = {"namespaceSelector": _EVERYWHERE, "selector": {"matchExpressions": [names]}, "endpoints": [endpoint]}
+    spec = {
+        "namespaceSelector": _EVERYWHERE,
+        "selector": {"matchExpressions": [names]},
+        **cluster.attached,
+        "endpoints": [endpoint],
+    }
     return _object("ServiceMonitor", "dcgm", cluster, spec)
 
 
-def _controller(cluster: str, namespace: str, name: str) -> Manifest:
+def _controller(cluster: MonitoredCluster, namespace: str, name: str) -> Manifest:
     endpoint = {
         "port": "https",
         "path": "/metrics",

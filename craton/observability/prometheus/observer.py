@@ -1,12 +1,16 @@
 """`craton observe up`: Prometheus and Alertmanager on a run, on all runs, or on a cluster, with targets kept right.
 
-Everything they need and keep is in RUNS/.observe. `Observer` starts both, `refresh()` looks for targets and writes
-them, `look()` asks how targets and alerts are, and leaving it ends both.
+Targets and rules are in RUNS/.observe, where other machines may read them. What the two programs keep, and how they are
+configured, is on this machine (`data_folder`): Prometheus supports no database on a network's file system.
+
+`Observer` starts both, `refresh()` looks for targets and writes them, `look()` asks how targets and alerts are, and
+leaving it ends both.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
@@ -17,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from craton.infrastructure import CatalogError, to_yaml
+from craton.infrastructure import CatalogError, TopologyError, read_topology, to_yaml
 from craton.infrastructure import instance as catalog_instance
 from craton.job import ClusterFile
 from craton.observability.prometheus.alertmanager import alertmanager_config, write_private
@@ -32,9 +36,11 @@ from craton.observability.prometheus.processes import (
 )
 from craton.observability.prometheus.rules import rule_groups
 from craton.observability.prometheus.scrape import (
+    OWN_JOB,
     SLURM_PORT,
     file_jobs,
     kubernetes_jobs,
+    own_job,
     prometheus_config,
     slurm_jobs,
 )
@@ -44,6 +50,7 @@ from craton.observability.prometheus.targets import (
     SearchedExporters,
     Target,
     look_at,
+    merged,
     serves_metrics,
     write_targets,
 )
@@ -68,6 +75,7 @@ class Settings:
     every_seconds: float = 5.0  # scrapes, evaluations, and looks for targets
     alertmanager: bool = True
     webhook: str | None = None
+    data: Path | None = None  # where metrics are kept; None: `data_folder` of the root
 
     @property
     def root(self) -> Path:
@@ -121,7 +129,8 @@ class TargetKeeper:
         runs = list(self.settings.runs) or list_runs(self.settings.root)
         found: Found = look_at(runs)
         self._ask_slurm()
-        machines = [*found.machines, *self._slurm_machines]
+        # Slurm's first: a node is dialled by the same name whether or not a run is there.
+        machines = merged([*self._slurm_machines, *found.machines])
         targets = [*found.targets, *self.exporters.look(machines)]
         write_targets(self.folder, targets)
         self._runs, self.targets = runs, targets
@@ -131,7 +140,8 @@ class TargetKeeper:
         if _is_slurm(self.settings.cluster) and time.monotonic() - self._slurm_asked > NODES_SECONDS:
             self._slurm_asked = time.monotonic()
             names = dict.fromkeys(_output(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
-            self._slurm_machines = tuple(Machine(name, name) for name in names)
+            leaves = _slurm_leaves()
+            self._slurm_machines = tuple(Machine(name, name, leaves.get(name, "")) for name in names)
 
 
 class Observer:
@@ -144,7 +154,8 @@ class Observer:
         elif settings.webhook:
             raise ObserveError("--webhook needs Alertmanager; leave out --no-alertmanager")
         self.settings = settings
-        self.folder = settings.root / FOLDER
+        self.folder = (settings.root / FOLDER).absolute()
+        self.data = (settings.data or data_folder(settings.root)).absolute()
         self.keeper = TargetKeeper(settings, self.folder / "targets")
         self.prometheus: Service | None = None
         self.alertmanager: Service | None = None
@@ -158,7 +169,14 @@ class Observer:
             (self.folder / "rules").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ObserveError(
-                f"cannot keep metrics in {self.folder} ({error.strerror}): set CRATON_RUNS to a folder you may write to"
+                f"cannot keep targets in {self.folder} ({error.strerror}): set CRATON_RUNS to a folder you may write to"
+            ) from error
+        try:
+            self.data.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ObserveError(
+                f"cannot keep metrics in {self.data} ({error.strerror}): give --data a folder on this machine that you "
+                "may write to"
             ) from error
         self._lock = _locked(self.folder / "lock")
         try:
@@ -167,11 +185,11 @@ class Observer:
             (self.folder / "rules" / "craton.yaml").write_text(to_yaml(rules), encoding="utf-8")
             if settings.alertmanager:
                 config = alertmanager_config(settings.webhook, first_wait=_first_wait(settings.every_seconds))
-                write_private(self.folder / "alertmanager.yml", to_yaml(config))
+                write_private(self.data / "alertmanager.yml", to_yaml(config))
                 port = settings.port + ALERTMANAGER_OFFSET
-                self.alertmanager = start_alertmanager(self.folder, settings.host, port)
+                self.alertmanager = start_alertmanager(self.data, settings.host, port)
             self._write_config()
-            self.prometheus = start_prometheus(self.folder, settings.host, settings.port)
+            self.prometheus = start_prometheus(self.data, settings.host, settings.port)
         except BaseException:
             self.close()
             raise
@@ -221,9 +239,10 @@ class Observer:
             self.prometheus.reload()
 
     def look(self) -> Observed:
-        """How the targets do and what alerts; OSError when Prometheus does not answer."""
+        """How the targets do, but for Prometheus itself, and what alerts; OSError when it does not answer."""
         assert self.prometheus is not None
-        targets = self.prometheus.ask("/api/v1/targets", state="active")["data"]["activeTargets"]
+        active = self.prometheus.ask("/api/v1/targets", state="active")["data"]["activeTargets"]
+        targets = [each for each in active if each["labels"]["job"] != OWN_JOB]
         alerts = self.prometheus.ask("/api/v1/alerts")["data"]["alerts"]
         return Observed(
             tuple(sorted((_told_target(each) for each in targets), key=lambda each: (each["job"], each["address"]))),
@@ -232,11 +251,12 @@ class Observer:
 
     def _write_config(self) -> None:
         settings, cluster = self.settings, self.settings.cluster
-        jobs = file_jobs(str(self.folder / "targets"), self._runs_of_jobs)
+        own = own_job(f"{settings.host}:{settings.port}")
+        jobs = [own, *file_jobs(str(self.folder / "targets"), self._runs_of_jobs)]
         if self._slurm:
             jobs += slurm_jobs(self._slurm)
         if cluster is not None and cluster.scheduler is not None and cluster.scheduler.kind == "kubernetes":
-            known = kubernetes_jobs(cluster.scheduler.gang, _kubeconfig())
+            known = kubernetes_jobs(cluster.scheduler.gang, _kubeconfig(), leaf_label(cluster))
             jobs += [{**job, "job_name": f"{job['job_name']}-pods", "relabel_configs": _named(job)} for job in known]
         alertmanager = self.alertmanager and f"{self.alertmanager.host}:{self.alertmanager.port}"
         document = prometheus_config(
@@ -246,7 +266,7 @@ class Observer:
             alertmanager=alertmanager or None,
             external_labels={"cluster": cluster.name} if cluster else None,
         )
-        (self.folder / "prometheus.yml").write_text(to_yaml(document), encoding="utf-8")
+        (self.data / "prometheus.yml").write_text(to_yaml(document), encoding="utf-8")
 
 
 def gpus_per_node(cluster: ClusterFile | None) -> int | None:
@@ -259,6 +279,19 @@ def gpus_per_node(cluster: ClusterFile | None) -> int | None:
         return catalog_instance(cluster.instance or "").num_gpus or None
     except CatalogError:
         return None
+
+
+def data_folder(root: Path) -> Path:
+    """Where the metrics of the runs in a folder are kept on this machine, unless somebody says otherwise."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    place = os.path.realpath(root)
+    return state / "craton" / "observe" / f"{Path(place).name}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+
+
+def leaf_label(cluster: ClusterFile | None) -> str:
+    """The label by which nodes of a Kubernetes cluster say what switch they hang on; "": not known."""
+    leaf = cluster.levels.leaf if cluster else None
+    return (leaf.label if leaf else None) or ""
 
 
 def _named(job: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -281,7 +314,7 @@ def _locked(path: Path) -> IO[str]:
             file.close()
         if isinstance(error, BlockingIOError):
             raise ObserveError(
-                f"another `craton observe up` keeps its metrics in {path.parent}; look at that one, or end it"
+                f"another `craton observe up` keeps its targets in {path.parent}; look at that one, or end it"
             ) from None
         raise ObserveError(
             f"cannot lock {path} ({error.strerror}): set CRATON_RUNS to a folder you own, on a file system with locks"
@@ -310,6 +343,15 @@ def _kubeconfig() -> str | None:
 
 def _is_slurm(cluster: ClusterFile | None) -> bool:
     return cluster is not None and cluster.scheduler is not None and cluster.scheduler.kind == "slurm"
+
+
+def _slurm_leaves() -> dict[str, str]:
+    """Node → the switch it hangs on, where Slurm was told of the network."""
+    try:
+        topology = read_topology(_output(["scontrol", "show", "topology"]))
+    except TopologyError:
+        return {}
+    return {place.node: place.path[-1] for place in topology.places if place.path}
 
 
 def _slurm_address(cluster: ClusterFile | None) -> str:

@@ -3,6 +3,10 @@
 `ALERTS` and `RECORDINGS` hold every rule. In an expression XIDS_action stands for the codes of that action in the XID
 table of the probes, so that the table is the one place that knows them. How many GPUs a node should have is no rule of
 a file but comes from a cluster: `rule_groups` writes it into the rules it returns.
+
+Every file is a group that is evaluated as often as Prometheus scrapes. Rules that look back for long, or at every card
+and rank, are marked `slow` and are a second group of the file, evaluated every SLOWLY: a group that takes longer than
+its interval leaves evaluations out, those of hangs too.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ ACTIONS = (*HEALTH_ACTIONS, "diagnose", "check", "repair", "free", "scale")
 FILES = ("device", "fabric", "storage", "host", "framework", "serving", "scheduler")
 RUNBOOKS = "docs/runbooks"
 EXPECTED_GPUS = "craton:node_gpus_expected"
+# Less than the five minutes for which Prometheus takes a recorded value for the present one.
+SLOWLY = "1m"
 _XIDS = re.compile(r"XIDS_([a-z]+)")
 
 
@@ -44,6 +50,7 @@ class AlertRule:
     date: date
     hardware_only: bool = False  # no run on this machine serves what it reads
     action_from_series: bool = False  # the series say themselves what to do; `action` is the least of it
+    slow: bool = False  # evaluated every SLOWLY
 
     @property
     def runbook(self) -> str:
@@ -67,6 +74,7 @@ class RecordingRule:
     group: str
     expr: str
     help: str
+    slow: bool = False
 
     def document(self) -> dict[str, Any]:
         return {"record": self.name, "expr": self.expr}
@@ -74,16 +82,22 @@ class RecordingRule:
 
 def rule_groups(gpus_per_node: int | None = None, evaluate_every: str | None = None) -> list[dict[str, Any]]:
     """The groups of a rule file. With `gpus_per_node`, nodes are held to that number of cards, else to the most they
-    showed within a day."""
+    showed within a day. `evaluate_every` is not that of slow rules."""
     groups = []
     for file in FILES:
-        rules = [each.document() for each in RECORDINGS if each.group == file]
-        rules += [each.document() for each in ALERTS if each.group == file]
-        if file == "device":
-            rules.insert(_place_of(rules, "craton:node_gpus") + 1, _expected_gpus(gpus_per_node))
         interval = {"interval": evaluate_every} if evaluate_every else {}
-        groups.append({"name": f"craton-{file}", **interval, "rules": rules})
+        groups.append({"name": f"craton-{file}", **interval, "rules": _rules(file, slow=False)})
+        slow = _rules(file, slow=True)
+        if file == "device":
+            slow.insert(0, _expected_gpus(gpus_per_node))
+        if slow:
+            groups.append({"name": f"craton-{file}-slow", "interval": SLOWLY, "rules": slow})
     return groups
+
+
+def _rules(file: str, *, slow: bool) -> list[dict[str, Any]]:
+    rules: list[RecordingRule | AlertRule] = [*RECORDINGS, *ALERTS]
+    return [each.document() for each in rules if each.group == file and each.slow == slow]
 
 
 def _expected_gpus(gpus_per_node: int | None) -> dict[str, Any]:
@@ -93,10 +107,6 @@ def _expected_gpus(gpus_per_node: int | None) -> dict[str, Any]:
     if gpus_per_node is not None:
         shown = f"0 * ({shown} or max by (node) (craton_gpus_on_bus > 0)) + {gpus_per_node}"
     return {"record": EXPECTED_GPUS, "expr": shown}
-
-
-def _place_of(rules: list[dict[str, Any]], name: str) -> int:
-    return next(place for place, rule in enumerate(rules) if rule.get("record") == name)
 
 
 def _read() -> tuple[tuple[RecordingRule, ...], tuple[AlertRule, ...]]:

@@ -1,8 +1,8 @@
 """Prometheus' configuration: what is scraped, how labels become run, node and leaf, and where rules and alerts go.
 
 Agents and our exporter serve run, node, leaf and rank themselves, so their labels win (honor_labels). dcgm-exporter
-knows a Hostname, on Slurm a job number (hpc_job) and on Kubernetes a pod; node and run are made of these. A rank is
-known only to exporters that see processes, which ours does and dcgm-exporter does not.
+knows a Hostname, on Slurm a job number (hpc_job) and on Kubernetes a pod, with its labels where it is told to; node and
+run are made of these. A rank is known only to exporters that see processes, which ours does and dcgm-exporter does not.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from craton.infrastructure import GANG_CONTROLLERS, SLURM_PAGES
+from craton.infrastructure import EXPORTER_PORTS, GANG_CONTROLLERS, SLURM_PAGES
 from craton.observability.prometheus.targets import AGENTS, EXPORTERS, FOUND_JOBS, SERVERS
 
 Job = dict[str, Any]
 HONORED = (AGENTS, "craton-node")
+OWN_JOB = "prometheus"
 SLURM_PORT = 6817
-# Pods of a run: NAME-node-0-3-x7k2p of a JobSet, NAME-node-3 of a Volcano Job. Others are not taken for runs.
+# Pods of a run: NAME-node-0-3-x7k2p of a JobSet, NAME-node-3 of a Volcano Job. Others are not taken for runs: those of
+# an Indexed Job or a LeaderWorkerSet are called as everybody's are.
 POD_OF_RUN = r"(.+?)-node-(?:0-)?\d+(?:-[a-z0-9]{5})?"
 MANAGED_BY = "__meta_kubernetes_pod_label_app_kubernetes_io_managed_by"
-INSTANCE = "__meta_kubernetes_pod_label_app_kubernetes_io_instance"
+RUN = "__meta_kubernetes_pod_label_craton_run"  # its own name, of which the names of objects are made
 POD_NAME = "__meta_kubernetes_pod_label_app_kubernetes_io_name"
 # A finished pod stays listed with its old address, which answers nobody: it would be a node that is down. The operator
 # does the same for its monitors by itself.
@@ -57,6 +59,11 @@ def prometheus_config(
     return document
 
 
+def own_job(address: str) -> Job:
+    """Prometheus itself: whether its rules can be evaluated stands there."""
+    return {"job_name": OWN_JOB, "static_configs": [{"targets": [address]}]}
+
+
 def file_jobs(folder: str, runs_of_jobs: Mapping[str, str] | None = None) -> list[Job]:
     """Jobs whose targets stand in FOLDER/JOB.json, as `observe up` keeps them. `runs_of_jobs`: Slurm's number → run."""
     return [
@@ -71,11 +78,11 @@ def file_jobs(folder: str, runs_of_jobs: Mapping[str, str] | None = None) -> lis
 
 
 def shared_file_jobs(folder: str) -> list[Job]:
-    """Exporters of a provisioned Slurm cluster: every node writes all its addresses into one file of this folder."""
+    """Exporters of a provisioned Slurm cluster: every node writes all its addresses into one file of this folder. Ours
+    is not among them: it is no part of a node's set-up."""
     return [
         {
             "job_name": job,
-            **({"honor_labels": True} if job in HONORED else {}),
             "file_sd_configs": [{"files": [f"{folder}/*.json"], "refresh_interval": "1m"}],
             "relabel_configs": [
                 {"source_labels": ["__address__"], "regex": f".*:{port}", "action": "keep"},
@@ -83,7 +90,7 @@ def shared_file_jobs(folder: str) -> list[Job]:
             ],
             **({"metric_relabel_configs": dcgm_relabeling(None)} if job == "dcgm" else {}),
         }
-        for job, port in EXPORTERS.items()
+        for job, port in EXPORTER_PORTS.items()
     ]
 
 
@@ -99,18 +106,21 @@ def slurm_jobs(address: str = f"localhost:{SLURM_PORT}") -> list[Job]:
     ]
 
 
-def kubernetes_jobs(gang: str = "none", kubeconfig: str | None = None) -> list[Job]:
-    """Runs, servers, exporters and the gang scheduler's controller, by their pods."""
-    access = {"kubeconfig_file": kubeconfig} if kubeconfig else {}
-    node = {"source_labels": ["__meta_kubernetes_pod_node_name"], "target_label": "node"}
-    run = {"source_labels": [INSTANCE], "target_label": "run"}
+def kubernetes_jobs(gang: str = "none", kubeconfig: str | None = None, leaf_label: str = "") -> list[Job]:
+    """Runs, servers, exporters and the gang scheduler's controller, by their pods. `leaf_label`: of nodes, which says
+    what switch each hangs on; Prometheus' account must be allowed to list them."""
+    access: Job = {"kubeconfig_file": kubeconfig} if kubeconfig else {}
+    place: list[Job] = [{"source_labels": ["__meta_kubernetes_pod_node_name"], "target_label": "node"}]
+    if leaf_label:
+        access["attach_metadata"] = {"node": True}
+        place.append({"source_labels": [node_meta(leaf_label)], "target_label": "leaf"})
 
     def pods(name: str, relabel: list[Job], **more: Any) -> Job:
         discovery = {"role": "pod", **access, **more.pop("discovery", {})}
         kept = [ENDED_PODS_DROPPED, *relabel]
         return {"job_name": name, **more, "kubernetes_sd_configs": [discovery], "relabel_configs": kept}
 
-    ours = [_keep(MANAGED_BY, "craton"), run, node]
+    ours = [_keep(MANAGED_BY, "craton"), {"source_labels": [RUN], "target_label": "run"}, *place]
     jobs = [
         pods(AGENTS, [*ours, _keep("__meta_kubernetes_pod_container_port_name", "metrics")], honor_labels=True),
         pods(
@@ -121,14 +131,14 @@ def kubernetes_jobs(gang: str = "none", kubeconfig: str | None = None) -> list[J
                 _keep("__meta_kubernetes_pod_container_port_name", "http"),
             ],
         ),
-        pods("craton-node", [_keep(POD_NAME, "craton-exporter"), node], honor_labels=True),
-        pods("node", [_keep(POD_NAME, "prometheus-node-exporter|node-exporter"), node]),
+        pods("craton-node", [_keep(POD_NAME, "craton-exporter"), *place], honor_labels=True),
+        pods("node", [_keep(POD_NAME, "prometheus-node-exporter|node-exporter"), *place]),
         pods(
             "dcgm",
             [
                 _keep("__meta_kubernetes_pod_container_port_number", str(EXPORTERS["dcgm"])),
                 _keep("__meta_kubernetes_pod_name", ".*dcgm-exporter.*"),
-                node,
+                *place,
             ],
             metric_relabel_configs=dcgm_relabeling(None),
         ),
@@ -149,9 +159,11 @@ def kubernetes_jobs(gang: str = "none", kubeconfig: str | None = None) -> list[J
 
 
 def dcgm_relabeling(runs_of_jobs: Mapping[str, str] | None) -> list[Job]:
-    """node of Hostname where the target has none, and run of the pod or of Slurm's job number."""
+    """node of Hostname where the target has none, and run of the pod's label, else of its name, or of Slurm's job
+    number. The label is there where dcgm-exporter runs with --kubernetes-enable-pod-labels."""
     rules: list[Job] = [
         {"source_labels": ["node", "Hostname"], "regex": ";(.+)", "target_label": "node"},
+        {"source_labels": ["run", "craton_run"], "regex": ";(.+)", "target_label": "run"},
         {"source_labels": ["run", "pod"], "regex": f";{POD_OF_RUN}", "target_label": "run"},
     ]
     rules += [
@@ -159,6 +171,11 @@ def dcgm_relabeling(runs_of_jobs: Mapping[str, str] | None) -> list[Job]:
         for job, run in sorted((runs_of_jobs or {}).items())
     ]
     return rules
+
+
+def node_meta(label: str) -> str:
+    """As what discovery in Kubernetes shows a label of a node."""
+    return f"__meta_kubernetes_node_label_{re.sub('[^a-zA-Z0-9_]', '_', label)}"
 
 
 def _keep(label: str, regex: str) -> Job:

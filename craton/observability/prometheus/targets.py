@@ -4,7 +4,8 @@
 node that vanished without a word keeps its target for LOST_SECONDS: long enough that somebody is told, not for ever;
 and for TOLD_SECONDS when the others have begun a generation without it.
 Exporters are asked for at the ports they are known by (`SearchedExporters`), and once one has answered it stays a
-target for as long as its machine is looked at: only so can its silence be noticed.
+target for as long as its machine is looked at: only so can its silence be noticed. A machine that is told of twice, by
+a run and by the scheduler, is one (`merged`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -63,17 +64,27 @@ def look_at(runs: Iterable[RunDirectory], now: float | None = None) -> Found:
     """Targets of the runs that go on, and the machines they are on."""
     now = time.time() if now is None else now
     targets: list[Target] = []
-    machines: dict[str, Machine] = {}
+    machines: list[Machine] = []
     for run in runs:
         beats = {node: beat for node, beat in _heartbeats(run) if _is_there(run, beat, now)}
         if not beats:
             continue
         leaves = read_json(run.launch_path).get("leaves") or {}
         targets += run_targets(run, _not_left_behind(beats, now), leaves)
-        for node, beat in beats.items():
-            host = _host(beat)
-            machines.setdefault(host, Machine(host, beat.host or node, str(leaves.get(node, ""))))
-    return Found(tuple(targets), tuple(machines.values()))
+        machines += [Machine(_host(beat), beat.host or node, str(leaves.get(node, ""))) for node, beat in beats.items()]
+    return Found(tuple(targets), merged(machines))
+
+
+def merged(machines: Iterable[Machine]) -> tuple[Machine, ...]:
+    """Each machine once, as it is told of first, with the leaf that anybody knows. One may be dialled by a name and by
+    addresses, and be called with its domain or without."""
+    found: dict[str, Machine] = {}
+    for machine in machines:
+        name = _short(machine.name)
+        known = found.setdefault(name, machine)
+        if machine.leaf and not known.leaf:
+            found[name] = replace(known, leaf=machine.leaf)
+    return tuple(found.values())
 
 
 def run_targets(run: RunDirectory, beats: Mapping[str, Heartbeat], leaves: Mapping[str, str]) -> list[Target]:
@@ -100,7 +111,7 @@ class SearchedExporters:
     """Exporters of machines, looked for again and again."""
 
     ports: Mapping[str, int] = field(default_factory=lambda: dict(EXPORTERS))
-    _answered: dict[tuple[str, str], Target] = field(default_factory=dict)  # (job, host)
+    _answered: set[tuple[str, str]] = field(default_factory=set)  # (job, host)
     _searched: dict[str, float] = field(default_factory=dict)  # host → when
 
     def look(self, machines: Iterable[Machine]) -> list[Target]:
@@ -112,13 +123,13 @@ class SearchedExporters:
         if asked:
             with ThreadPoolExecutor(min(SEARCHES, len(asked))) as pool:
                 answers = pool.map(lambda each: serves_metrics(each[1], self.ports[each[0]]), asked)
-                for (job, host), answer in zip(asked, answers, strict=True):
-                    if answer:
-                        machine = wanted[host]
-                        labels = {"node": machine.name, "leaf": machine.leaf}
-                        self._answered[job, host] = Target(job, _joined(host, self.ports[job]), labels)
+                self._answered |= {each for each, answer in zip(asked, answers, strict=True) if answer}
         self._searched.update(dict.fromkeys(due, now))
-        return [target for (_, host), target in self._answered.items() if host in wanted]
+        return [
+            Target(job, _joined(host, self.ports[job]), {"node": wanted[host].name, "leaf": wanted[host].leaf})
+            for job, host in sorted(self._answered)
+            if host in wanted
+        ]
 
 
 def serves_metrics(host: str, port: int, path: str = "/metrics") -> bool:
@@ -182,6 +193,11 @@ def _not_left_behind(beats: Mapping[str, Heartbeat], now: float) -> dict[str, He
 def _host(beat: Heartbeat) -> str:
     """Where a node's agent listens; an older one tells only its machine."""
     return beat.address.rpartition(":")[0].strip("[]") or beat.host or "127.0.0.1"
+
+
+def _short(name: str) -> str:
+    """Without its domain, which an address does not have."""
+    return name if name.replace(".", "").isdigit() else name.partition(".")[0].lower()
 
 
 def _server(run: RunDirectory) -> tuple[str, int] | None:

@@ -27,7 +27,7 @@ CONTAINER = "node"  # of every pod, and the name of the pods' group in a JobSet 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
-RUN_ANNOTATION = "craton/run"
+RUN_ANNOTATION = "craton/run"  # a label of pods as well, by which metrics get the run's own name
 SUBMISSION_ANNOTATION = "craton/submission"
 DIRECTORY_ANNOTATION = "craton/directory"  # the run directory, as the pods see it
 WITHIN_ANNOTATION = "craton/within"  # the level that the job named, for people to read
@@ -97,7 +97,7 @@ def pod_template(
         spec["nodeSelector"] = {"karpenter.sh/nodepool": target.node_pool}
     if affinity := _affinity(target, has_affinity):
         spec["affinity"] = affinity
-    metadata: Manifest = {"labels": labels_of(target)}
+    metadata: Manifest = {"labels": {**labels_of(target), RUN_ANNOTATION: target.run}}
     if noted:
         metadata["annotations"] = noted
     return {"metadata": metadata, "spec": spec}

@@ -36,12 +36,13 @@ FOREIGN = {
     "kueue_pending_workloads": {"cluster_queue", "status"},
     "kueue_admitted_until_ready_wait_time_seconds_bucket": {"cluster_queue", "le"},
     "kueue_evicted_workloads_total": {"cluster_queue", "reason"},
-    "nccl_bus_bandwidth_gbs": {"collective"},
+    "nccl_bus_bandwidth_gbs": {"collective", "message_size"},
 }
 OF_RECORDINGS = {
     "craton:node_gpus_expected": {"node"},
     "craton:node_gpus": {"node"},
     "craton:gpu_xid_events:15m": {"node", "leaf", "gpu", "UUID", "pci_bus_id", "xid"},
+    "craton:gpu_nvlink_errors:15m": {"node", "leaf", "gpu", "UUID", "pci_bus_id", "field"},
     "craton:checkpoint_age_seconds": {"run", "tier"},
     "craton:rank_gradient_norm:ratio": RUN_LABELS,
     "craton:run_goodput:6h": {"run"},
@@ -119,6 +120,22 @@ def test_rates_are_of_counters() -> None:
             assert name not in counters, f"{board.name}: {panel.title}: {name} is a counter"
 
 
+def test_bandwidth_is_that_of_large_messages() -> None:
+    """Small ones never come near what the network can do: the least of all sizes says nothing of it."""
+    read = [query.expr for _, _, query in all_queries() if "nccl_bus_bandwidth_gbs" in query.expr]
+    assert read
+    assert all('message_size=~".*(MB|GB)"' in expr for expr in read)
+
+
+def test_errors_of_nvlink_are_seen_on_every_generation() -> None:
+    """Counters of the three have different names, which only the recording knows."""
+    (recording,) = (each for each in RECORDINGS if each.name == "craton:gpu_nvlink_errors")
+    named = metrics_of(recording.expr)
+    assert named >= {name for name in (*FAMILIES, *ONLY_DCGM) if re.search(r"NVLINK_\w*(?:ERROR|FAILED)", name)}
+    for _, panel, query in all_queries():
+        assert not named & metrics_of(_bare(query.expr)), f"{panel.title} shows the errors of one generation"
+
+
 def test_the_sticky_gauge_is_not_used() -> None:
     assert not any("DCGM_FI_DEV_XID_ERRORS" in query.expr for _, _, query in all_queries())
 
@@ -189,7 +206,7 @@ def test_panels_say_what_to_do_and_link_to_runbooks() -> None:
             assert all(alerts[name].runbook in panels[panel.title]["description"] for name in panel.alerts)
     # Nobody looks at a dashboard for these: they tell of single events, of which a panel of its own would be empty.
     alone = {"GpuXidObserve", "GpuXidUnknown", "GpuHealthFailed", "NvswitchFatal", "ClockOff", "FileSystemReadOnly"}
-    assert set(alerts) - linked == alone
+    assert set(alerts) - linked == {*alone, "RulesNotEvaluated"}
 
 
 def test_panels_have_places_and_numbers_of_their_own() -> None:

@@ -36,8 +36,8 @@ train:
 checkpoint: {tiers: [{to: shared, every: 5s}]}
 cluster: local x 2
 """
-# A laptop has no price, and on a run that is well nothing alerts and no record is lost.
-WITHOUT = ("cost_dollars", "ALERTS", "dropped_records")
+# A laptop has no price, and on a run that is well nothing alerts.
+WITHOUT = ("cost_dollars", "ALERTS")
 
 
 @pytest.mark.slow
@@ -59,7 +59,8 @@ def test_every_query_of_a_run_returns_data_on_a_real_training(tmp_path: Path, mo
         exporter = stack.enter_context(exporting("/", node=host, leaf="leaf-1", mode="off"))
         server = ExporterServer(exporter, "127.0.0.1", 0)
         stack.callback(server.close)
-        observer = Observer(Settings(port=port, every_seconds=EVERY_SECONDS, alertmanager=False))
+        data = tmp_path / "metrics"
+        observer = Observer(Settings(port=port, every_seconds=EVERY_SECONDS, alertmanager=False, data=data))
         target = Target("craton-node", f"127.0.0.1:{server.port}", {"node": host, "leaf": "leaf-1"})
         observer.keeper.exporters = FixedExporters(known=[target])
         stack.enter_context(observer)

@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from infrastructure.node_images import Node
 from observability.exporter.exporting import exporting
@@ -25,7 +26,7 @@ from observability.exporter.trees import full_node, kernel_files, smart_page
 from craton.ml.serving.messages import STEP_BOUNDS, Piece, Ready, Stats
 from craton.ml.serving.server.metrics import Metrics
 from craton.observability.exporter import ExporterServer, NodeExporter
-from craton.observability.prometheus import Machine, Observer, SearchedExporters, Service, Settings, Target
+from craton.observability.prometheus import Machine, Observer, SearchedExporters, Service, Settings, Target, rules
 from craton.telemetry import (
     METRICS,
     Heartbeat,
@@ -196,9 +197,13 @@ def watched_cluster(folder: Path, port: int) -> Iterator[Cluster]:
                 exporting(root, nvml, node=name, leaf=LEAVES[name], runs_folder=runs, **options)
             )
             targets.append(Target("craton-node", _served(stack, exporter), {"node": name, "leaf": LEAVES[name]}))
-        observer = Observer(Settings(runs=(run.run,), port=port, every_seconds=EVERY_SECONDS, alertmanager=False))
+        settings = Settings(
+            runs=(run.run,), port=port, every_seconds=EVERY_SECONDS, alertmanager=False, data=folder / "metrics"
+        )
+        observer = Observer(settings)
         observer.keeper.exporters = FixedExporters(known=targets)
-        stack.enter_context(observer)
+        with patch.object(rules, "SLOWLY", f"{EVERY_SECONDS:.0f}s"):  # nobody here waits for a minute
+            stack.enter_context(observer)
         assert observer.prometheus is not None
         yield Cluster(observer.prometheus, [run, server, p5en, lab])
 

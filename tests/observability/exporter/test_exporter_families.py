@@ -92,10 +92,30 @@ def test_all_of_a_node_is_in_the_table(tmp_path: Path) -> None:
     assert set(FAMILIES) - served <= cannot
 
 
-def test_the_counters_file_turns_on_what_the_default_leaves_out() -> None:
-    rows = list(csv.reader(line for line in dcgm_counters().splitlines() if not line.startswith("#")))
+def counters(*, blackwell: bool) -> dict[str, str]:
+    """Field → kind."""
+    text = dcgm_counters(blackwell=blackwell)
+    rows = list(csv.reader(line for line in text.splitlines() if not line.startswith("#")))
     assert all(len(row) == 3 for row in rows), "dcgm-exporter refuses any other number of cells"
-    kinds = {name: kind.strip() for name, kind, _ in rows}
+    return {name: kind.strip() for name, kind, _ in rows}
+
+
+def test_blackwell_has_counters_of_its_own() -> None:
+    """What GB200 does not tell when both are asked for stands in different files."""
+    before, blackwell = counters(blackwell=False), counters(blackwell=True)
+    of_links = {name for name in FAMILIES if name.startswith("DCGM_FI_DEV_NVLINK_COUNT_")}
+    assert of_links <= set(blackwell)
+    assert not of_links & set(before)
+    assert "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL" not in blackwell
+    assert {"DCGM_FI_DEV_ECC_SBE_AGG_TOTAL", "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"} <= set(blackwell)
+    of_hopper = {f"DCGM_FI_DEV_NVLINK_ERROR_DL_{name}" for name in ("CRC", "RECOVERY", "REPLAY")}
+    assert of_hopper <= set(before) - set(blackwell)
+    differing = set(before) ^ set(blackwell)
+    assert all("NVLINK" in name or name == "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL" for name in differing)
+
+
+def test_the_counters_file_turns_on_what_the_default_leaves_out() -> None:
+    kinds = counters(blackwell=False)
     assert set(kinds.values()) <= {"gauge", "counter", "label"}
     needed = """DCGM_FI_DEV_POWER_VIOLATION DCGM_FI_DEV_THERMAL_VIOLATION DCGM_FI_DEV_ECC_SBE_VOL_TOTAL
         DCGM_FI_DEV_ECC_DBE_VOL_TOTAL DCGM_FI_DEV_ECC_SBE_AGG_TOTAL DCGM_FI_DEV_ECC_DBE_AGG_TOTAL

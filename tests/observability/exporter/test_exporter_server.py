@@ -62,6 +62,19 @@ def test_a_broken_part_is_counted_and_the_others_are_served(capfd: pytest.Captur
     assert capfd.readouterr().err.count("a driver that does what it likes") == 2, "each says it once"
 
 
+def test_a_part_that_hangs_holds_the_first_scrape_and_no_other() -> None:
+    stuck = Stuck()
+    team = Team([stuck, Broken()], answer_seconds=0.4)
+    list(team.collect(0.0))
+    began = time.monotonic()
+    found = list(team.collect(0.0))
+    assert time.monotonic() - began < 0.3
+    assert ("craton_exporter_collector_stuck", ("stuck",), 1) in found
+    assert ("node_load1", (), 7) in found, "the others are asked"
+    stuck.back.set()
+    team.close()
+
+
 def test_a_part_that_hangs_is_left_behind_and_comes_back() -> None:
     stuck = Stuck()
     team = Team([stuck], answer_seconds=0.1)

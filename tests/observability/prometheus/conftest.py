@@ -10,6 +10,11 @@ import pytest
 from observed import LiveRun, Served, need
 
 
+@pytest.fixture(autouse=True)
+def _no_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
 @pytest.fixture
 def programs() -> None:
     need("prometheus")

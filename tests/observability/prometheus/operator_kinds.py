@@ -47,6 +47,7 @@ EXPRESSION = fields(("key", "operator"), key=TEXT, operator={"enum": ["In", "Not
 CHOSEN: dict[str, Any] = {
     "selector": fields(matchLabels=WORDS, matchExpressions=several(EXPRESSION)),
     "namespaceSelector": {"oneOf": [fields(("any",), any=FLAG), fields(("matchNames",), matchNames=TEXTS)]},
+    "attachMetadata": fields(("node",), node=FLAG),
 }
 SERVICE_ENDPOINT = fields(
     **SCRAPED,

@@ -38,23 +38,33 @@ def write_tests(folder: Path) -> list[Path]:
         all_cases = [(kind, case) for kind in ("fires", "silent") for case in entry[kind]]
         for gpus in dict.fromkeys(case.get("gpus_per_node") for _, case in all_cases):
             rules, test = folder / f"{alert.name}-{gpus}.rules.yaml", folder / f"{alert.name}-{gpus}.test.yaml"
-            rules.write_text(yaml.safe_dump({"groups": _needed(alert, gpus)}), encoding="utf-8")
+            groups = _needed(alert, gpus)
+            rules.write_text(yaml.safe_dump({"groups": groups}), encoding="utf-8")
             tests = [_test(alert, kind, case) for kind, case in all_cases if case.get("gpus_per_node") == gpus]
-            test.write_text(
-                yaml.safe_dump({"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": tests}),
-                encoding="utf-8",
-            )
+            document = {
+                "rule_files": [str(rules)],
+                "evaluation_interval": "1m",
+                "group_eval_order": [group["name"] for group in groups],
+                "tests": tests,
+            }
+            test.write_text(yaml.safe_dump(document), encoding="utf-8")
             written.append(test)
     return written
 
 
 def _needed(alert: AlertRule, gpus: int | None) -> list[dict[str, Any]]:
-    groups = []
-    for group in rule_groups(gpus):
-        kept = [rule for rule in group["rules"] if "record" in rule or rule["alert"] == alert.name]
-        if any("alert" in rule for rule in kept):
-            groups.append({**group, "rules": kept})
-    return groups
+    """The groups with this alert, and with what it reads, of others' recordings too."""
+    names, groups = {alert.name}, rule_groups(gpus)
+    expressions = {rule.get("record"): rule["expr"] for group in groups for rule in group["rules"]}
+    reads = metrics_of(alert.expr) & set(expressions)
+    while reads:
+        names |= reads
+        reads = {name for read in reads for name in metrics_of(expressions[read]) if name in expressions} - names
+    kept = [
+        {**group, "rules": [rule for rule in group["rules"] if {rule.get("record"), rule.get("alert")} & names]}
+        for group in groups
+    ]
+    return [group for group in kept if group["rules"]]
 
 
 def _test(alert: AlertRule, kind: str, case: dict[str, Any]) -> dict[str, Any]:

@@ -14,13 +14,25 @@ from rule_cases import all_expressions, cases, metrics_of, write_tests
 
 from craton.infrastructure import xid_facts
 from craton.observability.exporter import FAMILIES, ONLY_DCGM
-from craton.observability.prometheus import ACTIONS, ALERTS, LAYERS, RECORDINGS, SEVERITIES, rule_groups
+from craton.observability.prometheus import (
+    ACTIONS,
+    ALERTS,
+    LAYERS,
+    RECORDINGS,
+    SEVERITIES,
+    AlertRule,
+    RecordingRule,
+    rule_groups,
+)
 from craton.telemetry import METRICS
 
 REPOSITORY = Path(__file__).parents[3]
 # Served by others; nothing of ours names them.
 FOREIGN = {
     "up": "Prometheus itself",
+    "prometheus_rule_evaluation_failures_total": "Prometheus itself",
+    "prometheus_rule_group_iterations_missed_total": "Prometheus itself",
+    "prometheus_rule_group_iterations_total": "Prometheus itself",
     "slurm_nodes": "slurmctld, https://slurm.schedmd.com/metrics.html",
     "slurm_nodes_drain": "slurmctld",
     "slurm_nodes_down": "slurmctld",
@@ -31,6 +43,15 @@ FOREIGN = {
     "kueue_admitted_until_ready_wait_time_seconds_bucket": "Kueue",
     "kueue_evicted_workloads_total": "Kueue",
     "nccl_bus_bandwidth_gbs": "NCCL Inspector",
+}
+
+
+# A series for each run, node or file system: hours of these are few samples.
+FEW = {
+    "craton:run_loss:limit",
+    "craton:run_gradient_norm:limit",
+    "craton:lustre_client_samples:rate5m",
+    "aws_fsx_free_data_storage_capacity_sum",
 }
 
 
@@ -112,6 +133,30 @@ def test_rules_read_only_what_somebody_serves() -> None:
         read = metrics_of(expr)
         assert read, name
         assert read <= known, f"{name} reads {sorted(read - known)}, which nobody serves"
+
+
+def test_no_rule_reads_hours_of_what_is_scraped() -> None:
+    """A day of 4,000 ports, scraped every five seconds, is 70 million samples: such a rule, and with it its group, is
+    never done in time. What looks back for long reads what was recorded every minute, and is itself a slow rule."""
+    minutes = {"m": 1, "h": 60, "d": 24 * 60}
+    slow = {recording.name for recording in RECORDINGS if recording.slow}
+    rules: list[AlertRule | RecordingRule] = [*ALERTS, *RECORDINGS]
+    for rule in rules:
+        for name, number, unit in re.findall(r"([\w:]+)(?:\{[^}]*\})?\[(\d+)([mhd])\]", rule.expr):
+            if int(number) * minutes[unit] > 60 and name not in FEW:
+                assert name in slow, f"{rule.name} reads {number}{unit} of {name}"
+                assert rule.slow, f"{rule.name} reads {number}{unit}, and is evaluated as often as any"
+
+
+def test_slow_rules_are_groups_of_their_own() -> None:
+    groups = {group["name"]: group for group in rule_groups(evaluate_every="5s")}
+    for alert, name in (("RunHung", "craton-framework"), ("TcpFallback", "craton-fabric")):
+        assert groups[name]["interval"] == "5s"
+        assert alert in [rule.get("alert") for rule in groups[name]["rules"]]
+    slow = {name: group for name, group in groups.items() if name.endswith("-slow")}
+    assert {"craton-device-slow", "craton-fabric-slow", "craton-framework-slow", "craton-storage-slow"} <= set(slow)
+    assert {group["interval"] for group in slow.values()} == {"1m"}
+    assert "craton:node_gpus_expected" in [rule.get("record") for rule in slow["craton-device-slow"]["rules"]]
 
 
 def test_the_sticky_gauge_and_bare_utilisation_are_not_used() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +18,16 @@ from typer.testing import CliRunner
 
 from craton.cli.app import app
 from craton.job import ClusterFile, load_cluster
-from craton.observability.prometheus import ALERTS, ObserveError, alertmanager_config, dcgm_relabeling, render
+from craton.observability.prometheus import (
+    ALERTS,
+    ObserveError,
+    alertmanager_config,
+    dcgm_relabeling,
+    render,
+    rendering,
+)
+from craton.orchestration.kubernetes.names import object_name
+from craton.orchestration.kubernetes.pods import RUN_ANNOTATION
 
 CLUSTERS = Path(__file__).parents[3] / "examples/clusters"
 WORKSPACE = "https://aps-workspaces.us-east-2.amazonaws.com/workspaces/ws-0123"
@@ -24,6 +36,39 @@ NAMES = ("slurm-p5", "eks-p5en", "lab-h100")
 
 def cluster(name: str) -> ClusterFile:
     return load_cluster(CLUSTERS / f"{name}.yaml")
+
+
+@cache
+def plain(name: str | None = None) -> Mapping[str, str]:
+    """What is rendered of a cluster file and no options."""
+    return render(cluster(name) if name else None)
+
+
+def scraped(files: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Job → how it is scraped."""
+    jobs = yaml.safe_load(files["prometheus/prometheus.yml"])["scrape_configs"]
+    found = {job["job_name"]: job for job in jobs}
+    assert len(found) == len(jobs), "Prometheus takes a name once"
+    return found
+
+
+def relabelled(rules: Iterable[Mapping[str, Any]], labels: Mapping[str, str]) -> dict[str, str] | None:
+    """What Prometheus makes of labels; None: the target is dropped."""
+    made = dict(labels)
+    for rule in rules:
+        value = ";".join(made.get(name, "") for name in rule.get("source_labels", []))
+        match = re.fullmatch(rule.get("regex", "(.*)"), value)
+        action = rule.get("action", "replace")
+        if action in ("keep", "drop"):
+            if bool(match) != (action == "keep"):
+                return None
+        elif match:
+            made[rule["target_label"]] = rule.get("replacement", match[1] if match.groups() else "")
+    return {name: value for name, value in made.items() if value and not name.startswith("__")}
+
+
+def as_meta(kind: str, name: str) -> str:
+    return f"__meta_kubernetes_{kind}_label_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
 
 
 def written(folder: Path, files: dict[str, str]) -> Path:
@@ -56,11 +101,7 @@ def test_prometheus_and_alertmanager_take_their_files(tmp_path: Path, name: str 
 
 @pytest.mark.parametrize("name", ["eks-p5en", None])
 def test_the_operator_takes_its_objects(name: str | None) -> None:
-    files = {
-        file: yaml.safe_load(text)
-        for file, text in render(cluster(name) if name else None).items()
-        if file.startswith("kubernetes/")
-    }
+    files = {file: yaml.safe_load(text) for file, text in plain(name).items() if file.startswith("kubernetes/")}
     assert {manifest["kind"] for manifest in files.values()} == set(SPECS)
     for file, manifest in files.items():
         problems = problems_of(manifest)
@@ -72,26 +113,115 @@ def test_the_operator_takes_its_objects(name: str | None) -> None:
 
 
 def test_a_slurm_cluster_gets_slurms_own_metrics_and_no_kubernetes_objects() -> None:
-    files = render(cluster("slurm-p5"))
+    files = plain("slurm-p5")
     config = yaml.safe_load(files["prometheus/prometheus.yml"])
-    jobs = {job["job_name"]: job for job in config["scrape_configs"]}
+    jobs = scraped(files)
     assert not any(name.startswith("kubernetes/") for name in files)
     assert jobs["slurm-nodes"]["metrics_path"] == "/metrics/nodes"
     assert jobs["craton"]["file_sd_configs"][0]["files"] == ["/fsx/runs/.observe/targets/craton.json"]
     assert jobs["dcgm"]["file_sd_configs"][0]["files"] == ["/fsx/prometheus/*.json"]  # as provisioned nodes write it
     assert config["global"]["external_labels"] == {"cluster": "slurm-p5"}
+    ours = jobs["craton-node"]
+    assert ours["file_sd_configs"][0]["files"] == ["/fsx/runs/.observe/targets/craton-node.json"], "no set-up names it"
+    assert ours["honor_labels"]
+    assert "relabel_configs" not in ours, "nothing is left out"
 
 
 def test_a_kubernetes_cluster_gets_its_gang_scheduler() -> None:
-    files = render(cluster("eks-p5en"))
+    files = plain("eks-p5en")
     jobs = {job["job_name"]: job for job in yaml.safe_load(files["prometheus/prometheus.yml"])["scrape_configs"]}
     assert jobs["kueue"]["kubernetes_sd_configs"][0]["namespaces"] == {"names": ["kueue-system"]}
     assert "kubernetes/servicemonitor-kueue.yaml" in files
     assert not any(name.startswith("slurm") for name in jobs)
 
 
+@pytest.mark.parametrize("run", ["llama", "Llama-3.1_8B"])
+def test_a_run_has_one_name_on_kubernetes(run: str) -> None:
+    """What agents serve, and what Prometheus says of them."""
+    jobs, leaf = scraped(plain("eks-p5en")), "topology.k8s.aws/network-node-layer-3"
+    pod = {
+        as_meta("pod", "app.kubernetes.io/managed-by"): "craton",
+        as_meta("pod", "app.kubernetes.io/instance"): object_name(run),
+        as_meta("pod", RUN_ANNOTATION): run,
+        as_meta("node", leaf): "nn-3",
+        "__meta_kubernetes_pod_container_port_name": "metrics",
+        "__meta_kubernetes_pod_node_name": "g1",
+    }
+    agents = jobs["craton"]
+    assert relabelled(agents["relabel_configs"], pod) == {"run": run, "node": "g1", "leaf": "nn-3"}
+    assert agents["kubernetes_sd_configs"][0]["attach_metadata"] == {"node": True}, "else it has no label of its node"
+    monitor = yaml.safe_load(plain("eks-p5en")["kubernetes/podmonitor-runs.yaml"])["spec"]
+    named = {
+        rule.get("targetLabel"): rule.get("sourceLabels") for rule in monitor["podMetricsEndpoints"][0]["relabelings"]
+    }
+    assert named["run"] == [as_meta("pod", RUN_ANNOTATION)]
+    assert named["leaf"] == [as_meta("node", leaf)]
+    assert monitor["attachMetadata"] == {"node": True}
+
+
+def test_where_no_label_names_the_leaf_nodes_are_not_asked_for() -> None:
+    files = {name: text for name, text in plain().items() if name.startswith("kubernetes/")}
+    assert not any("attachMetadata" in text for text in files.values())
+
+
+@pytest.mark.parametrize(
+    ("labels", "run"),
+    [
+        ({"pod": "llama-node-0-3-x7k2p"}, "llama"),  # of a JobSet
+        ({"pod": "llama-node-3"}, "llama"),  # of a Volcano Job
+        ({"pod": "llama-3-x7k2p"}, ""),  # of an Indexed Job: anybody's may be called so
+        ({"pod": "llama-3-x7k2p", "craton_run": "llama"}, "llama"),
+        ({"pod": "llama-3-1-8b-7b633509-node-0-3-x7k2p", "craton_run": "llama-3.1-8b"}, "llama-3.1-8b"),
+        ({"pod": "postgres-0"}, ""),
+    ],
+)
+def test_the_run_of_a_card_is_that_of_its_pod(labels: dict[str, str], run: str) -> None:
+    made = relabelled(dcgm_relabeling(None), {"Hostname": "g1", **labels})
+    assert made is not None
+    assert (made["node"], made.get("run", "")) == ("g1", run)
+    monitor = yaml.safe_load(plain()["kubernetes/servicemonitor-dcgm.yaml"])["spec"]["endpoints"][0]
+    assert [rule["sourceLabels"] for rule in monitor["metricRelabelings"]] == [
+        rule["source_labels"] for rule in dcgm_relabeling(None)
+    ]
+
+
+@pytest.mark.parametrize("name", [*NAMES, None])
+def test_prometheus_is_scraped_itself(name: str | None) -> None:
+    job = scraped(plain(name))["prometheus"]
+    assert job["static_configs"] == [{"targets": ["localhost:9090"]}]
+
+
+def test_objects_have_the_labels_by_which_a_prometheus_finds_them(tmp_path: Path) -> None:
+    command = ["observe", "render", f"--out={tmp_path}", f"--cluster={CLUSTERS / 'eks-p5en.yaml'}"]
+    done = CliRunner().invoke(app, [*command, "--label=release=monitor", "--label=team=ml"])
+    assert done.exit_code == 0, done.output
+    objects = {path.name: path.read_text() for path in (tmp_path / "kubernetes").iterdir()}
+    assert "prometheusrule.yaml" in objects
+    for text in objects.values():
+        labels = yaml.safe_load(text.partition("spec:\n")[0])["metadata"]["labels"]
+        assert (labels["release"], labels["team"], labels["craton/cluster"]) == ("monitor", "ml", "eks-p5en")
+    assert "`release: monitor`" in (tmp_path / "README.md").read_text()
+    assert "--label release=NAME" in plain("eks-p5en")["README.md"], "without it, it says how"
+    exporter = yaml.safe_load(objects["podmonitor-node-exporter.yaml"])["spec"]
+    assert [each["port"] for each in exporter["podMetricsEndpoints"]] == ["metrics", "http-metrics"]
+
+
+def test_a_label_without_a_value_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["observe", "render", f"--out={tmp_path}", "--label=release"])
+    assert "KEY=VALUE" in str(done.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_dashboards_that_cannot_be_written_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "find_spec", lambda name: None)
+    done = CliRunner().invoke(app, ["observe", "render", f"--out={tmp_path}"])
+    for said in (done.output, (tmp_path / "README.md").read_text()):
+        assert "craton[observe]" in said
+    assert not (tmp_path / "grafana/dashboards").exists()
+
+
 def test_pods_that_ended_are_no_targets() -> None:
-    jobs = yaml.safe_load(render(cluster("eks-p5en"))["prometheus/prometheus.yml"])["scrape_configs"]
+    jobs = yaml.safe_load(plain("eks-p5en")["prometheus/prometheus.yml"])["scrape_configs"]
     of_pods = [job for job in jobs if "kubernetes_sd_configs" in job]
     assert {job["job_name"] for job in of_pods} == {"craton", "craton-serve", "craton-node", "node", "dcgm", "kueue"}
     for job in of_pods:
@@ -113,12 +243,12 @@ def test_a_webhook_in_a_rendered_file_is_for_its_owner_alone(tmp_path: Path) -> 
 
 def test_expected_gpus_are_those_of_the_instance() -> None:
     for name in NAMES:
-        groups = yaml.safe_load(render(cluster(name))["prometheus/rules/craton.yaml"])["groups"]
+        groups = yaml.safe_load(plain(name)["prometheus/rules/craton.yaml"])["groups"]
         (rule,) = (
             rule for group in groups for rule in group["rules"] if rule.get("record") == "craton:node_gpus_expected"
         )
         assert rule["expr"].endswith("+ 8"), name
-    groups = yaml.safe_load(render()["prometheus/rules/craton.yaml"])["groups"]
+    groups = yaml.safe_load(plain()["prometheus/rules/craton.yaml"])["groups"]
     (rule,) = (rule for group in groups for rule in group["rules"] if rule.get("record") == "craton:node_gpus_expected")
     assert "max_over_time" in rule["expr"]
 
@@ -138,13 +268,13 @@ def test_managed_prometheus_and_grafana() -> None:
 
 
 def test_without_a_workspace_nothing_leaves_the_cluster() -> None:
-    files = render(cluster("eks-p5en"))
+    files = plain("eks-p5en")
     assert "remote_write" not in yaml.safe_load(files["prometheus/prometheus.yml"])
     assert not any("remote" in name for name in files)
 
 
 def test_counters_of_dcgm_hold_what_the_rules_read() -> None:
-    fields = {line.partition(",")[0] for line in render()["dcgm/craton-counters.csv"].splitlines()}
+    fields = {line.partition(",")[0] for line in plain()["dcgm/craton-counters.csv"].splitlines()}
     for alert in ALERTS:
         for field in ("ECC_DBE_VOL_TOTAL", "ROW_REMAP_PENDING", "THERMAL_VIOLATION"):
             if f"DCGM_FI_DEV_{field}" in alert.expr:

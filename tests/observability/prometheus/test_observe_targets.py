@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from observed import LiveRun, Served
+from rich.console import Console
 
 from craton.cli.live import make_console
-from craton.cli.observe_view import keep_targets
-from craton.observability.prometheus import Machine, SearchedExporters, Settings, TargetKeeper, look_at, write_targets
+from craton.cli.observe_view import _picture, keep_targets
+from craton.job import load_cluster
+from craton.observability.prometheus import (
+    Machine,
+    Observed,
+    SearchedExporters,
+    Settings,
+    TargetKeeper,
+    look_at,
+    observer,
+    targets,
+    write_targets,
+)
+from craton.observability.prometheus.targets import merged
 from craton.telemetry import list_runs
 
 JOB = """
@@ -93,6 +108,48 @@ def test_exporters_are_found_where_they_answer_and_kept_when_they_stop(served: S
     assert search.look([]) == [], "its machine belongs to nobody any more"
 
 
+def test_a_leaf_that_is_known_later_is_told(served: Served) -> None:
+    served.text = "# TYPE x gauge\nx 1\n"
+    search = SearchedExporters({"dcgm": served.port})
+    assert search.look([Machine("127.0.0.1", "g1")])[0].labels["leaf"] == ""
+    assert search.look([Machine("127.0.0.1", "g1", "leaf7")])[0].labels["leaf"] == "leaf7"
+
+
+def test_a_machine_that_is_told_of_twice_is_one() -> None:
+    told = [
+        Machine("g1", "g1"),
+        Machine("10.0.0.1", "g1.cluster.local", "leaf1"),
+        Machine("10.0.0.2", "g2", "leaf1"),
+        Machine("10.0.0.3", "10.0.0.3"),
+        Machine("10.0.0.4", "10.0.0.4"),
+    ]
+    assert merged(told) == (Machine("g1", "g1", "leaf1"), *told[2:])
+
+
+def test_a_busy_node_of_slurm_is_scraped_once_and_has_its_leaf(
+    live_run: LiveRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run tells the address of this machine, Slurm its name."""
+    here = socket.gethostname()
+    answers = {"sinfo": f"{here}\n{here}\nidle-1\n", "scontrol": f"SwitchName=leaf7 Level=0 Nodes={here},idle-1\n"}
+    monkeypatch.setattr(observer, "_output", lambda command: answers[command[0]])
+    monkeypatch.setattr(targets, "serves_metrics", lambda host, port: True)
+    slurm = load_cluster(Path(__file__).parents[3] / "examples/clusters/slurm-p5.yaml")
+    settings = Settings(runs=(live_run.run,), cluster=slurm)
+    keeper = TargetKeeper(settings, tmp_path / "targets", SearchedExporters({"node": 9100}))
+    keeper.refresh()
+    found = [(target.address, dict(target.labels)) for target in keeper.targets if target.job == "node"]
+    assert sorted(found) == sorted((f"{name}:9100", {"node": name, "leaf": "leaf7"}) for name in (here, "idle-1"))
+
+
+def test_an_address_is_shown_as_it_is() -> None:
+    target = {"job": "craton-node", "address": "[fd00::5]:9500", "run": "", "node": "g1", "health": "up", "error": ""}
+    console = Console(width=120, file=io.StringIO())
+    console.print(_picture(Observed((target,), ())))
+    assert isinstance(console.file, io.StringIO)
+    assert "[fd00::5]:9500" in console.file.getvalue()
+
+
 def test_something_else_at_an_exporters_port_is_no_exporter(served: Served) -> None:
     served.text = "<html>hello</html>"
     assert SearchedExporters({"node": served.port}).look([Machine("127.0.0.1", "g1")]) == []
@@ -100,11 +157,11 @@ def test_something_else_at_an_exporters_port_is_no_exporter(served: Served) -> N
 
 def test_files_of_targets_change_only_with_the_targets(live_run: LiveRun, tmp_path: Path) -> None:
     folder = tmp_path / "targets"
-    targets = look_at([live_run.run]).targets
-    write_targets(folder, targets)
+    found = look_at([live_run.run]).targets
+    write_targets(folder, found)
     before = {path.name: path.stat().st_ino for path in folder.iterdir()}
     assert set(before) == {f"{job}.json" for job in ("craton", "craton-serve", "craton-node", "dcgm", "node", "efa")}
-    write_targets(folder, targets)
+    write_targets(folder, found)
     assert {path.name: path.stat().st_ino for path in folder.iterdir()} == before
     assert json.loads((folder / "craton.json").read_text())[0]["labels"]["run"] == "alpha"
     live_run.end()

@@ -16,6 +16,7 @@ import pytest
 from observed import LiveRun, Served, wait_for
 
 from craton.observability.prometheus import ObserveError, Observer, SearchedExporters, Settings
+from craton.observability.prometheus.observer import data_folder
 
 pytestmark = pytest.mark.usefixtures("programs")
 DCGM = """\
@@ -42,7 +43,7 @@ def test_a_fault_reaches_the_webhook_with_what_to_do(
         wait_for(lambda: _healths(observer) == {"up"} and len(observer.look().targets) == 3)
         assert observer.look().firing == [], "nothing is wrong yet"
         assert served.posted == []
-        config = observer.folder / "alertmanager.yml"
+        config = observer.data / "alertmanager.yml"
         assert config.stat().st_mode & 0o777 == 0o600, "whoever reads the webhook's address may write to it"
         live_run.endpoints["n0"].update({"run_progress_age_seconds": 700.0, "run_progress_limit_seconds": 600.0}, 0)
         exporter.text = DCGM % 1
@@ -59,6 +60,11 @@ def test_a_fault_reaches_the_webhook_with_what_to_do(
         assert card["labels"]["action"] == "reboot"
         assert "run" not in card["labels"], "the event stays the card's when the job on it ends"
         assert observer.prometheus is not None
+        own = observer.prometheus.ask("/api/v1/query", query='up{job="prometheus"}')["data"]["result"]
+        assert [each["value"][1] for each in own] == ["1"], "it sees whether its own rules fail"
+        assert (observer.data / "prometheus/wal").is_dir()
+        shared = {path.name for path in observer.folder.iterdir()}
+        assert shared == {"lock", "rules", "targets"}, "no database on a file system of the network"
         found = observer.prometheus.ask("/api/v1/query", query="DCGM_FI_DEV_GPU_TEMP")["data"]["result"]
         assert {each["metric"]["gpu"]: each["metric"].get("run", "") for each in found} == {
             "0": "alpha",
@@ -88,14 +94,17 @@ def test_a_node_that_dies_is_told_of(live_run: LiveRun, served: Served, port: in
         assert {target["node"]: target["health"] for target in observer.look().targets} == {"n0": "up", "n1": "down"}
 
 
-def test_the_verb_on_a_live_run_then_on_a_finished_one(live_run: LiveRun, port: int) -> None:
+def test_the_verb_on_a_live_run_then_on_a_finished_one(live_run: LiveRun, tmp_path: Path, port: int) -> None:
     environment = {**os.environ, "CRATON_RUNS": str(live_run.run.path.parent)}
-    command = [sys.executable, "-m", "craton", "observe", "up", "alpha", f"--port={port}", "--every=1s", "--json"]
+    data = tmp_path / "metrics"
+    options = [f"--port={port}", "--every=1s", f"--data={data}", "--json"]
+    command = [sys.executable, "-m", "craton", "observe", "up", "alpha", *options]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         started = json.loads(process.stdout.readline())
         assert (started["event"], started["prometheus"]) == ("started", f"http://127.0.0.1:{port}")
         assert started["alertmanager"] == f"http://127.0.0.1:{port + 3}"
+        assert (started["data"], (data / "prometheus").is_dir()) == (str(data), True)
         listening = {
             (connection.laddr.ip, connection.laddr.port)
             for child in psutil.Process(process.pid).children()
@@ -149,6 +158,20 @@ def test_both_programs_end_when_craton_is_killed(live_run: LiveRun, port: int) -
         assert len(children) == 2
         process.kill()
     wait_for(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children))
+
+
+def test_metrics_are_kept_on_this_machine_apart_for_each_folder_of_runs(tmp_path: Path) -> None:
+    first, second = data_folder(tmp_path / "a/runs"), data_folder(tmp_path / "b/runs")
+    assert first != second
+    assert first.is_relative_to(tmp_path / "state/craton"), "$XDG_STATE_HOME"
+    assert data_folder(tmp_path / "a/../a/runs") == first
+
+
+def test_a_folder_for_metrics_that_cannot_be_made_is_said(live_run: LiveRun, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    settings = Settings(runs=(live_run.run,), alertmanager=False, data=tmp_path / "file/metrics")
+    with pytest.raises(ObserveError, match="--data"), Observer(settings):
+        pass
 
 
 def test_a_port_that_is_taken_is_said_before_anything_runs(live_run: LiveRun, served: Served) -> None:

@@ -184,20 +184,10 @@ CARDS = Row(
         ),
         Panel(
             "NVLink errors",
-            "Ten worst nodes, errors a second. Replays cost a little; recoveries stop the link for a moment.",
-            (
-                Query(
-                    "topk(10, sum by (node) ("
-                    f"rate(DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL{{{HERE}}}[$__rate_interval])))",
-                    "{{node}} replays",
-                ),
-                Query(
-                    "topk(10, sum by (node) ("
-                    f"rate(DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL{{{HERE}}}[$__rate_interval])))",
-                    "{{node}} recoveries",
-                ),
-            ),
-            unit="ops",
+            "Ten worst nodes, within a quarter of an hour, by what counts them. Replays cost a little; recoveries stop "
+            "the link for a moment, and one that failed for good.",
+            (Query(f"topk(10, sum by (node, field) (craton:gpu_nvlink_errors:15m{{{HERE}}}))", "{{node}} {{field}}"),),
+            unit="short",
             alerts=("NvlinkErrors",),
         ),
     ),

@@ -44,9 +44,9 @@ RUNS = Row(
         ),
         Panel(
             "Bandwidth of collectives",
-            "As NCCL's inspector measures it, by collective, of the slowest node. A fall while steps get longer is the "
-            "network's.",
-            (Query("min by (collective) (nccl_bus_bandwidth_gbs) * 1e9", "{{collective}}"),),
+            "As NCCL's inspector measures it for large messages, by collective, of the slowest node. A fall while "
+            "steps get longer is the network's.",
+            (Query('min by (collective) (nccl_bus_bandwidth_gbs{message_size=~".*(MB|GB)"}) * 1e9', "{{collective}}"),),
             unit="Bps",
             width=24,
             alerts=("NcclBandwidthDrop",),

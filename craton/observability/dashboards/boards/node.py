@@ -195,13 +195,10 @@ CARDS = Row(
         ),
         Panel(
             "NVLink errors",
-            "Replays cost a little; recoveries stop a link for a moment.",
-            (
-                Query(_card_rate("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL"), f"{CARD} replays"),
-                Query(_card_rate("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL"), f"{CARD} recoveries"),
-                Query(_card_rate("DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"), f"{CARD} broken flits"),
-            ),
-            unit="ops",
+            "Within a quarter of an hour, by what counts them. Replays cost a little; recoveries stop a link for a "
+            "moment.",
+            (Query(f"max by (node, gpu, field) (craton:gpu_nvlink_errors:15m{{{HERE}}})", f"{CARD} {{{{field}}}}"),),
+            unit="short",
             alerts=("NvlinkErrors",),
         ),
         Panel(
