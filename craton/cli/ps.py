@@ -74,11 +74,15 @@ def _print_server(run: RunDirectory, console: Console) -> None:
     if not is_server(run):
         return
     from craton.cli.server_view import state_line
-    from craton.job import load_job
-    from craton.orchestration import ServerWatch, address_of
+    from craton.errors import CratonError
+    from craton.orchestration import ServerWatch, server_of
 
-    server = ServerWatch(address_of(load_job(run.job_path)))
-    told = f"{state_line(run.name, server.look())} · {server.address.url}"
+    try:
+        address = server_of(run)
+    except CratonError as error:
+        console.print(f"{run.name}: {error}", style="yellow", soft_wrap=True, markup=False)
+        return
+    told = f"{state_line(run.name, ServerWatch(address).look())} · {address.url}"
     console.print(told, soft_wrap=True, markup=False)
 
 

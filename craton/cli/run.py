@@ -282,7 +282,7 @@ def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
         return
     if not sys.stdin.isatty():
         raise StartError(f"this run costs about {dollars} and there is no terminal to ask on; give --yes to start it")
-    typer.confirm(f"Start it for about {dollars}?", abort=True)
+    typer.confirm(f"Start it for about {dollars}?", abort=True, err=True)  # stdout may carry JSON, and go to a file
 
 
 def print_draft(draft: Draft, run: Path, as_json: bool) -> None:

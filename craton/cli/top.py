@@ -18,6 +18,7 @@ def top(
     """Show what every rank of a run does: phases, step, progress, GPUs, and why it is slow if it is."""
     import json
     import sys
+    from contextlib import closing
 
     from craton.cli.live import make_console
     from craton.observability.web import TopView, frame, frame_json, show_top
@@ -31,4 +32,5 @@ def top(
         look, has_color = view.look(wait_for_verdict=True), console.is_terminal and not console.no_color
         console.print(frame(look, min(console.width, 160), rows=None, has_color=has_color))
     else:
-        show_top(view, console)
+        with closing(view):
+            show_top(view, console)

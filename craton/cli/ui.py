@@ -16,6 +16,13 @@ def ui(
     token_file: Annotated[
         Path | None, typer.Option(help="File that holds the token; made where there is none.", show_default=False)
     ] = None,
+    public_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Where a TLS proxy serves the page: https://HOST; even looking needs the token then.",
+            show_default=False,
+        ),
+    ] = None,
     prometheus: Annotated[
         str | None, typer.Option(help="Prometheus to ask for alerts and GPUs: http://HOST:9090.", show_default=False)
     ] = None,
@@ -47,6 +54,7 @@ def ui(
         port=port,
         listen=listen,
         token_file=token_file,
+        public_url=public_url,
         prometheus=prometheus,
         opens=not no_open and not as_json and can_open(),
         tell=tell,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from craton.orchestration.comparison import Compared, compare
     from craton.orchestration.copies import check_copies, copy_names, first_copy, start_copies
     from craton.orchestration.draft import STOP_AT, Draft, agent_command, draft_run, named_job, with_chaos
-    from craton.orchestration.errors import RunStateError, SchedulerError, StartError
+    from craton.orchestration.errors import NoAnswerError, RunStateError, SchedulerError, StartError
     from craton.orchestration.evacuation import (
         Evacuation,
         come_back,
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         histogram_quantile,
         serve_job,
         server_name,
+        server_of,
     )
     from craton.orchestration.service import NodeService, ServiceNode, service_of
     from craton.orchestration.sizes import Size
@@ -87,7 +88,7 @@ else:
             "comparison": ("Compared", "compare"),
             "copies": ("check_copies", "copy_names", "first_copy", "start_copies"),
             "draft": ("STOP_AT", "Draft", "agent_command", "draft_run", "named_job", "with_chaos"),
-            "errors": ("RunStateError", "SchedulerError", "StartError"),
+            "errors": ("NoAnswerError", "RunStateError", "SchedulerError", "StartError"),
             "evacuation": (
                 "Evacuation",
                 "come_back",
@@ -134,6 +135,7 @@ else:
                 "histogram_quantile",
                 "serve_job",
                 "server_name",
+                "server_of",
             ),
             "service": ("NodeService", "ServiceNode", "service_of"),
             "sizes": ("Size",),
@@ -170,6 +172,7 @@ __all__ = [
     "Finding",
     "Follower",
     "Glance",
+    "NoAnswerError",
     "NodeService",
     "Recoveries",
     "Recovery",
@@ -246,6 +249,7 @@ __all__ = [
     "run",
     "serve_job",
     "server_name",
+    "server_of",
     "service_of",
     "settled",
     "settled_summaries",

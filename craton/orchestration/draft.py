@@ -57,10 +57,7 @@ class Draft:
     @property
     def dollars_per_hour(self) -> float | None:
         """Of all nodes, spares included; None where they have no price."""
-        if self.job.cluster.is_local:
-            return None
-        price = resolve_cluster(self.job.cluster, self.job.price).price
-        return None if price is None else price.dollars_per_hour * len(self.launch.nodes)
+        return hourly_price(self.job, len(self.launch.nodes))
 
     def files(self) -> dict[str, str]:
         """Name → text of every file that a launch writes into the run directory."""
@@ -213,8 +210,25 @@ def launch_of(
         spare_seconds=job.recover.spare_wait,
         give_up_seconds=job.recover.give_up,
         agent_command=agent_command(run) if backend == "local" else [],  # elsewhere its node starts it again
+        dollars_per_day=daily_price(job, found, num_nodes + spares),
         **command_fields(job, run, num_nodes, gpus_per_node),
     )
+
+
+def hourly_price(job: Job, num_nodes: int) -> float | None:
+    """Dollars; None where the nodes have no price."""
+    if job.cluster.is_local:
+        return None
+    price = resolve_cluster(job.cluster, job.price).price
+    return None if price is None else price.dollars_per_hour * num_nodes
+
+
+def daily_price(job: Job, found: Plan | ServePlan | None, num_nodes: int) -> float | None:
+    """Dollars, by the plan where there is one."""
+    if isinstance(found, Plan):
+        return found.cost.dollars_per_day if found.cost else None
+    hourly = found.dollars_per_hour if isinstance(found, ServePlan) else hourly_price(job, num_nodes)
+    return None if hourly is None else 24.0 * hourly
 
 
 def elastic_note(job: Job, sizes: list[Size], refused: Mapping[int, str]) -> str:

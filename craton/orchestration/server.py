@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import http.client
+import ipaddress
 import re
 import socket
 import time
@@ -19,15 +20,18 @@ from typing import Any
 
 from craton.agent import free_port
 from craton.job import CratonError, Job, is_name, load_job, make_job
-from craton.orchestration.errors import StartError
+from craton.orchestration.backend import read_submission
+from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import living_agents
 from craton.orchestration.state import is_server
-from craton.telemetry import RunDirectory, list_runs, read_json, read_lines
+from craton.telemetry import RunDirectory, list_runs, read_heartbeat, read_json, read_lines
 
 ANSWER_SECONDS = 2.0  # a server that takes longer is taken for one that does not answer
 RATE_SECONDS = 5.0  # over which tokens a second are told
 MEDIAN_SECONDS = 60.0  # over which the median time to a first token is told
 EVENT, READY = "serving", "ready"  # the event that tells what a server does before it can answer; its last stage
+
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses of all networks → where the own machine reaches them
 
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 GENERATED, FIRST_TOKEN = "vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_bucket"
@@ -73,7 +77,7 @@ class ServerAddress:
     @property
     def reached_at(self) -> str:
         """The host to dial from this machine: a server that listens at all addresses is reached at the first."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return EVERYWHERE.get(self.host, self.host)
 
     @property
     def url(self) -> str:
@@ -84,6 +88,34 @@ class ServerAddress:
 def address_of(job: Job) -> ServerAddress:
     assert job.serve is not None, f"kind {job.kind} does not serve"
     return ServerAddress(job.serve.host, job.serve.port)
+
+
+def server_of(run: RunDirectory) -> ServerAddress:
+    """Where this machine reaches the server of a run: on the node whose agent lives. A RunStateError says why it
+    cannot be reached from here."""
+    listens = address_of(load_job(run.job_path))
+    beats = [read_heartbeat(run, str(node)) for node in read_json(run.launch_path).get("nodes") or []]
+    alive = next((beat for beat in beats if beat and beat.state == "running" and not beat.is_lost()), None)
+    if alive is None and read_submission(run).on != "local":
+        raise RunStateError("its server cannot be asked: none of its nodes is known to live")
+    if alive is None or alive.host in ("", socket.gethostname()):
+        return listens
+    if _is_loopback(listens.host):
+        raise RunStateError(
+            f"its server listens at {listens.host} of {alive.host} alone and cannot be reached from here; "
+            "`serve: {host: 0.0.0.0}` in its job file opens it to the network"
+        )
+    if listens.host not in EVERYWHERE:
+        return listens
+    node = alive.address.rpartition(":")[0].strip("[]")
+    return ServerAddress(alive.host if not node or _is_loopback(node) else node, listens.port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_port(job: Job) -> None:
@@ -204,7 +236,7 @@ class Stages:
 
 
 def _get(address: ServerAddress, path: str) -> tuple[int, str]:
-    """(status, body); status 0 when nobody answers. Not through a proxy: it is this machine."""
+    """(status, body); status 0 when nobody answers. Not through a proxy: it is this machine, or a node's address."""
     connection = http.client.HTTPConnection(address.reached_at, address.port, timeout=ANSWER_SECONDS)
     try:
         connection.request("GET", path)

@@ -7,19 +7,22 @@ a negative number takes back what turned out to be of another kind (a step that 
 after a stop that was asked for. Wall time is the sum of it all, goodput the productive share of it.
 
 A day of eight ranks is 700,000 lines. So the agent that coordinates keeps what it has added up in `ledger/.books.json`,
-with how far it has read, and every reader goes on from there.
+with how far it has read, and every reader goes on from there. Where there is none, the files of all nodes are read side
+by side in the order of time and added up on the way, so that a reader never holds more than a stretch of each.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,9 @@ from craton.telemetry.lines import read_lines
 from craton.telemetry.page import LEDGER_KINDS, RankPage, own_page
 from craton.telemetry.rundirectory import RunDirectory, read_json
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20  # read before what is read is added up, of all files together
+LEAST_CHUNK_BYTES = 8 << 10  # of one file
+LEAST_ENTRIES = 10_000  # that wait before any are added up: to sort a few again and again takes longer
 LATE_SECONDS = 10.0  # how much later than another node's a line may become visible
 KEPT_FILE = ".books.json"
 SHORTEST_SECONDS = 1e-6  # of a line that only moves seconds from one kind to another
@@ -169,8 +174,9 @@ class _Sweep:
 
 
 class LedgerReader:
-    """Adds up all ledger lines of a run; called again it reads only what is new. With `most_nodes` those of so many
-    nodes, evenly spread over them all: ranks wait for each other, so that their books hardly differ."""
+    """Adds up all ledger lines of a run; called again it reads only what is new. With `most_nodes` it goes on, from
+    what was kept of all nodes, with those of so many, evenly spread over them all: ranks wait for each other, so that
+    their books hardly differ."""
 
     def __init__(self, run: RunDirectory, most_nodes: int | None = None) -> None:
         self._folder = run.path / "ledger"
@@ -184,12 +190,8 @@ class LedgerReader:
     def totals(self) -> dict[str, float]:
         """Wall seconds by kind, only kinds that occurred, in the order of LEDGER_KINDS."""
         self._read()
-        self._pending.sort()
         newest = max((entry.end for entry in self._pending), default=0.0)
-        settled = [entry for entry in self._pending if entry.begin < newest - LATE_SECONDS]
-        for entry in settled:
-            self._settled.add(entry)
-        self._pending = self._pending[len(settled) :]
+        self._settle(newest - LATE_SECONDS)
         sweep = self._settled.copy()
         for entry in self._pending:
             sweep.add(entry)
@@ -203,13 +205,12 @@ class LedgerReader:
 
     def keep(self) -> None:
         """Leaves what was added up so far for readers to come; a disk that does not take it costs them time."""
-        sweep = asdict(self._settled)
-        sweep["active"] = [asdict(entry) for _, entry in self._settled.active]
+        sweep = {**vars(self._settled), "active": [vars(entry) for _, entry in self._settled.active]}
         document = {
             "offsets": {path.name: offset for path, offset in self._offsets.items()},
             "generations": {number: books.seconds for number, books in self._generations.items()},
             "settled": sweep,
-            "pending": [asdict(entry) for entry in self._pending],
+            "pending": [vars(entry) for entry in self._pending],
         }
         partial = self._folder / f"{KEPT_FILE}.{os.getpid()}"
         with contextlib.suppress(OSError):
@@ -235,20 +236,39 @@ class LedgerReader:
             return
         heapify(sweep.active)
         self._offsets, self._generations, self._settled, self._pending = offsets, generations, sweep, pending
+        if self._most_nodes is not None:  # what most nodes still add is not read: to wait for it is in vain
+            self._settle(math.inf)
 
     def _read(self) -> None:
+        """The file that is behind the others in time is read on first; what begins before all of them is settled."""
         paths = sorted(self._folder.glob("*.jsonl"))
-        if not self._has_begun and (self._most_nodes is None or len(paths) <= self._most_nodes):
+        if not self._has_begun:
             self._take_up(paths)
         self._has_begun = True
-        for path in spread(paths, self._most_nodes):
-            while True:
-                offset = self._offsets.get(path, 0)
-                lines, self._offsets[path] = read_lines(path, offset, CHUNK_BYTES)
-                for line in lines:
-                    self._take(line)
-                if self._offsets[path] == offset:
-                    break
+        chosen = spread(paths, self._most_nodes)
+        chunk_bytes = max(LEAST_CHUNK_BYTES, CHUNK_BYTES // max(1, len(chosen)))
+        unread = [(-math.inf, path) for path in chosen]  # a heap, by the newest moment that was read of a file
+        most_entries = len(self._pending) + LEAST_ENTRIES
+        while unread:
+            newest, path = heappop(unread)
+            offset, num_before = self._offsets.get(path, 0), len(self._pending)
+            lines, self._offsets[path] = read_lines(path, offset, chunk_bytes)
+            for line in lines:
+                self._take(line)
+            if self._offsets[path] - offset >= chunk_bytes:
+                newest = max([newest, *(entry.end for entry in self._pending[num_before:])])
+                heappush(unread, (newest, path))
+            if unread and len(self._pending) > most_entries:
+                self._settle(unread[0][0] - LATE_SECONDS)
+                most_entries = 2 * len(self._pending) + LEAST_ENTRIES
+
+    def _settle(self, until: float) -> None:
+        """Adds up what begins before this moment; nothing that is still to be read does."""
+        self._pending.sort(key=attrgetter("begin", "end"))
+        settled = [entry for entry in self._pending if entry.begin < until]
+        for entry in settled:
+            self._settled.add(entry)
+        del self._pending[: len(settled)]
 
     def _take(self, line: dict[str, Any]) -> None:
         seconds, rank, moment, generation = (line.get(name) for name in ("seconds", "rank", "time", "generation"))

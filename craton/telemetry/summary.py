@@ -45,6 +45,7 @@ class RunSummary:
     eta_seconds: float | None
     goodput: float | None
     cost_dollars: float | None  # until now
+    dollars_per_day: float | None
     wall_seconds: float
     ledger: dict[str, float]  # wall seconds by kind
     plan: dict[str, float]  # X → what was predicted, X of TWINS
@@ -100,9 +101,9 @@ class Summarizer:
         wall_seconds = sum(ledger.values())
         steps = int(plan["steps"]) if isinstance(plan.get("steps"), int | float) else recent.steps
         measured = recent.medians()
+        dollars_per_day = _daily_price(launch, plan)
         if wall_seconds > 0:
             measured["goodput"] = ledger.get("productive", 0.0) / wall_seconds
-            dollars_per_day = (plan.get("cost") or {}).get("dollars_per_day")
             if dollars_per_day is not None:
                 measured["cost_dollars"] = dollars_per_day / SECONDS_PER_DAY * wall_seconds
         step_seconds = measured.get("step_seconds")
@@ -121,6 +122,7 @@ class Summarizer:
             eta_seconds=max(0, steps - recent.step) * step_seconds if steps and step_seconds and is_moving else None,
             goodput=measured.get("goodput"),
             cost_dollars=measured.get("cost_dollars"),
+            dollars_per_day=dollars_per_day,
             wall_seconds=wall_seconds,
             ledger=ledger,
             plan=plan_twins(plan),
@@ -243,6 +245,12 @@ def _state(
             return "stopped", run.marker_text("STOP").strip()
         return "lost", f"no agent was ever seen on {', '.join(missing)}"
     return ("stopping" if wants_stop else "starting"), ""
+
+
+def _daily_price(launch: dict[str, Any], plan: dict[str, Any]) -> float | None:
+    """As the run was last started, or by its plan where an older Craton has started it."""
+    found = (launch.get("dollars_per_day"), (plan.get("cost") or {}).get("dollars_per_day"))
+    return next((float(each) for each in found if _is_number(each)), None)
 
 
 def _newest_generation(run: RunDirectory, started: int) -> dict[str, Any]:

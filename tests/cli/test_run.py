@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import typer
 from run_verbs import Verbs, in_a_terminal
 
-from craton.job import load_job
-from craton.orchestration import living_agents
+from craton.cli.run import confirm
+from craton.job import load_job, parse_job
+from craton.orchestration import draft_run, living_agents
 from craton.telemetry import summarize
 
 PRICED = """\
@@ -131,6 +135,21 @@ def test_money_is_not_spent_without_a_yes(verbs: Verbs) -> None:
     assert code == 130
     assert "$" in screen
     assert not (verbs.root / "priced").exists()
+
+
+def test_the_question_about_money_is_seen_where_stdout_goes_to_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "kind: command\ncommand: x\ncluster: p5.48xlarge x 2\nprice: {dollars_per_hour: 10}\n"
+    draft = draft_run(parse_job(text), Path("/runs/priced"), on="slurm")
+    answers = io.StringIO("n\n")
+    monkeypatch.setattr(answers, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdin", answers)
+    with pytest.raises(typer.Abort):
+        confirm(draft, yes=False)
+    output = capsys.readouterr()
+    assert "Start it for about $20.00 an hour?" in output.err
+    assert not output.out.strip()
 
 
 def test_ctrl_c_leaves_the_view_and_not_the_run(verbs: Verbs) -> None:

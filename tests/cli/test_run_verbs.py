@@ -12,7 +12,7 @@ import pytest
 from run_verbs import Verbs
 
 from craton.orchestration import living_agents, read_agents
-from craton.telemetry import RunDirectory
+from craton.telemetry import Heartbeat, RunDirectory, write_heartbeat
 
 LONG = {"STEPS": 100_000}
 
@@ -45,6 +45,17 @@ def test_a_broken_run_directory_hides_no_other(verbs: Verbs) -> None:
     silent = verbs("logs", "broken")
     assert (silent.returncode, silent.stdout) == (0, "")
     assert "broken has no logs yet" in silent.stderr
+
+
+def test_ps_does_not_ask_this_machine_for_a_server_of_another(verbs: Verbs) -> None:
+    run = RunDirectory.create(verbs.root, "served")
+    run.plan_path.write_text('{"kind": "serve"}')
+    run.launch_path.write_text('{"nodes": ["node-0"], "ranks_per_node": 1}')
+    run.job_path.write_text("kind: serve\nmodel: llama-3.1-8b\nserve: {initialize: random}\ncluster: local\n")
+    write_heartbeat(run, "node-0", Heartbeat(0, "running", os.getpid(), 0, "10.1.2.3:7000", "far-node"))
+    listed = verbs("ps")
+    assert listed.returncode == 0
+    assert "served: its server listens at 127.0.0.1 of far-node alone and cannot be reached from here" in listed.stdout
 
 
 def test_what_failed_says_why_and_how_to_go_on(verbs: Verbs) -> None:

@@ -202,3 +202,10 @@ def test_a_command_on_machines_that_cost_has_a_price_too() -> None:
     priced = draft_run(parse_job(text + "price: {dollars_per_hour: 10}\n"), RUN, on="slurm")
     assert priced.dollars_per_hour == 30.0
     assert draft_run(parse_job("kind: command\ncommand: x\ncluster: local\n"), RUN).dollars_per_hour is None
+    assert json.loads(priced.files()["launch.json"])["dollars_per_day"] == 720.0
+
+
+def test_a_server_on_a_machine_that_costs_has_its_price_beside_its_command() -> None:
+    text = "kind: serve\nmodel: llama-3.1-8b\nserve: {initialize: random}\ncluster: p5.48xlarge x 1\n"
+    draft = draft_run(parse_job(text + "price: {dollars_per_hour: 10}\n"), RUN)
+    assert json.loads(draft.files()["launch.json"])["dollars_per_day"] == 240.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from counting import wait_for, wait_for_state
 
-from craton.job import Job, load_job, parse_job
+from craton.job import Job, dump_job, load_job, parse_job
 from craton.orchestration import (
     RunStateError,
     ServerWatch,
@@ -29,12 +29,14 @@ from craton.orchestration import (
     resumed_job,
     serve_job,
     server_name,
+    server_of,
     start_run,
     stop_run,
     wait_for_agents,
 )
+from craton.orchestration.backend import Submission, write_submission
 from craton.orchestration.server import ServerAddress, check_port
-from craton.telemetry import RunDirectory, RunSummary, summarize
+from craton.telemetry import Heartbeat, RunDirectory, RunSummary, summarize, write_heartbeat
 
 ANSWERING = Path(__file__).with_name("answering.py")
 TINY = "{name: tiny, layers: 2, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, vocab: 512, max_sequence: 2048}"
@@ -162,6 +164,42 @@ def test_a_server_of_all_addresses_is_reached_at_the_first() -> None:
     assert ServerAddress("0.0.0.0", 80).url == "http://127.0.0.1:80"
     assert ServerAddress("::", 80).url == "http://[::1]:80"
     assert ServerAddress("10.0.0.1", 80).url == "http://10.0.0.1:80"
+
+
+@pytest.mark.parametrize(
+    ("listens", "heard_at", "url"),
+    [
+        ("0.0.0.0", "10.1.2.3:7000", "http://10.1.2.3:8000"),
+        ("'::'", "[fd00::7]:7000", "http://[fd00::7]:8000"),
+        ("0.0.0.0", "127.0.0.1:7000", "http://far-node:8000"),
+        ("10.9.9.9", "10.1.2.3:7000", "http://10.9.9.9:8000"),
+    ],
+)
+def test_a_server_on_another_node_is_asked_there(tmp_path: Path, listens: str, heard_at: str, url: str) -> None:
+    run = far_server(tmp_path, listens)
+    with pytest.raises(RunStateError, match="none of its nodes is known to live"):
+        server_of(run)
+    write_heartbeat(run, "node-0", Heartbeat(0, "running", 1, 0, heard_at, "far-node"))
+    assert server_of(run).url == url
+    write_heartbeat(run, "node-0", Heartbeat(0, "running", 1, 0, heard_at, socket.gethostname()))
+    assert server_of(run) == address_of(load_job(run.job_path)), "it is this machine"
+
+
+def test_a_server_that_listens_to_its_own_node_only_is_not_asked_here(tmp_path: Path) -> None:
+    run = far_server(tmp_path, "127.0.0.1")
+    write_heartbeat(run, "node-0", Heartbeat(0, "running", 1, 0, "10.1.2.3:7000", "far-node"))
+    with pytest.raises(
+        RunStateError, match=r"listens at 127\.0\.0\.1 of far-node alone and cannot be reached from here"
+    ):
+        server_of(run)
+
+
+def far_server(root: Path, listens: str) -> RunDirectory:
+    run = RunDirectory.create(root, "served")
+    run.job_path.write_text(dump_job(tiny_job(8000, more=f", host: {listens}")))
+    run.launch_path.write_text(json.dumps({"nodes": ["node-0"]}))
+    write_submission(run, Submission("slurm", job="12"))
+    return run
 
 
 def metrics(generated: float, *first_tokens: int, running: int = 1) -> str:

@@ -7,12 +7,13 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from craton.telemetry import LEDGER_KINDS, LedgerClock, LedgerReader, RunDirectory
+from craton.telemetry import LEDGER_KINDS, LedgerClock, LedgerReader, RunDirectory, ledger
 
 
 class Watch:
@@ -74,9 +75,11 @@ def test_a_step_that_is_broken_off_is_taken_back() -> None:
     assert clock.take() == {"productive": -4.0, "redo": 4.0, "regroup": 8.0}
 
 
-def book(run: RunDirectory, rank: int, generation: int, moment: float, ended: str = "", **seconds: float) -> None:
+def book(
+    run: RunDirectory, rank: int, generation: int, moment: float, ended: str = "", node: str = "n", **seconds: float
+) -> None:
     line = {"time": moment, "step": 1, "generation": generation, "rank": rank, "seconds": seconds}
-    with run.ledger_path("n").open("a") as handle:
+    with run.ledger_path(node).open("a") as handle:
         handle.write(json.dumps({**line, "ended": ended} if ended else line) + "\n")
 
 
@@ -184,3 +187,39 @@ def test_what_was_kept_of_other_files_is_not_taken_up(tmp_path: Path) -> None:
     book(run, 0, 0, 205.0, data=5.0)
     (run.path / "ledger" / ".books.json").write_text('{"offsets": {"node-0.js')
     assert LedgerReader(run).totals() == {"data": 5.0}
+
+
+def test_a_reader_of_some_nodes_goes_on_from_what_was_kept_of_all(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "wide")
+    for rank in range(6):
+        for moment in (110, 120, 130):
+            book(run, rank, 0, moment, node=f"node-{rank}", productive=10)
+    reader = LedgerReader(run)
+    assert reader.totals() == {"productive": 30}
+    reader.keep()
+    for path in (run.path / "ledger").glob("*.jsonl"):
+        path.write_text("-" * (path.stat().st_size - 1) + "\n")  # whoever reads that again loses it
+    for rank in range(6):
+        book(run, rank, 0, 140, node=f"node-{rank}", data=10)
+    assert LedgerReader(run, most_nodes=2).totals() == pytest.approx({"productive": 30, "data": 10})
+
+
+def test_a_reader_adds_up_on_its_way_and_holds_a_stretch_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory.create(tmp_path, "long")
+    for rank, (first, last) in enumerate([(100, 400), (100, 400), (300, 400)]):  # the third took the place of another
+        for moment in range(first, last):
+            book(run, rank, 0, moment, node=f"node-{rank}", **{LEDGER_KINDS[moment % 3 + rank]: 1.0})
+    at_once = LedgerReader(run).totals()
+    assert sum(at_once.values()) == pytest.approx(300)
+    held = 0
+
+    class Watched(LedgerReader):
+        def _take(self, line: dict[str, Any]) -> None:
+            nonlocal held
+            super()._take(line)
+            held = max(held, len(self._pending))
+
+    for name, value in {"CHUNK_BYTES": 1, "LEAST_CHUNK_BYTES": 500, "LEAST_ENTRIES": 10}.items():
+        monkeypatch.setattr(ledger, name, value)
+    assert Watched(run).totals() == pytest.approx(at_once)
+    assert held < 150  # of 700

@@ -58,10 +58,20 @@ def test_numbers_of_a_running_run(run: RunDirectory) -> None:
     assert (summary.tokens_per_second, summary.mfu, summary.against_plan) == (500.0, None, 0.5)
     assert (summary.nodes, summary.ranks, summary.generation) == (2, 4, 1)
     assert (summary.goodput, summary.wall_seconds, summary.cost_dollars) == (0.75, 40.0, 4.0)
+    assert summary.dollars_per_day == 8640.0
     assert summary.plan["data_seconds"] == 0.1
     assert summary.plan["cost_dollars"] == 12.0
     assert summary.measured["memory_bytes"] == 5e8
     assert summary.metrics_ports == {"x": 9100, "y": 9100}
+
+
+def test_a_run_without_a_plan_has_the_price_that_it_was_started_with(run: RunDirectory) -> None:
+    Recorder("x", 0, 1, run=run).ledger(30, {"productive": 60.0})
+    run.plan_path.unlink()
+    assert (summarize(run).dollars_per_day, summarize(run).cost_dollars) == (None, None)
+    launch = json.loads(run.launch_path.read_text())
+    run.launch_path.write_text(json.dumps({**launch, "dollars_per_day": 1440.0}))
+    assert (summarize(run).dollars_per_day, summarize(run).cost_dollars) == (1440.0, 1.0)
 
 
 def test_a_loss_that_is_not_a_number_shows(run: RunDirectory) -> None:

@@ -1,12 +1,12 @@
 """Who may look at the page and who may change a run, decided from a request's headers alone.
 
-- On loopback everybody on this machine may look; beyond it looking needs the token too.
+- On loopback everybody on this machine may look; beyond it, and behind a proxy, looking needs the token too.
 - A change (stop, resume, heal) always needs it, by POST: as `Authorization: Bearer TOKEN`, or as what a login gives: a
   cookie and a secret, and then only from a page of this very server.
 - Browsers send a cookie to every port of a host, where others may listen. So the cookie is good for looking only: the
   secret, of which it holds no more than a keyed hash, is kept by the page for its own origin, and no page holds it.
-- On loopback a request must name this machine in its Host header: a website whose name was pointed at 127.0.0.1 (DNS
-  rebinding) names itself there.
+- On loopback a request must name this machine in its Host header, or the address that a proxy is known by: a website
+  whose name was pointed at 127.0.0.1 (DNS rebinding) names itself there.
 
 The cookie is signed with the token and holds the moment of its end, so that nothing is kept here and a restart with the
 same token file logs nobody out.
@@ -43,11 +43,13 @@ class AccessError(CratonError):
 
 @dataclass(frozen=True)
 class Access:
-    """The rules of one server. `port` names its cookie: browsers send cookies to every port of a host."""
+    """The rules of one server. `port` names its cookie: browsers send cookies to every port of a host. `public` is the
+    origin (`https://HOST`) of a proxy in front of it, which anybody may come through; empty where there is none."""
 
     token: str
     listens_beyond_loopback: bool
     port: int
+    public: str = ""
 
     @property
     def cookie_name(self) -> str:
@@ -56,7 +58,19 @@ class Access:
     def knows_host(self, host: str) -> bool:
         """Whether a request is for this server by the name it used."""
         found = _HOST.fullmatch(host)
-        return found is not None and (self.listens_beyond_loopback or is_loopback(found[1].strip("[]")))
+        if found is None:
+            return False
+        name = found[1].strip("[]").lower()
+        return self.listens_beyond_loopback or is_loopback(name) or name == urlsplit(self.public).hostname
+
+    def is_same_origin(self, headers: Mapping[str, str]) -> bool:
+        """Whether a browser says that a page of this server sent it. One that does not say is not believed."""
+        if headers.get("sec-fetch-site", "same-origin") != "same-origin":
+            return False
+        if self.public and headers.get("origin", "") == self.public:  # a proxy may have put another name into Host
+            return True
+        origin = urlsplit(headers.get("origin", ""))
+        return origin.scheme in ("http", "https") and bool(origin.netloc) and origin.netloc == headers.get("host", "")
 
     def is_token(self, given: str) -> bool:
         return _is_same(given, self.token)
@@ -82,7 +96,8 @@ class Access:
         return self._has_bearer(headers) or self.is_session(cookies.get(self.cookie_name, ""))
 
     def may_look(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> bool:
-        return not self.listens_beyond_loopback or self.is_known(headers, cookies)
+        is_for_all = not self.listens_beyond_loopback and not self.public
+        return is_for_all or self.is_known(headers, cookies)
 
     def why_not_change(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> str:
         """Empty when a change is allowed."""
@@ -91,7 +106,7 @@ class Access:
         cookie = cookies.get(self.cookie_name, "")
         if not self.is_session(cookie):
             return "a change needs the token that `craton ui` printed: open its link, or send it as a bearer token"
-        if not is_same_origin(headers):
+        if not self.is_same_origin(headers):
             return "a change must come from a page of this server"
         if not self.is_secret(headers.get(SECRET_HEADER, ""), cookie):
             return "this page has not logged in, or another page did since: give the token that `craton ui` printed"
@@ -105,12 +120,21 @@ class Access:
         return hmac.new(_bytes(self.token), _bytes(f"{purpose} {self.port} {text}"), hashlib.sha256).hexdigest()
 
 
-def is_same_origin(headers: Mapping[str, str]) -> bool:
-    """Whether a browser says that a page of this server sent it. One that does not say is not believed."""
-    if headers.get("sec-fetch-site", "same-origin") != "same-origin":
-        return False
-    origin = urlsplit(headers.get("origin", ""))
-    return origin.scheme in ("http", "https") and bool(origin.netloc) and origin.netloc == headers.get("host", "")
+def public_origin(url: str) -> str:
+    """The origin that browsers name for an address of `--public-url`: no port where it is the usual one."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        raise AccessError(f"--public-url {url!r} is no address: write https://HOST") from None
+    shown = f"[{host}]" if ":" in host else host
+    is_host = _HOST.fullmatch(shown) is not None and parts.username is None
+    if parts.scheme != "https" or not is_host or parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise AccessError(
+            f"--public-url {url!r} is not where a proxy could serve the page: it has TLS and nothing behind the host: "
+            "write https://HOST"
+        )
+    return f"https://{shown}" + (f":{port}" if port not in (None, 443) else "")
 
 
 def is_loopback(name: str) -> bool:

@@ -20,7 +20,7 @@ from craton.telemetry import RunDirectory
 
 ANSWER_SECONDS = 180.0
 CRATON = (sys.executable, "-m", "craton")
-# The price was shown where the button is; `resume` asks in a terminal, and here nobody could answer.
+# The page has asked, with the price of a day or that it is unknown; `resume` asks in a terminal, which is not here.
 VERBS: Mapping[str, tuple[str, ...]] = {
     "resume": ("resume", "RUN", "--detach", "--yes", "--json"),
     "heal": ("heal", "RUN", "--yes", "--json"),  # without --mode: what the cluster's policy allows, and no more

@@ -5,19 +5,21 @@
     GET  /runs/NAME/log         a piece of a log    POST /runs/NAME/ACTION   stop, kill, resume or heal it
     POST /login                 the token for a cookie and a secret
 
-Nothing is read from outside the runs there are: a name in an address is looked up among them. Pages load nothing from
-elsewhere, run no inline script and style, and cannot be framed.
+Nothing is read from outside the runs there are: a name in an address is that of a folder among them. Pages load nothing
+from elsewhere, run no inline script and style, and cannot be framed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ from craton.observability.web.run_page import RunPage, Shown
 from craton.observability.web.static_files import digest, static_file
 from craton.observability.web.summaries import Row, Summaries
 from craton.observability.web.verdicts import Verdicts, examine
-from craton.telemetry import RunDirectory, list_runs
+from craton.telemetry import RunDirectory
 
 FIRST_SECONDS = 0.15  # what is known of a run by then is in its page; the rest streams
 BEAT_SECONDS = 15.0  # a stream without news says that it lives
@@ -49,6 +51,14 @@ HURRY_SECONDS = 0.15  # between two messages while runs are still being read
 MOST_PAGES = 16
 ALERT_SECONDS = 5.0
 MOST_DIGITS = 18
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The page of a run, and what tells that run from another one of its name."""
+
+    page: RunPage
+    mark: str
 
 
 @dataclass
@@ -64,28 +74,52 @@ class Site:
     do: Callable[[str, RunDirectory], Any] = act
     rows: _RowTexts = field(default_factory=lambda: _RowTexts())
     mark: str = field(default_factory=lambda: secrets.token_hex(4))  # tells this server from one before it
-    _pages: OrderedDict[Path, RunPage] = field(default_factory=OrderedDict)
+    _pages: OrderedDict[Path, Opened] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def find(self, name: str) -> RunDirectory | None:
-        """A run by its name; never by a path."""
-        return next((run for run in list_runs(self.root) if run.name == name), None)
+        """A run by its name; never by a path. The other runs are not looked at: a page that follows a log asks every
+        second."""
+        if name in ("", os.curdir, os.pardir) or os.sep in name:
+            return None
+        run = RunDirectory(self.root / name)
+        try:
+            return run if run.looks_like_a_run() else None
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return None
+            raise
 
-    def page(self, name: str) -> RunPage | None:
-        """The page of a run, shared by all who look at it."""
+    def open(self, name: str) -> Opened | None:
+        """The page of a run, shared by all who look at it. A run that was deleted and begun anew gets a new one: what
+        was read of the old one is not true of it."""
         run = self.find(name)
-        if run is None:
+        mark = run_mark(run) if run else ""
+        if run is None or not mark:
             return None
         with self._lock:
-            page = self._pages.get(run.path)
-            if page is None:
-                page = self._pages[run.path] = RunPage(
-                    run, self.verdicts, self.alerts, self.prometheus, self.summaries.schedulers
-                )
+            opened = self._pages.get(run.path)
+            if opened is None or opened.mark != mark:
+                page = RunPage(run, self.verdicts, self.alerts, self.prometheus, self.summaries.schedulers)
+                opened = self._pages[run.path] = Opened(page, mark)
             self._pages.move_to_end(run.path)
             while len(self._pages) > MOST_PAGES:
                 self._pages.popitem(last=False)
-            return page
+            return opened
+
+
+def run_mark(run: RunDirectory) -> str:
+    """The same from a run's first generation to its last; empty when the run is gone. A file system may give the
+    number of a deleted folder to the next one, but its first generation was not made at the same moment."""
+    try:
+        folder = os.stat(run.path).st_ino
+    except FileNotFoundError:
+        return ""
+    try:
+        began = os.stat(run.generation_path(0)).st_mtime_ns
+    except FileNotFoundError:
+        began = 0
+    return f"{folder:x}-{began:x}"
 
 
 def make_app(
@@ -210,10 +244,11 @@ class _RowTexts:
 async def _run(request: Request) -> Response:
     site = _site(request)
     name = request.path_params["name"]
-    page = await run_in_threadpool(site.page, name)
-    if page is None:
+    opened = await run_in_threadpool(site.open, name)
+    if opened is None:
         html = render("missing.html", name=name, root=str(site.root), **about_request(request, site.access))
         return HTMLResponse(html, status_code=404)
+    page = opened.page
     shown = await _first(site, page)
     fragments = {key: text for each in shown for key, text in each.fragments.items()}
     charts = {key: data for each in shown for key, data in each.charts.items()}
@@ -221,6 +256,7 @@ async def _run(request: Request) -> Response:
     html = render(
         "run.html",
         name=page.run.name,
+        mark=opened.mark,
         serves=page.serves,
         fragments=fragments,
         parts=list(page.parts),
@@ -246,17 +282,23 @@ async def _first(site: Site, page: RunPage) -> list[Shown]:
 
 
 async def _run_events(request: Request) -> Response:
+    """`mark` is the run that the page shows, which may have been deleted and begun anew since."""
     site = _site(request)
-    page = await run_in_threadpool(site.page, request.path_params["name"])
-    if page is None:
+    opened = await run_in_threadpool(site.open, request.path_params["name"])
+    if opened is None:
         return refuse(404, "there is no such run")
-    return _stream(_run_news(site, page))
+    return _stream(_run_news(site, opened, request.query_params.get("mark", opened.mark)))
 
 
-async def _run_news(site: Site, page: RunPage) -> AsyncIterator[dict[str, Any]]:
-    """What changed in each part, as soon as it is known."""
+async def _run_news(site: Site, opened: Opened, held: str) -> AsyncIterator[dict[str, Any]]:
+    """What changed in each part, as soon as it is known; or that the page shows a run that is no more."""
     seen: dict[str, str] = {}
+    page, mark = opened.page, opened.mark
     while True:
+        if mark != held:
+            if mark:  # else it is gone, which the browser is told when it asks for the stream again
+                yield {"anew": True}
+            return
         is_silent = True
         for name in page.parts:
             shown = await run_in_threadpool(_shown, site, page, name)
@@ -273,6 +315,8 @@ async def _run_news(site: Site, page: RunPage) -> AsyncIterator[dict[str, Any]]:
         if is_silent:
             yield {}
         await asyncio.sleep(LOOK_SECONDS)
+        with suppress(OSError):  # a file system that fails now and then says nothing about the run
+            mark = await run_in_threadpool(run_mark, page.run)
 
 
 def _shown(site: Site, page: RunPage, part: str) -> Shown:

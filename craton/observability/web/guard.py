@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from craton.observability.web.access import SESSION_SECONDS, Access, is_same_origin
+from craton.observability.web.access import SESSION_SECONDS, Access
 from craton.observability.web.rendering import render
 from craton.observability.web.static_files import address_of_file
 
@@ -56,7 +56,9 @@ class Guard:
         access, path = self.access, request.scope["path"]
         headers, cookies = dict(request.headers), request.cookies
         if not access.knows_host(headers.get("host", "")):
-            return refuse(403, "this server is not known by that name: use 127.0.0.1 or localhost, or --listen")
+            return refuse(
+                403, "this server is not known by that name: use localhost, or start it with --listen or --public-url"
+            )
         if request.method not in ("GET", "HEAD", "POST"):
             return refuse(405, "this server knows GET and POST")
         if path == "/login" or path.startswith("/static/"):
@@ -85,13 +87,16 @@ async def login(request: Request, access: Access) -> Response:
     if request.method != "POST":
         return _login_page(request, access, 200)
     headers = dict(request.headers)
-    if headers.get("content-type", "").partition(";")[0] != "application/json" or not is_same_origin(headers):
+    if headers.get("content-type", "").partition(";")[0] != "application/json" or not access.is_same_origin(headers):
         return refuse(403, "logging in is done by a page of this server")
     body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MOST_BODY_BYTES:
-            return refuse(413, "a token is shorter than that")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BODY_BYTES:
+                return refuse(413, "a token is shorter than that")
+    except ClientDisconnect:
+        return refuse(400, "the token did not come whole")
     try:
         token = json.loads(body)["token"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -106,6 +111,7 @@ async def login(request: Request, access: Access) -> Response:
         max_age=SESSION_SECONDS,
         httponly=True,
         samesite="strict",
+        secure=bool(access.public),
         path="/",
     )
     return answer

@@ -1,7 +1,8 @@
 """The curves of a run: loss, speed and step time over the steps, from what rank 0 recorded.
 
-A long file is not read whole: chunks spread evenly over it tell the shape, its end tells today. After that only what is
-new is read, so that a look costs what was written since the last one. Lines of other ranks are passed over unparsed.
+Only what is new is read, so that a look costs what was written since the last one. Where that is much, as at the first
+look or after hours without one, chunks spread evenly over it tell the shape and its end tells today. Lines of other
+ranks are passed over unparsed.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 
 from craton.telemetry import RunDirectory, parse_line, read_json
 
-WHOLE_BYTES = 6 << 20  # a file up to this size is read from beginning to end
-CHUNKS, CHUNK_BYTES = 300, 16 << 10  # of a longer one, beside its last WHOLE_BYTES // 4
+WHOLE_BYTES = 6 << 20  # what is new up to this size is read from beginning to end
+CHUNKS, CHUNK_BYTES = 300, 16 << 10  # of more, beside its last WHOLE_BYTES // 4
 MOST_POINTS = 600  # of a curve on the page, which is about as wide in pixels
 KEPT_POINTS = 4 * MOST_POINTS
 MOST_EVALUATIONS = 300  # likewise, beside them: of evaluations
@@ -39,11 +40,17 @@ class History:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
+        self._forget()
+
+    def _forget(self) -> None:
+        """As before the first look; files that became shorter were begun anew."""
         self._offsets: dict[Path, int] = {}
         self._points: dict[int, dict[str, float]] = {}
         self._nodes: dict[int, str] = {}  # generation → node of rank 0
 
     def look(self) -> Curves:
+        if any(_is_shorter(path, offset) for path, offset in self._offsets.items()):
+            self._forget()
         for node in self._nodes_of_rank_0():
             path = self._run.metrics_path(node)
             for line in self._new_lines(path):
@@ -67,13 +74,14 @@ class History:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 offset = self._offsets.get(path, 0)
-                if offset == 0 and size > WHOLE_BYTES:
-                    offset = size - WHOLE_BYTES // 4
+                if size - offset > WHOLE_BYTES:
+                    begin, offset = offset, size - WHOLE_BYTES // 4
                     for number in range(CHUNKS):
-                        yield from _whole_lines(file, number * offset // CHUNKS, CHUNK_BYTES, is_cut=number > 0)[0]
+                        start = begin + number * (offset - begin) // CHUNKS
+                        yield from _whole_lines(file, start, CHUNK_BYTES, is_cut=number > 0)[0]
                     lines, end = _whole_lines(file, offset, size - offset, is_cut=True)
                 else:
-                    lines, end = _whole_lines(file, offset, size - offset, is_cut=False)
+                    lines, end = _whole_lines(file, offset, max(0, size - offset), is_cut=False)
                 self._offsets[path] = end
                 yield from lines
         except OSError:
@@ -121,6 +129,13 @@ def on_grid(steps: Iterable[int], most: int) -> list[int]:
         if len(found) <= most:
             return list(dict.fromkeys([*found.values(), *ordered[-1:]]))
         stride *= 2
+
+
+def _is_shorter(path: Path, size: int) -> bool:
+    try:
+        return os.stat(path).st_size < size
+    except OSError:
+        return False
 
 
 def _whole_lines(file: Any, start: int, size: int, is_cut: bool) -> tuple[list[bytes], int]:

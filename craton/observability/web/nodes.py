@@ -13,7 +13,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from craton.telemetry import LOST_SECONDS, Heartbeat, NodeStatus, RunDirectory, read_heartbeat, read_json, read_status
+from craton.telemetry import (
+    LOST_SECONDS,
+    Heartbeat,
+    NodeStatus,
+    RankStatus,
+    RunDirectory,
+    read_heartbeat,
+    read_json,
+    read_status,
+)
 
 # The worst first; a node has the first of these that is true of it.
 HEALTH = ("lost", "stopped", "stuck", "slow", "alert", "running", "spare", "done", "released", "unknown")
@@ -123,10 +132,11 @@ class Nodes:
         return known[1], max(0.0, now - seen.st_mtime)
 
 
-def is_stuck(age_seconds: float, step_seconds: float, kind: str) -> bool:
-    """Whether a rank has gone without progress for longer than its own steps explain."""
-    limit = max(LEAST_STUCK_SECONDS, STUCK_STEPS * step_seconds)
-    return kind in _STANDING_STILL and age_seconds > limit
+def is_stuck(rank: RankStatus) -> bool:
+    """Whether a rank has gone without progress for longer than its own steps explain, and than it says it may need."""
+    own = rank.progress_limit_seconds if rank.kind == "productive" else 0.0
+    limit = max(LEAST_STUCK_SECONDS, STUCK_STEPS * rank.step_seconds, own)
+    return rank.kind in _STANDING_STILL and rank.progress_age_seconds > limit
 
 
 def _health(
@@ -145,7 +155,7 @@ def _health(
         if rank.is_stopped:
             return "stopped", f"rank {rank.rank} is held by a signal or a debugger"
     for rank in status.ranks if status else ():
-        if is_stuck(rank.progress_age_seconds, rank.step_seconds, rank.kind):
+        if is_stuck(rank):
             return "stuck", f"rank {rank.rank} has made no progress for {rank.progress_age_seconds:.0f} s ({rank.kind})"
     if beat.state == "running" and node in slow_nodes:
         return "slow", "a rank of it is far behind the median"
@@ -158,10 +168,7 @@ def _health(
 def _letters(status: NodeStatus | None, ranks_per_node: int) -> str:
     if status is None:
         return "?" * ranks_per_node
-    return "".join(
-        "!" if rank.is_stopped or is_stuck(rank.progress_age_seconds, rank.step_seconds, rank.kind) else rank.kind[:1]
-        for rank in status.ranks
-    )
+    return "".join("!" if rank.is_stopped or is_stuck(rank) else rank.kind[:1] for rank in status.ranks)
 
 
 def topology(views: list[NodeView]) -> dict[str, Any]:

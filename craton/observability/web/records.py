@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,10 @@ class Records:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
+        self._forget()
+
+    def _forget(self) -> None:
+        """As before the first look; files that became shorter were begun anew."""
         self._offsets: dict[Path, int] = {}
         self._events: list[dict[str, Any]] = []
         self._tiers: dict[str, dict[str, Any]] = {}
@@ -64,11 +69,13 @@ class Records:
 
     def look(self) -> list[dict[str, Any]]:
         """The newest events that are news, newest first."""
-        paths = sorted((self._run.path / "events").glob("*.jsonl"))
-        tail_bytes = TAIL_BYTES if len(paths) <= MANY_NODES else WIDE_TAIL_BYTES
+        sizes = _sizes(sorted((self._run.path / "events").glob("*.jsonl")))
+        if any(sizes.get(path, offset) < offset for path, offset in self._offsets.items()):
+            self._forget()
+        tail_bytes = TAIL_BYTES if len(sizes) <= MANY_NODES else WIDE_TAIL_BYTES
         new: list[dict[str, Any]] = []
-        for path in paths:
-            new += self._new_lines(path, tail_bytes)
+        for path, size in sizes.items():
+            new += self._new_lines(path, size, tail_bytes)
         new.sort(key=_moment)
         for event in new:
             self._book(event)
@@ -100,11 +107,7 @@ class Records:
             )
         return found
 
-    def _new_lines(self, path: Path, tail_bytes: int) -> list[dict[str, Any]]:
-        try:
-            size = os.stat(path).st_size
-        except OSError:
-            return []
+    def _new_lines(self, path: Path, size: int, tail_bytes: int) -> list[dict[str, Any]]:
         # A line that the first look cuts is not a JSON object any more, and is passed over.
         offset = self._offsets.get(path, max(0, size - tail_bytes))
         self._begins.setdefault(path, offset)
@@ -139,6 +142,15 @@ class Records:
             self._tiers[tier] = event
         elif isinstance(name, str) and name.startswith("checkpoint_fail"):
             self._failures[tier] = self._failures.get(tier, 0) + 1
+
+
+def _sizes(paths: Iterable[Path]) -> dict[Path, int]:
+    """Of those that can be read."""
+    found = {}
+    for path in paths:
+        with suppress(OSError):
+            found[path] = os.stat(path).st_size
+    return found
 
 
 def _lines_between(path: Path, begin: int, end: int) -> tuple[list[dict[str, Any]], int]:

@@ -26,7 +26,7 @@ from craton.observability.web.schedulers import Schedulers
 from craton.observability.web.serving import LATENCIES, ServerLooks
 from craton.observability.web.summaries import EXAMINED, MOST_NODES
 from craton.observability.web.verdicts import Verdicts
-from craton.orchestration import MOVING, address_of, is_server, settled_summaries
+from craton.orchestration import MOVING, RunStateError, is_server, server_of, settled_summaries
 from craton.telemetry import LEDGER_KINDS, RunDirectory, RunSummary, Summarizer, read_json
 
 QUICK_SECONDS, SLOW_SECONDS = 1.0, 2.0
@@ -88,14 +88,12 @@ class RunPage:
     def _head(self) -> Shown:
         summary = self.summary.get()
         plan = read_json(self.run.plan_path)
-        cost = plan.get("cost") if isinstance(plan.get("cost"), dict) else {}
-        assert isinstance(cost, dict)
         about: dict[str, Any] = {
             "summary": summary,
             "plan": plan,
             "serves": self.serves,
             "is_moving": summary.state in MOVING,
-            "dollars_per_day": cost.get("dollars_per_day"),
+            "dollars_per_day": summary.dollars_per_day,
             "layout": _layout_text(plan),
         }
         fragments = {
@@ -181,18 +179,18 @@ class RunPage:
         return Shown(fragments)
 
     def _serving(self) -> Shown:
+        about: dict[str, Any] = {"look": None, "url": "", "trouble": "", "latencies": LATENCIES}
         if self.summary.get().state not in MOVING:
-            return Shown(
-                {"serving": render("parts/serving.html", look=None, url="", latencies=LATENCIES, is_moving=False)}
-            )
-        if self._server is None:
-            from craton.job import load_job
-
-            self._server = ServerLooks(address_of(load_job(self.run.job_path)))
-        look = self._server.look()
-        shown = render(
-            "parts/serving.html", look=look, url=self._server.address.url, latencies=LATENCIES, is_moving=True
-        )
+            return Shown({"serving": render("parts/serving.html", is_moving=False, **about)})
+        try:
+            address = server_of(self.run)
+        except RunStateError as error:
+            about["trouble"] = str(error)
+            return Shown({"serving": render("parts/serving.html", is_moving=True, **about)})
+        if self._server is None or self._server.address != address:
+            self._server = ServerLooks(address)
+        about |= {"look": self._server.look(), "url": address.url}
+        shown = render("parts/serving.html", is_moving=True, **about)
         return Shown({"serving": shown}, serving_charts(self._server.curves()))
 
 

@@ -1,4 +1,4 @@
-"""Listening: on loopback unless told otherwise, and never beyond it without a token."""
+"""Listening: on loopback unless told otherwise, and never beyond it without a token, also not through a proxy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from craton.observability.web.access import Access, AccessError, is_loopback, read_token
+from craton.observability.web.access import Access, AccessError, is_loopback, public_origin, read_token
 from craton.observability.web.queries import check_url
 
 SWITCH_SECONDS = 0.0005
-END_SECONDS = 1  # streams are open for as long as a page is; they are not waited for
 
 
 def serve_page(
@@ -25,6 +24,7 @@ def serve_page(
     port: int,
     listen: str = "127.0.0.1",
     token_file: Path | None = None,
+    public_url: str | None = None,
     prometheus: str | None = None,
     opens: bool = False,
     tell: Callable[[str, str], None],
@@ -32,23 +32,23 @@ def serve_page(
     """Serves until it is interrupted. `tell` is told the address, and a link with the token where no file holds it."""
     if prometheus and (problem := check_url(prometheus)):
         raise AccessError(problem)
+    origin = public_origin(public_url) if public_url else ""
     try:
         import uvicorn
 
         from craton.observability.web.application import make_app
+        from craton.observability.web.connections import server_config
     except ModuleNotFoundError as error:
         raise AccessError(f"the page needs {error.name}: pip install 'craton[observe]'") from None
     listener = _listener(listen, port)
     port = listener.getsockname()[1]
-    access = Access(read_token(token_file), not is_loopback(listen), port)
+    access = Access(read_token(token_file), not is_loopback(listen), port, origin)
     shown = f"[{listen}]" if ":" in listen else listen
-    address = f"http://{shown}:{port}/"
+    address = f"{origin or f'http://{shown}:{port}'}/"
     # A fragment is not sent to servers, and not written into their logs; the page takes it out of its address.
     link = address if token_file else f"{address}#token={access.token}"
     app = make_app(root, access, prometheus=prometheus)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=END_SECONDS, lifespan="on", ws="none"
-    )
+    config = server_config(app)
     # Runs are read by threads that compute; a page that is asked for meanwhile must not wait its turn for long.
     sys.setswitchinterval(SWITCH_SECONDS)
     tell(address, link)

@@ -112,8 +112,8 @@ class Summaries:
 
     def refresh(self) -> None:
         """One look at all runs."""
+        trouble = self._list()
         with self._changed:
-            trouble = self._list()
             rows = list(self._rows.values())
         for row in rows:
             with self._changed:
@@ -160,15 +160,18 @@ class Summaries:
         return time.monotonic() - self._asked_at < WATCHED_SECONDS
 
     def _list(self) -> str:
-        """Which runs there are now; called with the lock held. What keeps them from being listed, if anything does."""
+        """Which runs there are now; pages need not wait until all folders were looked at. What keeps them from being
+        listed, if anything does."""
         try:
             names = {run.name: run for run in list_runs(self.root)}
         except OSError as error:
             return f"the runs in {self.root} cannot be listed: {_why(error)}"
-        if list(names) != list(self._rows):
-            self.version += 1
-            self._rows = {name: self._rows.get(name) or Row(run, version=self.version) for name, run in names.items()}
-            self._known = {name: known for name, known in self._known.items() if name in names}
+        with self._changed:
+            if list(names) != list(self._rows):
+                self.version += 1
+                fresh = {name: Row(run, version=self.version) for name, run in names.items()}
+                self._rows = {name: self._rows.get(name, row) for name, row in fresh.items()}
+                self._known = {name: known for name, known in self._known.items() if name in names}
         return ""
 
     def _publish(self, run: RunDirectory, known: _Known, summary: RunSummary | None) -> None:

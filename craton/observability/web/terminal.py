@@ -6,6 +6,7 @@ unless sorted otherwise; arrows scroll, q leaves and never touches the run.
 
 from __future__ import annotations
 
+import math
 import select
 import sys
 import time
@@ -25,8 +26,8 @@ from craton.observability.web.nodes import BAD, Nodes, NodeView, is_stuck, read_
 from craton.observability.web.queries import DEADLINE_SECONDS, GPU_FAMILIES, Prometheus, check_url
 from craton.observability.web.ranks import PHASES, RankTable, RankTails
 from craton.observability.web.summaries import EXAMINED, MOST_NODES
-from craton.observability.web.verdicts import Answer, examine, not_examined
-from craton.orchestration import MOVING, settled_summaries
+from craton.observability.web.verdicts import Answer, Verdicts, examine, not_examined
+from craton.orchestration import MOVING, Standing, settled_summaries, standings_of
 from craton.telemetry import RunDirectory, RunError, RunSummary, Summarizer
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 LOOK_SECONDS = 1.0
-VERDICT_SECONDS = 15.0
+SCHEDULER_SECONDS = 5.0  # a scheduler has others to answer
 GPU_SECONDS = 10.0
 BAR_WIDTH = 28
 PHASE_LETTERS = {"data": "d", "compute": "c", "communication": "m", "optimizer": "o", "checkpoint": "k"}
@@ -90,43 +91,52 @@ class TopView:
         if prometheus and (problem := check_url(prometheus)):
             raise RunError(problem)
         self.run = run
-        self._examine, self._address = examine, prometheus
+        self._examine: Callable[[RunDirectory], Answer] = lambda run: examine(run, prometheus)
+        self._verdicts = Verdicts(self._examine)
+        self._said: Background[dict[str, Standing]] = Background(  # the last word holds until there is another
+            lambda: standings_of([run]), SCHEDULER_SECONDS, {}, deadline_seconds=math.inf
+        )
         asked = Prometheus(prometheus) if prometheus else None
         self._local_gpus = LocalGpus(run)
         self._summarizer, self._tails, self._nodes = Summarizer(run, MOST_NODES), RankTails(run), Nodes(run)
-        self._verdict: Answer | None = None
-        self._examined_at = float("-inf")
-        self._gpus: dict[str, dict[str, float]] = {}
-        self._trouble = ""
         self._asked: Background[tuple[dict[str, dict[str, float]], str]] | None = None
         if asked:
             late: tuple[dict[str, dict[str, float]], str] = ({}, asked.late.trouble)
             self._asked = Background(partial(self._ask_gpus, asked), GPU_SECONDS, late, DEADLINE_SECONDS)
 
     def look(self, wait_for_verdict: bool = False) -> TopLook:
-        summary = settled_summaries([self._summarizer.summary()])[0]
+        """What is known now. Schedulers, Prometheus and `craton why` are asked in the background, unless the verdict is
+        waited for, and with it everything else."""
+        ask = standings_of if wait_for_verdict else self._last_said
+        summary = settled_summaries([self._summarizer.summary()], ask)[0]
         member = read_member(self.run)
         table = self._tails.look(member.nodes, member.ranks_per_node, member.generation, member.num_stages)
         late = straggler(table) if summary.state in MOVING else None
         views = self._nodes.look(member, {late.node} if late else (), ())
-        now = time.monotonic()
         if self._asked is None:
-            self._gpus, self._trouble = self._local_gpus.look(), self._local_gpus.trouble
+            gpus, trouble = self._local_gpus.look(), self._local_gpus.trouble
         else:
-            self._gpus, self._trouble = self._asked.get(DEADLINE_SECONDS if wait_for_verdict else FIRST_SECONDS)
-        if summary.state in EXAMINED and (wait_for_verdict or now - self._examined_at > VERDICT_SECONDS):
-            self._verdict = self._ask()
-            self._examined_at = time.monotonic()
-        lines = _lines(table, views, self._nodes)
-        return TopLook(summary, self._verdict, finding(table), views, lines, self._gpus, self._trouble)
+            gpus, trouble = self._asked.get(DEADLINE_SECONDS if wait_for_verdict else FIRST_SECONDS)
+        verdict = self._ask(summary, wait_for_verdict) if summary.state in EXAMINED else None
+        return TopLook(summary, verdict, finding(table), views, _lines(table, views, self._nodes), gpus, trouble)
+
+    def close(self) -> None:
+        """No more verdicts are made."""
+        self._verdicts.close()
+
+    def _last_said(self, runs: list[RunDirectory]) -> dict[str, Standing]:
+        return self._said.get()
 
     def _ask_gpus(self, asked: Prometheus) -> tuple[dict[str, dict[str, float]], str]:
         trouble = asked.alerts().trouble
         return ({} if trouble else asked.gpus(self.run.name, read_member(self.run).nodes)), trouble
 
-    def _ask(self) -> Answer:
+    def _ask(self, summary: RunSummary, wait: bool) -> Answer | None:
+        if not wait:
+            key = (summary.state, summary.step, summary.updated_at)
+            return self._verdicts.ask(self.run, key, is_moving=summary.state in MOVING, urgent=True)
         try:
-            return self._examine(self.run, self._address)
+            return self._examine(self.run)
         except Exception as error:  # noqa: BLE001 - whatever keeps it from an answer, the rest is still worth seeing
             return not_examined(error)
 
@@ -230,7 +240,7 @@ def frame_json(look: TopLook) -> dict[str, Any]:
 
 
 def show_top(view: TopView, console: Console) -> None:
-    """Until q, or the end of the run; Ctrl-C leaves it too."""
+    """Until q or Ctrl-C; also after the end of the run, so that what its ranks did last can be read."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -266,9 +276,7 @@ def _lines(table: RankTable, views: list[NodeView], nodes: Nodes) -> list[RankLi
         for rank in range(view.first_rank, view.first_rank + max(len(view.ranks), 1)):
             index, now = measured.get(rank), told.get(rank)
             values = table.values[index] if index is not None else None
-            is_bad = now is not None and (
-                now.is_stopped or is_stuck(now.progress_age_seconds, now.step_seconds, now.kind)
-            )
+            is_bad = now is not None and (now.is_stopped or is_stuck(now))
             health = view.health if is_bad or view.health in ("lost", "slow") or view.health not in BAD else "running"
             found.append(
                 RankLine(
@@ -321,7 +329,8 @@ def _verdict_lines(look: TopLook) -> list[Text]:
 
     verdict = look.verdict
     if verdict is None:
-        return [Text(look.finding, style="dim")]
+        asking = [Text("asking why …", style="dim")] if look.summary.state in EXAMINED else []
+        return [*asking, Text(look.finding, style="dim")]
     style = TONES.get(verdict.condition, "cyan")
     lines = [Text.assemble((f"{verdict.condition}: ", style), verdict.sentence)]
     if verdict.action:

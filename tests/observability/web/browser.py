@@ -128,10 +128,15 @@ class Tab:
         return answer["result"].get("value")
 
     def wait_for(self, expression: str, seconds: float = 10.0) -> Any:
-        """Until JavaScript gives something true."""
+        """Until JavaScript gives something true, also on a page that is loaded meanwhile."""
         deadline = time.monotonic() + seconds
         while True:
-            answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+            try:
+                answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+            except AssertionError as error:
+                if "Inspected target navigated" not in str(error):
+                    raise
+                answer = {}
             value = answer.get("result", {}).get("value")
             if value and "exceptionDetails" not in answer:
                 return value

@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 
 from craton.observability.web import Access, make_app
+from craton.observability.web.connections import server_config
 from craton.observability.web.verdicts import Answer, Verdicts
 from craton.telemetry import RunDirectory
 
@@ -20,17 +21,16 @@ TOKEN = "the-token-of-this-test-and-no-other"
 class PageServer:
     """`craton ui` without its process; verdicts are made by `examine`."""
 
-    def __init__(self, root: Path, beyond: bool = False, **options: Any) -> None:
+    def __init__(self, root: Path, beyond: bool = False, public: str = "", **options: Any) -> None:
         import socket
 
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(listener.getsockname()[1])
         self.address = f"http://127.0.0.1:{self.port}/"
-        self.access = Access(TOKEN, beyond, self.port)
+        self.access = Access(TOKEN, beyond, self.port, public)
         options.setdefault("verdicts", Verdicts(all_is_well))
         app = make_app(root, self.access, **options)
-        config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none")
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(server_config(app, log_level="error"))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()
 
@@ -38,6 +38,10 @@ class PageServer:
     def link(self) -> str:
         """What `craton ui` prints."""
         return f"{self.address}#token={TOKEN}"
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._server.server_state.connections)
 
     def close(self) -> None:
         self._server.should_exit = True

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import shutil
+import socket
 import stat
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from page_server import TOKEN, PageServer
+import uvicorn
+from page_server import TOKEN, PageServer, all_is_well
 from simulated_runs import write_run
 
-from craton.observability.web import Access, AccessError, read_token
-from craton.observability.web.access import SESSION_SECONDS
+from craton.cli.ui import ui
+from craton.observability.web import Access, AccessError, connections, read_token
+from craton.observability.web.access import SESSION_SECONDS, public_origin
 from craton.observability.web.actions import Outcome
+from craton.observability.web.application import Site
+from craton.observability.web.queries import Answered
 from craton.observability.web.static_files import address_of_file
+from craton.observability.web.summaries import Summaries
+from craton.observability.web.verdicts import Verdicts
 from craton.telemetry import RunDirectory
 
 Serve = Callable[..., PageServer]
@@ -213,6 +225,128 @@ def test_nothing_outside_the_runs_is_read(page: PageServer, tmp_path: Path) -> N
         status, _, body = page.ask("GET", path)
         assert status in (404, 405), path
         assert "the secret" not in body
+
+
+def test_a_run_is_found_by_its_name_without_a_look_at_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "runs", "one", steps=3)
+    (tmp_path / "runs" / "folder").mkdir()
+    verdicts = Verdicts(all_is_well)
+    site = Site(tmp_path / "runs", Access(TOKEN, False, 1), verdicts, Summaries(tmp_path, verdicts), None, Answered)
+    monkeypatch.setattr(Path, "iterdir", lambda folder: pytest.fail(f"{folder} was listed"))
+    assert site.find("one") == run
+    for name in ("", ".", "..", "../runs/one", "one/", "/one", "none", "folder", "one\0", "x" * 5000):
+        assert site.find(name) is None, name
+
+
+def test_a_run_begun_anew_is_not_shown_as_the_one_before(page: PageServer, tmp_path: Path) -> None:
+    def mark_of(body: str) -> str:
+        return body.partition('data-mark="')[2].partition('"')[0]
+
+    page_before = page.ask("GET", "/runs/one")[2]
+    assert mark_of(page_before) == mark_of(page.ask("GET", "/runs/one")[2]) != ""
+    assert "3 / 400" in page_before
+    shutil.rmtree(tmp_path / "runs" / "one")
+    assert page.ask("GET", "/runs/one/events")[0] == 404
+    write_run(tmp_path / "runs", "one", steps=2)
+    assert '{"anew":true}' in page.ask("GET", f"/runs/one/events?mark={mark_of(page_before)}")[2]  # and it has ended
+    page_after = page.ask("GET", "/runs/one")[2]
+    assert "2 / 400" in page_after
+    assert mark_of(page_after) != mark_of(page_before)
+
+
+def begun(page: PageServer, text: str, receive_bytes: int = 0) -> socket.socket:
+    """A connection on which a request has begun to come."""
+    connection = socket.socket()
+    connection.settimeout(5)
+    if receive_bytes:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.connect(("127.0.0.1", page.port))
+    connection.sendall(text.encode())
+    return connection
+
+
+HALF = "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+
+
+def test_who_does_not_send_or_take_is_not_waited_for(
+    page: PageServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
+    login = f"POST /login HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nOrigin: {page.address[:-1]}\r\n"
+    login += 'Content-Type: application/json\r\nContent-Length: 40\r\n\r\n{"token": '
+    with contextlib.ExitStack() as opened:
+        stream = opened.enter_context(begun(page, f"GET /events{HALF[5:]}\r\n"))
+        file = f"GET {address_of_file('charts.js')}{HALF[5:]}\r\n"
+        opened.enter_context(begun(page, file * 600, receive_bytes=4096))
+        for half in [opened.enter_context(begun(page, text)) for text in ("", HALF, login)]:
+            assert half.recv(1) == b""
+        deadline = time.monotonic() + 5
+        while page.num_connections > 1:  # the one that takes nothing is not told before it takes
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert page.num_connections == 1
+        assert stream.recv(15) == b"HTTP/1.1 200 OK"
+    assert caplog.messages == []
+
+
+def test_many_half_sent_requests_make_room_for_whole_ones(page: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MOST_OF_A_PEER", 4)
+    with contextlib.ExitStack() as opened:
+        halves = [opened.enter_context(begun(page, HALF)) for _ in range(12)]
+        assert page.ask("GET", "/")[0] == 200
+        assert [half.recv(1) for half in halves[:8]] == [b""] * 8
+        halves[-1].sendall(b"\r\n")
+        assert halves[-1].recv(15) == b"HTTP/1.1 200 OK"
+
+
+def test_behind_a_proxy_the_public_address_is_known_and_all_need_the_token(serve: Serve, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", "one", steps=3)
+    public = "https://runs.example.org"
+    page = serve(public=public, do=lambda action, run: Outcome(True, "noted"))
+    body, kind = json.dumps({"token": TOKEN}).encode(), "application/json"
+    for host in ("runs.example.org", "Runs.example.org:443", f"127.0.0.1:{page.port}"):  # as the proxy sets it
+        assert page.ask("GET", "/", host=host)[0] == 401
+        status, headers, told = page.ask("POST", "/login", body, host=host, origin=public, content_type=kind)
+        assert status == 200
+        assert "Secure" in headers["set-cookie"].split("; ")
+        known = {"host": host, "cookie": headers["set-cookie"].partition(";")[0], "origin": public}
+        known["x-craton-secret"] = json.loads(told)["secret"]
+        assert page.ask("GET", "/", **known)[0] == 200
+        assert page.ask("POST", "/runs/one/stop", **known)[0] == 200
+        assert page.ask("POST", "/runs/one/stop", **{**known, "origin": "https://evil.example"})[0] == 403
+    assert page.ask("GET", "/", host="evil.example", authorization=f"Bearer {TOKEN}")[0] == 403
+
+
+def test_a_public_address_is_one_that_browsers_name() -> None:
+    assert public_origin("https://Runs.example.org:443/") == "https://runs.example.org"
+    assert public_origin("https://[2001:DB8::1]:8443") == "https://[2001:db8::1]:8443"
+    for wrong in (
+        "runs.example.org",
+        "http://runs.example.org",
+        "https://",
+        "https://h/runs",
+        "https://h:x",
+        "https://a@h",
+    ):
+        with pytest.raises(AccessError, match="write https://HOST"):
+            public_origin(wrong)
+
+
+def test_the_verb_ui_tells_the_public_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CRATON_RUNS", str(tmp_path))
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: sockets[0].close())
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    ui(port=0, public_url="https://runs.example.org", as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told["address"] == "https://runs.example.org/"
+    assert told["link"].startswith("https://runs.example.org/#token=")
+    with pytest.raises(AccessError, match="--public-url"):
+        ui(port=0, public_url="http://runs.example.org", as_json=True)
 
 
 def test_what_is_not_an_action_changes_nothing(page: PageServer, changes: list[tuple[str, str]]) -> None:

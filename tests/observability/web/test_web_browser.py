@@ -19,6 +19,7 @@ from browser import Browser, Tab
 from page_server import TOKEN, PageServer
 from simulated_runs import metrics_line, write_run, write_runs
 
+from craton.observability.web import application, run_page
 from craton.observability.web.verdicts import Answer, Verdicts
 from craton.orchestration import kill_run, living_agents
 from craton.telemetry import RunDirectory, find_run, list_runs, summarize
@@ -94,9 +95,46 @@ def test_a_run_is_shown_with_its_curves_ranks_nodes_and_verdict(serve: Serve, tm
     assert HOSTILE in text  # as text: nothing of it became an element
     assert tab.evaluate("document.querySelectorAll('main img').length") == 0
     assert tab.wait_for("document.getElementById('log').textContent.includes('<b>step 1</b>')")
+    for chart, way in ARROWS_LEAD_TO.items():
+        for (key, tip), written in zip(way, tab.evaluate(written_after(chart, [key for key, _ in way])), strict=True):
+            assert any(text.startswith(tip) for text in written), (chart, key, tip, written)
     assert tab.evaluate("document.documentElement.scrollWidth <= 1400")
     tab.resize(420, 900)
     tab.wait_for("document.documentElement.scrollWidth <= 420")
+
+
+# Of 16 ranks and 5 phases, of 40 steps, and of 4 nodes in a row; the first key points at what is in the middle.
+ARROWS_LEAD_TO = {
+    "heat": [
+        ("Up", "rank 7 on node-1"),
+        ("Right", "rank 8 on node-2"),
+        ("Right", "rank 9 on node-2"),
+        ("Up", "communication "),
+        ("Left", "rank 8 on node-2"),
+        ("Down", "optimizer "),
+        ("Down", "checkpoint "),
+    ],
+    "loss": [("Right", "step 20"), ("Right", "step 21"), ("Left", "step 20")],
+    "topology": [("Left", "node-3"), ("Left", "node-2"), ("Right", "node-3")],
+}
+
+
+def written_after(chart: str, keys: list[str]) -> str:
+    """What a chart writes after each of the arrows."""
+    return f"""(async () => {{
+      const canvas = document.querySelector('canvas[data-chart={chart}]');
+      const pen = canvas.getContext('2d');
+      const found = [];
+      for (const key of {json.dumps(keys)}) {{
+        const written = [];
+        pen.fillText = (text) => written.push(text);
+        canvas.dispatchEvent(new KeyboardEvent('keydown', {{key: `Arrow${{key}}`}}));
+        await new Promise(requestAnimationFrame);
+        found.push(written);
+      }}
+      delete pen.fillText;
+      return found;
+    }})()"""
 
 
 def painted(chart: str) -> str:
@@ -113,7 +151,11 @@ def painted(chart: str) -> str:
     }})()"""
 
 
-def test_what_a_run_writes_is_seen_without_loading_again(serve: Serve, tmp_path: Path, tab: Tab) -> None:
+def test_what_a_run_writes_is_seen_without_loading_again(
+    serve: Serve, tmp_path: Path, tab: Tab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(application, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(run_page, "QUICK_SECONDS", 0.1)
     run = write_run(tmp_path / "runs", "llama", nodes=1, ranks_per_node=1, steps=5)
     address = serve().address
     tab.go(f"{address}runs/llama")
@@ -123,10 +165,13 @@ def test_what_a_run_writes_is_seen_without_loading_again(serve: Serve, tmp_path:
         for step in (6, 7):
             file.write(metrics_line(step, 0, "node-0", time.time(), random.Random(0)))
     with open(run.log_path(0), "a", encoding="utf-8") as file:
-        file.write("something new\n")
+        file.write("something new\n" + "much of it\n" * 30_000 + "and its end\n")
     os.utime(run.heartbeat_path("node-0"))
     tab.wait_for("document.querySelector('[data-fragment=tiles]').textContent.includes('7 / 400')")
-    tab.wait_for("document.getElementById('log').textContent.includes('something new')")
+    tab.wait_for("document.getElementById('log').textContent.includes('and its end')")
+    log = tab.evaluate("document.getElementById('log').textContent").splitlines()
+    assert log[:3] == ["rank 0 began", "<b>step 1</b> & more", "something new"]
+    assert [line for line in log if line.startswith("… skipped ")] == ["… skipped 195 KiB"]
     run.mark("FATAL", "rank 0 ran out of memory")
     (run.heartbeat_path("node-0")).write_text(
         json.dumps({"generation": 0, "state": "failed", "pid": 1, "metrics_port": 0})
@@ -137,6 +182,10 @@ def test_what_a_run_writes_is_seen_without_loading_again(serve: Serve, tmp_path:
         "!document.querySelector('[data-action=resume]').hidden && document.querySelector('[data-action=stop]').hidden"
     )
     assert tab.evaluate("window.stays") == "here"
+    again = write_run(tmp_path / "other", "llama", nodes=1, ranks_per_node=1, steps=2)
+    run.path.rename(tmp_path / "deleted")
+    again.path.rename(run.path)
+    tab.wait_for("!window.stays && document.querySelector('[data-fragment=tiles]').textContent.includes('2 / 400')")
 
 
 def test_a_new_run_and_its_progress_come_into_the_list(serve: Serve, tmp_path: Path, tab: Tab) -> None:
@@ -253,6 +302,7 @@ def test_a_real_run_is_stopped_with_the_token_and_not_without(
     assert counting_run.has("STOP")
     tab.wait_for("!document.querySelector('[data-action=resume]').hidden")
     tab.click("[data-action=resume]")
+    assert "Its price is unknown." in tab.evaluate("document.getElementById('confirm-dialog').textContent")
     tab.click("#confirm-yes")
     tab.wait_for("document.getElementById('state').dataset.state === 'running'", seconds=30)
     assert not counting_run.has("STOP")
@@ -262,7 +312,9 @@ def test_the_link_with_the_token_logs_in_and_leaves_no_token_in_the_address(
     serve: Serve, tmp_path: Path, tab: Tab
 ) -> None:
     write_run(tmp_path / "runs", "llama", nodes=1, steps=3)
-    tab.go(serve().link)
+    page = serve()
+    tab.go(page.address)
+    tab.go(page.link)  # given to the page that is open there, which loads nothing
     tab.wait_for("'mayChange' in document.body.dataset")
     assert "token" not in tab.evaluate("location.href")
     assert tab.evaluate("document.cookie") == ""  # no script can read it

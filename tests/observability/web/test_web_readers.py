@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import threading
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +182,41 @@ def test_a_long_file_is_read_in_pieces_and_keeps_its_shape(tmp_path: Path, monke
     assert losses[0] > 9 > 3 > losses[-1]
 
 
+def test_after_a_long_time_without_a_look_pieces_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "WHOLE_BYTES", 40_000)
+    monkeypatch.setattr(history, "CHUNKS", 10)
+    monkeypatch.setattr(history, "CHUNK_BYTES", 1_000)
+    run = write_run(tmp_path, "one", nodes=1, ranks_per_node=1, steps=1)
+    followed = History(run)
+    assert followed.look().steps == [1]
+    with open(run.metrics_path("node-0"), "a", encoding="utf-8") as file:
+        for step in range(2, 5001):
+            file.write(json.dumps({"step": step, "run_loss": 1.0, "rank": 0}) + "\n")
+    whole_lines, read_bytes = history._whole_lines, []
+
+    def note(file: Any, start: int, size: int, is_cut: bool) -> Any:
+        read_bytes.append(size)
+        return whole_lines(file, start, size, is_cut)
+
+    monkeypatch.setattr(history, "_whole_lines", note)
+    steps = followed.look().steps
+    assert sum(read_bytes) == 10 * 1_000 + 10_000 < run.metrics_path("node-0").stat().st_size / 5
+    assert (steps[:3], steps[-1]) == ([1, 2, 3], 5000)
+    assert max(b - a for a, b in pairwise(steps)) < 600
+
+
+def test_what_was_begun_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", nodes=1, steps=40)
+    followed, records = History(run), Records(run)
+    assert followed.look().steps[-1] == 40
+    assert records.look()[0]["step"] == 40
+    shutil.rmtree(run.path)
+    write_run(tmp_path, "one", nodes=1, steps=12)
+    assert followed.look().steps == list(range(1, 13))
+    assert [event["step"] for event in records.look()] == [10]
+    assert {tier.tier: tier.step for tier in records.tiers({})} == {"nvme": 10}
+
+
 def test_a_curve_that_was_followed_is_as_fine_at_its_beginning_as_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +272,7 @@ def test_a_rank_that_saves_a_checkpoint_or_starts_is_not_stuck(tmp_path: Path) -
     ranks = (
         status_of(0, kind="checkpoint", progress_age_seconds=500.0),
         status_of(1, kind="start", progress_age_seconds=500.0),
+        status_of(2, progress_age_seconds=60.0, progress_limit_seconds=300.0),  # a command that says so
     )
     write_status(run, NodeStatus(time.time(), 0, "node-0", ranks))
     assert [view.health for view in Nodes(run).look(read_member(run), (), ())] == ["running"]
@@ -388,6 +427,8 @@ def look_at_all(root: Path) -> dict[str, Any]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     summaries.close()
+    assert summaries._thread is not None
+    summaries._thread.join(timeout=10)  # it may still be remembering
     return {row.run.name: row for row in summaries.rows()}
 
 
@@ -405,6 +446,24 @@ def test_runs_that_have_ended_are_remembered_until_they_change(tmp_path: Path) -
     ended.unmark("DONE")  # it was resumed, and failed
     ended.mark("FATAL", "the disk is full")
     assert look_at_all(tmp_path / "runs")["ended"].summary.state == "failed"
+
+
+def test_nobody_waits_while_the_folders_of_all_runs_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summaries = Summaries(tmp_path, Verdicts(lambda run: Answer("healthy", "")))
+    summaries.close()  # no thread of its own reads
+    answers: list[Any] = []
+
+    def ask_meanwhile(root: Path) -> list[RunDirectory]:
+        asks = threading.Thread(target=lambda: answers.append(summaries.rows()), daemon=True)
+        asks.start()
+        asks.join(timeout=5)
+        return []
+
+    monkeypatch.setattr(summaries_module, "list_runs", ask_meanwhile)
+    summaries.refresh()
+    assert answers == [[]]
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:

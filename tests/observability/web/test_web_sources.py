@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -26,19 +27,20 @@ from test_web_readers import metrics_of
 
 from craton.agent import free_port
 from craton.observability.exporter import Card, CardProcess
-from craton.observability.web import TopView, frame_json, schedulers
+from craton.observability.web import TopView, frame_json, schedulers, terminal
 from craton.observability.web import actions as actions_module
 from craton.observability.web import serve as serve_module
 from craton.observability.web import verdicts as verdicts_module
 from craton.observability.web.actions import act
 from craton.observability.web.background import Background
 from craton.observability.web.local_gpus import LocalGpus
-from craton.observability.web.queries import Prometheus
+from craton.observability.web.queries import Answered, Prometheus
 from craton.observability.web.run_page import RunPage
 from craton.observability.web.schedulers import Schedulers
 from craton.observability.web.verdicts import Answer, Verdicts
 from craton.orchestration import Standing
-from craton.telemetry import RunDirectory
+from craton.orchestration.backend import Submission, write_submission
+from craton.telemetry import Heartbeat, RunDirectory, write_heartbeat
 
 Serve = Callable[..., PageServer]
 
@@ -167,6 +169,22 @@ def test_alerts_and_gpus_of_a_real_prometheus_are_on_the_page(
     tab.close()
 
 
+def test_a_server_has_its_price_and_where_it_can_be_asked(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "served", nodes=1, ranks_per_node=1, steps=3)
+    launch = json.loads(run.launch_path.read_text())
+    run.plan_path.write_text(json.dumps({"kind": "serve", "dollars_per_hour": 10.0}))
+    run.launch_path.write_text(json.dumps({**launch, "dollars_per_day": 240.0}))
+    run.job_path.write_text(
+        "name: served\nkind: serve\nmodel: llama-3.1-8b\nserve: {initialize: random}\ncluster: local\n"
+    )
+    write_heartbeat(run, "node-0", Heartbeat(0, "running", 1, 0, "10.1.2.3:7000", "far-node"))
+    page = RunPage(run, Verdicts(lambda run: Answer("healthy", "")), Answered, None, Schedulers())
+    head = page.parts["head"].get().fragments
+    assert 'data-dollars="$240.00"' in head["state"]
+    assert "$240.00 a day" in head["tiles"]
+    assert "Its server listens at 127.0.0.1 of far-node alone" in page.parts["serving"].get().fragments["serving"]
+
+
 def test_a_prometheus_that_does_not_answer_is_told_and_hides_nothing(serve: Serve, tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "llama", nodes=1, steps=3)
     page = serve(prometheus=f"http://127.0.0.1:{free_port()}")
@@ -186,11 +204,11 @@ def test_a_prometheus_that_hangs_or_is_none_keeps_no_page_waiting(
         shown = page.parts["nodes"].get()
         assert time.monotonic() - began < 1.5
         assert "has not answered yet" in shown.fragments["alerts"]
-        look = TopView(run, asked.url, examine=lambda run, prometheus: Answer("healthy", str(prometheus))).look()
-        assert time.monotonic() - began < 3.0
-        assert "has not answered yet" in look.trouble
-        assert look.verdict is not None
-        assert look.verdict.sentence == asked.url  # `why` asks the same server
+        with closing(TopView(run, asked.url, examine=lambda run, prometheus: Answer("unsure", str(prometheus)))) as top:
+            assert "has not answered yet" in top.look().trouble
+            assert time.monotonic() - began < 3.0
+            wait_until(lambda: top.look().verdict)
+            assert getattr(top.look().verdict, "sentence", "") == asked.url  # `why` asks the same server
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def answer() -> None:
@@ -504,6 +522,35 @@ def test_the_verb_ui_refuses_a_port_that_is_taken_and_an_address_that_is_none(tm
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
             assert done.returncode == 2
             assert words in done.stderr
+
+
+def test_top_waits_for_neither_a_scheduler_nor_a_verdict_and_asks_seldom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path, "llama", nodes=1, steps=10)
+    write_submission(run, Submission("slurm", job="12"))
+    asked, may_answer = [], threading.Event()
+
+    def ask(runs: Iterable[RunDirectory]) -> dict[str, Standing]:
+        asked.append("scheduler")
+        may_answer.wait(10)
+        return {run.name: Standing("waiting", reason="Priority") for run in runs}
+
+    def examine(run: RunDirectory, prometheus: str | None) -> Answer:
+        asked.append("why")
+        may_answer.wait(10)
+        return Answer("slow", "rank 1 is throttled")
+
+    monkeypatch.setattr(terminal, "standings_of", ask)
+    with closing(TopView(run, examine=examine)) as top:
+        looks = [top.look() for _ in range(3)]
+        assert {(look.summary.state, look.verdict) for look in looks} == {("running", None)}
+        wait_until(lambda: sorted(asked) == ["scheduler", "why"])
+        assert not may_answer.is_set()
+        may_answer.set()
+        wait_until(lambda: top.look().verdict)
+        wait_until(lambda: top.look().summary.message == "Priority")
+        assert sorted(asked) == ["scheduler", "why"]
 
 
 def test_top_as_one_picture_and_as_json(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ export class Chart {
     this.height = Number(canvas.dataset.height);
     this.data = null;
     this.at = null; // where the pointer is
-    this.tip = null; // what to say there: set by what draws
+    this.centres = () => []; // of all that can be pointed at: set by what draws
     canvas.addEventListener("pointermove", (event) => { this.at = [event.offsetX, event.offsetY]; this.later(); });
     canvas.addEventListener("pointerleave", () => { this.at = null; this.later(); });
     canvas.addEventListener("keydown", (event) => this.step(event));
@@ -57,13 +57,16 @@ export class Chart {
     requestAnimationFrame(() => { this.pending = false; this.draw(); });
   }
 
-  // Arrows move the crosshair, for whoever has no pointer.
+  // Arrows point at the next thing, for whoever has no pointer. Where there is none, the page scrolls.
   step(event) {
-    if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+    const direction = ARROWS[event.key];
+    if (!direction) return;
+    const centres = this.centres();
+    const here = closest(centres, this.at ?? [this.canvas.clientWidth / 2, this.canvas.clientHeight / 2]);
+    const next = this.at && here ? neighbour(centres, here, direction) : here;
+    if (!next) return;
     event.preventDefault();
-    const by = event.key === "ArrowLeft" ? -8 : 8;
-    const [x, y] = this.at ?? [this.canvas.clientWidth / 2, this.canvas.clientHeight / 2];
-    this.at = [Math.min(this.canvas.clientWidth - 1, Math.max(0, x + by)), y];
+    this.at = next;
     this.later();
   }
 
@@ -90,9 +93,29 @@ export class Chart {
       return;
     }
     canvas.dataset.drawn = "1";
-    const tip = draw(pen, this.data, width, height, this.at);
+    const { tip = null, centres = () => [] } = draw(pen, this.data, width, height, this.at);
+    this.centres = centres;
     if (tip && this.at) showTip(pen, tip, this.at, width, height);
   }
+}
+
+const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+
+function least(places, cost) {
+  let [found, lowest] = [null, Infinity];
+  for (const place of places) {
+    const value = cost(place);
+    if (value < lowest) [found, lowest] = [place, value];
+  }
+  return found;
+}
+
+const closest = (places, [x, y]) => least(places, (place) => Math.hypot(place[0] - x, place[1] - y));
+
+// The next place in a direction: of the row that is nearest, the one that is nearest there.
+function neighbour(places, [x, y], [right, down]) {
+  const isAhead = (place) => right * (place[0] - x) + down * (place[1] - y) > 0.01;
+  return least(places.filter(isAhead), (place) => 1e6 * Math.abs(place[1] - y) + Math.abs(place[0] - x));
 }
 
 function write(pen, text, x, y, ink, align = "left", baseline = "middle") {
@@ -119,7 +142,7 @@ function drawLines(pen, data, width, height, at) {
   const finite = (value) => value !== null && Number.isFinite(value);
   const all = data.series.flatMap((each) => each.values.filter(finite));
   const edge = [data.plan, ...(data.band ?? []), data.low, data.high].filter((value) => value !== undefined && finite(value));
-  if (!all.length) { write(pen, "nothing measured yet", width / 2, height / 2, "muted", "center"); return null; }
+  if (!all.length) { write(pen, "nothing measured yet", width / 2, height / 2, "muted", "center"); return {}; }
   // One step out of line (the first, which compiles) must not flatten all others.
   const ordered = [...all].sort((a, b) => a - b);
   const far = ordered[Math.floor(ordered.length * 0.99)];
@@ -161,7 +184,9 @@ function drawLines(pen, data, width, height, at) {
   for (const series of data.series) drawSeries(pen, series, data.x, toX, toY, finite);
   pen.restore();
   drawLegend(pen, data, box);
-  if (!at || at[0] < box.left - 4 || at[0] > box.right + 4) return null;
+  const middle = (box.top + box.bottom) / 2;
+  const centres = () => data.x.map((value) => [toX(value), middle]);
+  if (!at || at[0] < box.left - 4 || at[0] > box.right + 4) return { centres };
   const index = nearest(data.x.map(toX), at[0]);
   const x = toX(data.x[index]);
   pen.strokeStyle = color("muted");
@@ -176,7 +201,7 @@ function drawLines(pen, data, width, height, at) {
     pen.beginPath(); pen.arc(x, toY(value), 3.5, 0, 7); pen.fill();
   }
   if (finite(data.plan ?? null)) lines.push(`plan ${writer(data.plan)}`);
-  return lines;
+  return { tip: lines, centres };
 }
 
 function drawSeries(pen, series, x, toX, toY, finite) {
@@ -252,7 +277,9 @@ function drawHeat(pen, data, width, height, at) {
     write(pen, `${data.edges[mark]}`, box.left + (mark + (wide > 6 ? 0.5 : 0)) * wide, box.bottom + 8, "muted", "center");
   }
   drawScale(pen, data, box, height, [still, more, less]);
-  if (!at || at[0] < box.left || at[0] >= box.right || at[1] < box.top || at[1] >= box.bottom) return null;
+  const centres = () =>
+    data.cells.flatMap((row, phase) => row.map((_, column) => [box.left + (column + 0.5) * wide, box.top + (phase + 0.5) * high]));
+  if (!at || at[0] < box.left || at[0] >= box.right || at[1] < box.top || at[1] >= box.bottom) return { centres };
   const column = Math.min(columns - 1, Math.floor((at[0] - box.left) / wide));
   const phase = Math.min(data.phases.length - 1, Math.floor((at[1] - box.top) / high));
   const place = data.furthest[phase][column];
@@ -265,7 +292,7 @@ function drawHeat(pen, data, width, height, at) {
   pen.strokeStyle = color("ink");
   pen.lineWidth = 1.5;
   pen.strokeRect(box.left + column * wide, box.top + phase * high, Math.max(2, wide - gap), high - 2);
-  return lines;
+  return { tip: lines, centres };
 }
 
 function drawScale(pen, data, box, height, [still, more, less]) {
@@ -317,11 +344,13 @@ function drawTopology(pen, data, width, height, at) {
   const paints = data.health.map((health) => color("health-" + health));
   const trouble = color("health-stuck");
   let tip = null;
+  const places = [];
   for (const { leaf, x, y, columns } of shape.places) {
     if (head) write(pen, leaf.leaf || "no leaf", x, y + 7, "muted");
     leaf.nodes.forEach(([name, health, ranks, first], index) => {
       const left = x + (index % columns) * (box.wide + 2);
       const top = y + head + Math.floor(index / columns) * (box.high + 2);
+      places.push([left + box.wide / 2, top + box.high / 2]);
       pen.fillStyle = paints[health];
       pen.globalAlpha = 0.28;
       pen.fillRect(left, top, box.wide, box.high);
@@ -339,5 +368,5 @@ function drawTopology(pen, data, width, height, at) {
       }
     });
   }
-  return tip;
+  return { tip, centres: () => places };
 }

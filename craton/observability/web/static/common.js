@@ -100,7 +100,8 @@ async function login(token) {
   return ok;
 }
 
-// The link that `craton ui` prints ends in #token=…: it is taken out of the address at once.
+// The link that `craton ui` prints ends in #token=…: it is taken out of the address at once. Given to a page that is
+// open at this address already, it loads nothing and changes the fragment only.
 function takeToken() {
   const token = new URLSearchParams(location.hash.slice(1)).get("token");
   if (!token) return;
@@ -167,4 +168,5 @@ byId("token-form").addEventListener("submit", (event) => {
 for (const button of document.querySelectorAll("[data-close]")) {
   button.addEventListener("click", () => button.closest("dialog").close());
 }
+addEventListener("hashchange", takeToken);
 takeToken();

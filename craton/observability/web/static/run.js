@@ -9,7 +9,11 @@ for (const canvas of document.querySelectorAll("canvas[data-chart]")) charts.set
 
 const shownHtml = new Map();
 
-function take({ fragments = {}, charts: data = {} }) {
+function take({ anew = false, fragments = {}, charts: data = {} }) {
+  if (anew) { // another run has the name of the one that is shown
+    location.reload();
+    return;
+  }
   for (const [name, html] of Object.entries(fragments)) {
     const place = document.querySelector(`[data-fragment="${name}"]`);
     if (!place || shownHtml.get(name) === html) continue;
@@ -52,46 +56,71 @@ actions.addEventListener("click", async (event) => {
   const action = button.dataset.action;
   let [title, text, yes] = QUESTIONS[action];
   const dollars = document.getElementById("state")?.dataset.dollars;
-  if (action === "resume" && dollars) text += ` Its nodes cost ${dollars} a day.`;
+  if (action === "resume") text += dollars ? ` Its nodes cost ${dollars} a day.` : " Its price is unknown.";
   if ("mayChange" in document.body.dataset && !(await confirmed(title, text, yes))) return;
   button.disabled = true;
   await change(`${address}/${action}`);
   button.disabled = false;
 });
 
-// Logs: the end of one, and what is added to it.
+// Logs: the end of one, and what is added to it. One that grows faster than it is read is gone on with at its end.
 const log = document.getElementById("log");
 const MOST_CHARACTERS = 2_000_000;
+const PIECE_BYTES = 64 << 10; // as much as the server gives at once
+const ANSWER_MILLISECONDS = 10_000;
 let text = "";
 let rest = ""; // a line without its end yet
 let end = null;
+let isBehind = false;
 let shownSource = "";
+let isReading = false;
 
+const wantedSource = () => document.getElementById("log-source").value;
+
+// One question at a time: the answer to an older one would be taken for a log that was begun anew.
 async function readLog() {
-  const source = document.getElementById("log-source").value;
+  if (isReading) return;
+  isReading = true;
+  try {
+    let hasMore = true;
+    while (hasMore) hasMore = await readPiece();
+  } catch {
+    document.getElementById("log-note").textContent = "the server does not answer";
+  } finally {
+    isReading = false;
+  }
+}
+
+// Whether there is more to read at once.
+async function readPiece() {
+  const source = wantedSource();
   if (source !== shownSource) {
     shownSource = source;
     text = rest = "";
     end = null;
+    isBehind = false;
   }
   const query = new URLSearchParams({ source });
-  if (end !== null) query.set("begin", end);
-  const answer = await fetch(`${address}/log?${query}`);
-  if (source !== shownSource) return;
+  if (end !== null && !isBehind) query.set("begin", end);
+  const answer = await fetch(`${address}/log?${query}`, { signal: AbortSignal.timeout(ANSWER_MILLISECONDS) });
+  const piece = await answer.json();
+  if (source !== wantedSource()) return true;
   const note = document.getElementById("log-note");
   if (!answer.ok) {
-    note.textContent = "there is no such log";
-    log.textContent = "";
-    return;
+    note.textContent = piece.error;
+    if (answer.status === 404) log.textContent = "";
+    return false;
   }
-  const piece = await answer.json();
-  if (end !== null && piece.begin !== end) text = ""; // it was begun anew
+  if (end !== null && piece.begin < end) text = ""; // it was begun anew
+  else if (end !== null && piece.begin > end) text += `… skipped ${Math.ceil((piece.begin - end) / 1024)} KiB\n`;
+  const isNew = piece.text || piece.rest !== rest || !log.textContent;
   end = piece.end;
-  note.textContent = piece.size ? `${(piece.size / 1024).toFixed(1)} KiB` : "empty";
-  if (!piece.text && piece.rest === rest && log.textContent) return;
+  isBehind = piece.size - piece.end > PIECE_BYTES;
   text = (text + piece.text).slice(-MOST_CHARACTERS);
   rest = piece.rest;
-  showLog();
+  note.textContent = piece.size ? `${(piece.size / 1024).toFixed(1)} KiB` : "empty";
+  if (isNew) showLog();
+  return piece.end < piece.size && !piece.rest;
 }
 
 function showLog() {
@@ -134,4 +163,4 @@ addKeys({
 
 onTheme(() => charts.forEach((chart) => chart.draw()));
 take({ charts: JSON.parse(document.getElementById("charts").textContent) });
-listen(`${address}/events`, take);
+listen(`${address}/events?mark=${actions.dataset.mark}`, take);
