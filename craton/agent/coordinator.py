@@ -5,7 +5,8 @@ tested without a process. One agent has one at a time: the first node's, and whe
 
 - A rank that ended, raised or hangs: a new generation with the same nodes. Who hangs is the rank that has not moved for
   the longest time, measured by the limit of what *it* is doing: everybody else waits for it.
-- A node that is to be avoided: a spare takes its place, if there is one, and no step is lost.
+- A node that is to be avoided: a spare takes its place, if there is one, and no step is lost. Until all ranks are in
+  such a planned generation, those still in the one before are watched there, and no other planned one is begun.
 - A node that is gone: a spare takes its place; without one it is waited for; an elastic run then goes on with fewer.
 - After `tries` tries that brought no new step the run has failed: it would break again.
 """
@@ -26,7 +27,7 @@ FIRST_SECONDS = 60.0  # how long a node has to get ready, when it is there or th
 RETURN_SECONDS = 0.3  # an agent whose connection broke may dial again
 COME_OVER_SECONDS = 1.0  # how long a new coordinator that knows of a fault waits for agents that look for it
 SETTLE_SECONDS = 1.0  # a node that joined is taken in when it has stayed this long
-RELEASE_SECONDS = 5.0  # how long a smaller generation has to move before nodes that left it are let go
+RELEASE_SECONDS = 5.0  # how long ago a smaller generation must have begun a new step before other nodes are let go
 HANG_SECONDS, HANG_STEPS = 4.0, 2.5  # a step that takes longer than both hangs
 LIMITS = {  # seconds without a sign of progress, by what a rank is doing
     "waiting": 600.0,
@@ -75,8 +76,10 @@ class Member:
     is_ready: bool = False  # its keeper stands, its ranks can be made
     keeper: str = ""
     store: str = ""
+    generation: int = -1  # the one that its agent has heard of
     done_with: int = -1  # the generation that its ranks have ended well
     ranks: dict[int, RankProgress] = field(default_factory=dict)
+    leaving: dict[int, RankProgress] = field(default_factory=dict)  # by their ranks in the generation before
     done: frozenset[int] = frozenset()  # ranks that have ended well
     gone_since: float | None = None  # its connection broke
     is_released: bool = False
@@ -149,6 +152,7 @@ class Coordinator:
         self._avoided: frozenset[str] = frozenset()
         self._finished = False
         self._clock = 0.0  # epoch seconds of the last tick
+        self._entered_at: int | None = None  # the step at which all ranks were in the present generation
         self._moving_since: float | None = None
 
     # -- what it is told ------------------------------------------------------------------------------------------
@@ -167,9 +171,9 @@ class Coordinator:
             self._faults.append(Fault(f"{node} is lost: its agent was started anew", self._clock))
         member.is_ready = bool(status.get("ready"))
         member.keeper, member.store = str(status.get("keeper", "")), str(status.get("store", ""))
-        member.done_with = int(status.get("done_with", -1))
+        member.generation, member.done_with = int(status.get("generation", -1)), int(status.get("done_with", -1))
         member.done = frozenset(int(rank) for rank in status.get("done", ()))
-        member.ranks = {int(rank): RankProgress(*values) for rank, values in dict(status.get("ranks", {})).items()}
+        member.ranks, member.leaving = _progress(status.get("ranks", {})), _progress(status.get("leaving", {}))
         steps = [rank.step for rank in member.ranks.values() if self.current and rank.generation == self.current.number]
         self._reached = max([self._reached, *(step - 1 for step in steps)])
 
@@ -179,8 +183,11 @@ class Coordinator:
             member.gone_since = now
 
     def fault(self, fault: Fault) -> None:
-        """What an agent saw of its own ranks; of an earlier generation it is old news."""
-        if self.current is not None and fault.generation in (None, self.current.number):
+        """What an agent saw of its own ranks; of an earlier generation it is old news, unless ranks are still in it."""
+        if self.current is None:
+            return
+        is_left = fault.generation == self.current.number - 1 and self._is_being_left()
+        if is_left or fault.generation in (None, self.current.number):
             self._faults.append(fault)
 
     def resize(self, nodes: int, layout: dict[str, Any] | None) -> None:
@@ -220,7 +227,7 @@ class Coordinator:
         actions: list[Action] = []
         if nodes is None:
             actions += self._tell_shortage()
-        elif self.current is None or self._faults or nodes != self.current.nodes:
+        elif self.current is None or self._faults or (nodes != self.current.nodes and self._has_entered()):
             actions += self._start(nodes, clock)
         return actions + self._release(now)
 
@@ -230,7 +237,7 @@ class Coordinator:
             silent = node != self.me and now - member.heard > SILENT_SECONDS
             if broke or silent:
                 del self.members[node]
-                if self.current is not None and node in self.current.nodes:
+                if self.current is not None and (node in self.current.nodes or self._leaving(member)):
                     since = now - (member.gone_since if broke and member.gone_since is not None else member.heard)
                     how = "its agent is gone" if broke else f"no sign of life for {SILENT_SECONDS:.0f} s"
                     self._faults.append(Fault(f"{node} is lost: {how}", clock - since))
@@ -242,28 +249,59 @@ class Coordinator:
 
     def _look_for_hangs(self, now: float, clock: float) -> None:
         assert self.current is not None
-        found: dict[int, RankProgress] = {}
-        for node in self.current.nodes:
+        number, is_left = self.current.number, self._is_being_left()
+        watched = [node for node in self.current.nodes if not self._is_done(node)]
+        leaving = [node for node, member in self.members.items() if self._leaving(member)]
+        found: list[tuple[str, tuple[int, ...], RankProgress]] = []  # name, which to end, what it does
+        for node in [*watched, *leaving]:
             member = self.members.get(node)
-            if self._is_done(node):
-                continue
             if member is None or now - member.heard > FRESH_SECONDS:
                 return  # what is not known to be so now is not held against anybody
             for rank in self.current.ranks_of(node):
                 if rank in member.done:
                     continue
                 status = member.ranks.get(rank)
-                if status is None or status.generation != self.current.number:
+                if is_left:  # who has entered waits for those that have not
+                    if status is not None and member.generation == number and status.generation == number - 1:
+                        found.append((f"rank {rank}", (rank,), status))
+                elif status is None or status.generation != number:
                     return  # still on its way: its agent sees to that
-                found[rank] = status
+                else:
+                    found.append((f"rank {rank}", (rank,), status))
+            for rank, status in self._leaving(member).items():  # their agent ends them with the planned generation
+                found.append((f"rank {rank}, which leaves {node},", (), status))
         if not found:
             return
-        stopped = {rank: status for rank, status in found.items() if status.is_stopped}
-        rank, last = max((stopped or found).items(), key=lambda item: item[1].age)
+        stopped = [each for each in found if each[2].is_stopped]
+        name, end, last = max(stopped or found, key=lambda each: each[2].age)
         if last.age > last.limit:
             doing = "is stopped by a signal" if last.is_stopped else f"hangs in {last.kind}"
-            text = f"rank {rank} {doing} at step {last.step}: no progress for {last.age:.1f} s"
-            self._faults.append(Fault(text, clock - last.age, (rank,)))
+            text = f"{name} {doing} at step {last.step}: no progress for {last.age:.1f} s"
+            self._faults.append(Fault(text, clock - last.age, end))
+
+    def _has_entered(self) -> bool:
+        """Whether all ranks are in the present generation, or have ended well there."""
+        current = self.current
+        return current is not None and all(
+            (member := self.members.get(node)) is not None
+            and all(
+                rank in member.done or (rank in member.ranks and member.ranks[rank].generation == current.number)
+                for rank in current.ranks_of(node)
+            )
+            for node in current.nodes
+        )
+
+    def _is_being_left(self) -> bool:
+        """Whether ranks are at work in the generation before, for a planned one. Those of a job's own command are not:
+        they were told to end, and their agents see to that."""
+        is_planned = self.current is not None and self.current.is_planned and bool(self.launch.nursery)
+        return is_planned and not self._has_entered()
+
+    def _leaving(self, member: Member) -> dict[int, RankProgress]:
+        """The ranks of a node without a part in the present generation that others still wait for."""
+        if self.current is None or not member.leaving or not self._is_being_left():
+            return {}
+        return {rank: each for rank, each in member.leaving.items() if each.generation == self.current.number - 1}
 
     def _may_return(self, node: str, now: float) -> bool:
         """Whether its connection broke a moment ago, or it has not come over yet from the coordinator before."""
@@ -361,6 +399,7 @@ class Coordinator:
         )
         self._next_number += 1
         self.current = generation
+        self._entered_at = self._moving_since = None
         return [Start(generation, tuple(rank for fault in faults for rank in fault.ranks))]
 
     def _gave_up(self, faults: Sequence[Fault]) -> str:
@@ -389,31 +428,35 @@ class Coordinator:
         """After a resize by hand, nodes beyond those that work and the spares."""
         if self._resized is None or self.current is None or len(self.current.nodes) != self._resized[0]:
             return []
-        if not self._moves():
-            self._moving_since = None
-            return []
-        self._moving_since = self._moving_since or now
-        if now - self._moving_since < RELEASE_SECONDS:
+        if self._moving_since is None and self._has_moved():
+            self._moving_since = now
+        if self._moving_since is None or now - self._moving_since < RELEASE_SECONDS:
             return []
         spares = len(self.launch.nodes) - self.launch.working_nodes
-        idle = [node for node in self.launch.nodes if node in self.members and node not in self.current.nodes]
-        surplus = tuple(node for node in idle[spares:] if not self.members[node].is_released)
+        idle = [
+            node
+            for node in self.launch.nodes
+            if node in self.members and node not in self.current.nodes and not self.members[node].is_released
+        ]
+        surplus = tuple(sorted(idle, key=lambda node: node in self._avoided)[spares:])  # the healthy stay
         for node in surplus:
             self.members[node].is_released = True
         return [Release(surplus)] if surplus else []
 
-    def _moves(self) -> bool:
+    def _has_moved(self) -> bool:
+        """Whether a step was begun after all ranks had entered the present generation."""
         assert self.current is not None
-        return all(
-            (member := self.members.get(node)) is not None
-            and all(
-                rank in member.ranks
-                and member.ranks[rank].generation == self.current.number
-                and member.ranks[rank].kind in STEPPING
-                for rank in self.current.ranks_of(node)
-            )
-            for node in self.current.nodes
-        )
+        if not self._has_entered():
+            return False
+        members = [self.members[node] for node in self.current.nodes]
+        step = max((rank.step for member in members for rank in member.ranks.values()), default=0)
+        self._entered_at = step if self._entered_at is None else self._entered_at
+        return step > self._entered_at
+
+
+def _progress(ranks: Mapping[Any, Sequence[Any]]) -> dict[int, RankProgress]:
+    """rank → what an agent says of it."""
+    return {int(rank): RankProgress(*values) for rank, values in ranks.items()}
 
 
 def _seated(present: Sequence[str], ready: Sequence[str], size: int | None) -> list[str]:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from craton.agent.generation import count_restarts
+from craton.agent.generation import count_restarts, first_nodes
 from craton.agent.launch import Launch
 from craton.agent.process import ChildProcess, end_sink, reap, start_sink
 from craton.agent.records import NodeRecords
@@ -27,12 +27,14 @@ from craton.telemetry import (
     plan_twins,
     process_start,
     read_json,
+    tail_lines,
     touch_heartbeat,
     write_heartbeat,
     write_status,
 )
 
 SINK_GRACE_SECONDS = 30.0  # MLflow takes ten of them to make its first database
+SEARCHED_BYTES = 1 << 20  # of a node's events, for the newest save of each tier
 
 
 class NodeFace:
@@ -43,6 +45,7 @@ class NodeFace:
         self._endpoint, self._records = endpoint, records
         self._summarizer = Summarizer(run)
         self._metrics_port = 0
+        self._saves: dict[str, float] = {}  # tier → when its newest checkpoint was finished
         self.address = ""  # where the other agents reach this one
         self.sinks: list[ChildProcess] = []
 
@@ -88,12 +91,29 @@ class NodeFace:
         self._endpoint.keep_only(ranks)
         if ranks and ranks.start == 0:
             self._endpoint.update({"run_restarts": count_restarts(self._run, self._launch.generation)}, None)
+            with contextlib.suppress(OSError):  # told of again at the next save
+                self._recall_saves()
         else:
             self._endpoint.forget("run_restarts")
 
     def saved(self, tier: str, moment: float) -> None:
         """A checkpoint was finished."""
-        self._endpoint.set_labelled("run_checkpoint_moment_seconds", {tier: moment})
+        self._saves[tier] = max(moment, self._saves.get(tier, moment))
+        self._endpoint.set_labelled("run_checkpoint_moment_seconds", self._saves)
+
+    def _recall_saves(self) -> None:
+        """Those of this launch that an agent before this one saw, here or where rank 0 was: a tier that saves no more
+        must not look young, or as if it had never saved. An earlier launch does not count: the run stood in between."""
+        for node in first_nodes(self._run, self._launch.generation):
+            for line in tail_lines(self._run.events_path(node), SEARCHED_BYTES):
+                moment, generation = line.get("time"), line.get("generation")
+                if (
+                    line.get("event") == "checkpoint_saved"
+                    and isinstance(moment, int | float)
+                    and isinstance(generation, int)
+                    and generation >= self._launch.generation
+                ):
+                    self.saved(str(line.get("tier", "")), float(moment))
 
     def start_sinks(self) -> None:
         """Once."""

@@ -98,6 +98,12 @@ def count_restarts(run: RunDirectory, first: int) -> int:
     )
 
 
+def first_nodes(run: RunDirectory, first: int) -> set[str]:
+    """The nodes that have had rank 0 in the generations from this number on."""
+    documents = (read_json(run.generation_path(number)) for number in _numbers(run) if number >= first)
+    return {str(document["nodes"][0]) for document in documents if document.get("nodes")}
+
+
 def _numbers(run: RunDirectory) -> list[int]:
     try:
         names = os.listdir(run.path / "generations")

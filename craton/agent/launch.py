@@ -52,6 +52,7 @@ class Launch:
     workdir: str = ""  # where ranks run; "": where the agent was started
     exits_together: bool = False  # processes of a command take each other down: how they leave a stop says nothing
     progress: dict[str, Any] = field(default_factory=dict)  # how the progress of a job's own command is read
+    dollars_per_day: float | None = None  # of its nodes, for whoever looks at the run; None: no price is known
 
     def __post_init__(self) -> None:
         problems = [
@@ -162,4 +163,5 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "workdir": (lambda value: isinstance(value, str), "a folder"),
     "exits_together": (lambda value: isinstance(value, bool), "true or false"),
     "progress": (lambda value: isinstance(value, Mapping), "an object of what is read, and how"),
+    "dollars_per_day": (lambda value: value is None or _is_seconds(value), "dollars from 0, or null"),
 }

@@ -126,7 +126,7 @@ class Membership:
         for fault in self._untold:
             self._coordinator.fault(fault)
         present = self._node_itself.generation
-        if current is not None and present is not None and present.number < current.number:
+        if current is not None and _missed(current, self._node, present.number if present else -1):
             self._node_itself.enter(current, ())  # whoever made it is gone, and told nobody
 
     def _is_superseded(self) -> bool:
@@ -192,7 +192,7 @@ class Membership:
         if message["is"] == "status":
             self._coordinator.heard(link.node, message, now)
             current = self._coordinator.current
-            if current is not None and 0 <= int(message.get("generation", -1)) < current.number:  # it missed the word
+            if current is not None and _missed(current, link.node, int(message.get("generation", -1))):
                 link.send({"is": "generation", "generation": current.to_message(), "end": []})
             link.send({"is": "beat"})
         elif message["is"] == "fault":
@@ -330,6 +330,12 @@ class Membership:
         with contextlib.suppress(LaunchError):
             self._coordinator.launch = read_launch(self._run)
         self._coordinator.resize(int(wish["nodes"]), wish.get("layout"))
+
+
+def _missed(current: Generation, node: str, number: int) -> bool:
+    """Whether a node that is in this generation, or in none (-1), must be told of the present one. An agent that has a
+    part in it and is in none was started anew: it has lost its ranks, and hears of the generation after that."""
+    return number < current.number and (number >= 0 or node not in current.nodes)
 
 
 def _told(fault: Fault) -> Message:

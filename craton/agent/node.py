@@ -25,7 +25,7 @@ from craton.agent.process import ChildProcess, RankProcess, pipe, rank_environme
 from craton.agent.records import NodeRecords
 from craton.telemetry import RankPage, RankStatus, RunDirectory, monotonic_of
 
-PLANNED_SECONDS = 600.0  # from being told of a planned generation to entering it: a step, and a save, must end first
+PLANNED_SECONDS = 1000.0  # without progress, on the way into a planned generation; the coordinator has less patience
 NURSERY_SECONDS = 120.0  # imports on a cold file system take their time
 MOST_STARTS = 3  # of one place in one generation, without ever entering it
 
@@ -64,6 +64,7 @@ class NodeProcesses:
         self._records, self._selector = records, selector
         self.generation: Generation | None = None
         self.places: list[Place] = []
+        self._first_ranks = range(0)  # whose books are kept before there is a generation
         self.nursery: Nursery | None = None
         self.keeper: ChildProcess | None = None
         self.keeper_name = ""  # abstract address of the keeper's socket for processes of this node
@@ -85,21 +86,24 @@ class NodeProcesses:
     @property
     def ranks(self) -> list[tuple[int, Place]]:
         """(rank, place) of the present generation, or of the first one to come."""
-        if self.generation is None:
-            first = self._launch.nodes.index(self._node) * self._launch.ranks_per_node
-            return list(enumerate(self.places, first))
-        return list(zip(self.generation.ranks_of(self._node), self.places, strict=False))
+        ranks = self.generation.ranks_of(self._node) if self.generation else self._first_ranks
+        return list(zip(ranks, self.places, strict=False))
 
     @property
     def is_done(self) -> bool:
         return self.generation is not None and bool(self.ranks) and all(place.is_done for _, place in self.ranks)
 
-    def open_books(self, index: int) -> None:
-        """Time is booked from here on, before there is a generation. After an agent of this node that was killed, from
-        where its books end."""
-        first = index * self._launch.ranks_per_node
+    def is_leaving(self, place: Place) -> bool:
+        """Whether a rank is still in the generation before a planned one, where others may wait for it."""
+        present = self.generation
+        return present is not None and present.is_planned and place.page.generation == present.number - 1
+
+    def open_books(self, ranks: range) -> None:
+        """The time of these ranks is booked from here on, before there is a generation. After an agent of this node
+        that was killed, from where its books end."""
+        self._first_ranks = ranks
         ended = self._records.last_booked(self._launch.generation)
-        for rank in range(first, first + self._launch.ranks_per_node):
+        for rank in ranks:
             page = RankPage.make()
             if rank in ended:
                 page.begin("detect", monotonic_of(ended[rank]))
@@ -169,19 +173,20 @@ class NodeProcesses:
 
     def enter(self, generation: Generation, end: tuple[int, ...]) -> None:
         """Brings the node's ranks into a new generation; those in `end` are ended first."""
+        had, wanted = len(self.ranks), len(generation.ranks_of(self._node))
+        if had and not wanted:
+            if self.generation is not None:  # whoever coordinates writes of the new one already
+                self._records.generation = self.generation.number
+            self.book(ended="released")
         self.generation = generation
         self._records.generation = generation.number
         if not self._launch.nursery:
             self._offer_store()
-        wanted = len(generation.ranks_of(self._node))
-        while len(self.places) < wanted:
-            page = RankPage.make()
-            if generation.broke_at:  # in the place of a node that was lost
-                page.begin("waiting", time.monotonic() - max(0.0, generation.time - generation.broke_at))
-            self.places.append(Place(page))
         if not wanted:
             self._part(generation)
             return
+        if not had:
+            self._return(generation, wanted)
         for rank, place in self.ranks:
             place.starts, place.is_done, place.missing_since = 0, False, time.monotonic()
             if not place.is_running:
@@ -208,6 +213,20 @@ class NodeProcesses:
             else:
                 self._end(place)
 
+    def _return(self, generation: Generation, wanted: int) -> None:
+        """This node works, or works again. Until now its places were nobody's, and their time is in no books."""
+        now = time.monotonic()
+        for place in self.places:
+            if not place.is_running:
+                place.page.begin("start", now)
+                place.page.generation = -1
+            self._records.skip(id(place), place.page)
+        self.places += [Place(RankPage.make()) for _ in range(wanted - len(self.places))]
+        if generation.broke_at:  # in the place of a node that was lost
+            for place in self.places:
+                if not place.is_running:
+                    place.page.begin("waiting", now - max(0.0, generation.time - generation.broke_at))
+
     def wait_for_nodes(self) -> None:
         """What has broken cannot go on before another node is there."""
         for place in self.places:
@@ -222,6 +241,8 @@ class NodeProcesses:
             assert place.process is not None
             if place.page.generation == self.generation.number:
                 place.enter_by = float("inf")
+            elif self.is_leaving(place):
+                place.enter_by = max(place.enter_by, place.page.progress + PLANNED_SECONDS)
             if now > min(place.enter_by, place.kill_at):
                 place.enter_by = place.kill_at = float("inf")
                 self._records.event(
@@ -327,9 +348,12 @@ class NodeProcesses:
             "keeper": self.keeper_name,
         }
         place.process.rank = rank
-        grace = PLANNED_SECONDS if generation.is_planned else self._launch.failure_grace_seconds
-        if place.page.generation >= 0:
-            place.enter_by = time.monotonic() + grace
+        grace = self._launch.failure_grace_seconds
+        if place.page.generation < 0:  # it has only just been made
+            grace = NURSERY_SECONDS
+        elif self.is_leaving(place):
+            grace = PLANNED_SECONDS
+        place.enter_by = time.monotonic() + grace
         with contextlib.suppress(OSError):  # it is dying, which is seen soon enough
             os.write(place.process.orders, json.dumps(order).encode() + b"\n")
 
@@ -344,7 +368,10 @@ class NodeProcesses:
         assert place.process is not None
         place.page.break_off("regroup")
         place.process.send(signal.SIGTERM)
-        place.kill_at = time.monotonic() + self._launch.failure_grace_seconds
+        assert self.generation is not None
+        is_planned = self.generation.is_planned  # time to checkpoint, as in a stop
+        grace = self._launch.stop_grace_seconds if is_planned else self._launch.failure_grace_seconds
+        place.kill_at = time.monotonic() + grace
 
     # -- what others are told -------------------------------------------------------------------------------------
 
@@ -358,6 +385,7 @@ class NodeProcesses:
             "store": self.store_address,
             "done_with": self.generation.number if self.generation and self.is_done else -1,
             "ranks": {rank: astuple(_progress(place, process, now)) for rank, place, process in self._running()},
+            "leaving": {process.rank: astuple(_progress(place, process, now)) for place, process in self._parted()},
             "done": [rank for rank, place in self.ranks if place.is_done],
         }
 
@@ -388,6 +416,11 @@ class NodeProcesses:
             for rank, place in self.ranks
             if place.process is not None and place.process.is_running
         ]
+
+    def _parted(self) -> list[tuple[Place, RankProcess]]:
+        """Ranks that have no part in the present generation and finish their work in the one before."""
+        parted = self.places[len(self.ranks) :]
+        return [(place, place.process) for place in parted if place.process is not None and place.process.is_running]
 
     def book(self, ended: str | None = None) -> None:
         """Writes the ledger of every place."""

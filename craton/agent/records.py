@@ -36,6 +36,7 @@ class NodeRecords:
     ) -> None:
         self._node, self.generation = node, generation
         self._endpoint, self._watch = endpoint, watch
+        endpoint.update({"run_dropped_records": 0}, None)  # an increase from nothing is not seen
         self._writers = {
             "events": LineWriter(run.events_path(node)),
             "metrics": LineWriter(run.metrics_path(node)),
@@ -116,6 +117,10 @@ class NodeRecords:
             line["died_in"] = died_in
         self._append("ledger", [_encode(line)])
         self._endpoint.book(seconds, rank)
+
+    def skip(self, place: int, page: RankPage) -> None:
+        """What the page holds until now is in nobody's books."""
+        self._booked[place] = page.totals(time.monotonic())
 
     def last_booked(self, first_generation: int) -> dict[int, float]:
         """rank → when its books end, of an agent of this node and this launch that did not close them."""

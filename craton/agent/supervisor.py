@@ -8,7 +8,8 @@ has ended and is reaped, the node's heartbeat says what became of it, and the le
   STOP marker is set.
 - The STOP marker or SIGTERM to the agent: SIGTERM to the ranks, which checkpoint and exit; SIGKILL after the grace.
 - A rank ends otherwise, raises or hangs: the next generation. The survivors stay alive and enter it; a rank that does
-  not leave the old one in its grace is ended here, for it may be blocked for ever, and started again.
+  not leave the old one in its grace is ended here, for it may be blocked for ever, and started again. That goes for a
+  planned generation too, for which ranks first finish what they do: one that dies before it is there is a failure.
 - FATAL, or a run directory that is gone: the ranks are ended.
 """
 
@@ -75,6 +76,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._processes = NodeProcesses(run, launch, self._node, self._host, self._records, self._selector)
         self._progress = Progress(launch.progress, self._processes, self._records, self.warn)
+        self._first_ranks = _first_ranks(launch, node, present)
         self._membership: Membership | None = None
         self._chaos = Chaos(run, launch, self._node, self._records, self._processes, self._coordinates)
         self._ending: str | None = None  # why the ranks were told to end
@@ -92,8 +94,7 @@ class Supervisor:
         adopt_orphans()
         self._face.beat("running")
         self._records.event("agent_started", pid=os.getpid(), ranks=self._launch.ranks_per_node)
-        if self._index < self._launch.working_nodes:
-            self._processes.open_books(self._index)
+        self._processes.open_books(self._first_ranks)
         self._face.serve_metrics(self._host)
         try:
             council = Council(self._run, self._launch, self._index, run_secret(self._run), self._host, self._wake)
@@ -246,19 +247,22 @@ class Supervisor:
             place.page.break_off("detect", monotonic_of(rank.ended or time.time()))
             for what in BESIDE:
                 place.page.set_beside(what, False)
-            self._records.book(id(place), rank.rank, place.page, died_in=died_in)
+            if any(each is place for _, each in self._processes.ranks):  # otherwise its books are closed
+                self._records.book(id(place), rank.rank, place.page, died_in=died_in)
         if self._ending is not None:
             if not ended_well and not self._is_failure:
                 self._face.mark_fatal(failure_text(rank, self._node, self._records.generation))
                 self._is_failure = True
             return
         entered = place.page.generation == generation.number
-        if not entered:  # on its way into the present generation, or ended by us because it did not get there
-            self._again(place, rank)
-        elif ended_well:
-            place.is_done = True
-        else:
+        was_told = signal.SIGTERM in rank.sent  # as ranks of a job's own command are; how they take it says nothing
+        is_missed = self._processes.is_leaving(place) and not was_told  # others may wait for it
+        if not ended_well and (entered or is_missed):
             self._report(self._fault_of(rank, generation))
+        elif entered:
+            place.is_done = True
+        else:  # on its way into the present generation, or ended by us because it did not get there
+            self._again(place, rank)
 
     def _again(self, place: Place, rank: RankProcess) -> None:
         """A rank that was on its way into the present generation."""
@@ -412,6 +416,15 @@ class Supervisor:
         self._processes.end_helpers()
         helpers = [child for child in self._processes.children if not isinstance(child, RankProcess)]
         self._face.wait_for(helpers, 0.0)
+
+
+def _first_ranks(launch: Launch, node: int, present: Generation | None) -> range:
+    """Whose books a node's agent opens: the ranks it has in the generation under way, or in the first one to come."""
+    if present is not None and present.number >= launch.generation:
+        return present.ranks_of(launch.nodes[node])
+    if node >= launch.working_nodes:
+        return range(0)
+    return range(node * launch.ranks_per_node, (node + 1) * launch.ranks_per_node)
 
 
 def _host_of(launch: Launch) -> str:

@@ -1,6 +1,7 @@
 """A run leaves one of its nodes: for a spare of its own at the next step, else through its scheduler with a checkpoint.
 
-- A spare is ready: the agents are asked to leave the node (RUN/avoid.json); no step is lost.
+- A spare is ready: the agents are asked to leave the node (RUN/avoid.json). A run that trains loses no step; a
+  command is told to stop, and starts again.
 - Slurm: the job saves, leaves and is requeued, as before its time limit. A node that is not drained is given again.
 - Kubernetes: the pod on that node is told to end; the run saves and its pods are made again. The same holds there.
 - This machine without a spare: there is nowhere to go.
@@ -77,7 +78,8 @@ def plan_evacuation(run: RunDirectory, node: str, bad: Collection[str] = ()) -> 
         return Evacuation(run.name, node, "", f"{run.name} does not compute on {node}")
     promised = [each for each in working_nodes(run) if each in read_avoided(run) and each != node]
     if spares := spare_nodes(run, bad)[len(promised) :]:
-        return Evacuation(run.name, node, "spare", f"{spares[0]}, a spare, takes the place of {node}; no step is lost")
+        cost = "no step is lost" if read_launch(run).nursery else "the command is told to stop, and starts again"
+        return Evacuation(run.name, node, "spare", f"{spares[0]}, a spare, takes the place of {node}; {cost}")
     on = read_submission(run).on
     if on == "slurm":
         return Evacuation(run.name, node, "requeue", "it saves, leaves and is requeued to other nodes")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from coordinated import EPOCH, Agents, two_at_work
 
-from craton.agent.coordinator import ECHO_SECONDS, HANG_SECONDS, LIMITS, Fail, Finish
+from craton.agent.coordinator import ECHO_SECONDS, HANG_SECONDS, LIMITS, Fail, Finish, Start
 
 
 @pytest.fixture
@@ -220,3 +222,84 @@ def test_a_node_to_be_avoided_is_kept_where_nobody_can_take_its_place() -> None:
     agents.lose("c")
     agents.pass_time(1.0)
     assert agents.current.nodes == ["a", "b"], "better a doubtful node than none"
+
+
+def moving(**launch: Any) -> Agents:
+    """Node b leaves for the spare c: nobody has left generation 1 yet, and c has entered generation 2."""
+    agents = Agents(**{"nodes": ["a", "b", "c"], "num_nodes": 2, "nursery": ["x"], **launch})
+    agents.join("a", "b", "c")
+    agents.started()
+    agents.work(10)
+    agents.coordinator.avoid(frozenset({"b"}))
+    assert agents.started().generation.nodes == ["a", "c"]
+    agents.there["a"] |= {"generation": 2, "ranks": {0: ("productive", 10, 0.1, 0.1, False, 1)}}
+    agents.there["b"] |= {"generation": 2, "ranks": {}, "leaving": {1: ("productive", 10, 0.1, 0.1, False, 1)}}
+    agents.there["c"] |= {"generation": 2, "ranks": {1: ("start", 0, 1e4, 0.0, False, 2)}}
+    assert agents.pass_time(2) == [], "the spare waits for them"
+    return agents
+
+
+@pytest.mark.parametrize(
+    ("node", "name", "end"), [("a", "rank 0", (0,)), ("b", "rank 1, which leaves b,", ())]
+)  # rank 1 of the next generation is on c, and not to be ended
+def test_a_rank_that_hangs_before_it_leaves_as_planned_is_seen(node: str, name: str, end: tuple[int, ...]) -> None:
+    agents = moving()
+    (ranks,) = (ranks for key in ("ranks", "leaving") if (ranks := agents.there[node].get(key)))
+    (rank,) = ranks
+    ranks[rank] = ("checkpoint", 10, LIMITS["checkpoint"] - 1, 0.1, False, 1)
+    assert agents.pass_time(2) == [], "a save may take its time"
+    ranks[rank] = ("productive", 10, HANG_SECONDS + 1, 0.1, False, 1)
+    start = agents.started()
+    assert start.generation.reason == f"{name} hangs in productive at step 10: no progress for 5.0 s"
+    assert (start.generation.is_planned, start.generation.nodes, start.end) == (False, ["a", "c"], end)
+
+
+def test_a_rank_that_hangs_when_nobody_waits_for_it_any_more_is_let_be() -> None:
+    agents = moving()
+    agents.there["a"]["ranks"] = {0: ("regroup", 10, 0.1, 0.0, False, 2)}
+    agents.there["b"]["leaving"] = {1: ("regroup", 10, 1e4, 0.0, False, 1)}
+    agents.there["c"]["ranks"] = {1: ("start", 0, 0.1, 0.0, False, 2)}
+    assert agents.pass_time(10) == []
+    agents.lose("b")
+    assert agents.pass_time(10) == []
+
+
+def test_a_command_that_was_told_to_end_for_a_planned_generation_has_its_grace() -> None:
+    agents = moving(nursery=[])
+    agents.there["a"]["ranks"] = {0: ("regroup", 10, 1e4, 0.1, False, 1)}
+    assert agents.pass_time(10) == []
+
+
+def test_a_fault_of_a_rank_that_leaves_as_planned_is_heard_until_all_have_left() -> None:
+    agents = moving()
+    agents.fail("rank 0 broke off", generation=0)
+    assert agents.tick() == []
+    agents.fail("rank 0 broke off", generation=1)
+    start = agents.started()
+    assert (start.generation.reason, start.generation.is_planned) == ("rank 0 broke off", False)
+    agents = moving()
+    agents.work(11)
+    agents.tick()
+    agents.fail("rank 0 broke off", generation=1)
+    assert agents.pass_time(2) == []
+
+
+def test_a_node_that_is_lost_while_it_leaves_as_planned_is_a_fault() -> None:
+    agents = moving()
+    agents.lose("b")
+    (start,) = agents.pass_time(1)
+    assert isinstance(start, Start)
+    assert start.generation.reason == "b is lost: its agent is gone"
+    assert not start.generation.is_planned
+
+
+def test_one_planned_generation_is_entered_before_the_next_begins() -> None:
+    agents = moving(nodes=["a", "b", "c", "d"])
+    agents.join("d")
+    agents.coordinator.avoid(frozenset({"b", "c"}))
+    assert agents.pass_time(10) == [], "c sits in the rendezvous of generation 2, where a must come first"
+    agents.work(11)
+    generation = agents.started().generation
+    assert (generation.number, generation.nodes, generation.is_planned) == (3, ["a", "d"], True)
+    agents.fail("rank 0 exited")
+    assert agents.started().generation.number == 4, "a fault waits for nobody"

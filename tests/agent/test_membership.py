@@ -179,6 +179,36 @@ def test_a_resize_down_releases_nodes_when_the_others_move() -> None:
     assert agents.pass_time(20) == []
 
 
+@pytest.mark.parametrize("kind", ["data", "checkpoint", "evaluate", "compile"])
+def test_nodes_are_released_whatever_a_rank_does_between_two_steps(kind: str) -> None:
+    agents = elastic(*"abcd")
+    agents.started()
+    agents.work(10)
+    agents.coordinator.resize(2, None)
+    agents.started()
+    agents.work(10)
+    assert agents.pass_time(RELEASE_SECONDS + 1) == [], "no new step"
+    agents.work(11, kind=kind)
+    assert Release(("c", "d")) in agents.pass_time(RELEASE_SECONDS + 0.5)
+
+
+def test_of_the_nodes_that_are_left_over_those_to_be_avoided_are_released() -> None:
+    agents = elastic(*"abcde", nodes=[*"abcde"], num_nodes=4)
+    agents.started()
+    agents.work(10)
+    agents.coordinator.avoid(frozenset({"c"}))
+    agents.started()
+    agents.work(11)
+    agents.coordinator.resize(2, None)
+    agents.started()
+    agents.work(12)
+    agents.tick()
+    agents.work(13)
+    assert agents.pass_time(RELEASE_SECONDS + 0.5) == [Release(("e", "c"))]
+    agents.coordinator.avoid(frozenset({"d"}))
+    assert agents.pass_time(2) == [], "the last spare is kept"
+
+
 def test_a_resize_up_waits_for_the_new_nodes() -> None:
     agents = Agents(nodes=["a"], min_nodes=1)
     agents.join("a")
@@ -305,7 +335,9 @@ def test_whatever_happens(
                 assert failures <= tries, "a generation is begun after as many failures at a step as are allowed"
             reached = generation.reached
     agents.join(*(node for node in NODES if node not in agents.there))
-    agents.pass_time(8)
+    agents.pass_time(6)
+    agents.work(step)  # all are in the present generation, so that it may grow
+    agents.pass_time(2)
     if any(isinstance(action, Fail) for action in agents.others):
         return
     assert len(agents.current.nodes) == num_nodes

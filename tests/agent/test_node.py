@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import selectors
 import signal
 import socket
@@ -17,6 +18,7 @@ from agent_gang import wait_until
 from craton.agent import Generation, Launch
 from craton.agent.coordinator import Fault
 from craton.agent.council import Council
+from craton.agent.face import NodeFace
 from craton.agent.generation import create_generation
 from craton.agent.lock import NodeLock
 from craton.agent.membership import Membership
@@ -44,7 +46,7 @@ def make_node(run: RunDirectory, launch: Launch, host: str = "127.0.0.1") -> Nod
 def node(run: RunDirectory) -> Iterator[NodeProcesses]:
     """A node whose rank does nothing, in generation 1, an hour after its agent began."""
     made = make_node(run, Launch(1, ["a"], 1, IDLER))
-    made.open_books(0)
+    made.open_books(range(1))
     made.places[0].page.begin("start", time.monotonic() - 3600)
     made.enter(Generation(1, ["a"], 1, ""), ())
     yield made
@@ -124,3 +126,44 @@ def test_whoever_coordinates_next_is_told_of_faults_that_nothing_came_of(run: Ru
     assert last.receive(10) == {"is": "status"}, "in the next generation it is old"
     member.close()
     listener.close()
+
+
+def test_an_agent_that_starts_anew_knows_the_newest_checkpoints(run: RunDirectory) -> None:
+    """Also those that were told where rank 0 was before; not those of an earlier launch, after which the run stood."""
+    launch = Launch(1, ["a", "b"], 1, IDLER)
+    for number, nodes in enumerate((["b", "a"], ["a", "b"], ["b", "a"])):
+        create_generation(run, Generation(number, nodes, 1, ""))
+    told = (
+        ("a", 0, "shared", 100.0),
+        ("a", 1, "shared", 200.0),
+        ("a", 1, "shared", 300.0),
+        ("a", 0, "nvme", 50.0),
+        ("b", 2, "peer", 400.0),
+    )
+    for node, generation, tier, moment in told:
+        line = {"time": moment, "generation": generation, "event": "checkpoint_saved", "tier": tier}
+        with open(run.events_path(node), "a", encoding="utf-8") as events:
+            events.write(json.dumps(line) + "\n")
+    endpoint = MetricsEndpoint("run", "b", "")
+    records = NodeRecords(run, "b", 2, endpoint, lambda rank, line: None)
+    face = NodeFace(run, launch, "b", endpoint, records)
+
+    def moments() -> dict[str, float]:
+        families = {family.name: family for family in endpoint.collect()}
+        found = families.get("craton_run_checkpoint_moment_seconds")
+        return {sample.labels["tier"]: sample.value for sample in found.samples} if found else {}
+
+    face.entered(range(1, 2))
+    assert moments() == {}, "rank 0 is elsewhere, and tells of them"
+    face.entered(range(1))
+    assert moments() == {"shared": 300.0, "peer": 400.0}
+    face.saved("shared", 500.0)
+    assert moments()["shared"] == 500.0
+
+
+def test_records_that_are_lost_are_counted_from_zero(run: RunDirectory) -> None:
+    """A series that begins with its first loss shows no increase."""
+    endpoint = MetricsEndpoint("run", "a", "")
+    NodeRecords(run, "a", 1, endpoint, lambda rank, line: None)
+    (family,) = endpoint.collect()
+    assert [(sample.name, sample.value) for sample in family.samples] == [("craton_run_dropped_records_total", 0.0)]

@@ -84,21 +84,26 @@ class Orders:
         """Whether there is a newer generation than the one entered."""
         return self._newest is not None and self._newest.generation.number > self._entered
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the generation is over and nothing can be finished in it."""
+        return self.is_over and self._newest is not None and not self._newest.generation.is_planned
+
     def check(self) -> None:
-        """RegroupError when the generation is over and nothing can be finished in it."""
-        newest = self._newest
-        if newest is not None and self.is_over and not newest.generation.is_planned:
-            raise RegroupError(newest.generation.reason)
+        """RegroupError when nothing can be finished in the generation."""
+        if self.is_broken:
+            assert self._newest is not None
+            raise RegroupError(self._newest.generation.reason)
 
     @property
     def broke_at(self) -> float:
         """When the generation before the newest one stopped moving, epoch seconds; 0: it did not."""
         return self._newest.generation.broke_at if self._newest is not None else 0.0
 
-    def is_over_within(self, seconds: float) -> bool:
-        """Waits for word that the generation is over."""
+    def is_broken_within(self, seconds: float) -> bool:
+        """Waits for word that nothing can be finished in the generation."""
         with self._arrived:
-            return self._arrived.wait_for(lambda: self.is_over, seconds)
+            return self._arrived.wait_for(lambda: self.is_broken, seconds)
 
     def when_planned(self, leave: Callable[[Sequence[str]], None]) -> None:
         """`leave` is called with the nodes of a planned generation when it is ordered."""
@@ -141,6 +146,9 @@ def connect(order: Order, backend: str) -> None:
     generation = order.generation
     host, _, port = generation.store.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
+    # torch names groups by how many there were. Where it was cut off while it made one, that one is still counted, and
+    # ranks whose counts differ would wait for each other under different names.
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"generation/{generation.number}", store),

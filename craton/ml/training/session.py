@@ -141,17 +141,20 @@ class Session:
         return 0
 
     def _broken(self, error: BaseException) -> int | None:
-        """An error that is another rank's death is over with the next generation; any other is told first."""
+        """An error that is another rank's death is over with the next generation; any other is told first, also on the
+        way into a planned one: the other ranks wait here for what this one does not finish."""
         step = self.trainer.step if self.trainer is not None else 0
-        is_ours = isinstance(error, CratonError)
+        is_ours, echo = isinstance(error, CratonError), _is_another_rank(error)
         if self.orders is not None:
-            if self.orders.is_over or (is_ours and self.orders.is_over_within(BLAME_SECONDS)):
+            if self.orders.is_broken_within(BLAME_SECONDS if is_ours else 0.0):
                 return None
-            if not is_ours and not _device_is_lost(error):
-                if not _is_another_rank(error):
+            is_leaving = self.orders.is_over
+            if is_leaving and echo:  # whoever it is that is gone, its own agent tells
+                return None
+            if (is_leaving or not is_ours) and not _device_is_lost(error):
+                if not echo:
                     traceback.print_exception(error)
                 self.clock.break_off("detect")
-                echo = _is_another_rank(error)
                 reason = (
                     "lost the connection to another rank" if echo else f"{type(error).__name__}: {_first_line(error)}"
                 )
@@ -174,7 +177,8 @@ class Session:
         trainer, self.trainer = self.trainer, None
         if trainer is not None and not trainer.abandon(WRITING_SECONDS):
             print("files of the last generation are still being written: starting anew", flush=True)
-            os._exit(EXIT_FAILED)
+            # On the way into a generation it has finished what it had to do in the one before.
+            os._exit(0 if self.orders is not None and self.orders.is_over else EXIT_FAILED)
         del trainer
         if dist.is_initialized():
             with contextlib.suppress(Exception):

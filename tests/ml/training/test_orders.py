@@ -1,0 +1,122 @@
+"""What a rank makes of an error when it is told of another generation: it tells of what nobody else can see."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from craton.agent import EXIT_FINAL, Generation
+from craton.errors import CratonError
+from craton.ml.training import session as session_module
+from craton.ml.training.orders import Order, Orders, connect
+from craton.ml.training.session import EXIT_FAILED, Session
+from craton.telemetry import LedgerClock
+
+DEADLINE_SECONDS = 10.0
+ECHO = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+RAISED = RuntimeError("the data loader is broken")
+OURS = CratonError("the state is not what it was")
+LOST_DEVICE = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+class Told:
+    """A recorder that keeps the events it is given."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any]] = []
+
+    def event(self, name: str, **fields: Any) -> None:
+        self.events.append((name, fields.get("reason")))
+
+
+class Rank:
+    """A rank that has entered generation 1, and the agent's end of its orders."""
+
+    def __init__(self) -> None:
+        reading, self.writing = os.pipe()
+        self.orders = Orders(reading)
+        self.session = object.__new__(Session)  # without a run directory, and without its handler of SIGTERM
+        self.session.orders, self.session.trainer, self.session.clock = self.orders, None, LedgerClock(0.0)
+        self.told = Told()
+        vars(self.session)["recorder"] = self.told
+        self.order(Generation(1, ["a"], 1, ""))
+        assert self.orders.next(DEADLINE_SECONDS) is not None
+
+    def order(self, generation: Generation) -> None:
+        line = {"generation": generation.to_message(), "rank": 0, "node": "a", "keeper": ""}
+        os.write(self.writing, json.dumps(line).encode() + b"\n")
+        with self.orders._arrived:
+            assert self.orders._arrived.wait_for(lambda: self.orders.is_over, DEADLINE_SECONDS)
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    monkeypatch.setattr(session_module, "BLAME_SECONDS", 0.0)
+    monkeypatch.setattr("craton.ml.training.orders.cut_connections", lambda: None)
+    made = Rank()
+    yield made
+    os.close(made.writing)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (ECHO, None, None),  # the agent of the rank at the other end tells
+        (RAISED, None, "RuntimeError: the data loader is broken"),
+        (OURS, None, "CratonError: the state is not what it was"),
+        (LOST_DEVICE, EXIT_FAILED, None),  # its own agent sees it die
+    ],
+)
+def test_an_error_on_the_way_into_a_planned_generation_is_told(
+    rank: Rank, error: Exception, code: int | None, reason: str | None
+) -> None:
+    rank.order(Generation(2, ["a"], 1, "", is_planned=True))
+    rank.orders.check()  # the step may be finished
+    assert rank.session._broken(error) == code
+    assert rank.told.events == ([("broken", reason)] if reason else [])
+
+
+@pytest.mark.parametrize("error", [ECHO, RAISED, OURS, LOST_DEVICE])
+def test_an_error_in_a_generation_that_broke_is_not_told(rank: Rank, error: Exception) -> None:
+    rank.order(Generation(2, ["a"], 1, "", reason="rank 1 was killed"))
+    assert rank.session._broken(error) is None
+    assert rank.told.events == []
+
+
+def test_a_mistake_of_the_job_ends_the_rank_for_good(rank: Rank) -> None:
+    assert rank.session._broken(OURS) == EXIT_FINAL
+
+
+@pytest.mark.parametrize(("is_over", "code"), [(True, 0), (False, EXIT_FAILED)])
+def test_a_rank_that_starts_anew_between_two_generations_has_not_failed(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, is_over: bool, code: int
+) -> None:
+    class StillWriting:
+        def abandon(self, seconds: float) -> bool:
+            return False
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    if is_over:
+        rank.order(Generation(2, ["a"], 1, "", is_planned=True))
+    vars(rank.session)["trainer"] = StillWriting()
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit) as ended:
+        rank.session._leave()
+    assert ended.value.code == code
+
+
+def test_a_rank_that_was_cut_off_in_a_rendezvous_meets_the_others_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.distributed_c10d, "_group_count", 1)  # of the group that was never made
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connect(Order(Generation(2, ["a"], 1, f"127.0.0.1:{store.port}"), 0, "a", ""), "gloo")
+    try:
+        assert dist.distributed_c10d._get_default_group().group_name == "0", "as it is called in a rank that is new"
+    finally:
+        dist.destroy_process_group()
