@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from craton.agent.launch import Launch, read_launch, write_launch
     from craton.agent.nursery import NURSERY_VARIABLE, answer_requests
     from craton.agent.ports import free_port
-    from craton.agent.process import EXIT_FINAL
+    from craton.agent.process import EXIT_FINAL, RECORDING_VARIABLES
     from craton.agent.slots import BLOCK_BYTES, HEADER_BYTES, Committed, Holding, KeeperClient, OwnSlot
     from craton.agent.wire import run_secret
 else:
@@ -33,7 +33,7 @@ else:
             "launch": ("Launch", "read_launch", "write_launch"),
             "nursery": ("NURSERY_VARIABLE", "answer_requests"),
             "ports": ("free_port",),
-            "process": ("EXIT_FINAL",),
+            "process": ("EXIT_FINAL", "RECORDING_VARIABLES"),
             "slots": ("BLOCK_BYTES", "HEADER_BYTES", "Committed", "Holding", "KeeperClient", "OwnSlot"),
             "wire": ("run_secret",),
         },
@@ -45,6 +45,7 @@ __all__ = [
     "EXIT_FINAL",
     "HEADER_BYTES",
     "NURSERY_VARIABLE",
+    "RECORDING_VARIABLES",
     "Committed",
     "Generation",
     "Holding",

@@ -27,6 +27,8 @@ from craton.telemetry import RunDirectory
 
 EXIT_FINAL = 3  # of a rank: the job itself is at fault, and another try would fail as well
 PIPE_BYTES = 1 << 20
+# Where PyTorch's flight recorder writes, each rank's number added; the first that is set counts (as of 2.11 and 2.13).
+RECORDING_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 GROUP_SECONDS = 1.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _NAME = "(" + "|".join(PLACEHOLDERS) + ")"
@@ -99,8 +101,10 @@ class RankProcess(ChildProcess):
 
 def common_environment(run: RunDirectory, launch: Launch, node: str) -> dict[str, str]:
     """What all ranks of a node find in their environment, in whichever generation."""
+    is_said = any({**os.environ, **launch.env}.get(name) for name in RECORDING_VARIABLES)
     return {
         "PYTHONUNBUFFERED": "1",
+        **({} if is_said else {RECORDING_VARIABLES[0]: str(run.recording_prefix)}),
         **launch.env,
         **({"CUDA_VISIBLE_DEVICES": launch.cards[node]} if node in launch.cards else {}),
         **({} if launch.gpus else {"CUDA_VISIBLE_DEVICES": ""}),

@@ -23,7 +23,7 @@ from craton.telemetry.heartbeat import (
     write_heartbeat,
 )
 from craton.telemetry.ledger import LedgerClock, LedgerReader
-from craton.telemetry.lines import LineWriter, parse_line, read_lines, tail_lines
+from craton.telemetry.lines import LineWriter, noting_unread, parse_line, read_lines, tail_lines
 from craton.telemetry.page import BESIDE, LEDGER_KINDS, RankPage, TrapError, going_on, monotonic_of, own_page
 from craton.telemetry.recorder import Recorder
 from craton.telemetry.rundirectory import MARKERS, Marker, RunDirectory, find_run, list_runs, read_json, runs_root
@@ -66,6 +66,7 @@ __all__ = [
     "going_on",
     "list_runs",
     "monotonic_of",
+    "noting_unread",
     "own_page",
     "parse_line",
     "plan_checkpoint_intervals",

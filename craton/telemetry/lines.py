@@ -1,19 +1,35 @@
 """Append-only files of JSON lines: one writer, any number of readers, at any time.
 
 A reader never sees half a line: what has no newline yet is left for the next read, and what is not a JSON object is
-skipped. A writer that cannot write (full disk, vanished folder) counts what it lost and leaves no half line behind.
+skipped. A file that is there and cannot be read is an OSError, unless `noting_unread` is asked to go on without it. A
+writer that cannot write (full disk, vanished folder) counts what it lost and leaves no half line behind.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 # NaN and infinity are not JSON, but Python's own writer lets them through: read as null, like those we write.
 _decode = json.JSONDecoder(parse_constant=lambda name: None).decode
+_unread: ContextVar[dict[Path, OSError] | None] = ContextVar("unread", default=None)
+
+
+@contextmanager
+def noting_unread() -> Iterator[dict[Path, OSError]]:
+    """Inside, a file that cannot be read has no lines, and is noted: path → why. For who must say something of a run
+    even while its file system fails."""
+    noted: dict[Path, OSError] = {}
+    token = _unread.set(noted)
+    try:
+        yield noted
+    finally:
+        _unread.reset(token)
 
 
 def read_lines(path: Path, offset: int = 0, max_bytes: int | None = None) -> tuple[list[dict[str, Any]], int]:
@@ -29,7 +45,8 @@ def read_lines(path: Path, offset: int = 0, max_bytes: int | None = None) -> tup
                 data = handle.read(new_bytes)
             else:
                 data = handle.read(max_bytes) + handle.readline()
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        _pass_over(path, error)
         return [], offset
     end = data.rfind(b"\n") + 1
     return parse_lines(data[:end]), offset + end
@@ -44,10 +61,21 @@ def tail_lines(path: Path, max_bytes: int) -> list[dict[str, Any]]:
             start = max(0, size - max_bytes - 1)
             handle.seek(start)
             data = handle.read(size - start)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        _pass_over(path, error)
         return []
     begin = data.find(b"\n") + 1 if size > max_bytes else 0
     return parse_lines(data[begin : data.rfind(b"\n") + 1])
+
+
+def _pass_over(path: Path, error: OSError) -> None:
+    """Goes on without a file that is not there, or that may be noted instead."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return
+    noted = _unread.get()
+    if noted is None:
+        raise error
+    noted[path] = error
 
 
 def parse_lines(data: bytes) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
     job.yaml  plan.json  launch.json                 what was asked, predicted and started
     events/NODE.jsonl  metrics/NODE.jsonl  ledger/NODE.jsonl   what happened; one writer per node
     logs/rank-00007.log                              what a rank printed
+    traces/rank_7                                    what PyTorch's flight recorder of a rank wrote when it was stuck
     heartbeat/NODE                                   touched every second by the node's agent
     status/NODE.json                                 what each rank of the node does, as its agent sees it
     generations/000003.json                          who the ranks of each generation are, and why it began
@@ -29,7 +30,7 @@ from craton.telemetry.errors import RunError, RunExistsError, RunNotFoundError
 
 Marker = Literal["STOP", "DONE", "FATAL"]
 MARKERS: tuple[Marker, ...] = get_args(Marker)
-FOLDERS = ("events", "metrics", "ledger", "logs", "heartbeat", "status", "checkpoints", "generations")
+FOLDERS = ("events", "metrics", "ledger", "logs", "traces", "heartbeat", "status", "checkpoints", "generations")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -124,6 +125,11 @@ class RunDirectory:
 
     def log_path(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank:05d}.log"
+
+    @property
+    def recording_prefix(self) -> Path:
+        """To which a flight recorder adds its rank."""
+        return self.path / "traces" / "rank_"
 
     def checkpoints(self, tier: str) -> Path:
         return self.path / "checkpoints" / tier

@@ -491,6 +491,7 @@ def test_names_are_ones_that_kubernetes_takes_and_never_meet() -> None:
     wanted = job("command", place("kueue"), name="Llama_8B.v2")
     documents = manifests(target(wanted))
     assert documents[0]["metadata"]["annotations"]["craton/run"] == "Llama_8B.v2"
+    assert pod_of(documents)["metadata"]["labels"]["craton/run"] == "Llama_8B.v2", "metrics have the run's own name"
     assert {each["metadata"]["labels"]["app.kubernetes.io/instance"] for each in documents} == {names[0]}
     assert container_of(documents)["command"][-1] == "/fsx/runs/Llama_8B.v2"
 

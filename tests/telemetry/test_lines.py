@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from craton.telemetry import LineWriter, read_lines, tail_lines
+from craton.telemetry import LineWriter, noting_unread, read_lines, tail_lines
 
 
 def test_a_torn_last_line_is_left_for_the_next_read(tmp_path: Path) -> None:
@@ -42,6 +43,17 @@ def test_reading_in_pieces_gives_every_line_once(tmp_path: Path) -> None:
             break
         offset = next_offset
     assert found == expected
+
+
+def test_a_file_that_cannot_be_read_is_an_error_or_a_note(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.mkdir()
+    with noting_unread() as unread:
+        assert (read_lines(path, 7), tail_lines(path, 100)) == (([], 7), [])
+        assert tail_lines(tmp_path / "absent", 100) == []
+    assert {name: type(error) for name, error in unread.items()} == {path: IsADirectoryError}
+    with pytest.raises(IsADirectoryError):
+        tail_lines(path, 100)
 
 
 @given(count=st.integers(0, 30), max_bytes=st.integers(1, 400))

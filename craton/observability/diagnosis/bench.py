@@ -36,6 +36,7 @@ class Outcome:
     verdict: Verdict
     is_live: bool = False
     snapshot: Snapshot | None = None
+    early: Verdict | None = None  # the first alarm of a live run before anything was wrong with it
 
     @property
     def said_layers(self) -> tuple[str, ...]:
@@ -87,7 +88,8 @@ class Outcome:
         truths = [{**asdict(each), "victim": victim} for each, victim in zip(self.truths, victims, strict=True)]
         judged = {"is_right": self.is_right, "is_victim_right": self.is_victim_right if self.has_victim else None}
         told = {"name": self.name, "group": self.group, "is_live": self.is_live, "truths": truths}
-        return {**told, **judged, "verdict": self.verdict.to_json()}
+        early = self.early.to_json() if self.early else None
+        return {**told, **judged, "verdict": self.verdict.to_json(), "early": early}
 
     @property
     def true_layer(self) -> str:

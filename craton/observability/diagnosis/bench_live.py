@@ -1,7 +1,8 @@
 """Scenarios with live processes: runs of two nodes and four ranks on this machine, broken for real.
 
-Agents, ranks, pipes and sockets are real; so are the signals, the full device, the exhausted address space and the
-crash. Some runs go side by side, because most of what they do is wait.
+Agents, ranks, pipes and sockets are real; so are the signals, the full device, the exhausted address space, the crash
+and the server whose reads are throttled. A run is looked at from its start on, and an alarm before its fault is a false
+one. Some runs go side by side, because most of what they do is wait.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 import random
 import signal
+import socketserver
 import sys
 import threading
 import time
@@ -22,6 +24,7 @@ from pathlib import Path
 
 from craton.job import parse_job
 from craton.observability.diagnosis.bench import Outcome, Progress
+from craton.observability.diagnosis.bench_rank import BATCH_BYTES, ONSET_FILE, SLOW_TIMES, WORK_SECONDS
 from craton.observability.diagnosis.judging import diagnose
 from craton.observability.diagnosis.scenarios import Truth
 from craton.observability.diagnosis.scenarios_faults import Victim
@@ -37,6 +40,7 @@ LIMIT_SECONDS = 120.0
 SETTLED_STEPS = 30
 LOOK_SECONDS = 0.3
 PULSE_SECONDS = (0.15, 0.05)  # stopped, and let go, in turn
+THROTTLED_BYTES_PER_SECOND = NODES * RANKS_PER_NODE * BATCH_BYTES / (SLOW_TIMES * WORK_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,8 @@ LIVE = (
     Live("spins", "framework", "hung", "spin"),
     Live("gets no data", "storage framework", "hung", "data"),
     Live("throttled input", "storage", "slow", "throttled", has_victim=False),
-    Live("peer lost", "collective fabric", "dead hung", "vanish", has_victim=False),
-    Live("another collective", "collective", "dead hung", "mismatch", has_victim=False, needs="torch"),
+    Live("peer lost", "collective fabric", "dead hung", "vanish"),
+    Live("another collective", "collective", "dead hung", "mismatch", needs="torch"),
     Live("not a number", "framework", "wrong", "nan", has_victim=False),
     Live("trains"),
     Live("is done", steps=30),
@@ -121,58 +125,93 @@ def live_outcomes(
 def _measure(case: Live, chance: random.Random, root: Path) -> Outcome:
     rank = chance.randrange(NODES * RANKS_PER_NODE)
     node = f"node-{rank // RANKS_PER_NODE}"
-    with _running(case, rank, root) as run:
+    with _running(case, rank, root) as watch:
         if case.act is not None:
-            _wait(run, _is_settled)
-            case.act(run, rank)
+            watch.wait(_is_settled)
+            watch.onset.touch()
+            case.act(watch.run, rank)
         if not case.layers:
-            snapshot, verdict = _wait(run, _has_ended if case.steps else _is_settled)
+            watch.wait(_has_ended if case.steps else _is_settled)
         else:
-            _wait(run, lambda _, verdict: verdict.condition in case.conditions.split())
+            watch.wait(lambda _, verdict: verdict.condition in case.conditions.split())
             time.sleep(2 * LOOK_SECONDS)  # others may still die of the same
-            snapshot, verdict = _look(run)
+        snapshot, verdict = watch.look()
     if not case.layers:
-        return Outcome(case.name, "quiet", (), verdict, is_live=True, snapshot=snapshot)
+        return Outcome(case.name, "quiet", (), verdict, True, snapshot, watch.early)
     ranks = [rank] if not case.whole_node else range(rank // 2 * 2, rank // 2 * 2 + RANKS_PER_NODE)
     victim = Victim(node, frozenset(ranks)) if case.has_victim else Victim()
     truth = Truth(case.name, tuple(case.layers.split()), tuple(case.conditions.split()), victim)
-    return Outcome(case.name, "single", (truth,), verdict, is_live=True, snapshot=snapshot)
+    return Outcome(case.name, "single", (truth,), verdict, True, snapshot, watch.early)
+
+
+@dataclass
+class Watch:
+    """Looks at a run, and remembers the first alarm from before its fault."""
+
+    run: RunDirectory
+    onset: Path  # is there once something is wrong
+    early: Verdict | None = None
+
+    def look(self) -> tuple[Snapshot, Verdict]:
+        snapshot = take_snapshot(self.run)
+        verdict = diagnose(snapshot)
+        if verdict.is_alarm and self.early is None and not self.onset.exists():
+            self.early = verdict
+        return snapshot, verdict
+
+    def wait(self, is_there: Callable[[Snapshot, Verdict], bool]) -> None:
+        """Looks until it is there, or for as long as a bench may take."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not is_there(*self.look()) and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
 
 
 @contextmanager
-def _running(case: Live, rank: int, root: Path) -> Iterator[RunDirectory]:
+def _running(case: Live, rank: int, root: Path) -> Iterator[Watch]:
     name = "".join(letter if letter.isalnum() else "-" for letter in case.name).strip("-")
     folder = root / f"{name}-files"
     folder.mkdir(parents=True)
     env = {"FAULT": case.fault, "VICTIM": str(rank), **({"STEPS": str(case.steps)} if case.steps else {})}
-    told = ", ".join(f"{key}: '{value}'" for key, value in env.items())
     program = f"{sys.executable}, -m, craton.observability.diagnosis.bench_rank, {folder}"
-    job = parse_job(
-        f"name: {name}\nkind: command\ncommand: [{program}]\nprocesses: {RANKS_PER_NODE}\ncluster: local x {NODES}\n"
-        f"recover: {{tries: 0}}\nrun: {{env: {{{told}}}}}\n",
-        folder=folder,
-    )
-    run = start_run(draft_run(job, root / job.name, port=free_port()), root)
-    try:
-        yield run
-    finally:
-        if living_agents(run):
-            kill_run(run)
+    with file_server(folder / ONSET_FILE) as address:
+        if case.fault == "throttled":
+            env["FILE_SERVER"] = address
+        told = ", ".join(f"{key}: '{value}'" for key, value in env.items())
+        job = parse_job(
+            f"name: {name}\nkind: command\ncommand: [{program}]\nprocesses: {RANKS_PER_NODE}\n"
+            f"cluster: local x {NODES}\nrecover: {{tries: 0}}\nrun: {{env: {{{told}}}}}\n",
+            folder=folder,
+        )
+        run = start_run(draft_run(job, root / job.name, port=free_port()), root)
+        try:
+            yield Watch(run, folder / ONSET_FILE)
+        finally:
+            if living_agents(run):
+                kill_run(run)
 
 
-def _look(run: RunDirectory) -> tuple[Snapshot, Verdict]:
-    snapshot = take_snapshot(run)
-    return snapshot, diagnose(snapshot)
+@contextmanager
+def file_server(onset: Path) -> Iterator[str]:
+    """A server of batches: a byte asks for one. From the onset on it sends no more than so many bytes a second, to all
+    that read from it together."""
+    turn = threading.Lock()
 
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(ConnectionError):
+                while self.request.recv(1):
+                    if onset.exists():
+                        with turn:
+                            time.sleep(BATCH_BYTES / THROTTLED_BYTES_PER_SECOND)
+                    self.request.sendall(bytes(BATCH_BYTES))
 
-def _wait(run: RunDirectory, is_there: Callable[[Snapshot, Verdict], bool]) -> tuple[Snapshot, Verdict]:
-    """What is said when it is there, or at last."""
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while True:
-        snapshot, verdict = _look(run)
-        if is_there(snapshot, verdict) or time.monotonic() > deadline:
-            return snapshot, verdict
-        time.sleep(LOOK_SECONDS)
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(LOOK_SECONDS,), daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 def _is_settled(snapshot: Snapshot, verdict: Verdict) -> bool:

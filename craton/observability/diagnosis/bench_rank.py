@@ -1,8 +1,9 @@
 """A rank of the live scenarios: real processes in lock-step over real sockets, and a fault that one of them has.
 
 `python -m craton.observability.diagnosis.bench_rank FOLDER`, started by an agent. Every step a rank reads its batch
-from a pipe, works, and meets the others at rank 0, whose answer it waits for; what it records is what its own clock
-says. VICTIM is the rank that is sick and FAULT what it does after its first healthy steps.
+from a pipe, which its loader fills (by itself, or with what it reads from FILE_SERVER), works, and meets the others at
+rank 0, whose answer it waits for; what it records is what its own clock says. VICTIM is the rank that is sick and FAULT
+what it does after its first healthy steps; FOLDER/onset is made right before.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ BATCH_BYTES = 4096
 SLOW_TIMES = 3.0
 MEMORY_ROOM_BYTES = 1 << 28
 JOIN_SECONDS = 60.0
+ONSET_FILE = "onset"
 
 
 class Batches:
-    """A pipe that another thread fills, as a loader does: at once, after a while, or never again."""
+    """A pipe that another thread fills, as a loader does: at once, as fast as a file server lets it, or never again."""
 
-    def __init__(self) -> None:
+    def __init__(self, file_server: str = "") -> None:
         self._read, self._write = os.pipe()
         self._wanted = threading.Semaphore(2)
-        self.delay_seconds = 0.0
+        host, _, port = file_server.rpartition(":")
+        self._server = socket.create_connection((host, int(port))) if file_server else None
         self.is_stuck = False
         threading.Thread(target=self._fill, daemon=True).start()
 
@@ -50,10 +53,12 @@ class Batches:
     def _fill(self) -> None:
         while True:
             self._wanted.acquire()
-            time.sleep(self.delay_seconds)
             while self.is_stuck:
                 time.sleep(1.0)
-            os.write(self._write, b"x" * BATCH_BYTES)
+            if self._server is not None:
+                self._server.sendall(b"?")
+                self._server.recv(BATCH_BYTES, socket.MSG_WAITALL)
+            os.write(self._write, bytes(BATCH_BYTES))
 
 
 class Meeting:
@@ -101,18 +106,20 @@ def main() -> None:
     fault, is_victim = os.environ.get("FAULT", ""), rank == int(os.environ.get("VICTIM", "-1"))
     steps = int(os.environ.get("STEPS", "100000"))
     recorder, clock = Recorder.from_environment(), LedgerClock()
+    if fault in ("import", "mismatch"):
+        (folder / ONSET_FILE).touch()
     if fault == "import" and is_victim:
         __import__("a_package_that_nobody_installed")
     if fault == "mismatch":
         call_collectives(rank, is_victim)
-    batches, meeting = Batches(), Meeting(folder, rank, world)
+    batches, meeting = Batches(os.environ.get("FILE_SERVER", "")), Meeting(folder, rank, world)
     for step in range(1, steps + 1):
         is_sick = bool(fault) and step > HEALTHY_STEPS
+        if is_sick and step == HEALTHY_STEPS + 1:
+            (folder / ONSET_FILE).touch()
         clock.switch("data")
         clock.begin_step(step)
         moments = [time.monotonic()]
-        if is_sick and fault == "throttled":
-            batches.delay_seconds = SLOW_TIMES * WORK_SECONDS
         batches.is_stuck = is_sick and is_victim and fault == "data"
         batches.next()
         moments.append(time.monotonic())

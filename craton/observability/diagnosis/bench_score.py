@@ -10,6 +10,7 @@ from typing import Any
 
 from craton.observability.diagnosis.bench import Outcome
 from craton.observability.diagnosis.tables import LAYERS
+from craton.observability.diagnosis.verdict import Verdict
 
 LAYER_BAR, VICTIM_BAR = 0.95, 0.90
 BINS = (0.0, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -36,8 +37,8 @@ class Score:
     blind_share: float  # "cannot tell", where that is right
     victim_share: float
     num_victims: int
-    false_alarms: int
-    num_quiet: int
+    false_alarms: int  # of runs without a fault, or before they had one
+    num_quiet: int  # of both
     brier: float | None  # of the confidence of verdicts that name a layer
     bins: tuple[Bin, ...]
     confusion: dict[str, dict[str, int]]  # true layer → what was said → how often
@@ -73,8 +74,8 @@ def score(outcomes: Sequence[Outcome]) -> Score:
         blind_share=_share(*groups["blind"]),
         victim_share=_share(sum(each.is_victim_right for each in victims), len(victims)),
         num_victims=len(victims),
-        false_alarms=groups["quiet"][1] - groups["quiet"][0],
-        num_quiet=groups["quiet"][1],
+        false_alarms=sum(_is_false_alarm(each) for each in outcomes),
+        num_quiet=sum(each.group == "quiet" or each.is_live for each in outcomes),
         brier=sum(errors) / len(errors) if errors else None,
         bins=_bins(named),
         confusion=_confusion(outcomes),
@@ -120,19 +121,26 @@ def _said(each: Outcome) -> str:
     return each.verdict.layer if each.verdict.layer and (each.verdict.is_alarm or each.group != "quiet") else "none"
 
 
+def _is_false_alarm(each: Outcome) -> bool:
+    return each.early is not None or (each.group == "quiet" and not each.is_right)
+
+
 def _is_missed(each: Outcome) -> bool:
-    return not each.is_right or (each.has_victim and not each.is_victim_right)
+    return not each.is_right or (each.has_victim and not each.is_victim_right) or each.early is not None
 
 
 def _told(each: Outcome) -> str:
-    verdict = each.verdict
     truth = "; ".join(
         f"{'/'.join(one.layers)} {one.victim.leaf or one.victim.node or ''} "
         f"{f'rank {min(one.victim.ranks)}' if len(one.victim.ranks) == 1 else ''}".strip()
         for one in each.truths
     )
+    before = f"; before it, said was {_words(each.early)}" if each.early else ""
+    return f"{each.group}, {each.name}: true is {truth or 'nothing'}; said was {_words(each.verdict)}{before}"
+
+
+def _words(verdict: Verdict) -> str:
     who = f" rank {verdict.rank}" if verdict.rank is not None else ""
     said = f"{verdict.condition} {verdict.layer or '-'} {verdict.cause or '-'} {verdict.node}{who}"
-    said += f" ({verdict.confidence:.0%})"
     others = "".join(f" + {one.cause}" for one in verdict.others)
-    return f"{each.group}, {each.name}: true is {truth or 'nothing'}; said was {said}{others}"
+    return f"{said} ({verdict.confidence:.0%}){others}"

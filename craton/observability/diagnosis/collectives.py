@@ -3,8 +3,9 @@
 RAS (NCCL 2.24 and newer) listens on localhost:28028 of every node with a NCCL process ($NCCL_RAS_ADDR); its client
 sends lines and, since 2.28.7, is answered in JSON. A flight recorder dump is a pickle, which could run any code when
 it is loaded: it is read by an unpickler that knows no class at all, only numbers, texts, lists and dictionaries. Its
-usual place is a folder that everybody may write to: only plain files of the run's owner are opened, and what is not
-as it should be is left out and noted.
+usual place may be a folder that everybody may write to: only plain files of the run's owner are opened, and what is not
+as it should be is left out and noted. A rank that left no recording is held against it only where one would have been
+seen: all that were found are read, and others of its node left theirs.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from craton.agent import RECORDING_VARIABLES
 from craton.observability.diagnosis.snapshot import Collectives, Communicator, StuckCollective
 from craton.telemetry import RunDirectory
 
 RAS_ADDRESS = "localhost:28028"
 RAS_SECONDS, RAS_PAUSE_SECONDS = 5.0, 2.0
 MOST_ANSWER_BYTES = 64 << 20
-DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-DUMP_PREFIX = "/tmp/nccl_trace_rank_"  # where PyTorch writes when nothing is said
-MOST_DUMPS, MOST_DUMP_BYTES = 1024, 256 << 20
+# Where PyTorch writes when nothing is said: below the user's cache (seen in 2.11 and 2.13), or here (before).
+CACHED_DUMP_PREFIX, OLD_DUMP_PREFIX = "torch/comm_lib_trace_rank_", "/tmp/nccl_trace_rank_"
+MOST_DUMPS, MOST_DUMP_BYTES = 16_384, 256 << 20
+DUMP_SECONDS = 30.0  # for all of them together
 
 
 class RefusedPickle(pickle.UnpicklingError):
@@ -46,7 +49,12 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_collectives(
-    run: RunDirectory, launch: Mapping[str, Any], asks_ras: bool, since: float, is_local: bool = True
+    run: RunDirectory,
+    launch: Mapping[str, Any],
+    asks_ras: bool,
+    since: float,
+    is_local: bool = True,
+    ranks_per_node: int = 1,
 ) -> tuple[Collectives, str]:
     """What is there, and a note where something was there and could not be read. Away from the nodes (`is_local` is
     False) only the run directory can hold recordings of this run."""
@@ -65,7 +73,8 @@ def read_collectives(
     dumps, failed = read_dumps(_dump_prefixes(run, launch, is_local), since, owners)
     if failed:
         note = f"{len(failed)} flight recorder files could not be read: {failed[0]}" + (f"; {note}" if note else "")
-    return Collectives(communicators, stuck_collectives(dumps), asked, len(dumps)), note
+    seen = set(dumps) if failed else _of_their_nodes(dumps, max(1, ranks_per_node))
+    return Collectives(communicators, stuck_collectives(dumps, seen), asked, len(dumps)), note
 
 
 # -- RAS -----------------------------------------------------------------------------------------------------------
@@ -138,34 +147,57 @@ def _counts(communicator: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _dump_prefixes(run: RunDirectory, launch: Mapping[str, Any], is_local: bool) -> list[Path]:
-    """Where ranks of this run may have left their recordings: a path to which each adds its rank."""
-    own = run.path / "traces" / "rank_"
+    """Where ranks of this run may have left their recordings: a path to which each adds its rank. What was said first,
+    then what the agents say where nothing was, then what PyTorch does by itself."""
+    own = run.recording_prefix
     if not is_local:
         return [own]
     environment = {**os.environ, **{str(key): str(value) for key, value in (launch.get("env") or {}).items()}}
-    named = [environment[name] for name in DUMP_VARIABLES if environment.get(name)]
-    return [*map(Path, named), own, Path(DUMP_PREFIX)]
+    named = [environment[name] for name in RECORDING_VARIABLES if environment.get(name)]
+    caches = [environment.get("XDG_CACHE_HOME"), f"{environment.get('HOME', '/tmp')}/.cache"]
+    by_itself = [*(f"{cache}/{CACHED_DUMP_PREFIX}" for cache in caches if cache), OLD_DUMP_PREFIX]
+    return list(dict.fromkeys([*map(Path, named), own, *map(Path, by_itself)]))
 
 
 def read_dumps(
     prefixes: Sequence[Path], since: float = 0.0, owners: Set[int] | None = None
 ) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """rank → its recording, and what could not be read; older files are of another run."""
+    """rank → its recording, and what could not be read; older files are of another run. A run has one place for its
+    recordings: the first that holds any."""
     found: dict[int, dict[str, Any]] = {}
     failed: list[str] = []
+    deadline = time.monotonic() + DUMP_SECONDS
     for prefix in prefixes:
-        for path in sorted(prefix.parent.glob(f"{prefix.name}*"))[:MOST_DUMPS]:
-            number = re.fullmatch(r"(\d+)", path.name[len(prefix.name) :])
-            if number is None:
-                continue
+        for place, (rank, path) in enumerate(_numbered(prefix)):
+            if place == MOST_DUMPS or time.monotonic() > deadline:
+                failed.append(f"{path.name} and those after it: too many to read")
+                break
             try:
                 recording = read_dump(path, since, owners)
             except (OSError, ValueError, RefusedPickle) as error:
                 failed.append(f"{path.name}: {error}")
                 continue
             if recording is not None:
-                found[int(number[1])] = recording
+                found[rank] = recording
+        if found:
+            break
     return found, failed
+
+
+def _numbered(prefix: Path) -> list[tuple[int, Path]]:
+    """(rank, file) of a place, by rank; none where it cannot be listed."""
+    try:
+        names = os.listdir(prefix.parent)
+    except OSError:
+        return []
+    numbers = {name: name.removeprefix(prefix.name) for name in names if name.startswith(prefix.name)}
+    return sorted((int(each), prefix.parent / name) for name, each in numbers.items() if re.fullmatch("[0-9]+", each))
+
+
+def _of_their_nodes(ranks: Iterable[int], ranks_per_node: int) -> set[int]:
+    """These ranks and all others of their nodes."""
+    nodes = {rank // ranks_per_node for rank in ranks}
+    return {node * ranks_per_node + place for node in nodes for place in range(ranks_per_node)}
 
 
 def read_dump(path: Path, since: float = 0.0, owners: Set[int] | None = None) -> dict[str, Any] | None:
@@ -209,8 +241,9 @@ def _is_entry(entry: Any) -> bool:
     )
 
 
-def stuck_collectives(dumps: Mapping[int, Mapping[str, Any]]) -> tuple[StuckCollective, ...]:
-    """Of every process group, the first collective that somebody has entered and that did not end everywhere."""
+def stuck_collectives(dumps: Mapping[int, Mapping[str, Any]], seen: Set[int]) -> tuple[StuckCollective, ...]:
+    """Of every process group, the first collective that somebody has entered and that did not end everywhere. `seen`
+    are the ranks of which a recording would have been found."""
     found = []
     for group, description, members in _groups(dumps):
         entries = {
@@ -230,9 +263,9 @@ def stuck_collectives(dumps: Mapping[int, Mapping[str, Any]]) -> tuple[StuckColl
         if not numbers:
             continue
         # Collectives of a group come in order: one that everybody has entered is over when there is a later one.
-        candidates = (_stuck(group, description, members, entries, number) for number in numbers)
+        candidates = (_stuck(group, description, members, entries, number, seen) for number in numbers)
         apart = next((each for each in candidates if each is not None and (each.missing or each.mismatch)), None)
-        stuck = apart or _stuck(group, description, members, entries, numbers[-1])
+        stuck = apart or _stuck(group, description, members, entries, numbers[-1], seen)
         if stuck is not None:
             found.append(stuck)
     return tuple(found)
@@ -244,6 +277,7 @@ def _stuck(
     members: Sequence[int],
     entries: Mapping[int, Mapping[int, Mapping[str, Any]]],
     sequence: int,
+    seen: Set[int],
 ) -> StuckCollective | None:
     inside = {rank: each[sequence] for rank, each in entries.items() if sequence in each}
     if not inside:
@@ -270,7 +304,7 @@ def _stuck(
         description=description,
         expected=tuple(members),
         missing=missing,
-        silent=tuple(rank for rank in members if rank not in entries),
+        silent=tuple(rank for rank in members if rank in seen and rank not in entries),
         mismatch=mismatch,
         mismatched=odd,
         stack=tuple(

@@ -36,7 +36,8 @@ def _stuck(stuck: StuckCollective, snapshot: Snapshot, symptoms: Symptoms) -> li
     absent, base = (stuck.missing, 0.93) if stuck.missing else (stuck.silent, 0.65)
     if not absent or 2 * len(absent) > max(2, len(stuck.expected)):
         return []
-    told = f"{named(absent, 'rank ')} never entered {which}, in which the others wait"
+    did = "never entered" if stuck.missing else "left no recording of"
+    told = f"{named(absent, 'rank ')} {did} {which}, in which the others wait"
     return finding(
         symptoms,
         "rank_missing_in_collective",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import signal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 from craton.observability.diagnosis.examining import finding, named
 from craton.observability.diagnosis.snapshot import LogMatch, Rank, Snapshot
@@ -24,6 +27,8 @@ SLOW_PHASES = {
     "optimizer": "optimizer_slow",
 }
 RECENT_LOG_SECONDS = 900.0
+# What TORCH_DISTRIBUTED_DEBUG=DETAIL tells of a mismatch (seen of torch 2.13): each rank its own call first.
+_CALLED = re.compile(r"Rank (?P<rank>\d+) is running collective: .*?OpType=(\w+).*?TensorShape=(\[[^\]]*\])")
 
 
 def examine_framework(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -124,7 +129,7 @@ def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         of = f"rank {match.rank}" if match.rank is not None else match.node or "a node"
         told = f"the log of {of} says that {pattern.meaning}"
         rank = snapshot.rank(match.rank) if match.rank is not None else None
-        found += finding(
+        made = finding(
             symptoms,
             pattern.cause,
             told,
@@ -135,7 +140,39 @@ def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             base=base,
             phases=phases,
         )
+        odd, why = None, ""
+        if pattern.is_echo:
+            odd, why = _lost_by_all(snapshot), "lived on until it was ended: it is whom the others lost"
+        elif name == "collective_mismatch":
+            odd, why = _calls_another(snapshot, matches), "called something else than the others"
+        if odd is not None:
+            evidence = f"only rank {odd.rank} on {odd.node} {why}"
+            made = [replace(each, node=odd.node, rank=odd.rank, evidence=(*each.evidence, evidence)) for each in made]
+        found += made
     return found
+
+
+def _calls_another(snapshot: Snapshot, matches: Sequence[LogMatch]) -> Rank | None:
+    """The one rank of several whose own log tells another collective, or another size of it, than those of the rest."""
+    calls = {
+        match.rank: told.groups()
+        for match in matches
+        if match.rank is not None and (told := _CALLED.search(match.line)) and int(told["rank"]) == match.rank
+    }
+    kinds = Counter(told[1:] for told in calls.values())
+    if len(calls) < 3 or len(kinds) != 2 or min(kinds.values()) > 1:
+        return None
+    odd = next(rank for rank, told in calls.items() if kinds[told[1:]] == 1)
+    return snapshot.rank(odd)
+
+
+def _lost_by_all(snapshot: Snapshot) -> Rank | None:
+    """The one rank that was ended from outside, where all others died of a connection that broke."""
+    others = [rank for rank in snapshot.ranks if rank.exit_code is None or rank.exit_code <= 0]
+    if len(others) != 1 or len(snapshot.ranks) < 3 or others[0].exit_code != -signal.SIGTERM:
+        return None
+    is_theirs = all(_broke_off(rank.rank, snapshot) for rank in snapshot.ranks if rank is not others[0])
+    return others[0] if is_theirs else None
 
 
 def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:

@@ -20,7 +20,7 @@ from craton.observability.diagnosis.examine_host import examine_host
 from craton.observability.diagnosis.examine_scheduler import examine_scheduler
 from craton.observability.diagnosis.examine_storage import examine_storage
 from craton.observability.diagnosis.sentences import action_of, paragraph
-from craton.observability.diagnosis.snapshot import Snapshot
+from craton.observability.diagnosis.snapshot import Gpu, Snapshot
 from craton.observability.diagnosis.symptoms import symptoms_of
 from craton.observability.diagnosis.tables import LAYERS
 from craton.observability.diagnosis.telling import what_would_tell
@@ -144,10 +144,22 @@ def _best(candidates: list[Finding]) -> Finding | None:
 
 
 def _is_seen(snapshot: Snapshot, symptom: Symptom) -> bool:
-    """Whether the machines below the slow ranks are known to be well."""
+    """Whether the machines below the slow ranks are known to be well: that what makes them slow is known of them."""
     nodes = [node for node in snapshot.nodes if not symptom.nodes or node.name in symptom.nodes]
-    cards = snapshot.run.is_accelerated is False or all(node.gpus_known for node in nodes)
-    return cards and bool(nodes) and all(node.host is not None for node in nodes)
+    cards = snapshot.run.is_accelerated is False or all(node.gpus_known and _has_speed(node.gpus) for node in nodes)
+    hosts = [node.host for node in nodes]
+    return (
+        cards
+        and bool(nodes)
+        and all(host and (host.load is not None or host.processor_pressure is not None) for host in hosts)
+    )
+
+
+def _has_speed(gpus: Sequence[Gpu]) -> bool:
+    """Whether clocks of these cards are known, and whether they are held down."""
+    return all(
+        gpu.sm_clock_mhz is not None and (gpu.throttle is not None or gpu.throttled_share is not None) for gpu in gpus
+    )
 
 
 def _others(findings: list[Finding], chosen: Finding | None, symptoms: Symptoms) -> tuple[Finding, ...]:

@@ -1,19 +1,21 @@
 """What a Prometheus knows of the nodes of a run, put into its snapshot.
 
-Every query of queries.toml is one HTTP request; they go out side by side. A server that does not answer, or an answer
-that is no number, changes nothing but a note: a diagnosis must not depend on the monitoring being well.
+Every query of queries.toml is one HTTP request for the machines of the run; they go out side by side. A server that
+does not answer, or an answer that is no number, changes nothing but a note: a diagnosis must not depend on the
+monitoring being well, and what was not answered stays unknown.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 import typing
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -22,7 +24,7 @@ from typing import Any
 
 from craton.observability.diagnosis.cards import Occupant, with_occupants
 from craton.observability.diagnosis.places import with_holders
-from craton.observability.diagnosis.snapshot import FabricDevice, Gpu, Host, Mount, Node, Snapshot, Xid
+from craton.observability.diagnosis.snapshot import FabricDevice, Gpu, Host, Mount, Node, Snapshot, Xid, hints_of
 
 ANSWER_SECONDS = 5.0
 AT_ONCE = 8
@@ -30,6 +32,7 @@ ANSWER_BYTES = 64 << 20
 SKIPPED_FILE_SYSTEMS = ("tmpfs", "devtmpfs", "overlay", "squashfs", "ramfs")
 OCCUPANTS = "craton_gpu_rank_memory_bytes"
 Ask = Callable[[str], list[dict[str, Any]]]
+_METRIC = re.compile(r"\b((?:DCGM|node|lustre|craton)_\w+)(?:\{([^}]*)\})?")  # and its own matchers
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,18 @@ def queries() -> tuple[Query, ...]:
 
 def ask_prometheus(snapshot: Snapshot, address: str, ask: Ask | None = None) -> tuple[Snapshot, str]:
     """The snapshot with what the server knows of its nodes, and a note when it could not be asked."""
-    put = ask or (lambda expression: answer(address, expression, snapshot.moment))
+    machines = machines_of(snapshot.nodes)
+    put = ask or (lambda expression: answer(address, of_machines(expression, machines), snapshot.moment))
     try:
         put("vector(1)")
     except (OSError, ValueError) as error:
         return snapshot, f"Prometheus at {address} could not be asked: {error}"
     with ThreadPoolExecutor(AT_ONCE) as pool:
         expressions = [*(query.expression for query in queries()), OCCUPANTS]
-        *answers, occupants = list(pool.map(lambda expression: _quietly(put, expression), expressions))
+        told = list(pool.map(lambda expression: _quietly(put, expression), expressions))
+    *answers, occupants = [[] if isinstance(each, Exception) else each for each in told]
+    failed = [each for each in told if isinstance(each, Exception)]
+    untold = {query.field for query, each in zip(queries(), told, strict=False) if isinstance(each, Exception)}
     known: dict[str, _Known] = {}
     names = _names(snapshot, [row.get("metric") or {} for rows in answers for row in rows])
     for query, rows in zip(queries(), answers, strict=True):
@@ -74,9 +81,12 @@ def ask_prometheus(snapshot: Snapshot, address: str, ask: Ask | None = None) -> 
             for node in _nodes_of(row.get("metric") or {}, names):
                 _take(known.setdefault(node, _Known()), query, row)
     nodes = tuple(
-        _onto(node, known[node.name], snapshot.run.paths) if node.name in known else node for node in snapshot.nodes
+        _onto(node, known[node.name], snapshot.run.paths, untold) if node.name in known else node
+        for node in snapshot.nodes
     )
     note = "" if known else f"Prometheus at {address} knows none of the nodes of this run"
+    if failed:
+        note = f"Prometheus at {address} did not answer {len(failed)} of {len(told)} queries: {failed[0]}"
     seen = replace(snapshot, nodes=nodes)
     return with_occupants(seen, _occupants(occupants, names)), note
 
@@ -103,17 +113,37 @@ def _names(snapshot: Snapshot, rows: Iterable[Mapping[str, str]]) -> dict[str, l
     return {node.name: [node.name] for node in snapshot.nodes}
 
 
-def _quietly(ask: Ask, expression: str) -> list[dict[str, Any]]:
+def machines_of(nodes: Iterable[Node]) -> str:
+    """A regular expression of what the label node may be, with or without a domain."""
+    names = [name.partition(".")[0] for node in nodes for name in (node.host_name, node.name) if name]
+    return f"(?:{'|'.join(map(re.escape, dict.fromkeys(names)))})(?:[.].*)?"
+
+
+def of_machines(expression: str, machines: str) -> str:
+    """The expression for these machines alone, and for those whose exporter has no label node: of them nobody can tell
+    beforehand whose they are."""
+    if not _METRIC.search(expression):
+        return expression
+
+    def matching(matcher: str) -> str:
+        return _METRIC.sub(lambda found: f"{found[1]}{{{','.join(filter(None, (found[2], matcher)))}}}", expression)
+
+    named, nameless = matching(f"node=~{json.dumps(machines)}"), matching('node=""')
+    return f"({named}) or ({nameless})"
+
+
+def _quietly(ask: Ask, expression: str) -> list[dict[str, Any]] | Exception:
     try:
         return ask(expression)
-    except (OSError, ValueError):
-        return []
+    except (OSError, ValueError) as error:
+        return error
 
 
 def answer(address: str, expression: str, moment: float) -> list[dict[str, Any]]:
     """The rows of an instant query. ValueError when the server speaks something else."""
+    # In the body, because the names of a thousand machines are too long for an address.
     arguments = urllib.parse.urlencode({"query": " ".join(expression.split()), "time": f"{moment:.3f}"})
-    request = urllib.request.Request(f"{address.rstrip('/')}/api/v1/query?{arguments}")
+    request = urllib.request.Request(f"{address.rstrip('/')}/api/v1/query", data=arguments.encode())
     if urllib.parse.urlsplit(address).scheme not in ("http", "https"):
         raise ValueError(f"{address!r} is not an address of a Prometheus, as http://127.0.0.1:9090 is")
     with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
@@ -171,14 +201,14 @@ def _take(known: _Known, query: Query, row: Mapping[str, Any]) -> None:
         part.setdefault("kind", labels.get("fstype", ""))
 
 
-def _onto(node: Node, known: _Known, paths: Mapping[str, Sequence[str]]) -> Node:
-    """What is known already, from the node itself, is newer and stays."""
+def _onto(node: Node, known: _Known, paths: Mapping[str, Sequence[str]], untold: Set[str]) -> Node:
+    """What is known already, from the node itself, is newer and stays; of `untold` fields nothing is known."""
     gpus = {gpu.index: gpu for gpu in node.gpus}
     for key, part in known.gpu.items():
         values = dict(part)
         xids = tuple(Xid(code, moment) for code, moment in values.pop("xids", {}).items())
         values = {**values, **({"xids": xids} if xids else {})}
-        if "throttle" in values or part.get("sm_clock_mhz") is not None:
+        if "throttle" in values or (part.get("sm_clock_mhz") is not None and "throttle" not in untold):
             values["throttle"] = tuple(values.get("throttle", ()))
         gpus[int(key)] = _filled(gpus.get(int(key)) or Gpu(int(key)), values)
     fabric = {device.name: device for device in node.fabric}
@@ -203,7 +233,7 @@ def _onto(node: Node, known: _Known, paths: Mapping[str, Sequence[str]]) -> Node
 
 def _filled(part: Any, values: Mapping[str, Any]) -> Any:
     """Sets what is not known yet, as the type that the field has."""
-    hints = typing.get_type_hints(type(part))
+    hints = hints_of(part.__class__)
     changes = {}
     for each in fields(part):
         if each.name in values and getattr(part, each.name) in (None, "", ()):

@@ -291,9 +291,8 @@ def _write_logs(run: RunDirectory, world: World, began: float, ended: float, now
         at = now - world.deaths[0].seconds_ago if world.deaths else ended
         os.utime(path, (at, at))
     if world.recordings:
-        (run.path / "traces").mkdir()
         for rank, recording in world.recordings.items():
-            path = run.path / "traces" / f"rank_{rank}"
+            path = run.recording_prefix.with_name(f"{run.recording_prefix.name}{rank}")
             path.write_bytes(pickle.dumps(recording))
             os.utime(path, (now - 5, now - 5))
 

@@ -112,6 +112,7 @@ class Rank:
     kind: str = ""  # of telemetry.LEDGER_KINDS: what it is doing now
     beside: tuple[str, ...] = ()
     progress_age_seconds: float | None = None  # since it last showed that it goes on
+    progress_limit_seconds: float | None = None  # of that, after which its agent takes it for hung in what it does now
     is_stopped: bool | None = None  # by a signal
     process_state: str = ""  # R, S, D, T, Z as the kernel has it
     wait_channel: str = ""  # the kernel function it sleeps in
@@ -262,7 +263,7 @@ class StuckCollective:
     description: str = ""
     expected: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()  # recorded their collectives and never entered this one
-    silent: tuple[int, ...] = ()  # left no recording
+    silent: tuple[int, ...] = ()  # left no recording, where others of their node did
     mismatch: str = ""  # ranks entered different operations or sizes
     mismatched: tuple[int, ...] = ()
     stack: tuple[str, ...] = ()
@@ -404,7 +405,7 @@ def _made(kind: Any, value: Any) -> Any:
     if is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
             raise TypeError(f"{kind.__name__} is written as an object, not as {value!r}")
-        hints = _hints(kind)
+        hints = hints_of(kind)
         return kind(**{name: _made(hints[name], each) for name, each in value.items() if name in hints})
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
@@ -412,10 +413,14 @@ def _made(kind: Any, value: Any) -> Any:
             return None
         return _made(next(each for each in arguments if each is not types.NoneType), value)
     if origin is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"{value!r} is not a list")
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             return tuple(_made(arguments[0], each) for each in value)
         return tuple(_made(each, part) for each, part in zip(arguments, value, strict=True))
     if origin is dict:
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{value!r} is not an object")
         return {arguments[0](key): _made(arguments[1], each) for key, each in value.items()}
     if kind is float:
         return float(value)
@@ -425,6 +430,7 @@ def _made(kind: Any, value: Any) -> Any:
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
+def hints_of(kind: type) -> dict[str, Any]:
+    """The types of the fields of a dataclass."""
     hints = typing.get_type_hints(kind)
     return {each.name: hints[each.name] for each in fields(kind)}

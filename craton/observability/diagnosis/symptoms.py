@@ -181,11 +181,12 @@ def _hang(snapshot: Snapshot, culprits: Sequence[Rank], seconds: float) -> Sympt
 
 def _limit(rank: Rank, snapshot: Snapshot) -> float:
     steps = threshold("hung_steps") * (rank.step_seconds or 0.0)
+    own = rank.progress_limit_seconds or 0.0  # a command is silent while it evaluates, and says for how long it may be
     told = hung_in(rank.kind)
     if rank.kind in STEPPING or told is None:
         if not rank.step_seconds:  # its pace is not known yet: it may be compiling
             return hung_in("compile") or 0.0
-        return max(threshold("hung_seconds"), steps)
+        return max(threshold("hung_seconds"), steps, own)
     if rank.kind == "checkpoint":
         usual = max((tier.usual_seconds or 0.0 for tier in snapshot.tiers), default=0.0)
         return max(told, 5.0 * usual)

@@ -53,6 +53,7 @@ from craton.telemetry import (
     RunSummary,
     find_run,
     list_runs,
+    noting_unread,
     plan_checkpoint_intervals,
     plan_twins,
     read_heartbeat,
@@ -72,6 +73,16 @@ def take_snapshot(
     run: RunDirectory, prometheus: str | None = None, now: float | None = None, look_here: bool = True
 ) -> Snapshot:
     """`prometheus` is an address (else $CRATON_PROMETHEUS); without `look_here` this machine itself is left alone."""
+    with noting_unread() as unread:
+        snapshot = _taken(run, prometheus, now, look_here)
+    if not unread:
+        return snapshot
+    path, error = next(iter(unread.items()))
+    note = f"{len(unread)} files of the run could not be read: {path.relative_to(run.path)}: {error.strerror}"
+    return replace(snapshot, notes=(note, *snapshot.notes))
+
+
+def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_here: bool) -> Snapshot:
     launch, plan = read_json(run.launch_path), read_json(run.plan_path)
     moment = moment_for(run, launch.get("nodes") or (), time.time()) if now is None else now
     notes: list[str] = []
@@ -122,7 +133,8 @@ def take_snapshot(
     snapshot = with_visible_cards(snapshot, _visible(snapshot, launch, here if is_local and is_moving else []))
     if is_moving:
         asks_ras = is_local and bool(launch.get("gpus"))
-        collectives, note = read_collectives(run, launch, asks_ras, facts.generation_began or 0.0, is_local)
+        began, per_node = facts.generation_began or 0.0, facts.ranks_per_node
+        collectives, note = read_collectives(run, launch, asks_ras, began, is_local, per_node)
         snapshot = replace(snapshot, collectives=collectives)
         notes += [note] if note else []
     return _closer(run, replace(snapshot, notes=tuple(notes)), here if look_here else [])
@@ -323,6 +335,8 @@ def _with_status(rank: Rank, status: NodeStatus | None, facts: RunFacts, moment:
         step=max(told.step, rank.step or 0) or None,
         step_seconds=told.step_seconds or rank.step_seconds,
         progress_age_seconds=told.progress_age_seconds + max(0.0, moment - status.time),
+        # Of a rank whose pace its agent does not know, it is what a start may take.
+        progress_limit_seconds=(told.progress_limit_seconds or None) if told.step_seconds else None,
         is_stopped=told.is_stopped,
         is_alive=True,
     )

@@ -1,7 +1,8 @@
 """What the files of a run tell: steps of every rank, what they do now, checkpoints, events, and lines of logs.
 
 Only the ends of files are read, and less of each the more nodes there are, so that a look at a run of a thousand nodes
-reads some tens of megabytes.
+reads about a hundred megabytes. Where the end of a file does not reach far enough back to compare with, a part of what
+lies before is read as well. What rank 0 alone tells is read of nodes that held it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import Any
 
 from craton.observability.diagnosis.snapshot import PHASES, Event, LogMatch, Series, Tier
 from craton.observability.diagnosis.tables import log_patterns
-from craton.telemetry import RunDirectory, tail_lines
+from craton.telemetry import RunDirectory, read_json, read_lines, tail_lines
 
 RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5
 NEWEST_STEPS = 5  # most of which must be odd
-ALL_BYTES, MOST_BYTES, LEAST_BYTES = 64 << 20, 1 << 20, 32 << 10  # of the metrics of all nodes, and of one
-EVENT_BYTES, LOG_BYTES = 256 << 10, 48 << 10
+ALL_BYTES, MOST_BYTES, LEAST_BYTES = 128 << 20, 1 << 20, 32 << 10  # of the metrics of all nodes, and of one
+ALL_EVENT_BYTES, EVENT_BYTES, LOG_BYTES = 64 << 20, 256 << 10, 48 << 10
+MOST_GENERATIONS = 32  # that are asked who held rank 0
 MOST_LOGS = 64
 MOST_POINTS, WHOLE_POINTS = 300, 60  # of a series: thinned, but for the newest
 MOST_EVENTS = 40
@@ -93,9 +95,8 @@ def read_steps(run: RunDirectory, nodes: Sequence[str], generation: int) -> dict
     size = max(LEAST_BYTES, min(MOST_BYTES, ALL_BYTES // max(1, len(nodes))))
     found: dict[int, Steps] = {}
     for node in nodes:
-        path = run.metrics_path(node)
-        is_whole = _bytes(path) <= size
-        for line in tail_lines(path, size):
+        lines, is_whole = _newest_and_earlier(run.metrics_path(node), size)
+        for line in lines:
             rank = line.get("rank")
             if not isinstance(rank, int) or ("run_step_seconds" not in line and "run_loss" not in line):
                 continue
@@ -107,6 +108,22 @@ def read_steps(run: RunDirectory, nodes: Sequence[str], generation: int) -> dict
     for steps in found.values():
         steps.lines.sort(key=lambda line: float(line.get("time") or 0.0))
     return {rank: steps for rank, steps in found.items() if steps.lines}
+
+
+def _newest_and_earlier(path: Path, size: int) -> tuple[list[dict[str, Any]], bool]:
+    """Lines of the newest steps and, where the whole does not fit, some of those that lie as far back as is compared
+    with; and whether the first line of the file is among them. Nodes are in lock-step: on all of them it is about the
+    same steps, however long their lines are."""
+    length = _bytes(path)
+    if length <= size:
+        return tail_lines(path, size), True
+    newest_bytes = 2 * size // 3
+    newest = tail_lines(path, newest_bytes)
+    step_bytes = newest_bytes / max(1, len({line.get("step") for line in newest}))
+    back = min(length, round(step_bytes * (RECENT_STEPS + EARLIER_STEPS)))
+    room = min(size - newest_bytes, back - newest_bytes)
+    earlier = read_lines(path, length - back, room)[0] if room > 0 else []
+    return [*earlier, *newest], back == length
 
 
 def collective_seconds(steps: Mapping[int, Steps]) -> tuple[float | None, float | None]:
@@ -124,7 +141,8 @@ def collective_seconds(steps: Mapping[int, Steps]) -> tuple[float | None, float 
 
 def series_of(run: RunDirectory, nodes: Sequence[str]) -> Series:
     """How rank 0 saw the run go, over generations; a step that was done twice counts the second time."""
-    lines = [line for node in nodes for line in tail_lines(run.metrics_path(node), MOST_BYTES) if line.get("rank") == 0]
+    paths = [run.metrics_path(node) for node in _first_nodes(run, nodes)]
+    lines = [line for path in paths for line in tail_lines(path, MOST_BYTES) if line.get("rank") == 0]
     lines.sort(key=lambda line: float(line.get("time") or 0.0))
 
     def points(name: str) -> tuple[tuple[int, float], ...]:
@@ -138,6 +156,13 @@ def series_of(run: RunDirectory, nodes: Sequence[str]) -> Series:
     )
 
 
+def _first_nodes(run: RunDirectory, nodes: Sequence[str]) -> list[str]:
+    """Nodes that have held rank 0: now, and in the last generations."""
+    paths = sorted((run.path / "generations").glob("[0-9]*.json"))[-MOST_GENERATIONS:]
+    members = [nodes, *(read_json(path).get("nodes") or () for path in paths)]
+    return list(dict.fromkeys(str(each[0]) for each in members if each))
+
+
 def thinned(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     if len(points) <= MOST_POINTS:
         return tuple(points)
@@ -149,7 +174,7 @@ def thinned(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...
 def read_events(run: RunDirectory) -> list[dict[str, Any]]:
     """All that the tails of the event files hold, in the order of time."""
     paths = sorted((run.path / "events").glob("*.jsonl"))
-    size = max(LEAST_BYTES, min(EVENT_BYTES, ALL_BYTES // max(1, len(paths))))
+    size = max(LEAST_BYTES, min(EVENT_BYTES, ALL_EVENT_BYTES // max(1, len(paths))))
     lines = [line for path in paths for line in tail_lines(path, size) if isinstance(line.get("event"), str)]
     return sorted(lines, key=lambda line: float(line.get("time") or 0.0))
 

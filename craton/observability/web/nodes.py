@@ -134,7 +134,7 @@ class Nodes:
 
 def is_stuck(rank: RankStatus) -> bool:
     """Whether a rank has gone without progress for longer than its own steps explain, and than it says it may need."""
-    own = rank.progress_limit_seconds if rank.kind == "productive" else 0.0
+    own = rank.progress_limit_seconds if rank.kind == "productive" and rank.step_seconds else 0.0
     limit = max(LEAST_STUCK_SECONDS, STUCK_STEPS * rank.step_seconds, own)
     return rank.kind in _STANDING_STILL and rank.progress_age_seconds > limit
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +15,19 @@ from craton.observability.diagnosis import (
     LIVE,
     Outcome,
     Verdict,
+    bench_live,
     live_outcomes,
     score,
     seed_of_today,
     simulated_outcomes,
 )
+from craton.observability.diagnosis.bench_rank import BATCH_BYTES, Batches
+from craton.observability.diagnosis.building import healthy
 from craton.observability.diagnosis.scenarios import Truth, draw_scenarios
 from craton.observability.diagnosis.scenarios_faults import Victim
 from craton.observability.diagnosis.scenarios_world import World
 from craton.observability.diagnosis.tables import LAYERS
+from craton.telemetry import RunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +92,44 @@ def test_wrong_answers_count_against_it() -> None:
     both = (truth, Truth("disk_full", ("storage",), ("healthy",), Victim()))
     assert not replace(right, group="double", truths=both).is_right
     assert "said was slow fabric" in score([wrong_layer]).misses[0]
+
+
+def test_an_alarm_before_the_fault_is_a_false_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = iter([Verdict("starting"), Verdict("slow", "host"), Verdict("healthy"), Verdict("dead", "framework")])
+    monkeypatch.setattr(bench_live, "take_snapshot", lambda run: healthy(1, 2))
+    monkeypatch.setattr(bench_live, "diagnose", lambda snapshot: next(said))
+    monkeypatch.setattr(bench_live, "LOOK_SECONDS", 0.0)
+    watch = bench_live.Watch(RunDirectory(tmp_path), tmp_path / "onset")
+    watch.wait(lambda _, verdict: verdict.condition == "healthy")
+    watch.onset.touch()
+    watch.wait(lambda _, verdict: verdict.condition == "dead")
+    assert watch.early == Verdict("slow", "host")
+    truth = Truth("raises", ("framework",), ("dead",), Victim())
+    outcome = Outcome("raises", "single", (truth,), Verdict("dead", "framework", confidence=0.9), is_live=True)
+    assert (score([outcome]).false_alarms, score([outcome]).num_quiet) == (0, 1)
+    found = score([replace(outcome, early=watch.early)])
+    assert (found.false_alarms, found.layer_share, found.is_good) == (1, 1.0, False)
+    assert "before it, said was slow host" in found.misses[0]
+
+
+def test_reads_are_throttled_once_the_fault_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_live, "THROTTLED_BYTES_PER_SECOND", 20 * BATCH_BYTES)
+    monkeypatch.setattr(bench_live, "LOOK_SECONDS", 0.01)
+    with bench_live.file_server(tmp_path / "onset") as address:
+        readers = [Batches(address), Batches(address)]
+        for reader in readers:
+            assert [reader.next() for _ in range(50)] == [BATCH_BYTES] * 50
+        (tmp_path / "onset").touch()
+        began = time.monotonic()
+        for _ in range(4):  # two batches of each may have been read ahead
+            for reader in readers:
+                reader.next()
+        assert time.monotonic() - began >= 0.2
+
+
+def test_faults_of_one_rank_have_a_victim() -> None:
+    """All but those that meet every rank alike."""
+    assert [case.name for case in LIVE if case.layers and not case.has_victim] == ["throttled input", "not a number"]
 
 
 def test_live_processes(tmp_path: Path) -> None:

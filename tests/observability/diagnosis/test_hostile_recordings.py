@@ -38,7 +38,8 @@ def write(folder: Path, rank: int, document: Any) -> None:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_"))
-    monkeypatch.setattr(collectives, "DUMP_PREFIX", str(tmp_path / "nowhere" / "trace_"))
+    monkeypatch.setattr(collectives, "OLD_DUMP_PREFIX", str(tmp_path / "nowhere" / "trace_"))
+    monkeypatch.setattr(collectives, "CACHED_DUMP_PREFIX", "nowhere/trace_")
     return RunDirectory.create(tmp_path / "runs", "made")
 
 
@@ -79,7 +80,7 @@ def test_missing_and_wrong_keys_are_left_out(tmp_path: Path, broken: dict[str, A
     for rank in (0, 1):
         write(tmp_path, rank, broken)
     found, failed = read_dumps([tmp_path / "trace_"])
-    assert (stuck_collectives(found), failed) == ((), [])
+    assert (stuck_collectives(found, set()), failed) == ((), [])
 
 
 @pytest.mark.parametrize("broken", [{"process_group": ["0", "x"]}, entry(frames=5), entry(input_sizes=[["x"]])])
@@ -92,7 +93,7 @@ def test_numbers_that_are_far_apart_take_no_time(tmp_path: Path) -> None:
     for rank in (0, 1):
         write(tmp_path, rank, {"entries": [entry(3, state="completed"), entry(10**15)]})
     began = time.monotonic()
-    (stuck,) = stuck_collectives(read_dumps([tmp_path / "trace_"])[0])
+    (stuck,) = stuck_collectives(read_dumps([tmp_path / "trace_"])[0], set())
     assert stuck.sequence == 10**15
     assert time.monotonic() - began < 5.0
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 import pytest
 
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.building import healthy, slowed, slowed_all, with_node, without_hardware
-from craton.observability.diagnosis.prometheus_queries import ask_prometheus, queries
+from craton.observability.diagnosis.prometheus_queries import ask_prometheus, machines_of, of_machines, queries
 from craton.observability.diagnosis.snapshot import FabricDevice, Gpu, Host, Mount
 from craton.observability.exporter import FAMILIES, ONLY_DCGM
+from craton.observability.prometheus import find_program
 
 Row = tuple[dict[str, str], float]
 
@@ -27,8 +31,9 @@ def prometheus(answers: dict[str, list[Row]]) -> Iterator[str]:
     """A server that answers queries which begin so; everything else is empty."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            (query,) = parse_qs(urlsplit(self.path).query)["query"]
+        def do_POST(self) -> None:
+            (query,) = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())["query"]
+            query = re.sub(r"\{node[^}]*\}", "", query).removeprefix("(")
             rows = next((rows for words, rows in answers.items() if query.startswith(words)), [])
             found: list[Any] = [{"metric": labels, "value": [1.0, str(value)]} for labels, value in rows]
             body = json.dumps({"status": "success", "data": {"resultType": "vector", "result": found}}).encode()
@@ -39,8 +44,11 @@ def prometheus(answers: dict[str, list[Row]]) -> Iterator[str]:
         def log_message(self, *arguments: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 64  # a connection too many is tried again after a second
+
+    server = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
@@ -118,6 +126,55 @@ def test_one_that_cannot_be_asked_is_a_note(address: str) -> None:
     seen, note = ask_prometheus(healthy(2), address)
     assert seen == healthy(2)
     assert note.startswith(f"Prometheus at {address} could not be asked")
+
+
+@pytest.mark.parametrize("field", ["throttle", "sm_clock_mhz", "load"])
+def test_what_was_not_answered_stays_unknown(field: str) -> None:
+    """Else a card that is held down would look well, and its rank's program be blamed."""
+    machines = [(f"node-{node}", str(gpu)) for node in range(2) for gpu in range(8)]
+    answers = {
+        "sm_clock_mhz": [({"node": node, "gpu": gpu}, 1900.0) for node, gpu in machines],
+        "load": [({"node": node}, 1.0) for node in ("node-0", "node-1")],
+    }
+
+    def ask(expression: str, slow: str) -> list[dict[str, Any]]:
+        asked = next((query.field for query in queries() if query.expression == expression), "")
+        if asked == slow:
+            raise TimeoutError("timed out")
+        return [{"metric": labels, "value": [0.0, str(value)]} for labels, value in answers.get(asked, [])]
+
+    blind = without_hardware(slowed(healthy(2), {3: 1.4}))
+    seen, note = ask_prometheus(blind, "http://p", lambda expression: ask(expression, "nothing"))
+    assert (diagnose(seen).cause, note) == ("straggler", "")
+    seen, note = ask_prometheus(blind, "http://p", lambda expression: ask(expression, field))
+    assert note == f"Prometheus at http://p did not answer 1 of {len(queries()) + 1} queries: timed out"
+    assert diagnose(seen).cause == "cannot_tell"
+
+
+def test_only_machines_of_the_run_are_asked_for(tmp_path: Path) -> None:
+    """By real promtool: those of its label node and those without one; and NVLinks that lack a counter still count."""
+    machines = machines_of(replace(node, host_name="gpu-a.b") for node in healthy(1).nodes)
+    nodes = ["node-0", "gpu-a", "gpu-a.c", "", "node-01", "a"]
+    series = [
+        {"series": f'DCGM_FI_DEV_NVLINK_{name}_ERROR_COUNT_TOTAL{{node="{node}",gpu="1"}}', "values": "0+60x10"}
+        for node in nodes
+        for name in ("CRC_DATA", "REPLAY")
+    ]
+    told = [f'{{gpu="1",node="{node}"}}' for node in nodes[:3]]
+    samples = [{"labels": labels, "value": 2.0} for labels in (*told, '{gpu="1"}')]
+    expected = [
+        {
+            "expr": of_machines(query.expression, machines),
+            "eval_time": "10m",
+            "exp_samples": samples if query.field == "nvlink_errors_per_second" else [],
+        }
+        for query in queries()
+    ]
+    case = {"interval": "1m", "input_series": series, "promql_expr_test": expected}
+    (tmp_path / "test.yml").write_text(json.dumps({"tests": [case]}), encoding="utf-8")
+    command = [find_program(("promtool",)), "test", "rules", str(tmp_path / "test.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_what_is_asked_for_is_what_exporters_serve() -> None:

@@ -16,7 +16,14 @@ from craton.observability.diagnosis import SnapshotError, chosen_run, diagnose, 
 from craton.observability.diagnosis.building import healthy, with_run, with_scheduler
 from craton.observability.diagnosis.processes import read_py_spy
 from craton.observability.diagnosis.tables import log_patterns
-from craton.observability.diagnosis.taking_records import read_logs, thinned, tiers_of
+from craton.observability.diagnosis.taking_records import (
+    collective_seconds,
+    read_logs,
+    read_steps,
+    series_of,
+    thinned,
+    tiers_of,
+)
 from craton.observability.diagnosis.taking_scheduler import node_words
 from craton.telemetry import (
     Heartbeat,
@@ -130,6 +137,23 @@ def test_a_rank_that_stands_in_its_data(root: Path) -> None:
 
 
 @pytest.mark.usefixtures("running")
+@pytest.mark.parametrize(
+    ("age", "pace", "condition"), [(60.0, 1.0, "healthy"), (301.0, 1.0, "hung"), (60.0, 0.0, "hung")]
+)
+def test_a_command_may_be_silent_for_as_long_as_it_says(root: Path, age: float, pace: float, condition: str) -> None:
+    """While it evaluates, nobody can tell it from one that hangs. Where its agent does not know its pace, the limit is
+    that of a start, and says nothing of steps."""
+    run = write_run(root)
+    for node, first in (("a", 0), ("b", 2)):
+        ranks = tuple(
+            RankStatus(rank, 1, "productive", (), 151, age, pace, False, progress_limit_seconds=300.0)
+            for rank in (first, first + 1)
+        )
+        write_status(run, NodeStatus(NOW, 0, node, ranks))
+    assert diagnose(take_snapshot(run, now=NOW)).condition == condition
+
+
+@pytest.mark.usefixtures("running")
 def test_steps_of_an_earlier_generation_do_not_count(root: Path) -> None:
     run = write_run(root)
     lines = [step_line(step, 0, generation=0, compute=5.0) for step in range(1, 100)]
@@ -168,6 +192,42 @@ def test_the_network_that_nccl_says_it_uses(root: Path) -> None:
     assert [node.nccl_network for node in snapshot.nodes] == ["Socket", "Socket"]
     verdict = diagnose(snapshot)
     assert (verdict.condition, verdict.layer, verdict.cause) == ("healthy", "fabric", "tcp_fallback")
+
+
+@pytest.mark.usefixtures("running")
+def test_a_file_that_cannot_be_read_is_noted_and_ends_nothing(root: Path) -> None:
+    run = write_run(root)
+    for path in (run.metrics_path("b"), run.events_path("a"), run.ledger_path("b")):
+        path.unlink(missing_ok=True)
+        path.mkdir()  # open() is refused, as it is by a file system that fails
+    snapshot = take_snapshot(run, now=NOW + 1.0)
+    assert snapshot.notes == ("3 files of the run could not be read: metrics/b.jsonl: Is a directory",)
+    assert [rank.num_recent for rank in snapshot.ranks] == [20, 20, 0, 0]
+
+
+def test_a_thousand_nodes_still_have_a_past_to_compare_with(root: Path) -> None:
+    run = RunDirectory.create(root, "wide")
+    nodes = [f"node-{number}" for number in range(1000)]
+    for place, node in enumerate(nodes[:2]):  # the others have written nothing yet
+        more = {"run_text": "x" * (120 if place else 0)}
+        ranks = range(8 * place, 8 * place + 8)
+        write_lines(run.metrics_path(node), [step_line(step, rank) | more for step in range(1, 301) for rank in ranks])
+    steps = read_steps(run, nodes, 0)
+    for rank in (0, 15):
+        assert [steps[rank].median(recent)[1] >= least for recent, least in ((True, 20), (False, 16))] == [True, True]
+        assert steps[rank].lines[0]["step"] == pytest.approx(181, abs=3)
+        assert len(steps[rank].lines) < 80
+    assert collective_seconds(steps) == (pytest.approx(0.15), pytest.approx(0.15))
+
+
+def test_rank_0_is_read_where_it_was(root: Path) -> None:
+    run = RunDirectory.create(root, "moved")
+    for number, node in enumerate("abc"):
+        write_lines(run.metrics_path(node), [step_line(step, 0) for step in range(10 * number, 10 * number + 10)])
+    assert [step for step, _ in series_of(run, ["a", "b", "c"]).loss] == list(range(10))
+    made = {"number": 0, "nodes": ["b", "a", "c"], "ranks_per_node": 1, "store": ""}
+    run.generation_path(0).write_text(json.dumps(made), encoding="utf-8")
+    assert [step for step, _ in series_of(run, ["a", "b", "c"]).loss] == list(range(20))
 
 
 def test_what_slurm_says_of_nodes() -> None:

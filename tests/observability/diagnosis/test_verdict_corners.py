@@ -45,6 +45,36 @@ def test_whose_connection_broke_is_not_to_blame() -> None:
     assert diagnose(replace(run, logs=(line,))).layer == "collective"
 
 
+def dead(exit_codes: list[int], lines: dict[int, tuple[str, str]]) -> Snapshot:
+    """A run whose ranks ended so, rank 0 first; `lines` are the pattern and the line of a rank's log."""
+    run = with_run(healthy(2, 2), state="failed", message="rank 0 on node-0 exited with code 1")
+    for rank, code in enumerate(exit_codes):
+        run = with_rank(run, rank, is_alive=False, exit_code=code, ended_at=MOMENT - 5.0 + rank)
+    logs = tuple(LogMatch(pattern, line, rank, "", MOMENT) for rank, (pattern, line) in lines.items())
+    return replace(run, logs=logs)
+
+
+def test_whom_all_others_lost_is_named() -> None:
+    closed = ("peer_closed", "ConnectionError: Connection closed by peer")
+    verdict = diagnose(dead([1, 1, -15, 1], dict.fromkeys((0, 1, 3), closed)))
+    assert (verdict.layer, verdict.node, verdict.rank) == ("collective", "node-1", 2)
+    two = diagnose(dead([1, -15, -15, 1], dict.fromkeys((0, 3), closed)))
+    assert (two.layer, two.rank) == ("collective", 0)  # nobody stands out but who said so first
+
+
+def test_who_calls_another_collective_is_named() -> None:
+    text = "RuntimeError: Detected mismatch between collectives on ranks. Rank {} is running collective: {}"
+    called = "CollectiveFingerPrint(SequenceNumber=3, OpType={}, TensorShape=[8], TensorDtypes=Float"
+    lines = {
+        rank: ("collective_mismatch", text.format(rank, called.format("ALLGATHER" if rank == 1 else "ALLREDUCE")))
+        for rank in range(4)
+    }
+    verdict = diagnose(dead([1, 1, 1, 1], lines))
+    assert (verdict.cause, verdict.node, verdict.rank) == ("collective_mismatch", "node-0", 1)
+    alike = dict.fromkeys(range(4), lines[0])
+    assert diagnose(dead([1, 1, 1, 1], alike)).rank == 0
+
+
 def test_a_crowd_that_others_live_with_does_not_explain_one_slow_rank() -> None:
     run = with_run(slowed(healthy(2), {11: 1.5}), is_accelerated=False)
     for node in ("node-0", "node-1"):

@@ -9,21 +9,30 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from craton.agent import Launch
+from craton.agent.process import common_environment
+from craton.observability.diagnosis import collectives
+from craton.observability.diagnosis.building import healthy, hung
 from craton.observability.diagnosis.collectives import (
     RefusedPickle,
     ask_ras,
     communicators_of,
+    read_collectives,
     read_dump,
     read_dumps,
     stuck_collectives,
 )
+from craton.observability.diagnosis.examine_collectives import examine_collectives
+from craton.observability.diagnosis.symptoms import symptoms_of
+from craton.telemetry import RunDirectory
 
 
 def ras_answer(counts: dict[int, int], missing: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -138,16 +147,15 @@ def dumped(folder: Path, recordings: dict[int, dict[str, Any]]) -> dict[int, dic
 
 def test_the_rank_that_never_entered_is_missing(tmp_path: Path) -> None:
     waiting = recording([entry(1), entry(2), entry(3, "started")])
-    (stuck,) = stuck_collectives(
-        dumped(tmp_path, {0: waiting, 1: waiting, 2: recording([entry(1), entry(2)]), 3: waiting})
-    )
+    dumps = dumped(tmp_path, {0: waiting, 1: waiting, 2: recording([entry(1), entry(2)]), 3: waiting})
+    (stuck,) = stuck_collectives(dumps, set(dumps))
     assert (stuck.sequence, stuck.missing, stuck.silent, stuck.mismatch) == (3, (2,), (), "")
     assert stuck.stack == ("backward (train.py:42)",)
 
 
 def test_a_rank_without_a_recording_is_silent(tmp_path: Path) -> None:
     waiting = recording([entry(1), entry(2, "started")])
-    (stuck,) = stuck_collectives(dumped(tmp_path, {0: waiting, 1: waiting, 3: waiting}))
+    (stuck,) = stuck_collectives(dumped(tmp_path, {0: waiting, 1: waiting, 3: waiting}), {0, 1, 2, 3})
     assert (stuck.sequence, stuck.missing, stuck.silent) == (2, (), (2,))
 
 
@@ -156,7 +164,7 @@ def test_ranks_that_call_different_collectives(tmp_path: Path) -> None:
         recording([entry(1), entry(2, "started")]),
         recording([entry(1), entry(2, "started", "nccl:broadcast")]),
     )
-    (stuck,) = stuck_collectives(dumped(tmp_path, {0: others, 1: odd, 2: others, 3: others}))
+    (stuck,) = stuck_collectives(dumped(tmp_path, {0: others, 1: odd, 2: others, 3: others}), set())
     assert stuck.mismatched == (1,)
     assert "rank 1 calls nccl:broadcast" in stuck.mismatch
 
@@ -164,12 +172,82 @@ def test_ranks_that_call_different_collectives(tmp_path: Path) -> None:
 def test_all_that_has_ended_is_no_hang(tmp_path: Path) -> None:
     done = recording([entry(1), entry(2)])
     forgotten = recording([entry(2)])  # its buffer is shorter
-    assert stuck_collectives(dumped(tmp_path, {0: done, 1: forgotten, 2: done, 3: done})) == ()
+    assert stuck_collectives(dumped(tmp_path, {0: done, 1: forgotten, 2: done, 3: done}), set()) == ()
 
 
 def test_on_gloo_what_is_over_is_retired(tmp_path: Path) -> None:
     over = recording([{**entry(1, "scheduled"), "retired": True}])
-    assert stuck_collectives(dumped(tmp_path, {0: over, 1: over})) == ()
+    assert stuck_collectives(dumped(tmp_path, {0: over, 1: over}), set()) == ()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run whose ranks record where its agents tell them to, as nobody said anything."""
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(collectives, "OLD_DUMP_PREFIX", str(tmp_path / "old" / "nccl_trace_rank_"))
+    return RunDirectory.create(tmp_path / "runs", "made")
+
+
+def write_recordings(prefix: str | Path, ranks: Iterable[int], document: dict[str, Any]) -> None:
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    for rank in ranks:
+        Path(f"{prefix}{rank}").write_bytes(pickle.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("recorded", "broken", "silent"),
+    [
+        (range(8), (), ()),  # the other node's are not to be seen from here
+        ((*range(8), 8, 9, 11, 12, 13, 14, 15), (), (10,)),
+        ((*range(8), 8, 9, 11, 12, 13, 14), (15,), ()),  # what cannot be read may be anything
+    ],
+)
+def test_silence_counts_only_where_something_could_be_heard(
+    run: RunDirectory, recorded: Iterable[int], broken: tuple[int, ...], silent: tuple[int, ...]
+) -> None:
+    write_recordings(run.recording_prefix, recorded, recording([entry(47), entry(48, "started")], world=16))
+    for rank in broken:
+        Path(f"{run.recording_prefix}{rank}").write_bytes(b"broken")
+    found, note = read_collectives(run, {}, asks_ras=False, since=0.0, ranks_per_node=8)
+    assert found.stuck[0].silent == silent
+    assert bool(note) == bool(broken)
+    snapshot = replace(hung(healthy(2)), collectives=found)
+    accused = [each.rank for each in examine_collectives(snapshot, symptoms_of(snapshot))]
+    assert accused == list(silent)
+
+
+def test_the_first_ranks_are_read_and_the_others_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "MOST_DUMPS", 11)
+    write_recordings(tmp_path / "trace_", range(12), recording([entry(1)]))
+    found, failed = read_dumps([tmp_path / "trace_"])
+    assert list(found) == list(range(11))  # by number: as texts, 10 and 11 come before 2
+    assert failed == ["trace_11 and those after it: too many to read"]
+
+
+def test_recordings_are_looked_for_where_ranks_write_them(run: RunDirectory, tmp_path: Path) -> None:
+    launch = Launch(0, nodes=["a"], ranks_per_node=2, command=["x"])
+    told = common_environment(run, launch, "a")["TORCH_FR_DUMP_TEMP_FILE"]
+    places = [
+        tmp_path / "old" / "nccl_trace_rank_",
+        tmp_path / "home" / ".cache" / "torch" / "comm_lib_trace_rank_",
+        told,
+    ]
+    for number, prefix in enumerate(places, 2):  # each counts before those that came before it
+        write_recordings(prefix, range(2), recording([entry(1), entry(number, "started")], world=2))
+        found, note = read_collectives(run, {}, asks_ras=False, since=0.0)
+        assert (found.recorders_read, found.stuck[0].sequence, note) == (2, number, "")
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
+def test_a_place_that_the_user_chose_stays(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    launch = Launch(0, nodes=["a"], ranks_per_node=2, command=["x"], env={name: "/scratch/trace_"})
+    environment = common_environment(run, launch, "a")
+    assert [environment.get(each) for each in collectives.RECORDING_VARIABLES].count("/scratch/trace_") == 1
+    assert str(run.recording_prefix) not in environment.values()
+    monkeypatch.setenv(name, "/scratch/trace_")
+    assert str(run.recording_prefix) not in common_environment(run, replace(launch, env={}), "a").values()
 
 
 REAL = """
@@ -196,7 +274,7 @@ def test_real_recordings_of_torch(tmp_path: Path) -> None:
     assert [rank.wait(60.0) for rank in ranks] == [0, 0]
     found, failed = read_dumps([tmp_path / "trace_"])
     assert failed == []
-    (stuck,) = stuck_collectives(found)
+    (stuck,) = stuck_collectives(found, set(found))
     assert (stuck.sequence, stuck.operation, stuck.missing) == (4, "gloo:all_reduce", (1,))
 
 

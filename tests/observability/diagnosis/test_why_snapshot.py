@@ -48,6 +48,8 @@ def test_fields_of_a_newer_craton_are_skipped() -> None:
         (f'{{"schema": {SCHEMA}, "moment": 1.0, "run": 3}}', "RunFacts is written as an object"),
         (f'{{"schema": {SCHEMA}, "moment": 1.0, "run": {{"name": 5}}}}', "5 is not str"),
         (f'{{"schema": {SCHEMA}}}', "missing"),
+        (f'{{"schema": {SCHEMA}, "moment": 1.0, "run": {{"name": "a", "plan": [1]}}}}', r"\[1\] is not an object"),
+        (f'{{"schema": {SCHEMA}, "moment": 1.0, "run": {{"name": "a", "nodes": "ab"}}}}', "'ab' is not a list"),
     ],
 )
 def test_what_is_no_snapshot_is_refused(text: str, words: str) -> None:
