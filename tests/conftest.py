@@ -23,10 +23,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files instead of comparing with them")
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plugin that reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """For several workers (`-n 2 --dist loadgroup`): one of them has the gang of ranks and begins with its tests, one
     the Slurm of this machine, files stay whole."""
-    if config.getoption("dist", "no") == "no":
+    if not getattr(config.option, "loadgroup", False):  # as workers have it
         return
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
