@@ -116,7 +116,7 @@ test:
 	$(VENV)/bin/mypy --no-error-summary && $(VENV)/bin/lint-imports --no-logo || exit 1; \
 	{ set +x; } 2>/dev/null; \
 	echo "checks took $$(($$(date +%s) - installed)) s; now the tests"; \
-	exec $(VENV)/bin/python -m pytest -n 2 --dist loadgroup $(PYTEST_FLAGS)
+	exec $(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_FLAGS)
 
 test-all:
 	@$(MAKE) --no-print-directory test PYTEST_FLAGS='-m "slow or not slow"'

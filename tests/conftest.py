@@ -12,6 +12,8 @@ import pytest
 from keepers import keepers  # noqa: F401 - a fixture of every test
 from s3 import bucket, faults, s3_server  # noqa: F401 - fixtures of every test
 
+QUICK = ("planning", "infrastructure", "job", "telemetry", "data", "kernels", "models")  # folders of short tests
+
 # Two workers, gangs of ranks and servers share the cores: threads of one would only wait for those of another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -25,15 +27,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin that reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For several workers (`-n 2 --dist loadgroup`): one of them has the gang of ranks and begins with its tests, one
-    the Slurm of this machine, files stay whole."""
+    """For several workers (`-n 2 --dist loadgroup --no-loadscope-reorder`): one of them has the gang of ranks and
+    begins with its tests, one the Slurm of this machine, files stay whole. Files of quick tests come last, so that no
+    worker ends long before the other."""
     if not getattr(config.option, "loadgroup", False):  # as workers have it
         return
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         group = next((name for name in ("gang", "slurm_lab") if name in fixtures), item.nodeid.partition("::")[0])
         item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: "gang" not in getattr(item, "fixturenames", ()))
+    items.sort(key=lambda item: ("gang" not in getattr(item, "fixturenames", ()), item.path.parent.name in QUICK))
 
 
 @pytest.fixture

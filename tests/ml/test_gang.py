@@ -37,6 +37,7 @@ def test_every_call_has_its_own_group(gang: Gang) -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_shown_with_its_traceback() -> None:
     gang = Gang(2)
     try:

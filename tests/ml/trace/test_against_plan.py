@@ -143,7 +143,6 @@ def shown(row: Row) -> str:
     ("rank", "micro_batches", "layout"),
     [
         (16, 1, Layout(fsdp=8, tp=2)),
-        (128, 2, Layout(fsdp=8, recompute="full")),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -151,6 +150,7 @@ def shown(row: Row) -> str:
                 (16, 2, Layout(fsdp=8, recompute="full")),
                 (16, 1, Layout(pp=2, fsdp=8, recompute="selective")),
                 (128, 1, Layout(fsdp=8)),
+                (128, 2, Layout(fsdp=8, recompute="full")),
                 (128, 1, Layout(fsdp=8, tp=2)),
                 (128, 1, Layout(pp=2, fsdp=8, recompute="selective")),
             )
