@@ -101,7 +101,7 @@ CASES = {
     "fsdp 2 · cp 2 · ep 2": Case(
         {"fsdp": 2, "cp": 2, "ep": 2, "recompute": "full"}, "rows.start_sum", "experts", slow=True
     ),
-    "pp 2 · fsdp 2 · ep 2": Case({"pp": 2, "fsdp": 2, "ep": 2}, "stage.start_sum", "experts"),
+    "pp 2 · fsdp 2 · ep 2": Case({"pp": 2, "fsdp": 2, "ep": 2}, "stage.start_sum", "experts", slow=True),
     "pp 2 · fsdp 2 · ep 2, zero-bubble": Case(
         {"pp": 2, "fsdp": 2, "ep": 2, "schedule": "zero-bubble"}, "sends", "experts", slow=True
     ),

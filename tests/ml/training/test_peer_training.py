@@ -94,7 +94,7 @@ def names(records: Records) -> list[str]:
 
 CASES = [
     ({"fsdp": 4}, {"fsdp": 4}, False),
-    ({"pp": 2, "tp": 2}, {"fsdp": 2}, False),
+    pytest.param({"pp": 2, "tp": 2}, {"fsdp": 2}, False, marks=pytest.mark.slow),
     pytest.param({"replicate": 2, "fsdp": 2, "ep": 2}, {"fsdp": 2}, True, marks=pytest.mark.slow),
     pytest.param({"fsdp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}, False, marks=pytest.mark.slow),
     pytest.param({"pp": 2, "fsdp": 2}, {"pp": 2, "fsdp": 2}, False, marks=pytest.mark.slow),
