@@ -194,7 +194,7 @@ def test_steps_that_a_command_prints_are_metrics_of_its_run(gang: Gang) -> None:
 
 
 def test_steps_that_are_seen_together_took_no_longer_than_since_the_last_look(gang: Gang) -> None:
-    gang.launch(
+    gang.launch(  # its sleeps are what is measured: a start that is long, and an end after the last look
         "time.sleep(1.5)\nfor step in range(1, 6):\n    print(f'step {step}/5 loss 1', flush=True)\ntime.sleep(0.3)\n",
         progress=told(),
     )

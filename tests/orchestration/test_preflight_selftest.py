@@ -19,7 +19,7 @@ from craton.orchestration.preflight_selftest import run_compute
 from craton.orchestration.preflight_slurm import joined
 
 RESULT = """
-import json, os, sys, time
+import json, os, signal, sys
 print(json.dumps({"devices": ["cuda:0", "cuda:1"]}), flush=True)
 print(json.dumps({"result": {
     "device": "cuda:1", "name": "NVIDIA H200", "torch": "2.11.0", "cuda": "13.0", "hashes": {"matmul_bf16": "aa" * 32},
@@ -37,7 +37,7 @@ def selftest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_card_that_hangs_is_named_and_the_other_kept(selftest: Path) -> None:
-    selftest.write_text(f"{RESULT}\nprint('{{torn', end='', flush=True)\ntime.sleep(600)\n", encoding="utf-8")
+    selftest.write_text(f"{RESULT}\nprint('{{torn', end='', flush=True)\nsignal.pause()\n", encoding="utf-8")
     begin = time.monotonic()
     devices, (finding,) = run_compute(limit_seconds=2.0)
     assert time.monotonic() - begin < 10.0

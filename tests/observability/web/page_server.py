@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +77,10 @@ class PageServer:
 
 def all_is_well(run: RunDirectory) -> Answer:
     return Answer("healthy", f"{run.name} does what was planned", confidence=0.9)
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,19 +1,14 @@
-"""The page beside a real Prometheus and a server's metrics; verdicts in the background; the verbs `ui` and `top`."""
+"""The page beside a real Prometheus and a server's metrics; verdicts, schedulers and deeds beside it."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import pty
-import select
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,13 +16,13 @@ from pathlib import Path
 
 import pytest
 from browser import Browser
-from page_server import PageServer
+from page_server import PageServer, wait_until
 from simulated_runs import write_run
 from test_web_readers import metrics_of
 
 from craton.agent import free_port
 from craton.observability.exporter import Card, CardProcess
-from craton.observability.web import TopView, frame_json, schedulers, terminal
+from craton.observability.web import TopView, schedulers
 from craton.observability.web import actions as actions_module
 from craton.observability.web import serve as serve_module
 from craton.observability.web import verdicts as verdicts_module
@@ -39,7 +34,6 @@ from craton.observability.web.run_page import RunPage
 from craton.observability.web.schedulers import Schedulers
 from craton.observability.web.verdicts import Answer, Verdicts
 from craton.orchestration import Standing
-from craton.orchestration.backend import Submission, write_submission
 from craton.telemetry import Heartbeat, RunDirectory, write_heartbeat
 
 Serve = Callable[..., PageServer]
@@ -84,13 +78,6 @@ def metrics() -> Iterator[Callable[[str], MetricsServer]]:
     yield start
     for server in servers:
         server.close()
-
-
-def wait_until(holds: Callable[[], object], seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -470,162 +457,6 @@ def test_gpus_that_cannot_be_asked_are_told_of_and_a_run_without_any_is_not(tmp_
     run.launch_path.write_text(json.dumps({**json.loads(run.launch_path.read_text()), "gpus": True}))
     broken = LocalGpus(run, fail)
     assert (broken.look(), broken.trouble) == ({}, "the GPUs of this machine cannot be asked: driver not loaded")
-
-
-def test_the_verb_ui_says_where_it_is_and_ends_at_a_signal(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs", "llama", nodes=1, steps=3)
-    token_file = tmp_path / "token"
-    command = [
-        sys.executable,
-        "-m",
-        "craton",
-        "ui",
-        "--port",
-        "0",
-        "--no-open",
-        "--json",
-        "--token-file",
-        str(token_file),
-    ]
-    environment = {**os.environ, "CRATON_RUNS": str(tmp_path / "runs")}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        told = json.loads(process.stdout.readline())
-        assert told["address"].startswith("http://127.0.0.1:")
-        assert "token" not in told["link"]  # it is in the file
-        with urllib.request.urlopen(told["address"], timeout=10) as answer:
-            assert "llama" in answer.read().decode()
-        request = urllib.request.Request(f"{told['address']}runs/llama/stop", method="POST")
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request, timeout=10)
-        assert refused.value.code == 403
-        request.add_header("authorization", f"Bearer {token_file.read_text().strip()}")
-        with pytest.raises(urllib.error.HTTPError) as not_there:
-            urllib.request.urlopen(request, timeout=10)
-        assert not_there.value.code == 409  # it is no run of this machine: asked, and answered
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=10) in (0, 130)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_the_verb_ui_refuses_a_port_that_is_taken_and_an_address_that_is_none(tmp_path: Path) -> None:
-    environment = {**os.environ, "CRATON_RUNS": str(tmp_path)}
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        for option, words in (
-            (["--port", str(taken.getsockname()[1])], "another --port"),
-            (["--prometheus", "ftp://x"], "write e.g. http://127.0.0.1:9090"),
-        ):
-            command = [sys.executable, "-m", "craton", "ui", "--no-open", *option]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
-            assert done.returncode == 2
-            assert words in done.stderr
-
-
-def test_top_waits_for_neither_a_scheduler_nor_a_verdict_and_asks_seldom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = write_run(tmp_path, "llama", nodes=1, steps=10)
-    write_submission(run, Submission("slurm", job="12"))
-    asked, may_answer = [], threading.Event()
-
-    def ask(runs: Iterable[RunDirectory]) -> dict[str, Standing]:
-        asked.append("scheduler")
-        may_answer.wait(10)
-        return {run.name: Standing("waiting", reason="Priority") for run in runs}
-
-    def examine(run: RunDirectory, prometheus: str | None) -> Answer:
-        asked.append("why")
-        may_answer.wait(10)
-        return Answer("slow", "rank 1 is throttled")
-
-    monkeypatch.setattr(terminal, "standings_of", ask)
-    with closing(TopView(run, examine=examine)) as top:
-        looks = [top.look() for _ in range(3)]
-        assert {(look.summary.state, look.verdict) for look in looks} == {("running", None)}
-        wait_until(lambda: sorted(asked) == ["scheduler", "why"])
-        assert not may_answer.is_set()
-        may_answer.set()
-        wait_until(lambda: top.look().verdict)
-        wait_until(lambda: top.look().summary.message == "Priority")
-        assert sorted(asked) == ["scheduler", "why"]
-
-
-def test_top_as_one_picture_and_as_json(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "runs", "llama", nodes=4, ranks_per_node=2, steps=10, slow_rank=5)
-    look = TopView(
-        run, examine=lambda run, prometheus: Answer("slow", "rank 5 is throttled", action="drain node-2")
-    ).look(True)
-    told = json.loads(json.dumps(frame_json(look), allow_nan=False))
-    assert [line["rank"] for line in told["ranks"]] == list(range(8))
-    assert told["verdict"]["condition"] == "slow"
-    assert {node["node"]: node["health"] for node in told["nodes"]}["node-2"] == "slow"
-    assert told["ranks"][5]["phases"]["compute"] > 1.3 * told["ranks"][0]["phases"]["compute"]
-    environment = {**os.environ, "CRATON_RUNS": str(tmp_path / "runs")}
-    done = subprocess.run(
-        [sys.executable, "-m", "craton", "top", "llama"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("llama  ")
-    assert "step 10/400" in lines[0]
-    ranks = [line.split() for line in lines if line.strip()[:1].isdecimal()]
-    assert [words[0] for words in ranks] == [str(rank) for rank in range(8)]
-    assert ranks[5][-3].count("c") > 1.3 * ranks[0][-3].count("c")
-
-
-def test_top_without_a_keyboard_prints_one_picture(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs", "llama", nodes=1, ranks_per_node=2, steps=10)
-    ours, terminal = pty.openpty()
-    environment = {**os.environ, "CRATON_RUNS": str(tmp_path / "runs"), "TERM": "xterm-256color"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "craton", "top", "llama"], env=environment, stdin=subprocess.DEVNULL, stdout=terminal
-    )
-    try:
-        read_until(ours, "phases:")
-        assert process.wait(timeout=20) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-        os.close(terminal)
-
-
-def test_top_in_a_terminal_sorts_and_leaves_with_q(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs", "llama", nodes=4, ranks_per_node=2, steps=10, slow_rank=5)
-    child, terminal = pty.fork()
-    if child == 0:
-        os.environ.update(CRATON_RUNS=str(tmp_path / "runs"), TERM="xterm-256color", COLUMNS="140", LINES="30")
-        os.execv(sys.executable, [sys.executable, "-m", "craton", "top", "llama"])
-    try:
-        seen = read_until(terminal, "sorted by rank")
-        assert "node-2" in seen
-        os.write(terminal, b"\x1b[C")
-        read_until(terminal, "sorted by step time")
-        os.write(terminal, b"q")
-        wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        raise
-    finally:
-        os.close(terminal)
-
-
-def read_until(terminal: int, words: str, seconds: float = 30.0) -> str:
-    seen, deadline = "", time.monotonic() + seconds
-    while words not in seen:
-        assert time.monotonic() < deadline, seen[-2000:]
-        if select.select([terminal], [], [], 0.1)[0]:
-            seen += os.read(terminal, 65536).decode(errors="replace")
-    return seen
 
 
 def test_a_scheduler_is_asked_once_for_the_list_and_all_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
