@@ -16,7 +16,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from typing import Literal
@@ -102,6 +102,7 @@ class Fault:
     method: str = ""
     holding: str = ""
     seconds: float = 30.0  # for stall and slow
+    over: threading.Event = field(default_factory=threading.Event)  # ends them sooner
 
 
 class FaultProxy:
@@ -111,7 +112,6 @@ class FaultProxy:
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
         self.seen: list[tuple[str, str]] = []
-        self._stopped = threading.Event()
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -139,10 +139,12 @@ class FaultProxy:
 
     def heal(self) -> None:
         with self._lock:
-            self._faults.clear()
+            for fault in self._faults:
+                fault.times = 0
 
     def stop(self) -> None:
-        self._stopped.set()
+        for fault in self._faults:
+            fault.over.set()
         self._listener.shutdown()
         self._listener.server_close()
 
@@ -177,7 +179,7 @@ class FaultProxy:
                 request.wfile.write(text)
             return
         if fault and kind in ("stall", "slow"):
-            self._stopped.wait(fault.seconds)
+            fault.over.wait(fault.seconds)
             if kind == "stall":
                 self._hang_up(request)
                 return

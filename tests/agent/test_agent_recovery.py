@@ -93,13 +93,14 @@ def assert_done(gang: Gang, generations: int) -> None:
 
 
 def assert_books_are_whole(gang: Gang) -> None:
-    """The ledger of each rank's place sums to the time from its first agent's beginning to its last one's end."""
+    """The ledger of each rank's place sums to the time from its first agent's beginning to its last one's end, but for
+    the moments between an event and the entry beside it, which are longer on a busy machine."""
     for node in NODES:
         moments = {line["event"]: line["time"] for line in reversed(gang.events(node))}
         end = max(line["time"] for line in gang.events(node) if line["event"] == "agent_ended")
         lines, _ = read_lines(gang.run.ledger_path(node))
         booked = sum(sum(line["seconds"].values()) for line in lines)
-        assert booked == pytest.approx(end - moments["agent_started"], rel=0.01, abs=0.03)
+        assert booked == pytest.approx(end - moments["agent_started"], rel=0.01, abs=0.2)
 
 
 def test_after_a_killed_agent_and_a_killed_rank_both_ranks_begin_again(gang: Gang) -> None:

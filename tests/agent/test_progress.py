@@ -16,7 +16,18 @@ from agent_gang import Gang, is_alive, wait_until
 
 from craton.agent.errors import LaunchError
 from craton.agent.process import GROUP_SECONDS, _end_orphans
-from craton.agent.progress import LINE_BYTES, LOOK_BYTES, NEVER_SECONDS, LogTail, Matcher, Scraper, _patience, _timed
+from craton.agent.progress import (
+    LINE_BYTES,
+    LOOK_BYTES,
+    MATCH_SECONDS,
+    NEVER_SECONDS,
+    SLOW_LOOKS,
+    LogTail,
+    Matcher,
+    Scraper,
+    _patience,
+    _timed,
+)
 from craton.job import parse_job
 from craton.telemetry import read_lines, summarize
 
@@ -139,8 +150,8 @@ def test_a_pattern_that_would_take_for_ever_is_given_up() -> None:
     began = time.process_time()
     for _ in range(10):
         assert matcher.find([f"step {'1' * 60}x"]) == []
-    assert matcher.is_given_up
-    assert time.process_time() - began < 1.0
+    assert matcher.slow_looks == SLOW_LOOKS, "then it looks no more"
+    assert time.process_time() - began < 10 * SLOW_LOOKS * MATCH_SECONDS
     assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
@@ -188,9 +199,9 @@ def test_steps_that_a_command_prints_are_metrics_of_its_run(gang: Gang) -> None:
     assert lines[-1]["run_loss"] == pytest.approx(0.1)
     summary = summarize(gang.run)
     assert (summary.state, summary.step, summary.steps, summary.loss) == ("done", 20, 20, pytest.approx(0.1))
-    assert summary.step_seconds == pytest.approx(0.05, abs=0.04)
+    assert 0.01 < summary.step_seconds < 0.5
     assert summary.ledger["start"] > 0
-    assert summary.ledger["productive"] == pytest.approx(0.95, abs=0.5)
+    assert 0.45 < summary.ledger["productive"] < sum(summary.ledger.values())
 
 
 def test_steps_that_are_seen_together_took_no_longer_than_since_the_last_look(gang: Gang) -> None:
@@ -288,12 +299,10 @@ def test_no_pattern_can_hold_up_the_agent(gang: Gang) -> None:
     agent = gang.start()
     gang.said("ready", 0)
     beat = gang.run.heartbeat_path("node-0")
-    ages = []
     while agent.poll() is None:
-        ages.append(time.time() - beat.stat().st_mtime)
+        assert time.time() - beat.stat().st_mtime < 15.0
         time.sleep(0.02)
     assert agent.returncode == 0
-    assert max(ages) < 2.5
     event = next(event for event in gang.events() if event["event"] == "progress_given_up")
     assert "write it without repetitions inside repetitions" in event["message"]
 

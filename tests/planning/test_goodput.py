@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from counted_calls import counted_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -508,13 +508,9 @@ def test_the_default_rate_follows_the_gpus_of_a_node() -> None:
 def test_searches_can_afford_it() -> None:
     where = cluster(2048)
     tiers = tiers_of(where, LLAMA_405B)
-    best = math.inf
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(20):
-            expected_goodput(where, 2048, tiers, step_seconds=6.0)
-        best = min(best, (time.perf_counter() - start) / 20)
-    assert best < 0.5e-3
+    with counted_calls() as calls:
+        expected_goodput(where, 2048, tiers, step_seconds=6.0)
+    assert calls.number < 1000  # a third of it; a whole plan takes eleven times as many
 
 
 # Properties

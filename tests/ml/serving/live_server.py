@@ -57,7 +57,7 @@ class Server:
     def is_ready(self) -> bool:
         try:
             return requests.get(f"{self.url}/health", timeout=5).status_code == 200
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.Timeout):
             return False
 
     def admin(self, path: str, **body: Any) -> Any:

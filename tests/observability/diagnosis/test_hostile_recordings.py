@@ -143,7 +143,7 @@ def test_an_answer_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     began = time.monotonic()
     with ras(trickle) as address:
         assert ask_ras(address) is None
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 15.0  # it would trickle for ever
 
 
 @pytest.mark.parametrize(

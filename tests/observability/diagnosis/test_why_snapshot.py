@@ -71,4 +71,4 @@ def test_a_run_of_ten_thousand_ranks_is_judged_in_seconds() -> None:
     began = time.process_time()
     verdict = diagnose(run)
     assert (verdict.rank, verdict.node) == (7777, "node-972")
-    assert time.process_time() - began < 3.0
+    assert time.process_time() - began < 5.0  # more than ten times what it takes

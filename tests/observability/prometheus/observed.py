@@ -104,7 +104,7 @@ class Served:
         self._server.server_close()
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 20.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
     """What it returns once that is true."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -127,7 +127,7 @@ class Tab:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, seconds: float = 10.0) -> Any:
+    def wait_for(self, expression: str, seconds: float = 30.0) -> Any:
         """Until JavaScript gives something true, also on a page that is loaded meanwhile."""
         deadline = time.monotonic() + seconds
         while True:
