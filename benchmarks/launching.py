@@ -1,13 +1,15 @@
 """What the quick verbs cost: `python benchmarks/launching.py [RUNS]`.
 
 `craton ps` as a command, over runs that have ended here and over runs that wait on a real Slurm (the one of the tests,
-which needs root), and what submitting a run to it takes beyond sbatch's own time. Prints medians of five.
+which needs root), and what submitting a run to it takes beyond sbatch's own time, without code and with that of
+this repository. Prints medians of five, and apart from them the first submission, which finds none of the code stored.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -42,9 +44,9 @@ def main() -> None:
             lab.occupy(*NODES)
             start_waiting_runs(Path(folder) / "waiting", count)
             print(f"craton ps, {count} runs that wait on Slurm: {timed_ps(Path(folder) / 'waiting')}")
-            timed = zip(*(submit(Path(folder) / "new", number) for number in range(TIMES)), strict=True)
-            whole, sbatch = (1e3 * statistics.median(seconds) for seconds in timed)
-            print(f"submitting to Slurm: {whole:.0f} ms, of which sbatch {sbatch:.0f} ms")
+            print(f"submitting no code to Slurm: {timed_submissions(Path(folder) / 'bare', Path(folder) / 'job')}")
+            code = Path(folder) / "code"
+            print(f"submitting {copy_repository(code)} to Slurm: {timed_submissions(Path(folder) / 'new', code)}")
         finally:
             lab.stop()
 
@@ -67,7 +69,7 @@ def make_ended_run(root: Path, name: str) -> None:
 
 
 def small_job(folder: Path, name: str, copies: int = 1) -> Job:
-    """The code beside a job is kept with each of its runs: here there is none."""
+    """The code in the folder is kept with each of its runs."""
     what = f"name: {name}\nkind: command\ncommand: [sleep, '60']\ncluster: local x 2\n"
     folder.mkdir(parents=True, exist_ok=True)
     return parse_job(f"{what}run: {{on: slurm, copies: {copies}}}\n", folder=folder)
@@ -78,15 +80,39 @@ def start_waiting_runs(root: Path, count: int) -> None:
     start_copies(draft_run(job, root / job.name), root)
 
 
-def submit(root: Path, number: int) -> tuple[float, float]:
-    """Seconds from a draft to a run that is known by its number, and of sbatch alone with the same script."""
-    job = small_job(root.parent / "job", f"new-{number}")
+def copy_repository(folder: Path) -> str:
+    """What git knows of this repository, as somebody's working directory; says how much it is."""
+    here = Path(__file__).parent.parent
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=here, check=True, capture_output=True, text=True).stdout
+    files = [name for name in listed.split("\0") if (here / name).is_file()]
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(here / name, folder / name)
+    size = sum((folder / name).stat().st_size for name in files)
+    return f"{len(files):,} files, {size / 1e6:.1f} MB,"
+
+
+def timed_submissions(root: Path, code: Path) -> str:
+    """Medians beyond sbatch's own time, on the clock and of processors."""
+    found = [submit(root, code, number) for number in range(TIMES + 1)]
+    (first_clock, first_processors), *again = [(1e3 * clock, 1e3 * processors) for clock, processors in found]
+    clock, processors = (statistics.median(values) for values in zip(*again, strict=True))
+    return (
+        f"{clock:.0f} ms beyond sbatch ({processors:.0f} ms of processors), "
+        f"the first time {first_clock:.0f} ms ({first_processors:.0f} ms)"
+    )
+
+
+def submit(root: Path, code: Path, number: int) -> tuple[float, float]:
+    """Seconds on the clock from a draft to a run that is known by its number, less those of sbatch alone with the same
+    script; and seconds of this process."""
+    job = small_job(code, f"new-{number}")
     draft = draft_run(job, root / job.name, port=free_port())
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), time.process_time()
     run = start_run(draft, root)
-    started = time.perf_counter()
+    started, spent = time.perf_counter(), time.process_time() - used
     subprocess.run(["sbatch", "--parsable", run.path / SCRIPT_FILE], check=True, capture_output=True)
-    return started - begin, time.perf_counter() - started
+    return 2 * started - begin - time.perf_counter(), spent
 
 
 def timed_ps(root: Path) -> str:

@@ -31,7 +31,7 @@ class Launch:
     master_address: str = "127.0.0.1"
     master_port: int = 29500
     threads_per_rank: int = 1
-    gpus: bool = False  # False hides the node's GPUs from its ranks
+    gpus: bool = False  # whether ranks use those of their node; False hides them, but see `hides_gpus`
     cards: dict[str, str] = field(default_factory=dict)  # node → its CUDA_VISIBLE_DEVICES, where nodes share a machine
     track: list[str] = field(default_factory=list)  # sinks that the first node's agent starts
     metrics_port: int = 0  # of the Prometheus endpoint; 0 takes any free one
@@ -73,6 +73,12 @@ class Launch:
     def node_gpus(self) -> int:
         """GPUs that a node needs, where it has any."""
         return self.gpus_per_node or self.ranks_per_node
+
+    @property
+    def hides_gpus(self) -> bool:
+        """Ranks that need none see none. What a job's own command finds on a cluster is between the two of them."""
+        is_elsewhere = not self.agent_command
+        return not self.gpus and not (self.workdir and is_elsewhere)
 
     @property
     def world_size(self) -> int:

@@ -107,7 +107,7 @@ def common_environment(run: RunDirectory, launch: Launch, node: str) -> dict[str
         **({} if is_said else {RECORDING_VARIABLES[0]: str(run.recording_prefix)}),
         **launch.env,
         **({"CUDA_VISIBLE_DEVICES": launch.cards[node]} if node in launch.cards else {}),
-        **({} if launch.gpus else {"CUDA_VISIBLE_DEVICES": ""}),
+        **({"CUDA_VISIBLE_DEVICES": ""} if launch.hides_gpus else {}),
         "LOCAL_WORLD_SIZE": str(launch.ranks_per_node),
         "OMP_NUM_THREADS": str(launch.threads_per_rank),
         "CRATON_RUN": str(run.path),

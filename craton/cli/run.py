@@ -26,9 +26,12 @@ TITLE_WIDTH = 11
 def run(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML).", show_default=False)],
     on: Annotated[
-        str | None, typer.Option(help="local, slurm or kubernetes [default: as the cluster says].", show_default=False)
+        str | None,
+        typer.Option(help="local, slurm or kubernetes \\[default: as the cluster says].", show_default=False),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run [default: the job's].", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run \\[default: the job's].", show_default=False)
+    ] = None,
     stop_at: Annotated[
         str | None,
         typer.Option(help="Stop with a checkpoint after this step (120, or 60%); resume goes on.", show_default=False),
@@ -143,7 +146,8 @@ def follow(run: RunDirectory, draft: Draft, console: Console, *, detach: bool, a
         if as_json:
             print(json.dumps(outcome_json(run, settled_summaries([summarize(run)])[0])))
         else:
-            console.print(f"{name} runs on its own: {_way_back(draft.job)}")
+            goes_on = "runs on its own" if draft.on == "local" else "starts by itself once it has its nodes"
+            console.print(f"{name} {goes_on}: {_way_back(draft.job)}")
         return
     try:
         view = watch(run, console, steps=draft.job.steps, quiet=as_json)
@@ -176,6 +180,8 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
     if serving is not None:
         print_serving(serving, console, job.run.copies)
     if plan is None:
+        if serving is None and (price := _unplanned_price(draft)):
+            print_field(console, "cost", f"{price}{_with_spares(draft)}")
         return
     between = f"{figures.duration(plan.step_seconds_low)} – {figures.duration(plan.step_seconds_high)}"
     print_field(console, "layout", str(plan.layout))
@@ -198,7 +204,11 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
     if plan.cost is not None:
         copies = job.run.copies
         low, middle, high = (figures.dollars(copies * left * dollars) for dollars in _run_dollars(plan.cost))
-        print_field(console, "cost", f"{middle} ({low} – {high}){_for_copies(copies)}, {plan.cost.purchase}")
+        print_field(
+            console,
+            "cost",
+            f"{middle} ({low} – {high}){_for_copies(copies)}, {plan.cost.purchase}{_with_spares(draft)}",
+        )
 
 
 def print_serving(plan: ServePlan, console: Console, copies: int = 1) -> None:
@@ -235,6 +245,26 @@ def print_field(console: Console, title: str, text: str) -> None:
 
 def _for_copies(copies: int) -> str:
     return f" for {copies} copies" if copies > 1 else ""
+
+
+def _with_spares(draft: Draft) -> str:
+    return ", spares included" if draft.num_spares else ""
+
+
+def _unplanned_price(draft: Draft) -> str:
+    """What is known of the price where nobody knows how long it takes; nothing where there is none."""
+    from craton import figures
+
+    copies, limit = draft.job.run.copies, draft.job.run.time_limit
+    if draft.dollars_per_hour is None:
+        return ""
+    hourly = copies * draft.dollars_per_hour
+    text = f"{figures.dollars(hourly)} an hour{_for_copies(copies)}"
+    if limit is None or draft.on == "local":
+        return text
+    most, hours = figures.dollars(hourly * limit / 3600.0), figures.duration(limit)
+    when = f"each start of {hours}" if draft.job.run.restarts else f"the {hours} it may take"
+    return f"{text}, at most {most} in {when}"
 
 
 def _share_left(plan: Plan, begin: SavedStep | None) -> float:
@@ -276,13 +306,15 @@ def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
         dollars = f"{figures.dollars(copies * serving.dollars_per_hour)} an hour"
     elif plan is not None and plan.cost is not None:
         dollars = figures.dollars(copies * _share_left(plan, begin) * plan.cost.cost_dollars)
-    elif plan is None and serving is None and (hourly := draft.dollars_per_hour) is not None:
-        dollars = f"{figures.dollars(copies * hourly)} an hour"
+    elif plan is None and serving is None and (price := _unplanned_price(draft)):
+        dollars = price
     else:
         return
     if not sys.stdin.isatty():
         raise StartError(f"this run costs about {dollars} and there is no terminal to ask on; give --yes to start it")
-    typer.confirm(f"Start it for about {dollars}?", abort=True, err=True)  # stdout may carry JSON, and go to a file
+    if not typer.confirm(f"Start it for about {dollars}?", err=True):  # stdout may carry JSON, and go to a file
+        typer.echo("not started", err=True)
+        raise typer.Abort
 
 
 def print_draft(draft: Draft, run: Path, as_json: bool) -> None:
@@ -336,5 +368,9 @@ def _ranks(draft: Draft) -> str:
 
 
 def _way_back(job: Job) -> str:
-    stops = "drains and stops it" if job.serve else "stops it with a checkpoint"
+    from craton.job import TRAINING_KINDS
+
+    stops = "drains and stops it" if job.serve else "stops it"
+    if job.kind in TRAINING_KINDS:
+        stops += " with a checkpoint"
     return f"`craton logs {job.name} -f` follows it, `craton stop {job.name}` {stops}"

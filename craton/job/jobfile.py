@@ -30,7 +30,7 @@ from craton.job.layout import Layout, Precision
 from craton.job.layoutspec import LayoutSpec, parse_layout
 from craton.job.model import ModelShape
 from craton.job.modelspec import ModelNumbers, ModelSpec, is_function, model_shape, run_folder, weights_folder
-from craton.job.names import Name, Variable, is_name
+from craton.job.names import Name, Variable, is_credential, is_name
 from craton.job.recover import ChaosSpec, RecoverSection
 from craton.job.section import ConflictError, Section, parse_section
 from craton.job.serve import DEFAULT_LENGTH, NOT_OF_A_SERVER, Serve
@@ -45,6 +45,14 @@ DEFAULT_SEQUENCE = 8192  # of a model that could see more: long contexts are ask
 DEFAULT_LEARNING_RATES: dict[str, float] = {"pretrain": 3e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}
 FINAL_LEARNING_RATE_SHARE = 0.1
 MAX_WARMUP_STEPS = 2000
+
+NOT_OF_A_COMMAND = {
+    "model": "the command knows its own",
+    "data": "the command reads its own",
+    "layout": "the command spreads its ranks itself",
+    "checkpoint": "the command saves by itself, at a stop too",
+    "objective": "the command has its own",
+}
 
 _NO_SEQUENCE = "data.sequence is missing, and the model does not say how long its sequences are"
 
@@ -88,6 +96,15 @@ class Placement(Section):
     wait: Seconds | None = None  # for such a place, before any other will do; none: for ever
 
 
+# Checks that can fail a node by what it has. What its cards compute is not among them: a wrong result is never right.
+PreflightCheck = Literal[
+    "gpu_driver", "gpu_count", "gpu_model", "gpu_recovery", "gpu_memory", "gpu_row_remap", "gpu_throttle", "gpu_pcie",
+    "nvlink", "nvlink_fabric", "xid", "efa_count", "efa_foreign_devices", "libfabric", "nccl_plugin", "infiniband",
+    "gpudirect_rdma", "locked_memory", "environment", "nvme", "storage_nvme", "storage_shared", "lustre_network",
+    "shared_memory", "known_bad", "torch",
+]  # fmt: skip
+
+
 class Run(Section):
     """Where and under what the job is started; the cluster file supplies defaults."""
 
@@ -107,6 +124,7 @@ class Run(Section):
     save_before: Seconds = 600.0  # so long before the time limit a checkpoint is made, and the job requeued
     restarts: Whole = 10  # of the whole job by the scheduler, that fail or come no further; 0: none at all
     preflight: Literal["auto", "quick", "compute"] = "auto"  # Slurm: with a self-test of every device; auto: of GPUs
+    preflight_ignore: tuple[PreflightCheck, ...] = ()  # checks whose `fail` is only a `warn`
     copies: Size = 1  # runs of the same job, each with its number in CRATON_COPY and its own name: an array on Slurm
     image: str | None = None
     env: dict[Variable, Text] = Field(default_factory=dict)
@@ -118,6 +136,13 @@ class Run(Section):
             if name in self.env:
                 raise ConflictError(
                     f"run: {name} is both a secret and in env; remove it from env", ("env", name), ("secrets",)
+                )
+        for name, value in self.env.items():
+            if is_credential(name, value):
+                raise ConflictError(
+                    f"run.env: {name} looks like a secret, and the job file is copied into every run, where others may "
+                    f"read it; remove it there, `export {name}=...` and write run: {{secrets: [{name}]}}",
+                    ("env", name),
                 )
         return self
 
@@ -190,6 +215,9 @@ class Job(Section):
         for key in ("processes", "workdir", "progress"):
             if getattr(self, key) is not None and self.kind != "command":
                 raise ConflictError(f"{key} belongs to kind command, not {self.kind}", (key,), ("kind",))
+        for key, why in NOT_OF_A_COMMAND.items() if self.kind == "command" else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ConflictError(f"{key} is not for kind command: {why}; remove `{key}:`", (key,), ("kind",))
         check_placeholders(self.command)
         check_processes(self.command, self.processes)
         return self

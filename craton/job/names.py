@@ -9,11 +9,24 @@ from pydantic import AfterValidator
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CREDENTIALS = (
+    *("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE"),
+    *("API_KEY", "APIKEY", "ACCESS_KEY", "SECRET_KEY", "PRIVATE_KEY"),
+)
+_VOCABULARY = tuple(f"{name}_TOKEN" for name in ("PAD", "EOS", "BOS", "UNK", "SEP", "CLS", "MASK", "STOP"))
+# Switches (HF_HUB_DISABLE_IMPLICIT_TOKEN=1), what a server without keys is asked with (EMPTY), paths, other variables.
+_NO_CREDENTIAL = re.compile(r"|\d{1,4}|true|false|yes|no|on|off|none|null|empty|dummy|[/.~$<{\[].*", re.IGNORECASE)
 
 
 def is_name(value: str) -> bool:
     """Whether a job, and so a folder, may be called this."""
     return _NAME.fullmatch(value) is not None
+
+
+def is_credential(variable: str, value: str) -> bool:
+    """Whether what a variable holds is most likely nobody else's business, by its name."""
+    name = variable.upper()
+    return name.endswith(_CREDENTIALS) and not name.endswith(_VOCABULARY) and not _NO_CREDENTIAL.fullmatch(value)
 
 
 def _check_name(value: str) -> str:

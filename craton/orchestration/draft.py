@@ -22,7 +22,7 @@ from craton.orchestration.backend import BACKENDS
 from craton.orchestration.command import command_environment, command_fields, processes_of
 from craton.orchestration.errors import StartError
 from craton.orchestration.sizes import Size, check_memory, check_offload, elastic_sizes
-from craton.planning import Plan, ServePlan, plan, plan_serving, plan_to_json, serving_to_json
+from craton.planning import Plan, ServePlan, billed_instances, plan, plan_serving, plan_to_json, serving_to_json
 
 KINDS = ("pretrain", "sft", "serve", "command")
 IMAGE_PYTHON = "python3"  # as images have it
@@ -147,6 +147,8 @@ def draft_run(
     launch = replace(launch, layouts=layouts)
     if backend != "local" and job.cluster.is_local and (found or serving):
         note = "; ".join(filter(None, [note, f"planned as if the nodes of {backend} were this machine"]))
+    if backend == "slurm":
+        note = "; ".join(filter(None, [note, check_gres(job, launch)]))
     return Draft(job, found, replace(launch, chaos=chaos_of(job, launch)), note, sizes, serving, backend)
 
 
@@ -219,8 +221,9 @@ def hourly_price(job: Job, num_nodes: int) -> float | None:
     """Dollars; None where the nodes have no price."""
     if job.cluster.is_local:
         return None
-    price = resolve_cluster(job.cluster, job.price).price
-    return None if price is None else price.dollars_per_hour * num_nodes
+    cluster = resolve_cluster(job.cluster, job.price)
+    price = cluster.price
+    return None if price is None else price.dollars_per_hour * billed_instances(cluster.instance, num_nodes)
 
 
 def daily_price(job: Job, found: Plan | ServePlan | None, num_nodes: int) -> float | None:
@@ -270,8 +273,9 @@ def ranks_of(job: Job, found: Plan | ServePlan | None, backend: str = "local") -
     that share its model."""
     if isinstance(found, ServePlan):
         return 1, found.tp, found.cluster.instance.gpu.generation != "cpu"
-    if found is None and job.cluster.is_local and backend != "local":  # what the nodes have is not known here
-        return job.cluster.num_nodes, 1, False
+    if found is None and job.cluster.is_local and backend != "local":  # what the nodes have is what is asked for
+        gpus = gres_gpus(job.run.gres) if backend == "slurm" else 0
+        return job.cluster.num_nodes, max(1, gpus), gpus > 0
     if found is None and job.cluster.is_local:  # without a plan there is no need to measure this machine
         cards, num_nodes = len(visible_accelerators()), job.cluster.num_nodes
         if cards % num_nodes:
@@ -292,6 +296,15 @@ def threads_of(job: Job, found: Plan | ServePlan | None, num_nodes: int, ranks_p
         return 1
     cluster = found.cluster if found else resolve_cluster(job.cluster, job.price)
     return max(1, cluster.instance.vcpus // ranks_per_node)
+
+
+def gres_gpus(gres: str | None) -> int:
+    """GPUs of a node by the words of Slurm: `gpu`, `gpu:8`, `gpu:h100:8`, several with commas."""
+    found = 0
+    for name, *more in (each.split(":") for each in (gres or "").split(",")):
+        if name == "gpu":
+            found += int(more[-1]) if more and more[-1].isdecimal() else 1
+    return found
 
 
 def usable_cores() -> int:
@@ -316,6 +329,24 @@ def check_backend(job: Job, backend: str) -> None:
             f"{job.where('cluster')}{job.cluster} is more than this machine; `--on slurm` or `--on kubernetes` runs it "
             "there, e.g. `cluster: local x 2` runs it here in small, `craton plan` plans it"
         )
+
+
+def check_gres(job: Job, launch: Launch) -> str:
+    """Refuse to be given other GPUs than the ranks need. Nodes that were planned as this machine may have more: then
+    what to know of it comes back."""
+    given, needed = gres_gpus(job.run.gres), launch.node_gpus if launch.gpus else 0
+    if given == needed or not given or (job.serve and given > needed > 0):
+        return ""
+    if job.cluster.is_local:
+        used = f"{needed} of them" if needed else "none of them"
+        return (
+            f"run.gres gives {given} GPUs of a node, and its ranks use {used}; name the instance, or the hardware of a "
+            "cluster file, under cluster"
+        )
+    raise StartError(
+        f"{job.where('run', 'gres')}run.gres {job.run.gres} gives {given} GPUs of a node, and the job needs {needed} "
+        f"on each ({job.cluster}); remove run.gres, or give a cluster file whose hardware has num_gpus: {given}"
+    )
 
 
 def check_room(job: Job, found: ServePlan) -> None:

@@ -3,8 +3,8 @@
 RUN/code holds the files, RUN/code.json says which they are: the sha256 of each, and one of them all, which is the same
 wherever the same files are. Equal files of all runs under a root are one file on the disk, linked from a store beside
 the runs; where that cannot be, a run has a copy of its own. Guarantees: a snapshot is whole or there is none; what
-.gitignore and .cratonignore leave out is left out, and so is what looks like a secret, whatever they say; a resume runs
-the same files or says which have changed.
+.gitignore and .cratonignore leave out is left out, and so are runs and what looks like a secret, whatever they say; who
+may not read a file may not read its copy; a resume runs the same files or says which have changed.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
-import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from craton.job import Job, Workdir
 from craton.orchestration.errors import StartError
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, runs_root
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
-STORE = ".code"  # beside the runs: SHA256[:2]/SHA256, with an x behind it for a program
+STORE = ".code"  # beside the runs: SHA256[:2]/SHA256, with an x behind it for a program, and -400 where few may read it
 IGNORE_FILES = (".gitignore", ".cratonignore")  # the last one that says something of a path decides
 NEVER = (
     *(".git", ".hg", ".svn", "__pycache__", "*.pyc", ".venv", ".ipynb_checkpoints", ".DS_Store", STORE),
@@ -45,6 +45,7 @@ MOST_FILES = 50_000
 SHOWN = 5  # files that an error names
 TRIES = 3  # to copy a file that changes meanwhile
 CHUNK_BYTES = 1 << 20
+STORED_NS = 946_684_800 * 10**9  # date of every stored file, 2000-01-01: with another one it was written to since
 SWEEP_SECONDS = 86400.0  # between two looks for stored files that no run has any more
 KEEP_SECONDS = 3600.0  # how long such a file stays: a run that is just being made may be about to link it
 
@@ -82,7 +83,7 @@ def find_code(job: Job, root: Path) -> Found | None:
     if not folder.is_dir():
         raise StartError(f"{where}workdir: {folder} is not a folder; give the one that the command runs in")
     found = Found(folder, {}, {})
-    for path, entry in _walk(folder, root.resolve(), found.withheld):
+    for path, entry in _walk(folder, {root.resolve(), runs_root().resolve()}, found.withheld):
         if entry.is_symlink():
             found.links[path] = _target(folder, path)
         elif entry.is_file():
@@ -105,25 +106,28 @@ def find_code(job: Job, root: Path) -> Found | None:
 
 def keep_code(found: Found, run: RunDirectory) -> str:
     """Copies what was found into the run, and returns the hash of it all."""
-    store = run.path.parent / STORE
+    store, folder = run.path.parent / STORE, str(found.folder)
     fresh = run.path / f".code.{secrets.token_hex(4)}"
     fresh.mkdir()
     sums: dict[str, str] = {}
     unreadable: list[str] = []
+    readers: dict[str, int] = {}  # folder in the folder → who may look into it
     unshared = 0
     for path in sorted(found.files):
         try:  # nothing but the source: what goes wrong in the run or in the store is no fault of this file
-            reading = open(found.folder / path, "rb")  # noqa: SIM115
+            reading = open(f"{folder}/{path}", "rb")  # noqa: SIM115
         except FileNotFoundError:
             continue  # removed since it was found, as a temporary file may be
         except PermissionError:
             unreadable.append(path)
             continue
-        target = fresh / path
-        target.parent.mkdir(parents=True, exist_ok=True)
+        inside = os.path.dirname(path)
         with reading:
-            sums[path] = _copy(reading, target)
-        unshared += not _share(target, sums[path], store)
+            if inside not in readers:
+                readers[inside] = _readers(found.folder, inside)
+                (fresh / inside).mkdir(parents=True, exist_ok=True)
+            sums[path], is_shared = _keep(reading, f"{fresh}/{path}", str(store), readers[inside])
+        unshared += not is_shared
     if unreadable:
         raise StartError(
             f"workdir: {', '.join(unreadable[:SHOWN])}{' and others' if len(unreadable) > SHOWN else ''} in "
@@ -180,8 +184,8 @@ def code_summary(run: RunDirectory) -> str:
 # -- what belongs to it ---------------------------------------------------------------------------------------------
 
 
-def _walk(folder: Path, root: Path, withheld: list[str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """(path in the folder, entry) of everything that is not ignored; secrets are noted instead."""
+def _walk(folder: Path, roots: set[Path], withheld: list[str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """(path in the folder, entry) of everything that is not ignored; secrets are noted instead. `roots` hold runs."""
     pending = [("", _rules_above(folder))]
     while pending:
         inside, rules = pending.pop()
@@ -197,11 +201,13 @@ def _walk(folder: Path, root: Path, withheld: list[str]) -> Iterator[tuple[str, 
         for entry in entries:
             path = f"{inside}/{entry.name}" if inside else entry.name
             is_folder = entry.is_dir(follow_symlinks=False)
-            if _matches(entry.name, NEVER) or _is_ignored(folder / path, is_folder, rules):
+            if _NEVER.match(entry.name) or _is_ignored(here, entry.name, is_folder, rules):
                 continue
-            if is_folder and (Path(entry.path) == root or (Path(entry.path) / "pyvenv.cfg").exists()):
+            if is_folder and (Path(entry.path) in roots or os.path.exists(f"{entry.path}/pyvenv.cfg")):
                 continue
-            if _matches(entry.name, SECRETS) and not _matches(entry.name, NO_SECRETS):
+            if entry.is_dir() and _is_run(entry.path):  # or a link to one, as other roots have it
+                continue
+            if _SECRETS.match(entry.name) and not _NO_SECRETS.match(entry.name):
                 withheld.append(path)
             elif is_folder:
                 pending.append((path, rules))
@@ -209,8 +215,15 @@ def _walk(folder: Path, root: Path, withheld: list[str]) -> Iterator[tuple[str, 
                 yield path, entry
 
 
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(translate, patterns)))
+
+
+_NEVER, _SECRETS, _NO_SECRETS = map(_any_of, (NEVER, SECRETS, NO_SECRETS))
+
+
+def _is_run(folder: str) -> bool:
+    return all(os.path.exists(f"{folder}/{name}") for name in ("job.yaml", "launch.json", "events"))
 
 
 Rules = list[tuple[Path, "GitIgnoreSpec"]]
@@ -239,10 +252,11 @@ def _rules_of(folder: Path) -> Rules:
     return found
 
 
-def _is_ignored(path: Path, is_folder: bool, rules: Rules) -> bool:
+def _is_ignored(here: Path, name: str, is_folder: bool, rules: Rules) -> bool:
     """What the last rule says that says anything."""
     for folder, spec in reversed(rules):
-        said = spec.check_file(f"{path.relative_to(folder).as_posix()}{'/' if is_folder else ''}").include
+        path = f"{here}/{name}{'/' if is_folder else ''}"[len(str(folder)) :].lstrip("/")
+        said = spec.check_file(path).include
         if said is not None:
             return said
     return False
@@ -261,54 +275,99 @@ def _target(folder: Path, path: str) -> str:
 # -- files ----------------------------------------------------------------------------------------------------------
 
 
-def _copy(reading: BinaryIO, target: Path) -> str:
-    """The sha256 of what was copied; tried again when the file changed meanwhile."""
+def _keep(reading: BinaryIO, target: str, store: str, readers: int) -> tuple[str, bool]:
+    """(sha256, whether it is one file with the equal ones of other runs): what is stored is linked, and not copied."""
+    digest, status, data = _read(reading)
+    place, mode = _place(store, digest, status, readers)
+    if _is_stored(place, digest, status.st_size, mode):
+        with contextlib.suppress(OSError):  # swept meanwhile, another user's, or linked as often as can be
+            os.link(place, target)
+            return digest, True
+    with open(target, "wb") as writing:
+        if data is not None:
+            writing.write(data)
+        else:  # it may be another one by now
+            digest, status, _ = _read(reading, writing)
+            place, mode = _place(store, digest, status, readers)
+        writing.flush()
+        os.fchmod(writing.fileno(), mode)
+        os.utime(writing.fileno(), ns=(STORED_NS, STORED_NS))
+    return digest, _share(target, place, store)
+
+
+def _read(reading: BinaryIO, writing: BinaryIO | None = None) -> tuple[str, os.stat_result, bytes | None]:
+    """(sha256, status, contents of a small one) of a file, which is copied where there is something to write to; tried
+    again when it changed meanwhile."""
     for _ in range(TRIES):
         digest = hashlib.sha256()
         before = os.fstat(reading.fileno())
         reading.seek(0)
-        left = before.st_size  # no further: a log may grow faster than it is read
-        with open(target, "wb") as writing:
-            while left and (data := reading.read(min(left, CHUNK_BYTES))):
-                digest.update(data)
+        if writing:
+            writing.seek(0)
+            writing.truncate()
+        left, data = before.st_size, b""  # no further: a log may grow faster than it is read
+        while left and (data := reading.read(min(left, CHUNK_BYTES))):
+            digest.update(data)
+            left -= len(data)
+            if writing:
                 writing.write(data)
-                left -= len(data)
-            after = os.fstat(reading.fileno())
-            if (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns):
-                os.fchmod(writing.fileno(), 0o555 if before.st_mode & stat.S_IXUSR else 0o444)
-                return digest.hexdigest()
+        after = os.fstat(reading.fileno())
+        if (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns):
+            return digest.hexdigest(), after, data if len(data) == after.st_size else None
     raise StartError(
         f"workdir: {reading.name} changes while it is copied; name it in a .cratonignore, or stop what writes it"
     )
 
 
-def _share(copy: Path, digest: str, store: Path) -> bool:
-    """Makes a copy one file with the equal ones of other runs. Where it returns False the copy stays as it is: the
-    store may be another user's, or the file system without links."""
-    place = store / digest[:2] / (digest + ("x" if copy.stat().st_mode & stat.S_IXUSR else ""))
+def _readers(folder: Path, inside: str) -> int:
+    """Whom of its group and the others a folder and those above it let in, as bits of a mode."""
+    bits = 0o777
+    for each in (folder, *(folder / part for part in Path(inside).parents), folder / inside):
+        mode = each.stat().st_mode
+        bits &= 0o700 | (0o070 if mode & 0o010 else 0) | (0o007 if mode & 0o001 else 0)
+    return bits
+
+
+def _place(store: str, digest: str, status: os.stat_result, readers: int) -> tuple[str, int]:
+    """(where it is stored, its mode): nobody writes to it, and nobody reads it who could not read the file."""
+    mode = status.st_mode & 0o555 & readers | 0o400
+    if status.st_gid != os.getegid():  # the copy is for another group
+        mode &= 0o707 | (mode & 0o007) << 3
+    ends = {0o444: "", 0o555: "x"}
+    return f"{store}/{digest[:2]}/{digest}{ends.get(mode, f'-{mode:o}')}", mode
+
+
+def _is_stored(place: str, digest: str, size: int, mode: int) -> bool:
+    """Whether this is the very file. Its date tells that of our own; what else is there has to be read."""
+    try:
+        status = os.stat(place)
+    except OSError:
+        return False
+    ours = (size, STORED_NS, mode, os.geteuid())
+    if (status.st_size, status.st_mtime_ns, status.st_mode & 0o777, status.st_uid) == ours:
+        return True
+    return _sum_of(place) == digest and status.st_mode & 0o777 == mode
+
+
+def _share(copy: str, place: str, store: str) -> bool:
+    """Puts a copy into the store, in the place of what is there. Where it returns False the copy stays the run's own:
+    the store may be another user's, or the file system without links."""
     for _ in range(TRIES):
-        beside, fresh = (folder / f".{secrets.token_hex(8)}" for folder in (copy.parent, store))
+        fresh = f"{store}/.{secrets.token_hex(8)}"
         try:
-            if _sum_of(place) == digest:
-                os.link(place, beside)
-                os.replace(beside, copy)
-            else:  # new, or changed through the link of a run
-                place.parent.mkdir(parents=True, exist_ok=True)
-                os.link(copy, fresh)
-                os.replace(fresh, place)
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            os.link(copy, fresh)
+            os.replace(fresh, place)
             return True
-        except FileNotFoundError:  # another run has swept the store meanwhile
-            continue
-        except OSError:
-            return False
-        finally:
-            for left in (beside, fresh):
-                with contextlib.suppress(OSError):
-                    left.unlink()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(fresh)
+            if not isinstance(error, FileNotFoundError):  # which means that another run has swept the store meanwhile
+                return False
     return False
 
 
-def _sum_of(path: Path) -> str:
+def _sum_of(path: str | Path) -> str:
     """The sha256 of a file; nothing where there is none."""
     try:
         with open(path, "rb") as handle:

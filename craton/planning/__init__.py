@@ -4,6 +4,7 @@ from craton.planning.bench import Bench, bench_json, bench_plan, decisions, stat
 from craton.planning.calibration import Calibration, CalibrationError, calibrate, load_pins, load_runs
 from craton.planning.cases import Case, CaseFileError, Skipped, load_cases
 from craton.planning.corpus import corpus_path
+from craton.planning.cost import billed_instances
 from craton.planning.inference import Roofline, Roofs, ServedModel, roofs_of
 from craton.planning.inventory import StageInventory, inventory
 from craton.planning.memory import Memory, memory
@@ -84,6 +85,7 @@ __all__ = [
     "Workload",
     "bench_json",
     "bench_plan",
+    "billed_instances",
     "calibrate",
     "check_software",
     "corpus_path",

@@ -38,8 +38,9 @@ def cost_plan(
 ) -> tuple[CostPlan | None, list[str]]:
     """What the run costs, and what to know about the price.
 
-    `num_instances` is what is paid for (`billed_instances` of the nodes the plan runs on; an elastic cluster is paid by
-    them too). Time is billed by the second, as EC2 does; a capacity block's whole days are in its warning.
+    `num_instances` is what is paid for (`billed_instances` of the nodes the plan runs on and of the spares beside them;
+    an elastic cluster is paid by them too). Time is billed by the second, as EC2 does; a capacity block's whole days
+    are in its warning.
     """
     if price is None:
         return None, ["no price is known for this cluster: state one in the cluster file to see dollars"]
@@ -56,6 +57,7 @@ def cost_plan(
         price_date=price.date.isoformat(),
         price_age_days=age_days,
         price_source=price.source,
+        num_instances=num_instances,
     )
     return cost, _warnings(price, cost, age_days, run_seconds)
 

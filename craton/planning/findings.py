@@ -9,6 +9,7 @@ from datetime import date, timedelta
 
 from craton.job import Layout
 from craton.planning import quantities
+from craton.planning.cost import billed_instances
 from craton.planning.result import (
     INTERVAL_LEVEL,
     PHASES,
@@ -76,6 +77,8 @@ def price_text(plan: Plan) -> str:
         return f"no price known for {plan.cluster.instance.name}; put yours in the cluster file"
     age = f" ({plan.cost.price_age_days} days old)" if plan.cost.price_age_days > STALE_PRICE_DAYS else ""
     hourly = f"${plan.cost.dollars_per_hour_per_instance:,.2f}/h per instance"
+    if plan.cost.num_instances > billed_instances(plan.cluster.instance, plan.cluster.num_nodes):
+        hourly += f" ({plan.cost.num_instances} with the spares)"
     per_trillion = quantities.dollars(plan.cost.dollars_per_trillion_tokens)
     return (
         f"{plan.cost.purchase}, {hourly}, price of {plan.cost.price_date}{age}; "

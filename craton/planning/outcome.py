@@ -59,7 +59,7 @@ def outcome_of(setting: Setting, candidate: Candidate) -> Outcome:
     run_seconds = steps * (productive + evaluate) / max(share, 1e-6)
     cost = None
     if setting.cluster.price:
-        count = billed_instances(setting.cluster.instance, setting.cluster.num_nodes)
+        count = billed_instances(setting.cluster.instance, setting.cluster.num_nodes + setting.job.spares)
         cost = setting.cluster.price.dollars_per_hour * count * run_seconds / 3600.0
     return Outcome(setting, candidate, prediction, productive + blocked, share, run_seconds, cost)
 

@@ -216,7 +216,7 @@ def _plan(
     tokens = job.total_tokens or 0.0
     cost, cost_warnings = cost_plan(
         cluster.price,
-        billed_instances(cluster.instance, cluster.num_nodes),
+        billed_instances(cluster.instance, cluster.num_nodes + job.spares),
         run_seconds,
         run_seconds / low_factor,
         run_seconds * high_factor,

@@ -128,6 +128,7 @@ class CostPlan:
     price_date: str
     price_age_days: int
     price_source: str
+    num_instances: int = 0  # paid for, spares included
 
 
 @dataclass(frozen=True)

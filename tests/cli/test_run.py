@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 from run_verbs import Verbs, in_a_terminal
 
-from craton.cli.run import confirm
+from craton.agent import Launch
+from craton.cli.run import confirm, follow, print_plan
 from craton.job import load_job, parse_job
-from craton.orchestration import draft_run, living_agents
-from craton.telemetry import summarize
+from craton.orchestration import Draft, draft_run, living_agents
+from craton.telemetry import RunDirectory, summarize
 
 PRICED = """\
 kind: pretrain
@@ -149,7 +151,42 @@ def test_the_question_about_money_is_seen_where_stdout_goes_to_a_file(
         confirm(draft, yes=False)
     output = capsys.readouterr()
     assert "Start it for about $20.00 an hour?" in output.err
+    assert output.err.endswith("not started\n")
     assert not output.out.strip()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("", "$20.00 an hour"),
+        ("run: {time_limit: 4h}\n", "$20.00 an hour, at most $80.00 in each start of 4 h 0 min"),
+        ("run: {time_limit: 4h, restarts: 0}\n", "an hour, at most $80.00 in the 4 h 0 min it may take"),
+        ("recover: {spares: 1}\n", "$30.00 an hour, spares included"),
+        ("run: {time_limit: 4h, copies: 3}\n", "$60.00 an hour for 3 copies, at most $240.00 in each start"),
+    ],
+)
+def test_the_cost_of_a_command_is_shown_whether_it_is_asked_for_or_not(more: str, says: str) -> None:
+    text = "kind: command\ncommand: x\ncluster: p5.48xlarge x 2\nprice: {dollars_per_hour: 10}\n"
+    out = io.StringIO()
+    print_plan(draft_run(parse_job(text + more), Path("/runs/priced"), on="slurm"), Console(file=out, width=200))
+    (line,) = (line for line in out.getvalue().splitlines() if line.startswith("cost"))
+    assert says in line
+
+
+def test_what_is_said_of_a_run_left_alone_fits_its_kind_and_its_place() -> None:
+    def said(kind: str, on: str) -> str:
+        job = parse_job(kind)
+        draft = Draft(job, None, Launch(0, ["node-0"], 1, ["x"]), on=on)
+        out = io.StringIO()
+        follow(RunDirectory("/runs/none"), draft, Console(file=out, width=200), detach=True, as_json=False)
+        return out.getvalue()
+
+    command = "name: none\nkind: command\ncommand: x\ncluster: local\n"
+    training = f"name: none\n{PRICED}"
+    assert "none runs on its own: " in said(command, "local")
+    assert "`craton stop none` stops it\n" in said(command, "local")
+    assert "none starts by itself once it has its nodes: " in said(command, "slurm")
+    assert "stops it with a checkpoint" in said(training, "local")
 
 
 def test_ctrl_c_leaves_the_view_and_not_the_run(verbs: Verbs) -> None:

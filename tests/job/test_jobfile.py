@@ -335,6 +335,61 @@ def test_a_mistake_is_told_with_line_key_and_what_is_allowed(changes: dict[str, 
     assert says in problems[0]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "WANDB_API_KEY",
+        "PGPASSWORD",
+        "my_secret",
+        "SSH_PRIVATE_KEY",
+    ],
+)
+def test_a_secret_is_not_written_down_and_its_value_not_told(name: str) -> None:
+    (problem,) = problems_of(with_lines(run=f"{{env: {{{name}: hf_q8Zr0s5T}}}}"))
+    assert problem.startswith(f"job.yaml:6: run.env: {name} looks like a secret")
+    assert f"run: {{secrets: [{name}]}}" in problem
+    assert "hf_q8Zr0s5T" not in problem
+
+
+def test_what_only_sounds_like_a_secret_may_be_written_down() -> None:
+    env = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "MAX_TOKENS": "4096",
+        "PAD_TOKEN": "pad",
+        "IMAGE_TOKEN": "<image>",
+        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+        "OPENAI_API_KEY": "EMPTY",
+        "HF_TOKEN": "",
+        "DB_PASSWORD": "/run/secrets/password",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": "token",
+        "SECRET_NAME": "team-tokens",
+        "NCCL_KEY": "value",
+    }
+    assert parse_job(with_lines(run=f"{{env: {json.dumps(env)}}}")).run.env == env
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model", "llama-3.1-8b"),
+        ("data", "{path: /d}"),
+        ("layout", "{tp: 2}"),
+        ("checkpoint", "{tiers: [{to: shared, every: 5m}]}"),
+        ("objective", "my.losses:own"),
+    ],
+)
+def test_what_a_command_would_ignore_is_refused(key: str, value: str) -> None:
+    text = f"kind: command\ncommand: ls\ncluster: local\n{key}: {value}\n"
+    (problem,) = problems_of(text)
+    assert f"{key} is not for kind command: the command " in problem
+    assert problem.endswith("(lines 1 and 4)")
+    job = parse_job("kind: command\ncommand: ls\ncluster: local\n")
+    assert parse_job(dump_job(job)) == job, "what a run keeps of it, with all defaults, is read"
+
+
 def test_never_both_of_a_pair() -> None:
     text = with_lines(train="\n  tokens: 1B\n  global_batch_sequences: 8\n  steps: 4")
     assert problems_of(text) == ("job.yaml:5: train: tokens and steps are both given; keep one (lines 5 and 7)",)

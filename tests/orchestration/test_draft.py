@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from counting import counting_job, wait_for_state
 
+from craton.agent import Launch
+from craton.agent.process import common_environment
 from craton.job import parse_job
 from craton.orchestration import StartError, check_machine, draft_run, free_port, named_job, start_run
-from craton.telemetry import RunError
+from craton.orchestration.draft import check_gres
+from craton.telemetry import RunDirectory, RunError
 
 TRAIN = """\
 name: small
@@ -203,6 +206,77 @@ def test_a_command_on_machines_that_cost_has_a_price_too() -> None:
     assert priced.dollars_per_hour == 30.0
     assert draft_run(parse_job("kind: command\ncommand: x\ncluster: local\n"), RUN).dollars_per_hour is None
     assert json.loads(priced.files()["launch.json"])["dollars_per_day"] == 720.0
+
+
+PRICED = {
+    "of the job": "cluster: p5.48xlarge x 2\nrecover: {spares: 4}\nprice: {dollars_per_hour: 10}\n",
+    "of the cluster file": "cluster: {name: lab, instance: p5.48xlarge, nodes: 6, spares: 4, "
+    "prices: [{dollars_per_hour: 10}]}\n",
+}
+
+
+@pytest.mark.parametrize("spares", PRICED)
+def test_training_and_a_command_on_the_same_nodes_cost_the_same_spares_included(spares: str) -> None:
+    fixed = "layout: {fsdp: 16, micro_batch: 1}\n"
+    training = draft_run(
+        parse_job(TRAIN.replace("cluster: p5.48xlarge x 1\n", PRICED[spares] + fixed)), RUN, on="slurm"
+    )
+    command = draft_run(parse_job(f"kind: command\ncommand: x\n{PRICED[spares]}"), RUN, on="slurm")
+    for draft in (training, command):
+        assert (len(draft.launch.nodes), draft.launch.dollars_per_day) == (6, 1440.0)
+    assert training.plan is not None
+    assert training.plan.cost is not None
+    cost = training.plan.cost
+    assert cost.num_instances == 6
+    assert cost.cost_dollars == pytest.approx(60.0 / 3600 * training.plan.run_seconds)
+
+
+def test_a_command_pays_for_whole_ultraservers_as_training_does() -> None:
+    text = "kind: command\ncommand: x\ncluster: p6e-gb200.36xlarge x 2\nprice: {dollars_per_hour: 10}\n"
+    assert draft_run(parse_job(text), RUN, on="slurm").dollars_per_hour == 180.0
+
+
+ON_SLURM = "kind: command\ncommand: [python, train.py]\ncluster: local x 2\nrun: {on: slurm, gres: 'GRES'}\n"
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [("gpu:8", 8), ("gpu:h100:4", 4), ("gpu", 1), ("gpu:h100", 1), ("nvme:2,gpu:2,gpu:a100:1", 3), ("nvme:2", 0)],
+)
+def test_a_command_has_the_gpus_that_slurm_is_asked_for(gres: str, gpus: int) -> None:
+    draft = draft_run(parse_job(ON_SLURM.replace("GRES", gres)), RUN)
+    assert (draft.launch.gpus, draft.launch.ranks_per_node) == (gpus > 0, max(1, gpus))
+    assert draft.launch.gpus_per_node == max(1, gpus)
+    assert "gres" not in draft.note
+    one = draft_run(parse_job(ON_SLURM.replace("GRES", gres) + "processes: node\n"), RUN).launch
+    assert (one.ranks_per_node, one.gpus_per_node) == (1, max(1, gpus))
+
+
+def test_gpus_are_hidden_from_ranks_that_need_none_but_not_from_a_command_on_a_cluster(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "run")
+
+    def shown(text: str, on: str) -> str | None:
+        launch = draft_run(parse_job(text), RUN, on=on).launch
+        return common_environment(run, launch, "node-0").get("CUDA_VISIBLE_DEVICES")
+
+    command = "kind: command\ncommand: [python, train.py]\ncluster: local\n"
+    assert shown(command, "slurm") is None
+    assert shown(command + "run: {env: {CUDA_VISIBLE_DEVICES: '2,3'}}\n", "slurm") == "2,3"
+    assert shown(command, "local") == ""
+    own_model = TRAIN.replace("llama-3.2-1b", "my.models:build").replace("p5.48xlarge x 1", "local")
+    assert shown(own_model, "slurm") == ""
+
+
+def test_gpus_that_contradict_the_catalog_are_refused_and_those_that_a_plan_leaves_idle_are_told() -> None:
+    command = "kind: command\ncommand: x\ncluster: p5.48xlarge x 2\n"
+    with pytest.raises(StartError, match=r"job.yaml:4: run.gres gpu:4 gives 4 GPUs of a node, .* needs 8 on each"):
+        draft_run(parse_job(f"{command}run: {{on: slurm, gres: 'gpu:4'}}\n"), RUN)
+    assert "gres" not in draft_run(parse_job(f"{command}run: {{on: slurm, gres: 'gpu:h100:8'}}\n"), RUN).note
+    serve = "kind: serve\nmodel: llama-3.1-8b\nserve: {initialize: random}\ncluster: p5.48xlarge x 1\n"
+    assert draft_run(parse_job(serve + "run: {on: slurm, gres: 'gpu:8'}\n"), RUN).note == ""
+    here = parse_job(TRAIN.replace("p5.48xlarge x 1", "local") + "run: {on: slurm, gres: 'gpu:8'}\n")
+    planned_as_this_machine = Launch(0, ["node-0"], 1, ["python"], gpus=False)
+    assert "gives 8 GPUs of a node, and its ranks use none of them" in check_gres(here, planned_as_this_machine)
 
 
 def test_a_server_on_a_machine_that_costs_has_its_price_beside_its_command() -> None:

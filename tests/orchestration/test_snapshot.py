@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from craton.job import Job, parse_job
 from craton.orchestration import StartError
 from craton.orchestration.snapshot import (
     STORE,
-    _sum_of,
+    _is_stored,
     check_code,
     code_folder,
     code_summary,
@@ -144,6 +145,61 @@ def test_runs_beside_the_code_are_no_code(folder: Path) -> None:
     assert copied(snapshot(folder, root, "second")) == {"train.py", "lib/model.py"}
 
 
+def test_runs_of_another_root_are_no_code_either(folder: Path, root: Path, tmp_path: Path) -> None:
+    """They hold logs, and the secret of their agents."""
+    old = RunDirectory.create(folder / "runs", "old")
+    write(old.path, {"job.yaml": "kind: command\n", "launch.json": "{}", "secret": "0123", "logs/rank-00000.log": "x"})
+    elsewhere = RunDirectory.create(tmp_path / "shared", "linked")
+    write(elsewhere.path, {"job.yaml": "kind: command\n", "launch.json": "{}"})
+    (folder / "runs" / "linked").symlink_to(elsewhere.path)
+    write(tmp_path / "environment", {"pyvenv.cfg": ""})
+    (folder / "environment").symlink_to(tmp_path / "environment")
+    write(folder, {"lib/launch.json": "{}", "lib/job.yaml": "kind: command\n"})
+    expected = {"train.py", "lib/model.py", "lib/launch.json", "lib/job.yaml", "environment"}
+    assert copied(snapshot(folder, root)) == expected
+
+
+def test_who_may_not_read_a_file_may_not_read_its_copy(folder: Path, root: Path) -> None:
+    write(folder, {"notes": "x\n", "public": "x\n", "group": "x\n", "private/tool": "x\n", "private/deep/y": "y\n"})
+    modes = {"notes": 0o600, "public": 0o644, "group": 0o640, "private/tool": 0o755, "private/deep/y": 0o644}
+    for name, mode in modes.items():
+        (folder / name).chmod(mode)
+    (folder / "private").chmod(0o750)
+    run = snapshot(folder, root)
+    kept = {name: stat.S_IMODE((code_folder(run.path) / name).stat().st_mode) for name in modes}
+    assert kept == {"notes": 0o400, "public": 0o444, "group": 0o440, "private/tool": 0o550, "private/deep/y": 0o440}
+    again = snapshot(folder, root, "again")
+    for name in modes:
+        first, second = (code_folder(each.path) / name for each in (run, again))
+        assert first.samefile(second)
+    check_code(again)
+
+
+def test_a_file_of_another_group_is_not_given_to_ours(
+    folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "train.py").chmod(0o640)
+    (folder / "lib" / "model.py").chmod(0o644)
+    monkeypatch.setattr(os, "getegid", lambda: (folder / "train.py").stat().st_gid + 1)
+    code = code_folder(snapshot(folder, root).path)
+    assert [stat.S_IMODE((code / name).stat().st_mode) for name in ("train.py", "lib/model.py")] == [0o400, 0o444]
+
+
+def test_what_is_stored_is_read_once_and_written_never(
+    folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot(folder, root, "first")
+    opened: list[str] = []
+
+    def counted(path: Any, mode: str = "r", *about: Any, **more: Any) -> Any:
+        opened.append(f"{mode} {Path(path).name}")
+        return open(path, mode, *about, **more)
+
+    monkeypatch.setattr("craton.orchestration.snapshot.open", counted, raising=False)
+    snapshot(folder, root, "second")
+    assert sorted(opened) == ["rb model.py", "rb train.py"]
+
+
 def test_links_lead_to_the_same_places(folder: Path, root: Path, tmp_path: Path) -> None:
     outside = tmp_path / "data"
     write(outside, {"big.bin": "x"})
@@ -239,14 +295,13 @@ def test_a_file_that_leaves_the_store_before_it_is_linked_is_stored_again(
     shutil.rmtree(first.path)
     swept: list[Path] = []
 
-    def sum_then_sweep(path: Path) -> str:
-        known = _sum_of(path)
-        if path.is_relative_to(root / STORE) and path not in swept and known:
-            swept.append(path)
-            path.unlink()
-        return known
+    def look_then_sweep(place: str, *about: Any) -> bool:
+        is_stored = _is_stored(place, *about)
+        swept.append(Path(place))
+        swept[-1].unlink()
+        return is_stored
 
-    monkeypatch.setattr("craton.orchestration.snapshot._sum_of", sum_then_sweep)
+    monkeypatch.setattr("craton.orchestration.snapshot._is_stored", look_then_sweep)
     second = snapshot(folder, root, "second")
     monkeypatch.undo()
     assert len(swept) == 2
