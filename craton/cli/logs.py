@@ -1,4 +1,5 @@
-"""`craton logs RUN`: what the ranks printed, and with `--agent` what the node agents said.
+"""`craton logs RUN`: what the ranks printed, and with `--agent` what the node agents said. Of a run that has ended
+before any rank began it is the agents', which say why.
 
 Read from the run directory, or from the pods of a run whose directory is not seen here.
 """
@@ -41,9 +42,15 @@ def logs(
     ranks = _ranks(rank)
     pods = pod_lines(found, follow, FOLLOW_LINES if follow else None)
     if pods is not None or not _files(found, ranks, agent):
-        waits = standing_of(found)
-        if waits.condition == "waiting":
-            print(f"{found.name} waits: {waits.sentence}", file=sys.stderr)
+        standing = standing_of(found)
+        has_ended = standing.condition == "ended" or found.has("FATAL")
+        if standing.condition == "waiting":
+            print(f"{found.name} waits: {standing.sentence}", file=sys.stderr)
+        elif pods is None and has_ended and not agent and _files(found, [], agent=True):
+            print(f"{found.name} has ended before a rank printed anything; this is of its agents:", file=sys.stderr)
+            agent = True
+        elif pods is None and has_ended:
+            print(f"{found.name} has ended and left no logs; `craton why {found.name}` tells more", file=sys.stderr)
         elif pods is None and not follow:
             print(f"{found.name} has no logs yet; `craton logs {found.name} -f` waits for them", file=sys.stderr)
     alone = not agent and len(ranks) == 1

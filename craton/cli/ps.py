@@ -27,7 +27,7 @@ def ps(
 
     from craton.cli.live import make_console
     from craton.cli.outcome import goodput_text, ledger_text, recoveries_json, recoveries_text, summary_json
-    from craton.orchestration import MOVING, glance, settled_summaries
+    from craton.orchestration import MOVING, glance, settled_summaries, stopped_by_user
     from craton.telemetry import find_run, list_runs, runs_root
 
     summaries, recoveries, unreadable = [], {}, {}
@@ -60,11 +60,27 @@ def ps(
             _print_server(find_run(summary.path), console)
         if back:
             console.print(f"{summary.name}: {recoveries_text(back)}", style="yellow", soft_wrap=True, markup=False)
-        if summary.state == "waiting":
-            console.print(f"{summary.name}: waits: {summary.message}", style="cyan", soft_wrap=True, markup=False)
         if summary.state in ("failed", "lost") and summary.message:
             reason = summary.message.splitlines()[0]
             console.print(f"{summary.name}: {reason}", style="red", soft_wrap=True, markup=False)
+        if summary.state == "stopped" and summary.message and not stopped_by_user(find_run(summary.path)):
+            reason = summary.message.splitlines()[0]
+            console.print(f"{summary.name}: {reason}", style="yellow", soft_wrap=True, markup=False)
+    for text in _waiting_lines(summaries):
+        console.print(text, style="cyan", soft_wrap=True, markup=False)
+
+
+def _waiting_lines(summaries: Sequence[RunSummary]) -> list[str]:
+    """What runs wait for; one line for all that wait for the same."""
+    names: dict[str, list[str]] = {}
+    for summary in summaries:
+        if summary.state == "waiting" or (summary.state == "starting" and summary.message):
+            names.setdefault(summary.message, []).append(summary.name)
+    lines = []
+    for message, waiting in names.items():
+        others = f" and {len(waiting) - 1:,} more: wait" if len(waiting) > 1 else ": waits"
+        lines.append(f"{waiting[0]}{others}: {message}")
+    return lines
 
 
 def _print_server(run: RunDirectory, console: Console) -> None:

@@ -44,7 +44,27 @@ def test_a_broken_run_directory_hides_no_other(verbs: Verbs) -> None:
     assert states == {"count": "done", "broken": "unreadable"}
     silent = verbs("logs", "broken")
     assert (silent.returncode, silent.stdout) == (0, "")
-    assert "broken has no logs yet" in silent.stderr
+    assert "broken has ended and left no logs" in silent.stderr
+
+
+def test_a_run_whose_agents_could_not_start_says_what_they_said(verbs: Verbs) -> None:
+    run = RunDirectory.create(verbs.root, "unpacked")
+    (run.path / "logs" / "slurm-812.out").write_text("srun: unrecognized option '--container-image'\n")
+    run.mark("FATAL", "no agent could start")
+    told = verbs("logs", "unpacked")
+    assert told.stdout == "slurm-812  srun: unrecognized option '--container-image'\n"
+    assert "unpacked has ended before a rank printed anything; this is of its agents:" in told.stderr
+
+
+def test_ps_says_why_a_run_stopped_that_nobody_stopped(verbs: Verbs) -> None:
+    for name, words in {"left": "saved and left, and it is not started again: …", "ended": "craton stop"}.items():
+        run = RunDirectory.create(verbs.root, name)
+        run.launch_path.write_text('{"nodes": ["node-0"], "ranks_per_node": 1}')
+        write_heartbeat(run, "node-0", Heartbeat(0, "stopped", os.getpid(), 0))
+        run.mark("STOP", f"{words}\nleaving for Slurm: the time limit is near")
+    listed = verbs("ps").stdout
+    assert "left: saved and left, and it is not started again: …\n" in listed
+    assert "ended:" not in listed
 
 
 def test_ps_does_not_ask_this_machine_for_a_server_of_another(verbs: Verbs) -> None:

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from craton.cli.ps import _print_table
+from craton.cli.ps import _print_table, _waiting_lines
 from craton.orchestration import Standing, glance, glances
 from craton.orchestration import watch as watching
 from craton.orchestration.backend import Submission, write_submission
@@ -65,6 +66,19 @@ def test_ps_loads_nothing_that_only_planning_needs(root: Path, tmp_path: Path) -
     assert sorted(rows) == [["ended", "done"], ["moves", "running"]]
     assert "waits: waits: needs" in said.stdout, "asked of Slurm, and said why"
     assert HEAVY & set(said.stderr.split()) == set()
+
+
+def test_runs_that_wait_for_the_same_share_a_line(root: Path) -> None:
+    first = summarize(make_run(root, "many-1"))
+    waiting = [replace(first, name=f"many-{each}", state="waiting", message="2 of 8 free") for each in range(1, 501)]
+    other = replace(first, name="other", state="waiting", message="held")
+    lines = ["many-1 and 499 more: wait: 2 of 8 free", "other: waits: held"]
+    assert _waiting_lines([replace(first, state="done"), *waiting, other]) == lines
+
+
+def test_a_run_that_is_not_whole_says_why(root: Path) -> None:
+    part = replace(summarize(make_run(root, "part")), state="starting", message="3 of 4 pods find no node")
+    assert _waiting_lines([part, replace(part, name="fresh", message="")]) == ["part: waits: 3 of 4 pods find no node"]
 
 
 @pytest.mark.parametrize("package", ["craton.orchestration", "craton.agent", "craton.infrastructure"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,13 +19,14 @@ from craton.orchestration.slurm.batch import Batch
 from craton.orchestration.slurm.checks import check_seconds
 from craton.orchestration.slurm.records import JobRecord
 from craton.orchestration.slurm.starts import read_starts
-from craton.orchestration.slurm.step import Step
-from craton.telemetry import Heartbeat, RunDirectory, write_heartbeat
+from craton.orchestration.slurm.step import Step, complaint_of
+from craton.telemetry import Heartbeat, Recorder, RunDirectory, write_heartbeat
 
 NONCE = "0123456789abcdef"
 LEFT = "leaving for Slurm: the time limit is near, or another job takes the nodes\n"
 SILENT = "kind: command\ncommand: [sleep, '1000']\ncluster: local x 1\nrun: {on: slurm, restarts: 2}\n"
 TOLD = f"{SILENT}progress: {{pattern: 'step (?P<step>[0-9]+)'}}\n"
+ASKED = f"{SILENT}progress: {{prometheus: {{address: 'http://127.0.0.1:8000/metrics', names: {{a: requests}}}}}}\n"
 SERVER = """kind: serve
 model: llama-3.1-8b
 serve: {initialize: random}
@@ -60,7 +60,7 @@ class Stage:
         self,
         checks: Callable[[Batch], object] = lambda start: None,
         works: Callable[[Batch], object] = lambda start: None,
-        agents: Sequence[str] = (sys.executable, "-c", ""),
+        agents: Sequence[str] = ("true",),
         hosts: str = "g1",
     ) -> int:
         """Runs one start: what happens while its nodes are checked, then while its agents work."""
@@ -139,12 +139,15 @@ def test_slurm_ends_a_job_whose_nodes_are_checked(stage: Stage) -> None:
 
 @pytest.mark.parametrize("leaves", [warned, ended])
 @pytest.mark.parametrize(
-    ("text", "given_up"), [(SERVER, False), (SILENT, True), (TOLD, True)], ids=["server", "silent", "told"]
+    ("text", "given_up"),
+    [(SERVER, False), (SILENT, False), (ASKED, False), (TOLD, True)],
+    ids=["server", "silent", "asked", "told"],
 )
 def test_slices_of_what_shows_no_steps_are_not_counted(
     text: str, given_up: bool, leaves: Callable[[Batch], None], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server may be preempted as often as it takes; a command comes on, as far as is known, or is given up."""
+    """What nobody can see the progress of may be preempted as often as it takes; what has steps comes on or is given
+    up."""
     stage = Stage(root, job_of_text(text), monkeypatch)
     for _ in range(6):
         stage.start(works=leaves)
@@ -152,6 +155,29 @@ def test_slices_of_what_shows_no_steps_are_not_counted(
     starts = read_starts(stage.run)
     assert starts is not None
     assert (starts.spent(0) > 2) == given_up
+
+
+def test_a_command_that_records_steps_itself_is_given_up_when_it_comes_no_further(stage: Stage) -> None:
+    Recorder("node-0", 0, 0, run=stage.run).metrics(5, run_step_seconds=0.1)
+    for _ in range(6):
+        stage.start(works=warned)
+    assert len(stage.seen) == 3
+
+
+def test_a_run_that_is_not_started_again_says_so_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(root, job_of_text(TOLD), monkeypatch)
+    for _ in range(3):
+        stage.start(works=warned)
+    first, *others = stage.run.marker_text("STOP").splitlines()
+    assert first == (
+        "saved and left, and it is not started again: 3 starts failed or came no further, run.restarts is 2; "
+        "`craton resume served` goes on"
+    )
+    assert others == LEFT.splitlines()
+    assert not stage.run.has("FATAL")
+    stage.run.mark("STOP", "by somebody else")
+    stage.start()
+    assert stage.run.marker_text("STOP").startswith("it left, and it is not started again: "), "nor by Slurm itself"
 
 
 def test_a_preemption_that_only_the_agents_hear_of_is_not_counted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +193,62 @@ def test_a_server_that_fails_is_given_up(root: Path, monkeypatch: pytest.MonkeyP
         stage.start()
     assert stage.requeued == ["scontrol requeue 812"] * 2
     assert "3 starts failed or came no further" in stage.run.marker_text("FATAL")
+
+
+def test_a_step_that_starts_no_agent_says_why(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(root, job_of_text(SILENT), monkeypatch)
+    output = stage.run.path / "logs" / "slurm-812.out"
+    output.write_text("srun: error: of a start before\n")
+
+    def complain(start: Batch) -> None:
+        with open(output, "a") as file:
+            file.write(
+                "srun: unrecognized option '--container-image=a.sqsh'\nTry \"srun --help\" for more information\n"
+            )
+
+    for _ in range(3):
+        stage.start(works=complain)
+    why = "no agent could start (srun: unrecognized option '--container-image=a.sqsh'), and it is not started again: "
+    assert stage.run.marker_text("FATAL").startswith(why)
+
+
+def test_agents_that_began_and_ended_are_not_said_not_to_have_started(stage: Stage) -> None:
+    def beat(start: Batch) -> None:
+        write_heartbeat(stage.run, "node-0", Heartbeat(read_launch(stage.run).generation, "failed", 1, 0))
+
+    for _ in range(3):
+        stage.start(works=beat)
+    assert stage.run.marker_text("FATAL").startswith("the agents ended, and it is not started again: ")
+
+
+@pytest.mark.parametrize(
+    ("cause", "after"),
+    [
+        (
+            "/usr/bin/python3: Error while finding module specification for 'craton.orchestration.slurm.node' "
+            "(ModuleNotFoundError: No module named 'craton')",
+            ["srun: error: g1: task 0: Exited with exit code 1", "srun: Terminating StepId=812.0"],
+        ),
+        (
+            "slurmstepd: error: pyxis:     [ERROR] URL https://registry/v2/manifests/a returned error code: 401",
+            [
+                "slurmstepd: error: pyxis: couldn't start container",
+                "slurmstepd: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1",
+                "slurmstepd: error: Failed to invoke spank plugin stack",
+                "srun: error: g[1-2]: tasks 0-1: Exited with exit code 1",
+            ],
+        ),
+        ("srun: error: g1: task 0: Exited with exit code 1", []),
+        ("", []),
+    ],
+    ids=["no Craton in it", "no image", "nothing more", "nothing"],
+)
+def test_the_line_that_says_why_a_step_started_nothing(cause: str, after: list[str]) -> None:
+    before = [
+        "pyxis: importing docker image: registry#a",
+        "slurmstepd: error: pyxis:     [INFO] Fetching image manifest",
+    ]
+    assert complaint_of("\n".join([*(before if after else []), cause, *after])) == cause
 
 
 @pytest.mark.parametrize(("heard", "avoided"), [([], ""), (["node-0"], "g2")])

@@ -78,6 +78,13 @@ def test_scontrol_tells_more_of_the_same_jobs() -> None:
     assert told["5"].has_task(50)
 
 
+def test_segments_of_a_job() -> None:
+    (told,) = jobs_of_text("JobId=9 JobName=x\n   JobState=PENDING\n   SegmentSize=4 SpreadSegments=Yes\n")
+    (listed,) = jobs_of_json({"jobs": [{"job_id": 9, "job_state": ["PENDING"], "name": "x", "segment_size": 4}]})
+    assert told == listed
+    assert told.segment_nodes == 4
+
+
 def test_nodes_with_their_reasons() -> None:
     nodes = {node.name: node for node in nodes_of_text(sample("scontrol-node-22.05.txt"))}
     assert len(nodes) == 8
@@ -102,7 +109,8 @@ def test_switches_partitions_and_reservations() -> None:
     switches = switches_of_text(sample("scontrol-topology-22.05.txt"))
     assert switch_paths(switches)["g6"] == ("spine", "leaf2")
     blocks = switches_of_text(sample("scontrol-topology-block.txt"))
-    assert switch_paths(blocks)["g6"] == ("block2",)
+    halves = {"block1": range(1, 5), "block2": range(5, 9)}
+    assert switch_paths(blocks) == {f"g{node}": (name,) for name, nodes in halves.items() for node in nodes}
     partitions = {each.name: each for each in partitions_of_text(sample("scontrol-partition-22.05.txt"))}
     assert (partitions["short"].max_seconds, partitions["short"].max_nodes) == (300, 4)
     assert partitions["train"].max_seconds is None

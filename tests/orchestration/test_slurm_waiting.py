@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import tomllib
 from dataclasses import replace
 from datetime import datetime
@@ -96,6 +98,32 @@ SITUATIONS = {
         pending("Resources", num_nodes=9, start=AT_1600),
         cluster("", jobs=BUSY),
         "needs 9 nodes; 0 of 8 in train are free; Slurm expects to start it 16:00",
+    ),
+    "room on nodes that others share, of which Slurm knows": (
+        pending("Resources", num_nodes=1, start=AT_1405),
+        cluster(jobs=(running("811", "g[1-8]", AT_1600),)),
+        "needs 1 node; 0 of 8 in train are free; Slurm expects to start it 14:05",
+    ),
+    "a plan of Slurm's that is a moment off": (
+        pending("Resources", num_nodes=1, start=AT_1405 - 30),
+        cluster(jobs=(running("811", "g[1-8]", AT_1405),)),
+        "needs 1 node; 0 of 8 in train are free; earliest 14:05 when job 811 ends",
+    ),
+    "enough, but not in one block": (
+        pending("Resources", segment_nodes=4),
+        cluster("g1 g2 g3 g5 g6 g7", jobs=(running("811", "g4", AT_1600), running("812", "g8", AT_1405))),
+        "needs 4 nodes in one block; leaf1 has 3 free; earliest 14:05 when job 812 ends",
+    ),
+    "enough, but not two by two": (
+        pending("Resources", num_nodes=6, segment_nodes=2),
+        cluster("g1 g2 g3 g5 g6 g7", jobs=(running("811", "g4", AT_1600), running("812", "g8", AT_1405))),
+        "needs 6 nodes, each 2 of them in one block; leaf1 has 3 free and leaf2 has 3 free; earliest 14:05 when job "
+        "812 ends",
+    ),
+    "segments that no block holds": (
+        pending("Resources", num_nodes=8, segment_nodes=8),
+        cluster("g1 g2", jobs=(running("811", "g[3-8]", AT_1600),)),
+        "needs 8 nodes; 2 of 8 in train are free; earliest 16:00 when job 811 ends",
     ),
     "nodes of a kind": (
         pending("Resources", features="h100", excluded="g1"),
@@ -340,12 +368,36 @@ SITUATIONS = {
     "an account's budget": (
         pending("AssocGrpGRESMinutes", account="lab"),
         cluster(),
-        "all jobs of the account lab together use as many GPU minutes as they may; it starts when one of them ends",
+        "the GPU minutes that all jobs of the account lab may use together are spent, or too few are left for it; the "
+        "end of a job gives nothing back, only time does where the site lets usage decay; ask for less, or give "
+        "another run.account",
+    ),
+    "an account's budget of hours": (
+        pending("AssocGrpWallLimit", account="lab"),
+        cluster(),
+        "the time that all jobs of the account lab may use together is spent, or too little is left for it; the end of "
+        "a job gives nothing back, only time does where the site lets usage decay; ask for less, or give another "
+        "run.account",
+    ),
+    "minutes that running jobs have before them": (
+        pending("QOSGrpGRESRunMinutes", qos="research"),
+        cluster(),
+        "all jobs of the QOS research together use as many GPU minutes as they may; it starts when one of them ends",
+    ),
+    "a QOS limit for each account": (
+        pending("MaxGRESPerAccount", qos="research", account="lab"),
+        cluster(),
+        "the QOS research allows no more GPUs for each account; it starts when another job of the account lab ends",
+    ),
+    "more on one node than a job may": (
+        pending("QOSMaxGRESPerNode", qos="research"),
+        cluster(),
+        "the QOS research allows a job fewer GPUs on one node than it asks for; ask for less, or give another run.qos",
     ),
     "more than a job may": (
         pending("QOSMaxWallDurationPerJobLimit", qos="short"),
         cluster(),
-        "the QOS short allows a job less time than it asks for; ask for less, or give another one in the job file",
+        "the QOS short allows a job less time than it asks for; ask for less, or give another run.qos",
     ),
     "not looked at yet": (pending(""), cluster(), "Slurm has not looked at it yet"),
     "something new": (
@@ -393,7 +445,7 @@ def test_lists_of_nodes_are_read_once_however_many_jobs_wait(monkeypatch: pytest
     snapshot = cluster("g1 g2", jobs=(*waiting, *BUSY), flags={"g1": "PLANNED"}, reservations=reserved)
     for job in waiting:
         assert why_waiting(job, snapshot, NOON).startswith("needs 4 nodes; ")
-    assert len(read) == len(waiting) + len(BUSY) + len(reserved)
+    assert len(read) == len(waiting) + len(BUSY) + len(reserved) + 2, "and two leaves"
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
@@ -411,22 +463,52 @@ def test_every_sentence_of_the_table_can_be_told() -> None:
     assert set(HELD) <= set(table)
 
 
+# What Slurm calls the limits of accounts and QOS (src/common/job_state_reason.c, 162 in all), by what ends the wait.
+ANOTHER_JOB_ENDS = """
+    {QOS,Assoc}Grp{BB,Billing,Energy,GRES,License,Unknown,CpuLimit,JobsLimit,MemLimit,NodeLimit,SubmitJobsLimit}
+    {QOS,Assoc}Grp{BB,Billing,Energy,GRES,License,Node,Unknown}RunMinutes {QOS,Assoc}GrpCPURunMinutesLimit
+    QOSGrpMemoryRunMinutes AssocGrpMemRunMinutes AssocMaxJobsLimit AssocMaxSubmitJobLimit
+    QOSMax{BB,Billing,Energy,GRES,License,Memory,Unknown}PerUser QOSMax{Cpu,Jobs,Node,SubmitJob}PerUserLimit
+    Max{BB,Billing,Cpu,Energy,GRES,Jobs,License,Memory,Node,SubmitJobs,Unknown}PerAccount
+    Max{BB,Billing,Cpu,Energy,GRES,License,Memory,Node,Unknown}RunMinsPer{Account,User}
+"""
+IT_ASKS_FOR_LESS = """
+    {QOS,Assoc}Max{BB,Billing,Energy,GRES,License,Unknown}PerJob {QOS,Assoc}Max{Cpu,Node,WallDuration}PerJobLimit
+    {QOS,Assoc}Max{Billing,Energy,GRES,License,Node,Unknown}MinutesPerJob {QOS,Assoc}MaxCpuMinutesPerJobLimit
+    {QOS,Assoc}Max{BB,Billing,Cpu,Energy,GRES,Unknown}PerNode AssocMaxBBMinutesPerJob
+    QOSMaxMemory{PerJob,PerNode,MinutesPerJob} AssocMaxMem{PerJob,PerNode,MinutesPerJob}
+"""
+IT_ASKS_FOR_MORE = "QOSMin{BB,Billing,CpuNotSatisfied,Energy,GRES,License,Memory,Node,Unknown}"
+NO_JOB_ENDS_IT = """
+    {QOS,Assoc}Grp{BB,Billing,Energy,GRES,License,Node,Unknown}Minutes {QOS,Assoc}Grp{CPUMinutes,Wall}Limit
+    QOSGrpMemoryMinutes AssocGrpMemMinutes
+"""
+
+
+def unfolded(text: str) -> list[str]:
+    """`{QOS,Assoc}GrpBB` → QOSGrpBB, AssocGrpBB."""
+    found = []
+    for word in text.split():
+        parts = [part.split(",") for part in re.split(r"[{}]", word)]
+        found += ["".join(each) for each in itertools.product(*parts)]
+    return found
+
+
 @pytest.mark.parametrize(
-    "reason",
+    ("names", "ending"),
     [
-        *("QOSGrpCpuLimit", "QOSGrpJobsLimit", "QOSGrpMemLimit", "QOSGrpNodeLimit", "QOSGrpSubmitJobsLimit"),
-        *("QOSGrpWallLimit", "QOSGrpGRESRunMinutes", "QOSMaxCpuPerUserLimit", "QOSMaxGRESPerUser", "QOSMaxGRESPerJob"),
-        *("QOSMaxJobsPerUserLimit", "QOSMaxJobsPerAccountLimit", "QOSMaxMemoryPerUser", "QOSMaxNodePerJobLimit"),
-        *("QOSMaxNodePerAccount", "QOSMaxSubmitJobPerUserLimit", "QOSMinGRES", "QOSMinCpuNotSatisfied", "QOSMinMemory"),
-        *("AssocGrpCpuLimit", "AssocGrpCPUMinutesLimit", "AssocGrpCPURunMinutesLimit", "AssocGrpGRES"),
-        *("AssocGrpJobsLimit", "AssocGrpMemLimit", "AssocGrpSubmitJobsLimit", "AssocGrpWallLimit"),
-        *("AssocMaxJobsLimit", "AssocMaxNodePerJobLimit", "AssocMaxWallDurationPerJobLimit", "AssocMaxGRESPerJob"),
+        (ANOTHER_JOB_ENDS, r"it starts when (one of them|another of your jobs|another job of the account a) ends"),
+        (IT_ASKS_FOR_LESS, r"than it asks for; ask for less, or give another run\.(qos|account)"),
+        (IT_ASKS_FOR_MORE, r"ask for more, or give another run\.qos"),
+        (NO_JOB_ENDS_IT, r"the end of a job gives nothing back, .*; ask for less, or give another run\.(qos|account)"),
     ],
+    ids=["another job ends", "less", "more", "no job ends it"],
 )
-def test_limits_that_slurm_documents_are_put_into_words(reason: str) -> None:
-    told = limit_in_words(pending(reason, qos="q", account="a"), reason)
-    assert told.partition(";")[0].rstrip(), reason
-    assert ("the QOS q" if reason.startswith("QOS") else "the account a") in told
+def test_every_limit_of_slurm_is_put_into_words(names: str, ending: str) -> None:
+    for reason in unfolded(names):
+        told = limit_in_words(pending(reason, qos="q", account="a"), reason)
+        assert re.search(f"{ending}$", told), f"{reason}: {told}"
+        assert ("the account a" if reason.startswith("Assoc") else "the QOS q") in told, reason
 
 
 def test_a_later_day_is_told_with_its_date() -> None:

@@ -9,7 +9,8 @@ job again. What the run's own markers say counts, not exit codes:
   seen it too, else by us.
 - No node gives a sign of life, as where an image cannot be had: requeued, and no node is avoided for it.
 - Everything else that ends the agents: requeued. Starts that failed or came no further may be `run.restarts`; those
-  that were asked to leave and show no steps are not counted (starts.py).
+  that were asked to leave and show no steps are not counted (starts.py). After the last of them the marker says first
+  why the run does not go on.
 - Pre-flight fails: requeued without the nodes that are unfit. What every node says of the job's own software is not
   theirs, and ends the run.
 - SIGTERM: Slurm ends the job itself (scancel, preemption, its limit), and decides itself what comes after.
@@ -42,9 +43,9 @@ from craton.orchestration.slurm.mounts import image_of, mounts_of
 from craton.orchestration.slurm.records import job_of
 from craton.orchestration.slurm.script import signal_seconds
 from craton.orchestration.slurm.starts import may_start_again, next_start, read_starts, write_starts
-from craton.orchestration.slurm.step import HYPERPOD, IMAGE_SECONDS, Step, agents_command, end_step
+from craton.orchestration.slurm.step import HYPERPOD, IMAGE_SECONDS, Step, agents_command, complaint_of, end_step
 from craton.orchestration.slurm.tools import ask, patiently, read_jobs, read_nodes, read_switches
-from craton.orchestration.state import stopped_by_user
+from craton.orchestration.state import stopped_by_user, write_whole
 from craton.telemetry import LineWriter, RunDirectory, read_json, summarize
 
 LEAVE = "leaving for Slurm:"
@@ -90,6 +91,7 @@ class Batch:
         self._leave_by = float("inf")  # monotonic: when it must be requeued, since SIGUSR1 came
         self._is_ended = False  # Slurm has sent SIGTERM
         self._has_begun = self._is_excused = False  # the agents were started; whether a leave counts has been decided
+        self._why_ended = "the agents ended"
         # What the start before left; whatever else stands in the marker came since.
         self._left_over = run.marker_text("STOP") if run.has("STOP") else None
         self._job: Job = load_job(run.job_path)
@@ -117,7 +119,8 @@ class Batch:
         if (verdict := self._said()) is not None:
             return verdict
         if self._starts.number > 1 and not may_start_again(self._starts.fruitless, self._job.run.restarts):
-            return self._give_up("its nodes were lost", self._starts.fruitless)  # and Slurm itself started it again
+            # Slurm itself has started it again.
+            return self._give_up("it left" if self._run.has("STOP") else "its nodes were lost", self._starts.fruitless)
         return None
 
     def _verdict_checked(self, bad: Mapping[str, str]) -> int | None:
@@ -230,6 +233,7 @@ class Batch:
         them where no host came to life, for then it is not theirs."""
         first_seconds = self._first_seconds(launch)
         life = SignsOfLife(self._run, launch, self._generation, first_seconds)
+        begin = len(self._printed())
         step = subprocess.Popen(agents_command(self._step(launch), allocation.hosts), stdin=subprocess.DEVNULL)
         hosts = {node.name: node.host for node in allocation.nodes}
         while step.poll() is None:
@@ -246,13 +250,28 @@ class Batch:
                 continue
             lost = life.lost(now)
             if lost and len(launch.nodes) - len(lost) < self._needed_nodes(launch):
-                have_begun = life.have_begun()
+                have_begun = self._have_begun(life, begin)
                 names = ", ".join(f"{node} ({hosts[node]})" for node in lost)
                 why = "too few are left" if have_begun else f"no sign of life of any node within {first_seconds:.0f} s"
                 self._tell("nodes_lost", f"{names}: {why}")
                 end_step(step)
                 return [hosts[node] for node in lost] if have_begun else []
+        self._have_begun(life, begin)
         return []
+
+    def _have_begun(self, life: SignsOfLife, begin: int) -> bool:
+        """Whether any agent has shown itself. Where none has, only what the step has printed says why."""
+        if life.have_begun():
+            return True
+        complaint = complaint_of(self._printed()[begin:].decode(errors="replace"))
+        self._why_ended = "no agent could start" + (f" ({complaint})" if complaint else "")
+        return False
+
+    def _printed(self) -> bytes:
+        """What this job has printed so far, over all its starts (script.py)."""
+        with contextlib.suppress(OSError):
+            return (self._run.path / "logs" / f"slurm-{self._job_id.partition('_')[0]}.out").read_bytes()
+        return b""
 
     def _needed_nodes(self, launch: Launch) -> int:
         """How many it takes to go on; `craton resize` may have changed it since the start."""
@@ -286,14 +305,21 @@ class Batch:
         return self._is_ended or self._leave_by < float("inf")
 
     def _excuse(self) -> None:
-        """Does not count this start, which was asked to leave: of a server, which has no steps that would show how far
-        it came, or before anything was begun."""
+        """Does not count this start, which was asked to leave: of what has no steps that would show how far it came, or
+        before anything was begun."""
         if self._is_excused:
             return
         self._is_excused = True
-        if not self._has_begun or self._job.kind == "serve":
+        if not self._has_begun or not self._shows_steps():
             self._starts = replace(self._starts, is_excused=True)
             write_starts(self._run, self._starts)
+
+    def _shows_steps(self) -> bool:
+        """Whether anybody can see how far the run is. A command may record steps itself, without `progress:`."""
+        if self._job.kind != "command":
+            return self._job.kind != "serve"
+        progress = self._job.progress
+        return (progress is not None and progress.has_steps) or summarize(self._run).step > 0
 
     # -- after ----------------------------------------------------------------------------------------------------
 
@@ -314,7 +340,7 @@ class Batch:
             return self._again(f"{', '.join(lost)} lost" if lost else "saved and left", exclude=lost)
         self._starts = replace(self._starts, has_failed=True)
         write_starts(self._run, self._starts)
-        return self._again("the agents ended")
+        return self._again(self._why_ended)
 
     def _slurm_requeues(self, lost: Sequence[str]) -> bool:
         """Waits for Slurm to see for itself that nodes are gone, and whether it then ends and requeues this job.
@@ -354,13 +380,15 @@ class Batch:
         return EXIT_FAILED
 
     def _give_up(self, why: str, spent: int) -> int:
-        """A run that saved and left is stopped; any other has failed."""
+        """A run that saved and left is stopped, and says first why it does not go on; any other has failed."""
         text = (
-            f"{why}, and it is not started again: {spent} starts failed or came no further, run.restarts is "
-            f"{self._job.run.restarts}; `craton resume {self._run.name}` goes on"
+            f"{why}, and it is not started again: {spent} start{'' if spent == 1 else 's'} failed or came no further, "
+            f"run.restarts is {self._job.run.restarts}; `craton resume {self._run.name}` goes on"
         )
         self._tell("not_requeued", text)
-        if not self._run.has("STOP"):
+        if self._run.has("STOP"):
+            write_whole(self._run.path / "STOP", f"{text}\n{self._run.marker_text('STOP')}")
+        else:
             self._run.mark("FATAL", text)
         return EXIT_FAILED
 

@@ -65,6 +65,7 @@ class JobRecord:
     licenses: str = ""
     switches: int = 0  # at most so many leaves; 0: any number
     switch_wait_seconds: float | None = None
+    segment_nodes: int = 0  # so many of its nodes each in one block; 0: however they are spread
     tasks: str = ""  # of an array that waits: which of its tasks still do, as in 3,7-50
 
     def has_task(self, number: int) -> bool:
@@ -184,7 +185,7 @@ def nodes_of_text(text: str) -> list[NodeRecord]:
 
 
 def switches_of_text(text: str) -> list[SwitchRecord]:
-    """The switches or blocks of `scontrol show topology`."""
+    """The switches or blocks of `scontrol show topology`; what blocks are put together to (AggregatedBlock) is none."""
     found = [
         SwitchRecord(fields["SwitchName"], int(fields.get("Level", 0)), _text(fields.get("Nodes")))
         for fields in records_of_text(text, "SwitchName")
@@ -233,14 +234,17 @@ def hosts_of(text: str) -> list[str]:
 
 
 def records_of_text(text: str, first: str) -> Iterable[dict[str, str]]:
-    """The records of `scontrol show`, each of which begins with the key `first`; other lines are not of any."""
+    """The records of `scontrol show`, each of which begins with the key `first`. A line that begins with another key
+    and is not indented begins a record of another kind, which is left out."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         keys = list(_KEY.finditer(line))
-        if keys and keys[0].group(1) == first and not line.startswith(" "):
+        if keys and keys[0].start(1) == 0:
             if fields:
                 yield fields
             fields = {}
+            if keys[0].group(1) != first:
+                continue
         elif not fields:
             continue
         for number, key in enumerate(keys):
@@ -305,6 +309,7 @@ def _job_of_text(fields: Mapping[str, str]) -> JobRecord:
         licenses=_text(fields.get("Licenses")),
         switches=_whole(switches),
         switch_wait_seconds=seconds_of(wait),
+        segment_nodes=_whole(fields.get("SegmentSize")),
         tasks="" if task.isdecimal() else _text(task),
     )
 
@@ -339,6 +344,7 @@ def _job_of_json(fields: Mapping[str, Any]) -> JobRecord:
         licenses=_text(fields.get("licenses")),
         switches=int(_number(fields.get("required_switches")) or 0),
         switch_wait_seconds=wait or None,
+        segment_nodes=int(_number(fields.get("segment_size")) or 0),
         tasks=_text(fields.get("array_task_string")),
     )
 

@@ -7,7 +7,7 @@ that several jobs share is free when the last of them ends, and one whose job ha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from craton.orchestration.slurm.records import JobRecord, NodeRecord, hosts_of
@@ -36,18 +36,20 @@ class Room:
     def nodes(self) -> frozenset[str]:
         return self.free | set(self.busy)
 
-    def earliest(self, needed: int, places: Iterable[Iterable[str]] | None = None, most: int = 1) -> Release | None:
-        """The end that makes room for so many nodes in at most so many of these places; None when they are free
-        already, and when no end that is known suffices."""
+    def earliest(
+        self, needed: int, places: Iterable[Iterable[str]] | None = None, most: int = 1, together: int = 1
+    ) -> Release | None:
+        """The end that makes room for so many nodes in at most so many of these places, of each a multiple of
+        `together`; None when they are free already, and when no end that is known suffices."""
         groups = [set(place) & self.nodes for place in places] if places is not None else [set(self.nodes)]
         counts = [len(group & self.free) for group in groups]
-        if _largest(counts, most) >= needed:
+        if most_nodes(counts, most, together) >= needed:
             return None
         for name, release in sorted(self.busy.items(), key=lambda each: (each[1].moment, each[1].by)):
             if release.moment == FOREVER:
                 return None
             counts = [count + (name in group) for count, group in zip(counts, groups, strict=True)]
-            if _largest(counts, most) >= needed:
+            if most_nodes(counts, most, together) >= needed:
                 return release
         return None
 
@@ -68,6 +70,11 @@ def room_for(job: JobRecord, cluster: Snapshot, now: float) -> Room:
         else:
             free.add(node.name)
     return Room(frozenset(free), busy, kept)
+
+
+def most_nodes(counts: Iterable[int], most: int, together: int = 1) -> int:
+    """How many nodes there are in at most so many places with these counts, of each a multiple of `together`."""
+    return sum(sorted((count - count % together for count in counts), reverse=True)[:most])
 
 
 def usable_nodes(job: JobRecord, cluster: Snapshot) -> list[NodeRecord]:
@@ -116,7 +123,3 @@ def _planned(node: NodeRecord, job: JobRecord, cluster: Snapshot, end: float) ->
     if first.id == job.id or (first.start or 0.0) >= end:
         return []
     return [Release(first.end or FOREVER, f"job {first.id}")]
-
-
-def _largest(counts: Sequence[int], most: int) -> int:
-    return sum(sorted(counts, reverse=True)[:most])

@@ -9,6 +9,7 @@ it needs Slurm's own tools.
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -24,6 +25,12 @@ NODE = "craton.orchestration.slurm.node"
 # pull from a registry that all nodes ask at once.
 IMAGE_SECONDS = 1800.0
 HYPERPOD = Path("/opt/sagemaker_cluster")  # is there on the nodes of a SageMaker HyperPod cluster
+COMPLAINT_LETTERS = 300
+# What srun, slurmstepd and pyxis print after the cause, and what they tell beside it (NVIDIA/pyxis#61, #127, #168).
+_BESIDE = re.compile(
+    r"tasks? [\d,-]+: |Terminating StepId|[Jj]ob step aborted|^Try \"srun|spank|\[INFO\]|"
+    r"pyxis: (?:couldn't start container|container start failed|if the image|import|printing)"
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,13 @@ def end_step(step: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             step.wait(0.5)
             return
+
+
+def complaint_of(printed: str) -> str:
+    """The line that says why a step has started nothing: the last one that is not about what followed from it."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    telling = [line for line in lines if not _BESIDE.search(line)]
+    return (telling or lines or [""])[-1][:COMPLAINT_LETTERS]
 
 
 def uses_apptainer(image: str) -> bool:

@@ -61,6 +61,11 @@ class Snapshot:
         return {job.id: job for job in self.jobs}
 
     @cached_property
+    def leaves(self) -> dict[str, frozenset[str]]:
+        """Leaf switch or block → the nodes that hang on it."""
+        return {switch.name: frozenset(hosts_of(switch.nodes)) for switch in self.switches if switch.level == 0}
+
+    @cached_property
     def jobs_on(self) -> dict[str, list[JobRecord]]:
         """Node → the jobs that run on it."""
         found: dict[str, list[JobRecord]] = {}

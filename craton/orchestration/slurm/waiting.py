@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.orchestration.slurm.records import JobRecord, NodeRecord, hosts_of
-from craton.orchestration.slurm.room import Release, Room, in_partition, room_for
+from craton.orchestration.slurm.room import Release, Room, in_partition, most_nodes, room_for
 from craton.orchestration.slurm.tools import Snapshot
 
 REASONS = Path(__file__).with_name("reasons.toml")
@@ -25,20 +25,17 @@ HELD = (
 )
 SHOWN_NODES = 3
 SECONDS_PER_DAY = 86400.0
+RESOLUTION_SECONDS = 60.0  # of the times that Slurm plans with (bf_resolution, its default)
 
 _WHAT = {
     "Node": "nodes",
-    "Nodes": "nodes",
     "GRES": "GPUs",
-    "Gres": "GPUs",
     "Cpu": "cores",
     "CPU": "cores",
-    "Cpus": "cores",
     "Mem": "memory",
     "Memory": "memory",
     "Job": "jobs",
     "Jobs": "jobs",
-    "Submit": "submitted jobs",
     "SubmitJob": "submitted jobs",
     "SubmitJobs": "submitted jobs",
     "Wall": "time",
@@ -48,10 +45,12 @@ _WHAT = {
     "License": "licenses",
     "Unknown": "resources",
 }
+# https://github.com/SchedMD/slurm/blob/master/src/common/job_state_reason.c, read 2026-11-16. Without an owner, as in
+# MaxGRESPerAccount, it is a QOS's.
 _LIMIT = re.compile(
-    r"(?P<owner>QOS|Assoc)(?P<scope>Grp|Max|Min)(?P<what>SubmitJobs?|Submit|Jobs?|Nodes?|GRES|Gres|CPU|Cpus?|Memory|Mem|"
-    r"Wall|Billing|BB|Energy|License|Unknown)(?:Duration)?(?P<minutes>(?:Run)?Minutes|Mins)?"
-    r"(?P<share>PerUser|PerAccount|PerAcct|PerJob|PerNode)?(?P<late>(?:Run)?Minutes|Mins)?(?:Limit|NotSatisfied)?"
+    r"(?P<owner>QOS|Assoc)?(?P<scope>Grp|Max|Min)(?P<what>SubmitJobs?|Jobs?|Node|GRES|CPU|Cpu|Memory|Mem|Wall|Billing|BB|"
+    r"Energy|License|Unknown)(?:Duration)?(?P<minutes>Minutes|RunMinutes|RunMins)?"
+    r"(?P<share>PerUser|PerAccount|PerJob|PerNode)?(?:Limit|NotSatisfied)?"
 )
 
 
@@ -69,34 +68,43 @@ def why_waiting(job: JobRecord, cluster: Snapshot, now: float) -> str:
 
 
 def limit_in_words(job: JobRecord, reason: str) -> str:
-    """`QOSMaxNodePerUserLimit`: whose limit, of what, for whom."""
+    """`QOSMaxNodePerUserLimit`: whose limit, of what, for whom, and what would end the wait."""
     match = _LIMIT.fullmatch(reason)
     if match is None:
         return ""
-    is_qos = match["owner"] == "QOS"
-    owner = f"the QOS {job.qos or 'of the job'}" if is_qos else f"the account {job.account or 'of the job'}"
-    what = _WHAT.get(match["what"] or "Unknown", "resources")
-    if match["minutes"] or match["late"]:
-        what = f"{what.removesuffix('s')} minutes"
-    share = match["share"] or ""
-    whom = {"PerUser": "for each user", "PerJob": "for one job", "PerNode": "on one node", "": ""}.get(
-        share, "for each account"
+    account = f"the account {job.account or 'of the job'}"
+    owner, key = (
+        (account, "run.account") if match["owner"] == "Assoc" else (f"the QOS {job.qos or 'of the job'}", "run.qos")
     )
-    if match["scope"] == "Grp":
-        return f"all jobs of {owner} together use as many {what} as they may; it starts when one of them ends"
+    what, minutes, share = _WHAT[match["what"]], match["minutes"], match["share"]
+    if minutes:
+        what = f"{what.removesuffix('s')} minutes"
+    is_many = what.endswith("s")
     if match["scope"] == "Min":
-        return f"{owner} is only for jobs with more {what}; ask for more, or give another one"
-    if share == "PerJob" or match["what"] == "Wall":
-        less = "less" if what in ("time", "memory", "energy") else "fewer"
-        return f"{owner} allows a job {less} {what} than it asks for; ask for less, or give another one in the job file"
-    return f"{owner} allows no more {what} {whom}".rstrip() + "; it starts when another of your jobs ends"
+        return f"{owner} is only for jobs with more {what}; ask for more, or give another {key}"
+    if match["scope"] == "Grp" and (minutes == "Minutes" or match["what"] == "Wall"):  # of past jobs too
+        spent = "are spent, or too few are left for it" if is_many else "is spent, or too little is left for it"
+        return (
+            f"the {what} that all jobs of {owner} may use together {spent}; the end of a job gives nothing back, only "
+            f"time does where the site lets usage decay; ask for less, or give another {key}"
+        )
+    if match["scope"] == "Grp":
+        many = "many" if is_many else "much"
+        return f"all jobs of {owner} together use as {many} {what} as they may; it starts when one of them ends"
+    if share in ("PerJob", "PerNode") or match["what"] == "Wall":
+        less, where = "fewer" if is_many else "less", " on one node" if share == "PerNode" else ""
+        return f"{owner} allows a job {less} {what}{where} than it asks for; ask for less, or give another {key}"
+    whom = {"PerUser": " for each user", "PerAccount": " for each account"}.get(share, "")
+    ends = f"another job of {account}" if share == "PerAccount" else "another of your jobs"
+    return f"{owner} allows no more {what}{whom}; it starts when {ends} ends"
 
 
 def _resources(job: JobRecord, cluster: Snapshot, now: float) -> str:
     room = room_for(job, cluster, now)
     needed = max(1, job.num_nodes)
-    if job.switches:
-        return _on_few_leaves(job, cluster, room, now)
+    segment = _segment(job, cluster)
+    if job.switches or segment:
+        return _together(job, cluster, room, segment, now)
     where = f" of {len(room.nodes)} in {job.partition}" if job.partition else f" of {len(room.nodes)}"
     asked = hosts_of(job.required)
     named = f" ({', '.join(asked[:SHOWN_NODES])}{', …' if len(asked) > SHOWN_NODES else ''})" if asked else ""
@@ -106,21 +114,32 @@ def _resources(job: JobRecord, cluster: Snapshot, now: float) -> str:
     return "; ".join([*parts, *_kept(room), *_missing(job, cluster), *when])
 
 
-def _on_few_leaves(job: JobRecord, cluster: Snapshot, room: Room, now: float) -> str:
-    """Free nodes are counted leaf by leaf: as many as it needs may be free, but not together."""
-    leaves = {switch.name: set(hosts_of(switch.nodes)) & room.nodes for switch in cluster.switches if switch.level == 0}
-    leaves = {name: hosts for name, hosts in leaves.items() if hosts}
+def _segment(job: JobRecord, cluster: Snapshot) -> int:
+    """How many of its nodes must be together in one block; 0 where they need not. Slurm heeds no segment that is larger
+    than the job, and takes several blocks for one that is larger than a block."""
+    largest = max(map(len, cluster.leaves.values()), default=0)
+    return job.segment_nodes if job.segment_nodes <= min(job.num_nodes, largest) else 0
+
+
+def _together(job: JobRecord, cluster: Snapshot, room: Room, segment: int, now: float) -> str:
+    """Free nodes are counted leaf by leaf, or block by block: as many as it needs may be free, but not together."""
+    places = {name: usable for name, hosts in cluster.leaves.items() if (usable := hosts & room.nodes)}
     needed = max(1, job.num_nodes)
-    kind = "one leaf" if job.switches == 1 else f"at most {job.switches} leaves"
-    counts = {name: len(hosts & room.free) for name, hosts in leaves.items()}
-    best = sorted(counts, key=lambda name: (-counts[name], name))[: job.switches]
-    there = " and ".join(f"{name} has {counts[name]} free" for name in best) or "no leaf is known"
-    parts = [f"needs {_nodes(needed)}{_of_kind(job)} on {kind}; {there}"]
+    counts = {name: len(hosts & room.free) for name, hosts in places.items()}
+    if segment:
+        place, kind = "block", " in one block" if segment == needed else f", each {segment} of them in one block"
+        most, told = len(places), needed // segment
+    else:
+        place, kind = "leaf", " on one leaf" if job.switches == 1 else f" on at most {job.switches} leaves"
+        most = told = job.switches
+    best = sorted(counts, key=lambda name: (-counts[name], name))[:told]
+    there = " and ".join(f"{name} has {counts[name]} free" for name in best) or f"no {place} is known"
+    parts = [f"needs {_nodes(needed)}{_of_kind(job)}{kind}; {there}"]
     patience = job.switch_wait_seconds
     if patience and patience < SECONDS_PER_DAY:
         parts.append(f"after {_span(patience)} any {_nodes(needed)} will do")
-    is_enough = sum(counts[name] for name in best) >= needed
-    when = _now_or_when(is_enough, room.earliest(needed, leaves.values(), job.switches), job, now)
+    is_enough = most_nodes(counts.values(), most, segment or 1) >= needed
+    when = _now_or_when(is_enough, room.earliest(needed, places.values(), most, segment or 1), job, now)
     return "; ".join([*parts, *_kept(room), *_missing(job, cluster), *when])
 
 
@@ -299,11 +318,12 @@ def _now_or_when(is_enough: bool, earliest: Release | None, job: JobRecord, now:
 
 
 def _when(earliest: Release | None, job: JobRecord, now: float) -> list[str]:
-    if earliest is not None and earliest.moment > now:
+    expected = job.start if job.start and job.start > now else None
+    # Slurm knows what is left of nodes that jobs share; here they count as taken.
+    is_sooner = expected is not None and earliest is not None and expected < earliest.moment - RESOLUTION_SECONDS
+    if earliest is not None and earliest.moment > now and not is_sooner:
         return [f"earliest {_clock(earliest.moment, now)} when {earliest.by} ends"]
-    if job.start and job.start > now:
-        return [f"Slurm expects to start it {_clock(job.start, now)}"]
-    return []
+    return [f"Slurm expects to start it {_clock(expected, now)}"] if expected else []
 
 
 def _of_kind(job: JobRecord) -> str:
