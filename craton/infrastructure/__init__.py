@@ -8,7 +8,6 @@ from craton.lazy import loader
 
 if TYPE_CHECKING:
     from craton.infrastructure.accelerators import Accelerator, visible_accelerators
-    from craton.infrastructure.aws import CONTROLLERS as GANG_CONTROLLERS
     from craton.infrastructure.aws import EXPORTERS as EXPORTER_PORTS
     from craton.infrastructure.aws import SLURM_PAGES, Provisioning, provision
     from craton.infrastructure.aws import TARGETS as PROVISION_TARGETS
@@ -103,7 +102,7 @@ else:
         {
             "accelerators": ("Accelerator", "visible_accelerators"),
             "aws": (
-                *("EXPORTER_PORTS", "GANG_CONTROLLERS", "PROVISION_TARGETS", "SLURM_PAGES"),
+                *("EXPORTER_PORTS", "PROVISION_TARGETS", "SLURM_PAGES"),
                 *("Provisioning", "provision"),
             ),
             "catalog": (
@@ -186,7 +185,6 @@ else:
         },
         {
             "EXPORTER_PORTS": "EXPORTERS",
-            "GANG_CONTROLLERS": "CONTROLLERS",
             "PROVISION_TARGETS": "TARGETS",
             "expand_hosts": "expand",
             "TOPOLOGY_SOURCES": "SOURCES",
@@ -198,7 +196,6 @@ else:
 
 __all__ = [
     "EXPORTER_PORTS",
-    "GANG_CONTROLLERS",
     "HEALTH_ACTIONS",
     "KEYS",
     "PROVISION_TARGETS",

@@ -117,11 +117,15 @@ def read_kubernetes(nodes: Iterable[Mapping[str, Any]]) -> Topology:
 
 
 def read_ec2(document: Mapping[str, Any], names: Mapping[str, str] | None = None) -> Topology:
-    """EC2's DescribeInstanceTopology. `names`: instance → node, else nodes are called by their instance.
+    """EC2's DescribeInstanceTopology. `names`: instance → node of the cluster, to which no other instance belongs; else
+    nodes are called by their instance.
 
     Instance types differ in how many layers EC2 shows; of a mixed answer the layers that all have are read.
     """
-    instances = [entry for entry in document["Instances"] if entry.get("NetworkNodes")]
+    asked = [entry for entry in document["Instances"] if names is None or entry["InstanceId"] in names]
+    if document["Instances"] and not asked:
+        raise TopologyError("none of its instances is among the names; they may be of another region or cluster")
+    instances = [entry for entry in asked if entry.get("NetworkNodes")]
     if not instances:
         raise TopologyError("no instance in it has NetworkNodes; only running instances of types such as p5 have them")
     layers = min(len(entry["NetworkNodes"]) for entry in instances)
@@ -131,7 +135,7 @@ def read_ec2(document: Mapping[str, Any], names: Mapping[str, str] | None = None
         {called[entry["InstanceId"]]: entry.get("AvailabilityZone", "") for entry in instances},
         # an UltraServer's instances share the id of their Capacity Block; other types do not have it
         {called[entry["InstanceId"]]: entry["CapacityBlockId"] for entry in instances if entry.get("CapacityBlockId")},
-        unplaced=tuple(entry["InstanceId"] for entry in document["Instances"] if not entry.get("NetworkNodes")),
+        unplaced=tuple(entry["InstanceId"] for entry in asked if not entry.get("NetworkNodes")),
     )
 
 

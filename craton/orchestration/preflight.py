@@ -9,6 +9,7 @@ like the node.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ from craton.infrastructure import (
     report_json,
     resolve_cluster,
 )
-from craton.job import ClusterRef, Job, load_cluster, load_job
+from craton.job import ClusterFile, ClusterRef, Job, StorageNumbers, load_cluster, load_job
 from craton.orchestration.errors import StartError
 from craton.orchestration.preflight_finding import Expected, Finding, for_job, ordered, worst
 from craton.orchestration.preflight_gang import check_bandwidth, check_compute
@@ -40,6 +41,7 @@ from craton.planning import pair_bytes_per_second
 from craton.telemetry import LineWriter, RunDirectory
 
 SCHEMA = 1
+MOST_LINKS = 8  # one behind the other, in a path of storage
 MEASURED_BYTES = 256 * 2**20  # what the bandwidth test moves on GPUs
 
 
@@ -67,7 +69,7 @@ def examine(
 ) -> tuple[NodeReport, list[Finding]]:
     """Reads a node and judges it, the gravest first. Without expectations a node is what it says it is."""
     report = probe_node(root)
-    wanted = expected if expected is not None else Expected(instance_of(report))
+    wanted = followed(expected, root, report) if expected is not None else Expected(instance_of(report))
     return report, judge(report, wanted, root.environment if environment is None else environment)
 
 
@@ -99,7 +101,8 @@ def expected_of(cluster: str | None) -> Expected | None:
     file = load_cluster(cluster)
     if file.machine == "local":
         return Expected()
-    return Expected(resolve_cluster(ClusterRef(instance=file.machine, num_nodes=1, file=file)).instance)
+    machine = resolve_cluster(ClusterRef(instance=file.machine, num_nodes=1, file=file)).instance
+    return with_storage(Expected(machine), file)
 
 
 def preflight(run: RunDirectory, launch: Launch, node: str, root: NodeRoot | None = None) -> list[Finding]:
@@ -119,9 +122,44 @@ def preflight(run: RunDirectory, launch: Launch, node: str, root: NodeRoot | Non
 
 
 def expected_by(job: Job, launch: Launch) -> Expected:
-    """What a run needs of each of its nodes; fewer processes than GPUs still use all of the GPUs."""
+    """What a run needs of each of its nodes; fewer processes than GPUs still use all of the GPUs. Drives that no tier
+    of checkpoints is on may be anywhere."""
     node_type = None if job.cluster.is_local else resolve_cluster(job.cluster, job.price).instance
-    return Expected(node_type, launch.node_gpus if launch.gpus else 0, needs_network=launch.working_nodes > 1)
+    found = Expected(node_type, launch.node_gpus if launch.gpus else 0, needs_network=launch.working_nodes > 1)
+    if job.cluster.is_local or job.cluster.file is None:
+        return found
+    found = with_storage(found, job.cluster.file)
+    return found if any(tier.to == "nvme" for tier in job.checkpoint.tiers) else replace(found, nvme_path="")
+
+
+def with_storage(expected: Expected, file: ClusterFile) -> Expected:
+    """And where the cluster file says that storage is. What Kubernetes mounts by a claim is there, or no pod starts."""
+
+    def place(tier: StorageNumbers | None) -> str:
+        stated = tier.path if tier and tier.path and not tier.claim else ""
+        return stated.rstrip("/") if stated.startswith("/") else ""
+
+    nvme, shared = file.storage.nvme, file.storage.shared
+    kind = (shared and shared.kind) or ""
+    return replace(expected, nvme_path=place(nvme), shared_path=place(shared), shared_kind=kind)
+
+
+def followed(expected: Expected, root: NodeRoot, report: NodeReport) -> Expected:
+    """With the paths of storage as they are behind links of the root disk. What lies on another mount is not asked: one
+    whose server is gone would not answer."""
+
+    def real(path: str) -> str:
+        for _ in range(MOST_LINKS):
+            mount = report.disks.mount_of(path)
+            parts = path.split("/") if mount is not None and mount.path == "/" else []
+            above = ["/".join(parts[:count]) for count in range(2, len(parts) + 1)]
+            link = next((each for each in above if root.target(each)), None)
+            if link is None:
+                break
+            path = os.path.normpath(os.path.join(os.path.dirname(link), root.target(link)) + path[len(link) :])
+        return path
+
+    return replace(expected, nvme_path=real(expected.nvme_path), shared_path=real(expected.shared_path))
 
 
 def record_preflight(run: RunDirectory, generation: int, node: str, findings: list[Finding], seconds: float) -> None:

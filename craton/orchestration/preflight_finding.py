@@ -34,11 +34,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a node should be: an instance of the catalog or of a cluster file, or at least so many GPUs."""
+    """What a node should be: an instance of the catalog or of a cluster file, or at least so many GPUs; and where the
+    cluster file says that its storage is."""
 
     instance: Instance | None = None
     num_gpus: int = 0  # that a run needs on the node; 0: any
     needs_network: bool = True  # False for a run that stays on one node
+    nvme_path: str = ""  # "": none is stated, as for the two below
+    shared_path: str = ""
+    shared_kind: str = ""  # lustre, nfs
 
     @property
     def gpus(self) -> int:
@@ -56,10 +60,10 @@ def worst(findings: Iterable[Finding]) -> Severity:
     return max((finding.severity for finding in findings), key=SEVERITIES.index, default="ok")
 
 
-def lowered(findings: Iterable[Finding], why: str) -> list[Finding]:
+def lowered(findings: Iterable[Finding], why: str, severity: Severity = "note") -> list[Finding]:
     """The same without a `fail`: what does not matter here is worth knowing and no more."""
     return [
-        replace(finding, severity="note", evidence=f"{finding.evidence} ({why})")
+        replace(finding, severity=severity, evidence=f"{finding.evidence} ({why})")
         if finding.severity == "fail"
         else finding
         for finding in findings
@@ -67,10 +71,14 @@ def lowered(findings: Iterable[Finding], why: str) -> list[Finding]:
 
 
 def for_job(findings: Sequence[Finding], job: Job) -> list[Finding]:
-    """The findings of a node for a job. A command need not run in the Python that Craton runs in, nor with torch: also
-    an image may have several environments. But all that run in an image have its libraries for the network."""
+    """The findings of a node for a job, which may overrule some. A command need not run in the Python that Craton runs
+    in, nor with torch: also an image may have several environments. But all that run in an image have its libraries for
+    the network."""
+    overruled = [finding for finding in findings if finding.what in job.run.preflight_ignore]
+    kept = [finding for finding in findings if finding not in overruled]
+    findings = ordered([*kept, *lowered(overruled, "overruled by run.preflight_ignore", "warn")])
     if job.kind != "command":
-        return list(findings)
+        return findings
     scheduler = job.cluster.file.scheduler if job.cluster.file else None
     certain = NETWORK_LIBRARIES if job.run.image or (scheduler and scheduler.image) else ()
     ours = [finding for finding in findings if finding.layer == "ML software" and finding.what not in certain]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from craton.digits import digits
 from craton.orchestration.preflight_finding import Finding
 
 SLOW_DEVICE = 0.9  # of the median of its kind
@@ -103,7 +104,7 @@ def _slow_ones(alike: Sequence[Device]) -> Iterator[Finding]:
         for device in alike:
             rate = device.result["tflops"].get(name, 0.0)
             if rate < SLOW_DEVICE * usual:
-                said = f"{device.label}: {name} at {rate:,.3g} TFLOP/s, the others at {usual:,.3g}"
+                said = f"{device.label}: {name} at {digits(rate)} TFLOP/s, the others at {digits(usual)}"
                 remedy = "look at clocks, heat and power of the card; it slows every rank down"
                 yield Finding("infrastructure", "compute_speed", "warn", said, remedy, device.node)
 

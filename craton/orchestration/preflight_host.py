@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from craton.digits import digits
 from craton.infrastructure import UNLIMITED, NodeReport, lustre_interfaces
-from craton.orchestration.preflight_finding import Expected, Finding, Severity
+from craton.orchestration.preflight_finding import Expected, Finding, Severity, lowered
 
 GIBIBYTE = 2**30
 SAME_CAPACITY = 0.95  # of the catalog's, which drives must have together: it is rounded on both sides
@@ -15,6 +16,9 @@ LEAST_OPEN_FILES = 8192
 GOOD_HUGEPAGE_BYTES = 1 * GIBIBYTE
 LEAST_PROCESSES = 4096
 GOOD_CLOCK_SOURCES = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
+LOCAL_KINDS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "rootfs", "squashfs", "vfat")
+SHARED_KINDS = ("lustre", "nfs", "nfs4", "efs", "beegfs", "gpfs", "ceph", "wekafs")
+KIND_NAMES = {"nfs": ("nfs", "nfs4", "efs")}  # in the mount table
 SCALING_DRIVERS = ("intel_pstate", "amd-pstate-epp")  # whose `powersave` still runs as fast as it can under load
 
 
@@ -23,6 +27,7 @@ def check_host(report: NodeReport, expected: Expected, environment: Mapping[str,
         *check_drives(report, expected),
         *check_shared_memory(report),
         *check_lustre(report, expected),
+        *check_storage(report, expected),
         *check_limits(report),
         *check_hugepages(report, environment),
         *check_clock(report),
@@ -37,9 +42,8 @@ def check_drives(report: NodeReport, expected: Expected) -> list[Finding]:
     wanted_bytes = instance.nvme_bytes if instance and instance.name != "local" else 0.0
     total_bytes = sum(drive.size_bytes for drive in drives)
     if wanted_bytes and total_bytes < SAME_CAPACITY * wanted_bytes:
-        said = (
-            f"{len(drives)} NVMe drives with {total_bytes / 1e12:.3g} TB, {expected.name} has {wanted_bytes / 1e12:.3g}"
-        )
+        there = f"{len(drives)} NVMe drives with {digits(total_bytes / 1e12)} TB"
+        said = f"{there}, {expected.name} has {digits(wanted_bytes / 1e12)}"
         if report.host.is_container:
             return [_finding("nvme", "note", f"{said}; a container may not see them", "mount the node's NVMe into it")]
         return [_finding("nvme", "fail", said, "have the node replaced: a drive is gone")]
@@ -52,7 +56,7 @@ def check_drives(report: NodeReport, expected: Expected) -> list[Finding]:
         remedy = "make a RAID 0 of them (mdadm --level=0) and mount it; what should be there lands on the root disk"
         return [_finding("nvme", "warn", said, remedy)]
     places = sorted({place for drive in drives for place in drive.mounted_at})
-    said = f"{len(drives)} NVMe drives, {total_bytes / 1e12:.3g} TB, at {', '.join(places)}"
+    said = f"{len(drives)} NVMe drives, {digits(total_bytes / 1e12)} TB, at {', '.join(places)}"
     return [_finding("nvme", "ok", said)]
 
 
@@ -60,7 +64,7 @@ def check_shared_memory(report: NodeReport) -> list[Finding]:
     size, has_gpus = report.disks.shared_memory_bytes, bool(report.gpus.cards)
     if size is None:
         return [_finding("shared_memory", "warn", "/dev/shm is not mounted", "mount -t tmpfs tmpfs /dev/shm")]
-    said = f"/dev/shm has {size / GIBIBYTE:.3g} GiB"
+    said = f"/dev/shm has {digits(size / GIBIBYTE)} GiB"
     remedy = "--shm-size=64g for a container, an emptyDir with medium: Memory for a pod"
     if size < LEAST_SHARED_BYTES:
         severity: Severity = "fail" if has_gpus else "warn"
@@ -105,6 +109,46 @@ def check_lustre(report: NodeReport, expected: Expected) -> list[Finding]:
     return [*findings, _finding("lustre_network", "ok", said)]
 
 
+def check_storage(report: NodeReport, expected: Expected) -> list[Finding]:
+    """Storage is where the cluster file says: a path that nothing is mounted at is quietly the root disk."""
+    found = [*_shared_storage(report, expected), *_local_storage(report, expected)]
+    return lowered(found, "a container may not see the mounts of its node") if report.host.is_container else found
+
+
+def _shared_storage(report: NodeReport, expected: Expected) -> list[Finding]:
+    path, wanted = expected.shared_path, expected.shared_kind
+    mount = report.disks.mount_of(path) if path else None
+    if mount is None or mount.kind == "autofs":  # which mounts when somebody comes
+        return []
+    if mount.kind in LOCAL_KINDS:
+        there = ", ".join(each.path for each in report.disks.mounts if each.kind in SHARED_KINDS)
+        said = f"{path}, storage.shared of the cluster file, is on {mount.source} ({mount.kind}), its own disk"
+        remedy = f"mount the shared file system at {path}, or correct the path; there is {there or 'none here'}"
+        found = [Finding("orchestration", "storage_shared", "fail", said, remedy)]
+        if any(each.kind == "nfsd" for each in report.disks.mounts):
+            return lowered(found, "this node serves NFS itself")
+        return found if expected.needs_network else lowered(found, "this run stays on one node")
+    if wanted and mount.kind not in KIND_NAMES.get(wanted, (wanted,)):
+        said = f"{path} is {mount.kind}, where the cluster file says {wanted}"
+        return [_finding("storage_shared", "warn", said, "correct storage.shared.kind, or the mount")]
+    return [_finding("storage_shared", "ok", f"{path} is {mount.kind}")]
+
+
+def _local_storage(report: NodeReport, expected: Expected) -> list[Finding]:
+    path, drives = expected.nvme_path, report.disks.drives
+    mount = report.disks.mount_of(path) if path else None
+    if mount is None:
+        return []
+    if mount.path != "/":
+        return [_finding("storage_nvme", "ok", f"{path} is on {mount.source}")]
+    said = f"{path}, storage.nvme of the cluster file, is on the root disk"
+    if not drives:
+        return [_finding("storage_nvme", "note", f"{said}, and no NVMe drive is beside it")]
+    there = ", ".join(sorted({place for drive in drives for place in drive.mounted_at})) or "mounted nowhere"
+    remedy = f"mount the NVMe drives at {path}, or correct the path; they are {there}"
+    return [Finding("orchestration", "storage_nvme", "fail", said, remedy)]
+
+
 def check_limits(report: NodeReport) -> list[Finding]:
     files = report.host.limits.open_files
     if files is None or files == UNLIMITED or files >= LEAST_OPEN_FILES:
@@ -121,7 +165,7 @@ def check_hugepages(report: NodeReport, environment: Mapping[str, str]) -> list[
     if environment.get("FI_EFA_USE_HUGE_PAGE") == "0":
         return [_finding("hugepages", "ok", "not used: FI_EFA_USE_HUGE_PAGE=0")]
     size = report.host.hugepages * report.host.hugepage_bytes
-    said = f"{report.host.hugepages:,} huge pages, {size / GIBIBYTE:.3g} GiB"
+    said = f"{report.host.hugepages:,} huge pages, {digits(size / GIBIBYTE)} GiB"
     if size < GOOD_HUGEPAGE_BYTES:
         remedy = "sysctl vm.nr_hugepages=5128 (hugepages-2Mi in a pod), or FI_EFA_USE_HUGE_PAGE=0"
         return [_finding("hugepages", "warn", f"{said}: EFA wants more", remedy)]
@@ -165,7 +209,7 @@ def check_group(report: NodeReport) -> list[Finding]:
     group, host = report.host.group, report.host
     told = []
     if group.memory_bytes is not None and group.memory_bytes < 0.95 * host.memory_bytes:
-        told.append(f"{group.memory_bytes / GIBIBYTE:,.3g} of {host.memory_bytes / GIBIBYTE:,.3g} GiB of memory")
+        told.append(f"{digits(group.memory_bytes / GIBIBYTE)} of {digits(host.memory_bytes / GIBIBYTE)} GiB of memory")
     if group.cpus is not None and group.cpus < host.processors:
         told.append(f"{group.cpus:g} of {host.processors} processors")
     findings = []

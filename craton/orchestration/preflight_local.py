@@ -14,7 +14,7 @@ from craton.agent import Launch
 from craton.infrastructure import NodeReport, NodeRoot, probe_node
 from craton.job import Job
 from craton.orchestration.errors import StartError
-from craton.orchestration.preflight import expected_by, judge, record_preflight
+from craton.orchestration.preflight import expected_by, followed, judge, record_preflight
 from craton.orchestration.preflight_finding import Expected, Finding, for_job
 from craton.orchestration.preflight_host import check_group, check_limits, check_processors, check_shared_memory
 from craton.telemetry import RunDirectory
@@ -41,7 +41,10 @@ def check_local(
         failed = [finding for finding in findings if finding.severity == "fail"]
         if failed:
             others = f" (and {len(failed) - 1} more: `craton doctor` tells)" if len(failed) > 1 else ""
-            raise StartError(f"this machine is not fit: {failed[0].evidence}{others}; {failed[0].remedy}")
+            raise StartError(
+                f"this machine is not fit: {failed[0].evidence}{others}; {failed[0].remedy}; where you know better, "
+                f"`run: {{preflight_ignore: [{', '.join(dict.fromkeys(each.what for each in failed))}]}}`"
+            )
 
 
 def used_cards(report: NodeReport, visible: str) -> NodeReport:
@@ -60,7 +63,7 @@ def _of_node(report: NodeReport, job: Job, launch: Launch, node: str, root: Node
     environment = {**root.environment, **launch.env}
     visible = launch.cards.get(node, environment.get(VISIBLE, ""))
     # All nodes are here, however many there are: nothing goes over a network.
-    expected = replace(expected_by(job, launch), needs_network=False)
+    expected = replace(followed(expected_by(job, launch), root, report), needs_network=False)
     findings = judge(used_cards(report, visible), expected, environment)
     return for_job(findings, job)
 

@@ -14,6 +14,7 @@ BUSY_BYTES = 1e12  # below which a device has not carried enough for its share t
 FAIR_SHARE = 0.5  # of the median of its neighbours, which a device should have carried
 SLOW_RATE = 0.9  # of the rate that a card should have
 ENOUGH_LOCKED_BYTES = 2**34
+GIVE_VERBS = "ask for the RDMA resource of the nodes (rdma/…) in the pod, or give the container its /dev/infiniband"
 
 
 def check_network(report: NodeReport, expected: Expected, environment: Mapping[str, str]) -> list[Finding]:
@@ -140,6 +141,14 @@ def check_infiniband(report: NodeReport, expected: Expected) -> list[Finding]:
     if instance is not None and wanted:
         due = max(due, instance.network_bytes_per_second * 8 / 1e9 / wanted)
     fast = [device for device in active if device.gigabits_per_second >= SLOW_RATE * due]
+    given = [device for device in fast if not device.uverbs or device.uverbs in report.fabric.visible_uverbs]
+    if fast and len(given) < min(wanted or 1, len(fast)):
+        lost = "the others are lost to NCCL" if given else "NCCL would use TCP sockets"
+        said = f"{len(given)} of {len(fast)} InfiniBand ports are in /dev/infiniband: {lost}"
+        return [_finding("infiniband", "fail", said, GIVE_VERBS, layer="orchestration")]
+    if not devices and wanted and report.host.is_container:
+        said = f"0 of {wanted} InfiniBand ports were given to this container"
+        return [_finding("infiniband", "fail", said, GIVE_VERBS, layer="orchestration")]
     if len(fast) >= wanted:
         said = f"{len(fast)} InfiniBand ports active at {due:g} Gb/s"
         return [_finding("infiniband", "ok", said)] if active else []

@@ -30,6 +30,7 @@ OF_TARGET: dict[str, dict[str, Any]] = {
     "eks": {"control_subnets": ["subnet-0123456789abcdef0", "subnet-0123456789abcdef1"]},
     "pcs": {"image": "ami-0123456789abcdef0"},
 }
+DRIVES = {"eks": "/mnt/k8s-disks/0", "hyperpod-eks": "/opt/dlami/nvme", "hyperpod-slurm": "/opt/dlami/nvme"}
 BLOCK = {"capacity_block": "cr-0123456789abcdef0"}
 RESERVATION = {"capacity_reservation": "cr-0123456789abcdef0", "placement_group": "near"}
 PLAN = {"training_plan": "arn:aws:sagemaker:us-east-2:111122223333:training-plan/november"}
@@ -48,7 +49,7 @@ def document(target: str, aws: dict[str, Any] | None = None, **keys: Any) -> dic
         "instance": "p5.48xlarge",
         "nodes": 16,
         "storage": {
-            "nvme": {"path": "/scratch"},
+            "nvme": {"path": DRIVES.get(target, "/scratch")},
             "shared": {
                 "path": "/fsx",
                 "kind": "lustre",

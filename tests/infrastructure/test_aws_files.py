@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from aws_clusters import BLOCK, EXISTING, OF_TARGET, PLAN, RESERVATION, cluster, document
+from aws_clusters import BLOCK, DRIVES, EXISTING, OF_TARGET, PLAN, RESERVATION, cluster, document
 
-from craton.infrastructure import PROVISION_TARGETS, Instance, ProvisionError, instance, instances, provision
+from craton.infrastructure import (
+    PROVISION_TARGETS,
+    Instance,
+    ProvisionError,
+    instance,
+    instances,
+    provision,
+    read_instance_names,
+)
+from craton.infrastructure.aws import queues
 from craton.infrastructure.aws.interfaces import interfaces, level_labels
+from craton.infrastructure.aws.provisioning import ASSET_TAG
 from craton.infrastructure.aws.site import site_of
 from craton.job import ContentError, load_cluster
 
@@ -92,6 +104,22 @@ def test_what_cannot_be_made_is_refused(tmp_path: Path, keys: dict[str, Any], sa
         provision(cluster(tmp_path, "pcs", **keys), "pcs")
 
 
+@pytest.mark.parametrize("target", DRIVES)
+def test_drives_are_where_the_image_of_the_target_has_them(tmp_path: Path, target: str) -> None:
+    storage = {**document(target)["storage"], "nvme": {"path": "/scratch"}}
+    with pytest.raises(ProvisionError, match=f"have their drives at {DRIVES[target]}; write that"):
+        provision(cluster(tmp_path, target, storage=storage), target)
+    storage["nvme"]["claim"] = "scratch"
+    provision(cluster(tmp_path, target, storage=storage), target)
+
+
+def test_a_pool_and_what_it_cannot_go_with_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProvisionError, match=r"scheduler\.node_pool: HyperPod makes the nodes"):
+        provision(cluster(tmp_path, "hyperpod-eks", scheduler=POOLED), "hyperpod-eks")
+    with pytest.raises(ProvisionError, match=r"scheduler\.topology: by a topology Kueue admits jobs only onto nodes"):
+        provision(cluster(tmp_path, "eks", scheduler={**POOLED, "topology": "efa"}), "eks")
+
+
 @pytest.mark.parametrize(
     ("aws", "said"),
     [
@@ -151,6 +179,22 @@ def test_only_nodes_on_demand_get_a_placement_group_of_their_own(tmp_path: Path)
     assert own["Scheduling"]["SlurmQueues"][0]["Networking"]["PlacementGroup"] == {"Enabled": True, "Name": "near"}
 
 
+def test_the_template_of_a_capacity_block_names_the_instance(tmp_path: Path) -> None:
+    for target in ("pcs", "eks"):
+        for capacity, kind in ((BLOCK, "p5.48xlarge"), ({}, None)):
+            resources = yaml.safe_load(files(tmp_path, target, capacity)["cluster.yaml"])["Resources"]
+            data = resources["NodeTemplate"]["Properties"]["LaunchTemplateData"]
+            assert data.get("InstanceType") == kind
+            if target == "eks":  # from one of the two, not from both
+                assert resources["Nodes"]["Properties"].get("InstanceTypes") == (None if kind else ["p5.48xlarge"])
+
+
+@pytest.mark.parametrize("target", ["hyperpod-slurm", "hyperpod-eks"])
+def test_hyperpod_keeps_the_processors_that_pods_and_doctor_count(tmp_path: Path, target: str) -> None:
+    groups = json.loads(files(tmp_path, target, PLAN)["create-cluster.json"])["InstanceGroups"]
+    assert {group["ThreadsPerCore"] for group in groups} == {2}
+
+
 def test_lustre_has_efa_where_it_is_fast_enough(tmp_path: Path) -> None:
     def system(capacity: str) -> dict[str, Any]:
         storage = document("pcs")["storage"]
@@ -201,6 +245,19 @@ def test_karpenter_takes_the_place_of_the_node_group(tmp_path: Path) -> None:
     assert "manifests/karpenter.yaml" not in files(tmp_path, "eks", BLOCK)
 
 
+def test_kueue_has_no_topology_where_karpenter_makes_the_nodes(tmp_path: Path) -> None:
+    made = provision(cluster(tmp_path, "eks", BLOCK, scheduler=POOLED), "eks")
+    objects = list(yaml.safe_load_all(made.files["manifests/kueue.yaml"]))
+    (flavor,) = [one for one in objects if one["kind"] == "ResourceFlavor"]
+    assert "Topology" not in {one["kind"] for one in objects}
+    assert "topologyName" not in flavor["spec"]
+    assert [note for note in made.notes if "Kueue got no topology, `placement`" in note]
+    assert not [step for step in made.steps if "discover" in step]
+    fixed = list(yaml.safe_load_all(files(tmp_path, "eks", BLOCK)["manifests/kueue.yaml"]))
+    (flavor,) = [one for one in fixed if one["kind"] == "ResourceFlavor"]
+    assert flavor["spec"]["topologyName"] == "fabric"
+
+
 @pytest.mark.parametrize("role", [None, "TeamNodes"])
 def test_nodes_of_karpenter_may_join_and_reach_the_others(tmp_path: Path, role: str | None) -> None:
     aws = {**BLOCK, "karpenter_role": role, "security_groups": ["sg-0123456789abcdef0"]}
@@ -223,7 +280,9 @@ def test_nodes_of_karpenter_may_join_and_reach_the_others(tmp_path: Path, role: 
 @pytest.mark.parametrize("target", ["eks", "hyperpod-eks"])
 def test_the_namespace_is_applied_before_what_lies_in_it(tmp_path: Path, target: str, gang: str) -> None:
     """As kubectl does it: file after file, by name."""
-    made = files(tmp_path, target, EXISTING, scheduler={**POOLED, "gang": gang, "namespace": "train"})
+    pool = "gpu" if target == "eks" else None
+    scheduler = {**POOLED, "gang": gang, "namespace": "train", "node_pool": pool}
+    made = files(tmp_path, target, EXISTING, scheduler=scheduler)
     names = sorted(name for name in made if name.startswith("manifests/"))
     objects = [one for name in names for one in yaml.safe_load_all(made[name])]
     (first,) = [number for number, one in enumerate(objects) if one["kind"] == "Namespace"]
@@ -246,6 +305,11 @@ def test_quotas_cover_every_resource_that_pods_ask_for(tmp_path: Path) -> None:
     p5 = instance("p5.48xlarge")
     assert quota["vpc.amazonaws.com/efa"] == str(16 * p5.network_interfaces)
     assert quota["cpu"] == str(16 * p5.vcpus)
+    stated = {"kind": "kubernetes", "gang": "kueue", "resources": {"rdma/hca_shared_devices_a": 2}}
+    named = queues.capacity(site_of(cluster(tmp_path, "eks", scheduler=stated), "eks"))
+    assert named == {**quota, "rdma/hca_shared_devices_a": "32"}
+    pooled = queues.capacity(site_of(cluster(tmp_path, "eks", scheduler={**stated, "node_pool": "p5"}), "eks"))
+    assert set(named) - set(pooled) == {"hugepages-2Mi"}
 
 
 def test_levels_of_the_cluster_file_win_over_those_of_eks(tmp_path: Path) -> None:
@@ -264,6 +328,34 @@ def test_only_a_policy_that_acts_may_change_nodes(tmp_path: Path) -> None:
     assert "ClusterRole" not in watching
     (pods,) = [one for one in yaml.safe_load_all(watching) if one["kind"] == "DaemonSet"]
     assert pods["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
+
+
+def test_the_topology_is_asked_for_by_the_names_of_the_cluster(tmp_path: Path) -> None:
+    scheduler = {"kind": "kubernetes", "gang": "kai", "topology": "efa"}
+    steps = provision(cluster(tmp_path, "eks", scheduler=scheduler), "eks").steps
+    assert "craton cluster discover --from kubernetes --write kai --name efa" in steps
+    for target in PROVISION_TARGETS:
+        made = files(tmp_path, target, CAPACITY.get(target, BLOCK))
+        assert "craton observe render --cluster" in made["README.md"]
+        assert "prometheus.yml" not in made
+
+
+@pytest.mark.parametrize("target", ["parallelcluster", "pcs"])
+def test_nodes_of_slurm_tell_which_instance_they_are(tmp_path: Path, target: str) -> None:
+    steps = provision(cluster(tmp_path, target), target).steps
+    (ask,) = [step for step in steps if step.startswith("srun ")]
+    assert "--from ec2 --region us-east-2 --names instances.json" in steps[steps.index(ask) + 1]
+    tag = tmp_path / "asset_tag"
+    srun = tmp_path / "srun"
+    srun.write_text(
+        "#!/bin/bash\nwhile [ $1 != sh ]; do shift; done\nfor number in 1 2; do\n"
+        f'echo "i-$number  " > {tag}; SLURMD_NODENAME=train-st-nodes-$number "$@"\ndone\n'
+    )
+    srun.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-c", ask.replace(ASSET_TAG, str(tag))], cwd=tmp_path, env=path, check=True)
+    told = read_instance_names((tmp_path / "instances.json").read_text())
+    assert told == {"i-1": "train-st-nodes-1", "i-2": "train-st-nodes-2"}
 
 
 def test_health_pods_have_what_doctor_looks_at(tmp_path: Path) -> None:

@@ -123,6 +123,14 @@ def test_ec2_with_and_without_names() -> None:
     assert named.addresses()["ip-5"] == ("us-east-2a", "nn-1", "nn-21", "nn-32")
 
 
+def test_instances_of_others_are_no_nodes_of_a_cluster_whose_names_are_known() -> None:
+    answer = ec2_answer()
+    first, *_ = (one["InstanceId"] for one in answer["Instances"])
+    assert read_ec2(answer, {first: "train-1"}).nodes == ("train-1",)
+    with pytest.raises(TopologyError, match="none of its instances is among the names"):
+        read_ec2(answer, {"i-other": "train-1"})
+
+
 def test_an_ultraserver_is_a_domain_of_its_instances() -> None:
     answer = ec2_answer()
     for number, instance in enumerate(answer["Instances"]):

@@ -28,7 +28,6 @@ GROUPS: list[Any] = [{"Ref": "NodeSecurityGroup"}, {"Fn::GetAtt": ["Cluster", "C
 
 
 def eks_stack(site: Site) -> dict[str, str]:
-    pool = site.file.scheduler.node_pool if site.file.scheduler else None
     resources: dict[str, Resource] = {
         **security_group(site),
         "ClusterRole": _role("eks.amazonaws.com", ("AmazonEKSClusterPolicy",)),
@@ -51,7 +50,7 @@ def eks_stack(site: Site) -> dict[str, str]:
         **{f"Addon{index}": _addon(name) for index, name in enumerate(ADDONS)},
         **file_system(site, [{"Ref": "NodeSecurityGroup"}]),
     }
-    if not pool:
+    if not site.node_pool:
         nodes = _node_group(site, site.queue, site.instance.name, site.num_nodes, "AL2023_x86_64_NVIDIA")
         nodes["Properties"] |= {
             "CapacityType": "CAPACITY_BLOCK" if site.aws.capacity_block else "ON_DEMAND",
@@ -61,6 +60,8 @@ def eks_stack(site: Site) -> dict[str, str]:
                 "Version": {"Fn::GetAtt": ["NodeTemplate", "LatestVersionNumber"]},
             },
         }
+        if site.aws.capacity_block:  # the launch template has it, and EKS takes it from one of the two only
+            del nodes["Properties"]["InstanceTypes"]
         resources |= {
             **placement_group(site),
             "NodeTemplate": launch_template(

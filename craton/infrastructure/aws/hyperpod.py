@@ -85,7 +85,7 @@ def _group(site: Site, name: str, machine: str, count: int, script: str) -> dict
         "InstanceCount": count,
         "LifeCycleConfig": {"SourceS3Uri": site.scripts, "OnCreate": script},
         "ExecutionRole": site.aws.execution_role,
-        "ThreadsPerCore": 1,
+        "ThreadsPerCore": 2,  # all the processors that the catalog counts; 1 would switch half of them off
         "InstanceStorageConfigs": storage,
     }
 

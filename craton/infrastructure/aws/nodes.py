@@ -46,7 +46,7 @@ def device_plugins(site: Site, machine: dict[str, str]) -> dict[str, str]:
 
 def karpenter(site: Site) -> dict[str, str]:
     """A NodePool and its EC2NodeClass, where the cluster file names a node pool."""
-    pool = site.file.scheduler.node_pool if site.file.scheduler else None
+    pool = site.node_pool
     if not pool:
         return {}
     aws = site.aws

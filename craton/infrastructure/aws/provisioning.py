@@ -10,10 +10,11 @@ from craton.infrastructure.aws.interfaces import level_labels
 from craton.infrastructure.aws.nodes import device_plugins, health_checks, karpenter, shared_volume
 from craton.infrastructure.aws.parallelcluster import parallelcluster
 from craton.infrastructure.aws.pcs import pcs
-from craton.infrastructure.aws.prometheus import prometheus_config
-from craton.infrastructure.aws.queues import machine_label, namespace_object, queue_objects
+from craton.infrastructure.aws.queues import machine_label, namespace_object, queue_objects, topology_name
 from craton.infrastructure.aws.site import SLURM_TARGETS, Site, site_of
 from craton.job import ClusterFile
+
+ASSET_TAG = "/sys/devices/virtual/dmi/id/board_asset_tag"  # the id of the instance, on Nitro
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,15 @@ def _files(site: Site, target: str) -> dict[str, str]:
         if target == "eks":
             files |= device_plugins(site, machine) | karpenter(site)
         files |= queue_objects(site, machine) | shared_volume(site) | health_checks(site, machine)
-    return files | prometheus_config(site, target)
+    return files
 
 
 def _notes(site: Site, target: str) -> list[str]:
     notes = []
     if target not in SLURM_TARGETS:
         stated = site.file.levels
-        if not any(level and level.label for level in (stated.leaf, stated.spine, stated.zone)):
+        levels = any(level and level.label for level in (stated.leaf, stated.spine, stated.zone))
+        if not levels and not site.node_pool:
             known = {name: label for name, label in level_labels(site).items() if name in ("leaf", "spine")}
             labels = ", ".join(f"{name}: {{label: {label}}}" for name, label in known.items())
             notes.append(f"for `placement: {{within: leaf}}` put into the cluster file: levels: {{{labels}}}")
@@ -64,15 +66,20 @@ def _notes(site: Site, target: str) -> list[str]:
             notes.append("no health check was written: it runs in scheduler.image, which the cluster file leaves out")
         if site.file.scheduler is None or site.file.scheduler.gang == "none":
             notes.append("scheduler.gang is none: no queues were written, and jobs are not placed as a gang")
-    pool = site.file.scheduler.node_pool if site.file.scheduler else None
     if site.aws.capacity_reservation and not site.aws.placement_group:
         notes.append(
             "no placement group is made: a reservation is taken up where it was made; if that was in a placement "
             "group, give its name as aws.placement_group"
         )
-    if target == "eks" and pool and site.own_placement_group:
+    if site.node_pool:
+        topology = "Kueue got no topology, " if site.file.scheduler and site.file.scheduler.gang == "kueue" else ""
+        notes.append(
+            f"Karpenter knows neither the switch of a node nor its huge pages before the node is there: {topology}"
+            "`placement` within a leaf or spine cannot be promised, and pods do without huge pages"
+        )
+    if site.node_pool and site.own_placement_group:
         notes.append("Karpenter takes a placement group by name only: make one and give aws.placement_group")
-    if target == "eks" and pool and not site.aws.karpenter_role:
+    if site.node_pool and not site.aws.karpenter_role:
         notes.append(
             f"Karpenter's nodes get the role KarpenterNodeRole-{site.name}: make it before the stack, whose access "
             "entry names it, or give aws.karpenter_role"
@@ -89,7 +96,6 @@ def _steps(site: Site, target: str, files: dict[str, str]) -> tuple[str, ...]:
     deploy = f"aws cloudformation deploy {region} --stack-name {{}} --template-file {{}} --capabilities CAPABILITY_IAM"
     outputs = f"aws cloudformation describe-stacks {region} --stack-name {{}} --query 'Stacks[0].Outputs'"
     gang = site.file.scheduler.gang if site.file.scheduler else "none"
-    pool = site.file.scheduler.node_pool if site.file.scheduler else None
     steps = []
     if any(path.startswith("scripts/") for path in files):
         steps.append(f"aws s3 cp --recursive scripts {site.scripts} {region}")
@@ -111,7 +117,7 @@ def _steps(site: Site, target: str, files: dict[str, str]) -> tuple[str, ...]:
     if target in ("eks", "hyperpod-eks"):
         cluster = (site.aws.eks_cluster or name).rsplit("/", 1)[-1] if target == "hyperpod-eks" else name
         steps.append(f"aws eks update-kubeconfig {region} --name {cluster}")
-        charts = [name for name in (gang, "karpenter" if pool and target == "eks" else "") if name not in ("", "none")]
+        charts = [name for name in (gang, "karpenter" if site.node_pool else "") if name not in ("", "none")]
         if charts:
             steps.append(
                 f"# install {' and '.join(charts)} by {'their' if len(charts) > 1 else 'its'} own chart, then:"
@@ -119,10 +125,30 @@ def _steps(site: Site, target: str, files: dict[str, str]) -> tuple[str, ...]:
         # the configuration of Volcano's scheduler and controller exists already, and its chart owns it
         force = " --force-conflicts" if gang == "volcano" else ""
         steps.append(f"kubectl apply --server-side{force} -f manifests/")
-    source = "slurm" if target in SLURM_TARGETS else "kubernetes"
-    form = "slurm-tree" if source == "slurm" else gang if gang != "none" else "levels"
-    steps.append(f"craton cluster discover --from {'ec2' if target == 'pcs' else source} --write {form}")
+    steps += _discovery(site, target, gang)
+    steps.append(
+        "craton observe render --cluster CLUSTER --out observe  # CLUSTER: the file that this was rendered from"
+    )
     return tuple(steps)
+
+
+def _discovery(site: Site, target: str, gang: str) -> list[str]:
+    """Asks those who know. ParallelCluster and PCS set no topology in Slurm, and EC2 does not know Slurm's names of
+    nodes: each tells its own, and on Nitro also its instance. Nodes of a pool are not there yet."""
+    if site.node_pool:
+        return []
+    if target == "hyperpod-slurm":
+        return ["craton cluster discover --from slurm --write slurm-tree"]
+    if target in SLURM_TARGETS:
+        pair = f"""'printf "\\"%s\\": \\"%s\\"\\n" "$(tr -d "[:space:]" < {ASSET_TAG})" "$SLURMD_NODENAME"'"""
+        each = f"srun --partition={site.queue} --nodes={site.num_nodes} --ntasks-per-node=1 sh -c {pair}"
+        return [
+            "# on the cluster, when all its nodes are up: which instance each of them is",
+            f"{each} | paste -sd, - | sed 's/.*/{{&}}/' > instances.json",
+            f"craton cluster discover --from ec2 --region {site.region} --names instances.json --write slurm-tree",
+        ]
+    form = f"{gang} --name {topology_name(site)}" if gang in ("kueue", "kai") else gang if gang != "none" else "levels"
+    return [f"craton cluster discover --from kubernetes --write {form}"]
 
 
 def _readme(site: Site, target: str, notes: tuple[str, ...], steps: tuple[str, ...]) -> str:

@@ -56,8 +56,11 @@ def capacity(site: Site) -> dict[str, str]:
         GPU: str(nodes * instance.num_gpus),
     }
     if instance.efa_version:
-        found |= {EFA: str(nodes * instance.network_interfaces), "hugepages-2Mi": f"{nodes * HUGE_PAGES_GIB}Gi"}
-    return found
+        found[EFA] = str(nodes * instance.network_interfaces)
+        if not site.node_pool:  # pods of Karpenter's do without
+            found["hugepages-2Mi"] = f"{nodes * HUGE_PAGES_GIB}Gi"
+    stated = site.file.scheduler.resources if site.file.scheduler else {}
+    return found | {name: str(nodes * count) for name, count in stated.items()}
 
 
 def machine_label(site: Site, target: str) -> dict[str, str]:
@@ -67,21 +70,19 @@ def machine_label(site: Site, target: str) -> dict[str, str]:
 
 
 def _kueue(site: Site, machine: dict[str, str]) -> list[Manifest]:
+    """With a topology Kueue admits jobs only onto nodes that are there, and Karpenter makes nodes only for pods of
+    admitted jobs: a pool that starts empty gets none."""
     flavor = site.instance.name.replace(".", "-")
     quota = capacity(site)
     api = "kueue.x-k8s.io/v1beta2"
+    spec: Manifest = {"nodeLabels": machine, "tolerations": [GPU_TAINT]}
+    topology = []
+    if not site.node_pool:
+        spec = {"topologyName": topology_name(site), **spec}
+        topology = [kueue_topology(level_labels(site), topology_name(site))]
     return [
-        kueue_topology(level_labels(site), topology_name(site)),
-        {
-            "apiVersion": api,
-            "kind": "ResourceFlavor",
-            "metadata": {"name": flavor},
-            "spec": {
-                "topologyName": topology_name(site),
-                "nodeLabels": machine,
-                "tolerations": [GPU_TAINT],
-            },
-        },
+        *topology,
+        {"apiVersion": api, "kind": "ResourceFlavor", "metadata": {"name": flavor}, "spec": spec},
         {
             "apiVersion": api,
             "kind": "ClusterQueue",

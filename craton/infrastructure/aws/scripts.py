@@ -16,6 +16,7 @@ HOOKS = "/opt/craton/hooks"
 CHECK_SECONDS = 60
 HEALTH_INTERVAL_SECONDS = 300
 EXPORTERS = {"node": 9100, "efa": 9109, "dcgm": 9400}  # ports as AWS's and NVIDIA's exporters have them
+SLURM_PAGES = ("jobs", "nodes", "partitions", "scheduler")  # of slurmctld's metrics, from Slurm 25.11 on
 JOB_MAPPING = "/run/slurm/dcgm_job_mapping"  # where dcgm-exporter looks for the job of a GPU
 
 NO_HOLD = "nohold_on_prolog_fail"  # of SchedulerParameters: a job whose node fails its prolog starts on another

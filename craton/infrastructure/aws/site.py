@@ -86,6 +86,11 @@ class Site:
         return (self.file.scheduler and self.file.scheduler.namespace) or "train"
 
     @property
+    def node_pool(self) -> str:
+        """Karpenter's; "": nodes are made with the cluster."""
+        return (self.file.scheduler and self.file.scheduler.node_pool) or ""
+
+    @property
     def own_placement_group(self) -> bool:
         """Whether one is made: EC2 places capacity blocks itself, HyperPod all its nodes, and a reservation takes only
         instances of the placement group that it was made in, or of none."""
@@ -109,7 +114,7 @@ def site_of(file: ClusterFile, target: str) -> Site:
     most = facts()["pcs_sizes"]["LARGE"] - 1
     if target == "pcs" and file.nodes.num_nodes > most:
         problems.append(f"nodes is {file.nodes}: PCS manages at most {most} beside a login node")
-    problems += _names(file, target)
+    problems += [*_names(file, target), *_not_made(file, target)]
     instance: Instance | None = None
     lustre: Lustre | None = None
     notes: list[str] = []
@@ -185,6 +190,28 @@ def _names(file: ClusterFile, target: str) -> list[str]:
         problems.append(f"storage.nvme.path: {nvme.path!r} is not a plain absolute path")
     if target == "pcs" and scheduler and scheduler.partition and not 3 <= len(scheduler.partition) <= 25:
         problems.append("scheduler.partition: PCS takes names of 3 to 25 letters")
+    return problems
+
+
+def _not_made(file: ClusterFile, target: str) -> list[str]:
+    """Keys on which jobs rely and to which nothing of this kind of cluster would answer."""
+    problems = []
+    nvme, scheduler = file.storage.nvme, file.scheduler
+    drives = facts()["nvme_paths"].get(target)
+    if drives and nvme and nvme.path and not nvme.claim and nvme.path.rstrip("/") != drives:
+        problems.append(
+            f"storage.nvme.path is {nvme.path}: nodes of {target} have their drives at {drives}; write that"
+        )
+    if target == "hyperpod-eks" and scheduler and scheduler.node_pool:
+        problems.append(
+            "scheduler.node_pool: HyperPod makes the nodes, and none has the label of a pool of Karpenter, which pods "
+            "would ask for; leave it out"
+        )
+    if target == "eks" and scheduler and scheduler.node_pool and scheduler.gang == "kueue" and scheduler.topology:
+        problems.append(
+            "scheduler.topology: by a topology Kueue admits jobs only onto nodes that are there, and Karpenter makes "
+            "them for jobs that are admitted; leave topology or node_pool out"
+        )
     return problems
 
 

@@ -58,7 +58,8 @@ def placement_group(site: Site) -> dict[str, Resource]:
 
 
 def launch_template(site: Site, groups: list[Any], user_data: Any = None) -> Resource:
-    """Interfaces, placement and capacity of the nodes; the instance type is told by whoever uses it."""
+    """Interfaces, placement and capacity of the nodes. The instance type is told by whoever uses it, but for a capacity
+    block, of which EKS and PCS want it here."""
     data: dict[str, Any] = {
         "NetworkInterfaces": [
             {
@@ -94,6 +95,7 @@ def launch_template(site: Site, groups: list[Any], user_data: Any = None) -> Res
         data["CapacityReservationSpecification"] = target
     if site.aws.capacity_block:
         data["InstanceMarketOptions"] = {"MarketType": "capacity-block"}
+        data["InstanceType"] = site.instance.name
     return {"Type": "AWS::EC2::LaunchTemplate", "Properties": {"LaunchTemplateData": data}}
 
 

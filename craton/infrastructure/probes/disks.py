@@ -67,6 +67,11 @@ class Disks:
     shared_memory_bytes: int | None
     lustre: Lustre
 
+    def mount_of(self, path: str) -> Mount | None:
+        """The mount that a path lies on: the closest above it, and of several at one place the last."""
+        holding = [mount for mount in self.mounts if f"{path}/".startswith(f"{mount.path.rstrip('/')}/")]
+        return max(reversed(holding), key=lambda mount: len(mount.path), default=None)
+
 
 def probe_disks(root: NodeRoot) -> Disks:
     mounts = read_mounts(root)

@@ -24,7 +24,7 @@ SHARED_OBJECTS = {"ucx": "libucp.so"}  # found without a package
 
 @dataclass(frozen=True)
 class Software:
-    versions: dict[str, str]  # driver, cuda, nccl, efa_installer, libfabric, aws_ofi_nccl, kernel, ...: what is known
+    versions: dict[str, str]  # driver, driver_cuda, cuda, nccl, efa_installer, libfabric, kernel, ...: what is known
     libraries: dict[str, str]  # torch, flash_attn, ... → version; "" where it is not installed
 
 
@@ -36,6 +36,7 @@ def probe_software(root: NodeRoot, gpus: Gpus, fabric: Fabric, host: Host) -> So
             libraries[name] = shared
     versions = {
         "driver": gpus.driver_version,
+        "driver_cuda": gpus.cuda_version,
         "cuda": cuda_of_torch(packages),
         "nccl": _installed(packages, ("nvidia-nccl-cu13", "nvidia-nccl-cu12")) or _system_nccl(root),
         "kernel": _first(r"^(\d+\.\d+(?:\.\d+)?)", host.kernel),

@@ -101,6 +101,11 @@ def hide_verbs(node: Node) -> None:
         port.visible = False
 
 
+def in_container_without_verbs(node: Node) -> None:
+    node.ports.clear()
+    node.files[".dockerenv"] = ""
+
+
 def mount_all_verbs(node: Node) -> None:
     """A pod with /dev/infiniband of its host: libfabric cannot open the switches' ports, and finds no EFA at all."""
     node.environment["KUBERNETES_SERVICE_HOST"] = "172.20.0.1"
@@ -318,6 +323,15 @@ DEGRADED = [
         "EFA retransmits", "p5", "efa_counters", "warn", "retrans_bytes: 2.2 %", counter("retrans_bytes", 2 * 10**13)
     ),
     Degraded("one EFA idles", "p5en", "efa_counters", "warn", "less than half", counter("tx_bytes", 10**14)),
+    Degraded("ports not given to the pod", "lab-h100", "infiniband", "fail", "0 of 8 InfiniBand ports are", hide_verbs),
+    Degraded(
+        "no port is seen in the pod",
+        "lab-h100",
+        "infiniband",
+        "fail",
+        "0 of 8 InfiniBand ports were given",
+        in_container_without_verbs,
+    ),
     Degraded("a port is down", "lab-h100", "infiniband", "fail", "mlx5_2 DOWN", port_down),
     Degraded("a port trained slower", "lab-h100", "infiniband", "warn", "mlx5_2 200", slow_port),
     Degraded("locked memory limited", "lab-h100", "locked_memory", "fail", "0 MiB", limit_memory),
