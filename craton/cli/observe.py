@@ -24,13 +24,16 @@ def node(
     name: Annotated[
         str | None,
         typer.Option(
-            "--name", metavar="NODE", help="Label `node` of everything [default: the host's name].", show_default=False
+            "--name",
+            metavar="NODE",
+            help="Label `node` of everything \\[default: the host's name].",
+            show_default=False,
         ),
     ] = None,
     leaf: Annotated[str, typer.Option(help="Label `leaf` of everything: the switch it hangs on.")] = "",
     runs: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where runs are [default: $CRATON_RUNS, else ./runs].", show_default=False),
+        typer.Option(metavar="DIR", help="Where runs are \\[default: $CRATON_RUNS, else ./runs].", show_default=False),
     ] = None,
     fsx: Annotated[
         str, typer.Option(metavar="off|auto|ID,...", help="FSx file systems to ask CloudWatch about.")
@@ -65,8 +68,8 @@ def node(
         exporter.close()
         return
     server = ExporterServer(exporter, listen, port)
-    url = f"http://{listen}:{server.port}/metrics"
-    said = json.dumps({"node": exporter.node, "url": url}) if as_json else f"metrics of {exporter.node} at {url}"
+    told = {"node": exporter.node, "url": server.url}
+    said = json.dumps(told) if as_json else f"metrics of {exporter.node} at {server.url}"
     print(said, flush=True)
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -91,10 +94,16 @@ def up(
     webhook: Annotated[
         str | None, typer.Option(metavar="URL", help="Whom Alertmanager tells.", show_default=False)
     ] = None,
+    runbooks: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where docs/runbooks of Craton is served, for links.", show_default=False),
+    ] = None,
     every: Annotated[str, typer.Option(metavar="SECONDS", help="How often all is scraped and judged.")] = "5s",
     for_: Annotated[
         str | None,
-        typer.Option("--for", metavar="TIME", help="End after so long, 10m [default: at Ctrl-C].", show_default=False),
+        typer.Option(
+            "--for", metavar="TIME", help="End after so long, 10m \\[default: at Ctrl-C].", show_default=False
+        ),
     ] = None,
     targets: Annotated[
         Path | None,
@@ -108,7 +117,7 @@ def up(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where metrics are kept, on this machine [default: a folder for these runs in ~/.local/state/craton].",
+            help="Where metrics are kept, on this machine \\[default: one for these runs in ~/.local/state/craton].",
             show_default=False,
         ),
     ] = None,
@@ -131,6 +140,7 @@ def up(
         every_seconds=_seconds("--every", every),
         alertmanager=not no_alertmanager,
         webhook=webhook,
+        runbooks=runbooks,
         data=data,
     )
     seconds = _seconds("--for", for_) if for_ is not None else None
@@ -151,7 +161,7 @@ def up(
                 for name, url in urls.items():
                     console.print(f"{name} {url}", markup=False)
                 if not observer.keeper.targets:
-                    console.print(observer.why_empty(), style="yellow", markup=False, soft_wrap=True)
+                    console.print(observer.keeper.why_empty(), style="yellow", markup=False, soft_wrap=True)
                 seen = show_until(observer, console, as_json, seconds)
     except KeyboardInterrupt:
         pass  # the way to end it
@@ -168,6 +178,10 @@ def render(
     cluster: Annotated[Path | None, typer.Option(metavar="FILE", help="A cluster file.", show_default=False)] = None,
     webhook: Annotated[
         str | None, typer.Option(metavar="URL", help="Whom Alertmanager tells.", show_default=False)
+    ] = None,
+    runbooks: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where docs/runbooks of Craton is served, for links.", show_default=False),
     ] = None,
     amp: Annotated[
         str | None,
@@ -187,22 +201,28 @@ def render(
     import json
 
     from craton.cli.live import make_console
-    from craton.job import load_cluster
-    from craton.observability.prometheus import NO_DASHBOARDS, write_private
+    from craton.job import CratonError, load_cluster
+    from craton.observability.prometheus import NO_DASHBOARDS, NO_EXPORTER, lacks_exporter, write_private
     from craton.observability.prometheus import render as rendered
 
     labels = dict(_key_and_value("--label", each) for each in label or [])
-    files = rendered(load_cluster(cluster) if cluster is not None else None, webhook, amp, labels)
-    for name, text in files.items():
-        path = out / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if webhook is not None and path.name == "alertmanager.yml":
-            write_private(path, text)
-        else:
-            path.write_text(text, encoding="utf-8")
+    files = rendered(load_cluster(cluster) if cluster is not None else None, webhook, amp, labels, runbooks)
+    try:
+        for name, text in files.items():
+            path = out / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if webhook is not None and path.name == "alertmanager.yml":
+                write_private(path, text)
+            else:
+                path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        what = f"{error.strerror}: {error.filename}"
+        raise CratonError(f"cannot write into --out {out} ({what}); give a folder that you may write to") from None
     console = make_console(as_json)
     if not any(name.startswith("grafana/dashboards/") for name in files):
         console.print(NO_DASHBOARDS, style="yellow", markup=False, soft_wrap=True)
+    if lacks_exporter(files):
+        console.print(NO_EXPORTER, style="yellow", markup=False, soft_wrap=True)
     if as_json:
         print(json.dumps({"folder": str(out), "files": sorted(files)}))
         return

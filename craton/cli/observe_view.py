@@ -54,9 +54,13 @@ def keep_targets(
     """Target files alone, for a Prometheus that runs already."""
     trouble = _Trouble(console, as_json)
     deadline = None if seconds is None else time.monotonic() + seconds
+    is_told = False
     while deadline is None or time.monotonic() < deadline:
         keeper.refresh()
         trouble(keeper.trouble)
+        if not (keeper.targets or keeper.trouble or is_told):
+            console.print(keeper.why_empty(), style="yellow", markup=False, soft_wrap=True)
+            is_told = True
         time.sleep(every_seconds)
 
 

@@ -22,19 +22,20 @@ from craton.observability.prometheus import ALERTS, DATA_SOURCE
 COLUMNS = 24
 TAG = "craton"
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
-RUNBOOKS = {alert.name: alert.runbook for alert in ALERTS}
+RULES = {alert.name: alert for alert in ALERTS}
+RUNBOOKS_AT = "/public/craton/docs/runbooks"  # of Grafana itself, for whoever copies docs/ to its public/craton
 DASHED = {"fill": "dash", "dash": [8, 6]}
 AnyPanel = timeseries.Panel | stat.Panel | table.Panel | bargauge.Panel
 _UNSTACKED = {"mode": "none", "group": "A"}
 _EVERYTHING = models.VariableOption(text="All", value="$__all", selected=True)
 
 
-def all_dashboards() -> dict[str, dict[str, Any]]:
-    """Name of its file, without .json → dashboard."""
-    return {board.name: dashboard_of(board) for board in BOARDS}
+def all_dashboards(runbooks: str | None = None) -> dict[str, dict[str, Any]]:
+    """Name of its file, without .json → dashboard. `runbooks` is the URL of the folder of runbooks."""
+    return {board.name: dashboard_of(board, runbooks) for board in BOARDS}
 
 
-def dashboard_of(board: Board) -> dict[str, Any]:
+def dashboard_of(board: Board, runbooks: str | None = None) -> dict[str, Any]:
     built = (
         dashboard.Dashboard(board.title)
         .uid(board.uid)
@@ -48,7 +49,7 @@ def dashboard_of(board: Board) -> dict[str, Any]:
         .link(_other_boards())
         .annotation(_alerts_of(board))
         .with_variable(_data_source())
-        .with_variable(_documentation())
+        .with_variable(_runbooks(runbooks or RUNBOOKS_AT))
     )
     for variable in board.variables:
         built = built.with_variable(_variable(variable))
@@ -179,7 +180,7 @@ def _thresholds(panel: Panel) -> dashboard.ThresholdsConfig:
 
 def _description(panel: Panel) -> str:
     """With where the runbooks are in words, for whoever has no page of them to be linked to."""
-    pages = [f"{name}: {RUNBOOKS[name]}" for name in panel.alerts]
+    pages = [f"{name}: {RULES[name].runbook}" for name in panel.alerts]
     return panel.description + (f"\n\nRunbooks: {', '.join(pages)}." if pages else "")
 
 
@@ -187,7 +188,7 @@ def _runbook(alert: str) -> dashboard.DashboardLink:
     return (
         dashboard.DashboardLink(f"Runbook: {alert}")
         .type(models.DashboardLinkType.LINK)
-        .url(f"${{docs}}/{RUNBOOKS[alert].removeprefix('docs/')}")
+        .url(f"${{runbooks}}/{RULES[alert].runbook_page}")
         .target_blank(True)
     )
 
@@ -226,13 +227,13 @@ def _data_source() -> dashboard.DatasourceVariable:
     )
 
 
-def _documentation() -> dashboard.TextBoxVariable:
-    """Where this project's docs/ is served; runbooks are linked below it."""
+def _runbooks(url: str) -> dashboard.TextBoxVariable:
+    """Where this project's docs/runbooks is served; links begin with it."""
     return (
-        dashboard.TextBoxVariable("docs")
-        .label("Docs at")
-        .description("URL of the folder docs/ of Craton, for links to runbooks")
-        .default_value("/public/craton/docs")
+        dashboard.TextBoxVariable("runbooks")
+        .label("Runbooks at")
+        .description("URL of the folder docs/runbooks of Craton")
+        .default_value(url)
     )
 
 

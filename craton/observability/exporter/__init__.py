@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from craton.observability.exporter.cards import Card, CardLostError, CardProcess, Cards
     from craton.observability.exporter.dcgm import ONLY_DCGM, dcgm_counters
     from craton.observability.exporter.families import FAMILIES, NODE_LABELS, Family
+    from craton.observability.exporter.filesystem import SHARED_KINDS
     from craton.observability.exporter.fsx import fsx_bridge
     from craton.observability.exporter.node_exporter import DEFAULT_PORT, ExporterServer, NodeExporter, cards_of
 else:
@@ -23,6 +24,7 @@ else:
             "cards": ("Card", "CardLostError", "CardProcess", "Cards"),
             "dcgm": ("ONLY_DCGM", "dcgm_counters"),
             "families": ("FAMILIES", "NODE_LABELS", "Family"),
+            "filesystem": ("SHARED_KINDS",),
             "fsx": ("fsx_bridge",),
             "node_exporter": ("DEFAULT_PORT", "ExporterServer", "NodeExporter", "cards_of"),
         },
@@ -33,6 +35,7 @@ __all__ = [
     "FAMILIES",
     "NODE_LABELS",
     "ONLY_DCGM",
+    "SHARED_KINDS",
     "Card",
     "CardLostError",
     "CardProcess",

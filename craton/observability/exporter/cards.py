@@ -32,6 +32,10 @@ class CardLostError(Exception):
     """The driver does not answer for this card any more."""
 
 
+class NoDriverError(Exception):
+    """NVML answers, and says that the driver is not loaded."""
+
+
 class Cards(Protocol):
     """A thin face of NVML. Readings have the names that `nvml` has in families.toml; what a card or a driver does not
     know is left out, never zero."""

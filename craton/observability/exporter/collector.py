@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from craton.observability.exporter.exposition import Sample
 
 ANSWER_SECONDS = 4.0  # below Prometheus's own limit at a scrape every five seconds
+REASONS_KEPT = 32  # of a collector, so that each is said once
 
 
 class Collector(ABC):
@@ -24,6 +25,7 @@ class Collector(ABC):
 
     name: str
     errors = 0  # what it could not read and went on without
+    said: tuple[str, ...] = ()  # why, the last of it
 
     @abstractmethod
     def collect(self, now: float) -> Iterable[Sample]:
@@ -36,8 +38,19 @@ class Collector(ABC):
         """Samples up to the first that cannot be made out of what a file says; the rest of the collector goes on."""
         try:
             yield from samples
-        except (ValueError, LookupError, OSError):
+        except (ValueError, LookupError, OSError) as error:
             self.errors += 1
+            self.say(reason(error))
+
+    def say(self, problem: str) -> None:
+        """On the error output, once: a reason mostly stays from scrape to scrape."""
+        if problem not in self.said:
+            print(f"{self.name} cannot be read: {problem}", file=sys.stderr, flush=True)
+            self.said = (*self.said, problem)[-REASONS_KEPT:]
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class Team:
@@ -69,7 +82,6 @@ class _Worker:
         self.collector = collector
         self.seconds = 0.0
         self._failures = 0
-        self._said = ""
         self._asked, self._answered = threading.Event(), threading.Event()
         self._now = 0.0
         self._is_ended = False
@@ -116,11 +128,6 @@ class _Worker:
                     samples.append(sample)  # noqa: PERF402
             except Exception as error:  # noqa: BLE001 - whatever a part of the node does, the others are served
                 self._failures += 1
-                self._say(f"{type(error).__name__}: {error}")
+                self.collector.say(reason(error))
             self._samples, self.seconds = samples, time.perf_counter() - began
             self._answered.set()
-
-    def _say(self, problem: str) -> None:
-        if problem != self._said:
-            print(f"{self.collector.name} cannot be read: {problem}", file=sys.stderr, flush=True)
-            self._said = problem

@@ -63,16 +63,20 @@ class FabricCollector(Collector):
             self._looked = now
         for port in self._ports:
             yield from self._state(port)
-        read = self._root.bytes_of
+        read, gone = self._root.bytes_of, ""
         for counter in self._counters:
             content = read(counter.path)
             try:
                 value = int(content)
             except ValueError:
                 # A counter that a device does not keep says "N/A (no PMA)"; one that vanished is empty.
-                self.errors += not content
+                if not content:
+                    self.errors += 1
+                    gone = gone or counter.path
                 continue
             yield counter.name, counter.labels, value * counter.factor
+        if gone:
+            self.say(f"{gone} is gone, or may not be read")
 
     def _look(self) -> None:
         root = self._root

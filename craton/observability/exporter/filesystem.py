@@ -15,7 +15,7 @@ from craton.observability.exporter.exposition import Sample
 ANSWER_SECONDS = 1.0
 # Disks, memory that programs write to, and what is shared between nodes; the rest of a mount table has no size.
 LOCAL = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "vfat"))
-REMOTE = frozenset(
+SHARED_KINDS = frozenset(
     ("lustre", "nfs", "nfs4", "efs", "fuse.s3fs", "fuse.mountpoint-s3", "beegfs", "gpfs", "ceph", "wekafs")
 )
 _LEFT_OUT = ("/proc", "/sys", "/run/user", "/run/credentials", "/var/lib/docker/", "/var/lib/kubelet/pods/", "/etc/")
@@ -31,7 +31,7 @@ class FilesystemCollector(Collector):
     def collect(self, now: float) -> Iterator[Sample]:
         if self._root.is_recorded:
             return  # an image's folders lie on this machine's disk
-        mounts = {mount.path: mount for mount in read_mounts(self._root) if mount.kind in LOCAL | REMOTE}
+        mounts = {mount.path: mount for mount in read_mounts(self._root) if mount.kind in LOCAL | SHARED_KINDS}
         for path, mount in mounts.items():
             if path.startswith(_LEFT_OUT):
                 continue
@@ -48,7 +48,7 @@ class FilesystemCollector(Collector):
 
     def _ask(self, path: str, kind: str) -> os.statvfs_result | None:
         place = str(self._root.at(path))
-        if kind not in REMOTE:
+        if kind not in SHARED_KINDS:
             return _statvfs(place)
         question = self._asked.get(path)
         if question is None or question.is_answered:

@@ -15,7 +15,7 @@ from typing import Any
 
 from craton.errors import CratonError
 from craton.infrastructure import NodeRoot, read_mounts
-from craton.observability.exporter.collector import Collector
+from craton.observability.exporter.collector import Collector, reason
 from craton.observability.exporter.exposition import Sample
 from craton.observability.exporter.families import FAMILIES
 
@@ -39,7 +39,6 @@ class FsxCollector(Collector):
         self._values: dict[tuple[str, str], tuple[float, float]] = {}  # (family, file system) → (moment, value)
         self._ended = threading.Event()
         self.fetched = threading.Event()
-        self.problem = ""
         self._thread = threading.Thread(target=self._fetch_forever, name="fsx", daemon=True)
         self._thread.start()
 
@@ -57,10 +56,9 @@ class FsxCollector(Collector):
             try:
                 client = client or self._make_client()
                 self._values |= fetch(client, self._identities, datetime.now(UTC))
-                self.problem = ""
             except Exception as error:  # noqa: BLE001 - botocore raises classes of its own for each service
                 self.errors += 1
-                self.problem = f"{type(error).__name__}: {error}"
+                self.say(reason(error))
             self.fetched.set()
             if self._ended.wait(self._ask_seconds):
                 return

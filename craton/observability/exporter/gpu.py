@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from craton.infrastructure import NodeRoot, probe_gpus, recovery_action
-from craton.observability.exporter.cards import Card, CardLostError, Cards
-from craton.observability.exporter.collector import Collector
+from craton.observability.exporter.cards import Card, CardLostError, Cards, NoDriverError
+from craton.observability.exporter.collector import Collector, reason
 from craton.observability.exporter.exposition import Sample
 from craton.observability.exporter.families import FAMILIES
 from craton.observability.exporter.nvml import HELD_FIELDS
@@ -16,6 +16,7 @@ from craton.observability.exporter.recorded_cards import REASON_BITS
 
 LIST_SECONDS = 30.0  # between two looks for cards that came or went
 RETRY_SECONDS = 60.0  # before a driver that did not answer is asked again
+DRIVER = "proc/driver/nvidia/version"  # is there while the kernel has the driver's module
 BUS_LABEL = 2  # of a card's labels the one that says where it is on the bus
 WANTED_ACTIONS = ("reset", "reboot")
 # nvmlDeviceGpuRecoveryAction_t, in the words of nvidia-smi, which the table of XIDs knows
@@ -68,21 +69,25 @@ class CardLabels:
 
 
 class CardSource:
-    """The driver, asked again every minute while it does not answer. `cards` is None as long."""
+    """The driver, asked again every minute while it does not answer. `cards` is None as long, and `problem` says why,
+    unless nobody is to ask."""
 
     def __init__(self, open_cards: Callable[[], Cards] | None) -> None:
         self._open = open_cards
         self._tried = float("-inf")
         self.cards: Cards | None = None
         self.problem = ""
+        self.is_without_driver = False  # by NVML's own word
 
     def get(self, now: float) -> Cards | None:
         if self.cards is None and self._open is not None and now - self._tried >= RETRY_SECONDS:
             self._tried = now
+            self.is_without_driver = False
             try:
                 self.cards = self._open()
             except Exception as error:  # noqa: BLE001 - a missing package, library or driver each raise their own
-                self.problem = f"{type(error).__name__}: {error}"
+                self.problem = reason(error)
+                self.is_without_driver = isinstance(error, NoDriverError)
         return self.cards
 
     def close(self) -> None:
@@ -110,7 +115,12 @@ class GpuCollector(Collector):
         if self._on_bus or cards is not None:
             yield "craton_gpus_on_bus", (), self._on_bus
         if cards is None:
-            self.errors += bool(is_time and self._on_bus)
+            if is_time and self._on_bus and self._source.problem:
+                self.errors += 1
+                self.say(self._source.problem)
+            # In a container that lacks the driver's devices, NVML says the same of a driver that is well.
+            if self._source.is_without_driver and not self._root.exists(DRIVER):
+                yield "craton_gpus_seen", (), 0
             self._labels.are_known.set()
             return
         if is_time:
@@ -122,8 +132,9 @@ class GpuCollector(Collector):
             labels = self._labels.of(card)
             try:
                 reading = cards.read(card)
-            except CardLostError:
+            except CardLostError as error:
                 self.errors += 1
+                self.say(reason(error))
                 self._listed = float("-inf")  # look again at once whether it is listed
                 yield "craton_gpu_up", labels, 0
                 continue

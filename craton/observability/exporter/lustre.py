@@ -60,15 +60,20 @@ class LustreCollector(Collector):
         if now - self._looked >= LOOK_SECONDS:
             self._parts = self._look()
             self._looked = now
+        strange = ""
         for component, target, stats, connection in self._parts:
             labels = (component, target)
             text = self._root.read(stats) if stats else ""
             rows = read_rows(text)
-            self.errors += bool(text and not rows)
+            if text and not rows:
+                self.errors += 1
+                strange = strange or stats
             yield from _of_programs(rows, labels) if component == "llite" else _of_server(rows, labels)
             state = _STATE.search(self._root.read(connection)) if connection else None
             if state:
                 yield "craton_lustre_connected", labels, int(state[1] in CONNECTED)
+        if strange:
+            self.say(f"{strange} holds no statistics")
 
     def _look(self) -> list[tuple[str, str, str, str]]:
         """Each file of a part, from the first place that has it."""

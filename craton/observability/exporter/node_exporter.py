@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import ipaddress
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -86,22 +87,28 @@ class NodeExporter:
 
 
 class ExporterServer:
-    """`http://ADDRESS:PORT/metrics`, in the background; port 0 takes any free one."""
+    """`http://ADDRESS:PORT/metrics`, in the background; port 0 takes any free one, an address with colons is IPv6."""
 
     def __init__(self, exporter: NodeExporter, address: str, port: int) -> None:
         handler = type("_Handler", (_Handler,), {"exporter": exporter})
+        kind, host = (_ServerOfIpv6, f"[{address}]") if ":" in address else (ThreadingHTTPServer, address)
         try:
-            self._server = ThreadingHTTPServer((address, port), handler)
+            self._server = kind((address, port), handler)
         except (OSError, OverflowError) as error:
-            raise CratonError(f"cannot listen on {address}:{port} ({error}): give another --port or --listen") from None
+            raise CratonError(f"cannot listen on {host}:{port} ({error}): give another --port or --listen") from None
         self._server.daemon_threads = True
         self.port = int(self._server.server_port)
+        self.url = f"http://{host}:{self.port}/metrics"
         self._thread = threading.Thread(target=self._server.serve_forever, name="exporter", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class _ServerOfIpv6(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from craton.observability.exporter.cards import Card, CardLostError, CardProcess
+from craton.observability.exporter.cards import Card, CardLostError, CardProcess, NoDriverError
 from craton.observability.exporter.families import FAMILIES
 
 RARELY_SECONDS = 60.0
@@ -55,12 +55,17 @@ class _Wanted(NamedTuple):
 
 
 class NvmlCards:
-    """`nvml` is the module pynvml or what stands in for it. ImportError where nvidia-ml-py is missing, NVMLError where
-    there is no driver."""
+    """`nvml` is the module pynvml or what stands in for it. ImportError where nvidia-ml-py is missing, NoDriverError
+    where there is no driver, NVMLError where it cannot be asked."""
 
     def __init__(self, nvml: Any = None) -> None:
-        self._nvml = import_module("pynvml") if nvml is None else nvml
-        self._nvml.nvmlInit()
+        self._nvml = _pynvml() if nvml is None else nvml
+        try:
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError as error:
+            if error.value == self._nvml.NVML_ERROR_DRIVER_NOT_LOADED:
+                raise NoDriverError(str(error)) from error
+            raise
         sources = {family.nvml.partition(".")[::2] for family in FAMILIES.values() if family.nvml}
         self._fields = [name for kind, name in sorted(sources) if kind == "field"] + list(HELD_FIELDS.values())
         self._link_fields = [name for kind, name in sorted(sources) if kind == "links" and name != "active"]
@@ -300,6 +305,13 @@ class _Gpm:
     def free(self) -> None:
         for sample in (self._older, self._newer):
             self._nvml.nvmlGpmSampleFree(sample)
+
+
+def _pynvml() -> Any:
+    try:
+        return import_module("pynvml")
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install 'craton[observe]' brings nvidia-ml-py") from error
 
 
 def _value(answer: Any) -> float:

@@ -2,7 +2,8 @@
 
 A process says it itself, in its environment (CRATON_RUN, RANK; SLURM_JOB_ID). A rank that was forked does not have its
 number there, and another user's environment may not be read; then the status files of the runs on this node tell, by
-process number, also for the children of a rank. Those are read elsewhere (`RunsHere.look`): here nothing but this
+process number, also for the children of a rank. In a container these are the container's numbers, so there a process
+must say itself of which run and node it is. Status files are read elsewhere (`RunsHere.look`): here nothing but this
 node's own procfs is opened, so that a shared file system that hangs takes no GPU's series away.
 
 Labels outlive a process by GRACE_SECONDS while nobody else comes: a card whose error ends its job must count that error
@@ -11,6 +12,7 @@ under the job's labels, or the increase falls between two series and no rule see
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ GRACE_SECONDS = 60.0
 FIRST_LOOK_SECONDS = 1.0  # for which the first question waits, so that series begin with their labels
 BELIEVED_SECONDS = 600.0  # for which a process number is taken for the rank that a look found it to be
 MAX_PARENTS = 16
+_NUMBERS = re.compile(rb"^NSpid:\t([\d\t]+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,13 @@ class Occupants:
         known = self._known.get(pid)
         # A process of no known rank may be told by the next look.
         if known is not None and known[0] == began and (known[2].rank or known[1] == look):
-            return known[2]
-        found = self._ask(pid, parent, now)
-        if began:
-            self._known[pid] = (began, look, found)
+            found = known[2]
+        else:
+            found = self._ask(pid, parent, now)
+            if began:
+                self._known[pid] = (began, look, found)
+        if found.run and found.run_node:
+            self._here.is_here(found.run, found.run_node, now)
         return found
 
     def forget(self, alive: Iterable[int]) -> None:
@@ -68,27 +74,37 @@ class Occupants:
 
     def _ask(self, pid: int, parent: int, now: float) -> Occupant:
         variables = self._environment(pid)
-        run, job = variables.get("CRATON_RUN", ""), variables.get("SLURM_JOB_ID", "")
+        run, node = variables.get("CRATON_RUN", ""), variables.get("CRATON_NODE", "")
+        name, job = Path(run).name if run else "", variables.get("SLURM_JOB_ID", "")
         rank = variables.get("RANK") or variables.get("CRATON_RANK", "")
         if run and rank.isdecimal():
-            return Occupant(Path(run).name, rank, variables.get("CRATON_NODE", ""), job)
+            return Occupant(name, rank, node, job)
         if run:
             self._here.also(Path(run), now)
         looked = self._here.last
         # Looks end when the file system hangs; a number from long ago may have been given to another process since.
-        ranks = looked.ranks if now - looked.moment < BELIEVED_SECONDS else {}
-        ancestor, ancestors_left = pid, MAX_PARENTS
+        is_believed = now - looked.moment < BELIEVED_SECONDS
+        depth = len(self._numbers(pid))
+        ancestor, ancestors_left = pid, MAX_PARENTS if is_believed else 0
         while ancestor > 1 and ancestors_left:
-            if ancestor in ranks:
-                told = ranks[ancestor]
+            told = looked.by_number.get(ancestor)
+            if told is None and name and node and len(numbers := self._numbers(ancestor)) == depth:
+                told = looked.ranks.get((name, node, numbers[-1]))
+            if told is not None:
                 return Occupant(told.run, told.rank, told.run_node, job)
             ancestor, parent = parent, self._stat(parent)[1]
             ancestors_left -= 1
-        return Occupant(Path(run).name if run else "", "", variables.get("CRATON_NODE", ""), job)
+        return Occupant(name, "", node, job)
 
     def _environment(self, pid: int) -> dict[str, str]:
         text = self._root.bytes_of(f"proc/{pid}/environ").decode("utf-8", "replace")
         return dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
+
+    def _numbers(self, pid: int) -> tuple[int, ...]:
+        """What a process is called, by this host first and last by the innermost container it is in (NSpid of proc(5),
+        Linux 4.1 and later)."""
+        told = _NUMBERS.search(self._root.bytes_of(f"proc/{pid}/status"))
+        return tuple(map(int, told[1].split())) if told else (pid,)
 
     def _stat(self, pid: int) -> tuple[str, int]:
         """When a process began, and its parent: fields 22 and 4 of proc(5), counted behind the name in brackets."""

@@ -5,6 +5,9 @@ however many runs and nodes there are. A run that nobody writes to is not opened
 the older it is. Of one that lives, the heartbeat of each node is read once, to learn whose host it is on, and from then
 on only the files of this host's own.
 
+In a container an agent knows neither the host's name nor its process numbers. What tells of it is a process on this
+host whose environment names its run and node (`is_here`); ranks are then found by their numbers in the container.
+
 A shared file system whose server is gone holds whoever looks at it. `look` is for one thread that may be held;
 everybody else reads what the last look found, which never blocks.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +26,7 @@ from craton.telemetry import RunDirectory, read_heartbeat, read_status
 
 LOOK_SECONDS = 10.0  # between two looks
 FRESH_SECONDS = 60.0  # a file that nobody has written for so long tells of processes that are gone
+TOLD_SECONDS = 150.0  # for which it counts that a process was here: scrapes may be a minute apart
 REST_SHARE = 0.1  # of the age of a run that rests, until it is asked for its age again
 LONGEST_REST_SECONDS = 600.0
 HOSTS_SECONDS = 600.0  # until heartbeats of other hosts are read again, should one have come back unnoticed
@@ -34,12 +38,17 @@ class RankHere(NamedTuple):
     run_node: str  # what the run calls this node
 
 
+# Run, what it calls the node, and a process number as that node's processes count: a container has its own.
+InNode = tuple[str, str, int]
+
+
 class Looked(NamedTuple):
     """What a look found: replaced as a whole, so that threads need no lock."""
 
     number: int = 0
     moment: float = 0.0
-    ranks: Mapping[int, RankHere] = {}  # by process number
+    ranks: Mapping[InNode, RankHere] = {}
+    by_number: Mapping[int, RankHere] = {}  # those whose process numbers are this host's
 
 
 @dataclass
@@ -56,7 +65,8 @@ class RunsHere:
     def __init__(self, runs_folder: Path, host: str) -> None:
         self._runs_folder, self._host = runs_folder, host
         self._told: dict[Path, float] = {}  # runs that processes told of, wherever they are, and when
-        self._telling = threading.Lock()  # of _told alone: never held while files are looked at
+        self._nodes_told: dict[tuple[str, str], float] = {}  # (run, its node) that processes here are of, and when
+        self._telling = threading.Lock()  # of these two alone: never held while files are looked at
         self._is_due = True
         self._due: dict[Path, float] = {}  # run → when it is asked for its age again
         self._hosts: dict[Path, _Hosts] = {}
@@ -69,6 +79,12 @@ class RunsHere:
             self._is_due |= run not in self._told
             self._told[run] = now
 
+    def is_here(self, run: str, node: str, now: float) -> None:
+        """A process here is of this node of a run, whatever its agent calls the host."""
+        with self._telling:
+            self._is_due |= (run, node) not in self._nodes_told
+            self._nodes_told[run, node] = now
+
     def look(self, now: float) -> Looked:
         """May be held by the file system. For one thread."""
         if not self._is_due and now - self.last.moment < LOOK_SECONDS:
@@ -76,16 +92,27 @@ class RunsHere:
         with self._telling:
             self._is_due = False
             told = dict(self._told)
+            self._nodes_told = {
+                place: moment for place, moment in self._nodes_told.items() if now - moment < TOLD_SECONDS
+            }
+            places = set(self._nodes_told)
         runs = {*_folders(self._runs_folder), *told}
+        # A run that a process tells of may be mounted elsewhere for it than for us: its name is the same.
+        awake = {*told, *(run for run in runs if any(run.name == name for name, _ in places))}
         self._due = {run: due for run, due in self._due.items() if run in runs}
-        live = [run for run in runs if (run in told or self._due.get(run, now) <= now) and self._lives(run, now)]
+        live = [run for run in runs if (run in awake or self._due.get(run, now) <= now) and self._lives(run, now)]
         self._hosts = {run: self._hosts.get(run) or _Hosts() for run in live}
-        ranks: dict[int, RankHere] = {}
+        ranks: dict[InNode, RankHere] = {}
+        by_number: dict[int, RankHere] = {}
         for run in live:
-            ranks |= self._ranks_of(RunDirectory(run), self._hosts[run], now)
+            also = {node for name, node in places if name == run.name}
+            for number, rank, is_ours in self._ranks_of(RunDirectory(run), self._hosts[run], also, now):
+                ranks[rank.run, rank.run_node, number] = rank
+                if is_ours:
+                    by_number[number] = rank
         for run in told.keys() - live:
             self._forget(run, now)
-        self.last = Looked(self.last.number + 1, now, ranks)
+        self.last = Looked(self.last.number + 1, now, ranks, by_number)
         self.has_looked.set()
         return self.last
 
@@ -104,20 +131,20 @@ class RunsHere:
         self._due[run] = now + rest
         return False
 
-    def _ranks_of(self, run: RunDirectory, hosts: _Hosts, now: float) -> dict[int, RankHere]:
+    def _ranks_of(
+        self, run: RunDirectory, hosts: _Hosts, told: Set[str], now: float
+    ) -> Iterator[tuple[int, RankHere, bool]]:
+        """Process number, rank, and whether the number is one of this host's."""
         self._read_hosts(run, hosts, now)
-        found: dict[int, RankHere] = {}
-        for node in sorted(hosts.here):
+        for node in sorted(hosts.here | (told & hosts.told_by.keys())):  # a process may say what it likes
             heartbeat = read_heartbeat(run, node)
-            # Process numbers mean something on their own host alone.
-            if heartbeat is None or heartbeat.host != self._host:
+            if heartbeat is None or (heartbeat.host != self._host and node not in told):
                 continue
             if heartbeat.state != "running" or time.time() - heartbeat.moment > FRESH_SECONDS:
                 continue
             status = read_status(run, node) if _age(run.status_path(node)) < FRESH_SECONDS else None
-            if status is not None:
-                found |= {each.pid: RankHere(run.name, str(each.rank), node) for each in status.ranks}
-        return found
+            for each in status.ranks if status is not None else ():
+                yield each.pid, RankHere(run.name, str(each.rank), node), heartbeat.host == self._host
 
     def _read_hosts(self, run: RunDirectory, hosts: _Hosts, now: float) -> None:
         folder = run.path / "heartbeat"

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from craton.infrastructure import NodeRoot, Xid, driver_was_loaded, read_xids, recovery_action, xid_facts
-from craton.observability.exporter.collector import Collector
+from craton.observability.exporter.collector import Collector, reason
 from craton.observability.exporter.exposition import Sample
 from craton.observability.exporter.gpu import BUS_LABEL, CardLabels, CardSource, wanted_samples
 from craton.observability.exporter.kernel_lines import KernelLines, Line, open_kernel_lines
@@ -105,8 +105,9 @@ class XidCollector(Collector):
                     self._wanted.clear()
                 for xid in read_xids(line.text):
                     self._note(xid, line, now)
-        except OSError:
+        except OSError as error:
             self.errors += 1
+            self.say(reason(error))
             self._is_broken = True
         return not self._is_broken
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from craton.observability.prometheus.observer import FOLDER, Observed, Observer, Settings, TargetKeeper
     from craton.observability.prometheus.processes import Service, find_program, start_prometheus
     from craton.observability.prometheus.remote import DATA_SOURCE
-    from craton.observability.prometheus.rendering import NO_DASHBOARDS, render
+    from craton.observability.prometheus.rendering import NO_DASHBOARDS, NO_EXPORTER, lacks_exporter, render
     from craton.observability.prometheus.rules import (
         ACTIONS,
         ALERTS,
@@ -45,7 +45,7 @@ else:
             "observer": ("FOLDER", "Observed", "Observer", "Settings", "TargetKeeper"),
             "processes": ("Service", "find_program", "start_prometheus"),
             "remote": ("DATA_SOURCE",),
-            "rendering": ("NO_DASHBOARDS", "render"),
+            "rendering": ("NO_DASHBOARDS", "NO_EXPORTER", "lacks_exporter", "render"),
             "rules": (
                 *("ACTIONS", "ALERTS", "LAYERS", "RECORDINGS", "SEVERITIES"),
                 *("AlertRule", "RecordingRule", "rule_groups"),
@@ -63,6 +63,7 @@ __all__ = [
     "FOLDER",
     "LAYERS",
     "NO_DASHBOARDS",
+    "NO_EXPORTER",
     "RECORDINGS",
     "SEVERITIES",
     "AlertRule",
@@ -79,6 +80,7 @@ __all__ = [
     "alertmanager_config",
     "dcgm_relabeling",
     "find_program",
+    "lacks_exporter",
     "look_at",
     "prometheus_config",
     "render",

@@ -10,19 +10,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from craton.infrastructure import GANG_CONTROLLERS
-from craton.observability.prometheus.rules import rule_groups
-from craton.observability.prometheus.scrape import AGENTS, RUN, SERVERS, dcgm_relabeling, node_meta
+from craton.observability.prometheus.scrape import (
+    AGENTS,
+    KUEUE,
+    KUEUE_NAMESPACE,
+    RUN,
+    SERVERS,
+    dcgm_relabeling,
+    node_meta,
+)
 
 Manifest = dict[str, Any]
 API = "monitoring.coreos.com/v1"
 NAMESPACE = "monitoring"
+EXPORTER_LABELS = {"app.kubernetes.io/name": "craton-exporter"}  # of the pods of our own
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"
 # The node exporter's port has the first name in its own chart, the second in kube-prometheus-stack.
 NODE_EXPORTER_PORTS = ("metrics", "http-metrics")
 _NODE = {"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node"}
 _RUN = {"sourceLabels": [RUN], "targetLabel": "run"}
 _EVERYWHERE = {"any": True}
+# The operator puts the exporter's own pod on every series; `pod` of a card is the one that has it, or none.
+_NO_POD = {"action": "labeldrop", "regex": "pod"}
 
 
 @dataclass(frozen=True)
@@ -43,40 +52,42 @@ class MonitoredCluster:
         ]
 
     @property
+    def object_labels(self) -> dict[str, str]:
+        return {"app.kubernetes.io/part-of": "craton", "craton/cluster": self.name, **self.labels}
+
+    @property
     def attached(self) -> Manifest:
         """What a monitor asks for so that targets know their nodes' labels."""
         return {"attachMetadata": {"node": True}} if self.leaf_label else {}
 
 
-def operator_objects(cluster: MonitoredCluster, gpus_per_node: int | None = None) -> dict[str, Manifest]:
+def operator_objects(cluster: MonitoredCluster, groups: list[dict[str, Any]]) -> dict[str, Manifest]:
     """File name → object."""
     ours = {"app.kubernetes.io/managed-by": "craton"}
     found = {
-        "prometheusrule.yaml": _object("PrometheusRule", "craton", cluster, {"groups": rule_groups(gpus_per_node)}),
+        "prometheusrule.yaml": _object("PrometheusRule", "craton", cluster, {"groups": groups}),
         "podmonitor-runs.yaml": _pods(AGENTS, cluster, ours, ports=("metrics",), relabel=[_RUN], own_labels=True),
         "podmonitor-servers.yaml": _pods(
             SERVERS, cluster, {**ours, "app.kubernetes.io/component": "serve"}, ports=("http",), relabel=[_RUN]
         ),
         "podmonitor-exporter.yaml": _pods(
-            "craton-node", cluster, {"app.kubernetes.io/name": "craton-exporter"}, ports=("metrics",), own_labels=True
+            "craton-node", cluster, EXPORTER_LABELS, ports=("metrics",), relabel=[_NO_POD], own_labels=True
         ),
         "podmonitor-node-exporter.yaml": _pods(
             "node", cluster, {"app.kubernetes.io/name": "prometheus-node-exporter"}, ports=NODE_EXPORTER_PORTS
         ),
         "servicemonitor-dcgm.yaml": _dcgm(cluster),
     }
-    if cluster.gang in GANG_CONTROLLERS:
-        namespace, name = GANG_CONTROLLERS[cluster.gang]
-        found[f"servicemonitor-{name}.yaml"] = _controller(cluster, namespace, name)
+    if cluster.gang == KUEUE:
+        found["servicemonitor-kueue.yaml"] = _kueue(cluster)
     return found
 
 
 def _object(kind: str, name: str, cluster: MonitoredCluster, spec: Manifest) -> Manifest:
-    labels = {"app.kubernetes.io/part-of": "craton", "craton/cluster": cluster.name, **cluster.labels}
     return {
         "apiVersion": API,
         "kind": kind,
-        "metadata": {"name": name, "namespace": NAMESPACE, "labels": labels},
+        "metadata": {"name": name, "namespace": NAMESPACE, "labels": cluster.object_labels},
         "spec": spec,
     }
 
@@ -112,7 +123,7 @@ def _dcgm(cluster: MonitoredCluster) -> Manifest:
         "targetPort": 9400,
         "path": "/metrics",
         "honorLabels": True,
-        "relabelings": [*cluster.place, {"targetLabel": "job", "replacement": "dcgm"}],
+        "relabelings": [_NO_POD, *cluster.place, {"targetLabel": "job", "replacement": "dcgm"}],
         "metricRelabelings": [
             {"sourceLabels": rule["source_labels"], "regex": rule["regex"], "targetLabel": rule["target_label"]}
             for rule in dcgm_relabeling(None)
@@ -127,18 +138,18 @@ def _dcgm(cluster: MonitoredCluster) -> Manifest:
     return _object("ServiceMonitor", "dcgm", cluster, spec)
 
 
-def _controller(cluster: MonitoredCluster, namespace: str, name: str) -> Manifest:
+def _kueue(cluster: MonitoredCluster) -> Manifest:
     endpoint = {
         "port": "https",
         "path": "/metrics",
         "scheme": "https",
         "bearerTokenFile": TOKEN,
         "tlsConfig": {"insecureSkipVerify": True},
-        "relabelings": [{"targetLabel": "job", "replacement": name}],
+        "relabelings": [{"targetLabel": "job", "replacement": KUEUE}],
     }
     spec = {
-        "namespaceSelector": {"matchNames": [namespace]},
+        "namespaceSelector": {"matchNames": [KUEUE_NAMESPACE]},
         "selector": {"matchLabels": {"control-plane": "controller-manager"}},
         "endpoints": [endpoint],
     }
-    return _object("ServiceMonitor", name, cluster, spec)
+    return _object("ServiceMonitor", KUEUE, cluster, spec)

@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +34,7 @@ from craton.observability.prometheus.processes import (
     start_alertmanager,
     start_prometheus,
 )
-from craton.observability.prometheus.rules import rule_groups
+from craton.observability.prometheus.rules import efa_per_node, rule_groups
 from craton.observability.prometheus.scrape import (
     OWN_JOB,
     SLURM_PORT,
@@ -49,6 +49,7 @@ from craton.observability.prometheus.targets import (
     Machine,
     SearchedExporters,
     Target,
+    joined,
     look_at,
     merged,
     serves_metrics,
@@ -75,6 +76,7 @@ class Settings:
     every_seconds: float = 5.0  # scrapes, evaluations, and looks for targets
     alertmanager: bool = True
     webhook: str | None = None
+    runbooks: str | None = None  # URL of the folder of runbooks
     data: Path | None = None  # where metrics are kept; None: `data_folder` of the root
 
     @property
@@ -82,8 +84,13 @@ class Settings:
         """Where runs are: of the runs given, of the cluster, or of this folder."""
         if self.runs:
             return self.runs[0].path.parent
-        stated = self.cluster.runs if self.cluster else None
-        return Path(stated).expanduser() if stated and not is_url(stated) else runs_root()
+        return Path(self.cluster_runs).expanduser() if self.cluster_runs else runs_root()
+
+    @property
+    def cluster_runs(self) -> str:
+        """The folder of runs that the cluster file names; "": none."""
+        stated = (self.cluster.runs if self.cluster else None) or ""
+        return "" if is_url(stated) else stated
 
     @property
     def interval(self) -> str:
@@ -125,6 +132,13 @@ class TargetKeeper:
             self.trouble = ""
         return self._runs
 
+    def why_empty(self) -> str:
+        """Why there is nothing to scrape."""
+        if not self.settings.runs:
+            return f"no run in {self.settings.root} goes on: targets appear when one does"
+        names = ", ".join(run.name for run in self.settings.runs)
+        return f"{names} does not go on: what was recorded while it did is shown, and targets appear when it is resumed"
+
     def _look(self) -> None:
         runs = list(self.settings.runs) or list_runs(self.settings.root)
         found: Found = look_at(runs)
@@ -137,7 +151,7 @@ class TargetKeeper:
 
     def _ask_slurm(self) -> None:
         """For every node it has, whether or not a run is there."""
-        if _is_slurm(self.settings.cluster) and time.monotonic() - self._slurm_asked > NODES_SECONDS:
+        if _is_on("slurm", self.settings.cluster) and time.monotonic() - self._slurm_asked > NODES_SECONDS:
             self._slurm_asked = time.monotonic()
             names = dict.fromkeys(_output(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
             leaves = _slurm_leaves()
@@ -162,6 +176,7 @@ class Observer:
         self._lock: IO[str] | None = None
         self._slurm = _slurm_address(settings.cluster)
         self._runs_of_jobs: dict[str, str] = {}
+        self._in_files: dict[str, set[str]] = {}  # job → addresses, of what Kubernetes may find as well
 
     def __enter__(self) -> Self:
         settings = self.settings
@@ -180,8 +195,10 @@ class Observer:
             ) from error
         self._lock = _locked(self.folder / "lock")
         try:
-            self._runs_of_jobs = _runs_of_jobs(self.keeper.refresh())
-            rules = {"groups": rule_groups(gpus_per_node(settings.cluster))}
+            self._note(self.keeper.refresh())
+            efa = efa_per_node(settings.cluster)
+            groups = rule_groups(gpus_per_node(settings.cluster), efa_per_node=efa, runbooks=settings.runbooks)
+            rules = {"groups": groups}
             (self.folder / "rules" / "craton.yaml").write_text(to_yaml(rules), encoding="utf-8")
             if settings.alertmanager:
                 config = alertmanager_config(settings.webhook, first_wait=_first_wait(settings.every_seconds))
@@ -212,31 +229,30 @@ class Observer:
     def services(self) -> list[Service]:
         return [service for service in (self.prometheus, self.alertmanager) if service is not None]
 
-    def why_empty(self) -> str:
-        """Why there is nothing to scrape."""
-        if not self.settings.runs:
-            return f"no run in {self.settings.root} goes on: targets appear when one does"
-        names = ", ".join(run.name for run in self.settings.runs)
-        return f"{names} does not go on: what was recorded while it did is shown, and targets appear when it is resumed"
-
     def refresh(self) -> None:
         """Looks for targets (`keeper.trouble` says what it could not); ObserveError when one of the two has ended."""
         runs = self.keeper.refresh()
         try:
-            self._follow_jobs(runs)
+            self._follow(runs)
         except OSError as error:
             self.keeper.trouble = self.keeper.trouble or f"cannot read which jobs are whose, as before: {error}"
         for service in self.services:
             if not service.is_running:
                 raise ObserveError(f"{service.name} ended by itself: {service.last_words()}")
 
-    def _follow_jobs(self, runs: Sequence[RunDirectory]) -> None:
-        runs_of_jobs = _runs_of_jobs(runs)
-        if runs_of_jobs != self._runs_of_jobs:
-            self._runs_of_jobs = runs_of_jobs
+    def _follow(self, runs: Sequence[RunDirectory]) -> None:
+        if self._note(runs):
             self._write_config()
             assert self.prometheus is not None
             self.prometheus.reload()
+
+    def _note(self, runs: Sequence[RunDirectory]) -> bool:
+        """Whether what the configuration says of runs and targets is another than before."""
+        before = self._runs_of_jobs, self._in_files
+        self._runs_of_jobs = _runs_of_jobs(runs)
+        if _is_on("kubernetes", self.settings.cluster):
+            self._in_files = _addresses(self.keeper.targets)
+        return before != (self._runs_of_jobs, self._in_files)
 
     def look(self) -> Observed:
         """How the targets do, but for Prometheus itself, and what alerts; OSError when it does not answer."""
@@ -251,14 +267,14 @@ class Observer:
 
     def _write_config(self) -> None:
         settings, cluster = self.settings, self.settings.cluster
-        own = own_job(f"{settings.host}:{settings.port}")
+        own = own_job(joined(settings.host, settings.port))
         jobs = [own, *file_jobs(str(self.folder / "targets"), self._runs_of_jobs)]
         if self._slurm:
             jobs += slurm_jobs(self._slurm)
         if cluster is not None and cluster.scheduler is not None and cluster.scheduler.kind == "kubernetes":
-            known = kubernetes_jobs(cluster.scheduler.gang, _kubeconfig(), leaf_label(cluster))
+            known = kubernetes_jobs(cluster.scheduler.gang, _kubeconfig(), leaf_label(cluster), self._in_files)
             jobs += [{**job, "job_name": f"{job['job_name']}-pods", "relabel_configs": _named(job)} for job in known]
-        alertmanager = self.alertmanager and f"{self.alertmanager.host}:{self.alertmanager.port}"
+        alertmanager = self.alertmanager and self.alertmanager.address
         document = prometheus_config(
             jobs,
             scrape_every=settings.interval,
@@ -333,6 +349,14 @@ def _runs_of_jobs(runs: Sequence[RunDirectory]) -> dict[str, str]:
     return found
 
 
+def _addresses(targets: Iterable[Target]) -> dict[str, set[str]]:
+    """Job → where its targets are."""
+    found: dict[str, set[str]] = {}
+    for target in targets:
+        found.setdefault(target.job, set()).add(target.address)
+    return found
+
+
 def _kubeconfig() -> str | None:
     """None inside a cluster, where a pod has its own account."""
     for stated in (*os.environ.get("KUBECONFIG", "").split(os.pathsep), "~/.kube/config"):
@@ -341,8 +365,8 @@ def _kubeconfig() -> str | None:
     return None
 
 
-def _is_slurm(cluster: ClusterFile | None) -> bool:
-    return cluster is not None and cluster.scheduler is not None and cluster.scheduler.kind == "slurm"
+def _is_on(kind: str, cluster: ClusterFile | None) -> bool:
+    return cluster is not None and cluster.scheduler is not None and cluster.scheduler.kind == kind
 
 
 def _slurm_leaves() -> dict[str, str]:
@@ -356,7 +380,7 @@ def _slurm_leaves() -> dict[str, str]:
 
 def _slurm_address(cluster: ClusterFile | None) -> str:
     """Where slurmctld serves its metrics; "" where it does not."""
-    if not _is_slurm(cluster):
+    if not _is_on("slurm", cluster):
         return ""
     lines = (line.partition("=") for line in _output(["scontrol", "show", "config"]).splitlines())
     settings = {name.strip(): value.strip() for name, _, value in lines}
@@ -388,15 +412,15 @@ def _told_target(target: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _told_alert(alert: Mapping[str, Any]) -> dict[str, Any]:
-    labels = alert["labels"]
+    labels, notes = alert["labels"], alert.get("annotations", {})
     return {
         "name": labels["alertname"],
         "state": alert["state"],
         "severity": labels.get("severity", ""),
         "layer": labels.get("layer", ""),
         "action": labels.get("action", ""),
-        "summary": alert.get("annotations", {}).get("summary", ""),
-        "runbook": alert.get("annotations", {}).get("runbook_url", ""),
+        "summary": notes.get("summary", ""),
+        "runbook": notes.get("runbook_url") or notes.get("runbook", ""),
         "labels": {name: value for name, value in labels.items() if name != "alertname"},
         "since": alert.get("activeAt", ""),
     }

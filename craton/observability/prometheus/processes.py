@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import http.client
 import json
 import shutil
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.observability.prometheus.errors import ObserveError
+from craton.observability.prometheus.targets import joined
 
 PROMETHEUS = ("prometheus",)
 ALERTMANAGER = ("alertmanager", "prometheus-alertmanager")  # Debian has the longer name
@@ -46,12 +48,13 @@ def find_program(names: tuple[str, ...]) -> str:
 
 def check_port(host: str, port: int, what: str) -> None:
     try:
-        with socket.create_server((host, port)):
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
-    except OSError as error:
-        raise ObserveError(
-            f"{what} cannot listen at {host}:{port} ({error.strerror}); give another --port, or end what has it"
-        ) from None
+    except (OSError, OverflowError) as error:
+        reason, number = (error.strerror, error.errno) if isinstance(error, OSError) else (error, None)
+        taken = number == errno.EADDRINUSE
+        advice = "give another --port, or end what has it" if taken else "give another --port or --listen"
+        raise ObserveError(f"{what} cannot listen at {joined(host, port)} ({reason}); {advice}") from None
 
 
 @dataclass
@@ -66,7 +69,11 @@ class Service:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{self.address}"
+
+    @property
+    def address(self) -> str:
+        return joined(self.host, self.port)
 
     @property
     def is_running(self) -> bool:
@@ -127,7 +134,7 @@ def start_prometheus(folder: Path, host: str, port: int) -> Service:
         f"--config.file={folder / 'prometheus.yml'}",
         f"--storage.tsdb.path={folder / 'prometheus'}",
         f"--storage.tsdb.retention.time={RETENTION}",
-        f"--web.listen-address={host}:{port}",
+        f"--web.listen-address={joined(host, port)}",
         "--log.level=warn",
     ]
     return _start("prometheus", command, host, port, folder)
@@ -139,7 +146,7 @@ def start_alertmanager(folder: Path, host: str, port: int) -> Service:
         find_program(ALERTMANAGER),
         f"--config.file={folder / 'alertmanager.yml'}",
         f"--storage.path={folder / 'alertmanager'}",
-        f"--web.listen-address={host}:{port}",
+        f"--web.listen-address={joined(host, port)}",
         "--cluster.listen-address=",
         "--log.level=warn",
     ]

@@ -8,6 +8,8 @@ from typing import Any
 
 from craton.observability.prometheus.errors import ObserveError
 
+# The plugin that Grafana moved SigV4 to. Grafana does not come with it; Amazon Managed Grafana has it from 12 on.
+SIGNING_PLUGIN = "grafana-amazonprometheus-datasource"
 DATA_SOURCE = "craton-prometheus"  # uid by which dashboards find it
 # Source: docs.aws.amazon.com, PrometheusMonitoringConfiguration, pattern of remoteWriteUrl, 2026-11-16
 _WORKSPACE = re.compile(
@@ -50,15 +52,14 @@ def data_sources(prometheus_url: str, alertmanager_url: str, workspace: Workspac
         source = {
             "name": "Craton",
             "uid": DATA_SOURCE,
-            # The plugin that Grafana moved SigV4 to; Amazon Managed Grafana has it built in.
-            "type": "grafana-amazonprometheus-datasource",
+            "type": SIGNING_PLUGIN,
             "access": "proxy",
             "url": f"{workspace.url}/",
             "isDefault": True,
             "jsonData": {
                 "httpMethod": "POST",
                 "sigV4Auth": True,
-                "sigV4AuthType": "default",
+                "sigV4AuthType": "default",  # of the machine that Grafana is on, which alone reads this file
                 "sigV4Region": workspace.region,
             },
         }

@@ -8,16 +8,17 @@ run are made of these. A rank is known only to exporters that see processes, whi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from craton.infrastructure import EXPORTER_PORTS, GANG_CONTROLLERS, SLURM_PAGES
+from craton.infrastructure import EXPORTER_PORTS, SLURM_PAGES
 from craton.observability.prometheus.targets import AGENTS, EXPORTERS, FOUND_JOBS, SERVERS
 
 Job = dict[str, Any]
 HONORED = (AGENTS, "craton-node")
 OWN_JOB = "prometheus"
 SLURM_PORT = 6817
+KUEUE, KUEUE_NAMESPACE = "kueue", "kueue-system"  # of the gang schedulers the one whose metrics rules read
 # Pods of a run: NAME-node-0-3-x7k2p of a JobSet, NAME-node-3 of a Volcano Job. Others are not taken for runs: those of
 # an Indexed Job or a LeaderWorkerSet are called as everybody's are.
 POD_OF_RUN = r"(.+?)-node-(?:0-)?\d+(?:-[a-z0-9]{5})?"
@@ -106,9 +107,16 @@ def slurm_jobs(address: str = f"localhost:{SLURM_PORT}") -> list[Job]:
     ]
 
 
-def kubernetes_jobs(gang: str = "none", kubeconfig: str | None = None, leaf_label: str = "") -> list[Job]:
-    """Runs, servers, exporters and the gang scheduler's controller, by their pods. `leaf_label`: of nodes, which says
-    what switch each hangs on; Prometheus' account must be allowed to list them."""
+def kubernetes_jobs(
+    gang: str = "none",
+    kubeconfig: str | None = None,
+    leaf_label: str = "",
+    in_files: Mapping[str, Collection[str]] | None = None,
+) -> list[Job]:
+    """Runs, servers, exporters and, where it is the gang scheduler, Kueue's controller, by their pods. `leaf_label`: of
+    nodes, which says what switch each hangs on; Prometheus' account must be allowed to list them. `in_files`: job →
+    addresses that are scraped because a file names them, and so not once more as pods."""
+    known = in_files or {}
     access: Job = {"kubeconfig_file": kubeconfig} if kubeconfig else {}
     place: list[Job] = [{"source_labels": ["__meta_kubernetes_pod_node_name"], "target_label": "node"}]
     if leaf_label:
@@ -117,7 +125,7 @@ def kubernetes_jobs(gang: str = "none", kubeconfig: str | None = None, leaf_labe
 
     def pods(name: str, relabel: list[Job], **more: Any) -> Job:
         discovery = {"role": "pod", **access, **more.pop("discovery", {})}
-        kept = [ENDED_PODS_DROPPED, *relabel]
+        kept = [ENDED_PODS_DROPPED, *_in_files_dropped(known.get(name, ())), *relabel]
         return {"job_name": name, **more, "kubernetes_sd_configs": [discovery], "relabel_configs": kept}
 
     ours = [_keep(MANAGED_BY, "craton"), {"source_labels": [RUN], "target_label": "run"}, *place]
@@ -143,13 +151,12 @@ def kubernetes_jobs(gang: str = "none", kubeconfig: str | None = None, leaf_labe
             metric_relabel_configs=dcgm_relabeling(None),
         ),
     ]
-    if gang in GANG_CONTROLLERS:
-        namespace, name = GANG_CONTROLLERS[gang]
+    if gang == KUEUE:
         jobs.append(
             pods(
-                name,
+                KUEUE,
                 [_keep("__meta_kubernetes_pod_container_port_name", "metrics|https")],
-                discovery={"namespaces": {"names": [namespace]}},
+                discovery={"namespaces": {"names": [KUEUE_NAMESPACE]}},
                 scheme="https",
                 authorization={"credentials_file": "/var/run/secrets/kubernetes.io/serviceaccount/token"},
                 tls_config={"insecure_skip_verify": True},
@@ -176,6 +183,18 @@ def dcgm_relabeling(runs_of_jobs: Mapping[str, str] | None) -> list[Job]:
 def node_meta(label: str) -> str:
     """As what discovery in Kubernetes shows a label of a node."""
     return f"__meta_kubernetes_node_label_{re.sub('[^a-zA-Z0-9_]', '_', label)}"
+
+
+def _in_files_dropped(addresses: Collection[str]) -> list[Job]:
+    if not addresses:
+        return []
+    return [
+        {
+            "source_labels": ["__address__"],
+            "regex": "|".join(re.escape(address) for address in sorted(addresses)),
+            "action": "drop",
+        }
+    ]
 
 
 def _keep(label: str, regex: str) -> Job:

@@ -3,9 +3,9 @@
 `run_targets` reads a run directory; a run that has ended has no targets, so that its series end and no alert stays. A
 node that vanished without a word keeps its target for LOST_SECONDS: long enough that somebody is told, not for ever;
 and for TOLD_SECONDS when the others have begun a generation without it.
-Exporters are asked for at the ports they are known by (`SearchedExporters`), and once one has answered it stays a
-target for as long as its machine is looked at: only so can its silence be noticed. A machine that is told of twice, by
-a run and by the scheduler, is one (`merged`).
+Exporters are asked for at the ports they are known by (`SearchedExporters`), in the background, for ports behind which
+packets are dropped take a second each. Once one has answered it stays a target for as long as its machine is looked at:
+only so can its silence be noticed. A machine that is told of twice, by a run and by the scheduler, is one (`merged`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import threading
 import time
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from queue import SimpleQueue
 
 from craton.infrastructure import EXPORTER_PORTS
 from craton.job import CratonError, load_job
@@ -33,6 +35,7 @@ TOLD_SECONDS = 180.0  # of a node that the run has gone on without: NodeDown fir
 ANSWER_SECONDS = 1.0
 SEARCH_SECONDS = 30.0  # between two searches of a machine for exporters
 SEARCHES = 32  # at once
+PATIENCE_SECONDS = 0.5  # for which a search that begins is waited for: who is there answers within it
 EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -94,7 +97,7 @@ def run_targets(run: RunDirectory, beats: Mapping[str, Heartbeat], leaves: Mappi
         return {"run": run.name, "node": node, "leaf": str(leaves.get(node, ""))}
 
     found = [
-        Target(AGENTS, _joined(_host(beat), beat.metrics_port), labels(node))
+        Target(AGENTS, joined(_host(beat), beat.metrics_port), labels(node))
         for node, beat in beats.items()
         if beat.metrics_port
     ]
@@ -102,34 +105,56 @@ def run_targets(run: RunDirectory, beats: Mapping[str, Heartbeat], leaves: Mappi
     if server is not None:
         node, beat = next(iter(beats.items()))
         host, port = server
-        found.append(Target(SERVERS, _joined(_host(beat) if host in EVERYWHERE else host, port), labels(node)))
+        found.append(Target(SERVERS, joined(_host(beat) if host in EVERYWHERE else host, port), labels(node)))
     return found
 
 
 @dataclass
 class SearchedExporters:
-    """Exporters of machines, looked for again and again."""
+    """Exporters of machines, looked for again and again by threads that end with the program."""
 
     ports: Mapping[str, int] = field(default_factory=lambda: dict(EXPORTERS))
     _answered: set[tuple[str, str]] = field(default_factory=set)  # (job, host)
     _searched: dict[str, float] = field(default_factory=dict)  # host → when
+    _searching: list[threading.Thread] = field(default_factory=list)
+    _answers: SimpleQueue[tuple[str, str]] = field(default_factory=SimpleQueue)
 
     def look(self, machines: Iterable[Machine]) -> list[Target]:
-        """Targets on these machines; what answered once is kept while its machine is given."""
+        """Targets on these machines, as far as they have answered; what did once is kept while its machine is given.
+        Waits for PATIENCE_SECONDS at most, and no search begins before the last has ended."""
         wanted = {machine.host: machine for machine in machines}
         now = time.monotonic()
-        due = [host for host in wanted if now - self._searched.get(host, -SEARCH_SECONDS) >= SEARCH_SECONDS]
-        asked = [(job, host) for host in due for job in self.ports if (job, host) not in self._answered]
-        if asked:
-            with ThreadPoolExecutor(min(SEARCHES, len(asked))) as pool:
-                answers = pool.map(lambda each: serves_metrics(each[1], self.ports[each[0]]), asked)
-                self._answered |= {each for each, answer in zip(asked, answers, strict=True) if answer}
-        self._searched.update(dict.fromkeys(due, now))
+        if not any(thread.is_alive() for thread in self._searching):
+            due = [host for host in wanted if now - self._searched.get(host, -SEARCH_SECONDS) >= SEARCH_SECONDS]
+            self._search([(job, host) for host in due for job in self.ports if (job, host) not in self._answered])
+            self._searched.update(dict.fromkeys(due, now))
+        while not self._answers.empty():
+            self._answered.add(self._answers.get())
         return [
-            Target(job, _joined(host, self.ports[job]), {"node": wanted[host].name, "leaf": wanted[host].leaf})
+            Target(job, joined(host, self.ports[job]), {"node": wanted[host].name, "leaf": wanted[host].leaf})
             for job, host in sorted(self._answered)
             if host in wanted
         ]
+
+    def _search(self, asked: Sequence[tuple[str, str]]) -> None:
+        left = deque(asked)
+
+        def ask() -> None:
+            while left:
+                try:
+                    job, host = left.popleft()
+                except IndexError:  # another took the last
+                    return
+                if serves_metrics(host, self.ports[job]):
+                    self._answers.put((job, host))
+
+        count = min(SEARCHES, len(asked))
+        self._searching = [threading.Thread(target=ask, name="exporters", daemon=True) for _ in range(count)]
+        for thread in self._searching:
+            thread.start()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        for thread in self._searching:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def serves_metrics(host: str, port: int, path: str = "/metrics") -> bool:
@@ -215,5 +240,6 @@ def _address_in(path: Path, moment: int) -> tuple[str, int]:
     return address.host, address.port
 
 
-def _joined(host: str, port: int) -> str:
+def joined(host: str, port: int) -> str:
+    """As addresses of URLs and targets have them."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -6,6 +6,8 @@ import ast
 import itertools
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from observability.prometheus.rule_cases import metrics_of
 
 from craton.observability.dashboards import BOARDS, Board, Panel, Query, all_dashboards
+from craton.observability.dashboards.grafana import RUNBOOKS_AT, dashboard_of
 from craton.observability.exporter import FAMILIES, ONLY_DCGM
 from craton.observability.prometheus import ALERTS, DATA_SOURCE, RECORDINGS, render
 from craton.telemetry import METRICS, TWINS
@@ -80,9 +83,14 @@ def labels_of() -> dict[str, set[str]]:
         **of_runs,
         **others,
         **OF_RECORDINGS,
-        **{name: set(family.labels) for name, family in FAMILIES.items()},
+        **{name: set(family.labels) | ({"pod"} if _is_dcgms(name) else set()) for name, family in FAMILIES.items()},
         **{name: {"gpu", "UUID", "node", "run"} for name in ONLY_DCGM},
     }
+
+
+def _is_dcgms(name: str) -> bool:
+    """dcgm-exporter serves these too, with the pod that has the card."""
+    return name.startswith("DCGM_")
 
 
 def test_queries_read_only_what_somebody_serves() -> None:
@@ -189,7 +197,7 @@ def test_variables_are_those_that_queries_use() -> None:
         used = {name for _, query in board.queries for name in re.findall(r"\$([a-z]+)", query.expr)}
         assert used == {variable.name for variable in board.variables}, board.name
         offered = [each["name"] for each in all_dashboards()[board.name]["templating"]["list"]]
-        assert offered == ["datasource", "docs", *(variable.name for variable in board.variables)]
+        assert offered == ["datasource", "runbooks", *(variable.name for variable in board.variables)]
 
 
 def test_panels_say_what_to_do_and_link_to_runbooks() -> None:
@@ -202,11 +210,50 @@ def test_panels_say_what_to_do_and_link_to_runbooks() -> None:
         panels = {each["title"]: each for each in _panels(all_dashboards()[board.name])}
         for panel in board.panels:
             links = [link["url"] for link in panels[panel.title].get("links", ())]
-            assert links == [f"${{docs}}/{alerts[name].runbook.removeprefix('docs/')}" for name in panel.alerts]
+            assert links == [
+                f"${{runbooks}}/{alerts[name].runbook.removeprefix('docs/runbooks/')}" for name in panel.alerts
+            ]
             assert all(alerts[name].runbook in panels[panel.title]["description"] for name in panel.alerts)
     # Nobody looks at a dashboard for these: they tell of single events, of which a panel of its own would be empty.
     alone = {"GpuXidObserve", "GpuXidUnknown", "GpuHealthFailed", "NvswitchFatal", "ClockOff", "FileSystemReadOnly"}
     assert set(alerts) - linked == {*alone, "RulesNotEvaluated"}
+
+
+def test_links_to_runbooks_begin_where_they_are_served() -> None:
+    (board,) = (board for board in BOARDS if board.name == "cost")
+    for given, used in (("https://wiki.example.com/r", "https://wiki.example.com/r"), (None, RUNBOOKS_AT)):
+        variables = dashboard_of(board, given)["templating"]["list"]
+        assert [each["query"] for each in variables if each["name"] == "runbooks"] == [used]
+
+
+def test_a_card_that_somebody_has_is_not_idle(tmp_path: Path) -> None:
+    """By Prometheus' own word."""
+    if not shutil.which("promtool"):
+        pytest.skip("promtool is not installed: `make observers` installs it where it may")
+    (query,) = (query for board, _, query in all_queries() if board.name == "cost" and query.legend == "nobody's")
+    ours, theirs = 'UUID="a", job="craton-node"', 'UUID="a", job="dcgm"'
+    cases: list[tuple[list[str], int]] = [  # labels of the series there are, cards that nobody has
+        ([f'{ours}, run="llama"', 'UUID="b", job="craton-node"'], 1),
+        ([f'{theirs}, hpc_job="812"'], 0),  # another job of Slurm
+        ([f'{theirs}, pod="notebook-0"'], 0),
+        ([f'{ours}, run="llama"', theirs], 0),  # dcgm-exporter knows no run
+        ([ours, f'{theirs}, hpc_job="812"'], 0),
+        ([ours, theirs], 1),  # one card
+    ]
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": f"DCGM_FI_DEV_GPU_TEMP{{{labels}}}", "values": "40"} for labels in series],
+            "promql_expr_test": [
+                {"expr": query.expr, "eval_time": "0m", "exp_samples": [{"labels": "{}", "value": idle}]}
+            ],
+        }
+        for series, idle in cases
+    ]
+    (tmp_path / "test.yaml").write_text(json.dumps({"tests": tests}))
+    words = ["promtool", "test", "rules", str(tmp_path / "test.yaml")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_panels_have_places_and_numbers_of_their_own() -> None:

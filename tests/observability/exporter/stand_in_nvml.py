@@ -243,5 +243,15 @@ class StandInNvml:
         return card
 
 
+class DriverlessNvml(StandInNvml):
+    """The library of a machine whose driver is not loaded, or cannot be reached."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+
+
 def eight_cards() -> list[FakeCard]:
     return [FakeCard(index, f"0000:{0x53 + 16 * index:02x}:00.0") for index in range(8)]

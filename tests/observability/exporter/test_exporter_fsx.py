@@ -59,7 +59,7 @@ def test_pages_are_followed_and_the_newest_value_counts() -> None:
     }
 
 
-def test_what_cloudwatch_refuses_is_counted_and_serves_nothing() -> None:
+def test_what_cloudwatch_refuses_is_counted_and_said_and_serves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     cloudwatch = client()
     with Stubber(cloudwatch) as stub:
         stub.add_client_error("get_metric_data", "AccessDenied", "not allowed", 403)
@@ -67,7 +67,8 @@ def test_what_cloudwatch_refuses_is_counted_and_serves_nothing() -> None:
         assert collector.fetched.wait(20.0)
         collector.close()
     assert collector.errors == 1
-    assert "AccessDenied" in collector.problem
+    assert "fsx cannot be read: ClientError: " in (told := capfd.readouterr().err)
+    assert "AccessDenied" in told
     assert list(collector.collect(time.time())) == []
 
 
@@ -105,7 +106,7 @@ def test_a_mounted_file_system_is_found_and_its_numbers_served(
     assert collector is not None
     assert collector.fetched.wait(30.0)
     collector.close()
-    assert collector.problem == ""
+    assert not collector.said
     found = collected(collector.collect(time.time()))
     assert found["aws_fsx_data_read_bytes_sum", IDENTITY] == 4e9
     assert found["aws_fsx_data_read_bytes_maximum", IDENTITY] == 3e9

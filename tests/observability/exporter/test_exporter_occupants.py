@@ -17,7 +17,8 @@ from observability.exporter.stand_in_nvml import StandInNvml, eight_cards
 from craton.infrastructure import NodeRoot
 from craton.observability.exporter import occupants
 from craton.observability.exporter.occupants import NOBODY, Holding, Occupant, Occupants, one_label
-from craton.observability.exporter.runs_here import RankHere, RunsHere
+from craton.observability.exporter.runs import RunsCollector
+from craton.observability.exporter.runs_here import TOLD_SECONDS, RankHere, RunsHere
 from craton.telemetry import RunDirectory
 
 Start = Callable[..., int]
@@ -100,7 +101,42 @@ def test_without_permission_status_files_tell_also_for_children(tmp_path: Path) 
     looked = here.look(1000.0)
     assert who.of(77, 1000.0) == Occupant("delta", "2", "node-3")
     assert who.of(80, 1000.0) == NOBODY, "that number is a process of another host"
-    assert looked.ranks == {70: RankHere("delta", "2", "node-3")}
+    assert looked.by_number == {70: RankHere("delta", "2", "node-3")}
+
+
+def test_a_rank_in_a_container_is_known_by_its_number_there(tmp_path: Path) -> None:
+    """Its agent knows neither the host's name nor its numbers, and the run is mounted elsewhere. 4001 is a child of the
+    rank's process, 3000 the program outside that started the container."""
+    of_pod = b"CRATON_RUN=/fsx/runs/eta\0CRATON_NODE=node-1\0"
+    processes = {
+        3000: (1, "3000", b"PATH=/bin\0"),
+        4000: (3000, "4000\t17", of_pod),
+        4001: (4000, "4001\t18", of_pod),
+        4005: (3000, "4005\t30", of_pod),
+        17: (1, "17", b"PATH=/bin\0"),
+    }
+    for pid, (parent, numbers, environment) in processes.items():
+        folder = tmp_path / "root" / "proc" / str(pid)
+        folder.mkdir(parents=True)
+        (folder / "stat").write_text(f"{pid} (py) S {parent} " + " ".join(["0"] * 17) + f" {pid} 0 0")
+        (folder / "status").write_text(f"Name:\tpy\nNSpid:\t{numbers}\nThreads:\t1\n")
+        (folder / "environ").write_bytes(environment)
+    run = RunDirectory.create(tmp_path / "runs", "eta")
+    status_of(run, "node-1", {12: 17, 13: 3000}, host="eta-0-1")
+    status_of(run, "node-2", {14: 17}, host="eta-0-2")
+    here = RunsHere(tmp_path / "runs", "the-exporter-s-pod")
+    who, runs = Occupants(NodeRoot(tmp_path / "root"), here), RunsCollector(here)
+    assert list(runs.collect(1000.0)) == [], "nobody has told yet that it is here"
+    assert who.of(4000, 1000.0) == Occupant("eta", "", "node-1")
+    assert list(runs.collect(1001.0)) == [("craton_node_run_ranks", ("eta", "node-1"), 2)]
+    for pid in (4000, 4001):
+        assert who.of(pid, 1001.0) == Occupant("eta", "12", "node-1")
+    assert who.of(4005, 1001.0) == Occupant("eta", "", "node-1"), "what started the container is no rank"
+    assert who.of(17, 1001.0) == NOBODY, "the host's 17 is not the container's"
+    later = 1000.0 + TOLD_SECONDS
+    who.of(4000, later - 1.0)
+    assert list(runs.collect(later + 1.0)), "as long as it is here"
+    assert list(runs.collect(later + TOLD_SECONDS)) == [], "and no longer"
 
 
 def test_a_number_given_to_another_process_is_asked_anew(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from observability.exporter.trees import INSTANCE, full_node, smart_page, write_
 from craton.infrastructure import NodeRoot
 from craton.observability.exporter import FAMILIES
 from craton.observability.exporter.drives import KELVIN, smart_samples
+from craton.observability.exporter.fabric import FabricCollector
 from craton.observability.exporter.filesystem import FilesystemCollector
-from craton.observability.exporter.host import clock_samples
+from craton.observability.exporter.host import HostCollector, clock_samples
 from craton.observability.exporter.lustre import LustreCollector, read_rows
 
 DEBUGFS = "sys/kernel/debug/lustre"
@@ -168,6 +169,26 @@ def test_a_file_system_whose_server_is_gone_is_told_and_waited_for_once(
     back.set()
     collector._asked["/fsx"].thread.join(5.0)
     assert collected(collector.collect(0.0))[gone] == 0
+
+
+def test_what_cannot_be_read_is_named_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    counters = tmp_path / "sys/class/infiniband/mlx5_0/ports/1/counters"
+    counters.mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/loadavg").write_text("a lot")
+    for name in ("port_xmit_data", "port_rcv_data"):
+        (counters / name).write_text("7")
+    fabric, host = FabricCollector(NodeRoot(tmp_path)), HostCollector(NodeRoot(tmp_path))
+    list(fabric.collect(0.0))
+    for file in counters.iterdir():
+        file.unlink()
+    for now in (5.0, 10.0):
+        list(fabric.collect(now))
+        list(host.collect(now))
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert told[0].startswith("fabric cannot be read: sys/class/infiniband/mlx5_0/ports/1/counters/port_xmit_data")
+    assert told[1].startswith("host cannot be read: ValueError: ")
 
 
 @pytest.mark.parametrize("name", HEALTHY)

@@ -59,11 +59,11 @@ def test_a_look_opens_the_files_of_this_host_s_runs_alone(tmp_path: Path) -> Non
         status_of(large, f"node-{number}", {number: 50 + number}, host="here" if number == 7 else f"host-{number}")
     here = RunsHere(tmp_path, "here")
     with opens() as first:
-        assert here.look(0.0).ranks == {57: RankHere("large", "7", "node-7")}
+        assert here.look(0.0).by_number == {57: RankHere("large", "7", "node-7")}
     assert not [path for path in first if "over-" in path], "runs that are over are not opened"
     assert len(first) == 1 + 1 + 40 + 2, "the folder, that of heartbeats, each of them once, and the two files of ours"
     with opens() as later:
-        assert here.look(LOOK_SECONDS).ranks == {57: RankHere("large", "7", "node-7")}
+        assert here.look(LOOK_SECONDS).by_number == {57: RankHere("large", "7", "node-7")}
     assert [Path(path).name for path in later] == [tmp_path.name, "node-7", "node-7.json"]
     with opens() as between:
         here.look(LOOK_SECONDS + 1)
@@ -75,12 +75,12 @@ def test_a_node_that_moves_to_another_host_is_noticed(tmp_path: Path) -> None:
     status_of(run, "node-0", {0: 10}, host="here")
     status_of(run, "node-1", {1: 11}, host="there")
     here, there = (RunsHere(tmp_path, host) for host in ("here", "there"))
-    assert (set(here.look(0.0).ranks), set(there.look(0.0).ranks)) == ({10}, {11})
+    assert (set(here.look(0.0).by_number), set(there.look(0.0).by_number)) == ({10}, {11})
     status_of(run, "node-0", {0: 12}, host="there")
     age(run.path / "heartbeat", -1)  # the clock of a folder may tick slower than this test runs
     with opens() as opened:
-        assert set(there.look(LOOK_SECONDS).ranks) == {11, 12}
-    assert set(here.look(LOOK_SECONDS).ranks) == set()
+        assert set(there.look(LOOK_SECONDS).by_number) == {11, 12}
+    assert set(here.look(LOOK_SECONDS).by_number) == set()
     assert sum(path.endswith("heartbeat/node-1") for path in opened) == 1, "only what was replaced is read again"
 
 
@@ -92,7 +92,7 @@ def test_old_status_files_and_finished_runs_are_nobodys(tmp_path: Path) -> None:
     age(old.status_path("node-0"), 2 * runs_here.FRESH_SECONDS)
     age(silent.heartbeat_path("node-0"), 2 * runs_here.FRESH_SECONDS)
     write_heartbeat(done, "node-0", Heartbeat(0, "done", 1, 0, host="here"))
-    assert RunsHere(tmp_path, "here").look(0.0).ranks == {}
+    assert RunsHere(tmp_path, "here").look(0.0).by_number == {}
 
 
 def test_a_run_that_goes_on_after_a_rest_is_found_at_once_when_a_process_tells(tmp_path: Path) -> None:
@@ -100,11 +100,11 @@ def test_a_run_that_goes_on_after_a_rest_is_found_at_once_when_a_process_tells(t
     status_of(run, "node-0", {0: 10}, host="here")
     finish(run)
     here = RunsHere(tmp_path, "here")
-    assert here.look(0.0).ranks == {}
+    assert here.look(0.0).by_number == {}
     status_of(run, "node-0", {0: 20}, host="here")
-    assert here.look(LOOK_SECONDS).ranks == {}, "an old run is asked for its age rarely"
+    assert here.look(LOOK_SECONDS).by_number == {}, "an old run is asked for its age rarely"
     here.also(run.path, LOOK_SECONDS)
-    assert set(here.look(LOOK_SECONDS).ranks) == {20}
+    assert set(here.look(LOOK_SECONDS).by_number) == {20}
 
 
 def test_a_run_that_rests_is_found_again_within_ten_minutes_of_itself(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_run_that_rests_is_found_again_within_ten_minutes_of_itself(tmp_path: 
     here = RunsHere(tmp_path, "here")
     here.look(0.0)
     status_of(run, "node-0", {0: 20}, host="here")
-    assert set(here.look(runs_here.LONGEST_REST_SECONDS).ranks) == {20}
+    assert set(here.look(runs_here.LONGEST_REST_SECONDS).by_number) == {20}
 
 
 def test_runs_that_processes_told_of_are_forgotten_once_they_are_over(
@@ -127,8 +127,8 @@ def test_runs_that_processes_told_of_are_forgotten_once_they_are_over(
     asked: list[Path] = []
     lives = RunsHere._lives
     monkeypatch.setattr(RunsHere, "_lives", lambda self, path, now: asked.append(path) or lives(self, path, now))
-    assert set(here.look(1000.0).ranks) == {10}, "as long as it lives it need not be told again"
+    assert set(here.look(1000.0).by_number) == {10}, "as long as it lives it need not be told again"
     finish(run)
     for now in (2000.0, 3000.0):
-        assert here.look(now).ranks == {}
+        assert here.look(now).by_number == {}
     assert asked == [run.path, run.path]

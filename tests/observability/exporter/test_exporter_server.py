@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from observability.exporter.exporting import Scrape, exporting, scrape
 from observability.exporter.stand_in_nvml import StandInNvml, eight_cards
@@ -66,9 +67,10 @@ def test_a_part_that_hangs_holds_the_first_scrape_and_no_other() -> None:
     stuck = Stuck()
     team = Team([stuck, Broken()], answer_seconds=0.4)
     list(team.collect(0.0))
+    team._answer_seconds = 60.0
     began = time.monotonic()
     found = list(team.collect(0.0))
-    assert time.monotonic() - began < 0.3
+    assert time.monotonic() - began < 15.0
     assert ("craton_exporter_collector_stuck", ("stuck",), 1) in found
     assert ("node_load1", (), 7) in found, "the others are asked"
     stuck.back.set()
@@ -132,6 +134,19 @@ def test_http(served: ExporterServer) -> None:
     connection.close()
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"http://127.0.0.1:{served.port}/nothing", timeout=10)
+
+
+def test_ipv6(tmp_path: Path) -> None:
+    exporter = NodeExporter(NodeRoot(tmp_path))
+    try:
+        server = ExporterServer(exporter, "::1", 0)
+    except CratonError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    assert server.url == f"http://[::1]:{server.port}/metrics"
+    with urllib.request.urlopen(server.url, timeout=10) as answer:
+        assert Scrape(answer.read().decode()).value("craton_exporter_info") == 1
+    server.close()
+    exporter.close()
 
 
 def test_what_leaves_the_machine_is_packed(served: ExporterServer) -> None:
@@ -212,13 +227,12 @@ def test_one_scrape_for_a_pipe(tmp_path: Path) -> None:
 
 def _own_address() -> str:
     """An address of this machine that is not loopback."""
-    said = subprocess.run(["ip", "-json", "-4", "addr"], capture_output=True, text=True, check=False)
     found = [
-        address["local"]
-        for link in (json.loads(said.stdout) if said.returncode == 0 else [])
-        for address in link.get("addr_info", [])
-        if not address["local"].startswith("127.")
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
     ]
     if not found:
         pytest.skip("this machine has loopback alone")
-    return str(found[0])
+    return found[0]

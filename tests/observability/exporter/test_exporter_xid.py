@@ -298,7 +298,9 @@ def test_the_journal_is_followed_without_waiting(tmp_path: Path) -> None:
         lines.close()
 
 
-def test_a_journal_that_ends_is_an_error_and_is_tried_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_ends_is_an_error_and_is_tried_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(xid_module, "REOPEN_SECONDS", 100.0)
     opened = []
 
@@ -317,6 +319,7 @@ def test_a_journal_that_ends_is_an_error_and_is_tried_again(root: Path, monkeypa
         list(collector.collect(now))
     assert opened == ["opened", "closed", "opened"]
     assert collector.errors == 2
+    assert capfd.readouterr().err.count("run as root, or with CAP_SYSLOG") == 1, "what stays so is said once"
 
 
 def _within(seconds: float, look: Callable[[], list[Line]]) -> list[Line]:

@@ -7,9 +7,14 @@ what is emitted stands here, so that a field emitted anew has to be looked up fi
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+
+sys.path.append(str(Path(__file__).parents[2] / "orchestration"))
+from kubernetes_schemas import problems as kubernetes_problems
 
 TEXT = {"type": "string"}
 FLAG = {"type": "boolean"}
@@ -32,7 +37,7 @@ RELABELING = fields(
     targetLabel=TEXT,
     regex=TEXT,
     replacement=TEXT,
-    action={"enum": ["replace", "drop"]},
+    action={"enum": ["replace", "drop", "labeldrop"]},
 )
 SCRAPED: dict[str, Any] = {
     "port": TEXT,
@@ -71,7 +76,9 @@ SPECS = {
 
 
 def problems_of(manifest: dict[str, Any]) -> list[str]:
-    """What the operator would not take of an object."""
+    """What the operator would not take of an object, or Kubernetes of one of its own."""
+    if manifest["kind"] not in SPECS:
+        return kubernetes_problems(manifest)
     schema = fields(
         ("apiVersion", "kind", "metadata", "spec"),
         apiVersion={"const": "monitoring.coreos.com/v1"},

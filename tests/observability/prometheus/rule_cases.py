@@ -31,16 +31,17 @@ def cases() -> dict[str, dict[str, list[dict[str, Any]]]]:
 
 
 def write_tests(folder: Path) -> list[Path]:
-    """A test file for each alert, and for each number of GPUs that its cases state."""
+    """A test file for each alert, and for each cluster that its cases state by numbers of GPUs and EFA devices."""
     written = []
     for alert in ALERTS:
         entry = cases()[alert.name]
         all_cases = [(kind, case) for kind in ("fires", "silent") for case in entry[kind]]
-        for gpus in dict.fromkeys(case.get("gpus_per_node") for _, case in all_cases):
-            rules, test = folder / f"{alert.name}-{gpus}.rules.yaml", folder / f"{alert.name}-{gpus}.test.yaml"
-            groups = _needed(alert, gpus)
+        for cluster in dict.fromkeys(_cluster(case) for _, case in all_cases):
+            name = "-".join(map(str, (alert.name, *cluster)))
+            rules, test = folder / f"{name}.rules.yaml", folder / f"{name}.test.yaml"
+            groups = _needed(alert, *cluster)
             rules.write_text(yaml.safe_dump({"groups": groups}), encoding="utf-8")
-            tests = [_test(alert, kind, case) for kind, case in all_cases if case.get("gpus_per_node") == gpus]
+            tests = [_test(alert, kind, case) for kind, case in all_cases if _cluster(case) == cluster]
             document = {
                 "rule_files": [str(rules)],
                 "evaluation_interval": "1m",
@@ -52,9 +53,13 @@ def write_tests(folder: Path) -> list[Path]:
     return written
 
 
-def _needed(alert: AlertRule, gpus: int | None) -> list[dict[str, Any]]:
+def _cluster(case: dict[str, Any]) -> tuple[int | None, int | None]:
+    return case.get("gpus_per_node"), case.get("efa_per_node")
+
+
+def _needed(alert: AlertRule, gpus: int | None, efa: int | None) -> list[dict[str, Any]]:
     """The groups with this alert, and with what it reads, of others' recordings too."""
-    names, groups = {alert.name}, rule_groups(gpus)
+    names, groups = {alert.name}, rule_groups(gpus, efa_per_node=efa)
     expressions = {rule.get("record"): rule["expr"] for group in groups for rule in group["rules"]}
     reads = metrics_of(alert.expr) & set(expressions)
     while reads:

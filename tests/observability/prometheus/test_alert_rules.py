@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +14,8 @@ from observed import need
 from rule_cases import all_expressions, cases, metrics_of, write_tests
 
 from craton.infrastructure import xid_facts
-from craton.observability.exporter import FAMILIES, ONLY_DCGM
+from craton.job import ClusterFile
+from craton.observability.exporter import FAMILIES, ONLY_DCGM, SHARED_KINDS
 from craton.observability.prometheus import (
     ACTIONS,
     ALERTS,
@@ -24,6 +26,7 @@ from craton.observability.prometheus import (
     RecordingRule,
     rule_groups,
 )
+from craton.observability.prometheus.rules import efa_per_node
 from craton.telemetry import METRICS
 
 REPOSITORY = Path(__file__).parents[3]
@@ -128,6 +131,7 @@ def test_rules_read_only_what_somebody_serves() -> None:
         *(f"{name}{ending}" for name in of_server for ending in ("", "_total", "_bucket")),
         *(recording.name for recording in RECORDINGS),
         "craton:node_gpus_expected",
+        "craton:node_fabric_devices_expected",
     }
     for name, expr in all_expressions().items():
         read = metrics_of(expr)
@@ -174,11 +178,30 @@ def test_xid_rules_cover_the_table_and_follow_it() -> None:
         assert not any(re.search(rf"xid=~\"[^\"]*\b{code}\b", expr) for expr in others), code
 
 
+def test_a_cluster_says_how_many_efa_devices_its_nodes_have() -> None:
+    machine = {"name": "own", "gpu": "H100-SXM", "num_gpus": 8, "network_bytes_per_second": "400 GB/s"}
+    known: list[tuple[dict[str, Any], int | None]] = [
+        ({"instance": "p5en"}, 16),
+        ({"hardware": machine}, None),
+        ({"hardware": {**machine, "efa_version": 2, "network_interfaces": 32}}, 32),
+    ]
+    for stated, devices in known:
+        assert efa_per_node(ClusterFile.model_validate({"name": "lab", "nodes": 2, **stated})) == devices
+    assert efa_per_node(None) is None
+
+
+def test_shared_file_systems_are_those_that_the_exporter_knows() -> None:
+    by_name = {alert.name: alert.expr for alert in ALERTS}
+    for name in ("DiskNearlyFull", "DiskFillsSoon", "SharedNearlyFull", "SharedFillsSoon", "FileSystemReadOnly"):
+        kinds = set(re.findall(r'fstype[!=]~"([^"]+)"', by_name[name])[0].split("|"))
+        assert kinds >= SHARED_KINDS, name
+
+
 @pytest.mark.parametrize("gpus", [None, 8])
 def test_the_rule_file_is_what_prometheus_takes(tmp_path: Path, gpus: int | None) -> None:
     need("promtool")
     path = tmp_path / "craton.yaml"
-    path.write_text(yaml.safe_dump({"groups": rule_groups(gpus, "15s")}))
+    path.write_text(yaml.safe_dump({"groups": rule_groups(gpus, "15s", efa_per_node=gpus)}))
     done = subprocess.run(["promtool", "check", "rules", str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(ALERTS) + len(RECORDINGS) + 1} rules found" in done.stdout
+    assert f"{len(ALERTS) + len(RECORDINGS) + 2} rules found" in done.stdout

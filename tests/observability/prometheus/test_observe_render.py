@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
+from configparser import ConfigParser
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import typer
 import yaml
 from observed import need
 from operator_kinds import SPECS, problems_of
 from typer.testing import CliRunner
 
 from craton.cli.app import app
-from craton.job import ClusterFile, load_cluster
+from craton.job import ClusterFile, CratonError, load_cluster
 from craton.observability.prometheus import (
     ALERTS,
     ObserveError,
@@ -25,13 +28,16 @@ from craton.observability.prometheus import (
     dcgm_relabeling,
     render,
     rendering,
+    rule_groups,
 )
+from craton.observability.prometheus.exporter_service import exporter_unit
 from craton.orchestration.kubernetes.names import object_name
 from craton.orchestration.kubernetes.pods import RUN_ANNOTATION
 
 CLUSTERS = Path(__file__).parents[3] / "examples/clusters"
 WORKSPACE = "https://aps-workspaces.us-east-2.amazonaws.com/workspaces/ws-0123"
 NAMES = ("slurm-p5", "eks-p5en", "lab-h100")
+DAEMONS = "kubernetes/daemonset-craton-exporter.yaml"
 
 
 def cluster(name: str) -> ClusterFile:
@@ -44,9 +50,25 @@ def plain(name: str | None = None) -> Mapping[str, str]:
     return render(cluster(name) if name else None)
 
 
+def objects_of(files: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """What `kubectl apply -f kubernetes/` is given."""
+    return {file: load(text) for file, text in files.items() if file.startswith("kubernetes/")}
+
+
+def load(text: str) -> Any:
+    return yaml.load(text, yaml.CSafeLoader)  # of PyYAML's loaders the fast one
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rendering without rules and dashboards, which take most of its time."""
+    monkeypatch.setattr(rendering, "rule_groups", lambda *_, **__: [])
+    monkeypatch.setattr(rendering, "_dashboards", lambda _: {})
+
+
 def scraped(files: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Job → how it is scraped."""
-    jobs = yaml.safe_load(files["prometheus/prometheus.yml"])["scrape_configs"]
+    jobs = load(files["prometheus/prometheus.yml"])["scrape_configs"]
     found = {job["job_name"]: job for job in jobs}
     assert len(found) == len(jobs), "Prometheus takes a name once"
     return found
@@ -83,7 +105,7 @@ def test_prometheus_and_alertmanager_take_their_files(tmp_path: Path, name: str 
     need("promtool")
     need("amtool")
     files = render(cluster(name) if name else None, webhook="http://127.0.0.1:1/alerts", amp=WORKSPACE)
-    config = yaml.safe_load(files["prometheus/prometheus.yml"])
+    config = load(files["prometheus/prometheus.yml"])
     for job in config["scrape_configs"]:
         # Debian builds promtool without discovery in Kubernetes and would not know the key.
         if job.pop("kubernetes_sd_configs", None):
@@ -100,9 +122,9 @@ def test_prometheus_and_alertmanager_take_their_files(tmp_path: Path, name: str 
 
 
 @pytest.mark.parametrize("name", ["eks-p5en", None])
-def test_the_operator_takes_its_objects(name: str | None) -> None:
-    files = {file: yaml.safe_load(text) for file, text in plain(name).items() if file.startswith("kubernetes/")}
-    assert {manifest["kind"] for manifest in files.values()} == set(SPECS)
+def test_kubernetes_and_the_operator_take_their_objects(name: str | None) -> None:
+    files = objects_of(plain(name))
+    assert {manifest["kind"] for manifest in files.values()} == {*SPECS, *(["DaemonSet"] if name else [])}
     for file, manifest in files.items():
         problems = problems_of(manifest)
         assert not problems, f"{file}: {problems}"
@@ -114,7 +136,7 @@ def test_the_operator_takes_its_objects(name: str | None) -> None:
 
 def test_a_slurm_cluster_gets_slurms_own_metrics_and_no_kubernetes_objects() -> None:
     files = plain("slurm-p5")
-    config = yaml.safe_load(files["prometheus/prometheus.yml"])
+    config = load(files["prometheus/prometheus.yml"])
     jobs = scraped(files)
     assert not any(name.startswith("kubernetes/") for name in files)
     assert jobs["slurm-nodes"]["metrics_path"] == "/metrics/nodes"
@@ -127,9 +149,109 @@ def test_a_slurm_cluster_gets_slurms_own_metrics_and_no_kubernetes_objects() -> 
     assert "relabel_configs" not in ours, "nothing is left out"
 
 
+def test_every_gpu_node_of_kubernetes_gets_the_exporter_that_its_monitor_looks_for() -> None:
+    daemons = objects_of(plain("eks-p5en"))[DAEMONS]
+    labels, pod = daemons["spec"]["template"]["metadata"]["labels"], daemons["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    monitor = objects_of(plain("eks-p5en"))["kubernetes/podmonitor-exporter.yaml"]["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= labels.items()
+    assert monitor["podMetricsEndpoints"][0]["port"] in {port["name"] for port in container["ports"]}
+    (wanted,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert wanted["matchExpressions"][0]["values"] == ["p5en.48xlarge", "ml.p5en.48xlarge"]
+    assert container["image"] == "example.com/craton:1"
+    given = node_options(container["args"])
+    assert (given["root"], given["runs"], given["port"]) == (Path("/host"), Path("/fsx/runs"), 9500)
+    assert daemons["metadata"]["namespace"] == "train", "the claim of the runs is there"
+    assert {"name": "runs", "mountPath": "/fsx", "readOnly": True} in container["volumeMounts"]
+    assert all(mount["readOnly"] for mount in container["volumeMounts"])
+    assert not pod["automountServiceAccountToken"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert set(container["resources"]["requests"]) == {"cpu", "memory"}, "it takes no card"
+
+
+@pytest.mark.usefixtures("light")
+def test_where_nodes_have_the_runs_in_their_own_files_the_exporter_reads_them_there() -> None:
+    file = cluster("eks-p5en")
+    shared = file.storage.model_copy(update={"shared": file.storage.shared.model_copy(update={"claim": None})})  # type: ignore[union-attr]
+    own = file.model_copy(update={"storage": shared, "instance": "DGX-H100"})
+    daemons = objects_of(render(own))[DAEMONS]
+    assert problems_of(daemons) == []
+    pod = daemons["spec"]["template"]["spec"]
+    assert node_options(pod["containers"][0]["args"])["runs"] == Path("/host/fsx/runs")
+    assert daemons["metadata"]["namespace"] == "monitoring"
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+
+
+@pytest.mark.usefixtures("light")
+def test_without_an_image_it_says_that_nothing_starts_the_exporter(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["observe", "render", f"--out={tmp_path}"])
+    for said in (done.output, (tmp_path / "README.md").read_text()):
+        assert "scheduler.image" in said
+    assert "scheduler.image" not in render(cluster("slurm-p5"))["README.md"]
+
+
+@pytest.mark.parametrize("name", ["slurm-p5", "lab-h100", None])
+def test_elsewhere_a_unit_of_systemd_starts_it(name: str | None) -> None:
+    unit = ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read_string(plain(name)["systemd/craton-exporter.service"])
+    program, *words = shlex.split(unit["Service"]["ExecStart"])
+    assert (program, words[:2]) == ("/opt/craton/bin/craton", ["observe", "node"])
+    given = node_options(words[2:])
+    assert (given["listen"], given["port"]) == ("0.0.0.0", 9500)
+    assert given["runs"] == {"slurm-p5": Path("/fsx/runs"), "lab-h100": Path("/lustre/runs")}.get(
+        name or "", Path("runs").absolute()
+    )
+    own_mounts = ("Protect", "Private", "ReadOnly", "ReadWrite", "Inaccessible", "Bind", "Root", "TemporaryFile")
+    assert not any(key.startswith(own_mounts) for key in unit["Service"]), "it would tell of its own mounts"
+    assert "systemctl enable --now craton-exporter.service" in plain(name)["README.md"]
+
+
+@pytest.mark.usefixtures("light")
+def test_a_folder_with_odd_letters_reaches_the_exporter() -> None:
+    assert '"--runs=/fs x/100%%/$$a"' in exporter_unit("/fs x/100%/$a")
+    daemons = objects_of(render(cluster("eks-p5en").model_copy(update={"runs": "/fsx/$(NODE)"})))[DAEMONS]
+    assert "--runs=/fsx/$$(NODE)" in daemons["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+def node_options(words: list[str]) -> dict[str, Any]:
+    """What `craton observe node` takes these for; it refuses what it does not know."""
+    observe = cast(Any, typer.main.get_command(app)).commands["observe"]
+    return dict(observe.commands["node"].make_context("node", list(words)).params)
+
+
+@pytest.mark.usefixtures("light")
+def test_targets_stand_where_the_command_that_keeps_them_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CRATON_RUNS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    nowhere = cluster("lab-h100").model_copy(update={"runs": None})
+    for files in (render(None), render(nowhere)):
+        folder = f"{tmp_path}/runs/.observe/targets"
+        assert scraped(files)["craton-node"]["file_sd_configs"][0]["files"] == [f"{folder}/craton-node.json"]
+        assert f"CRATON_RUNS={tmp_path}/runs craton observe up " in files["README.md"]
+        assert f"--targets {folder}\n" in files["README.md"]
+    assert "slurmctld" not in render(None)["README.md"]
+    slurm = render(cluster("slurm-p5"))["README.md"]
+    assert "    craton observe up --cluster CLUSTER --targets /fsx/runs/.observe" in slurm
+    assert "machine of slurmctld" in slurm
+    assert "--targets" not in render(cluster("eks-p5en"))["README.md"], "pods are found by Kubernetes"
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("gang", ["volcano", "kai", "none"])
+def test_of_gang_schedulers_only_kueues_metrics_are_known(gang: str) -> None:
+    file = cluster("eks-p5en")
+    assert file.scheduler is not None
+    files = render(file.model_copy(update={"scheduler": file.scheduler.model_copy(update={"gang": gang})}))
+    assert not {"kueue", gang} & set(scraped(files))
+    assert [name for name in objects_of(files) if "servicemonitor" in name] == ["kubernetes/servicemonitor-dcgm.yaml"]
+
+
 def test_a_kubernetes_cluster_gets_its_gang_scheduler() -> None:
     files = plain("eks-p5en")
-    jobs = {job["job_name"]: job for job in yaml.safe_load(files["prometheus/prometheus.yml"])["scrape_configs"]}
+    jobs = {job["job_name"]: job for job in load(files["prometheus/prometheus.yml"])["scrape_configs"]}
     assert jobs["kueue"]["kubernetes_sd_configs"][0]["namespaces"] == {"names": ["kueue-system"]}
     assert "kubernetes/servicemonitor-kueue.yaml" in files
     assert not any(name.startswith("slurm") for name in jobs)
@@ -150,7 +272,7 @@ def test_a_run_has_one_name_on_kubernetes(run: str) -> None:
     agents = jobs["craton"]
     assert relabelled(agents["relabel_configs"], pod) == {"run": run, "node": "g1", "leaf": "nn-3"}
     assert agents["kubernetes_sd_configs"][0]["attach_metadata"] == {"node": True}, "else it has no label of its node"
-    monitor = yaml.safe_load(plain("eks-p5en")["kubernetes/podmonitor-runs.yaml"])["spec"]
+    monitor = load(plain("eks-p5en")["kubernetes/podmonitor-runs.yaml"])["spec"]
     named = {
         rule.get("targetLabel"): rule.get("sourceLabels") for rule in monitor["podMetricsEndpoints"][0]["relabelings"]
     }
@@ -179,7 +301,7 @@ def test_the_run_of_a_card_is_that_of_its_pod(labels: dict[str, str], run: str) 
     made = relabelled(dcgm_relabeling(None), {"Hostname": "g1", **labels})
     assert made is not None
     assert (made["node"], made.get("run", "")) == ("g1", run)
-    monitor = yaml.safe_load(plain()["kubernetes/servicemonitor-dcgm.yaml"])["spec"]["endpoints"][0]
+    monitor = load(plain()["kubernetes/servicemonitor-dcgm.yaml"])["spec"]["endpoints"][0]
     assert [rule["sourceLabels"] for rule in monitor["metricRelabelings"]] == [
         rule["source_labels"] for rule in dcgm_relabeling(None)
     ]
@@ -198,11 +320,11 @@ def test_objects_have_the_labels_by_which_a_prometheus_finds_them(tmp_path: Path
     objects = {path.name: path.read_text() for path in (tmp_path / "kubernetes").iterdir()}
     assert "prometheusrule.yaml" in objects
     for text in objects.values():
-        labels = yaml.safe_load(text.partition("spec:\n")[0])["metadata"]["labels"]
+        labels = load(text.partition("spec:\n")[0])["metadata"]["labels"]
         assert (labels["release"], labels["team"], labels["craton/cluster"]) == ("monitor", "ml", "eks-p5en")
     assert "`release: monitor`" in (tmp_path / "README.md").read_text()
     assert "--label release=NAME" in plain("eks-p5en")["README.md"], "without it, it says how"
-    exporter = yaml.safe_load(objects["podmonitor-node-exporter.yaml"])["spec"]
+    exporter = load(objects["podmonitor-node-exporter.yaml"])["spec"]
     assert [each["port"] for each in exporter["podMetricsEndpoints"]] == ["metrics", "http-metrics"]
 
 
@@ -221,7 +343,7 @@ def test_dashboards_that_cannot_be_written_are_said(tmp_path: Path, monkeypatch:
 
 
 def test_pods_that_ended_are_no_targets() -> None:
-    jobs = yaml.safe_load(plain("eks-p5en")["prometheus/prometheus.yml"])["scrape_configs"]
+    jobs = load(plain("eks-p5en")["prometheus/prometheus.yml"])["scrape_configs"]
     of_pods = [job for job in jobs if "kubernetes_sd_configs" in job]
     assert {job["job_name"] for job in of_pods} == {"craton", "craton-serve", "craton-node", "node", "dcgm", "kueue"}
     for job in of_pods:
@@ -231,6 +353,7 @@ def test_pods_that_ended_are_no_targets() -> None:
             assert bool(re.fullmatch(rule["regex"], phase)) == is_dropped, job["job_name"]
 
 
+@pytest.mark.usefixtures("light")
 def test_a_webhook_in_a_rendered_file_is_for_its_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "alertmanager/alertmanager.yml"
     path.parent.mkdir()
@@ -243,34 +366,70 @@ def test_a_webhook_in_a_rendered_file_is_for_its_owner_alone(tmp_path: Path) -> 
 
 def test_expected_gpus_are_those_of_the_instance() -> None:
     for name in NAMES:
-        groups = yaml.safe_load(plain(name)["prometheus/rules/craton.yaml"])["groups"]
+        groups = load(plain(name)["prometheus/rules/craton.yaml"])["groups"]
         (rule,) = (
             rule for group in groups for rule in group["rules"] if rule.get("record") == "craton:node_gpus_expected"
         )
         assert rule["expr"].endswith("+ 8"), name
-    groups = yaml.safe_load(plain()["prometheus/rules/craton.yaml"])["groups"]
+    groups = load(plain()["prometheus/rules/craton.yaml"])["groups"]
     (rule,) = (rule for group in groups for rule in group["rules"] if rule.get("record") == "craton:node_gpus_expected")
     assert "max_over_time" in rule["expr"]
 
 
+@pytest.mark.usefixtures("light")
 def test_managed_prometheus_and_grafana() -> None:
     files = render(cluster("eks-p5en"), amp=f"{WORKSPACE}/api/v1/remote_write")
-    (remote,) = yaml.safe_load(files["prometheus/prometheus.yml"])["remote_write"]
+    (remote,) = load(files["prometheus/prometheus.yml"])["remote_write"]
     assert remote["url"] == f"{WORKSPACE}/api/v1/remote_write"
     assert remote["sigv4"] == {"region": "us-east-2"}
-    (source,) = yaml.safe_load(files["grafana/provisioning/datasources/craton.yaml"])["datasources"]
+    (source,) = load(files["grafana/provisioning/datasources/craton.yaml"])["datasources"]
     assert source["jsonData"]["sigV4Region"] == "us-east-2"
-    patch = yaml.safe_load(files["kubernetes/prometheus-remote-write.yaml"])
+    patch = load(files["amp/prometheus-remote-write.yaml"])
     assert patch["spec"]["remoteWrite"][0]["sigv4"] == {"region": "us-east-2"}
-    assert "ws-0123" in files["README.md"]
+    assert all("kind" in manifest for manifest in objects_of(files).values()), "kubectl applies that folder"
+    readme = files["README.md"]
+    assert "replaces a list as a whole" in readme
+    assert "ws-0123" in readme
+    assert "plugins install\ngrafana-amazonprometheus-datasource" in readme
+    definition = load(readme[readme.index("    alertmanager_config: |") : readme.index("    aws amp create-al")])
+    assert set(load(definition["alertmanager_config"])) == {"route", "receivers"}
     with pytest.raises(ObserveError, match="aps-workspaces"):
         render(amp="https://example.com/prometheus")
 
 
 def test_without_a_workspace_nothing_leaves_the_cluster() -> None:
     files = plain("eks-p5en")
-    assert "remote_write" not in yaml.safe_load(files["prometheus/prometheus.yml"])
+    assert "remote_write" not in load(files["prometheus/prometheus.yml"])
     assert not any("remote" in name for name in files)
+
+
+def test_a_link_to_a_runbook_leads_somewhere_or_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = f"https://wiki.example.com/craton/{ALERTS[0].group}.md#{ALERTS[0].name.lower()}"
+    assert notes_of(rule_groups(runbooks="https://wiki.example.com/craton/"))[ALERTS[0].name]["runbook_url"] == place
+    for each in notes_of(rule_groups()).values():
+        assert "runbook_url" not in each, "tools make a link of it"
+        assert each["runbook"].startswith("docs/runbooks/")
+    with pytest.raises(ObserveError, match="--runbooks"):
+        rule_groups(runbooks="docs/runbooks")
+    given: list[Any] = []
+    monkeypatch.setattr(rendering, "rule_groups", lambda *_, runbooks, **__: given.append(runbooks))
+    monkeypatch.setattr(rendering, "_dashboards", lambda url: {"grafana/dashboards/cost.json": url})
+    files = render(runbooks="https://wiki.example.com/craton/")
+    assert given == ["https://wiki.example.com/craton/"]
+    assert files["grafana/dashboards/cost.json"] == "https://wiki.example.com/craton"
+
+
+def notes_of(groups: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    return {rule["alert"]: rule["annotations"] for group in groups for rule in group["rules"] if "alert" in rule}
+
+
+@pytest.mark.usefixtures("light")
+def test_a_file_in_the_place_of_the_folder_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    done = CliRunner().invoke(app, ["observe", "render", f"--out={tmp_path / 'file'}"])
+    assert isinstance(done.exception, CratonError)
+    assert "--out" in str(done.exception)
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_counters_of_dcgm_hold_what_the_rules_read() -> None:

@@ -6,11 +6,13 @@ import errno
 import io
 import json
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from observed import LiveRun, Served
+from observed import LiveRun, Served, wait_for
 from rich.console import Console
 
 from craton.cli.live import make_console
@@ -108,6 +110,32 @@ def test_exporters_are_found_where_they_answer_and_kept_when_they_stop(served: S
     assert search.look([]) == [], "its machine belongs to nobody any more"
 
 
+def test_ports_that_drop_packets_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of them, a second each: Prometheus starts meanwhile, and who answers is found."""
+    dropped, asked = threading.Event(), []
+
+    def answers(host: str, port: int) -> bool:
+        asked.append(host)
+        return host == "there" or (dropped.wait(30) and host == "late")
+
+    monkeypatch.setattr(targets, "serves_metrics", answers)
+    monkeypatch.setattr(targets, "PATIENCE_SECONDS", 0.05)
+    search = SearchedExporters({"node": 9100})
+    machines = [Machine(name, name) for name in ("there", "late", *(f"g{i}" for i in range(100)))]
+    began = time.monotonic()
+    try:
+        first = search.look(machines)
+        assert [target.labels["node"] for target in first] == ["there"]
+        assert search.look([*machines, Machine("new", "new")]) == first
+        assert time.monotonic() - began < 5
+        assert "new" not in asked, "one search at a time"
+    finally:
+        dropped.set()
+    found = wait_for(lambda: (now := search.look(machines)) != first and now)
+    assert [target.labels["node"] for target in found] == ["late", "there"]
+    assert all(thread.daemon for thread in search._searching), "Ctrl-C does not wait for them"
+
+
 def test_a_leaf_that_is_known_later_is_told(served: Served) -> None:
     served.text = "# TYPE x gauge\nx 1\n"
     search = SearchedExporters({"dcgm": served.port})
@@ -167,6 +195,16 @@ def test_files_of_targets_change_only_with_the_targets(live_run: LiveRun, tmp_pa
     live_run.end()
     write_targets(folder, look_at([live_run.run]).targets)
     assert json.loads((folder / "craton.json").read_text()) == [{"targets": []}]
+
+
+def test_files_without_targets_are_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "elsewhere"))
+    keeper = TargetKeeper(Settings(), tmp_path / "targets", SearchedExporters({}))
+    keep_targets(keeper, 0.01, 0.03, make_console(), as_json=False)
+    said = capsys.readouterr().out.replace("\n", "")
+    assert said.count(f"no run in {tmp_path}/elsewhere goes on") == 1
 
 
 def test_a_keeper_sees_runs_come_and_go(live_run: LiveRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,14 +119,19 @@ GOODPUT = Row(
     ),
 )
 
+# A card may be served twice, by our exporter and by dcgm-exporter, and only one of them may know who has it.
+CARD = "DCGM_FI_DEV_GPU_TEMP"
+HELD = " ".join(f'unless on (UUID) {CARD}{{{holder}!=""}}' for holder in ("run", "hpc_job", "pod"))
+
 IDLE = Row(
     "Cards that do nothing",
     (
         Panel(
-            "Cards without a run",
-            "Of all nodes. They cost as much as the others: look at the queue, and at nodes that are drained.",
+            "Cards that nobody has",
+            "No run, no other job of Slurm, no pod. They cost as much as the others: look at the queue, and at nodes "
+            "that are drained.",
             (
-                Query('count(max by (UUID) (DCGM_FI_DEV_GPU_TEMP{run=""})) or vector(0)', "without a run"),
+                Query(f"count(max by (UUID) ({CARD}) {HELD}) or vector(0)", "nobody's"),
                 Query("sum(craton:node_gpus)", "all", is_plan=True),
             ),
             unit="short",

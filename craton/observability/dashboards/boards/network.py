@@ -139,7 +139,7 @@ EFA = Row(
             "Of EFA and InfiniBand, by node. A port that was active yesterday: cable, switch, or the device.",
             (Query(f"sum by (leaf, node) (node_infiniband_state_id{{{HERE}}} != bool 4)", "{{node}} ({{leaf}})"),),
             unit="short",
-            alerts=("InfinibandPortDown",),
+            alerts=("InfinibandPortDown", "FabricDeviceMissing"),
         ),
     ),
 )

@@ -358,7 +358,7 @@ HOST = Row(
                 Query(f"sum(craton_exporter_collector_stuck{{{HERE}}})", "stuck collectors"),
             ),
             unit="s",
-            alerts=("ExporterCollectorFails", "ExporterCollectorStuck"),
+            alerts=("ExporterCollectorFails", "ExporterCollectorStuck", "KernelLogUnreadable"),
         ),
     ),
 )
