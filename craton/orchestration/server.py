@@ -35,6 +35,7 @@ EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses of all networks 
 
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 GENERATED, FIRST_TOKEN = "vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_bucket"
+KV_SHARE, PREEMPTIONS = "vllm:kv_cache_usage_perc", "vllm:num_preemptions_total"
 
 Buckets = tuple[tuple[float, float], ...]  # (seconds, how many requests took at most that), the last one infinite
 
@@ -162,6 +163,8 @@ class ServerState:
     waiting: int
     tokens_per_second: float | None  # generated
     first_token_seconds: float | None  # the median of late, else since the start
+    kv_share: float | None = None  # of the room for keys and values, in use; of the fullest engine
+    preemptions: int = 0  # since the start
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,8 @@ class _Look:
     waiting: int
     generated: float
     first_tokens: Buckets
+    kv_share: float | None
+    preemptions: int
 
 
 class ServerWatch:
@@ -207,6 +212,8 @@ class ServerWatch:
             tokens_per_second=(new.generated - recent.generated) / seconds if seconds > 0 else None,
             first_token_seconds=histogram_quantile(_since(self._looks[0].first_tokens, new.first_tokens), 0.5)
             or histogram_quantile(new.first_tokens, 0.5),
+            kv_share=new.kv_share,
+            preemptions=new.preemptions,
         )
 
 
@@ -253,11 +260,14 @@ def _read_metrics(text: str, moment: float) -> _Look:
 
     totals: dict[str, float] = {}
     buckets: dict[float, float] = {}
+    shares: list[float] = []
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == FIRST_TOKEN:
                 bound = float(sample.labels["le"])
                 buckets[bound] = buckets.get(bound, 0.0) + sample.value
+            elif sample.name == KV_SHARE:
+                shares.append(sample.value)
             else:
                 totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
     return _Look(
@@ -266,6 +276,8 @@ def _read_metrics(text: str, moment: float) -> _Look:
         int(totals.get(WAITING, 0)),
         totals.get(GENERATED, 0.0),
         tuple(sorted(buckets.items())),
+        max(shares, default=None),
+        int(totals.get(PREEMPTIONS, 0)),
     )
 
 

@@ -17,6 +17,7 @@ from craton.telemetry.heartbeat import Heartbeat, read_heartbeat
 from craton.telemetry.ledger import LedgerReader, spread
 from craton.telemetry.lines import tail_lines
 from craton.telemetry.rundirectory import RunDirectory, read_json
+from craton.telemetry.status import read_status
 from craton.telemetry.vocabulary import TWINS, plan_twins
 
 # waiting: for its nodes, as only its scheduler can tell
@@ -35,7 +36,7 @@ class RunSummary:
     name: str
     path: Path
     state: RunState
-    message: str  # why it failed, was lost or stopped; empty otherwise
+    message: str  # why it waits, is not whole yet, failed, was lost or stopped; empty otherwise
     step: int  # steps done
     steps: int | None
     loss: float | None
@@ -230,9 +231,8 @@ def _state(
     if any(beat.state == "running" for beat in beats.values()):
         if wants_stop:
             return "stopping", ""
-        return (
-            "running" if (metrics_generation or 0) >= generation and metrics_generation is not None else "starting"
-        ), ""
+        has_told = metrics_generation is not None and metrics_generation >= generation
+        return ("running" if has_told or _is_productive(run, next(iter(heartbeats)), generation) else "starting"), ""
     if beats and all(beat.state in ("stopped", "done") for beat in beats.values()):
         if wants_stop:
             return "stopped", run.marker_text("STOP").strip()
@@ -245,6 +245,12 @@ def _state(
             return "stopped", run.marker_text("STOP").strip()
         return "lost", f"no agent was ever seen on {', '.join(missing)}"
     return ("stopping" if wants_stop else "starting"), ""
+
+
+def _is_productive(run: RunDirectory, first_node: str, generation: int) -> bool:
+    """Whether a rank does what it was started for: a command that tells of no progress never records a step."""
+    status = read_status(run, first_node)
+    return bool(status and status.generation >= generation and any(rank.kind == "productive" for rank in status.ranks))
 
 
 def _daily_price(launch: dict[str, Any], plan: dict[str, Any]) -> float | None:

@@ -58,7 +58,7 @@ def test_the_kinds_of_a_rank_sum_to_the_life_of_its_place(gang: Gang) -> None:
     events = {line["event"]: line["time"] for line in gang.events()}
     life = events["agent_ended"] - events["agent_started"]
     booked = sum(sum(line["seconds"].values()) for line in lines)
-    assert booked == pytest.approx(life, abs=0.1)
+    assert booked == pytest.approx(life, abs=0.2)
     assert lines[-1]["ended"] == "done"
 
 
@@ -148,7 +148,7 @@ def test_the_stop_marker_lets_ranks_checkpoint(gang: Gang) -> None:
     gang.launch(STOPPABLE, ranks_per_node=2)
     agent = gang.start()
     gang.said("ready", 0), gang.said("ready", 1)
-    assert summarize(gang.run).state == "starting"  # nothing trained yet
+    assert summarize(gang.run).state in ("starting", "running")  # until its agent has told what its ranks do
     gang.run.mark("STOP", "asked by a test")
     assert summarize(gang.run).state in ("stopping", "stopped")
     assert agent.wait(DEADLINE_SECONDS) == 0

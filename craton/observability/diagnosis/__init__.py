@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from craton.observability.diagnosis.bench_live import LIVE, live_outcomes
     from craton.observability.diagnosis.bench_score import Score, score
     from craton.observability.diagnosis.judging import diagnose
-    from craton.observability.diagnosis.snapshot import Snapshot, SnapshotError
+    from craton.observability.diagnosis.snapshot import Rank, RunFacts, Snapshot, SnapshotError
+    from craton.observability.diagnosis.symptoms import straggler_of
     from craton.observability.diagnosis.tables import LAYERS, Cause, causes
     from craton.observability.diagnosis.taking import chosen_run, read_snapshot, take_snapshot
-    from craton.observability.diagnosis.verdict import Condition, Finding, Verdict
+    from craton.observability.diagnosis.verdict import Condition, Finding, Symptom, Verdict
 else:
     __getattr__ = loader(
         __name__,
@@ -27,10 +28,11 @@ else:
             "bench_live": ("LIVE", "live_outcomes"),
             "bench_score": ("Score", "score"),
             "judging": ("diagnose",),
-            "snapshot": ("Snapshot", "SnapshotError"),
+            "snapshot": ("Rank", "RunFacts", "Snapshot", "SnapshotError"),
+            "symptoms": ("straggler_of",),
             "tables": ("LAYERS", "Cause", "causes"),
             "taking": ("chosen_run", "read_snapshot", "take_snapshot"),
-            "verdict": ("Condition", "Finding", "Verdict"),
+            "verdict": ("Condition", "Finding", "Symptom", "Verdict"),
         },
     )
 
@@ -41,9 +43,12 @@ __all__ = [
     "Condition",
     "Finding",
     "Outcome",
+    "Rank",
+    "RunFacts",
     "Score",
     "Snapshot",
     "SnapshotError",
+    "Symptom",
     "Verdict",
     "causes",
     "chosen_run",
@@ -53,5 +58,6 @@ __all__ = [
     "score",
     "seed_of_today",
     "simulated_outcomes",
+    "straggler_of",
     "take_snapshot",
 ]

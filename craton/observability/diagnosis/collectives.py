@@ -27,7 +27,7 @@ from craton.agent import RECORDING_VARIABLES
 from craton.observability.diagnosis.snapshot import Collectives, Communicator, StuckCollective
 from craton.telemetry import RunDirectory
 
-RAS_ADDRESS = "localhost:28028"
+RAS_ADDRESS, RAS_JSON = "localhost:28028", "2.28.7"
 RAS_SECONDS, RAS_PAUSE_SECONDS = 5.0, 2.0
 MOST_ANSWER_BYTES = 64 << 20
 # Where PyTorch writes when nothing is said: below the user's cache (seen in 2.11 and 2.13), or here (before).
@@ -38,6 +38,10 @@ DUMP_SECONDS = 30.0  # for all of them together
 
 class RefusedPickle(pickle.UnpicklingError):
     """A file that asks for more than plain data."""
+
+
+class RasFormatError(ValueError):
+    """RAS answers, and not in JSON: its NCCL is older."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -61,14 +65,15 @@ def read_collectives(
     communicators: tuple[Communicator, ...] = ()
     note, asked = "", False
     if asks_ras:
-        first = ask_ras()
-        if first is not None:
-            asked = True
-            time.sleep(RAS_PAUSE_SECONDS)
-            try:
+        try:
+            if (first := ask_ras()) is not None:
+                asked = True
+                time.sleep(RAS_PAUSE_SECONDS)
                 communicators = communicators_of(first, ask_ras() or first, RAS_PAUSE_SECONDS)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                note = f"NCCL's RAS answered something else than a status: {error!r}"
+        except RasFormatError:
+            note = f"NCCL's RAS on this node answers in words only (JSON since {RAS_JSON}); `ncclras` prints them"
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            note = f"NCCL's RAS answered something else than a status: {error!r}"
     owners = {os.getuid(), run.path.stat().st_uid}
     dumps, failed = read_dumps(_dump_prefixes(run, launch, is_local), since, owners)
     if failed:
@@ -81,19 +86,27 @@ def read_collectives(
 
 
 def ask_ras(address: str | None = None) -> dict[str, Any] | None:
-    """What RAS says of the job now; None where it does not listen, or speaks no JSON."""
+    """What RAS says of the job now; None where none listens, or it gives no answer. RasFormatError where it speaks no
+    JSON."""
     host, _, port = (address or os.environ.get("NCCL_RAS_ADDR") or RAS_ADDRESS).rpartition(":")
     deadline = time.monotonic() + RAS_SECONDS
     try:
         with socket.create_connection((host, int(port)), timeout=RAS_SECONDS) as connection:
-            for command in ("CLIENT PROTOCOL 2", "SET FORMAT json"):
-                connection.sendall(command.encode() + b"\n")
-                answer = _received(connection, deadline, b"\n").decode(errors="replace").strip()
-                if not (answer.startswith("SERVER PROTOCOL") or answer == "OK"):
-                    return None
+            connection.sendall(b"CLIENT PROTOCOL 2\n")
+            if not _received(connection, deadline, b"\n").startswith(b"SERVER PROTOCOL"):
+                return None
+            connection.sendall(b"SET FORMAT json\n")
+            if _received(connection, deadline, b"\n").strip() != b"OK":
+                raise RasFormatError("it knows no SET FORMAT")
             connection.sendall(b"VERBOSE STATUS\n")
-            told = json.loads(_received(connection, deadline))
-    except (OSError, ValueError, RecursionError):
+            received = _received(connection, deadline)
+    except OSError:
+        return None
+    if not received.lstrip().startswith((b"{", b"[")):
+        raise RasFormatError("it took SET FORMAT and answered in words")
+    try:
+        told = json.loads(received)
+    except (ValueError, RecursionError):
         return None
     return told if isinstance(told, dict) else None
 

@@ -60,7 +60,8 @@ def _errors(snapshot: Snapshot, symptoms: Symptoms, node: Node, gpu: Gpu) -> lis
         health = recovery_action(wanted) if asks else _asked([xid for xid in recent if xid.code == code])
         name = fact.name if fact else "an error that no table knows"
         times = sum(xid.code == code for xid in recent)
-        moment = max((xid.moment for xid in recent if xid.code == code and xid.moment is not None), default=None)
+        moments = [xid.moment for xid in recent if xid.code == code and xid.moment is not None]
+        moment = max(moments, default=None)
         told = f"{card} had XID {code} ({name})" + (f", {times} times" if times > 1 else "")
         evidence = [told, *([f"the driver asks for: {wanted}"] if asks else []), *([fact.advice] if fact else [])]
         if code in OF_THE_PROGRAM:
@@ -93,6 +94,7 @@ def _errors(snapshot: Snapshot, symptoms: Symptoms, node: Node, gpu: Gpu) -> lis
             is_risk=health in NEEDS_WORK,
             health=health,
             moment=moment,
+            is_urgent=health in NEEDS_WORK and _has_spare(snapshot) and any(_broke(snapshot, at) for at in moments),
         )
     if asks and not found:
         told = f"the driver asks to {wanted.lower()} {card}"
@@ -125,16 +127,30 @@ def _cause_of(code: int) -> str:
 
 
 def _matters(xid: Xid, snapshot: Snapshot, symptoms: Symptoms) -> bool:
-    """Not from before the driver was loaded again, nor from before this membership of the run."""
+    """Not from before the driver was loaded again, nor from before the generation that this one came back from: what
+    ended that one is still on the card, and is told once."""
     if xid.before_reload:
         return False
     if xid.moment is None:
         return True
-    death = symptoms.first.moment
+    death, before = symptoms.first.moment, threshold("xid_before_seconds")
     if symptoms.condition == "dead" and death is not None:
-        return xid.moment > death - threshold("xid_before_seconds")
-    began = snapshot.run.generation_began
-    return began is None or xid.moment >= began - 60.0
+        return xid.moment > death - before
+    began, previous = snapshot.run.generation_began, snapshot.run.previous_began
+    if began is None:
+        return True
+    return xid.moment >= (began - 60.0 if previous is None else min(previous, began - before))
+
+
+def _broke(snapshot: Snapshot, moment: float) -> bool:
+    """Whether a generation was ended by what happened then."""
+    before = threshold("xid_before_seconds")
+    return any(each.broke_at - before <= moment <= each.moment for each in snapshot.run.recent_restarts)
+
+
+def _has_spare(snapshot: Snapshot) -> bool:
+    limit = threshold("heartbeat_lost_seconds")
+    return any((node.heartbeat_age_seconds or 0.0) <= limit for node in snapshot.spares)
 
 
 def _memory(snapshot: Snapshot, symptoms: Symptoms, node: Node, gpu: Gpu) -> list[Finding]:

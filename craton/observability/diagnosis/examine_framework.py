@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from craton.observability.diagnosis.examining import finding, named
 from craton.observability.diagnosis.snapshot import LogMatch, Rank, Snapshot
-from craton.observability.diagnosis.tables import log_pattern
-from craton.observability.diagnosis.verdict import Condition, Finding, Symptom, Symptoms
+from craton.observability.diagnosis.tables import log_pattern, threshold
+from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, Condition, Finding, Symptom, Symptoms
 
 CRASHES = tuple(
     -number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
@@ -38,6 +38,7 @@ def examine_framework(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         *_hangs(snapshot, symptoms),
         *_slow(snapshot, symptoms),
         *_numbers(symptoms),
+        *_overload(snapshot, symptoms),
     ]
 
 
@@ -94,7 +95,8 @@ def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     by_pattern: dict[str, list[LogMatch]] = {}
     for match in snapshot.logs:
         by_pattern.setdefault(match.pattern, []).append(match)
-    victims = {rank for symptom in symptoms.of("dead", "hung") for rank in symptom.ranks}
+    ended = [*symptoms.of("dead", "hung"), *symptoms.signed(RESTARTS)]
+    victims = {rank for symptom in ended for rank in symptom.ranks}
     own = {name for name, matches in by_pattern.items() if any(match.rank in victims for match in matches)}
     for name, matches in by_pattern.items():
         pattern = log_pattern(name)
@@ -271,3 +273,15 @@ def _numbers(symptoms: Symptoms) -> list[Finding]:
             }[symptom.sign]
             found += finding(symptoms, symptom.sign, told, ("wrong",), evidence=symptom.evidence, base=1.05)
     return found
+
+
+def _overload(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    serving = snapshot.serving
+    if serving is None or not symptoms.signed(OVERLOAD):
+        return []
+    preempted = serving.preemptions or 0
+    evidence = [f"{preempted} running requests were taken out again for want of room"] if preempted else []
+    cause, told = "server_overloaded", "requests come faster than it can compute them"
+    if (serving.kv_share or 0.0) > threshold("kv_share"):
+        cause, told = "server_memory_full", f"{serving.kv_share:.0%} of its room for keys and values is in use"
+    return finding(symptoms, cause, told, ("slow",), evidence=[told, *evidence], base=0.95, phases=("queue",))

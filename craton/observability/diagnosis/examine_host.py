@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 
 from craton.observability.diagnosis.examining import finding, named
-from craton.observability.diagnosis.snapshot import Host, Node, Rank, Snapshot
+from craton.observability.diagnosis.snapshot import Host, Node, Snapshot
+from craton.observability.diagnosis.symptoms import lost_by_word
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import Finding, Symptoms
 
@@ -16,13 +17,28 @@ ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
 def examine_host(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    found = [*_lost(snapshot, symptoms), *_killed(snapshot, symptoms), *_stopped(snapshot, symptoms)]
+    found = [*_lost(snapshot, symptoms), *_lost_spares(snapshot, symptoms)]
+    found += [*_killed(snapshot, symptoms), *_stopped(snapshot, symptoms)]
     for node in snapshot.nodes:
         if node.host is not None:
             found += _processors(node, node.host, snapshot, symptoms)
             found += _memory(node, node.host, symptoms)
             found += _others(node, node.host, symptoms)
     return found
+
+
+def memory_ran_out(snapshot: Snapshot, name: str) -> str:
+    """What says that the kernel kills processes of this node for memory; "": nothing does."""
+    node = snapshot.node(name)
+    host = node.host if node else None
+    if host is None:
+        return ""
+    if host.out_of_memory_kills:
+        return f"the kernel of {name} has killed {host.out_of_memory_kills} processes for memory lately"
+    share = host.memory_available_share
+    if share is not None and share < threshold("memory_available_share"):
+        return f"{name} has {share:.1%} of its memory left"
+    return ""
 
 
 def _lost(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -33,10 +49,11 @@ def _lost(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         if node.heartbeat_state in ("running", "spare")
         and ((node.heartbeat_age_seconds or 0.0) > limit or node.agent_is_alive is False)
     ]
-    if not lost and symptoms.condition == "dead" and snapshot.run.state == "lost":
+    words = lost_by_word(snapshot) if symptoms.condition == "dead" else {}
+    if not lost and not words and symptoms.condition == "dead" and snapshot.run.state == "lost":
         told = snapshot.run.message.splitlines()[0] if snapshot.run.message else "no node shows a sign of life"
         return finding(symptoms, "agents_gone", told, ("dead",), base=0.85)
-    if not lost:
+    if not lost and not words:
         return []
     if len(lost) == len(snapshot.nodes) and len(lost) > 1:
         age = min(node.heartbeat_age_seconds or 0.0 for node in lost)
@@ -49,6 +66,22 @@ def _lost(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         else:
             told = f"{node.name} has shown no sign of life for {node.heartbeat_age_seconds or 0.0:.0f} s"
         found += finding(symptoms, "node_lost", told, ("dead", "hung"), node=node.name, base=0.97)
+    for name, how in words.items():
+        if all(node.name != name for node in lost):
+            found += finding(symptoms, "node_lost", f"{name} was lost: {how}", ("dead",), node=name, base=0.97)
+    return found
+
+
+def _lost_spares(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """Nobody misses a spare before it is needed."""
+    found: list[Finding] = []
+    for node in snapshot.spares:
+        age = node.heartbeat_age_seconds or 0.0
+        if age <= threshold("heartbeat_lost_seconds") and node.agent_is_alive is not False:
+            continue
+        gone = "its agent is gone" if node.agent_is_alive is False else f"no sign of life for {age:.0f} s"
+        told = f"the spare {node.name} is lost: {gone}"
+        found += finding(symptoms, "spare_lost", told, (), node=node.name, base=0.95, is_risk=True)
     return found
 
 
@@ -63,7 +96,7 @@ def _killed(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             name = "SIGKILL" if rank.exit_code in KILLED else "a signal that asks to end"
             during = f" while it was in {rank.ended_in}" if rank.ended_in else ""
             told = f"rank {number} on {rank.node} was killed by {name}{during}"
-            memory = _memory_ran_out(snapshot, rank) if rank.exit_code in KILLED else ""
+            memory = memory_ran_out(snapshot, rank.node) if rank.exit_code in KILLED else ""
             if memory:
                 found += finding(
                     symptoms,
@@ -80,19 +113,6 @@ def _killed(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
                     symptoms, "rank_killed", told, ("dead", "hung"), node=rank.node, rank=number, base=0.97
                 )
     return found
-
-
-def _memory_ran_out(snapshot: Snapshot, rank: Rank) -> str:
-    node = snapshot.node(rank.node)
-    host = node.host if node else None
-    if host is None:
-        return ""
-    if host.out_of_memory_kills:
-        return f"the kernel of {rank.node} has killed {host.out_of_memory_kills} processes for memory lately"
-    share = host.memory_available_share
-    if share is not None and share < threshold("memory_available_share"):
-        return f"{rank.node} has {share:.1%} of its memory left"
-    return ""
 
 
 def _stopped(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:

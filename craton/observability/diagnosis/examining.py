@@ -24,6 +24,7 @@ def finding(
     is_risk: bool = False,
     health: str = "",
     moment: float | None = None,
+    is_urgent: bool = False,
 ) -> list[Finding]:
     """One finding, as a list to add to; none where it explains nothing that the run suffers from and is no risk.
 
@@ -36,9 +37,10 @@ def finding(
     lost = None if number is None else symptoms.all[number].lost_share
     strength = base if number is None else base * share
     told = tuple(evidence) or (sentence,)
+    where = (node, rank, leaf)
     return [
         Finding(
-            cause, explains, strength, sentence, told, node, rank, leaf, lost, is_risk, number, base, health, moment
+            cause, explains, strength, sentence, told, *where, lost, is_risk, number, base, health, moment, is_urgent
         )
     ]
 

@@ -1,9 +1,9 @@
 """From a snapshot to one verdict: what the run suffers from, then layer by layer who is guilty of it.
 
-The examinations are asked in the order scheduler, devices, fabric, collectives, framework, storage, host. What they
-find is weighed by how good the evidence is and by whether it sits where it hurts. A finding that only says *where*
-gives way to one that says *why* for the same victim. Two faults are two findings: the graver first, the other among
-`others`. When nothing explains the condition, the verdict is that it cannot be told, with what would tell.
+The examinations are asked in the order scheduler, devices, fabric, collectives, framework, storage, host, restarts.
+What they find is weighed by how good the evidence is and by whether it sits where it hurts. A finding that only says
+*where* gives way to one that says *why* for the same victim. Two faults are two findings: the graver first, the other
+among `others`. When nothing explains the condition, the verdict is that it cannot be told, with what would tell.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from craton.observability.diagnosis.examine_devices import examine_devices
 from craton.observability.diagnosis.examine_fabric import examine_fabric
 from craton.observability.diagnosis.examine_framework import examine_framework
 from craton.observability.diagnosis.examine_host import examine_host
+from craton.observability.diagnosis.examine_restarts import examine_restarts
 from craton.observability.diagnosis.examine_scheduler import examine_scheduler
 from craton.observability.diagnosis.examine_storage import examine_storage
 from craton.observability.diagnosis.sentences import action_of, paragraph
@@ -24,7 +25,7 @@ from craton.observability.diagnosis.snapshot import Gpu, Snapshot
 from craton.observability.diagnosis.symptoms import symptoms_of
 from craton.observability.diagnosis.tables import LAYERS
 from craton.observability.diagnosis.telling import what_would_tell
-from craton.observability.diagnosis.verdict import TROUBLED, Finding, Symptom, Symptoms, Verdict
+from craton.observability.diagnosis.verdict import RESTARTS, TROUBLED, Finding, Symptom, Symptoms, Verdict
 
 EXAMINATIONS: tuple[Callable[[Snapshot, Symptoms], list[Finding]], ...] = (
     examine_scheduler,
@@ -34,6 +35,7 @@ EXAMINATIONS: tuple[Callable[[Snapshot, Symptoms], list[Finding]], ...] = (
     examine_framework,
     examine_storage,
     examine_host,
+    examine_restarts,
 )
 CANNOT_TELL = "cannot_tell"
 LEAST_SCORE = 0.3  # a finding that explains less is no explanation
@@ -41,6 +43,7 @@ LEAST_OTHER = 0.45  # a further finding that is weaker is not told
 CANNOT_TELL_CONFIDENCE = 0.6
 SURE = 0.97  # nobody is surer than this
 HOURS_PER_DAY = 24.0
+HOLDS_NODES = ("starting", "running", "stopping")  # of telemetry.RunState
 # Who is slow without a reason is taken for a matter of the program, which holds only where cards and hosts are known.
 GUESSED = ("straggler", "compute_slow")
 
@@ -52,7 +55,7 @@ def diagnose(snapshot: Snapshot) -> Verdict:
     if condition in TROUBLED or condition in ("waiting", "starting"):
         verdict = _explained(snapshot, symptoms, findings)
     elif condition == "healthy":
-        verdict = _at_risk(findings)
+        verdict = _at_risk(snapshot, symptoms, findings)
     elif condition == "unknown":
         would = (f"ask the scheduler from a machine that can: {symptoms.first.sentence}",)
         verdict = Verdict("unknown", cause=CANNOT_TELL, confidence=CANNOT_TELL_CONFIDENCE, would_tell=would)
@@ -74,7 +77,11 @@ def merged(findings: Sequence[Finding]) -> list[Finding]:
             best = max(before, each, key=lambda one: one.strength)
             both = 1.0 - (1.0 - min(1.0, before.strength)) * (1.0 - 0.5 * min(1.0, each.strength))
             found[key] = replace(
-                best, evidence=evidence, strength=max(best.strength, both), health=_gravest(before, each)
+                best,
+                evidence=evidence,
+                strength=max(best.strength, both),
+                health=_gravest(before, each),
+                is_urgent=before.is_urgent or each.is_urgent,
             )
         else:
             found[key] = each
@@ -124,12 +131,13 @@ def _explained(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) 
         because=chosen.sentence,
         evidence=tuple(dict.fromkeys((*first.evidence, *chosen.evidence))),
         confidence=round(max(0.05, confidence), 3),
-        action=action_of(snapshot, chosen, node, rank),
+        action=action_of(snapshot, first, chosen, node, rank),
         would_tell=what_would_tell(snapshot, symptoms) if chosen.about.is_symptom else (),
         others=others,
         lost_share=chosen.lost_share,
         health=chosen.health,
         moment=chosen.moment,
+        is_urgent=chosen.is_urgent,
     )
 
 
@@ -186,7 +194,8 @@ def _belongs(each: Finding, known: Finding, symptoms: Symptoms) -> bool:
     # What a death or a hang brings with it: the same victim, seen by another layer. A fault of the whole cluster, such
     # as a full file system, is nobody's companion.
     is_of_somebody = bool(each.node) or each.rank is not None or not each.is_risk
-    if same_symptom and symptoms.condition in ("dead", "hung") and is_of_somebody and _same_victim(each, known):
+    is_an_end = symptoms.condition in ("dead", "hung") or symptoms.first.sign == RESTARTS
+    if same_symptom and is_an_end and is_of_somebody and _same_victim(each, known):
         return True
     return each.cause == "node_lost" and known.cause in ("node_down", "agents_gone")
 
@@ -199,13 +208,13 @@ def _same_victim(one: Finding, other: Finding) -> bool:
     return True
 
 
-def _at_risk(findings: list[Finding]) -> Verdict:
+def _at_risk(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) -> Verdict:
     """A run that does well; what may cost it later is told."""
     risks = sorted((each for each in findings if each.is_risk), key=_rank_of, reverse=True)
     if not risks:
         return Verdict("healthy", confidence=SURE)
     first = risks[0]
-    others = _others(risks, first, Symptoms((Symptom("healthy"),)))
+    others = _others(risks, first, symptoms)
     return Verdict(
         "healthy",
         layer=first.layer,
@@ -216,10 +225,11 @@ def _at_risk(findings: list[Finding]) -> Verdict:
         because=first.sentence,
         evidence=first.evidence,
         confidence=round(first.about.confidence * min(1.0, first.strength), 3),
-        action=action_of(None, first, first.node, first.rank),
+        action=action_of(snapshot, symptoms.first, first, first.node, first.rank),
         others=others,
         health=first.health,
         moment=first.moment,
+        is_urgent=first.is_urgent,
     )
 
 
@@ -241,9 +251,11 @@ def _victim(snapshot: Snapshot, symptom: Symptom, chosen: Finding) -> tuple[str,
 
 
 def _cost(snapshot: Snapshot, verdict: Verdict) -> float | None:
-    """What a day of it costs: the share of the time that is lost, of what the nodes cost."""
+    """What a day of it costs: the share of the time that is lost, of what the nodes cost. A run that is dead costs what
+    it did as long as its nodes are held for it."""
     hourly = snapshot.run.dollars_per_hour
-    if hourly is None or verdict.condition not in ("slow", "hung", "wrong"):
+    is_held = verdict.condition == "dead" and snapshot.run.state in HOLDS_NODES
+    if hourly is None or not (is_held or verdict.condition in ("slow", "hung", "wrong")):
         return None
     share = verdict.lost_share if verdict.lost_share is not None else (0.0 if verdict.condition == "slow" else 1.0)
     return round(share * hourly * HOURS_PER_DAY, 2)

@@ -68,3 +68,15 @@ def show_xid(world: World, rank: int, code: int, seconds_ago: float) -> None:
 
 def level(world: World, metric: str, node: str, **labels: str) -> float:
     return world.signals[(metric, node, tuple(sorted(labels.items())))].before
+
+
+def make_server(world: World) -> None:
+    """One rank that computes for whoever asks, in short steps and without checkpoints; minutes of them are written."""
+    world.kind, world.step_seconds, world.steps = "serve", world.chance.uniform(0.15, 0.25), 900
+    world.shrink(1, 1)
+
+
+def break_again(world: World, times: int, how: Callable[[int], tuple[int, str]]) -> None:
+    """So many generations within the last steps; `how` has the rank that breaks the nth, and its words."""
+    chosen = sorted(world.chance.sample(range(3, 64), times), reverse=True)
+    world.breaks = {left: how(number) for number, left in enumerate(chosen)}

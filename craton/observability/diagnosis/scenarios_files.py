@@ -21,6 +21,7 @@ from craton.telemetry import RunDirectory
 TIERS = {"nvme": 300.0, "shared": 1800.0}  # seconds from one save to the next
 START_SECONDS = 40.0  # from the launch to the first step
 NAP_SECONDS = 0.35  # from the last step to now, as a share of a step
+BACK_SECONDS = 5.0  # from a failure to the next generation
 JOB = 4711
 
 
@@ -39,7 +40,7 @@ def write_world(root: Path, name: str, world: World, now: float) -> tuple[RunDir
     began = min(began, now - world.age_seconds)
     _write_plan(run, world)
     _write_membership(run, world, began, moments, now)
-    _write_metrics(run, world, steps, moments)
+    _write_metrics(run, world, steps, moments, now)
     _write_events(run, world, began, moments, now)
     _write_signs_of_life(run, world, now)
     _write_logs(run, world, began, ended, now)
@@ -72,7 +73,7 @@ def _write_plan(run: RunDirectory, world: World) -> None:
     document = {
         "schema": 1,
         "job": run.name,
-        "kind": "pretrain",
+        "kind": world.kind,
         "steps": 100_000,
         "step_seconds": step,
         "step_seconds_low": 0.88 * step,
@@ -87,16 +88,17 @@ def _write_plan(run: RunDirectory, world: World) -> None:
             "tp": 1,
             "ep": 1,
         },
-        "storage": {"tiers": [{"tier": tier, "every_seconds": seconds} for tier, seconds in TIERS.items()]},
+        "storage": {"tiers": [{"tier": tier, "every_seconds": seconds} for tier, seconds in _tiers(world).items()]},
     }
     _write(run.plan_path, document)
-    run.job_path.write_text(f"name: {run.name}\nkind: pretrain\ncluster: local\n", encoding="utf-8")
+    job = f"name: {run.name}\nkind: {world.kind}\ncluster: local\n"
+    run.job_path.write_text(job + ("model: llama-3.1-8b\n" if world.kind == "serve" else ""), encoding="utf-8")
 
 
 def _write_membership(run: RunDirectory, world: World, began: float, moments: list[float], now: float) -> None:
     launch = {
         "generation": 0,
-        "nodes": world.nodes,
+        "nodes": [*world.nodes, *world.spares],
         "num_nodes": world.num_nodes,
         "ranks_per_node": world.ranks_per_node,
         "leaves": {node: world.leaf_of(node) for node in world.nodes},
@@ -117,25 +119,35 @@ def _write_membership(run: RunDirectory, world: World, began: float, moments: li
         "time": began,
     }
     _write(run.generation_path(0), member)
-    if world.restarted_steps:
-        at = moments[-world.restarted_steps - 1]
-        _write(
-            run.generation_path(1),
-            {**member, "number": 1, "reason": "rank 1 was killed", "time": at + 5, "broke_at": at},
-        )
+    for number, (at, _, reason) in enumerate(_breaks(world, moments), start=1):
+        document = {**member, "number": number, "reason": reason, "time": at + BACK_SECONDS, "broke_at": at}
+        _write(run.generation_path(number), document)
+
+
+def _breaks(world: World, moments: list[float]) -> list[tuple[float, int, str]]:
+    """When it broke, which rank did, and what its agent said of it, oldest first."""
+    return [
+        (moments[-left - 1], rank, f"rank {rank} on {world.node_of(rank)} {words}")
+        for left, (rank, words) in world.breaks.items()
+    ]
 
 
 def _write_metrics(
-    run: RunDirectory, world: World, steps: list[dict[int, dict[str, float]]], moments: list[float]
+    run: RunDirectory, world: World, steps: list[dict[int, dict[str, float]]], moments: list[float], now: float
 ) -> None:
     lines: dict[str, list[str]] = {node: [] for node in world.nodes}
     chance, before = world.chance, _steps_before(world)
     for number, (parts, moment) in enumerate(zip(steps, moments, strict=True)):
         left = len(steps) - number
-        generation = 1 if world.restarted_steps and left <= world.restarted_steps else 0
+        generation = world.generation_of(left)
         norm = (0.6 + 3.0 / (1 + 0.15 * (before + number))) * chance.lognormvariate(0.0, 0.06)
         for rank, part in parts.items():
             line: dict[str, Any] = {"time": round(moment, 3), "step": before + number + 1, "generation": generation}
+            if world.queue is not None:
+                running, waiting = world.queue(now - moment)
+                line |= {"run_step_seconds": round(part["step"], 5), "serve_running": running, "serve_waiting": waiting}
+                lines[world.node_of(rank)].append(json.dumps({**line, "node": world.node_of(rank), "rank": rank}))
+                continue
             line |= {f"run_{phase}_seconds": round(seconds, 5) for phase, seconds in part.items()}
             line["run_memory_bytes"] = 61e9 + 1e8 * (rank % 3)
             own = norm / math.sqrt(world.world) * chance.lognormvariate(0.0, 0.05)
@@ -166,7 +178,7 @@ def _write_events(run: RunDirectory, world: World, began: float, moments: list[f
     if world.state == "waiting":
         return
     events: dict[str, list[dict[str, Any]]] = {node: [] for node in world.nodes}
-    newest = 1 if world.restarted_steps else 0
+    newest = world.generation
 
     def tell(moment: float, event: str, node: str, rank: int | None = None, generation: int = 0, **more: Any) -> None:
         stamp = {"time": moment, "generation": generation, "node": node, "rank": rank, "event": event}
@@ -178,12 +190,12 @@ def _write_events(run: RunDirectory, world: World, began: float, moments: list[f
         tell(began, "agent_started", node, pid=900)
         for rank in world.ranks_of(node):
             tell(began + 1, "rank_started", node, rank, pid=1000 + rank)
-    if world.restarted_steps:
-        at = moments[-world.restarted_steps - 1]
-        tell(at + 1, "rank_ended", world.node_of(1), 1, code=-9, during="productive")
-        tell(at + 5, "generation_started", first, generation=1, reason="rank 1 was killed")
+    for number, (at, broken, reason) in enumerate(_breaks(world, moments), start=1):
+        code = -9 if "SIGKILL" in reason else 1
+        tell(at + 1, "rank_ended", world.node_of(broken), broken, number - 1, code=code, during="productive")
+        tell(at + BACK_SECONDS, "generation_started", first, generation=number, reason=reason)
         for rank in range(world.world):
-            tell(at + 6, "rank_started", world.node_of(rank), rank, 1, pid=2000 + rank)
+            tell(at + BACK_SECONDS + 1, "rank_started", world.node_of(rank), rank, number, pid=2000 + rank)
     for tier, made in _saves(world, began, moments, now).items():
         for save in made:
             moment, event = float(save["time"]), str(save["event"])
@@ -215,7 +227,7 @@ def _saves(world: World, began: float, moments: list[float], now: float) -> dict
     """Healthy saves at each interval from an hour ago on, then what the world says became of the newest of a tier."""
     found: dict[str, list[dict[str, Any]]] = {}
     last_moment = moments[-1] if moments else now
-    for tier, every in TIERS.items():
+    for tier, every in _tiers(world).items():
         changed = list(world.saves.get(tier, ()))
         times: list[float] = []
         at = last_moment - world.chance.uniform(0.05, 0.7) * every
@@ -240,16 +252,22 @@ def _saves(world: World, began: float, moments: list[float], now: float) -> dict
     return found
 
 
+def _tiers(world: World) -> dict[str, float]:
+    return TIERS if world.kind != "serve" else {}
+
+
 def _write_signs_of_life(run: RunDirectory, world: World, now: float) -> None:
     if world.state == "waiting":
         return
-    generation = 1 if world.restarted_steps else 0
+    generation = world.generation
     said = {"failed": "failed", "done": "done", "stopped": "stopped"}.get(world.state, "running")
-    for node in world.nodes:
-        path = run.heartbeat_path(node)
-        _write(path, {"generation": 0, "state": said, "pid": 900, "metrics_port": 0, "host": f"host-of-{node}"})
-        age = world.lost_nodes.get(node, 0.6)
+    for node in (*world.nodes, *world.spares):
+        path, state = run.heartbeat_path(node), "spare" if node in world.spares else said
+        _write(path, {"generation": 0, "state": state, "pid": 900, "metrics_port": 0, "host": f"host-of-{node}"})
+        age = {**world.lost_nodes, **world.spares}.get(node, 0.6)
         os.utime(path, (now - age, now - age))
+        if node in world.spares:
+            continue
         if not world.has_status or world.deaths or said != "running":
             continue
         status = {

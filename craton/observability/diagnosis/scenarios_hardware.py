@@ -5,6 +5,7 @@ from __future__ import annotations
 from craton.observability.diagnosis.scenarios_faults import (
     PEER_GONE,
     Victim,
+    break_again,
     fault,
     gpu_of,
     level,
@@ -114,6 +115,27 @@ def asks_for_a_reset(world: World) -> Victim:
     world.show(
         "craton_gpu_recovery_wanted", world.node_of(rank), wanted, **gpu_of(world, rank), action="GPU Reset Required"
     )
+    return of_rank(world, rank)
+
+
+@fault("device", "healthy")
+def broke_it_before(world: World) -> Victim:
+    """A card stopped, the run hung until its agents ended it, and has come back onto the same card."""
+    rank = world.draw_rank()
+    left = world.chance.randint(8, 40)
+    world.breaks = {left: (rank, "hangs in productive at step 40: no progress for 75.0 s")}
+    # The step after a restart takes longer; some seconds more or less change nothing.
+    back_seconds = (left + world.warm_up) * world.step_seconds
+    show_xid(world, rank, world.chance.choice((79, 119, 95)), back_seconds + world.chance.uniform(70.0, 500.0))
+    return of_rank(world, rank)
+
+
+@fault("device", "slow")
+def breaks_it_again(world: World) -> Victim:
+    """Memory of a card that errs each time the run comes back."""
+    rank = world.draw_rank()
+    break_again(world, world.chance.randint(4, 9), lambda number: (rank, "was killed by SIGABRT"))
+    show_xid(world, rank, 95, (min(world.breaks) + world.warm_up) * world.step_seconds + 10.0)
     return of_rank(world, rank)
 
 

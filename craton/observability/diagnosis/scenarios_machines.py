@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from craton.observability.diagnosis.scenarios_faults import PEER_GONE, Victim, fault, level, of_node, of_rank
+from craton.observability.diagnosis.scenarios_faults import (
+    PEER_GONE,
+    Victim,
+    break_again,
+    fault,
+    level,
+    of_node,
+    of_rank,
+)
 from craton.observability.diagnosis.scenarios_world import Signal, World
 
 # -- storage ---------------------------------------------------------------------------------------------------------
@@ -186,3 +194,23 @@ def shared_memory_full(world: World) -> Victim:
     )
     world.die(rank, 1, lines, echo=PEER_GONE)
     return of_rank(world, rank)
+
+
+@fault("host", "slow")
+def killed_again(world: World) -> Victim:
+    """Somebody's script ends a rank every minute."""
+    rank = world.draw_rank()
+    hint = "was killed by SIGKILL; the kernel does that when memory runs out"
+    break_again(world, world.chance.randint(4, 9), lambda number: (rank, hint))
+    for other in range(world.world):
+        if other != rank:
+            world.logs.setdefault(other, []).append(PEER_GONE)
+    return of_rank(world, rank)
+
+
+@fault("host", "healthy")
+def spare_vanishes(world: World) -> Victim:
+    """Nobody misses it yet."""
+    node = f"{world.prefix}-spare"
+    world.spares = {f"{node}-2": 0.5, node: world.chance.uniform(20.0, 4000.0)}
+    return Victim(node)

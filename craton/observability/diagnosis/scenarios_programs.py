@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from craton.observability.diagnosis.scenarios_faults import PEER_GONE, Victim, fault, of_node, of_rank, show_xid
+from craton.observability.diagnosis.scenarios_faults import (
+    PEER_GONE,
+    Victim,
+    break_again,
+    fault,
+    make_server,
+    of_node,
+    of_rank,
+    show_xid,
+)
 from craton.observability.diagnosis.scenarios_world import World
 
 STEP_FRAME = {"name": "train_step", "filename": "train.py", "line": 88}
@@ -197,4 +206,24 @@ def compiler_waits(world: World) -> Victim:
 @fault("framework", "slow")
 def optimizer_slow(world: World) -> Victim:
     world.slow(range(world.world), "optimizer", 1.0, world.step_seconds * world.chance.uniform(0.25, 0.5))
+    return Victim()
+
+
+@fault("framework", "slow")
+def raises_again(world: World) -> Victim:
+    """A batch that the program cannot take: one rank fails at it, each time that the run has come back."""
+    rank = world.draw_rank()
+    words = "exited with code 1 (generation {}): KeyError: 'labels'"
+    break_again(world, world.chance.randint(4, 9), lambda number: (rank, words.format(number)))
+    if world.chance.random() < 0.5:
+        world.logs.setdefault(rank, []).extend(["Traceback (most recent call last):", "KeyError: 'labels'"])
+    return of_rank(world, rank)
+
+
+@fault("framework", "slow")
+def too_many_requests(world: World) -> Victim:
+    """More are asked for than are computed: the queue only grows."""
+    make_server(world)
+    running, rate, before = world.chance.randint(4, 32), world.chance.uniform(0.5, 4.0), world.chance.uniform(120, 400)
+    world.queue = lambda ago: (running, running + int(rate * max(0.0, before - ago)))
     return Victim()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from craton.observability.diagnosis.scenarios_faults import make_server
 from craton.observability.diagnosis.scenarios_world import GPU_WATTS, Signal, World
 
 QUIET: dict[str, Callable[[World], None]] = {}
@@ -167,7 +168,27 @@ def busy_file_system(world: World) -> None:
 @quiet
 def after_a_recovery(world: World) -> None:
     """A rank was killed a while ago, and all goes on."""
-    world.restarted_steps = world.chance.randint(8, 50)
+    world.breaks = {world.chance.randint(8, 50): (1, "was killed by SIGKILL")}
+
+
+@quiet
+def few_recoveries(world: World) -> None:
+    """Three within the hour, of three ranks: on a large cluster that happens."""
+    chosen = sorted(world.chance.sample(range(8, 60), 3), reverse=True)
+    world.breaks = {left: (world.draw_rank(), "exited with code 1: peer gone") for left in chosen}
+
+
+@quiet
+def spare_waits(world: World) -> None:
+    world.spares = {f"{world.prefix}-spare": world.chance.uniform(0.1, 3.0)}
+
+
+@quiet
+def serves(world: World) -> None:
+    """Bursts of requests that are served soon: between them nobody waits."""
+    make_server(world)
+    every, most = world.chance.uniform(15.0, 40.0), world.chance.randint(20, 60)
+    world.queue = lambda ago: (16, most if ago % every < 8.0 else 0)
 
 
 @quiet

@@ -9,7 +9,7 @@ what the agents of such a run would have written, `scenarios_series` what export
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +96,11 @@ class World:
     loss_after: dict[int, float | None] = field(default_factory=dict)  # steps before the end → loss; None: NaN
     norm_factor: dict[int, tuple[int, float]] = field(default_factory=dict)  # rank → (last steps, factor)
     saves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # tier → what became of each save
-    restarted_steps: int = 0  # since the newest generation began; 0: there was one only
+    # Steps since a generation began → the rank that broke the one before it, and in which words, the oldest first.
+    breaks: dict[int, tuple[int, str]] = field(default_factory=dict)
+    spares: dict[str, float] = field(default_factory=dict)  # node that waits for another's place → age of its heartbeat
+    kind: str = "pretrain"
+    queue: Callable[[float], tuple[int, int]] | None = None  # of a server: seconds ago → requests that run, that wait
     recordings: dict[int, dict[str, object]] = field(default_factory=dict)  # flight recorders' files
     job_state: str = "RUNNING"
     job_reason: str = "None"
@@ -118,6 +122,14 @@ class World:
     def world(self) -> int:
         return self.num_nodes * self.ranks_per_node
 
+    def generation_of(self, left: int) -> int:
+        """In which a step was done, counted from the end."""
+        return sum(left <= since for since in self.breaks)
+
+    @property
+    def generation(self) -> int:
+        return len(self.breaks)
+
     def node_of(self, rank: int) -> str:
         return self.nodes[rank // self.ranks_per_node]
 
@@ -136,6 +148,12 @@ class World:
 
     def draw_node(self) -> str:
         return self.chance.choice(self.nodes)
+
+    def shrink(self, num_nodes: int, ranks_per_node: int) -> None:
+        """To a world of another size, before anything is put into it."""
+        self.num_nodes, self.ranks_per_node = num_nodes, ranks_per_node
+        self.signals.clear()
+        self.__post_init__()
 
     # -- what faults do ------------------------------------------------------------------------------------------------
 
@@ -196,7 +214,7 @@ class World:
             common = self.chance.lognormvariate(0.0, self.common_swing)
             is_new = not self.age_seconds
             warm = 1.0 + (self.warm_up - 1.0) * (is_new and step == 0) + 0.4 * (is_new and step in (1, 2))
-            if self.restarted_steps and left == self.restarted_steps:
+            if left in self.breaks:
                 warm = self.warm_up
             late = self.draw_rank() if self.chance.random() < self.outliers else -1
             parts = {rank: self._work(rank, left, common * warm, rank == late) for rank in range(self.world)}

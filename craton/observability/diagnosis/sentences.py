@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from craton.observability.diagnosis.snapshot import Snapshot
-from craton.observability.diagnosis.verdict import Finding, Symptoms, Verdict
+from craton.observability.diagnosis.verdict import RESTARTS, Finding, Symptom, Symptoms, Verdict
 
 LAYER_WORDS = {
     "scheduler": "the scheduler",
@@ -22,7 +22,8 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
     condition = verdict.condition
     if condition == "waiting":
         job = f" as job {snapshot.scheduler.job}" if snapshot.scheduler.job else ""
-        return f"{run.name} waits{job}: {snapshot.scheduler.sentence or run.message}"
+        told = f"{run.name} waits{job}: {snapshot.scheduler.sentence or run.message}"
+        return " ".join([f"{told.rstrip('.')}.", *([_sentence(verdict.action)] if verdict.action else [])])
     if condition == "unknown":
         return f"{run.name}: {symptoms.first.sentence}"
     if condition in ("done", "stopped"):
@@ -46,12 +47,18 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
     return " ".join(parts)
 
 
-def action_of(snapshot: Snapshot | None, finding: Finding, node: str, rank: int | None) -> str:
-    """What to do, with names where they are known."""
-    run = snapshot.run.name if snapshot is not None else "RUN"
+def action_of(snapshot: Snapshot, symptom: Symptom, finding: Finding, node: str, rank: int | None) -> str:
+    """What to do, with names where they are known: of several ranks the first that is where the fault is."""
+    if rank is None:
+        there = (known for each in symptom.ranks if (known := snapshot.rank(each)) is not None)
+        first = next((known for known in there if node in ("", known.node)), None)
+        if first is not None and not finding.leaf:
+            node, rank = first.node, first.rank
+    run = snapshot.run.name
     words = {
-        "node": node or ("the nodes of " + finding.leaf if finding.leaf else "the node"),
-        "rank": "0" if rank is None else str(rank),
+        "node": node or ("the nodes of " + finding.leaf if finding.leaf else "its node"),
+        "who": "its ranks" if rank is None else f"rank {rank}",
+        "logs": f"craton logs {run}" + ("" if rank is None else f" --rank {rank}"),
         "run": run,
     }
     return finding.about.action.format(**words)
@@ -66,14 +73,19 @@ def _opening(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
     told = symptoms.first.sentence
     if verdict.condition == "healthy":
         pace = next((f", {rank.recent['step']:.3g} s a step" for rank in snapshot.ranks if "step" in rank.recent), "")
+        served = snapshot.serving
+        queue = f", computes {served.running} requests and lets {served.waiting} wait" if served else ""
         but = ", but something may cost it" if verdict.cause else ""
-        return f"{run.name} runs well{pace}{but}.{_restarts(snapshot)}"
+        return f"{run.name} runs well{pace}{queue}{but}.{_restarts(snapshot)}"
     if verdict.condition == "starting":
-        return f"{run.name} starts" + (f": it {told}." if told else ".")
+        reason = f"it {told}" if told else run.message.rstrip(".")  # of its scheduler: why a part has no node yet
+        return f"{run.name} starts" + (f": {reason}." if reason else ".")
     if verdict.condition == "dead":
         reason = run.message.splitlines()[0].rstrip(".") if run.message else ""
         state = {"failed": "has failed", "lost": "is lost"}.get(run.state, "has lost a part of itself")
         return f"{run.name} {state}" + (f": {reason}." if reason else ".")
+    if symptoms.first.sign == RESTARTS:
+        return f"{run.name} breaks again and again: it {told}."
     word = {"slow": "is slow", "hung": "hangs", "wrong": "computes wrong"}[verdict.condition]
     return f"{run.name} {word}: it {told}."
 

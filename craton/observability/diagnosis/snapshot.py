@@ -28,6 +28,16 @@ class SnapshotError(CratonError):
 
 
 @dataclass(frozen=True)
+class Restart:
+    """A generation that began because something broke."""
+
+    moment: float  # when it began
+    broke_at: float  # when the one before stopped moving
+    reason: str = ""  # in one line
+    lost_seconds: float | None = None  # in noticing, coming back and doing steps again
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """What is known of the run as a whole."""
 
@@ -43,7 +53,9 @@ class RunFacts:
     is_accelerated: bool | None = None  # whether ranks compute on GPUs
     generation: int = 0
     generation_began: float | None = None
+    previous_began: float | None = None  # of the generation before it, since the run was last started
     restarts: int = 0  # generations that began because something broke
+    recent_restarts: tuple[Restart, ...] = ()  # those of the last hour since the run was last started, oldest first
     step: int | None = None  # the newest that was finished
     steps: int | None = None
     updated_at: float | None = None  # of the newest metric
@@ -242,6 +254,18 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Serving:
+    """What a server has to do, by what it records and by its own metrics where these can be read."""
+
+    running: int = 0
+    waiting: int = 0
+    least_waiting: int | None = None  # of the last minute; None: it has told of less
+    kv_share: float | None = None  # of the blocks for keys and values, in use
+    preemptions: int | None = None  # requests that were taken out again, since it was started
+    first_token_seconds: float | None = None  # median
+
+
+@dataclass(frozen=True)
 class Communicator:
     """A communicator as NCCL's RAS sees it, asked twice."""
 
@@ -335,6 +359,8 @@ class Snapshot:
     scheduler: Scheduler = field(default_factory=Scheduler)
     ranks: tuple[Rank, ...] = ()
     nodes: tuple[Node, ...] = ()
+    spares: tuple[Node, ...] = ()  # that wait to take a node's place; of these only their signs of life are known
+    serving: Serving | None = None  # of a server that answers
     collectives: Collectives = field(default_factory=Collectives)
     tiers: tuple[Tier, ...] = ()
     series: Series = field(default_factory=Series)

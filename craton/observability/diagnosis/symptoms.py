@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from craton.observability.diagnosis.phases import Straggling, find_slowness, find_straggling, is_on_processors
+from craton.observability.diagnosis.restarts import find_loop
 from craton.observability.diagnosis.snapshot import Rank, Snapshot
 from craton.observability.diagnosis.tables import hung_in, threshold
-from craton.observability.diagnosis.verdict import Symptom, Symptoms
+from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, Symptom, Symptoms
 
 STEPPING = ("productive", "redo", "")
 COMING_BACK = ("detect", "regroup", "restore")
@@ -23,6 +24,7 @@ STOPPED_STEPS = 3.0  # that a stopped rank must have missed
 NEWEST_LOSSES, LEAST_LOSSES = 5, 24
 _HANG = re.compile(r"rank (\d+) (?:on \S+ )?(hangs in|is stopped by a signal)")
 _VICTIM = re.compile(r"rank (\d+) on ([\w.-]+)")
+_LOST = re.compile(r"(?:^|; )([\w.-]+) is lost: ([^;\n]+)", re.MULTILINE)
 
 
 def symptoms_of(snapshot: Snapshot) -> Symptoms:
@@ -45,6 +47,13 @@ def symptoms_of(snapshot: Snapshot) -> Symptoms:
     if back:
         return Symptoms((Symptom("starting", f"comes back: its ranks {back[0].kind}"),))
     return Symptoms((Symptom("healthy"),))
+
+
+def straggler_of(snapshot: Snapshot) -> Symptom | None:
+    """The ranks that cost the others most, for `craton why` and for the page alike; None where nobody does, or where
+    the run suffers from something in which ranks are not compared: a hang, a death."""
+    slow = symptoms_of(snapshot).of("slow")
+    return next((symptom for symptom in slow if symptom.ranks and symptom.phase), None)  # a rank that restarts has none
 
 
 def _by_state(snapshot: Snapshot) -> Symptom | None:
@@ -70,17 +79,27 @@ def _by_state(snapshot: Snapshot) -> Symptom | None:
 def _death(snapshot: Snapshot, message: str) -> Symptom:
     """The run is over, or a part of it is gone."""
     first = _first_dead(snapshot)
-    lost = _lost_nodes(snapshot)
-    if first is not None and not _fell_silent_before(snapshot, lost, first):
+    told_lost = lost_by_word(snapshot)
+    lost = [*_lost_nodes(snapshot), *told_lost]
+    broke_with_it = first is not None and first.node not in lost and bool(told_lost)
+    if first is not None and not broke_with_it and not _fell_silent_before(snapshot, lost, first):
         return _ended_for_a_hang(snapshot, message) or Symptom(
             "dead", message, ranks=(first.rank,), nodes=(first.node,), moment=first.ended_at
         )
     if lost:
-        return Symptom("dead", message, nodes=tuple(lost))
+        return Symptom("dead", message, nodes=tuple(dict.fromkeys(lost)))
     told = _VICTIM.search(message)
     if told:
         return Symptom("dead", message, ranks=(int(told[1]),), nodes=(told[2],))
     return Symptom("dead", message)
+
+
+def lost_by_word(snapshot: Snapshot) -> dict[str, str]:
+    """Node → how its agent was lost, as the others said when the run ended for it; it may have been started anew since,
+    and look well."""
+    said = reversed(_LOST.findall(snapshot.run.message))  # the first word of a node is why, others follow from it
+    told = {node: how for node, how in said if node in snapshot.run.nodes}
+    return {} if len(told) == len(snapshot.run.nodes) else told
 
 
 def _fell_silent_before(snapshot: Snapshot, lost: Sequence[str], first: Rank) -> bool:
@@ -263,7 +282,9 @@ def _wrong(snapshot: Snapshot) -> list[Symptom]:
         found.append(Symptom("wrong", text, evidence, lost_share=1.0, sign="not_a_number"))
     elif (left := _left_its_way(losses)) is not None:
         sign, text = left
-        found.append(Symptom("wrong", text, (f"its newest losses are {_short(losses)}",), lost_share=1.0, sign=sign))
+        # What is computed after a jump may be as good as ever; after the others it is not.
+        lost = 0.0 if sign == "loss_spike" else 1.0
+        found.append(Symptom("wrong", text, (f"its newest losses are {_short(losses)}",), lost_share=lost, sign=sign))
     return found
 
 
@@ -356,6 +377,7 @@ def _slow(snapshot: Snapshot) -> list[Symptom]:
         found.append(Symptom("slow", text, evidence, phase=each.phase, lost_share=rest, since_start=is_old))
     if not any(symptom.phase == "checkpoint" for symptom in found):
         found += _blocked_by_saves(snapshot)
+    found += [*_breaks_again(snapshot), *_overloaded(snapshot)]
     return sorted(found, key=lambda symptom: -(symptom.lost_share or 0.0))
 
 
@@ -372,6 +394,30 @@ def _blocked_by_saves(snapshot: Snapshot) -> list[Symptom]:
         return []
     text = f"stands still for its checkpoints {saving / wall:.0%} of the time ({planned:.1%} planned)"
     return [Symptom("slow", text, (text,), phase="checkpoint", lost_share=saving / wall - planned)]
+
+
+def _breaks_again(snapshot: Snapshot) -> list[Symptom]:
+    loop = find_loop(snapshot)
+    if loop is None:
+        return []
+    times, ranks = len(loop.restarts), (loop.rank,) if loop.rank is not None else ()
+    text = f"came back {times} times in {_duration(loop.seconds)}, which took {loop.lost_share:.0%} of that time"
+    nodes = (loop.node,) if loop.node else ()
+    return [
+        Symptom("slow", text, (text,), ranks=ranks, nodes=nodes, lost_share=loop.lost_share, sign=RESTARTS),
+    ]
+
+
+def _overloaded(snapshot: Snapshot) -> list[Symptom]:
+    """More requests wait than are computed, and there was no moment without: the wait is a whole service time or more
+    (Little's law)."""
+    serving = snapshot.serving
+    if serving is None or not serving.least_waiting or serving.waiting <= serving.running:
+        return []
+    first = serving.first_token_seconds
+    text = f"lets {serving.waiting} requests wait while it computes {serving.running}"
+    evidence = (text, *([f"the median request has its first token after {first:.3g} s"] if first else []))
+    return [Symptom("slow", text, evidence, phase="queue", sign=OVERLOAD)]
 
 
 def _straggles(snapshot: Snapshot, straggling: Straggling) -> Symptom:

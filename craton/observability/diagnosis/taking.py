@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from craton.agent import newest_generation
+from craton.agent import newest_generation, read_avoided
 from craton.errors import CratonError
 from craton.observability.diagnosis.cards import with_visible_cards
 from craton.observability.diagnosis.clock import moment_for
@@ -28,6 +28,7 @@ from craton.observability.diagnosis.snapshot import (
     Node,
     Rank,
     RunFacts,
+    Serving,
     Snapshot,
     SnapshotError,
 )
@@ -39,12 +40,23 @@ from craton.observability.diagnosis.taking_records import (
     notable,
     read_events,
     read_logs,
+    read_restarts,
+    read_serving,
     read_steps,
     series_of,
     tiers_of,
 )
 from craton.observability.diagnosis.taking_scheduler import scheduler_of
-from craton.orchestration import hosts_of, living_agents, read_nccl_log, read_submission, settled, standing_of
+from craton.orchestration import (
+    ServerWatch,
+    hosts_of,
+    living_agents,
+    read_nccl_log,
+    read_submission,
+    server_of,
+    settled,
+    standing_of,
+)
 from craton.telemetry import (
     Heartbeat,
     NodeStatus,
@@ -113,6 +125,7 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
             if machine is not None:
                 node = machine.onto(node)
         nodes.append(node)
+    spares = _spares(run, facts, launch, plan, moment, alive) if is_moving else ()
     if here and is_moving and look_here:
         ranks = tuple(look_at_process(rank) if rank.node in here else rank for rank in ranks)
     snapshot = Snapshot(
@@ -121,6 +134,7 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
         scheduler=scheduler_of(standing, facts.on, {name: hosts.get(name, name) for name in facts.nodes}),
         ranks=ranks,
         nodes=tuple(nodes),
+        spares=spares,
         tiers=tiers_of(events, plan_checkpoint_intervals(plan)),
         series=series_of(run, facts.nodes),
         events=notable(events),
@@ -128,6 +142,10 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
     address = prometheus or os.environ.get("CRATON_PROMETHEUS")
     if address:
         snapshot, note = ask_prometheus(snapshot, address)
+        notes += [note] if note else []
+    if facts.kind == "serve" and is_moving:
+        serving, note = _serving(run, facts, moment, look_here)
+        snapshot = replace(snapshot, serving=serving)
         notes += [note] if note else []
     is_local = bool(here) and look_here
     snapshot = with_visible_cards(snapshot, _visible(snapshot, launch, here if is_local and is_moving else []))
@@ -156,6 +174,42 @@ def read_snapshot(path: Path) -> Snapshot:
         return Snapshot.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise SnapshotError(f"{path} cannot be read: {error}") from error
+
+
+def _spares(
+    run: RunDirectory,
+    facts: RunFacts,
+    launch: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    moment: float,
+    alive: Collection[str],
+) -> tuple[Node, ...]:
+    """Nodes that wait to take another's place, without those that somebody wants out of the run."""
+    found = []
+    away = {*facts.nodes, *read_avoided(run)}
+    for name in (str(each) for each in launch.get("nodes") or () if str(each) not in away):
+        beat = read_heartbeat(run, name)
+        node = _node(name, beat, beat.host if beat else "", facts, launch, plan, moment)
+        if beat is None or node.heartbeat_state != "spare":
+            continue
+        is_here = beat.host == socket.gethostname() and bool(alive)
+        found.append(replace(node, agent_is_alive=name in alive if is_here else None))
+    return tuple(found)
+
+
+def _serving(run: RunDirectory, facts: RunFacts, moment: float, asks: bool) -> tuple[Serving | None, str]:
+    """What a server has recorded, and what its own metrics add; a note where these cannot be read."""
+    recorded = read_serving(run, facts.nodes, moment)
+    if not asks or recorded is None:  # before its first request there is nothing to judge
+        return recorded, ""
+    try:
+        told = ServerWatch(server_of(run)).look()
+    except CratonError as error:
+        return recorded, str(error)
+    if told is None:
+        return recorded, "its server gives no metrics: room for keys and values, and latencies, are not known"
+    asked = replace(recorded, running=told.running, waiting=told.waiting, first_token_seconds=told.first_token_seconds)
+    return replace(asked, kv_share=told.kv_share, preemptions=told.preemptions), ""
 
 
 def _closer(run: RunDirectory, snapshot: Snapshot, here: Sequence[str]) -> Snapshot:
@@ -229,6 +283,7 @@ def _facts(
     nodes = newest.nodes if newest else (launch.get("nodes") or [])[: launch.get("num_nodes") or None]
     layout = (newest.layout if newest else None) or plan.get("layout") or {}
     daily = (plan.get("cost") or {}).get("dollars_per_day")
+    restarts, previous = read_restarts(run, started, moment)
     begun = [float(line["time"]) for line in events if line["event"] == "agent_started"]
     began = newest.time if newest and newest.time else max(begun, default=None)
     broke = [line for line in events if line["event"] == "generation_started" and line.get("reason") != "start"]
@@ -247,7 +302,9 @@ def _facts(
         is_accelerated=bool(launch["gpus"]) if "gpus" in launch else None,
         generation=newest.number if newest else started,
         generation_began=began,
+        previous_began=previous,
         restarts=sum(not line.get("planned") for line in broke),
+        recent_restarts=restarts,
         step=summary.step or None,
         steps=summary.steps,
         updated_at=summary.updated_at if newest is None or (summary.updated_at or 0.0) >= newest.time else None,

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from craton.observability.diagnosis.snapshot import PHASES, Event, LogMatch, Series, Tier
-from craton.observability.diagnosis.tables import log_patterns
+from craton.observability.diagnosis.snapshot import PHASES, Event, LogMatch, Restart, Series, Serving, Tier
+from craton.observability.diagnosis.tables import log_patterns, threshold
+from craton.orchestration import read_recoveries
 from craton.telemetry import RunDirectory, read_json, read_lines, tail_lines
 
 RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5
@@ -24,6 +25,7 @@ NEWEST_STEPS = 5  # most of which must be odd
 ALL_BYTES, MOST_BYTES, LEAST_BYTES = 128 << 20, 1 << 20, 32 << 10  # of the metrics of all nodes, and of one
 ALL_EVENT_BYTES, EVENT_BYTES, LOG_BYTES = 64 << 20, 256 << 10, 48 << 10
 MOST_GENERATIONS = 32  # that are asked who held rank 0
+RESTART_SECONDS = 3600.0  # that a restart counts
 MOST_LOGS = 64
 MOST_POINTS, WHOLE_POINTS = 300, 60  # of a series: thinned, but for the newest
 MOST_EVENTS = 40
@@ -203,6 +205,25 @@ def notable(lines: Iterable[Mapping[str, Any]]) -> tuple[Event, ...]:
     return tuple(found[-MOST_EVENTS:])
 
 
+def read_restarts(run: RunDirectory, first: int, now: float) -> tuple[tuple[Restart, ...], float | None]:
+    """Generations from this number on: those of the last hour that began because something broke, oldest first, and
+    when the last but one of all began. What each cost is asked of the ledger only where they are many."""
+    stems = [path.stem for path in (run.path / "generations").glob("[0-9]*.json")]
+    numbers = sorted(int(stem) for stem in stems if stem.isdecimal() and int(stem) >= first)
+    made = {each: read_json(run.generation_path(each)) for each in numbers[-MOST_GENERATIONS:]}
+    began = {each: number(document.get("time")) or 0.0 for each, document in made.items()}
+    broke = {each: at for each, document in made.items() if (at := number(document.get("broke_at")))}
+    recent = [each for each in broke if began[each] >= now - RESTART_SECONDS]
+    books: dict[int, float] = {}
+    if len(recent) >= threshold("restarts_per_hour"):
+        books = {each.generation: sum(each.parts.values()) for each in read_recoveries(run)}
+    restarts = tuple(
+        Restart(began[each], broke[each], str(made[each].get("reason") or "").partition("\n")[0][:300], books.get(each))
+        for each in recent
+    )
+    return restarts, began[numbers[-2]] if len(numbers) > 1 else None
+
+
 def tiers_of(lines: Iterable[Mapping[str, Any]], intervals: Mapping[str, float]) -> tuple[Tier, ...]:
     """What events tell of checkpoints, tier by tier; those of the plan that were never saved to as well."""
     saves: dict[str, list[Mapping[str, Any]]] = {tier: [] for tier in intervals}
@@ -269,6 +290,24 @@ def _matches(path: Path, since: float, rank: int | None = None, node: str = "") 
             pattern.name, line.strip()[:300], rank, node, written, before.count + 1 if before else 1
         )
     return list(newest.values())
+
+
+def read_serving(run: RunDirectory, nodes: Sequence[str], now: float) -> Serving | None:
+    """What a server has recorded of its queue; None where it has recorded nothing."""
+    lines = [line for node in nodes for line in tail_lines(run.metrics_path(node), EVENT_BYTES)]
+    told = sorted(
+        (at, int(running), int(waiting))
+        for line in lines
+        if (at := number(line.get("time"))) is not None
+        and (running := number(line.get("serve_running"))) is not None
+        and (waiting := number(line.get("serve_waiting"))) is not None
+    )
+    if not told:
+        return None
+    # The newest that is older than a minute tells how it was when that minute began.
+    since = max((at for at, _, _ in told if at <= now - threshold("least_queue_seconds")), default=None)
+    least = None if since is None else min(waiting for at, _, waiting in told if at >= since)
+    return Serving(running=told[-1][1], waiting=told[-1][2], least_waiting=least)
 
 
 def number(value: Any) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from craton.observability.diagnosis.snapshot import Snapshot
-from craton.observability.diagnosis.verdict import Symptoms
+from craton.observability.diagnosis.verdict import RESTARTS, Symptoms
 
 
 def what_would_tell(snapshot: Snapshot, symptoms: Symptoms) -> tuple[str, ...]:
@@ -14,7 +14,7 @@ def what_would_tell(snapshot: Snapshot, symptoms: Symptoms) -> tuple[str, ...]:
     found: list[str] = []
     if symptom.condition == "hung":
         if is_accelerated and not snapshot.collectives.ras_asked:
-            found.append("ask NCCL's RAS on a node of the run (`ncclras -f json`; NCCL 2.24 or newer): who is behind")
+            found.append("ask NCCL's RAS on a node of the run (`ncclras`, NCCL 2.24 or newer): who is behind")
         if not snapshot.collectives.recorders_read:
             found.append(
                 "set TORCH_FR_BUFFER_SIZE and TORCH_NCCL_DUMP_ON_TIMEOUT: the flight recorder names the collective"
@@ -23,9 +23,10 @@ def what_would_tell(snapshot: Snapshot, symptoms: Symptoms) -> tuple[str, ...]:
             found.append("install py-spy and run `craton why` on a node of the run: stacks of its ranks")
         if not any(rank.kind for rank in snapshot.ranks):
             found.append("look at status/NODE.json in the run directory: nobody tells what the ranks are doing")
-    if symptom.condition == "slow" and not any(rank.earlier for rank in snapshot.ranks):
+    breaks_again = symptom.sign == RESTARTS
+    if symptom.condition == "slow" and not breaks_again and not any(rank.earlier for rank in snapshot.ranks):
         found.append("wait for more steps: there are too few to compare with")
-    if symptom.condition == "dead":
+    if symptom.condition == "dead" or breaks_again:
         if not snapshot.logs:
             found.append(f"read the last lines of the logs (`craton logs {snapshot.run.name}`)")
         if not any(node.host is not None for node in nodes):

@@ -14,6 +14,8 @@ UNNAMED_FIT, ELSEWHERE_FIT, OTHER_PHASE_FIT = (
     0.5,
 )  # how well a fault fits a symptom that it may not belong to
 TROUBLED: tuple[Condition, ...] = ("slow", "hung", "dead", "wrong")
+# Signs of runs that are slow though their steps may be as quick as ever.
+RESTARTS, OVERLOAD = "restarts", "overload"  # it breaks and comes back again and again; more is asked of it than it can
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Finding:
     # "": nobody says, and what the cause usually needs holds.
     health: str = ""
     moment: float | None = None  # epoch seconds of the event it tells of; None: it is a state
+    is_urgent: bool = False  # though the run does well: it broke it before, and a spare could take the node's place
 
     @property
     def about(self) -> Cause:
@@ -67,6 +70,7 @@ class Verdict:
     lost_share: float | None = None  # of the run's time
     health: str = ""  # of the finding that the verdict names
     moment: float | None = None  # the same
+    is_urgent: bool = False  # the same
 
     @property
     def is_alarm(self) -> bool:
@@ -89,11 +93,18 @@ class Symptom:
     ranks: tuple[int, ...] = ()  # whom everybody waits for, who died or computes wrong; none: nobody more than another
     nodes: tuple[str, ...] = ()  # where those ranks are
     leaf: str = ""  # all of whose nodes are among them, and no others
-    phase: str = ""  # of a step that owns the loss
+    phase: str = ""  # of a step that owns the loss; "queue": what comes before a server's step
     lost_share: float | None = None
     since_start: bool = False  # slow from its first step on
     moment: float | None = None  # of the first death
-    sign: str = ""  # of a wrong run: odd_rank, not_a_number, diverged, loss_spike
+    # Of a wrong run: odd_rank, not_a_number, diverged, loss_spike. Of one that was ended: hung, stopped. Of a slow one:
+    # restarts, overload.
+    sign: str = ""
+
+    def may_come_of(self, explains: tuple[Condition, ...]) -> bool:
+        """Whether what explains these conditions may explain it. What ends ranks is why a run breaks again and again;
+        what makes steps longer is not."""
+        return ("dead" if self.sign == RESTARTS else self.condition) in explains
 
     def fits(self, node: str = "", rank: int | None = None, leaf: str = "") -> bool | None:
         """Whether a fault of this victim is where it hurts; None where one of the two names nobody."""
@@ -121,7 +132,12 @@ class Symptoms:
         return self.first.condition
 
     def of(self, *conditions: Condition) -> list[Symptom]:
-        return [symptom for symptom in self.all if symptom.condition in conditions]
+        """`slow` are those that are so in their steps."""
+        beside = (RESTARTS, OVERLOAD)
+        return [symptom for symptom in self.all if symptom.condition in conditions and symptom.sign not in beside]
+
+    def signed(self, sign: str) -> list[Symptom]:
+        return [symptom for symptom in self.all if symptom.sign == sign]
 
     def fit(
         self,
@@ -135,7 +151,7 @@ class Symptoms:
         which one that is."""
         best: tuple[float, int | None] = (0.0, None)
         for number, symptom in enumerate(self.all):
-            if symptom.condition not in explains:
+            if not symptom.may_come_of(explains):
                 continue
             where = symptom.fits(node, rank, leaf)
             share = 1.0 if where else UNNAMED_FIT if where is None else ELSEWHERE_FIT

@@ -58,11 +58,11 @@ def of_verdict(verdict: Verdict, hosts: Mapping[str, str], run: str = "", ended:
     is_healthy = verdict.condition == "healthy"
     table = rules().causes | (rules().causes_of_healthy if is_healthy else {})
     evidence = verdict.because or "; ".join(verdict.evidence) or verdict.sentence
-    told = [(verdict.cause, verdict.health, verdict.node, evidence, verdict.confidence, verdict.moment, not is_healthy)]
-    told += [
-        (each.cause, each.health, each.node, each.sentence, each.strength, each.moment, each.symptom is not None)
-        for each in verdict.others
-    ]
+    hurts = not is_healthy or verdict.is_urgent
+    told = [(verdict.cause, verdict.health, verdict.node, evidence, verdict.confidence, verdict.moment, hurts)]
+    for each in verdict.others:
+        hurts = (each.symptom is not None and not is_healthy) or each.is_urgent
+        told.append((each.cause, each.health, each.node, each.sentence, each.strength, each.moment, hurts))
     found: list[Trouble] = []
     for number, (cause, health, node, evidence, confidence, moment, hurts) in enumerate(told):
         action = health if health in HEALTH_ACTIONS else table.get(cause)
@@ -79,7 +79,7 @@ def of_verdict(verdict: Verdict, hosts: Mapping[str, str], run: str = "", ended:
                 _device(evidence),
                 run,
                 confidence,
-                is_urgent=hurts and not is_healthy and ended is None,
+                is_urgent=hurts and ended is None,
                 moment=ended if moment is None else moment,
                 is_sample=not health and not stops,
                 stops_run=stops and ended is None,

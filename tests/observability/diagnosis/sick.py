@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from craton.observability.diagnosis.building import (
     MOMENT,
@@ -31,8 +32,11 @@ from craton.observability.diagnosis.building import (
 )
 from craton.observability.diagnosis.snapshot import (
     Collectives,
+    Node,
     NodeWord,
+    Restart,
     SchedulerKill,
+    Serving,
     Snapshot,
     StuckCollective,
     Xid,
@@ -63,6 +67,30 @@ def slow_victim() -> Snapshot:
 
 def slow_node(phase: str = "compute") -> Snapshot:
     return slowed(healthy(4), dict.fromkeys(range(8, 16), 1.4), phase)
+
+
+def restarted(*reasons: str, lost_seconds: float = 15.0) -> Snapshot:
+    """It broke for these reasons, a minute apart, and came back each time; the last time a minute ago."""
+    ages = [60.0 * (len(reasons) - number) for number in range(len(reasons))]
+    breaks = tuple(
+        Restart(MOMENT - age + 5.0, MOMENT - age, reason, lost_seconds)
+        for age, reason in zip(ages, reasons, strict=True)
+    )
+    previous = MOMENT - 115.0 if len(reasons) > 1 else MOMENT - 9000.0
+    return with_run(
+        healthy(4),
+        restarts=len(breaks),
+        recent_restarts=breaks,
+        generation=len(breaks),
+        generation_began=MOMENT - 55.0,
+        previous_began=previous,
+    )
+
+
+def serving(**changes: Any) -> Snapshot:
+    """A server with more requests than it can compute."""
+    run = with_run(healthy(1, 1), kind="serve")
+    return replace(run, serving=replace(Serving(16, 44, 30, 0.7, 0, 2.5), **changes))
 
 
 def stuck(missing: tuple[int, ...] = (), mismatch: str = "", mismatched: tuple[int, ...] = ()) -> Snapshot:
@@ -113,6 +141,9 @@ def device_cases() -> Iterator[Case]:
         yield Case(f"xid {code}, hung", cause, "hung", with_gpu(stands, NODE, GPU, xids=xid))
         died = with_gpu(dead(), NODE, GPU, xids=(Xid(code, MOMENT - 8.0),))
         yield Case(f"xid {code}, dead", cause, "dead", died)
+    loop = restarted(*[f"rank {RANK} on {NODE} was killed by SIGABRT (generation {number})" for number in range(4)])
+    erring = with_gpu(loop, NODE, GPU, xids=(Xid(95, MOMENT - 190.0),))
+    yield Case("xid 95 in a loop", "gpu_memory_error", "slow", erring)
     seven = with_nodes(stands, lambda node: replace(node, gpus=node.gpus[:-1]) if node.name == NODE else node)
     yield Case("7 of 8", "gpu_lost", "hung", seven)
     yield Case("asks for a reset", "gpu_error", "hung", with_gpu(stands, NODE, GPU, recovery_action="Drain and Reset"))
@@ -186,6 +217,12 @@ def framework_cases() -> Iterator[Case]:
     yield Case("loader", "loader_slow", "slow", slowed_all(healthy(4), 30.0, "data"), "", None)
     again = with_log(slowed_all(healthy(4), 1.5, "compute"), "recompiling", "torch._dynamo hit config.recompile_limit")
     yield Case("recompiles", "recompiling", "slow", again, "", None)
+    broke = [f"rank {RANK} on {NODE} exited with code 1 (generation {number}): KeyError" for number in range(4)]
+    yield Case("loop", "breaks_again", "slow", restarted(*broke))
+    said = with_log(restarted(*broke), "exception", "KeyError: 'labels'", RANK)
+    yield Case("loop that says why", "rank_failed", "slow", said)
+    yield Case("queue", "server_overloaded", "slow", serving(), "", None)
+    yield Case("no room", "server_memory_full", "slow", serving(kv_share=0.99, preemptions=12), "", None)
     yield Case("stands", "rank_hung", "hung", hung(healthy(4), {RANK: "productive"}))
     yield Case("compiles", "compile_hung", "hung", hung(healthy(4), {RANK: "compile"}, seconds=3000.0))
     locked = with_rank(hung(healthy(4), {RANK: "productive"}), RANK, stack=("acquire (filelock/_api.py:1)", "FileLock"))
@@ -236,6 +273,17 @@ def host_cases() -> Iterator[Case]:
     yield Case("OOMKilled", "out_of_memory", "dead", oom)
     stopped = with_rank(hung(healthy(4), {RANK: "productive"}, seconds=12.0), RANK, is_stopped=True)
     yield Case("stopped", "rank_stopped", "hung", stopped)
+    killed = [f"rank {RANK} on {NODE} was killed by SIGKILL; the kernel does that (generation 1)"] * 4
+    yield Case("killed in a loop", "killed_again", "slow", restarted(*killed))
+    memory = with_host(restarted(*killed), NODE, out_of_memory_kills=4)
+    yield Case("killed in a loop for memory", "out_of_memory", "slow", memory)
+    left = [f"{NODE} is lost: no sign of life for 10 s"] * 5
+    yield Case("lost again", "node_breaks_again", "slow", restarted(*left), rank=None)
+    ways = ("was killed by SIGKILL", "exited with code 1")
+    mixed = [f"rank {rank} on {NODE} {how}" for rank in (8, 11) for how in ways]
+    yield Case("a bad node", "node_breaks_again", "slow", restarted(*mixed), rank=None)
+    spare = Node("node-9", heartbeat_state="spare", heartbeat_age_seconds=28.0)
+    yield Case("spare", "spare_lost", "healthy", replace(healthy(4), spares=(spare,)), "node-9", None)
     busy = with_host(slow_node(), NODE, processor_pressure=0.8, foreign_processor_share=0.6)
     yield Case("neighbour", "processor_contention", "slow", busy, rank=None)
     yield Case("steal", "processor_stolen", "slow", with_host(slow_node(), NODE, steal_share=0.3), rank=None)

@@ -11,20 +11,26 @@ from typing import Any
 
 import pytest
 
+from craton.agent import avoid_node
 from craton.cli.app import app
+from craton.errors import CratonError
 from craton.observability.diagnosis import SnapshotError, chosen_run, diagnose, read_snapshot, take_snapshot
 from craton.observability.diagnosis.building import healthy, with_run, with_scheduler
 from craton.observability.diagnosis.processes import read_py_spy
+from craton.observability.diagnosis.snapshot import Serving
 from craton.observability.diagnosis.tables import log_patterns
 from craton.observability.diagnosis.taking_records import (
     collective_seconds,
     read_logs,
+    read_restarts,
+    read_serving,
     read_steps,
     series_of,
     thinned,
     tiers_of,
 )
 from craton.observability.diagnosis.taking_scheduler import node_words
+from craton.orchestration import ServerState
 from craton.telemetry import (
     Heartbeat,
     NodeStatus,
@@ -242,6 +248,95 @@ def test_what_slurm_says_of_nodes() -> None:
     ]
 
 
+def generation(run: RunDirectory, number: int, ago: float, **changes: Any) -> None:
+    made = {"number": number, "nodes": ["a", "b"], "ranks_per_node": 2, "store": "", "time": NOW - ago, **changes}
+    run.generation_path(number).write_text(json.dumps(made), encoding="utf-8")
+
+
+@pytest.mark.usefixtures("running")
+def test_restarts_of_the_last_hour(root: Path) -> None:
+    """Those that somebody asked for do not count, nor those of before it was started again."""
+    run = write_run(root)
+    launch = json.loads(run.launch_path.read_text(encoding="utf-8"))
+    run.launch_path.write_text(json.dumps({**launch, "generation": 2}), encoding="utf-8")
+    reason = "rank 3 on b exited with code 1 (generation 1): KeyError\nthe end of its log:\n  KeyError"
+    generation(run, 1, 3000.0, broke_at=NOW - 3005.0, reason=reason)
+    generation(run, 2, 2900.0, reason="start")
+    for number, ago in ((3, 800.0), (4, 700.0), (6, 300.0), (7, 200.0)):
+        generation(run, number, ago, broke_at=NOW - ago - 5.0, reason=reason)
+    generation(run, 5, 500.0, is_planned=True, reason="a left for a spare")
+    for number in (3, 7):  # 20 s of the seventh went to coming back, as the ledger has it
+        booked = {"regroup": 4.0, "redo": 16.0, "productive": 100.0}
+        line = {"time": NOW - 50.0 * (8 - number), "rank": 0, "generation": number, "step": 1, "seconds": booked}
+        with open(run.ledger_path("a"), "a", encoding="utf-8") as ledger:
+            ledger.write(json.dumps(line) + "\n")
+    restarts, previous = read_restarts(run, 2, NOW)
+    assert [(each.moment - NOW, each.broke_at - NOW) for each in restarts] == [
+        (pytest.approx(-ago, abs=1e-3), pytest.approx(-ago - 5.0, abs=1e-3)) for ago in (800.0, 700.0, 300.0, 200.0)
+    ]
+    assert restarts[0].reason == "rank 3 on b exited with code 1 (generation 1): KeyError"
+    assert previous == pytest.approx(NOW - 300.0)
+    assert restarts[3].lost_seconds == pytest.approx(20.0)
+    assert len(read_restarts(run, 2, NOW + 3000.0)[0]) == 2
+    assert read_restarts(run, 7, NOW)[1] is None
+    assert take_snapshot(run, now=NOW).run.recent_restarts == restarts
+
+
+@pytest.mark.usefixtures("running")
+def test_a_spare_that_falls_silent_is_seen(root: Path) -> None:
+    run = write_run(root)
+    launch = json.loads(run.launch_path.read_text(encoding="utf-8"))
+    nodes = ["a", "b", "c", "d", "e"]
+    run.launch_path.write_text(json.dumps({**launch, "nodes": nodes, "num_nodes": 2}), encoding="utf-8")
+    for node in "cde":
+        write_heartbeat(run, node, Heartbeat(0, "spare", 1, 0, host="elsewhere"))
+        os.utime(run.heartbeat_path(node), (NOW - 28.0, NOW - 28.0) if node != "d" else (NOW, NOW))
+    avoid_node(run, "e")  # is out to be mended, and may be switched off
+    for node in "ab":
+        os.utime(run.heartbeat_path(node), (NOW, NOW))
+    snapshot = take_snapshot(run, now=NOW + 0.5)
+    assert [node.name for node in snapshot.spares] == ["c", "d"]
+    assert [node.name for node in snapshot.nodes] == ["a", "b"]
+    verdict = diagnose(snapshot)
+    assert (verdict.condition, verdict.cause, verdict.node) == ("healthy", "spare_lost", "c")
+    assert "the spare c is lost: no sign of life for 28 s" in verdict.sentence
+
+
+def queue_line(ago: float, waiting: int) -> dict[str, Any]:
+    return {"time": NOW - ago, "step": 1, "rank": 0, "serve_running": 8, "serve_waiting": waiting}
+
+
+def test_the_queue_of_a_server(root: Path) -> None:
+    run = RunDirectory.create(root, "served")
+    assert read_serving(run, ["a"], NOW) is None
+    write_lines(run.metrics_path("a"), [queue_line(ago, 44) for ago in (40.0, 20.0, 1.0)])
+    assert read_serving(run, ["a"], NOW) == Serving(8, 44, None)  # it may be a burst
+    write_lines(run.metrics_path("a"), [queue_line(ago, 20 + int(ago)) for ago in (200.0, 70.0, 20.0, 1.0)])
+    assert read_serving(run, ["a"], NOW) == Serving(8, 21, 21)
+    write_lines(run.metrics_path("a"), [queue_line(3000.0, 0), queue_line(10.0, 44), queue_line(1.0, 44)])
+    assert read_serving(run, ["a"], NOW) == Serving(8, 44, 0)  # before the burst nobody waited
+
+
+@pytest.mark.usefixtures("running")
+def test_a_server_is_asked_for_what_it_does_not_record(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(root)
+    plan = json.loads(run.plan_path.read_text(encoding="utf-8"))
+    run.plan_path.write_text(json.dumps({**plan, "kind": "serve"}), encoding="utf-8")
+    with open(run.metrics_path("a"), "a", encoding="utf-8") as metrics:
+        metrics.writelines(json.dumps(queue_line(ago, 30)) + "\n" for ago in (90.0, 2.0))
+    state = ServerState(16, 44, 900.0, 2.5, 0.99, 7)
+    monkeypatch.setattr("craton.observability.diagnosis.taking.server_of", lambda run: None)
+    monkeypatch.setattr("craton.observability.diagnosis.taking.ServerWatch.__init__", lambda self, address: None)
+    monkeypatch.setattr("craton.observability.diagnosis.taking.ServerWatch.look", lambda self: state)
+    snapshot = take_snapshot(run, now=NOW + 1.0)
+    assert snapshot.serving == Serving(16, 44, 30, 0.99, 7, 2.5)
+    assert diagnose(snapshot).cause == "server_memory_full"
+    monkeypatch.setattr("craton.observability.diagnosis.taking.ServerWatch.look", lambda self: None)
+    silent = take_snapshot(run, now=NOW + 1.0)
+    assert silent.serving == Serving(8, 30, 30)
+    assert "its server gives no metrics" in silent.notes[0]
+
+
 def save(step: int, event: str = "checkpoint_saved", **fields: Any) -> dict[str, Any]:
     return {"event": event, "time": NOW - 1000.0 + step, "step": step, "tier": "shared", **fields}
 
@@ -324,13 +419,11 @@ def test_a_run_that_waits_says_what_its_scheduler_says(tmp_path: Path, capsys: p
     waits = with_scheduler(with_run(healthy(4), state="waiting"), condition="waiting", job="4711", sentence=sentence)
     saved = tmp_path / "saved.json"
     saved.write_text(waits.to_json(), encoding="utf-8")
-    assert why(capsys, "--replay", str(saved)) == f"llama-8b waits as job 4711: {sentence}\n"
+    action = "Wait, or ask for what is there: fewer nodes, another partition or queue, no placement."
+    paragraph = f"llama-8b waits as job 4711: {sentence}. {action}"
+    assert why(capsys, "--replay", str(saved)) == f"{paragraph}\n"
     told = json.loads(why(capsys, "--replay", str(saved), "--json"))
-    assert (told["condition"], told["job"], told["sentence"]) == (
-        "waiting",
-        "4711",
-        f"llama-8b waits as job 4711: {sentence}",
-    )
+    assert (told["condition"], told["job"], told["sentence"]) == ("waiting", "4711", paragraph)
 
 
 def test_without_a_name_it_is_the_newest_run(root: Path) -> None:
@@ -342,6 +435,13 @@ def test_without_a_name_it_is_the_newest_run(root: Path) -> None:
         os.utime(run.job_path, (NOW + place, NOW + place))
     assert chosen_run(None).name == "new"
     assert chosen_run("old").name == "old"
+
+
+@pytest.mark.parametrize("address", ["nonsense", "localhost:9090", "http://"])
+def test_what_is_no_address_of_a_prometheus_is_refused(root: Path, address: str) -> None:
+    write_run(root)
+    with pytest.raises(CratonError, match="is not an address; write"):
+        app(["why", "made", "--prometheus", address], standalone_mode=False)
 
 
 def test_what_cannot_be_replayed_is_told(tmp_path: Path) -> None:

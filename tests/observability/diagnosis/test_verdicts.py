@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
-from sick import GPU, MOMENT, NODE, RANK, Case, cases, dead, slow_victim, unmeasured
+from sick import (
+    GPU,
+    MOMENT,
+    NODE,
+    RANK,
+    Case,
+    cases,
+    dead,
+    restarted,
+    serving,
+    slow_victim,
+    unmeasured,
+    with_losses,
+)
 
-from craton.observability.diagnosis import LAYERS, causes, diagnose
+from craton.observability.diagnosis import LAYERS, causes, diagnose, straggler_of
 from craton.observability.diagnosis.building import (
     asked_ras,
     healthy,
@@ -20,12 +34,15 @@ from craton.observability.diagnosis.building import (
     with_mount,
     with_node,
     with_rank,
+    with_ranks,
     with_run,
     with_scheduler,
     with_tier,
     without_hardware,
 )
-from craton.observability.diagnosis.snapshot import Snapshot, Xid
+from craton.observability.diagnosis.snapshot import Node, Snapshot, Xid
+from craton.observability.diagnosis.symptoms import symptoms_of
+from craton.observability.healing import of_verdict
 
 CASES = list(cases())
 
@@ -41,7 +58,12 @@ def test_a_fault_is_found(case: Case) -> None:
     assert 0.3 < verdict.confidence <= 0.97
     assert verdict.because
     assert verdict.action
-    assert not any(name in verdict.sentence for name in ("{node}", "{rank}", "{run}", "{{"))
+    assert not any(name in verdict.sentence for name in ("{node}", "{who}", "{logs}", "{run}", "{{"))
+    # Of ranks, an action names those that it is about, or 0 where that is whose affair it is.
+    about = {verdict.rank, *symptoms_of(case.snapshot).first.ranks}
+    named = set(map(int, re.findall(r"rank (\d+)", verdict.action)))
+    assert named <= about or "rank 0" in causes()[case.cause].action, verdict.action
+    assert "RUN" not in verdict.action
     assert Snapshot.from_json(case.snapshot.to_json()).to_json() == case.snapshot.to_json()
 
 
@@ -141,11 +163,33 @@ def test_it_cannot_be_told_and_what_would_tell(name: str, snapshot: Snapshot, co
     assert verdict.would_tell[0] in verdict.sentence
 
 
+def test_a_run_that_is_not_whole_says_what_its_scheduler_says_of_the_rest() -> None:
+    told = "3 of 4 pods find no node: too few nvidia.com/gpu on 2 nodes"
+    assert diagnose(with_run(healthy(2), state="starting", message=told)).sentence.endswith(f" starts: {told}.")
+    assert diagnose(with_run(healthy(2), state="starting")).sentence.endswith(" starts.")
+
+
 def test_a_scheduler_that_cannot_be_asked_makes_a_lost_run_unknown() -> None:
     lost = with_scheduler(with_run(healthy(2), state="lost"), condition="unknown", sentence="squeue timed out")
     verdict = diagnose(lost)
     assert (verdict.condition, verdict.cause) == ("unknown", "cannot_tell")
     assert verdict.sentence == "llama-8b: squeue timed out"
+
+
+def test_a_node_that_was_lost_and_started_anew_is_guilty_and_not_those_whose_connections_broke() -> None:
+    words = "rank {0} on node-0 exited with code 1 (generation 0): ConnectionError: Connection closed by peer"
+    ends = "the end of rank-00000.log:\n  nothing is lost: at all"
+    lost = "node-1 is lost: its agent is gone; node-1 is lost: its agent was started anew"
+    message = f"{words.format(0)}\n{ends}; {words.format(1)}; {lost}"
+    broken = healthy(2)
+    for rank in (0, 1):
+        broken = with_rank(broken, rank, is_alive=False, exit_code=1, ended_at=MOMENT - 5.0)
+        broken = with_log(broken, "peer_closed", "ConnectionError: Connection closed by peer", rank, "node-0")
+    verdict = diagnose(with_run(broken, state="failed", message=message))
+    assert (verdict.cause, verdict.layer, verdict.node) == ("node_lost", "host", "node-1"), verdict.sentence
+    assert "node-1 was lost: its agent is gone" in verdict.sentence
+    alone = diagnose(with_run(broken, state="failed", message=words.format(0)))
+    assert alone.node == "node-0", alone.sentence
 
 
 def test_it_costs_what_is_lost_of_what_the_nodes_cost() -> None:
@@ -178,3 +222,80 @@ def test_what_the_driver_asks_for_is_told() -> None:
     verdict = diagnose(with_gpu(hung(healthy(4), {RANK: "productive"}), NODE, GPU, xids=asked))
     assert verdict.cause == "gpu_error"
     assert "the driver asks for: Node Reboot Required" in verdict.evidence
+
+
+@pytest.mark.parametrize(("code", "ago"), [(79, 90.0), (119, 90.0), (95, 130.0), (79, 590.0)])
+def test_what_ended_the_last_generation_is_remembered(code: int, ago: float) -> None:
+    run = restarted(f"rank {RANK} on {NODE} hangs in productive at step 40: no progress for 75.0 s")
+    began = MOMENT - 55.0
+    sick = with_gpu(run, NODE, GPU, xids=(Xid(code, began - ago),))
+    verdict = diagnose(sick)
+    assert (verdict.condition, verdict.layer, verdict.rank) == ("healthy", "device", RANK)
+    assert not verdict.is_urgent  # nobody could take the node's place
+    spare = Node("node-9", heartbeat_state="spare", heartbeat_age_seconds=0.5)
+    urgent = diagnose(replace(sick, spares=(spare,)))
+    assert urgent.is_urgent
+    (trouble,) = of_verdict(urgent, {NODE: NODE})
+    assert (trouble.node, trouble.is_urgent) == (NODE, True)
+    (patient,) = of_verdict(verdict, {NODE: NODE})
+    assert not patient.is_urgent
+    first = with_run(sick, previous_began=None)  # nothing of this run was there before
+    assert (diagnose(first).cause == "") == (ago > 60.0)
+    reloaded = (Xid(code, began - ago, before_reload=True),)
+    assert diagnose(with_gpu(run, NODE, GPU, xids=reloaded)).cause == ""
+
+
+def test_of_several_ranks_one_that_hangs_is_to_be_looked_at() -> None:
+    run = hung(healthy(4), dict.fromkeys(range(16, 24), "productive"))
+    assert "the stack of rank 16 on node-2" in diagnose(run).action
+    all_ended = with_ranks(healthy(4), lambda rank: replace(rank, is_alive=False, exit_code=-15, ended_in="productive"))
+    nobody = with_run(all_ended, state="failed", message="rank 1 hangs in productive at step 46: no progress for 4.0 s")
+    assert "the stack of its ranks on its node" in diagnose(nobody).action
+    full = with_mount(healthy(4), "/fsx", full_share=0.98)
+    assert "`craton resume llama-8b`" in diagnose(full).action
+
+
+def test_a_dead_run_costs_what_its_nodes_do_while_it_holds_them() -> None:
+    silent = with_node(healthy(4, dollars_per_hour=100.0), NODE, heartbeat_age_seconds=900.0)
+    verdict = diagnose(silent)
+    assert (verdict.condition, verdict.cost_dollars_per_day) == ("dead", 2400.0)
+    assert "It costs $2,400 a day." in verdict.sentence
+    assert diagnose(with_run(silent, state="failed")).cost_dollars_per_day is None
+
+
+def test_a_jump_of_the_loss_costs_nothing_yet() -> None:
+    verdict = diagnose(with_losses(lambda place, value: value * 3 if place > 10 else value))
+    assert (verdict.cause, verdict.cost_dollars_per_day) == ("loss_spike", 0.0)
+    assert "It costs" not in verdict.sentence
+
+
+def test_a_run_that_breaks_again_and_again() -> None:
+    reasons = [f"rank {RANK} on {NODE} was killed by SIGKILL; the kernel does that"] * 4
+    verdict = diagnose(restarted(*reasons))
+    assert verdict.lost_share == pytest.approx(60.0 / 240.0)
+    assert "came back 4 times in 4 min, which took 25% of that time" in verdict.sentence
+    assert diagnose(restarted(*reasons[:3])).condition == "healthy"  # so often it may break
+    assert straggler_of(restarted(*reasons)) is None  # its steps are as quick as the others'
+    # A crowd makes steps longer, and ends nobody.
+    crowded = with_host(restarted(*reasons), NODE, processor_pressure=0.9, foreign_processor_share=0.8)
+    assert diagnose(crowded).cause == "killed_again"
+    anybody = [f"rank {rank} on node-{rank // 8} was killed by SIGKILL" for rank in (1, 9, 17, 25)]
+    nobody = diagnose(restarted(*anybody))
+    assert (nobody.cause, nobody.node, nobody.rank) == ("killed_again", "", None)
+    # What others say because their peer is gone does not make it the program's fault.
+    echo = with_log(restarted(*reasons), "exception", "RuntimeError: peer gone", 3)
+    assert diagnose(echo).layer == "host"
+
+
+def test_a_crowd_beside_a_server_is_not_why_requests_wait() -> None:
+    """It makes steps longer; how many requests come, it does not."""
+    crowded = with_host(serving(), "node-0", processor_pressure=0.93, foreign_processor_share=0.8)
+    assert diagnose(crowded).cause == "server_overloaded"
+
+
+def test_a_queue_that_empties_is_no_overload() -> None:
+    assert diagnose(serving(least_waiting=0)).condition == "healthy"
+    assert diagnose(serving(least_waiting=None)).condition == "healthy"
+    verdict = diagnose(serving(waiting=3))
+    assert verdict.condition == "healthy"
+    assert "computes 16 requests and lets 3 wait" in verdict.sentence

@@ -22,6 +22,7 @@ from craton.agent.process import common_environment
 from craton.observability.diagnosis import collectives
 from craton.observability.diagnosis.building import healthy, hung
 from craton.observability.diagnosis.collectives import (
+    RasFormatError,
     RefusedPickle,
     ask_ras,
     communicators_of,
@@ -56,7 +57,9 @@ def ras_answer(counts: dict[int, int], missing: tuple[int, ...] = ()) -> dict[st
 
 
 @contextmanager
-def ras_server(answer: str, greeting: str = "SERVER PROTOCOL 3\n") -> Iterator[tuple[str, list[str]]]:
+def ras_server(
+    answer: str, greeting: str = "SERVER PROTOCOL 3\n", formats: str = "OK\n"
+) -> Iterator[tuple[str, list[str]]]:
     """A socket that speaks as RAS does: a line for a line, then the document and the end."""
     heard: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -69,7 +72,7 @@ def ras_server(answer: str, greeting: str = "SERVER PROTOCOL 3\n") -> Iterator[t
                     if heard[-1].lower().endswith("status"):
                         lines.write(answer.encode())
                         return
-                    lines.write((greeting if heard[-1].startswith("CLIENT") else "OK\n").encode())
+                    lines.write((greeting if heard[-1].startswith("CLIENT") else formats).encode())
                     lines.flush()
 
         thread = threading.Thread(target=serve, daemon=True)
@@ -87,15 +90,20 @@ def test_ras_is_asked_for_json() -> None:
     assert (world.size, world.counts, world.counts_before) == (2, {0: 100, 1: 98}, {0: 100, 1: 98})
 
 
-@pytest.mark.parametrize(
-    ("answer", "greeting"),
-    [
-        ("Job summary\n===", "SERVER PROTOCOL 2\n"),
-        ("{}", "ERROR: unknown command\n"),
-        ("[1, 2]", "SERVER PROTOCOL 2\n"),
-    ],
-)
-def test_ras_that_speaks_no_json_says_nothing(answer: str, greeting: str) -> None:
+def test_ras_that_speaks_no_json_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose NCCL is older knows no SET FORMAT; whether it was asked at all must not look the same."""
+    with ras_server("Job summary\n===") as (address, _):
+        monkeypatch.setenv("NCCL_RAS_ADDR", address)
+        run = RunDirectory.create(tmp_path, "made")
+        found, note = read_collectives(run, {}, asks_ras=True, since=0.0, is_local=False)
+    assert not found.ras_asked
+    assert "answers in words only (JSON since 2.28.7)" in note
+    with ras_server("{}", formats="ERROR: Unknown command\n") as (address, _), pytest.raises(RasFormatError):
+        ask_ras(address)
+
+
+@pytest.mark.parametrize(("answer", "greeting"), [("{}", "ERROR: who?\n"), ("[1, 2]", "SERVER PROTOCOL 2\n")])
+def test_who_is_not_ras_says_nothing(answer: str, greeting: str) -> None:
     with ras_server(answer, greeting) as (address, _):
         assert ask_ras(address) is None
 

@@ -1,0 +1,81 @@
+"""A run that breaks and comes back again and again: how often, who it always is, and how that one ends.
+
+Each look at such a run finds it doing well, or just coming back; only its generations tell. Changes that somebody asked
+for, and what was before the run was last started, do not count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from craton.observability.diagnosis.snapshot import Restart, Snapshot
+from craton.observability.diagnosis.tables import threshold
+
+T = TypeVar("T", int, str)
+COMMON_SHARE = 0.75  # of the times that it broke, from which on it is always the same one
+_RANK = re.compile(r"\brank (\d+)\b(?: on ([\w.-]+))?")
+_LOST = re.compile(r"^([\w.-]+) is lost\b")
+# As agents and torchrun put it: a signal that no program sends itself, the exit code of it, or a stop.
+_FROM_OUTSIDE = re.compile(
+    r"killed by SIG(?:KILL|TERM|INT|HUP)|exited with code 1(?:37|43)\b|Signal (?:9|15) \(SIG|stopped by a signal"
+)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What the restarts of the last hour have in common."""
+
+    restarts: tuple[Restart, ...]
+    seconds: float  # since it broke first
+    lost_share: float  # of these
+    rank: int | None  # that it always is; None: not always the same
+    node: str  # the same; ""
+    way: str  # how it breaks: lost (the node), killed (from outside), broke (by itself), mixed
+
+
+def find_loop(snapshot: Snapshot) -> Loop | None:
+    """None where it did not break often enough."""
+    restarts = snapshot.run.recent_restarts
+    if len(restarts) < threshold("restarts_per_hour"):
+        return None
+    seconds = max(1.0, snapshot.moment - min(each.broke_at for each in restarts))
+    lost = sum(max(each.lost_seconds or 0.0, each.moment - each.broke_at) for each in restarts)
+    victims = [_victim(each.reason, snapshot) for each in restarts]
+    rank = _common(number for number, _ in victims)
+    node = _common(name for _, name in victims) or ""
+    if rank is not None and not node:
+        known = snapshot.rank(rank)
+        node = known.node if known is not None else ""
+    way = _common(_way(each.reason) for each in restarts) or "mixed"
+    return Loop(restarts, seconds, min(1.0, lost / seconds), rank, node, way)
+
+
+def _victim(reason: str, snapshot: Snapshot) -> tuple[int | None, str | None]:
+    """Rank and node that a reason names first."""
+    if lost := _LOST.search(reason):
+        return None, lost[1]
+    named = _RANK.search(reason)
+    if named is None:
+        return None, None
+    known = snapshot.rank(int(named[1]))
+    return int(named[1]), named[2] or (known.node if known is not None else None)
+
+
+def _way(reason: str) -> str:
+    if _LOST.search(reason):
+        return "lost"
+    return "killed" if _FROM_OUTSIDE.search(reason) else "broke"
+
+
+def _common(values: Iterable[T | None]) -> T | None:
+    """What most of them are; None where they differ, or are not known."""
+    listed = list(values)
+    known = Counter(each for each in listed if each is not None)
+    if not known:
+        return None
+    first, times = known.most_common(1)[0]
+    return first if times >= COMMON_SHARE * len(listed) else None
