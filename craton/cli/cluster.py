@@ -24,7 +24,7 @@ def discover(
         typer.Option(
             "--from",
             metavar="SOURCE",
-            help="slurm, kubernetes, ec2, or a file with what they print [default: what is here].",
+            help="slurm, kubernetes, ec2, or a file with what they print \\[default: what is here].",
             show_default=False,
         ),
     ] = None,

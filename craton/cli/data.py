@@ -36,7 +36,7 @@ def tokenize(
     ] = None,
     field: Annotated[str, typer.Option(help="JSONL field or Parquet column that holds the text.")] = "text",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes [default: one a core].", show_default=False)
+        int | None, typer.Option(min=1, help="Processes \\[default: one a core].", show_default=False)
     ] = None,
     validation: Annotated[float, typer.Option(help="Share of the documents to hold out in FOLDER/validation.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,

@@ -15,7 +15,7 @@ def export(
     step: Annotated[int | None, typer.Option(help="Another checkpoint than the newest.", show_default=False)] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: bf16 or fp32.")] = "bf16",
     tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or Hub id [default: that of the run].", show_default=False)
+        str | None, typer.Option(help="Folder or Hub id \\[default: that of the run].", show_default=False)
     ] = None,
     adapters: Annotated[
         bool, typer.Option("--adapters", help="Only the LoRA adapters, for `craton serve --adapter` or PEFT.")

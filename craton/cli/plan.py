@@ -19,7 +19,7 @@ def plan(
     ] = "",
     gpus: Annotated[str, typer.Option(help="With --instances: how many GPUs, e.g. 64..1024 or 256,512.")] = "",
     by: Annotated[
-        str, typer.Option(help="With --instances: choose by time, cost or gpus [default: cost].", show_default=False)
+        str, typer.Option(help="With --instances: choose by time, cost or gpus \\[default: cost].", show_default=False)
     ] = "",
     deadline: Annotated[str, typer.Option(help="With --instances: longest run, e.g. 14d.", show_default=False)] = "",
     budget: Annotated[str, typer.Option(help="With --instances: most dollars, e.g. 2M.", show_default=False)] = "",
@@ -30,7 +30,7 @@ def plan(
     ranks: Annotated[
         str,
         typer.Option(
-            help="With --trace: these ranks, e.g. 0,8 [default: one of every pipeline stage that differs].",
+            help="With --trace: these ranks, e.g. 0,8 \\[default: one of every pipeline stage that differs].",
             show_default=False,
         ),
     ] = "",

@@ -24,7 +24,7 @@ def sample(
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
     step: Annotated[int | None, typer.Option(help="Another checkpoint than the newest.", show_default=False)] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or Hub id [default: the model's].", show_default=False)
+        str | None, typer.Option(help="Folder or Hub id \\[default: the model's].", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the texts as JSON.")] = False,
 ) -> None:

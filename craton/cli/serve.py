@@ -14,25 +14,26 @@ def serve(
             metavar="MODEL", help="A folder, a Hub id in the local cache, a run, or a preset.", show_default=False
         ),
     ],
-    port: Annotated[int | None, typer.Option(help="Where it listens [default: 8000].", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option(help="Where it listens \\[default: 8000].", show_default=False)] = None,
     host: Annotated[
-        str | None, typer.Option(help="And at which address [default: 127.0.0.1].", show_default=False)
+        str | None, typer.Option(help="And at which address \\[default: 127.0.0.1].", show_default=False)
     ] = None,
     tp: Annotated[
-        int | None, typer.Option(min=1, help="GPUs that share the model [default: as few as fit].", show_default=False)
+        int | None,
+        typer.Option(min=1, help="GPUs that share the model \\[default: as few as fit].", show_default=False),
     ] = None,
     max_length: Annotated[
         str | None, typer.Option(help="Tokens of prompt and answer, e.g. 8k.", show_default=False)
     ] = None,
     max_running: Annotated[int | None, typer.Option(help="Requests computed together.", show_default=False)] = None,
     precision: Annotated[
-        str | None, typer.Option(help="bf16, fp8 or fp32 [default: bf16].", show_default=False)
+        str | None, typer.Option(help="bf16, fp8 or fp32 \\[default: bf16].", show_default=False)
     ] = None,
     kv_precision: Annotated[
         str | None, typer.Option(help="Of keys and values: auto or fp8.", show_default=False)
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(help="Share of the device's memory [default: 0.9].", show_default=False)
+        float | None, typer.Option(help="Share of the device's memory \\[default: 0.9].", show_default=False)
     ] = None,
     host_memory: Annotated[
         str | None, typer.Option(help="For keys and values that leave the device, e.g. 64GiB.", show_default=False)
@@ -52,7 +53,9 @@ def serve(
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Serve a preset without weights, to measure.")
     ] = False,
-    name: Annotated[str | None, typer.Option(help="Of the run [default: from the model].", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the run \\[default: from the model].", show_default=False)
+    ] = None,
     cluster: Annotated[str, typer.Option(help="Where it runs.")] = "local",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written and started.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before spending money.")] = False,

@@ -11,7 +11,12 @@ def top(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
     prometheus: Annotated[
-        str | None, typer.Option(help="Prometheus to ask for GPUs: http://HOST:9090.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Prometheus to ask for GPUs: http://HOST:9090; else $CRATON_PROMETHEUS.",
+            show_default=False,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one picture as JSON.")] = False,
 ) -> None:

@@ -24,7 +24,12 @@ def ui(
         ),
     ] = None,
     prometheus: Annotated[
-        str | None, typer.Option(help="Prometheus to ask for alerts and GPUs: http://HOST:9090.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Prometheus to ask for alerts and GPUs: http://HOST:9090; else $CRATON_PROMETHEUS.",
+            show_default=False,
+        ),
     ] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="Do not open a browser.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print where it is as JSON.")] = False,

@@ -58,12 +58,12 @@ def act(action: str, run: RunDirectory, craton: Sequence[str] = CRATON) -> Outco
             )
         output.seek(0)
         told.seek(0)
-        return _outcome(action, code, output.read(), told.read())
+        return _outcome(action, run.name, code, output.read(), told.read())
 
 
-def _outcome(action: str, code: int, output: str, errors: str) -> Outcome:
+def _outcome(action: str, run_name: str, code: int, output: str, errors: str) -> Outcome:
     if action == "heal" and (healing := _last_object(output)) is not None and "decisions" in healing:
-        return _healed(healing)  # it ends with 1 where a node is bad, whatever was done about it
+        return healed(healing, run_name)  # it ends with 1 where a node is bad, whatever was done about it
     if code == 0:
         return Outcome(True, {"resume": "it goes on", "heal": "done", "kill": "it was ended"}[action])
     return Outcome(False, _error(output, errors) or f"it ended with code {code}")
@@ -81,17 +81,28 @@ def _stop(run: RunDirectory) -> Outcome:
     return Outcome(True, "it was asked to stop: its ranks save a checkpoint and leave")
 
 
-def _healed(healing: Mapping[str, Any]) -> Outcome:
-    if healing.get("failures"):
-        return Outcome(False, "; ".join(map(str, healing["failures"])))
-    if healing.get("mode") == "off":
+def healed(healing: Mapping[str, Any], run_name: str) -> Outcome:
+    """What `craton heal --json` printed, in a sentence. Done is what left nothing undone that the policy asks for."""
+    mode = healing.get("mode")
+    if mode == "off":
         return Outcome(False, "healing of its cluster is off (`health: {heal: off}` in the cluster file)")
-    needs = [f"{each['node']} needs {each['action']}: {each['reason']}" for each in healing["decisions"]]
-    if not needs:
+    decisions, failures = healing["decisions"], [str(each) for each in healing.get("failures") or ()]
+    if not decisions and not failures:
         return Outcome(True, "no node needs anything")
-    if healing.get("deeds"):
-        return Outcome(True, f"{len(healing['deeds'])} done (`craton heal --history` undoes them); {'; '.join(needs)}")
-    return Outcome(True, f"{'; '.join(needs)}. Nothing was done: its cluster's policy is {healing.get('mode')}")
+    told = "; ".join([*failures, *map(_need, decisions)])
+    numbers = list(dict.fromkeys(str(deed["id"]) for deed in healing.get("deeds") or ()))
+    if numbers:
+        undoing = ", ".join(f"`craton heal {run_name} --undo {number}`" for number in numbers)
+        told = f"{len(numbers)} done, to be undone by {undoing}; {told}"
+    elif not failures:
+        told += ". Nothing was done" + ("" if mode == "act" else f": its cluster's policy is {mode}")
+    is_held = mode == "act" and any(each.get("why_not") and each.get("deed") == "none" for each in decisions)
+    return Outcome(not failures and not is_held, told)
+
+
+def _need(decision: Mapping[str, Any]) -> str:
+    needs = f"{decision['node']} needs {decision['action']}: {decision['reason']}"
+    return f"{needs} (not done: {decision['why_not']})" if decision.get("why_not") else needs
 
 
 def _error(output: str, errors: str) -> str:

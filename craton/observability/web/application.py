@@ -258,7 +258,9 @@ async def _run(request: Request) -> Response:
         name=page.run.name,
         mark=opened.mark,
         serves=page.serves,
+        is_command=page.is_command,
         fragments=fragments,
+        drawn=list(charts),
         parts=list(page.parts),
         # "<" cannot end the script element when it is written as an escape of JSON.
         charts=json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c"),
@@ -305,9 +307,9 @@ async def _run_news(site: Site, opened: Opened, held: str) -> AsyncIterator[dict
             message: dict[str, dict[str, Any]] = {"fragments": {}, "charts": {}}
             for kind, items in (("fragments", shown.fragments), ("charts", shown.charts)):
                 for key, value in items.items():
-                    mark = digest(value if isinstance(value, str) else json.dumps(value))
-                    if seen.get(f"{kind} {key}") != mark:
-                        seen[f"{kind} {key}"] = mark
+                    fingerprint = digest(value if isinstance(value, str) else json.dumps(value))
+                    if seen.get(f"{kind} {key}") != fingerprint:
+                        seen[f"{kind} {key}"] = fingerprint
                         message[kind][key] = value
             if message["fragments"] or message["charts"]:
                 is_silent = False

@@ -7,31 +7,16 @@ more ranks than columns, a column stands for neighbours and shows the one that i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from craton import figures
-from craton.observability.web.ranks import MEAN_LINES, PHASES, RankTable
+from craton.observability.web.ranks import PHASES, RankTable
 
 MOST_COLUMNS = 400
 LEAST_SCALE, MOST_SCALE = 0.1, 0.3  # of a step: where colours are full; small differences stay pale
-STRAGGLER_SHARE = 0.1  # of a step, from where a rank is named
-WAITS_LESS = 0.3  # of what it is late by, that a rank which others wait for waits less than they do
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """The rank that the others wait for: it computes, or waits for data, longest, and waits for others least."""
-
-    rank: int
-    node: str
-    phase: str
-    late_seconds: float
-    late_share: float  # of the median step
 
 
 def heat_map(table: RankTable) -> dict[str, Any]:
@@ -66,41 +51,6 @@ def heat_map(table: RankTable) -> dict[str, Any]:
         "scale": round(scale, 4),
         "step_seconds": round(step_seconds, 6),
     }
-
-
-def straggler(table: RankTable) -> Straggler | None:
-    """In lock-step training the slow rank is the one that waits least in collectives, so what counts is what a rank
-    does before it gets there: data, compute and optimizer together."""
-    known = np.array([lines >= MEAN_LINES for lines in table.num_lines], dtype=bool)
-    if known.sum() < 2:
-        return None  # one step says little: anything may hold a rank up once
-    shares, step_seconds = _shares(table)
-    own = shares[:, [PHASES.index("data"), PHASES.index("compute"), PHASES.index("optimizer")]]
-    late = own.sum(axis=1)
-    waits_less = -shares[:, PHASES.index("communication")] >= WAITS_LESS * late
-    late = np.where(known & waits_less, late, 0.0)
-    worst = int(np.argmax(late))
-    if late[worst] < STRAGGLER_SHARE:
-        return None
-    phase = ("data", "compute", "optimizer")[int(np.argmax(own[worst]))]
-    share = float(late[worst])
-    return Straggler(table.ranks[worst], table.nodes[worst], phase, share * step_seconds, share)
-
-
-def finding(table: RankTable) -> str:
-    """One sentence above the picture."""
-    if not len(table):
-        return "No rank has told of a step yet"
-    late = straggler(table)
-    if late is None and len(table) > 1 and min(table.num_lines) < MEAN_LINES:
-        return f"Ranks are compared when each has told of {MEAN_LINES} steps"
-    if late is None:
-        return "The only rank has nobody to be compared with" if len(table) == 1 else "No rank is far from the others"
-    share = figures.percent(late.late_share)
-    return (
-        f"Rank {late.rank} on {late.node} is {figures.duration(late.late_seconds)} ({share} of a step) later than the "
-        f"median rank{' of its stage' if len(set(table.stages)) > 1 else ''}, in {late.phase}; the others wait for it"
-    )
 
 
 def _shares(table: RankTable) -> tuple[NDArray[np.float64], float]:

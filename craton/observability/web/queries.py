@@ -7,6 +7,7 @@ here wait for answers; pages ask through `Background`.
 from __future__ import annotations
 
 import json
+import os
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -14,6 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from craton.errors import CratonError
+
+VARIABLE = "CRATON_PROMETHEUS"
 ANSWER_SECONDS = 3.0  # for each piece of an answer
 DEADLINE_SECONDS = 6.0  # for all that is asked at a time
 # A row for each rank on a card: whose it is. Exporters of others do not have it.
@@ -114,12 +118,15 @@ class Prometheus:
         return data
 
 
-def check_url(url: str) -> str:
-    """What is wrong with an address; empty when nothing is."""
-    parts = urllib.parse.urlsplit(url)
+def prometheus_address(given: str | None) -> str | None:
+    """What was given, else $CRATON_PROMETHEUS; None where there is neither. CratonError when it is no address."""
+    address, name = (given, "--prometheus") if given else (os.environ.get(VARIABLE), f"${VARIABLE}")
+    if not address:
+        return None
+    parts = urllib.parse.urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        return f"--prometheus {url!r} is not an address; write e.g. http://127.0.0.1:9090"
-    return ""
+        raise CratonError(f"{name} {address!r} is not an address; write e.g. http://127.0.0.1:9090")
+    return address
 
 
 def _alert(document: dict[str, Any]) -> Alert:

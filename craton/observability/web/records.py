@@ -30,6 +30,8 @@ TROUBLE = (
     "nursery_failed",
 )
 TIERS = ("peer", "nvme", "shared", "object")  # the fastest first
+PEER = "peer"  # state in memory, which is copied too often for an event each time
+PEER_EVENTS = ("peer_interval", "peer_off")
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,13 @@ class TierState:
     size_bytes: float | None
     failures: int
     began: float | None = None  # when the run began
+    every_steps: int | None = None  # as measured, of state in memory
+    is_restored: bool = False  # step and moment are those of the newest that was restored
+    off: str = ""  # why it is not written any more
 
     def is_overdue(self, now: float) -> bool:
         """The newest is older than two intervals, or as much time has gone without any."""
-        since = self.moment or self.began
+        since = None if self.is_restored else self.moment or self.began
         return bool(since and self.every_seconds and now - since > 2 * self.every_seconds)
 
 
@@ -63,6 +68,7 @@ class Records:
         self._offsets: dict[Path, int] = {}
         self._events: list[dict[str, Any]] = []
         self._tiers: dict[str, dict[str, Any]] = {}
+        self._peer: dict[str, dict[str, Any]] = {}  # name → newest event, of state in memory
         self._failures: dict[str, int] = {}
         self._begins: dict[Path, int] = {}  # where the first look began to read
         self._has_searched = False
@@ -87,11 +93,12 @@ class Records:
         intervals = plan_checkpoint_intervals(plan)
         if not self._has_searched and self._begins:
             self._has_searched = True
-            self._search(set(intervals) - set(self._tiers))
+            unknown = {PEER} if plan.get("storage") and not self._peer.keys() & PEER_EVENTS else set()
+            self._search(unknown | (set(intervals) - set(self._tiers)))
         names = {*intervals, *self._tiers, *self._failures}
         order = {name: index for index, name in enumerate(TIERS)}
-        found = []
-        for name in sorted(names, key=lambda name: (order.get(name, len(TIERS)), name)):
+        found = [self._memory(intervals.get(PEER))] if self._peer or PEER in intervals else []
+        for name in sorted(names - {PEER}, key=lambda name: (order.get(name, len(TIERS)), name)):
             saved = self._tiers.get(name, {})
             found.append(
                 TierState(
@@ -107,6 +114,25 @@ class Records:
             )
         return found
 
+    def _memory(self, every_seconds: float | None) -> TierState:
+        """State in memory: how often it is copied and what that costs, and the step last restored from it. It is never
+        overdue, since its copies are not told of one by one."""
+        restored, measured, off = (self._peer.get(name, {}) for name in ("restored", *PEER_EVENTS))
+        is_off = _moment(off) > max(_moment(restored), _moment(measured))
+        steps = measured.get("steps")
+        return TierState(
+            tier=PEER,
+            every_seconds=every_seconds,
+            step=restored.get("step") if isinstance(restored.get("step"), int) else None,
+            moment=_number(restored.get("time")),
+            seconds=None if is_off else _number(measured.get("blocked_seconds")),
+            size_bytes=None,
+            failures=0,
+            every_steps=steps if isinstance(steps, int) and not is_off else None,
+            is_restored=bool(restored),
+            off=str(off.get("reason") or "no reason was told") if is_off else "",
+        )
+
     def _new_lines(self, path: Path, size: int, tail_bytes: int) -> list[dict[str, Any]]:
         # A line that the first look cuts is not a JSON object any more, and is passed over.
         offset = self._offsets.get(path, max(0, size - tail_bytes))
@@ -115,33 +141,42 @@ class Records:
         return lines
 
     def _search(self, tiers: set[str]) -> None:
-        """Saves of these tiers from before the first look: a slow tier's last one may lie far behind many of a fast
-        one. From the ends of all files back, as far as SEARCHED_BYTES go."""
+        """What was told of these tiers before the first look: a slow tier's last checkpoint may lie far behind many of
+        a fast one. From the ends of all files back, as far as SEARCHED_BYTES go."""
         ends = {path: end for path, end in self._begins.items() if end > 0}
         budget = SEARCHED_BYTES
         while tiers and ends and budget > 0:
             found: list[dict[str, Any]] = []
             for path, end in list(ends.items()):
+                if budget <= 0:
+                    break
                 begin = max(0, end - SEARCHED_CHUNK)
                 budget -= end - begin
                 lines, ends[path] = _lines_between(path, begin, end)
-                found += [
-                    line for line in lines if line.get("event") == "checkpoint_saved" and line.get("tier") in tiers
-                ]
-                if ends[path] <= 0 or budget <= 0:
+                found += [line for line in lines if _tier_of(line) in tiers]
+                if ends[path] <= 0:
                     del ends[path]
-            for event in sorted(found, key=_moment):
-                self._tiers[event["tier"]] = event
-            tiers -= {event["tier"] for event in found}
+            found.sort(key=_moment)
+            self._tiers |= {event["tier"]: event for event in found if _tier_of(event) != PEER}
+            self._peer = {event["event"]: event for event in found if _tier_of(event) == PEER} | self._peer
+            tiers -= {_tier_of(event) for event in found}
 
     def _book(self, event: dict[str, Any]) -> None:
         tier, name = event.get("tier"), event.get("event")
-        if not isinstance(tier, str):
-            return
-        if name == "checkpoint_saved":
-            self._tiers[tier] = event
-        elif isinstance(name, str) and name.startswith("checkpoint_fail"):
+        if (of := _tier_of(event)) == PEER:
+            self._peer[event["event"]] = event
+        elif of:
+            self._tiers[of] = event
+        elif isinstance(tier, str) and isinstance(name, str) and name.startswith("checkpoint_fail"):
             self._failures[tier] = self._failures.get(tier, 0) + 1
+
+
+def _tier_of(event: Mapping[str, Any]) -> str:
+    """The tier whose state an event tells of; empty where it is of none."""
+    tier, name = event.get("tier"), event.get("event")
+    if name in PEER_EVENTS or (name == "restored" and tier == PEER):
+        return PEER
+    return tier if name == "checkpoint_saved" and isinstance(tier, str) else ""
 
 
 def _sizes(paths: Iterable[Path]) -> dict[Path, int]:
@@ -162,7 +197,11 @@ def _lines_between(path: Path, begin: int, end: int) -> tuple[list[dict[str, Any
     except OSError:
         return [], 0
     cut = data.find(b"\n") + 1 if begin else 0
-    lines = [line for each in data[cut:].split(b"\n") if b"checkpoint_saved" in each and (line := parse_line(each))]
+    lines = [
+        line
+        for each in data[cut:].split(b"\n")
+        if (b"checkpoint_saved" in each or b'"peer' in each) and (line := parse_line(each))
+    ]
     return lines, begin + cut if begin + cut < end else begin
 
 

@@ -15,7 +15,7 @@ from craton import figures
 from craton.observability.web.background import Background
 from craton.observability.web.cached import Cached
 from craton.observability.web.charts import serving_charts, training_charts
-from craton.observability.web.heatmap import finding, heat_map, straggler
+from craton.observability.web.heatmap import heat_map
 from craton.observability.web.history import History
 from craton.observability.web.nodes import BAD, Nodes, read_member, topology
 from craton.observability.web.queries import DEADLINE_SECONDS, GPU_FAMILIES, Answered, Prometheus
@@ -24,8 +24,9 @@ from craton.observability.web.records import TROUBLE, Records
 from craton.observability.web.rendering import render
 from craton.observability.web.schedulers import Schedulers
 from craton.observability.web.serving import LATENCIES, ServerLooks
-from craton.observability.web.summaries import EXAMINED, MOST_NODES
-from craton.observability.web.verdicts import Verdicts
+from craton.observability.web.stragglers import finding, straggler
+from craton.observability.web.summaries import EXAMINED, MOST_NODES, job_kind
+from craton.observability.web.verdicts import Late, Verdicts
 from craton.orchestration import MOVING, RunStateError, is_server, server_of, settled_summaries
 from craton.telemetry import LEDGER_KINDS, RunDirectory, RunSummary, Summarizer, read_json
 
@@ -55,12 +56,14 @@ class RunPage:
     ) -> None:
         self.run, self._schedulers = run, schedulers
         self.serves = is_server(run)
+        self._kind = Cached(lambda: job_kind(read_json(run.plan_path)), SLOW_SECONDS)
         self._verdicts, self._alerts, self._prometheus = verdicts, alerts, prometheus
         self._summarizer = Summarizer(run, MOST_NODES)
         self._history, self._tails, self._nodes, self._records = History(run), RankTails(run), Nodes(run), Records(run)
         self._server: ServerLooks | None = None
         self._member = Cached(lambda: read_member(run), SLOW_SECONDS)
         self._table = Cached(self._read_table, QUICK_SECONDS)
+        self._late = Cached(self._find_late, QUICK_SECONDS)
         self._gpus: Background[dict[str, dict[str, float]]] = Background(
             self._read_gpus, GPU_SECONDS, {}, DEADLINE_SECONDS
         )
@@ -75,12 +78,21 @@ class RunPage:
         self.parts["nodes"] = Cached(self._show_nodes, SLOW_SECONDS)
         self.parts["verdict"] = Cached(self._show_verdict, QUICK_SECONDS)
 
+    @property
+    def is_command(self) -> bool:
+        """Of which nothing is to be expected: it may tell of steps, loss and checkpoints, or not."""
+        return self._kind.get() == "command"
+
     def _summarize(self) -> RunSummary:
         return settled_summaries([self._summarizer.summary()], self._schedulers.standings)[0]
 
     def _read_table(self) -> RankTable:
         member = self._member.get()
         return self._tails.look(member.nodes, member.ranks_per_node, member.generation, member.num_stages)
+
+    def _find_late(self) -> Late | None:
+        state, verdict = self.summary.get().state, self._verdicts.known(self.run)
+        return straggler(self.run, state, self._member.get(), self._table.get(), verdict)
 
     def _read_gpus(self) -> dict[str, dict[str, float]]:
         return self._prometheus.gpus(self.run.name, self._member.get().nodes) if self._prometheus else {}
@@ -92,6 +104,7 @@ class RunPage:
             "summary": summary,
             "plan": plan,
             "serves": self.serves,
+            "kind": self._kind.get(),
             "is_moving": summary.state in MOVING,
             "dollars_per_day": summary.dollars_per_day,
             "layout": _layout_text(plan),
@@ -101,7 +114,7 @@ class RunPage:
             "tiles": render("parts/tiles.html", **about),
             "ledger": render("parts/ledger.html", kinds=_ledger_rows(summary), **about),
         }
-        if not self.serves:
+        if not self.serves and (not self.is_command or summary.measured.get("step_seconds")):
             fragments["phases"] = render("parts/phases.html", rows=_phase_rows(summary), **about)
         return Shown(fragments)
 
@@ -120,18 +133,21 @@ class RunPage:
 
     def _ranks(self) -> Shown:
         table = self._table.get()
+        if not len(table) and self.is_command:
+            return Shown()
         drawn = heat_map(table)
-        newest = max(table.steps, default=0)
-        text = render("parts/ranks.html", finding=finding(table), ranks=len(table), step=newest, late=straggler(table))
+        newest, late = max(table.steps, default=0), self._late.get()
+        told = finding(table, late, self.summary.get().state)
+        text = render("parts/ranks.html", finding=told, ranks=len(table), step=newest, late=late)
         return Shown({"ranks": text}, {"heat": drawn} if drawn else {})
 
     def _show_nodes(self) -> Shown:
         member, alerts = self._member.get(), self._alerts()
-        mine = alerts.of_run(self.run.name, member.nodes)
+        mine = alerts.of_run(self.run.name, [*member.nodes, *member.spares])
         is_moving = self.summary.get().state in MOVING
-        late = straggler(self._table.get()) if is_moving and not self.serves else None
+        late = None if self.serves else self._late.get()
         firing = {alert.node for alert in mine if alert.state == "firing"}
-        views = self._nodes.look(member, {late.node} if late else (), firing)
+        views = self._nodes.look(member, late.nodes if late else (), firing)
         troubled = [view for view in views if view.health in BAD] if is_moving else []
         gpus = self._gpus.get()
         counts: dict[str, int] = {}
@@ -146,9 +162,10 @@ class RunPage:
                 gpus=gpus,
                 families=[(name, title) for name, (_, title) in GPU_FAMILIES.items()],
                 busiest=sorted(gpus)[:SHOWN_NODES],
-                num_nodes=len(views),
+                num_nodes=len(member.nodes),
+                num_spares=sum(view.is_spare for view in views),
                 ranks_per_node=member.ranks_per_node,
-                num_leaves=len({view.leaf for view in views}),
+                num_leaves=len({view.leaf for view in views if view.leaf}),
             ),
             "alerts": render(
                 "parts/alerts.html", alerts=mine, trouble=alerts.trouble, is_asked=self._prometheus is not None
@@ -173,9 +190,10 @@ class RunPage:
         if not self.serves:
             tiers = self._records.tiers(read_json(self.run.plan_path), _began_at(self.run))
             is_moving = self.summary.get().state in MOVING
-            fragments["checkpoints"] = render(
-                "parts/checkpoints.html", tiers=tiers, now=time.time(), is_moving=is_moving
-            )
+            if tiers or not self.is_command:
+                fragments["checkpoints"] = render(
+                    "parts/checkpoints.html", tiers=tiers, now=time.time(), is_moving=is_moving
+                )
         return Shown(fragments)
 
     def _serving(self) -> Shown:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from craton.observability.web.access import Access, AccessError, is_loopback, public_origin, read_token
-from craton.observability.web.queries import check_url
+from craton.observability.web.queries import prometheus_address
 
 SWITCH_SECONDS = 0.0005
 
@@ -30,8 +30,7 @@ def serve_page(
     tell: Callable[[str, str], None],
 ) -> None:
     """Serves until it is interrupted. `tell` is told the address, and a link with the token where no file holds it."""
-    if prometheus and (problem := check_url(prometheus)):
-        raise AccessError(problem)
+    prometheus = prometheus_address(prometheus)
     origin = public_origin(public_url) if public_url else ""
     try:
         import uvicorn

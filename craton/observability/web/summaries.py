@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from craton.observability.web.remembered import Remembered, recall, remember
 from craton.observability.web.schedulers import Schedulers
@@ -217,7 +218,7 @@ def _read(run: RunDirectory, known: _Known) -> None:
             cost = plan.get("cost") if isinstance(plan.get("cost"), dict) else {}
             assert isinstance(cost, dict)
             dollars = plan.get("cost_dollars") or cost.get("cost_dollars")
-            known.kind = str(plan.get("kind") or "")
+            known.kind = job_kind(plan)
             known.planned_dollars = float(dollars) if isinstance(dollars, int | float) else None
         known.summarizer = known.summarizer or Summarizer(run, MOST_NODES)
         known.raw, known.trouble = known.summarizer.summary(), ""
@@ -226,6 +227,11 @@ def _read(run: RunDirectory, known: _Known) -> None:
     known.key = key
     if known.raw is None or known.raw.state not in MOVING:
         known.summarizer = None  # it holds a run's books
+
+
+def job_kind(plan: Mapping[str, Any]) -> str:
+    """Of the job, by its plan; what is not planned is a command."""
+    return str(plan.get("kind") or ("" if plan else "command"))
 
 
 def _is_local(run: RunDirectory) -> bool:

@@ -1,40 +1,42 @@
 """A run's ranks in a terminal: one line each, with the phases of its step as a bar, and the verdict above them.
 
-The same readers as the page's, so that both say the same. A wide run shows as many ranks as fit, the slowest first
-unless sorted otherwise; arrows scroll, q leaves and never touches the run.
+The same readers as the page's, so that both say the same. A wide run shows as many ranks as fit; arrows scroll and
+sort, q leaves and never touches the run. One thread looks at the run and another draws, so that keys are answered at
+once however long a look takes.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from craton import figures
 from craton.observability.web.background import FIRST_SECONDS, Background
-from craton.observability.web.heatmap import finding, straggler
 from craton.observability.web.local_gpus import LocalGpus
-from craton.observability.web.nodes import BAD, Nodes, NodeView, is_stuck, read_member
-from craton.observability.web.queries import DEADLINE_SECONDS, GPU_FAMILIES, Prometheus, check_url
-from craton.observability.web.ranks import PHASES, RankTable, RankTails
+from craton.observability.web.nodes import BAD, Nodes, NodeView, read_member
+from craton.observability.web.queries import DEADLINE_SECONDS, GPU_FAMILIES, Prometheus, prometheus_address
+from craton.observability.web.ranks import COLUMNS, PHASES, RankTable, RankTails
+from craton.observability.web.stragglers import finding, straggler
 from craton.observability.web.summaries import EXAMINED, MOST_NODES
 from craton.observability.web.verdicts import Answer, Verdicts, examine, not_examined
 from craton.orchestration import MOVING, Standing, settled_summaries, standings_of
-from craton.telemetry import RunDirectory, RunError, RunSummary, Summarizer
+from craton.telemetry import RankStatus, RunDirectory, RunSummary, Summarizer
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 1.0  # between two looks, at least
+MOST_SHARE = 0.5  # of the time is spent on them
 SCHEDULER_SECONDS = 5.0  # a scheduler has others to answer
 GPU_SECONDS = 10.0
 BAR_WIDTH = 28
@@ -49,6 +51,8 @@ TONES = {
 }
 HEALTH_STYLES = {**dict.fromkeys(BAD, "bold red"), "slow": "yellow", "alert": "yellow", "running": "green"}
 SORTS = ("rank", "step time", "progress", "health")
+SHOWN_SPARES = 3  # of those in trouble
+_WORKING = ("running", "spare", "unknown")  # health of nodes whose ranks do what they last told of
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,7 @@ class TopView:
         prometheus: str | None = None,
         examine: Callable[[RunDirectory, str | None], Answer] = examine,
     ) -> None:
-        if prometheus and (problem := check_url(prometheus)):
-            raise RunError(problem)
+        prometheus = prometheus_address(prometheus)
         self.run = run
         self._examine: Callable[[RunDirectory], Answer] = lambda run: examine(run, prometheus)
         self._verdicts = Verdicts(self._examine)
@@ -111,14 +114,15 @@ class TopView:
         summary = settled_summaries([self._summarizer.summary()], ask)[0]
         member = read_member(self.run)
         table = self._tails.look(member.nodes, member.ranks_per_node, member.generation, member.num_stages)
-        late = straggler(table) if summary.state in MOVING else None
-        views = self._nodes.look(member, {late.node} if late else (), ())
+        verdict = self._ask(summary, wait_for_verdict) if summary.state in EXAMINED else None
+        late = straggler(self.run, summary.state, member, table, verdict)
+        views = self._nodes.look(member, late.nodes if late else (), ())
         if self._asked is None:
             gpus, trouble = self._local_gpus.look(), self._local_gpus.trouble
         else:
             gpus, trouble = self._asked.get(DEADLINE_SECONDS if wait_for_verdict else FIRST_SECONDS)
-        verdict = self._ask(summary, wait_for_verdict) if summary.state in EXAMINED else None
-        return TopLook(summary, verdict, finding(table), views, _lines(table, views, self._nodes), gpus, trouble)
+        told = finding(table, late, summary.state)
+        return TopLook(summary, verdict, told, views, _lines(table, views, self._nodes), gpus, trouble)
 
     def close(self) -> None:
         """No more verdicts are made."""
@@ -150,7 +154,6 @@ def frame(
     from rich.table import Table
     from rich.text import Text
 
-    summary = look.summary
     lines = ordered(look, sort)
     shown = lines[first : None if rows is None else first + rows]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False, expand=False)
@@ -172,7 +175,7 @@ def frame(
         table.add_row(
             str(line.rank),
             Text(line.node, style=HEALTH_STYLES.get(line.health, "")),
-            Text(line.health if line.health in BAD else line.kind, style=HEALTH_STYLES.get(line.health, "dim")),
+            Text(line.kind if line.health in _WORKING else line.health, style=HEALTH_STYLES.get(line.health, "dim")),
             figures.NONE if line.step is None else f"{line.step:,}",
             figures.NONE
             if line.progress_age_seconds is None
@@ -182,17 +185,17 @@ def frame(
             figures.size(line.memory_bytes),
             *(figures.digits(gpu.get(family)) for family in families),
         )
-    parts: list[RenderableType] = [_title(summary), *_verdict_lines(look), table]
-    hidden = len(lines) - len(shown)
-    if hidden > 0:
-        parts.append(Text(f"{len(shown)} of {len(lines):,} ranks", style="dim"))
-    if look.trouble:
-        parts.append(Text(look.trouble, style="red"))
-    legend = Text("phases: ", style="dim")
-    for phase, style in figures.PHASE_STYLES.items():
-        legend.append("█ " if has_color else f"{PHASE_LETTERS[phase]} ", style=style).append(f"{phase}  ", style="dim")
-    parts.append(legend)
-    return Group(*parts)
+    hidden = [Text(f"{len(shown)} of {len(lines):,} ranks", style="dim")] if len(shown) < len(lines) else []
+    return Group(*_above(look), table, *hidden, *_below(look, has_color))
+
+
+def rows_that_fit(look: TopLook, console: Console) -> int:
+    """How many ranks a screen has room for: a verdict, and what is told below the ranks, may take several lines."""
+    from rich.console import Group
+
+    around = Group(*_above(look), *_below(look), _hint(max(SORTS, key=len)))
+    header_and_hidden = 2
+    return max(1, console.height - len(console.render_lines(around, pad=False)) - header_and_hidden)
 
 
 def ordered(look: TopLook, sort: str) -> list[RankLine]:
@@ -241,65 +244,126 @@ def frame_json(look: TopLook) -> dict[str, Any]:
 
 def show_top(view: TopView, console: Console) -> None:
     """Until q or Ctrl-C; also after the end of the run, so that what its ranks did last can be read."""
-    from rich.console import Group
     from rich.live import Live
-    from rich.text import Text
 
     sort, first = 0, 0
-    look = view.look()
-    with _single_keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
-        due = time.monotonic() + LOOK_SECONDS
+    with (
+        _Looks(view) as looks,
+        _single_keys(looks.news) as keys,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
         while True:
-            rows = max(3, console.height - 9)
-            first = max(0, min(first, len(look.ranks) - rows))
-            hint = f"sorted by {SORTS[sort]} · ↑ ↓ scroll · ← → sort · q leaves, the run goes on"
-            live.update(
-                Group(frame(look, console.width, rows, SORTS[sort], first), Text(hint, style="dim")), refresh=True
-            )
-            key = keys(max(0.0, due - time.monotonic()))
+            look = looks.newest()
+            rows = rows_that_fit(look, console) if look else 1
+            first = max(0, min(first, len(look.ranks) - rows if look else 0))
+            live.update(_screen(look, view.run, console.width, rows, SORTS[sort], first), refresh=True)
+            key = keys()
             if key in ("q", "\x1b", "\x03"):
                 return
             first += {"down": 1, "up": -1, "page down": rows, "page up": -rows, "j": 1, "k": -1}.get(key, 0)
             sort = (sort + {"right": 1, "left": -1, "s": 1}.get(key, 0)) % len(SORTS)
-            if time.monotonic() >= due:
-                look = view.look()
-                due = time.monotonic() + LOOK_SECONDS
+
+
+class _Looks:
+    """Looks at a run, one after the other, by a thread of its own. `news` becomes readable when there is a new one."""
+
+    def __init__(self, view: TopView) -> None:
+        self._view = view
+        self._newest: TopLook | None = None
+        self._error: Exception | None = None
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="looks", daemon=True)
+        self.news, self._tell = os.pipe()
+
+    def __enter__(self) -> _Looks:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A look that is under way is not waited for."""
+        self._is_over.set()
+        os.close(self.news)
+
+    def newest(self) -> TopLook | None:
+        """None: the first one is being made. Raises what kept the last one from being made."""
+        if self._error is not None:
+            raise self._error
+        return self._newest
+
+    def _work(self) -> None:
+        while not self._is_over.is_set() and self._error is None:
+            began = time.monotonic()
+            try:
+                self._newest = self._view.look()
+            except Exception as error:  # noqa: BLE001 - told by the thread that draws
+                self._error = error
+            took = time.monotonic() - began
+            with suppress(BrokenPipeError):  # nobody draws any more
+                os.write(self._tell, b".")
+            self._is_over.wait(max(LOOK_SECONDS, took * (1.0 - MOST_SHARE) / MOST_SHARE))
+        os.close(self._tell)
+
+
+def _screen(look: TopLook | None, run: RunDirectory, width: int, rows: int, sort: str, first: int) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    if look is None:
+        return Text(f"reading {run.name} … · q leaves, the run goes on", style="dim")
+    return Group(frame(look, width, rows, sort, first), _hint(sort))
+
+
+def _hint(sort: str) -> Text:
+    from rich.text import Text
+
+    return Text(f"sorted by {sort} · ↑ ↓ scroll · ← → sort · q leaves, the run goes on", style="dim")
 
 
 def _lines(table: RankTable, views: list[NodeView], nodes: Nodes) -> list[RankLine]:
-    """Every rank that measured something or that its agent tells of."""
+    """Every rank that measured something or that its agent tells of. Progress is as old as what was told of it, too."""
+    now = time.time()
     measured = {rank: index for index, rank in enumerate(table.ranks)}
+    rows = table.values.tolist()  # by rows of floats: single values of an array are slow
+    step_seconds, memory_bytes = COLUMNS.index("run_step_seconds"), COLUMNS.index("run_memory_bytes")
     found = []
     for view in views:
+        if view.is_spare:
+            continue
         status = nodes.status(view.node)
+        told_age_seconds = max(0.0, now - status.time) if status else 0.0
         told = {rank.rank: rank for rank in status.ranks} if status else {}
-        for rank in range(view.first_rank, view.first_rank + max(len(view.ranks), 1)):
-            index, now = measured.get(rank), told.get(rank)
-            values = table.values[index] if index is not None else None
-            is_bad = now is not None and (now.is_stopped or is_stuck(now))
-            health = view.health if is_bad or view.health in ("lost", "slow") or view.health not in BAD else "running"
+        is_whole = view.health in ("lost", "slow") or view.health not in BAD  # else it is one rank's trouble
+        for number in range(max(len(view.ranks), 1)):
+            rank = view.first_rank + number
+            index, rank_now = measured.get(rank), told.get(rank)
+            row = rows[index] if index is not None else None
             found.append(
                 RankLine(
                     rank=rank,
                     node=view.node,
-                    health=health,
-                    kind=now.kind if now else "",
-                    step=now.step if now else table.steps[index] if index is not None else None,
-                    progress_age_seconds=now.progress_age_seconds if now else None,
-                    step_seconds=None if index is None else _known(table.column("run_step_seconds")[index]),
-                    phases={}
-                    if values is None
-                    else {
-                        phase: float(value) for phase, value in zip(PHASES, values, strict=False) if np.isfinite(value)
-                    },
-                    memory_bytes=None if index is None else _known(table.column("run_memory_bytes")[index]),
+                    health=view.health if is_whole or view.ranks[number : number + 1] == "!" else "running",
+                    kind=rank_now.kind if rank_now else "",
+                    step=rank_now.step if rank_now else table.steps[index] if index is not None else None,
+                    progress_age_seconds=_progress_age(rank_now, told_age_seconds),
+                    step_seconds=_known(row[step_seconds]) if row else None,
+                    phases={phase: value for phase, value in zip(PHASES, row, strict=False) if value == value}
+                    if row
+                    else {},
+                    memory_bytes=_known(row[memory_bytes]) if row else None,
                 )
             )
     return found
 
 
+def _progress_age(rank: RankStatus | None, told_age_seconds: float) -> float | None:
+    """None where the rank never told of any progress."""
+    if rank is None or not (rank.progress_age_seconds or rank.step):
+        return None
+    return rank.progress_age_seconds + told_age_seconds
+
+
 def _known(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
+    return value if math.isfinite(value) else None
 
 
 def _title(summary: RunSummary) -> Text:
@@ -324,6 +388,28 @@ def _title(summary: RunSummary) -> Text:
     return Text.assemble((summary.name, "bold"), "  ", (summary.state, tone), "  ", " · ".join(words))
 
 
+def _above(look: TopLook) -> list[Text]:
+    """What stands above the ranks."""
+    from rich.text import Text
+
+    spares = [view for view in look.nodes if view.is_spare and view.health in BAD]
+    return [
+        _title(look.summary),
+        *_verdict_lines(look),
+        *(Text(f"{view.node} is {view.reason}", style=HEALTH_STYLES[view.health]) for view in spares[:SHOWN_SPARES]),
+    ]
+
+
+def _below(look: TopLook, has_color: bool = True) -> list[Text]:
+    """What stands below them."""
+    from rich.text import Text
+
+    legend = Text("phases: ", style="dim")
+    for phase, style in figures.PHASE_STYLES.items():
+        legend.append("█ " if has_color else f"{PHASE_LETTERS[phase]} ", style=style).append(f"{phase}  ", style="dim")
+    return [*([Text(look.trouble, style="red")] if look.trouble else []), legend]
+
+
 def _verdict_lines(look: TopLook) -> list[Text]:
     from rich.text import Text
 
@@ -339,8 +425,8 @@ def _verdict_lines(look: TopLook) -> list[Text]:
 
 
 @contextmanager
-def _single_keys() -> Iterator[Callable[[float], str]]:
-    """Keys one by one, without Enter; the terminal is put back as it was."""
+def _single_keys(news: int) -> Iterator[Callable[[], str]]:
+    """Keys one by one, without Enter, or "" when there is something new; the terminal is put back as it was."""
     import termios
     import tty
 
@@ -348,7 +434,7 @@ def _single_keys() -> Iterator[Callable[[float], str]]:
     before = termios.tcgetattr(descriptor)
     tty.setcbreak(descriptor)
     try:
-        yield lambda seconds: _read_key(descriptor, seconds)
+        yield lambda: _read_key(descriptor, news)
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
@@ -363,11 +449,14 @@ _SEQUENCES = {
 }
 
 
-def _read_key(descriptor: int, seconds: float) -> str:
-    """The next key within so many seconds, or ""."""
-    import os
-
-    if not select.select([descriptor], [], [], seconds)[0]:
+def _read_key(descriptor: int, news: int) -> str:
+    """The next key, or "" when `news` came before one."""
+    ready = select.select([descriptor, news], [], [])[0]
+    if news in ready:
+        os.read(news, 4096)
+    if descriptor not in ready:
         return ""
     data = os.read(descriptor, 16)
+    if not data:  # whoever sat there is gone
+        return "q"
     return _SEQUENCES.get(data, data[:1].decode(errors="replace") if data[:1] != b"\x1b" or data == b"\x1b" else "")

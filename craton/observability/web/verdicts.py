@@ -12,14 +12,27 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from craton.telemetry import RunDirectory
+
+if TYPE_CHECKING:
+    from craton.observability.diagnosis import Symptom
 
 FRESH_SECONDS = 15.0
 LOOKED_AT_SECONDS = 10.0  # after the last urgent question its page is open
 FORGET_SECONDS = 600.0  # after the last question at all
 REST_SHARE = 3.0  # an examination is followed by a rest of so many times its length
+
+
+@dataclass(frozen=True)
+class Late:
+    """Ranks that the others wait for."""
+
+    sentence: str
+    ranks: tuple[int, ...]  # the slowest first
+    nodes: tuple[str, ...]
+    share: float  # of every step, that is lost to them
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,7 @@ class Answer:
     would_tell: tuple[str, ...] = ()
     cost_dollars_per_day: float | None = None
     others: tuple[str, ...] = ()
+    late: Late | None = None
     time: float = 0.0
 
 
@@ -55,9 +69,10 @@ class _Wanted:
 
 def examine(run: RunDirectory, prometheus: str | None = None) -> Answer:
     """What `craton why` says now."""
-    from craton.observability.diagnosis import diagnose, take_snapshot
+    from craton.observability.diagnosis import diagnose, straggler_of, take_snapshot
 
-    return answer_of(diagnose(take_snapshot(run, prometheus)))
+    snapshot = take_snapshot(run, prometheus)
+    return answer_of(diagnose(snapshot), straggler_of(snapshot))
 
 
 def not_examined(error: Exception) -> Answer:
@@ -65,7 +80,12 @@ def not_examined(error: Exception) -> Answer:
     return Answer("unknown", f"it could not be examined: {words}", time=time.time())
 
 
-def answer_of(verdict: Any) -> Answer:
+def late_of(symptom: Symptom | None) -> Late | None:
+    """In the words of `craton why`."""
+    return Late(symptom.evidence[0], symptom.ranks, symptom.nodes, symptom.lost_share or 0.0) if symptom else None
+
+
+def answer_of(verdict: Any, straggler: Symptom | None = None) -> Answer:
     return Answer(
         condition=verdict.condition,
         sentence=verdict.sentence,
@@ -78,6 +98,7 @@ def answer_of(verdict: Any) -> Answer:
         would_tell=tuple(verdict.would_tell),
         cost_dollars_per_day=verdict.cost_dollars_per_day,
         others=tuple(str(getattr(each, "sentence", each)) for each in verdict.others),
+        late=late_of(straggler),
         time=time.time(),
     )
 
@@ -109,6 +130,12 @@ class Verdicts:
                 self._thread.start()
             self._wake.notify()
             return wanted.answer
+
+    def known(self, run: RunDirectory) -> Answer | None:
+        """The newest verdict, without asking for another."""
+        with self._wake:
+            wanted = self._wanted.get(run.name)
+            return wanted.answer if wanted is not None and wanted.run == run else None
 
     def close(self) -> None:
         with self._wake:

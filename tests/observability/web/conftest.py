@@ -14,6 +14,7 @@ from page_server import PageServer
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CRATON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CRATON_PROMETHEUS", raising=False)
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
 import logging
 import shutil
@@ -12,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -19,11 +22,12 @@ from page_server import TOKEN, PageServer, all_is_well
 from simulated_runs import write_run
 
 from craton.cli.ui import ui
-from craton.observability.web import Access, AccessError, connections, read_token
+from craton.observability.web import Access, AccessError, application, connections, read_token
 from craton.observability.web.access import SESSION_SECONDS, public_origin
 from craton.observability.web.actions import Outcome
 from craton.observability.web.application import Site
 from craton.observability.web.queries import Answered
+from craton.observability.web.run_page import Shown
 from craton.observability.web.static_files import address_of_file
 from craton.observability.web.summaries import Summaries
 from craton.observability.web.verdicts import Verdicts
@@ -256,10 +260,38 @@ def test_a_run_begun_anew_is_not_shown_as_the_one_before(page: PageServer, tmp_p
     assert mark_of(page_after) != mark_of(page_before)
 
 
+def test_a_folder_that_cannot_be_looked_at_once_loads_no_page_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system whose server is restarted says nothing about the run."""
+    write_run(tmp_path / "runs", "one", steps=3)
+    verdicts = Verdicts(all_is_well)
+    site = Site(tmp_path / "runs", Access(TOKEN, False, 1), verdicts, Summaries(tmp_path, verdicts), None, Answered)
+    opened = site.open("one")
+    assert opened is not None
+
+    def fails(run: RunDirectory) -> str:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(application, "run_mark", fails)
+    monkeypatch.setattr(application, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(application, "_shown", lambda site, page, part: Shown({part: "text"}))
+
+    async def told() -> list[dict[str, Any]]:
+        news, found = application._run_news(site, opened, opened.mark), []
+        while {} not in found:  # every part is told of once, then there is nothing new
+            found.append(await anext(news))
+        return found
+
+    found = asyncio.run(told())
+    assert len(found) == len(opened.page.parts) + 1
+    assert {"anew": True} not in found
+
+
 def begun(page: PageServer, text: str, receive_bytes: int = 0) -> socket.socket:
     """A connection on which a request has begun to come."""
     connection = socket.socket()
-    connection.settimeout(5)
+    connection.settimeout(20)
     if receive_bytes:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     connection.connect(("127.0.0.1", page.port))
@@ -283,7 +315,7 @@ def test_who_does_not_send_or_take_is_not_waited_for(
         opened.enter_context(begun(page, file * 600, receive_bytes=4096))
         for half in [opened.enter_context(begun(page, text)) for text in ("", HALF, login)]:
             assert half.recv(1) == b""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 20
         while page.num_connections > 1:  # the one that takes nothing is not told before it takes
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import threading
 import time
@@ -16,22 +17,34 @@ import numpy as np
 import pytest
 from simulated_runs import STEP_SECONDS, metrics_line, plan_document, write_run
 
+from craton.agent import avoid_node
 from craton.figures import event_fields
 from craton.observability.web import history
+from craton.observability.web import nodes as nodes_module
 from craton.observability.web import ranks as ranks_module
 from craton.observability.web import summaries as summaries_module
 from craton.observability.web.charts import training_charts
-from craton.observability.web.heatmap import MOST_COLUMNS, finding, heat_map, straggler
+from craton.observability.web.heatmap import MOST_COLUMNS, heat_map
 from craton.observability.web.history import History
 from craton.observability.web.logs import PIECE_BYTES, read_piece, sources
 from craton.observability.web.nodes import Nodes, read_member, topology
-from craton.observability.web.ranks import PHASES, RankTails
+from craton.observability.web.ranks import KEPT_LINES, PHASES, RankTails
 from craton.observability.web.records import Records
+from craton.observability.web.rendering import render
 from craton.observability.web.serving import ServerLooks
 from craton.observability.web.summaries import Summaries
 from craton.observability.web.verdicts import Answer, Verdicts
 from craton.orchestration import ServerAddress, histogram_quantile
-from craton.telemetry import NodeStatus, RankStatus, RunDirectory, Summarizer, write_status
+from craton.telemetry import (
+    Heartbeat,
+    NodeStatus,
+    RankStatus,
+    RunDirectory,
+    Summarizer,
+    read_status,
+    write_heartbeat,
+    write_status,
+)
 
 
 def table_of(run: RunDirectory) -> Any:
@@ -59,8 +72,6 @@ def test_only_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
     path.write_text(text)
     os.utime(path, ns=(kept.st_atime_ns, kept.st_mtime_ns))
     assert tails.look(member.nodes, 1, 0).steps == before.steps
-    import random
-
     with open(path, "a", encoding="utf-8") as file:
         file.write(metrics_line(5, 1, "node-1", time.time(), random.Random(0)))
     assert tails.look(member.nodes, 1, 0).steps == [4, 5]
@@ -76,64 +87,49 @@ def test_lines_of_another_generation_and_torn_ones_are_not_counted(tmp_path: Pat
 
 
 def test_the_slow_rank_is_the_one_that_computes_longer_and_waits_least(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "one", nodes=4, ranks_per_node=4, steps=10, slow_rank=6)
-    table = table_of(run)
-    late = straggler(table)
-    assert late is not None
-    assert (late.rank, late.node, late.phase) == (6, "node-1", "compute")
-    assert late.late_seconds == pytest.approx(0.5 * 0.72 * STEP_SECONDS, rel=0.05)
-    assert "Rank 6 on node-1" in finding(table)
-    drawn = heat_map(table)
+    drawn = heat_map(table_of(write_run(tmp_path, "one", nodes=4, ranks_per_node=4, steps=10, slow_rank=6)))
     compute, communication = (drawn["cells"][PHASES.index(phase)] for phase in ("compute", "communication"))
     assert max(range(16), key=lambda rank: compute[rank]) == 6
     assert min(range(16), key=lambda rank: communication[rank]) == 6
 
 
-def test_equal_ranks_have_no_straggler(tmp_path: Path) -> None:
-    table = table_of(write_run(tmp_path, "one", nodes=4, ranks_per_node=4, steps=10))
-    assert straggler(table) is None
-    assert finding(table) == "No rank is far from the others"
-
-
-def test_a_stage_that_computes_more_and_a_step_that_was_held_up_are_no_stragglers(tmp_path: Path) -> None:
-    """The last stage of a pipeline has the loss to compute; one bad step of a rank is not its habit."""
-    run = write_run(tmp_path, "one", nodes=4, ranks_per_node=4, steps=10)
-    plan = json.loads(run.plan_path.read_text())
-    run.plan_path.write_text(json.dumps({**plan, "layout": {**plan["layout"], "pp": 4, "fsdp": 4}}))
-    for node, held_up in (("node-3", range(1, 11)), ("node-1", [10])):
-        lines = [json.loads(line) for line in run.metrics_path(node).read_text().splitlines()]
-        for line in lines:
-            if line["step"] in held_up and (node == "node-3" or line["rank"] == 5):
-                line["run_compute_seconds"] += 0.3
-                line["run_communication_seconds"] -= 0.3
-        run.metrics_path(node).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_member(run).num_stages == 4
-    table = table_of(run)
-    assert straggler(table) is None
-    assert finding(table) == "No rank is far from the others"
-    one_stage = RankTails(run).look([f"node-{number}" for number in range(4)], 4, 0)
-    assert straggler(one_stage) is not None  # as it would be without stages
-
-
-def test_ranks_are_not_compared_by_a_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wide_run_is_read_deeper_at_the_second_look_and_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks_module, "FEW_RANKS", 4)
-    run = write_run(tmp_path, "one", nodes=4, ranks_per_node=4, steps=10, slow_rank=6)
+    run = write_run(tmp_path, "one", nodes=4, ranks_per_node=4, steps=20, slow_rank=6)
     tails, nodes = RankTails(run), [f"node-{number}" for number in range(4)]
-    first = tails.look(nodes, 4, 0)
-    assert (set(first.num_lines), straggler(first)) == ({1}, None)
-    assert "told of 8 steps" in finding(first)
-    late = straggler(tails.look(nodes, 4, 0))
-    assert late is not None
-    assert late.rank == 6
-    import random
-
-    with open(run.metrics_path("node-1"), "a", encoding="utf-8") as file:
-        file.write(metrics_line(11, 6, "node-1", time.time(), random.Random(0)))
-        file.write(metrics_line(12, 6, "node-1", time.time(), random.Random(0))[:50])  # not finished yet
+    assert set(tails.look(nodes, 4, 0).num_lines) == {1}
     table = tails.look(nodes, 4, 0)
-    assert (table.steps[6], table.num_lines[6]) == (11, 8)
+    assert set(table.num_lines) == {KEPT_LINES}
+    assert tails.look(nodes, 4, 0) is table  # nothing was added, so nothing is made anew
+    with open(run.metrics_path("node-1"), "a", encoding="utf-8") as file:
+        file.write(metrics_line(21, 6, "node-1", time.time(), random.Random(0)))
+        file.write(metrics_line(22, 6, "node-1", time.time(), random.Random(0))[:50])  # not finished yet
+    table = tails.look(nodes, 4, 0)
+    assert (table.steps[5:8], table.num_lines[6]) == ([20, 21, 20], KEPT_LINES)
     monkeypatch.setattr(ranks_module, "FEW_RANKS", 16)
-    assert table_of(run).values == pytest.approx(table.values)
+    afresh = table_of(run)
+    assert afresh.values == pytest.approx(table.values)
+    assert np.array_equal(afresh.lines, table.lines)
+    shutil.copy(run.metrics_path("node-0"), run.metrics_path("node-1"))  # a file that was begun anew has other ranks
+    os.truncate(run.metrics_path("node-1"), 100)
+    assert tails.look(nodes, 4, 0).ranks == [0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15]
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_is_read_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path, "one", nodes=1, ranks_per_node=2, steps=20)
+    tails, between = RankTails(run), ranks_module._between
+
+    def fails(*given: Any, **more: Any) -> tuple[bytes, int]:
+        raise OSError("Stale file handle")
+
+    monkeypatch.setattr(ranks_module, "_between", fails)
+    assert len(tails.look(["node-0"], 2, 0)) == 0
+    monkeypatch.setattr(ranks_module, "_between", between)
+    assert tails.look(["node-0"], 2, 0).steps == [20, 20]
 
 
 def test_a_wide_heat_map_keeps_the_rank_that_is_furthest_off(tmp_path: Path) -> None:
@@ -150,8 +146,6 @@ def test_a_wide_heat_map_keeps_the_rank_that_is_furthest_off(tmp_path: Path) -> 
 
 
 def test_curves_follow_rank_0_and_read_only_what_is_new(tmp_path: Path) -> None:
-    import random
-
     run = write_run(tmp_path, "one", nodes=2, steps=30)
     followed = History(run)
     curves = followed.look()
@@ -278,6 +272,23 @@ def test_a_rank_that_saves_a_checkpoint_or_starts_is_not_stuck(tmp_path: Path) -
     assert [view.health for view in Nodes(run).look(read_member(run), (), ())] == ["running"]
 
 
+def test_a_status_that_was_not_replaced_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path, "one", nodes=2, ranks_per_node=2)
+    read: list[str] = []
+
+    def note(run: RunDirectory, node: str) -> NodeStatus | None:
+        read.append(node)
+        return read_status(run, node)
+
+    monkeypatch.setattr(nodes_module, "read_status", note)
+    nodes, member = Nodes(run), read_member(run)
+    nodes.look(member, (), ())
+    assert nodes.status("node-1") == read_status(run, "node-1")
+    write_status(run, NodeStatus(time.time(), 0, "node-1", (status_of(2), status_of(3, is_stopped=True))))
+    assert [view.ranks for view in nodes.look(member, (), ())] == ["pp", "p!"]
+    assert read == ["node-0", "node-1", "node-1"]
+
+
 def test_a_silent_agent_is_lost_and_a_slow_or_alerted_node_is_told(tmp_path: Path) -> None:
     run = write_run(tmp_path, "one", nodes=4, ranks_per_node=1, leaf_nodes=2)
     nodes, member = Nodes(run), read_member(run)
@@ -290,6 +301,34 @@ def test_a_silent_agent_is_lost_and_a_slow_or_alerted_node_is_told(tmp_path: Pat
         ["node-0", "node-1"],
         ["node-2", "node-3"],
     ]
+
+
+def test_spares_are_shown_and_a_silent_one_is_lost(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", nodes=2, ranks_per_node=2)
+    launch = json.loads(run.launch_path.read_text())
+    others = ["node-2", "node-3", "node-4", "node-5"]
+    run.launch_path.write_text(json.dumps({**launch, "nodes": [*launch["nodes"], *others]}))
+    for node, state in (("node-2", "spare"), ("node-3", "spare"), ("node-4", "released")):  # node-5 has not come yet
+        write_heartbeat(run, node, Heartbeat(0, state, 1, 0))  # type: ignore[arg-type]
+    os.utime(run.heartbeat_path("node-3"), (time.time() - 28,) * 2)
+    nodes = Nodes(run)
+    views = nodes.look(read_member(run), (), ())
+    spares = [(view.node, view.health, view.ranks) for view in views if view.is_spare]
+    assert spares == [("node-2", "spare", ""), ("node-3", "lost", "")]
+    assert views[-1].reason == "a spare: its agent was last seen 28 s ago"
+    assert [view.health for view in nodes.look(read_member(run), (), {"node-2"})][2] == "alert"
+    avoid_node(run, "node-3", "4f2a91c0")  # taken out by `craton heal`
+    assert read_member(run).spares == ("node-2", "node-4", "node-5")
+
+
+def test_a_heartbeat_whose_inode_was_given_again_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path, "one", nodes=1)
+    nodes, member = Nodes(run), read_member(run)
+    assert [view.health for view in nodes.look(member, (), ())] == ["running"]
+    path = run.heartbeat_path("node-0")
+    path.write_text(path.read_text().replace("running", "stopped"))  # the same inode with another text
+    monkeypatch.setattr(nodes_module, "READ_AGAIN_SECONDS", 0.0)
+    assert [view.health for view in nodes.look(member, (), ())] == ["done"]
 
 
 def test_events_are_news_only_and_checkpoints_are_by_tier(tmp_path: Path) -> None:
@@ -336,6 +375,36 @@ def test_a_tier_saved_long_ago_is_found_and_one_never_saved_is_overdue(tmp_path:
     never = {tier.tier: tier for tier in Records(run).tiers(plan_document("one", 400), now - 1000)}
     assert never["nvme"].moment is None
     assert (never["nvme"].is_overdue(now), never["shared"].is_overdue(now)) == (True, False)
+
+
+def test_state_in_memory_is_a_tier_although_no_copy_of_it_is_an_event(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", steps=5)
+    now = time.time()
+    plan = {"storage": {"tiers": [{"tier": "peer", "every_seconds": 30.0}]}}
+    (planned,) = Records(run).tiers(plan, now - 1000)
+    assert (planned.tier, planned.every_seconds, planned.is_overdue(now)) == ("peer", 30.0, False)
+
+    def line(moment: float, event: str, **fields: object) -> str:
+        return json.dumps({"time": moment, "event": event, "rank": 0, "generation": 0, **fields}) + "\n"
+
+    measured = line(now - 900, "peer_interval", step=3, steps=4, blocked_seconds=0.05)
+    restored = line(now - 800, "restored", step=17, tier="peer")
+    many = "".join(line(now - 700, "checkpoint_saved", step=step, tier="nvme") for step in range(1000))
+    for text in (measured + restored, measured + restored + many):  # at the end of the file, and far before it
+        run.events_path("node-0").write_text(text)
+        records = Records(run)
+        records.look()
+        peer = records.tiers(plan, now - 1000)[0]
+        assert (peer.step, peer.every_steps, peer.seconds, peer.off) == (17, 4, 0.05, "")
+        assert not peer.is_overdue(now)
+        html = render("parts/checkpoints.html", tiers=[peer], now=now, is_moving=True)
+        assert "restored 13 min ago" in html
+        assert "4 steps" in html
+    with open(run.events_path("node-0"), "a", encoding="utf-8") as file:
+        file.write(line(now, "peer_off", step=20, reason="node-0 has no memory for it"))
+    records.look()
+    peer = records.tiers(plan)[0]
+    assert (peer.off, peer.every_steps) == ("node-0 has no memory for it", None)
 
 
 def test_a_log_is_read_from_its_end_and_then_on(tmp_path: Path) -> None:

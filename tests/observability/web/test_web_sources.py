@@ -24,9 +24,10 @@ from craton.agent import free_port
 from craton.observability.exporter import Card, CardProcess
 from craton.observability.web import TopView, schedulers
 from craton.observability.web import actions as actions_module
+from craton.observability.web import queries as queries_module
 from craton.observability.web import serve as serve_module
 from craton.observability.web import verdicts as verdicts_module
-from craton.observability.web.actions import act
+from craton.observability.web.actions import act, healed
 from craton.observability.web.background import Background
 from craton.observability.web.local_gpus import LocalGpus
 from craton.observability.web.queries import Answered, Prometheus
@@ -172,6 +173,21 @@ def test_a_server_has_its_price_and_where_it_can_be_asked(tmp_path: Path) -> Non
     assert "Its server listens at 127.0.0.1 of far-node alone" in page.parts["serving"].get().fragments["serving"]
 
 
+def test_what_a_command_does_not_tell_of_is_not_shown(serve: Serve, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs", "count", nodes=1, ranks_per_node=1, steps=0)
+    run.plan_path.unlink()  # what is not planned is a command
+    page = RunPage(run, Verdicts(lambda run: Answer("healthy", "")), Answered, None, Schedulers())
+    fragments = {name for part in page.parts.values() for name in part.get().fragments}
+    assert not {"phases", "ranks", "checkpoints"} & fragments
+    assert "Loss" not in page.parts["head"].get().fragments["tiles"]
+    write_run(tmp_path / "runs", "llama", nodes=1, ranks_per_node=1, steps=0)
+    server = serve()
+    text = server.ask("GET", "/runs/count")[2]
+    # Sections for training, a step, ranks and checkpoints, and the four charts of the first.
+    assert text.count("data-optional hidden") == text.count("data-optional") == 8
+    assert "data-optional" not in server.ask("GET", "/runs/llama")[2]
+
+
 def test_a_prometheus_that_does_not_answer_is_told_and_hides_nothing(serve: Serve, tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "llama", nodes=1, steps=3)
     page = serve(prometheus=f"http://127.0.0.1:{free_port()}")
@@ -183,17 +199,18 @@ def test_a_prometheus_that_hangs_or_is_none_keeps_no_page_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = write_run(tmp_path, "llama", nodes=1, steps=3)
+    monkeypatch.setattr(queries_module, "ANSWER_SECONDS", 60.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         asked = Prometheus(f"http://127.0.0.1:{silent.getsockname()[1]}")
         alerts = Background(asked.alerts, 5.0, asked.late, 0.3)
         page = RunPage(run, Verdicts(lambda run: Answer("healthy", "")), alerts.get, asked, Schedulers())
         began = time.monotonic()
         shown = page.parts["nodes"].get()
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 15.0
         assert "has not answered yet" in shown.fragments["alerts"]
         with closing(TopView(run, asked.url, examine=lambda run, prometheus: Answer("unsure", str(prometheus)))) as top:
             assert "has not answered yet" in top.look().trouble
-            assert time.monotonic() - began < 3.0
+            assert time.monotonic() - began < 30.0
             wait_until(lambda: top.look().verdict)
             assert getattr(top.look().verdict, "sentence", "") == asked.url  # `why` asks the same server
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -384,6 +401,16 @@ def test_a_verb_that_fails_tells_its_own_words(tmp_path: Path) -> None:
     assert (told.is_done, told.message) == (False, f"resume {run.path} --detach --yes --json")
 
 
+TAKEN = {"node": "n1", "action": "reset", "reason": "XID 95", "deed": "take_out", "why_not": ""}
+HELD = {
+    "node": "n2",
+    "action": "reboot",
+    "reason": "XID 79",
+    "deed": "none",
+    "why_not": "1 of 10 nodes are out already",
+}
+
+
 @pytest.mark.parametrize(
     ("healing", "is_done", "words"),
     [
@@ -393,16 +420,35 @@ def test_a_verb_that_fails_tells_its_own_words(tmp_path: Path) -> None:
             True,
             "n1 needs reset: XID 95. Nothing was done: its cluster's policy is advise",
         ),
+        (
+            {"mode": "act", "decisions": [HELD]},
+            False,
+            "n2 needs reboot: XID 79 (not done: 1 of 10 nodes are out already). Nothing was done",
+        ),
+        (
+            {"mode": "act", "decisions": [TAKEN], "deeds": [{"id": "4f2a91c0"}, {"id": "4f2a91c0"}]},
+            True,
+            "1 done, to be undone by `craton heal llama --undo 4f2a91c0`; n1 needs reset: XID 95",
+        ),
         ({"mode": "act", "decisions": [], "failures": ["sinfo does not answer"]}, False, "sinfo does not answer"),
-        ({"mode": "off", "decisions": []}, False, "is off"),
+        (
+            {"mode": "act", "decisions": [TAKEN], "deeds": [{"id": "ab"}], "failures": ["llama stays on node-1"]},
+            False,
+            "1 done, to be undone by `craton heal llama --undo ab`; llama stays on node-1; n1 needs reset: XID 95",
+        ),
+        ({"mode": "off", "decisions": []}, False, "healing of its cluster is off"),
     ],
 )
-def test_what_heal_found_and_did_is_told(tmp_path: Path, healing: dict[str, object], is_done: bool, words: str) -> None:
-    run = write_run(tmp_path, "llama", nodes=1, steps=3)
-    script = f"import sys; print({json.dumps(json.dumps(healing))}); sys.exit(1)"
-    told = act("heal", run, craton=(sys.executable, "-c", script))
+def test_what_heal_found_and_did_is_told(healing: dict[str, object], is_done: bool, words: str) -> None:
+    told = healed(healing, "llama")
     assert told.is_done == is_done
-    assert words in told.message
+    assert told.message.startswith(words)
+
+
+def test_the_words_of_heal_are_read_whatever_its_exit_code_is(tmp_path: Path) -> None:
+    script = f"import sys; print({json.dumps(json.dumps({'mode': 'act', 'decisions': [HELD]}))}); sys.exit(1)"
+    told = act("heal", RunDirectory(tmp_path / "llama"), craton=(sys.executable, "-c", script))
+    assert "n2 needs reboot" in told.message
 
 
 def test_heal_is_really_asked(tmp_path: Path) -> None:

@@ -13,19 +13,34 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from page_server import wait_until
+from rich.console import Console
 from simulated_runs import write_run
 
-from craton.observability.web import TopView, frame_json, terminal
-from craton.observability.web.verdicts import Answer
+from craton.errors import CratonError
+from craton.observability.web import TopView, frame_json, serve_page, terminal
+from craton.observability.web.queries import prometheus_address
+from craton.observability.web.terminal import TopLook
+from craton.observability.web.verdicts import Answer, Late
 from craton.orchestration import Standing
 from craton.orchestration.backend import Submission, write_submission
-from craton.telemetry import RunDirectory
+from craton.telemetry import (
+    Heartbeat,
+    NodeStatus,
+    RankStatus,
+    RunDirectory,
+    RunError,
+    write_heartbeat,
+    write_status,
+)
+
+LATE = Late("rank 5 on node-2 spends 1.50 times as long on the work of a step", (5,), ("node-2",), 0.25)
 
 
 def test_the_verb_ui_says_where_it_is_and_ends_at_a_signal(tmp_path: Path) -> None:
@@ -112,7 +127,7 @@ def test_top_waits_for_neither_a_scheduler_nor_a_verdict_and_asks_seldom(
 def test_top_as_one_picture_and_as_json(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs", "llama", nodes=4, ranks_per_node=2, steps=10, slow_rank=5)
     look = TopView(
-        run, examine=lambda run, prometheus: Answer("slow", "rank 5 is throttled", action="drain node-2")
+        run, examine=lambda run, prometheus: Answer("slow", "rank 5 is throttled", action="drain node-2", late=LATE)
     ).look(True)
     told = json.loads(json.dumps(frame_json(look), allow_nan=False))
     assert [line["rank"] for line in told["ranks"]] == list(range(8))
@@ -135,6 +150,112 @@ def test_top_as_one_picture_and_as_json(tmp_path: Path) -> None:
     ranks = [line.split() for line in lines if line.strip()[:1].isdecimal()]
     assert [words[0] for words in ranks] == [str(rank) for rank in range(8)]
     assert ranks[5][-3].count("c") > 1.3 * ranks[0][-3].count("c")
+
+
+def test_top_answers_keys_while_a_look_at_the_run_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at a wide run takes a second, or minutes where its folder does not answer."""
+    run = write_run(tmp_path, "llama", nodes=2, ranks_per_node=2, steps=10)
+    view = TopView(run, examine=lambda run, prometheus: Answer("healthy", "all is well"))
+    first, may_look = view.look(True), threading.Semaphore(0)
+
+    def look() -> TopLook:
+        assert may_look.acquire(timeout=10)
+        return first
+
+    monkeypatch.setattr(view, "look", look)
+    monkeypatch.setattr(terminal, "LOOK_SECONDS", 0.0)
+    pressed = iter(["s", "a look ends", "s", "q"])
+
+    @contextmanager
+    def keys(news: int) -> Iterator[Callable[[], str]]:
+        def press() -> str:
+            key = next(pressed)
+            if key == "a look ends":
+                may_look.release()
+                os.read(news, 1)
+            return key
+
+        yield press
+
+    monkeypatch.setattr(terminal, "_single_keys", keys)
+    screen = StringIO()
+    terminal.show_top(view, Console(file=screen, force_terminal=True, width=140, height=30))
+    may_look.release()  # the one that was under way all the time
+    wait_until(lambda: "looks" not in [thread.name for thread in threading.enumerate()])  # nobody draws, and it ends
+    text = screen.getvalue()
+    assert text.index("reading llama") < text.index("sorted by step time") < text.index("sorted by progress")
+
+
+def test_top_tells_what_keeps_it_from_looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = TopView(write_run(tmp_path, "llama", nodes=1, steps=3))
+
+    def look() -> TopLook:
+        raise RunError("the run is gone")
+
+    monkeypatch.setattr(view, "look", look)
+    with terminal._Looks(view) as looks:
+        os.read(looks.news, 1)
+        with pytest.raises(RunError, match="the run is gone"):
+            looks.newest()
+
+
+def test_top_counts_how_long_ago_the_agent_told_of_progress_and_tells_of_a_silent_spare(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "llama", nodes=3, ranks_per_node=1, steps=10)
+    now = time.time()
+    launch = json.loads(run.launch_path.read_text())
+    run.launch_path.write_text(json.dumps({**launch, "nodes": [*launch["nodes"], "node-3"]}))
+    write_heartbeat(run, "node-3", Heartbeat(0, "spare", 1, 0))
+    os.utime(run.heartbeat_path("node-3"), (now - 28, now - 28))
+    for node, told_at, age in (("node-0", now, 5.0), ("node-1", now - 300, 2.0), ("node-2", now, 0.0)):
+        step = 0 if node == "node-2" else 10  # a command that tells of no progress
+        status = RankStatus(int(node[-1]), 1, "productive", (), step, age, 2.0, is_stopped=False)
+        write_status(run, NodeStatus(told_at, 0, node, (status,)))
+    write_heartbeat(run, "node-1", Heartbeat(0, "stopped", 1, 0))
+    look = TopView(run, examine=lambda run, prometheus: Answer("healthy", "all is well")).look(True)
+    assert [line.progress_age_seconds for line in look.ranks] == [
+        pytest.approx(5, abs=2),
+        pytest.approx(302, abs=2),
+        None,
+    ]
+    assert [line.rank for line in terminal.ordered(look, "progress")] == [1, 0, 2]
+    screen = StringIO()
+    Console(file=screen, width=140).print(terminal.frame(look, 140, None))
+    text = screen.getvalue()
+    assert "node-3 is a spare: its agent was last seen 28 s ago" in text
+    assert next(line for line in text.splitlines() if " node-1 " in line).split()[2] == "done"
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30)])
+def test_top_keeps_its_legend_and_keys_in_sight_below_a_long_verdict(tmp_path: Path, size: tuple[int, int]) -> None:
+    run = write_run(tmp_path, "a-name-as-long-as-the-folder-of-a-run-may-have-it", nodes=8, ranks_per_node=8, steps=3)
+    told = Answer("slow", "rank 5 waits for its loader " * 12, action="look at the loader of rank 5 " * 8)
+    look = TopView(run, examine=lambda run, prometheus: told).look(True)
+    console = Console(file=StringIO(), width=size[0], height=size[1])
+    rows = terminal.rows_that_fit(look, console)
+    lines = console.render_lines(terminal._screen(look, run, size[0], rows, "rank", 0))
+    assert 0 <= size[1] - len(lines) <= 1
+    assert rows >= 3
+
+
+@pytest.mark.parametrize("given", [None, "http://127.0.0.1:1"])
+def test_top_and_the_page_ask_the_prometheus_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    monkeypatch.setenv("CRATON_PROMETHEUS", "http://127.0.0.1:9")
+    assert prometheus_address(given) == (given or "http://127.0.0.1:9")
+    asked = []
+
+    def examine(run: RunDirectory, prometheus: str | None) -> Answer:
+        asked.append(prometheus)
+        return Answer("healthy", "")
+
+    run = write_run(tmp_path, "llama", nodes=1, steps=3)
+    look = TopView(run, given, examine=examine).look(True)
+    assert asked == [given or "http://127.0.0.1:9"]
+    assert look.trouble.startswith(f"Prometheus at {asked[0]} does not answer")
+    monkeypatch.setenv("CRATON_PROMETHEUS", "nonsense")
+    with pytest.raises(CratonError, match=r"^\$CRATON_PROMETHEUS 'nonsense' is not an address"):
+        serve_page(tmp_path, port=0, tell=lambda address, link: None)
 
 
 def test_top_without_a_keyboard_prints_one_picture(tmp_path: Path) -> None:

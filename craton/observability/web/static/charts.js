@@ -352,7 +352,7 @@ function drawTopology(pen, data, width, height, at) {
       const top = y + head + Math.floor(index / columns) * (box.high + 2);
       places.push([left + box.wide / 2, top + box.high / 2]);
       pen.fillStyle = paints[health];
-      pen.globalAlpha = 0.28;
+      pen.globalAlpha = ranks.length ? 0.28 : 0.6; // a spare is a box without squares
       pen.fillRect(left, top, box.wide, box.high);
       pen.globalAlpha = 1;
       for (let rank = 0; rank < ranks.length; rank += 1) {
@@ -363,7 +363,8 @@ function drawTopology(pen, data, width, height, at) {
       if (at && at[0] >= left && at[0] < left + box.wide + 2 && at[1] >= top && at[1] < top + box.high + 2) {
         pen.strokeStyle = color("ink");
         pen.strokeRect(left - 0.5, top - 0.5, box.wide + 1, box.high + 1);
-        tip = [name, data.health[health], ranks.length > 1 ? `ranks ${first} to ${first + ranks.length - 1}` : `rank ${first}`];
+        const whose = ranks.length > 1 ? `ranks ${first} to ${first + ranks.length - 1}` : ranks.length ? `rank ${first}` : "no ranks";
+        tip = [name, data.health[health], whose];
         if (leaf.leaf) tip.splice(1, 0, leaf.leaf);
       }
     });

@@ -18,6 +18,7 @@ function take({ anew = false, fragments = {}, charts: data = {} }) {
     const place = document.querySelector(`[data-fragment="${name}"]`);
     if (!place || shownHtml.get(name) === html) continue;
     shownHtml.set(name, html);
+    reveal(place);
     // What somebody has opened, or scrolled, stays so.
     const opened = [...place.querySelectorAll("details")].map((each) => each.open);
     const scrolled = [...place.querySelectorAll(".events")].map((each) => each.scrollTop);
@@ -25,8 +26,16 @@ function take({ anew = false, fragments = {}, charts: data = {} }) {
     place.querySelectorAll("details").forEach((each, index) => { if (index in opened) each.open = opened[index]; });
     place.querySelectorAll(".events").forEach((each, index) => { each.scrollTop = scrolled[index] ?? 0; });
   }
-  for (const [name, drawn] of Object.entries(data)) charts.get(name)?.show(drawn);
+  for (const [name, drawn] of Object.entries(data)) {
+    reveal(charts.get(name)?.canvas);
+    charts.get(name)?.show(drawn);
+  }
   showActions();
+}
+
+// What a command may tell of is shown as soon as it does.
+function reveal(element) {
+  for (let each = element?.closest("[data-optional]"); each; each = each.parentElement.closest("[data-optional]")) each.hidden = false;
 }
 
 // Which changes make sense now.
@@ -143,10 +152,10 @@ if (log) {
   addKeys({ f: () => { follow.checked = !follow.checked; } });
 }
 
-const sections = [...document.querySelectorAll("main section")];
-const numbers = Object.fromEntries(sections.slice(0, 9).map((section, index) => [
-  String(index + 1),
-  () => section.scrollIntoView({ behavior: "smooth" }),
+const sections = () => [...document.querySelectorAll("main section")].filter((section) => !section.hidden);
+const numbers = Object.fromEntries([..."123456789"].map((digit) => [
+  digit,
+  () => sections()[digit - 1]?.scrollIntoView({ behavior: "smooth" }),
 ]));
 addKeys({
   ...numbers,
