@@ -75,15 +75,18 @@ def saver() -> Iterator[Saver]:
     process.close()
 
 
-def kill_saves(saver: Saver, tier: TierFolder, points: int) -> int:
-    """Kills saves at seeded moments and checks what is left after each; how many of them were cut off."""
+def kill_saves(saver: Saver, tier: TierFolder, points: int, at_least: int) -> None:
+    """Kills saves at seeded moments and checks what is left after each, until so many of them were cut off: on a busy
+    machine the blow comes too late for most."""
     complete, seconds = 0, 0.0
     for step in (1, 2):
         seconds = saver.save(tier, step) or 0.0
         complete = step
     moments = random.Random(5)
     cut_off = 0
-    for step in range(3, 3 + points):
+    for step in range(3, 3 + 20 * points):
+        if step >= 3 + points and cut_off >= at_least:
+            break
         done = saver.save(tier, step, moments.uniform(0, 1.1 * seconds))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # leftovers are told; they are what this is about
@@ -101,16 +104,16 @@ def kill_saves(saver: Saver, tier: TierFolder, points: int) -> int:
         cut_off += counters["step"] != step
         complete = counters["step"]
         checkpointer.close()
-    return cut_off
+    assert cut_off >= at_least
 
 
 def test_a_killed_save_costs_that_save_only(saver: Saver, tier: TierFolder) -> None:
-    assert kill_saves(saver, tier, 6) > 0
+    kill_saves(saver, tier, 6, at_least=1)
 
 
 @pytest.mark.slow
 def test_fifty_killed_saves_cost_those_saves_only(saver: Saver, tier: TierFolder) -> None:
-    assert kill_saves(saver, tier, 50) > 10
+    kill_saves(saver, tier, 50, at_least=11)
 
 
 def flip_bits(tier: TierFolder, tmp_path: Path, server: S3Server, places: int) -> None:
