@@ -20,7 +20,7 @@ def heal(
     mode: Annotated[
         str | None,
         typer.Option(
-            metavar="off|advise|act", help="What may be done [default: as the cluster file says, else advise]."
+            metavar="off|advise|act", help="What may be done \\[default: as the cluster file says, else advise]."
         ),
     ] = None,
     node: Annotated[
@@ -29,7 +29,9 @@ def heal(
     share: Annotated[
         str | None,
         typer.Option(
-            metavar="SHARE", help="Of all nodes, at most so many out of service [default: 10%].", show_default=False
+            metavar="SHARE",
+            help="Of all nodes, at most so many out of service \\[default: as the cluster file says, else 10%].",
+            show_default=False,
         ),
     ] = None,
     report: Annotated[
@@ -66,6 +68,8 @@ def heal(
         heal_view.show_history(place, console, as_json)
         return
     options = heal_view.options_of(place, mode, share, every, can_ask=not (watch or as_json), asks=not yes)
+    if node is not None:
+        heal_view.check_node(place, node)
     if watch:
         heal_view.watch(lambda: place_of(target), options, node, report, prometheus, console, as_json)
         return

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from craton.job import CratonError, parse_seconds, parse_share
+from craton.job import CratonError, did_you_mean, parse_seconds, parse_share
 from craton.observability.healing import MODES, Healing, Ledger, heal, lemons, look, read_report
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 STYLES = {"observe": "dim", "restart": "cyan", "reset": "yellow", "reboot": "yellow", "replace": "red"}
 SHOWN_ENTRIES = 50
+SHOWN_NODES = 16
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,15 @@ def options_of(place: Place, mode: str | None, share: str | None, every: str, ca
     if options.asks and not (can_ask and Console().is_terminal):
         raise CratonError("`--mode act` asks before it acts, and nobody can answer here; give --yes, or --mode advise")
     return options
+
+
+def check_node(place: Place, node: str) -> None:
+    """CratonError where the scheduler has no node of that name: a slip must not read as a node that does well."""
+    names = [each.name for each in place.service.nodes()]
+    if node not in names:
+        others = f" and {len(names) - SHOWN_NODES} more" if len(names) > SHOWN_NODES else ""
+        known = f"{', '.join(names[:SHOWN_NODES]) or 'none'}{others}"
+        raise CratonError(f"--node {node}: {place.name} has no such node; it has {known}{did_you_mean(node, names)}")
 
 
 def one_pass(
@@ -109,7 +119,7 @@ def show(healing: Healing, console: Console, notes: Sequence[str] = ()) -> None:
     if healing.mode == "off":
         console.print(f"healing of {healing.cluster} is off (`health: {{heal: off}}`)", markup=False)
         return
-    out = f"{healing.num_out} of {healing.total} nodes out of service, {healing.share:.3g} may be"
+    out = f"{healing.num_out} of {healing.total} nodes out of service, {100 * healing.share:.3g} % may be"
     if not healing.decisions:
         console.print(f"{healing.cluster}: no node needs anything ({out})", markup=False)
     else:
@@ -118,13 +128,12 @@ def show(healing: Healing, console: Console, notes: Sequence[str] = ()) -> None:
             table.add_column(column, no_wrap=column in ("NODE", "NEEDS"), overflow="fold")
         numbers = {entry.node: entry.id for entry in healing.deeds}
         for each in healing.decisions:
-            done = f" (done, `--undo {numbers[each.node]}`)" if each.node in numbers else ""
-            happens = f"{_deed(each)}{done}" if each.deed != "none" else each.why_not or _left(each)
+            happens = _happens(each, healing, numbers.get(each.node))
             needs = f"{each.escalated_from} → {each.action}" if each.escalated_from else each.action
             table.add_row(each.node, Text(needs, style=STYLES[each.action]), Text(each.reason), Text(happens))
         console.print(table, highlight=False)
         for node, moves in healing.moves.items():
-            for move in moves:
+            for move in moves if healing.mode == "advise" or node in numbers else ():
                 console.print(f"  {node}: {move}", markup=False, soft_wrap=True, highlight=False)
         console.print(f"{healing.cluster}: {out}", markup=False)
     for failure in healing.failures:
@@ -155,6 +164,18 @@ def show_history(place: Place, console: Console, as_json: bool) -> None:
     console.print(table, highlight=False)
     for node, count in worst.items():
         console.print(f"{node}: in trouble {count} time{'s' if count > 1 else ''}", markup=False)
+
+
+def _happens(decision: Decision, healing: Healing, number: str | None) -> str:
+    """What is done about a node; of what was to be done and was not, that."""
+    if decision.deed == "none":
+        return decision.why_not or _left(decision)
+    if healing.mode == "advise":
+        return _deed(decision)
+    if number is not None:
+        return f"{_deed(decision)} (done, `--undo {number}`)"
+    has_failed = any(failure.startswith(f"{decision.node}: ") for failure in healing.failures)
+    return "failed: see below" if has_failed else "was not done"
 
 
 def _deed(decision: Decision) -> str:

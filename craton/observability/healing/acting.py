@@ -1,14 +1,16 @@
 """Heals: looks at the nodes, decides, and does it, or says what it would do; undoes what was done.
 
-Order of a deed: it is written down, the node is taken out, the nodes are counted again, the runs on it are moved. So
-whatever breaks in between can be undone by its number, and a share that two who do not share a ledger have exceeded
-together is put right by taking back.
+Order of a deed: the nodes are counted, it is written down, the node is taken out, the nodes are counted again, the runs
+on it are moved. So whatever breaks in between can be undone by its number, and two who share no ledger have the
+scheduler between them. Who finds the node under another's mark then leaves it to them. Where both together exceed the
+share, the one whose number comes later takes its deed back; the other waits for that, and takes its own back if it does
+not come: no deed stands that was not seen within the share after it was done.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,12 +25,14 @@ from craton.observability.healing.ledger import (
     pause_between,
 )
 from craton.observability.healing.places import AGENT_ERRORS, Place
-from craton.observability.healing.policy import LEAVES, Decision, decide, most_out
+from craton.observability.healing.policy import LEAVES, Decision, decide, most_out, over_share
 from craton.observability.healing.troubles import Trouble
 from craton.orchestration import NoAnswerError, ServiceNode, come_back, evacuate, plan_evacuation
 from craton.telemetry import RunDirectory, find_run
 
 MODES = ("off", "advise", "act")
+YIELD_SECONDS = 30.0  # that another who acts at the same moment has for counting and taking back
+LOOK_SECONDS = 0.5  # between two looks whether it has
 Approve = Callable[[Sequence[Decision]], bool]
 
 
@@ -40,7 +44,7 @@ class Healing:
     mode: str
     share: float
     total: int  # nodes
-    num_out: int  # before anything was done
+    num_out: int  # after what was done
     decisions: tuple[Decision, ...]
     deeds: tuple[Entry, ...] = ()  # done now
     failures: tuple[str, ...] = ()
@@ -155,8 +159,9 @@ def _act(place: Place, ledger: Ledger, healing: Healing, troubles: Sequence[Trou
                     deeds.append(entry)
                 continue
             if decision.deed == "take_out":
+                before = _out_before(place, decision.node, healing.share)
                 ledger.append([entry])
-                _take_out(place, decision, entry.id, healing.share)
+                _take_out(place, decision, entry.id, healing.share, before)
                 deeds.append(entry)
         except LedgerError:
             raise
@@ -183,10 +188,21 @@ def _act(place: Place, ledger: Ledger, healing: Healing, troubles: Sequence[Trou
             move = replace(entry, time=time.time(), kind="move", run=run.name, run_node=own, text=way.sentence)
             ledger.append([move])
             deeds.append(move)
-    return replace(healing, deeds=tuple(deeds), failures=tuple(failures))
+    num_out = healing.num_out + sum(entry.kind == "take_out" for entry in deeds)
+    return replace(healing, num_out=num_out, deeds=tuple(deeds), failures=tuple(failures))
 
 
-def _take_out(place: Place, decision: Decision, number: str, share: float) -> None:
+def _out_before(place: Place, name: str, share: float) -> set[str]:
+    """What is out already; CratonError where this node is, or where no more may be."""
+    nodes = place.service.nodes()
+    if taken := next((node for node in nodes if node.name == name and node.is_out), None):
+        raise CratonError(f"somebody else took it out meanwhile ({taken.reason or 'no reason'}); it is left as it is")
+    if why_not := over_share(sum(node.is_out for node in nodes), len(nodes), share):
+        raise CratonError(why_not)
+    return {node.name for node in nodes if node.is_out}
+
+
+def _take_out(place: Place, decision: Decision, number: str, share: float, before: Collection[str]) -> None:
     """CratonError where it did not come to that, or may have; with the number, where the node is or may be out."""
     by_number = f"`--undo {number}` gives it back"
     try:
@@ -194,24 +210,43 @@ def _take_out(place: Place, decision: Decision, number: str, share: float) -> No
     except NoAnswerError as error:
         raise CratonError(f"{error}; it may be out all the same, then {by_number}") from None
     try:
-        why = _exceeded(place, share)
+        nodes = _settled(place, number, share, before)
+        found = next((node for node in nodes if node.name == decision.node and node.is_out), None)
+        theirs = (found.reason or "no reason") if found is not None and found.mark != number else ""
+        why = "" if theirs else _exceeded(nodes, share)
         why_not = place.service.give_back(decision.node, number) if why else ""
     except CratonError as error:
         raise CratonError(f"out, but who else is cannot be counted ({error}); {by_number}") from None
+    if theirs:
+        raise CratonError(f"somebody else took it out at the same moment ({theirs}); it is left to them")
     if why_not:
         raise CratonError(f"cannot be taken back ({why_not}) though {why}; {by_number}")
     if why:
         raise CratonError(f"taken back: {why}")
 
 
-def _exceeded(place: Place, share: float) -> str:
-    nodes = place.service.nodes()
+def _settled(place: Place, number: str, share: float, before: Collection[str]) -> list[ServiceNode]:
+    """The nodes after a deed, once others who act at the same moment have taken back what is theirs to take back: those
+    whose numbers come last, as many as are out too many. Who is one of them itself does not wait."""
+    deadline = time.monotonic() + YIELD_SECONDS
+    while True:
+        nodes = place.service.nodes()
+        fresh = [node for node in nodes if node.is_out and node.name not in before]
+        num_resumed = sum(not node.reason for node in fresh)  # given back, in Slurm's moment of not responding
+        too_many = sum(node.is_out for node in nodes) - most_out(len(nodes), share)
+        marks = sorted((node.mark for node in fresh if node.mark), reverse=True)
+        stays = number in marks[max(0, too_many - num_resumed) :]
+        if too_many <= 0 or not stays or time.monotonic() >= deadline:
+            return nodes
+        time.sleep(LOOK_SECONDS)
+
+
+def _exceeded(nodes: Sequence[ServiceNode], share: float) -> str:
     num_out = sum(node.is_out for node in nodes)
     if num_out <= most_out(len(nodes), share):
         return ""
-    return (
-        f"{num_out} of {len(nodes)} nodes are out now, more than {share:.3g} of them: somebody else took some out too"
-    )
+    limit = f"more than {100 * share:.3g} % of them"
+    return f"{num_out} of {len(nodes)} nodes are out now, {limit}: somebody else took some out too"
 
 
 def _bad(nodes: Sequence[ServiceNode], troubles: Sequence[Trouble]) -> set[str]:

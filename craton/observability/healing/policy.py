@@ -94,6 +94,16 @@ def most_out(total: int, share: float) -> int:
     return math.floor(total * share + 1e-9)
 
 
+def over_share(num_out: int, total: int, share: float) -> str:
+    """Why one more may not go out, and what would let it; empty: it may."""
+    if num_out + 1 <= most_out(total, share):
+        return ""
+    out = f"{num_out} of {total} nodes are out already" if num_out else f"one of {total} nodes"
+    needed = math.ceil(100 * (num_out + 1) / total)
+    limit = f"no more than {100 * share:.3g} % of them ({most_out(total, share)}) may be out"
+    return f"{out}, and {limit}; `--share {needed}%`, or `health: {{share: {needed}%}}` in the cluster file, allows it"
+
+
 @dataclass(frozen=True)
 class _Need:
     node: str
@@ -215,8 +225,8 @@ class _Cluster:
             return self._deed_of_out(need, node, ways) if node.mark else ("none", "")
         if node.is_busy and not need.is_urgent:
             return "none", "it can wait until nothing runs there"
-        if self.num_out + 1 > most_out(len(self.nodes), self.share):
-            return "none", _over(self.num_out, len(self.nodes), self.share)
+        if why_not := over_share(self.num_out, len(self.nodes), self.share):
+            return "none", why_not
         if why_not := self._stuck(need, ways):
             return "none", why_not
         return "take_out", ""
@@ -251,13 +261,6 @@ class _Cluster:
                     f"{max(0, self.num_idle)} are known to be"
                 )
         return ""
-
-
-def _over(num_out: int, total: int, share: float) -> str:
-    out = f"{num_out} of {total} nodes are out already" if num_out else f"one of {total} nodes"
-    needed = math.ceil(100 * (num_out + 1) / total)
-    limit = f"no more than {share:.3g} of them ({most_out(total, share)}) may be out"
-    return f"{out}, and {limit}; `--share {needed}%`, or `health: {{share: {needed}%}}` in the cluster file, allows it"
 
 
 def _urgency(need: _Need) -> tuple[int, bool, float, str]:

@@ -9,7 +9,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -21,10 +23,12 @@ from craton.cli import heal_view, main
 from craton.job import CratonError, load_cluster
 from craton.observability.healing import (
     Entry,
+    Healing,
     Ledger,
     LedgerError,
     Place,
     Trouble,
+    acting,
     heal,
     lemons,
     look,
@@ -33,6 +37,7 @@ from craton.observability.healing import (
     read_report,
     undo,
 )
+from craton.observability.healing.policy import over_share
 from craton.orchestration import NoAnswerError, SchedulerError, ServiceNode
 from craton.telemetry import RunDirectory, RunSummary
 
@@ -46,7 +51,8 @@ class Nodes:
         self.out: dict[str, tuple[str, str]] = {}  # node → mark, reason
         self.refuses: set[str] = set()
         self.hands_over, self.keeps = True, False
-        self.others: list[str] = []  # that somebody else takes out as soon as we do
+        self.others: dict[str, tuple[str, str]] = {}  # that somebody else takes out as soon as we do
+        self.yields: list[str] = []  # of those, what they take back when they have looked
         self.is_slow = False  # takes a node out, and does not answer
         self.answers = 1 << 30  # so many more questions
 
@@ -55,14 +61,17 @@ class Nodes:
         if self.answers < 0:
             raise SchedulerError("scontrol does not answer")
         names = [f"g{number}" for number in range(1, 11)]
-        return [ServiceNode(each, each in self.out, *_reason(self.out.get(each))) for each in names]
+        found = [ServiceNode(each, each in self.out, *_reason(self.out.get(each))) for each in names]
+        for each in self.yields:
+            if self.out.pop(each, ("", ""))[0]:
+                self.out[each] = ("", "")  # resumed, and Slurm has yet to hear from it
+        return found
 
     def take_out(self, node: str, mark: str, reason: str) -> None:
         if node in self.refuses:
             raise SchedulerError("scontrol update: Access/permission denied")
         self.out[node] = (mark, reason)
-        for other in self.others:
-            self.out[other] = ("", "fan")
+        self.out |= self.others
         if self.is_slow:
             raise NoAnswerError("scontrol did not answer within 30 s")
 
@@ -170,7 +179,7 @@ def test_what_was_undone_is_not_done_again_for_the_same_reason(tmp_path: Path, c
 
 
 def test_an_operator_who_was_quicker_than_the_answer_is_left_alone(tmp_path: Path, cluster: Nodes) -> None:
-    cluster.others, cluster.keeps = ["g9"], True
+    cluster.others, cluster.keeps = {"g9": ("", "fan")}, True
     found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
     assert "cannot be taken back (the scheduler is away) though 2 of 10 nodes are out now" in found.failures[0]
     assert f"`--undo {cluster.out['g1'][0]}` gives it back" in found.failures[0]
@@ -179,9 +188,9 @@ def test_an_operator_who_was_quicker_than_the_answer_is_left_alone(tmp_path: Pat
 @pytest.mark.parametrize(
     ("answers", "is_slow", "told"),
     [
-        (1, False, "g1: out, but who else is cannot be counted"),
-        (2, False, "what runs on g1 stays until the next look"),
-        (3, True, "it may be out all the same"),
+        (2, False, "g1: out, but who else is cannot be counted"),
+        (3, False, "what runs on g1 stays until the next look"),
+        (4, True, "it may be out all the same"),
     ],
 )
 def test_a_node_that_is_out_has_its_number_told_whatever_fails_then(
@@ -244,12 +253,87 @@ def test_a_run_that_cannot_be_examined_hides_no_other(tmp_path: Path, cluster: N
 
 
 def test_a_share_that_others_exceed_at_the_same_moment_is_put_right(tmp_path: Path, cluster: Nodes) -> None:
-    cluster.others = ["g9"]
+    cluster.others = {"g9": ("", "fan")}
     found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
     assert found.deeds == ()
     assert "taken back: 2 of 10 nodes are out now" in found.failures[0]
     assert set(cluster.out) == {"g9"}, "what others took out stays"
     assert not found.is_well
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "told"),
+    [
+        ({"g9": ("", "fan")}, "1 of 10 nodes are out already"),
+        ({"g9": ("cd34", "craton:cd34 reset: ECC")}, "1 of 10 nodes are out already"),
+        ({"g1": ("cd34", "craton:cd34 reset: ECC")}, "somebody else took it out meanwhile (craton:cd34 reset: ECC)"),
+    ],
+)
+def test_what_others_took_out_while_somebody_was_asked_counts(
+    tmp_path: Path, cluster: Nodes, meanwhile: dict[str, tuple[str, str]], told: str
+) -> None:
+    cluster.refuses = {"g1"}  # it is not even tried
+
+    def approve(_: object) -> bool:
+        cluster.out |= meanwhile
+        return True
+
+    found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1, approve)
+    assert (found.deeds, cluster.out, found.is_well) == ((), meanwhile, False)
+    assert told in found.failures[0]
+    assert [entry.kind for entry in Ledger(tmp_path).entries()] == ["incident", "failed"]
+
+
+def test_a_node_that_another_takes_out_at_the_same_moment_is_theirs(tmp_path: Path, cluster: Nodes) -> None:
+    cluster.others = {"g1": ("cd34", "craton:cd34 reset: ECC")}
+    found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
+    assert (found.deeds, cluster.out) == ((), cluster.others)
+    told = "g1: somebody else took it out at the same moment (craton:cd34 reset: ECC); it is left to them"
+    assert found.failures == (told,)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "yields", "left"),
+    [
+        ("00000000", False, {"g9"}),  # it comes first
+        ("zzzzzzzz", True, {"g1"}),
+        ("zzzzzzzz", False, {"g9"}),  # it should, and does not
+    ],
+)
+def test_of_two_that_exceed_the_share_at_once_the_later_number_is_taken_back(
+    tmp_path: Path, cluster: Nodes, monkeypatch: pytest.MonkeyPatch, theirs: str, yields: bool, left: set[str]
+) -> None:
+    monkeypatch.setattr(acting, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(acting, "YIELD_SECONDS", 10.0 if yields else 0.01)
+    cluster.others, cluster.yields = {"g9": (theirs, f"craton:{theirs} reboot")}, ["g9"] if yields else []
+    found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
+    assert set(cluster.out) == left
+    assert [deed.node for deed in found.deeds] == ["g1"] * ("g1" in left)
+    assert found.is_well == ("g1" in left)
+
+
+def test_of_two_healers_without_a_ledger_in_common_one_acts(
+    tmp_path: Path, cluster: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acting, "LOOK_SECONDS", 0.001)
+    both, take_out = threading.Barrier(2, timeout=10), cluster.take_out
+
+    def at_once(node: str, mark: str, reason: str) -> None:
+        both.wait()  # each has counted, and may take one
+        take_out(node, mark, reason)
+        both.wait()
+
+    monkeypatch.setattr(cluster, "take_out", at_once)
+
+    def healed(node: str) -> Healing:
+        return heal(place(tmp_path / node, cluster), [trouble(node)], "act", 0.1)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(healed, ("g1", "g2")))
+    ((deed, *_),) = (each.deeds for each in found if each.deeds)
+    assert {node: mark for node, (mark, _) in cluster.out.items()} == {deed.node: deed.id}
+    (failure,) = (each.failures[0] for each in found if each.failures)
+    assert "taken back: 2 of 10 nodes are out now" in failure
 
 
 def test_a_node_that_cannot_be_taken_out_keeps_no_other_from_it(tmp_path: Path, cluster: Nodes) -> None:
@@ -388,6 +472,8 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, written: object) -> Non
         (("--share", "0"), "'0' is not a share"),
         (("--report", "nowhere.json"), "--report nowhere.json cannot be read"),
         (("--undo", "abc"), "no deed abc"),
+        (("--node", "g11"), "--node g11: lab has no such node; it has g1, g2, g3,"),
+        (("--node", "nope", "--watch"), "--node nope: lab has no such node; it has g1, g2, g3,"),
         (("--mode", "act"), "nobody can answer here"),
         (("--mode", "act", "--watch"), "nobody can answer here"),
     ],
@@ -435,3 +521,25 @@ def test_a_table_says_what_is_needed_why_and_what_happens(
     assert heal_verb("--undo", number) == (0, "g1 is in service again\n")
     code, output = heal_verb("--history")
     assert (code, "take out" in output, "undo" in output, "g1: in trouble 1 time" in output) == (0, True, True, True)
+
+
+def test_a_share_is_told_in_percent() -> None:
+    assert "no more than 10 % of them (0) may be out; `--share 13%`" in over_share(0, 8, 0.1)
+
+
+def test_a_table_says_of_what_was_refused_that_it_failed(tmp_path: Path, cluster: Nodes) -> None:
+    cluster.refuses = {"g1"}
+    healing = heal(place(tmp_path, cluster), [trouble("g1"), trouble("g2")], "act", 0.2)
+    moves = {node: ["llama: goes on with its spare"] for node in ("g1", "g2")}
+    screen = StringIO()
+    heal_view.show(replace(healing, moves=moves), Console(file=screen, width=200))
+    rows = {words[0]: line for line in screen.getvalue().splitlines() if (words := line.split())}
+    assert "failed: see below" in rows["g1"]
+    assert "is taken out of service (done" in rows["g2"]
+    assert "g1: scontrol update: Access/permission denied" in rows["g1:"]  # and not that its run moves
+    assert "goes on with its spare" in rows["g2:"]
+    assert "1 of 10 nodes out of service, 20 % may be" in rows["lab:"]
+    refused = replace(healing, deeds=(), failures=())  # whoever was asked said no
+    screen = StringIO()
+    heal_view.show(refused, Console(file=screen, width=200))
+    assert screen.getvalue().count("was not done") == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from slurm_runs import chain_job, expect_whole_chain, hosts_of, losses_of, submi
 from craton.agent import avoid_node, read_avoided
 from craton.cli import main
 from craton.job import Scheduler
-from craton.observability.healing import Trouble, heal, place_of, undo
+from craton.observability.healing import Healing, Place, Trouble, heal, place_of, undo
 from craton.orchestration import SchedulerError, read_submission, service_of, spare_nodes, working_nodes
+from craton.orchestration.slurm import service as slurm_service
 from craton.orchestration.slurm.service import SlurmService, default_partitions, service_nodes
 
 SLURM = Scheduler(kind="slurm", partition="train")
@@ -90,7 +93,7 @@ def test_drained_up_to_the_share_and_resumed_by_the_number(
     assert craton(monkeypatch, "heal", file, "--report", found, "--mode", "act", "--yes", "--json") == 1
     told = json.loads(capsys.readouterr().out)
     (deed,) = told["deeds"]
-    assert (deed["node"], deed["kind"], told["out"], told["nodes"]) == ("g2", "take_out", 1, 8)
+    assert (deed["node"], deed["kind"], told["out"], told["nodes"]) == ("g2", "take_out", 2, 8)
     assert sorted(slurm.nodes_in("drain")) == ["g2", "g8"], "two of eight are a quarter"
     held = [each["why_not"] for each in told["decisions"] if each["node"] in ("g1", "g3")]
     assert all("2 of 8 nodes are out already" in why for why in held)
@@ -169,6 +172,41 @@ def test_what_an_operator_has_drained_meanwhile_keeps_its_reason(slurm: SlurmLab
     with pytest.raises(SchedulerError, match=r"taken out by somebody else meanwhile .*disk swap"):
         service_of(SLURM).take_out("g4", "ab12", "reset: ECC")
     assert node_of("g4").reason == "disk swap"
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        pytest.param(("g1", "g1"), id="one node"),
+        pytest.param(("g1", "g2"), id="one share", marks=pytest.mark.slow),  # until a resumed node answers
+    ],
+)
+def test_of_two_healers_that_act_at_the_same_moment_one_has_its_way(
+    slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: tuple[str, str]
+) -> None:
+    """Each with a ledger of its own, as on two machines; Slurm is all that they share."""
+    both, update = threading.Barrier(2, timeout=60), slurm_service._update
+
+    def at_once(node: str, *words: str) -> None:
+        if "state=drain" not in words:
+            update(node, *words)
+            return
+        both.wait()  # each has counted, and has seen its node in service
+        update(node, *words)
+        both.wait()
+
+    monkeypatch.setattr(slurm_service, "_update", at_once)
+
+    def healed(number: int) -> Healing:
+        place = Place("lab", service_of(SLURM), (), tmp_path / str(number))
+        return heal(place, [Trouble(nodes[number], "reboot", "xid", "XID 79")], "act", 0.125)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(healed, (0, 1)))
+    ((deed,),) = (each.deeds for each in found if each.deeds)
+    assert (slurm.nodes_in("drain"), node_of(deed.node).mark) == ([deed.node], deed.id)
+    (failure,) = (each.failures[0] for each in found if each.failures)
+    assert ("it is left to them" if nodes[0] == nodes[1] else "taken back: 2 of 8 nodes are out now") in failure
 
 
 def test_a_job_may_name_several_partitions(slurm: SlurmLab) -> None:
