@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+NOT_SEEN = "what it saved is in the run directory of its pods, which is not seen from here"
+
 
 def stop(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
@@ -21,6 +23,7 @@ def stop(
     from craton.cli.outcome import outcome_json
     from craton.job import load_job
     from craton.orchestration import (
+        is_elsewhere,
         is_server,
         kill_run,
         newest_checkpoint,
@@ -59,6 +62,11 @@ def stop(
         console.print(f"next: craton resume {found.name}", style="dim")
         return
     saved = newest_checkpoint(found)
+    if is_elsewhere(found):  # so are its steps
+        text = f"the newest checkpoint seen from here is of step {saved.step:,}" if saved else NOT_SEEN
+        console.print(f"{found.name} stopped; {text}")
+        console.print(f"next: craton resume {found.name}", style="dim")
+        return
     is_foreign = saved is None and load_job(found.job_path).kind == "command"
     if is_foreign:
         text = "what its command has saved is not known here"

@@ -27,6 +27,9 @@ LEVELS = ("node", "leaf", "spine", "zone")
 
 _NODES = re.compile(r"(?P<low>[0-9]+)(?:\.\.(?P<high>[0-9]+))?")
 _REFERENCE = re.compile(r"(?P<name>\S+)(?:\s+[x×]\s+(?P<nodes>\S+))?")
+_WORD = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_RESOURCE = re.compile(rf"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/{_WORD}")
+_COUNTED = ("nvidia.com/gpu", "vpc.amazonaws.com/efa")  # resources that come from the machine
 
 
 class PriceNumbers(Section):
@@ -152,8 +155,11 @@ class Scheduler(Section):
     topology: str | None = None  # Kubernetes: name of Kueue's or KAI's Topology object
     priority: str | None = None  # Kubernetes: a priority class
     service_account: str | None = None  # Kubernetes
+    non_root: bool = False  # Kubernetes: pods promise not to be root, as a namespace of the standard "restricted" wants
     node_pool: str | None = None  # Kubernetes: Karpenter's, where nodes are made on demand
     tolerations: tuple[str, ...] = ()  # Kubernetes: keys of taints that nodes with GPUs have
+    # Kubernetes: what a pod of several asks for beside GPUs and EFA, as InfiniBand's adapters, and how many of it
+    resources: dict[str, Size] = Field(default={})
     image: str | None = None  # what runs are started in unless the job says
 
     @model_validator(mode="after")
@@ -161,11 +167,23 @@ class Scheduler(Section):
         of_slurm = ("partition", "account", "qos", "block_nodes")
         of_kubernetes = (
             *("queue", "namespace", "gang", "topology", "priority", "service_account", "node_pool", "tolerations"),
+            *("resources", "non_root"),
         )
         foreign = {"slurm": of_kubernetes, "kubernetes": of_slurm}.get(self.kind, (*of_slurm, *of_kubernetes, "image"))
         for key in foreign:
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ConflictError(f"scheduler: {key} does not exist on {self.kind}", (key,), ("kind",))
+        for name in self.resources:
+            if name in _COUNTED:
+                raise ConflictError(
+                    f"scheduler.resources: {name} is counted from the machine; leave it out", ("resources", name)
+                )
+            if not _RESOURCE.fullmatch(name):
+                raise ConflictError(
+                    f"scheduler.resources: {name!r} is not a resource of a device plugin; write its whole name, e.g. "
+                    "rdma/hca_shared_devices_a: 1 (`kubectl describe node` lists them under Allocatable)",
+                    ("resources", name),
+                )
         return self
 
 

@@ -8,7 +8,7 @@ from craton.lazy import loader
 
 if TYPE_CHECKING:
     from craton.agent import free_port
-    from craton.orchestration.backend import Standing, Submission, read_submission
+    from craton.orchestration.backend import Standing, Submission, is_elsewhere, read_submission
     from craton.orchestration.backends import backend_of, backend_of_run, pod_lines
     from craton.orchestration.chaos import arm_faults, faults_for, fired_faults, random_faults_for, what_happens
     from craton.orchestration.comparison import Compared, compare
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         settled_summaries,
         standing_of,
         standings_of,
+        stopped_by_user,
         wait_for_agents,
     )
     from craton.orchestration.watch import Follower, View
@@ -82,7 +83,7 @@ else:
     __getattr__ = loader(
         __name__,
         {
-            "backend": ("Standing", "Submission", "read_submission"),
+            "backend": ("Standing", "Submission", "is_elsewhere", "read_submission"),
             "backends": ("backend_of", "backend_of_run", "pod_lines"),
             "chaos": ("arm_faults", "faults_for", "fired_faults", "random_faults_for", "what_happens"),
             "comparison": ("Compared", "compare"),
@@ -148,6 +149,7 @@ else:
                 "settled_summaries",
                 "standing_of",
                 "standings_of",
+                "stopped_by_user",
                 "wait_for_agents",
             ),
             "watch": ("Follower", "View"),
@@ -225,6 +227,7 @@ __all__ = [
     "has_resized",
     "histogram_quantile",
     "hosts_of",
+    "is_elsewhere",
     "is_server",
     "kill_run",
     "linking",
@@ -260,6 +263,7 @@ __all__ = [
     "start_copies",
     "start_run",
     "stop_run",
+    "stopped_by_user",
     "wait_for_agents",
     "what_happens",
     "with_chaos",

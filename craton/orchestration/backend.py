@@ -46,6 +46,7 @@ class Standing:
     restarts: int = 0
     expected_start: float | None = None  # seconds since 1970
     outcome: Outcome = ""  # of one that has ended, where the scheduler knows it
+    is_leaving: bool = False  # taken back from the scheduler, while processes of it still save
 
 
 class Backend(Protocol):
@@ -100,3 +101,9 @@ def read_submission(run: RunDirectory) -> Submission:
         return Submission(**json.loads((run.path / BACKEND_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return Submission("local")
+
+
+def is_elsewhere(run: RunDirectory) -> bool:
+    """Whether the pods of a run write another directory than the one that is seen here."""
+    submission = read_submission(run)
+    return submission.on == "kubernetes" and submission.details.get("directory") != str(run.path)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import cast
 
-from craton.orchestration.backend import BACKENDS, Backend, read_submission
+from craton.orchestration.backend import BACKENDS, Backend, is_elsewhere, read_submission
 from craton.orchestration.errors import StartError
 from craton.telemetry import RunDirectory
 
@@ -36,8 +36,8 @@ def backend_of_run(run: RunDirectory) -> Backend:
 
 def pod_lines(run: RunDirectory, follow: bool = False, tail: int | None = None) -> Iterator[tuple[str, str]] | None:
     """(pod, line) of a run whose logs are not in the directory that is seen here; None for any other."""
-    if read_submission(run).on != "kubernetes":
+    if not is_elsewhere(run):
         return None
-    from craton.orchestration.kubernetes import KubernetesBackend, is_elsewhere
+    from craton.orchestration.kubernetes import KubernetesBackend
 
-    return KubernetesBackend().logs(run, follow=follow, tail=tail) if is_elsewhere(run) else None
+    return KubernetesBackend().logs(run, follow=follow, tail=tail)

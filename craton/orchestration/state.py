@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from craton.orchestration.backend import Standing, read_submission
+from craton.orchestration.backend import Standing, is_elsewhere, read_submission
 from craton.orchestration.backends import backend_of
 from craton.orchestration.errors import RunStateError, SchedulerError
 from craton.telemetry import RunDirectory, RunState, RunSummary, read_json, summarize
@@ -50,10 +50,12 @@ def settled(summary: RunSummary, standing: Standing) -> RunSummary:
     is_over = standing.condition not in ("waiting", "running") or (summary.path / "DONE").exists()
     if summary.state == "failed" or (summary.state == "done" and is_over):
         return summary
+    if standing.is_leaving:
+        return replace(summary, state="stopping", message=standing.sentence, eta_seconds=None)
     if standing.condition == "waiting":
         return replace(summary, state="waiting", message=standing.sentence or standing.reason, eta_seconds=None)
-    if standing.condition == "running" and summary.state in ("lost", "stopped", "done"):
-        return replace(summary, state="starting", message="")
+    if standing.condition == "running" and summary.state in ("starting", "lost", "stopped", "done"):
+        return replace(summary, state="starting", message=standing.sentence)  # why it is not whole yet
     if standing.condition == "ended" and summary.state in (*MOVING, "lost"):
         if (summary.path / "STOP").exists():
             return replace(summary, state="stopped", eta_seconds=None)
@@ -61,10 +63,12 @@ def settled(summary: RunSummary, standing: Standing) -> RunSummary:
             return replace(summary, state="done", message="", eta_seconds=None)
         words = f"its job {standing.job} ended" + (f": {standing.reason}" if standing.reason else "")
         words = words if standing.job else standing.reason
+        # That no agent is seen follows from the job's end; what the run says of itself in its files does not.
+        own = "" if summary.state == "lost" else summary.message
         if standing.outcome == "failed":
             told = f"{words}: {standing.sentence}" if standing.sentence else words
-            return replace(summary, state="failed", message=summary.message or told, eta_seconds=None)
-        return replace(summary, state="lost", message=summary.message or words, eta_seconds=None)
+            return replace(summary, state="failed", message=own or told, eta_seconds=None)
+        return replace(summary, state="lost", message=own or words or summary.message, eta_seconds=None)
     return summary
 
 
@@ -101,15 +105,11 @@ def wait_for_agents(run: RunDirectory, seconds: float = 10.0) -> None:
 
 def check_is_seen(run: RunDirectory, instead: str) -> None:
     """Refuse to leave word in a run directory that its pods do not see."""
-    submission = read_submission(run)
-    if submission.on != "kubernetes":
-        return
-    from craton.orchestration.kubernetes import is_elsewhere
-
     if is_elsewhere(run):
+        directory = read_submission(run).details.get("directory", "a folder")
         raise RunStateError(
-            f"{run.name} is {submission.details.get('directory', 'a folder')} in its pods, which this machine does not "
-            f"see, so they would not hear of it; {instead}"
+            f"{run.name} is {directory} in its pods, which this machine does not see, so they would not hear of it; "
+            f"{instead}"
         )
 
 
@@ -132,6 +132,8 @@ def check_running(run: RunDirectory, what: str = "stop", may_wait: bool = False)
 
 def check_not_running(run: RunDirectory) -> None:
     standing = standing_of(run)
+    if standing.is_leaving:
+        raise RunStateError(f"{run.name} still stops: {standing.sentence}; `craton stop {run.name}` waits until it has")
     if standing.condition == "running":
         raise RunStateError(
             f"{run.name} is running ({', '.join(standing.nodes)}); `craton logs {run.name} -f` follows it, "

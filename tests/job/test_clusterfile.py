@@ -117,6 +117,22 @@ def test_examples_load(file: Path) -> None:
         (", capacity_bytes: 96TiB", "", "lab.yaml:8: storage: megabytes_per_second_per_tib needs capacity_bytes"),
         ("96TiB", "96 shelves", "storage.shared.capacity_bytes: '96 shelves' is not a size in bytes"),
         ("account: lab", "queue: lab", "lab.yaml:9: scheduler: queue does not exist on slurm"),
+        (
+            "kind: slurm, partition: p5, account: lab",
+            "kind: kubernetes, resources: {nvidia.com/gpu: 8}",
+            "lab.yaml:9: scheduler.resources: nvidia.com/gpu is counted from the machine; leave it out",
+        ),
+        (
+            "kind: slurm, partition: p5, account: lab",
+            "kind: kubernetes, resources: {hca: 1}",
+            "scheduler.resources: 'hca' is not a resource of a device plugin; write its whole name",
+        ),
+        (
+            "kind: slurm, partition: p5, account: lab",
+            "kind: kubernetes, resources: {rdma/hca: some}",
+            "lab.yaml:9: scheduler.resources.*'some'",
+        ),
+        ("account: lab", "resources: {rdma/hca: 1}", "lab.yaml:9: scheduler: resources does not exist on slurm"),
         ("dollars_per_hour: 41.5", "dollars_per_hour: -1", r"lab.yaml:10: prices\[0\].dollars_per_hour: -1"),
         ("spares: 2", "spares: 64", "lab.yaml:11: cluster: 64 spares leave none of 64 nodes"),
         ("policy: drain", "policy: pray", "health.policy: 'pray' is not allowed; allowed: observe, drain, replace"),

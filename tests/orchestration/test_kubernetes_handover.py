@@ -27,7 +27,7 @@ from craton.orchestration import (
     stop_run,
 )
 from craton.orchestration.backend import BACKEND_FILE
-from craton.orchestration.kubernetes import handover
+from craton.orchestration.kubernetes import KubernetesBackend, handover
 from craton.orchestration.kubernetes.api import ApiError, Connection
 from craton.orchestration.kubernetes.backend import MANIFEST_FILE, read_manifests
 from craton.telemetry import RunDirectory, list_runs, summarize
@@ -133,6 +133,23 @@ def test_ctrl_c_at_a_resume_leaves_the_run_as_it_was(server: StandIn, tmp_path: 
     assert server.of("jobsets") == []
     resume_run(run, drafted(tmp_path, generation=1))
     assert standing_of(run).condition == "waiting"
+
+
+def test_a_resume_waits_for_the_pods_of_an_owner_that_is_gone(
+    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would still save in the run directory that the new ones take over."""
+    run = start_run(drafted(tmp_path), tmp_path / "runs")
+    server.remove((*JOBSETS, "train", "llm"))
+    pod = {"metadata": {"name": "llm-0", "labels": {"app.kubernetes.io/instance": "llm"}}, "status": {}}
+    server.put("v1", "pods", pod)
+    monkeypatch.setattr(handover, "LEAVE_SECONDS", 0.0)
+    with pytest.raises(RunStateError, match=r"the pods of llm have not left within 0 s"):
+        KubernetesBackend().submit(drafted(tmp_path, generation=1), run)
+    assert server.of("jobsets") == []
+    server.objects.clear()
+    KubernetesBackend().submit(drafted(tmp_path, generation=1), run)
+    assert len(server.of("jobsets")) == 1
 
 
 def test_an_owner_that_was_made_without_an_answer_is_found(server: StandIn, tmp_path: Path) -> None:

@@ -30,9 +30,10 @@ QUEUED: dict[str, dict[str, Any]] = {
 TIGHT = {
     "priority": "high",
     "service_account": "trainer",
-    "node_pool": "p5",
     "tolerations": ["nvidia.com/gpu", "dedicated"],
 }
+POOL = {"node_pool": "p5"}
+RDMA = {"resources": {"rdma/hca_shared_devices_a": 1}}
 SECRET = "hf_do_not_tell"
 FOLDER = Path(__file__).with_name("kubernetes_golden")
 
@@ -70,7 +71,9 @@ AXES: list[list[dict[str, Any]]] = [
         {
             "num_pods": 9,
             "uses_efa": True,
+            "pins_memory": True,
             "resources": {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5120Mi", "cpu": "172"},
+            "limits": {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5120Mi"},
         },
         {"uses_efa": False, "resources": {"nvidia.com/gpu": "2"}, "limits": {"nvidia.com/gpu": "2"}},
     ],
@@ -123,16 +126,20 @@ def test_every_combination_is_valid_and_nothing_unknown_is_in_it(gang: str) -> N
 @pytest.mark.parametrize("gang", GANGS)
 def test_job_files_make_valid_manifests_that_are_sent_as_they_are_printed(gang: str, machine: str) -> None:
     for kind, root in itertools.product(("pretrain", "command", "serve"), (LAPTOP, SHARED)):
+        pool = POOL if root == SHARED else {}
+        scheduler, nodes = {**TIGHT, **RDMA, **pool}, 1 if kind == "serve" else 6
         wanted = job(
             kind,
-            place(gang, machine, 1 if kind == "serve" else 6, scheduler=TIGHT, storage={"nvme": {"path": "/scratch"}}),
-            placement={"within": "leaf"},
+            place(gang, machine, nodes, scheduler=scheduler, storage={"nvme": {"path": "/scratch"}}),
+            placement=None if pool else {"within": "leaf"},
             run={"secrets": ["HF_TOKEN"], "env": {"A": "b"}, "exclude": ["n1"], **limit_of(kind)},
             **({"recover": {"spares": 1}} if kind != "serve" else {}),
             **({"checkpoint": {"tiers": [{"to": "nvme", "every": "5m"}]}} if kind == "pretrain" else {}),
         )
         documents = manifests(target(wanted, root, given={"HF_TOKEN"}))
         assert [problem for document in documents for problem in problems(document)] == []
+        resources = container_of(documents)["resources"]
+        assert {**resources["limits"], "cpu": resources["requests"]["cpu"]} == resources["requests"], "of devices too"
         assert list(yaml.load_all(to_yaml(documents), Loader=yaml.CSafeLoader)) == documents
 
 
@@ -157,14 +164,16 @@ def test_the_checker_itself_refuses_what_is_unknown_or_of_another_type() -> None
         ("volcano_job", "volcano", "pretrain"),
         ("indexed_job", "none", "command"),
         ("leader_worker_set", "kueue", "serve"),
+        ("leader_worker_set_volcano", "volcano", "serve"),
     ],
 )
 def test_golden_files(name: str, gang: str, kind: str, pytestconfig: pytest.Config) -> None:
     serves = {"serve": {"host": "0.0.0.0", "initialize": "random", "api_keys": "KEYS"}} if kind == "serve" else {}
+    pool, nodes = POOL if name == "leader_worker_set_volcano" else {}, 1 if kind == "serve" else 5
     wanted = job(
         kind,
-        place(gang, "p5", 1 if kind == "serve" else 5, scheduler=TIGHT, storage={"nvme": {"path": "/opt/dlami/nvme"}}),
-        placement={"within": "leaf"},
+        place(gang, "p5", nodes, scheduler={**TIGHT, **pool}, storage={"nvme": {"path": "/opt/dlami/nvme"}}),
+        placement=None if pool else {"within": "leaf"},
         run={"secrets": ["HF_TOKEN"], "env": {"NCCL_DEBUG": "WARN"}, "exclude": ["ip-10-0-0-7"], **limit_of(kind)},
         **({"recover": {"spares": 1}} if kind != "serve" else {}),
         **({"checkpoint": {"tiers": [{"to": "nvme"}, {"to": "shared"}]}} if kind == "pretrain" else {}),
@@ -210,6 +219,17 @@ def test_a_pod_has_no_rights_that_the_job_does_not_need(gang: str) -> None:
     assert policy["spec"]["ingress"][0]["from"] == [{"podSelector": policy["spec"]["podSelector"]}]
 
 
+def test_a_namespace_that_wants_to_be_told_is_told_that_the_image_s_user_is_not_root() -> None:
+    def security(user: tuple[int, int] | None, folder: Path = LAPTOP, **more: Any) -> dict[str, Any]:
+        wanted = job("pretrain", place("none", scheduler=more))
+        return dict(pod_of(manifests(target(wanted, folder, user=user)))["spec"]["securityContext"])
+
+    assert "runAsNonRoot" not in security(None), "a root image would not start"
+    assert security(None, non_root=True)["runAsNonRoot"] is True
+    with pytest.raises(StartError, match=r"`non_root:`.* which is root; start it as another user"):
+        security((0, 0), SHARED, non_root=True)
+
+
 def test_the_devices_are_those_of_the_instance() -> None:
     def limits(instance: str, nodes: int = 4) -> dict[str, str]:
         where = {**place("none", nodes=nodes), "instance": instance}
@@ -222,6 +242,67 @@ def test_the_devices_are_those_of_the_instance() -> None:
     assert set(limits("p5.48xlarge", 1)) == {"memory", "nvidia.com/gpu"}, "one node needs no network"
     lab = container_of(manifests(target(job("pretrain", place("none", "lab")), SHARED)))["resources"]["limits"]
     assert set(lab) == {"memory", "nvidia.com/gpu"}
+
+
+def test_adapters_that_are_not_efa_are_those_that_the_cluster_file_names() -> None:
+    def container(nodes: int, machine: str = "lab") -> dict[str, Any]:
+        wanted = job("pretrain", place("none", machine, nodes, scheduler=RDMA))
+        return container_of(manifests(target(wanted, SHARED)))
+
+    several = container(4)
+    for asked in several["resources"].values():
+        assert asked["rdma/hca_shared_devices_a"] == "1"
+    assert several["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert "FI_PROVIDER" not in {each["name"] for each in several["env"]}
+    alone = container(1)
+    assert "rdma/hca_shared_devices_a" not in alone["resources"]["limits"], "one node needs no network"
+    assert alone["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert {"vpc.amazonaws.com/efa", "rdma/hca_shared_devices_a"} <= set(container(4, "p5")["resources"]["limits"])
+
+
+def test_pods_of_a_pool_that_may_be_empty_ask_for_nothing_that_karpenter_cannot_make() -> None:
+    def container(**scheduler: str) -> dict[str, Any]:
+        return container_of(manifests(target(job("pretrain", place("none", scheduler=scheduler)), SHARED)))
+
+    def values(made: dict[str, Any]) -> dict[str, Any]:
+        return {each["name"]: each.get("value") for each in made["env"]}
+
+    pooled, fixed = container(**POOL), container()
+    assert set(fixed["resources"]["limits"]) - set(pooled["resources"]["limits"]) == {"hugepages-2Mi"}
+    assert pooled["resources"]["limits"]["vpc.amazonaws.com/efa"] == "32"
+    assert values(pooled)["FI_EFA_USE_HUGE_PAGE"] == "0"
+    assert "FI_EFA_USE_HUGE_PAGE" not in values(fixed)
+
+
+@pytest.mark.parametrize("gang", GANGS)
+def test_a_place_that_karpenter_cannot_promise_is_a_wish_or_refused(gang: str) -> None:
+    def asked(**placement: str) -> Target:
+        return target(job("pretrain", place(gang, scheduler=POOL), placement=placement), SHARED)
+
+    if gang == "kueue":
+        for wanted in ({"within": "leaf", "wait": "10m"}, {"within": "zone"}):
+            with pytest.raises(
+                StartError, match=r"Kueue finds a place only on nodes that are there; leave `placement:`"
+            ):
+                asked(**wanted)
+        return
+    with pytest.raises(StartError, match=r"within leaf: Karpenter makes the nodes of p5, and cannot know their leaf"):
+        asked(within="leaf")
+    assert asked(within="leaf", wait="10m").near
+    if gang != "volcano":  # by tier, and the zone has none here
+        assert asked(within="zone").near
+
+
+def test_a_queue_that_nobody_keeps_is_refused() -> None:
+    for where, run in ((place("none", scheduler={"queue": "research"}), {}), (place("none"), {"queue": "research"})):
+        with pytest.raises(StartError, match="queue research: nobody keeps queues where `gang:` is none; give"):
+            target(job("command", where, run=run))
+
+
+def test_a_server_under_volcano_is_in_its_queue_whoever_makes_its_pod_group() -> None:
+    documents = manifests(target(job("serve", place("volcano", nodes=1))))
+    for metadata in (documents[0]["metadata"], pod_of(documents)["metadata"]):
+        assert metadata["annotations"]["scheduling.volcano.sh/queue-name"] == "research"
 
 
 def test_a_server_takes_a_share_of_a_node_and_is_closed_unless_it_listens_for_others() -> None:

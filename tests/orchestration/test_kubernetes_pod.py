@@ -20,6 +20,7 @@ from craton.job import parse_job
 from craton.orchestration import draft_run
 from craton.orchestration.kubernetes import pod as pod_program
 from craton.orchestration.kubernetes.codepack import pack_code, unpack_code
+from craton.orchestration.kubernetes.exits import EXIT_AGAIN
 from craton.orchestration.kubernetes.places import Places
 from craton.orchestration.kubernetes.pod import (
     Pod,
@@ -40,7 +41,7 @@ from craton.orchestration.kubernetes.pod import (
 from craton.orchestration.kubernetes.podfile import POD_FILE, TimeLimit, submission_of, used_seconds
 from craton.orchestration.preflight_finding import Finding
 from craton.orchestration.snapshot import check_code, find_code, keep_code
-from craton.telemetry import Heartbeat, RunDirectory, RunError, read_lines, summarize, write_heartbeat
+from craton.telemetry import Heartbeat, RunDirectory, RunError, read_json, read_lines, summarize, write_heartbeat
 
 LAUNCH = Launch(0, ["node-0", "node-1"], 1, ["python3", "-m", "craton.ml.training", "/laptop/llm"])
 
@@ -121,13 +122,36 @@ def test_two_pods_make_the_run_work_in_it_and_end_with_it(
     assert placed.startswith("ranks go over node-1 on g1, node-0 on g2; got 2 nodes on leaf1 x 1, leaf2 x 1")
 
 
+EARLY = """
+import os, runpy, signal, sys
+
+LIGHT = {"craton", "craton.version", "craton.lazy", "craton.orchestration", "craton.orchestration.kubernetes",
+         "craton.orchestration.kubernetes.pod"}
+
+class Told:
+    def find_spec(self, name, *_):
+        if name.startswith("craton") and name not in LIGHT:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, Told())
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as the first process of a container has it
+runpy.run_module("craton.orchestration.kubernetes.pod", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_pod_that_is_told_to_end_while_it_loads_its_program_ends() -> None:
+    """The kubelet's SIGTERM would be lost, and the pod be killed when its grace is over."""
+    assert subprocess.run([sys.executable, "-c", EARLY, "/no/run"], check=False).returncode == EXIT_AGAIN
+
+
 def test_a_killed_pod_comes_back_and_a_drained_one_takes_all_along_and_they_go_on(
     tmp_path: Path, pods: Callable[..., subprocess.Popen[str]]
 ) -> None:
     write_config_map(tmp_path / "config", counting_files(100_000))
     run = RunDirectory(tmp_path / "fsx" / "count")
-    first, second = pods(0), pods(1)
+    first, second = pods(0, CRATON_HOST_NAME="g1"), pods(1)
     wait_for(lambda: run.looks_like_a_run() and summarize(run).step >= 2)
+    assert read_json(run.path / "hosts" / "0.json")["host"] == "g1", "though nobody had to be put in order"
 
     os.killpg(second.pid, signal.SIGKILL)  # its node is gone, with all that ran there
     second.wait(10)

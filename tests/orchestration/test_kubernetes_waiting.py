@@ -9,8 +9,8 @@ import pytest
 from kubernetes_jobs import SHARED, cluster, job, target
 from kubernetes_schemas import problems
 
-from craton.orchestration.kubernetes import Seen, manifests, standing_of, why_waiting
-from craton.orchestration.kubernetes.waiting import _facts
+from craton.orchestration.kubernetes import Seen, Waiting, manifests, standing_of, why_waiting
+from craton.orchestration.kubernetes.waiting import MADE_AGAIN, _facts
 
 UID = "7d1f"
 KUEUE = "kueue.x-k8s.io/v1beta2"
@@ -53,12 +53,12 @@ def waiting_container(index: int, reason: str, message: str = "") -> dict[str, A
     return pod(index, containerStatuses=[{"name": "node", "state": state, "restartCount": 0}])
 
 
-def event(reason: str, message: str, at: str = "10:00") -> dict[str, Any]:
+def event(reason: str, message: str, at: str = "10:00", about: str = "llm") -> dict[str, Any]:
     return {
         "reason": reason,
         "message": message,
         "lastTimestamp": f"2026-11-15T{at}:00Z",
-        "involvedObject": {"name": "llm"},
+        "involvedObject": {"name": about},
     }
 
 
@@ -150,6 +150,25 @@ def test_an_older_kueue_has_one_word_for_all_and_the_message_tells_more(
     for word in ("Pending", "Inadmissible"):
         found = why_waiting(Seen(owner("kueue"), workload=workload(condition("QuotaReserved", "False", word, message))))
         assert (found.reason, found.sentence) == (reason, sentence)
+
+
+def test_labels_that_no_node_has_do_not_read_as_a_full_cluster() -> None:
+    def told(word: str, message: str) -> Waiting:
+        said = condition("QuotaReserved", "False", word, f"couldn't assign flavors to pod set node: {message}")
+        return why_waiting(Seen(owner("kueue"), workload=workload(said)))
+
+    for word in ("TopologyPlacementFailed", "Pending"):
+        found = told(word, "no topology domains at level: rack")
+        assert found.sentence.startswith(
+            "Kueue knows no node that its pods could go to: none of the queue's that takes work has the label rack with"
+        )
+        assert not found.is_for_ever, "nodes that are cordoned are told in the same words"
+        mistyped = told(word, "no requested topology level: rakc")
+        assert mistyped.sentence == (
+            "no kind of node in the queue research fits its pods: their Topology has no level rakc, as `levels:` of "
+            "the cluster file calls it"
+        )
+        assert mistyped.is_for_ever
 
 
 def test_kueue_s_other_stages() -> None:
@@ -323,6 +342,41 @@ def test_the_default_scheduler(message: str, sentence: str) -> None:
     assert why_waiting(seen).sentence == sentence
 
 
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        (
+            "no instance type has enough resources, requirements=karpenter.sh/nodepool In [p5], resources="
+            '{"cpu":"172","hugepages-2Mi":"5Gi"} (NodePool=p5)',
+            'no instance type of its pools has {"cpu":"172","hugepages-2Mi":"5Gi"}',
+        ),
+        (
+            'incompatible with provisioner "p5", no instance type satisfied resources {"cpu":"24"} and requirements x',
+            'no instance type of its pools has {"cpu":"24"}',
+        ),
+        (
+            "unsatisfiable topology constraint for pod affinity, key=rack (counts = , podDomains = rack Exists",
+            "it cannot know the rack of a node that is not there yet",
+        ),
+        ('incompatible requirements, label "rack" does not have known values', "its pools give nodes no label rack"),
+        ("all available instance types exceed limits for nodepool (NodePool=p5)", "the limits of the pool are reached"),
+        ("the moon is full", "the moon is full"),
+    ],
+)
+def test_why_karpenter_makes_no_node(message: str, sentence: str) -> None:
+    nodes = "0/2 nodes are available: 2 node(s) didn't match Pod's node affinity/selector."
+    pods = [pod(0, "Running"), pod(1, "Pending", condition("PodScheduled", "False", "Unschedulable", nodes))]
+    events = (
+        event("FailedScheduling", nodes, "10:09", about="llm-1"),
+        event("FailedScheduling", f"Failed to schedule pod, {message}", "10:05", about="llm-1"),
+        event("FailedScheduling", "Failed to schedule pod, before it had a node", "10:06", about="llm-0"),
+    )
+    assert why_waiting(Seen(owner("none"), pods, events=events)).sentence == (
+        "1 of 4 pods find no node on one leaf: of 2 nodes 2 are of another kind or pool; Karpenter made none at 10:05 "
+        f"UTC: {sentence}"
+    )
+
+
 def test_containers_volumes_and_pods_that_cannot_be_made() -> None:
     def told(*pods: dict[str, Any], events: tuple[dict[str, Any], ...] = ()) -> str:
         return why_waiting(Seen(owner("none"), list(pods), events=events)).sentence
@@ -353,6 +407,10 @@ def test_containers_volumes_and_pods_that_cannot_be_made() -> None:
         "its pods cannot be made: the namespace enforces the pod security standard restricted:latest: unrestricted "
         "capabilities"
     )
+    root = 'violates PodSecurity "restricted:latest": runAsNonRoot != true (pod must set it)'
+    assert told(events=(event("FailedCreate", root),)).endswith(
+        "`non_root: true` in the cluster file's scheduler promises it"
+    )
     old, new = event("FailedCreate", "old", "09:00"), event("FailedCreate", "new", "11:00")
     assert told(events=(new, old)).endswith("new")
     assert told() == "Kubernetes has not looked at it yet"
@@ -362,6 +420,16 @@ def test_a_word_that_nobody_knows_is_passed_on() -> None:
     said = condition("QuotaReserved", "False", "MoonIsFull", "come back\n tomorrow")
     found = why_waiting(Seen(owner("kueue"), workload=workload(said)))
     assert found.sentence == "kueue says MoonIsFull: come back tomorrow"
+
+
+def test_pods_that_have_ended_are_made_again_after_a_pause() -> None:
+    """The controller of Jobs keeps a lost pod until it makes the next: ten seconds later, then twenty, and so on."""
+    assert why_waiting(Seen(owner("none"), [pod(0, "Failed")])).sentence == MADE_AGAIN
+    assert why_waiting(Seen(owner("none"), [pod(0, "Failed"), pod(1, "Succeeded")], hidden=["Event"])).sentence == (
+        "its pods have ended, and Kubernetes makes them again after a pause that doubles with every loss"
+    )
+    assert why_waiting(Seen(owner("none"), [pod(0, "Failed"), pod(1, "Pending")])).sentence != MADE_AGAIN
+    assert why_waiting(Seen(owner("none"))).sentence == "Kubernetes has not looked at it yet"
 
 
 def test_every_fact_makes_a_sentence() -> None:

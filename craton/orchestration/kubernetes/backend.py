@@ -17,22 +17,29 @@ from queue import SimpleQueue
 
 import yaml
 
-from craton.orchestration.backend import Standing, Submission, read_submission, write_submission
+from craton.orchestration.backend import Standing, Submission, is_elsewhere, read_submission, write_submission
 from craton.orchestration.draft import Draft
 from craton.orchestration.errors import RunStateError, SchedulerError
 from craton.orchestration.kubernetes.api import Connection, ask, load_kr8s
 from craton.orchestration.kubernetes.codepack import pack_code
 from craton.orchestration.kubernetes.emitters import manifests, to_yaml
-from craton.orchestration.kubernetes.handover import Record, completed, hand_over, is_fresh, is_own, is_pending
+from craton.orchestration.kubernetes.handover import (
+    Record,
+    completed,
+    hand_over,
+    is_fresh,
+    is_own,
+    is_own_pod,
+    is_pending,
+)
 from craton.orchestration.kubernetes.logs import read_logs
 from craton.orchestration.kubernetes.objects import OURS, seen_of
 from craton.orchestration.kubernetes.pods import INSTANCE, Manifest
-from craton.orchestration.kubernetes.standing import standing_of
+from craton.orchestration.kubernetes.standing import GONE, is_running, leaving_of, living, standing_of
 from craton.orchestration.kubernetes.target import Target, target_of
 from craton.telemetry import RunDirectory, RunError
 
 MANIFEST_FILE = "kubernetes.yaml"
-GONE = "Gone"
 KILL_SECONDS = 1  # 0 would only make Kubernetes forget the pods, while they go on
 
 
@@ -113,12 +120,15 @@ class KubernetesBackend:
 
     def _end(self, run: RunDirectory, grace_seconds: int | None) -> None:
         submission = read_submission(run)
+        owner, selector = _owner(submission), _selector(submission)
+        namespace = owner["metadata"]["namespace"]
 
         async def end(connection: Connection) -> bool:
-            found = await connection.delete(_owner(submission))
-            if grace_seconds is not None:
-                await connection.delete_pods(submission.details["namespace"], _selector(submission), grace_seconds)
-            return found
+            pods = living(await connection.list("v1", "Pod", namespace, labelSelector=selector))
+            found = await connection.delete(owner)
+            if grace_seconds is not None and any(is_running(pod) for pod in pods):  # others leave with their owner
+                await connection.delete_pods(namespace, selector, grace_seconds)
+            return found or bool(pods)
 
         if not ask(end):
             raise RunStateError(
@@ -142,12 +152,6 @@ def end_pods_on(run: RunDirectory, host: str) -> None:
         raise RunStateError(f"{run.name} has no pod on {host or 'a node that is known'}: there is nothing to move")
 
 
-def is_elsewhere(run: RunDirectory) -> bool:
-    """Whether the pods of a run write another directory than the one that is seen here."""
-    submission = read_submission(run)
-    return submission.on == "kubernetes" and submission.details.get("directory") != str(run.path)
-
-
 def read_manifests(run: RunDirectory) -> list[Manifest]:
     path = run.path / MANIFEST_FILE
     try:
@@ -169,13 +173,14 @@ async def _look(connection: Connection, runs: Mapping[str, Submission]) -> dict[
     }
     for namespace in sorted({each.details["namespace"] for each in here.values()}):
         inside = {name: each for name, each in here.items() if each.details["namespace"] == namespace}
-        seen = await seen_of(connection, namespace, {each.details["version"]: each.job for each in inside.values()})
+        kinds = {each.details["version"]: each.job for each in inside.values()}
+        seen, pods = await seen_of(connection, namespace, kinds)
         for name, each in inside.items():
             found = seen.get(each.job)
             if found is not None and is_own(found.owner, each):
                 standings[name] = standing_of(found)
             else:
-                standings[name] = Standing("ended", each.job, (), GONE, "it was removed")
+                standings[name] = leaving_of(each.job, [pod for pod in pods if is_own_pod(pod, each)])
     return standings
 
 
@@ -183,7 +188,7 @@ def _settled(run: RunDirectory, submission: Submission, standing: Standing) -> S
     """The standing of a run of which it was not heard whether the cluster has it: now it is, one way or the other."""
     if not is_pending(submission) or standing.condition == "unknown":
         return standing
-    if standing.reason != GONE:
+    if standing.reason != GONE or standing.is_leaving:
         with contextlib.suppress(OSError):  # somebody else's run, which may only be read
             write_submission(run, completed(submission))
         return standing

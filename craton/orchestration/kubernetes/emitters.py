@@ -128,6 +128,11 @@ def leader_worker_set(target: Target) -> Manifest:
     if target.gang == "kai":
         metadata["labels"] |= {"kai.scheduler/queue": target.queue}
         metadata["annotations"] |= _kai_annotations(target)
+    if target.gang == "volcano" and target.queue:
+        # Who makes the PodGroup reads it: the controller of LeaderWorkerSets at the set, where it is told to place
+        # gangs, else Volcano's at the pods.
+        annotations = {"scheduling.volcano.sh/queue-name": target.queue}
+        metadata["annotations"] |= annotations
     template = pod_template(
         target,
         restart_policy="Always",

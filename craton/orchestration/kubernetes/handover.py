@@ -29,7 +29,13 @@ from craton.orchestration.kubernetes.pods import (
     Manifest,
 )
 from craton.orchestration.kubernetes.standing import ended_as
-from craton.orchestration.kubernetes.target import MOST_FILE_BYTES, PLACES_FILE, instance_types_of, nodes_map_of
+from craton.orchestration.kubernetes.target import (
+    MOST_FILE_BYTES,
+    PLACES_FILE,
+    SUBMISSION_VARIABLE,
+    instance_types_of,
+    nodes_map_of,
+)
 from craton.telemetry import RunDirectory
 
 SUBMISSION = "submission"  # what tells this owner from others of its name
@@ -84,6 +90,16 @@ async def hand_over(
 def is_own(owner: Manifest, submission: Submission) -> bool:
     """Whether an object of the right name is the one that was handed in; older records do not tell."""
     return submission.details.get(SUBMISSION) in (None, _submission_of(owner))
+
+
+def is_own_pod(pod: Manifest, submission: Submission) -> bool:
+    """The same of a pod, which tells it by its environment."""
+    if (pod["metadata"].get("labels") or {}).get(INSTANCE) != submission.job.partition("/")[2]:
+        return False
+    containers = (pod.get("spec") or {}).get("containers") or ()
+    env = [each for container in containers for each in container.get("env") or ()]
+    told = [each.get("value") for each in env if each["name"] == SUBMISSION_VARIABLE]
+    return submission.details.get(SUBMISSION) in (None, *told)
 
 
 def is_pending(submission: Submission) -> bool:
@@ -161,11 +177,19 @@ async def _take_back(connection: Connection, record: Record, owner: Manifest, wh
 
 async def _create_owner(connection: Connection, record: Record, owner: Manifest) -> Manifest:
     """In place of one of the same run that has ended; what belongs to anybody else is left alone."""
+    if record.before is not None:
+        await _make_room(connection, record, owner)
     try:
         return await _create_on_record(connection, record, owner)
     except ApiError as error:
         if error.status != CONFLICT:
             raise
+    await _make_room(connection, record, owner)
+    return await _create_on_record(connection, record, owner)
+
+
+async def _make_room(connection: Connection, record: Record, owner: Manifest) -> None:
+    """Removes an owner of the same run that has ended, and waits for its pods, which may outlive it."""
     there = await connection.read(owner)
     if there is not None:
         if not _is_of_the_same_run(there, owner):
@@ -182,8 +206,7 @@ async def _create_owner(connection: Connection, record: Record, owner: Manifest)
                 "another"
             )
         await connection.delete(owner)
-        await _wait_until_gone(connection, owner)
-    return await _create_on_record(connection, record, owner)
+    await _wait_until_gone(connection, owner)
 
 
 async def _create_on_record(connection: Connection, record: Record, owner: Manifest) -> Manifest:

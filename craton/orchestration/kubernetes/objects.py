@@ -23,8 +23,11 @@ MOST_NAMES = 50  # in one selector, which is a part of an address
 SECONDS_LETTERS = len("2026-11-15T10:00:00")
 
 
-async def seen_of(connection: Connection, namespace: str, kinds: Mapping[str, str]) -> dict[str, Seen]:
-    """KIND/NAME → everything there is of it; `kinds` has a KIND/NAME of each version to look for."""
+async def seen_of(
+    connection: Connection, namespace: str, kinds: Mapping[str, str]
+) -> tuple[dict[str, Seen], list[Manifest]]:
+    """(KIND/NAME → everything there is of it, all pods of runs); `kinds` has a KIND/NAME of each version to look for.
+    Pods outlive an owner that is removed: for as long as they save."""
     versions = {version: job.partition("/")[0] for version, job in kinds.items()}
     owners_lists, pods = await asyncio.gather(
         asyncio.gather(
@@ -51,7 +54,7 @@ async def seen_of(connection: Connection, namespace: str, kinds: Mapping[str, st
         told = [each for each in events if is_about(each, owner, parts)]
         seen = Seen(owner, its_pods, workload, group, told, sorted(hidden))
         found[f"{owner['kind']}/{owner['metadata']['name']}"] = seen
-    return found
+    return found, pods
 
 
 def is_about(event: Manifest, owner: Manifest, parts: Sequence[Manifest]) -> bool:

@@ -11,10 +11,17 @@ alike, but the pods come back, and the first of them starts the next generation 
 
 from __future__ import annotations
 
-import argparse
 import os
-import secrets
 import signal
+
+if __name__ == "__main__":
+    # A container's first process is not ended by a signal that it has no handler for: the kubelet would wait for all of
+    # the pod's grace. The imports below take a second or two, in which there is nothing to save: another pod begins.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(os.EX_TEMPFAIL))  # EXIT_AGAIN
+
+import argparse
+import secrets
 import subprocess
 import sys
 import time
@@ -303,6 +310,8 @@ def supervise(pod: Pod, signals: Signals) -> int:
     node = node_of(launch, pod.index)
     assert node is not None, "pre-flight has looked"
     command = [sys.executable, "-m", "craton.agent", str(run.path), "--node", str(launch.nodes.index(node))]
+    if pod.host:  # where nobody called too, or it was on another then: by it healing knows what to move
+        answer(run, pod.index, "", pod.host)
     limit = TimeLimit(run, pod.submission, pod.stop_after_seconds, since=pod.began, is_first=pod.index == 0)
     with LogCopier(run, node, sys.stdout), limit:
         signals.agent = subprocess.Popen(command)

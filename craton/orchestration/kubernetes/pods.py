@@ -1,8 +1,8 @@
 """The pod that is one node of a run: the same for every kind of owner, as tight as the job allows. Pure.
 
-It holds no token of the cluster, may not gain rights, and has no capability but to pin memory where EFA needs it. A
-value of the job file is a text here, never a part of a command or a reference to another variable. Secrets are files in
-memory, which the pod's program gives to the ranks: the container's own environment does not have them.
+It holds no token of the cluster, may not gain rights, and has no capability but to pin memory where the network needs
+it. A value of the job file is a text here, never a part of a command or a reference to another variable. Secrets are
+files in memory, which the pod's program gives to the ranks: the container's own environment does not have them.
 """
 
 from __future__ import annotations
@@ -137,15 +137,15 @@ def _pod_security(target: Target) -> Manifest:
     if target.user is not None:
         user, group = target.user
         security |= {"runAsUser": user, "runAsGroup": group}
-        if user:
-            security["runAsNonRoot"] = True
+    if target.is_non_root or (target.user is not None and target.user[0] != 0):
+        security["runAsNonRoot"] = True
     return security
 
 
 def _container_security(target: Target) -> Manifest:
     capabilities: Manifest = {"drop": ["ALL"]}
-    if target.uses_efa:
-        capabilities["add"] = ["IPC_LOCK"]  # pinned memory is what the cards and the adapters share
+    if target.pins_memory:
+        capabilities["add"] = ["IPC_LOCK"]
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from craton.orchestration.backend import Outcome, Standing
@@ -10,6 +11,7 @@ from craton.orchestration.kubernetes.waiting import Seen, why_waiting
 
 # Terminated is what a Volcano Job's policies make of a run that says FATAL; Aborted is what somebody did to it by hand.
 VOLCANO_OUTCOMES: dict[str, Outcome] = {"Completed": "done", "Failed": "failed", "Terminated": "failed", "Aborted": ""}
+GONE = "Gone"
 CONDITION_OUTCOMES: dict[str, Outcome] = {"Complete": "done", "Completed": "done", "Failed": "failed"}
 
 
@@ -21,21 +23,38 @@ class Ended:
 
 
 def standing_of(seen: Seen) -> Standing:
-    """It runs while all pods of the owner's gang have started; before that it waits, and why is asked."""
+    """It runs as soon as a pod does; why others of the gang do not, and why none does, is its sentence."""
     job = f"{seen.owner['kind']}/{seen.owner['metadata']['name']}"
-    nodes = tuple(dict.fromkeys(node for pod in _living(seen) if (node := (pod.get("spec") or {}).get("nodeName"))))
-    restarts = restarts_of(seen)
+    there = living(seen.pods)
+    nodes, restarts = _nodes(there), restarts_of(seen)
     if ended := ended_as(seen.owner):
         return Standing("ended", job, nodes, ended.reason, ended.message, restarts, outcome=ended.outcome)
     if seen.owner["metadata"].get("deletionTimestamp"):
-        return Standing("ended", job, nodes, "Deleted", "it is being removed", restarts)
-    running = [pod for pod in _living(seen) if is_running(pod)]
+        return leaving_of(job, there, restarts)
+    running = [pod for pod in there if is_running(pod)]
     if running:
-        held = len(_living(seen)) - len(running)
+        held = len(there) - len(running)
         sentence = why_waiting(seen).sentence if held else ""
         return Standing("running", job, nodes, "", sentence, restarts)
     waiting = why_waiting(seen)
     return Standing("waiting", job, nodes, waiting.reason, waiting.sentence, restarts)
+
+
+def leaving_of(job: str, pods: Iterable[Manifest], restarts: int = 0) -> Standing:
+    """Of a run whose owner was removed: it has ended when the last of its pods has."""
+    there = living(pods)
+    if not there:
+        return Standing("ended", job, (), GONE, "it was removed", restarts)
+    nodes = _nodes(there)
+    have = "pod has" if len(there) == 1 else "pods have"
+    where = f" ({', '.join(nodes)})" if nodes else ""
+    sentence = f"it was removed, and {len(there)} {have} not left yet{where}"
+    return Standing("running", job, nodes, GONE, sentence, restarts, is_leaving=True)
+
+
+def living(pods: Iterable[Manifest]) -> list[Manifest]:
+    """Those that have not ended; one that is told to end has not."""
+    return [pod for pod in pods if (pod.get("status") or {}).get("phase") not in ("Failed", "Succeeded")]
 
 
 def is_running(pod: Manifest) -> bool:
@@ -79,5 +98,5 @@ def restarts_of(seen: Seen) -> int:
     return max(counted, failed, ended) + again
 
 
-def _living(seen: Seen) -> list[Manifest]:
-    return [pod for pod in seen.pods if (pod.get("status") or {}).get("phase") not in ("Failed", "Succeeded")]
+def _nodes(pods: Iterable[Manifest]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(node for pod in pods if (node := (pod.get("spec") or {}).get("nodeName"))))

@@ -37,6 +37,7 @@ USABLE_SHARE = 0.9  # of a node's cores and memory: the rest is the kubelet's, t
 HUGE_PAGES = "5120Mi"  # AWS's own manifests for EFA ask for as much (EKS user guide, "EFA", 2026-08)
 MOST_FILE_BYTES = 900_000  # of a ConfigMap, which etcd limits to 1 MiB
 METRICS_PORT = 29400
+SUBMISSION_VARIABLE = "CRATON_SUBMISSION"  # by which a pod knows what it was handed in with
 KILL_MARGIN_SECONDS = 30  # after the ranks' grace, for the agent's last words
 WAIT_FOR_NODE_SECONDS = 3600.0  # a node that is made anew, or mended, takes a quarter of an hour and more
 DEFAULT_LABELS = {"node": "kubernetes.io/hostname", "zone": "topology.kubernetes.io/zone"}
@@ -98,9 +99,11 @@ class Target:
     save_before: int = 0
     shared_memory_bytes: int = 0  # 0: as much as Kubernetes gives
     uses_efa: bool = False
+    pins_memory: bool = False  # that the cards and the network's adapters share
     server_port: int = 0
     is_open: bool = False  # the server listens for others than its own pod
     user: tuple[int, int] | None = None  # None: that of the image
+    is_non_root: bool = False  # that is promised of the user, whoever it is
 
     @property
     def is_ordered(self) -> bool:
@@ -155,10 +158,17 @@ def target_of(
             f"the files of this run are more than the {MOST_FILE_BYTES:,} bytes of a ConfigMap; start it where the "
             "cluster's shared storage is mounted, with CRATON_RUNS on it"
         )
+    if scheduler.non_root and exists and user is not None and user[0] == 0:
+        raise StartError(
+            f"the cluster file says `non_root:`, and the pods of a run run as whoever made {run}, which is root; start "
+            "it as another user"
+        )
     instance = None if job.cluster.is_local else _instance(draft)
     num_gpus = launch.node_gpus if instance and launch.gpus else 0
-    uses_efa = instance is not None and instance.efa_version > 0 and len(launch.nodes) > 1 and num_gpus > 0
-    requests, limits = resources_of(instance, num_gpus, uses_efa)
+    is_spread = len(launch.nodes) > 1 and num_gpus > 0
+    uses_efa = instance is not None and instance.efa_version > 0 and is_spread
+    network = network_of(instance, scheduler) if instance is not None and is_spread else {}
+    requests, limits = resources_of(instance, num_gpus, network)
     return Target(
         run=job.name,
         name=object_name(job.name),
@@ -197,9 +207,11 @@ def target_of(
         save_before=round(min(job.run.save_before, (job.run.time_limit or 0) / 2)),
         shared_memory_bytes=int(limits_bytes(instance, num_gpus) // 2),
         uses_efa=uses_efa,
+        pins_memory=bool(network),
         server_port=job.serve.port if job.serve else 0,
         is_open=job.serve is not None and job.serve.host not in ("127.0.0.1", "localhost", "::1"),
         user=user if exists else None,
+        is_non_root=scheduler.non_root,
     )
 
 
@@ -280,17 +292,28 @@ def check_functions(job: Job, folder: str, mounts: tuple[Mount, ...]) -> None:
             )
 
 
-def resources_of(instance: Instance | None, num_gpus: int, uses_efa: bool) -> tuple[dict[str, str], dict[str, str]]:
+def network_of(instance: Instance, scheduler: Scheduler) -> dict[str, str]:
+    """What a pod asks for so that its node's adapters are seen in it.
+
+    Karpenter makes no node for a pod that asks for huge pages, for no instance type has them before it is there
+    (https://github.com/aws/karpenter-provider-aws/issues/3315): on its pools EFA does without.
+    """
+    found = {}
+    if instance.efa_version:
+        found["vpc.amazonaws.com/efa"] = str(instance.network_interfaces)
+        if not scheduler.node_pool:
+            found["hugepages-2Mi"] = HUGE_PAGES
+    return found | {name: str(count) for name, count in scheduler.resources.items()}
+
+
+def resources_of(
+    instance: Instance | None, num_gpus: int, network: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
     """(requests, limits) of a pod: a node, or the share of it that a server takes. Cores are not limited: a rank that
     is throttled makes all others wait."""
     if instance is None:
         return {"cpu": "1", "memory": "1Gi"}, {}
-    devices: dict[str, str] = {}
-    if num_gpus:
-        devices["nvidia.com/gpu"] = str(num_gpus)
-    if uses_efa:
-        devices["vpc.amazonaws.com/efa"] = str(instance.network_interfaces)
-        devices["hugepages-2Mi"] = HUGE_PAGES
+    devices = {**({"nvidia.com/gpu": str(num_gpus)} if num_gpus else {}), **network}
     requests, limits = {}, {}
     if instance.vcpus:
         requests["cpu"] = str(max(1, int(instance.vcpus * USABLE_SHARE * _share(instance, num_gpus))))
@@ -330,9 +353,27 @@ def near_of(job: Job, scheduler: Scheduler) -> Near | None:
             "{topology: NAME}`"
         )
     # None of them can wait for a while and then take what there is: a place that may be waited for is a wish.
-    return Near(
+    near = Near(
         level, check_label_key(label, f"levels.{level}.label") if label else "", tier, job.placement.wait is None
     )
+    if scheduler.node_pool:
+        check_can_be_made(near, scheduler, where)
+    return near
+
+
+def check_can_be_made(near: Near, scheduler: Scheduler, where: str) -> None:
+    """Refuse a place for which a pool of Karpenter may never have the nodes."""
+    pool = f"{where}placement within {near.level}: Karpenter makes the nodes of {scheduler.node_pool}"
+    if scheduler.gang == "kueue":
+        raise StartError(
+            f"{pool} for jobs that Kueue has admitted, and Kueue finds a place only on nodes that are there; leave "
+            "`placement:` out, or the cluster file's `node_pool:`"
+        )
+    if near.is_required and near.level not in DEFAULT_LABELS:
+        raise StartError(
+            f"{pool}, and cannot know their {near.level} before they are there, so such a place may never come; make "
+            "it a wish with `wait:`, or leave the cluster file's `node_pool:` out"
+        )
 
 
 def secrets_of(job: Job, given: Collection[str]) -> dict[str, str]:
@@ -348,6 +389,11 @@ def queue_of(job: Job, scheduler: Scheduler) -> str:
         raise StartError(
             f"{job.where('run')}{scheduler.gang} admits jobs by queue, and none is named; give `run: {{queue: NAME}}`, "
             "or the cluster file's scheduler a `queue:`"
+        )
+    if scheduler.gang == "none" and queue:
+        raise StartError(
+            f"{job.where('run', 'queue')}queue {queue}: nobody keeps queues where `gang:` is none; give the cluster "
+            "file's scheduler a `gang:` (kueue, kai or volcano), or leave `queue:` out"
         )
     return _labelled(job, queue, "queue")
 
@@ -427,7 +473,7 @@ def first_host(target: Target) -> str:
 def settled_env(target: Target) -> Mapping[str, str]:
     """What a pod's container finds in its environment, but for secrets; the job's own word comes last."""
     names = {
-        "CRATON_SUBMISSION": target.submission,
+        SUBMISSION_VARIABLE: target.submission,
         "CRATON_FIRST_POD": first_host(target),
         "CRATON_GIVE_UP_SECONDS": f"{target.give_up_seconds:g}",
         "CRATON_RUNS": os.path.dirname(target.directory),
@@ -448,4 +494,6 @@ def settled_env(target: Target) -> Mapping[str, str]:
     if target.uses_efa:
         # A missing EFA fails loudly; the interfaces named are not for NCCL's bootstrap (AWS EFA cheat sheet, 2026-07).
         names |= {"FI_PROVIDER": "efa", "NCCL_SOCKET_IFNAME": "^docker,lo,veth"}
+    if target.uses_efa and "hugepages-2Mi" not in target.resources:
+        names["FI_EFA_USE_HUGE_PAGE"] = "0"
     return {**names, **target.env}

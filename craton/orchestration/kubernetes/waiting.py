@@ -1,8 +1,8 @@
 """Why a run waits, as one sentence for people: pure functions over the objects that Kubernetes shows.
 
 Whoever decides is asked first: Kueue's Workload, then the PodGroup of Volcano or KAI, then the pods themselves, then
-the events of a run without pods. What their words mean stands in `waiting.toml`; a word that is not there is passed on
-as it is, with its message, rather than guessed at.
+the events of a run without pods. Where pods find no node, what Karpenter says of making one is added. What their words
+mean stands in `waiting.toml`; a word that is not there is passed on as it is, with its message, rather than guessed at.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ _EXCLUDED = re.compile(r"Total nodes: (?P<all>\d+); excluded: (?P<parts>.*)")  #
 _EXCLUSION = re.compile(r'(?P<what>\w+)(?: "(?P<name>[^"]*)")?: (?P<count>\d+)')
 _KAI_FEW = "node(s) didn't have enough resources: "
 _PART = re.compile(r"(?P<count>\d+) (?P<why>.+)")
+_KARPENTER = "Failed to schedule pod, "  # how its events begin; other schedulers repeat the pods' conditions in theirs
+_KARPENTER_LETTERS = 300  # of a message that is not known: it may list every requirement of every pool
+_ANY_WORD = ("", "Pending", "Inadmissible")  # of Kueue before 0.19, for all reasons
+MADE_AGAIN = "its pods have ended, and Kubernetes makes them again after a pause that doubles with every loss"
 _TAINT = re.compile(r"node\(s\) had untolerated taint(?:\(s\))?(?: \{(?P<taint>[^}]*)\})?")
 
 
@@ -59,6 +63,8 @@ class _Said:
 def why_waiting(seen: Seen) -> Waiting:
     """One sentence, whatever there is to go by."""
     said = _decider(seen)
+    if said is None and _have_ended(seen.pods):
+        return Waiting("", MADE_AGAIN)
     if said is None and seen.hidden:
         kinds = " and ".join(f"{each}s" for each in seen.hidden)
         return Waiting("", f"why is not shown to you; ask for the right to list {kinds} in its namespace")
@@ -74,6 +80,12 @@ def _decider(seen: Seen) -> _Said | None:
     if _is_queued(seen.owner) and seen.workload is None and "Workload" not in seen.hidden:
         return _Said("kueue", "QuotaReserved", "PendingEvaluation", "")
     return None
+
+
+def _have_ended(pods: Sequence[Manifest]) -> bool:
+    """Of an owner that has not: who makes pods again takes its time after a loss, and keeps the old ones until then."""
+    phases = [str((pod.get("status") or {}).get("phase") or "") for pod in pods]
+    return "Failed" in phases and all(phase in ("Failed", "Succeeded") for phase in phases)
 
 
 def _kueue(seen: Seen) -> _Said | None:
@@ -172,9 +184,11 @@ def _told(said: _Said, seen: Seen) -> Waiting:
     detail, meant, never = _detail(said)
     if counts := _nodes_beside(said, seen):
         detail = f"{detail}; {counts}" if detail not in ("", _one_line(said.message)) else counts
+    if not_made := _not_made(said, seen):
+        detail = f"{detail}; {not_made}" if detail else not_made
     fact = facts["reasons"].get((said.by, said.of, said.reason))
-    if meant and said.by == "kueue" and said.reason in ("", "Pending", "Inadmissible"):
-        # Before Kueue 0.19 one word stands for all reasons; the message has the better one.
+    if meant and said.by == "kueue" and said.reason in (*_ANY_WORD, "TopologyPlacementFailed"):
+        # One word stands for several reasons; the message has the better one.
         fact = facts["reasons"].get((said.by, said.of, meant), fact)
     if fact is None:
         message = f": {_one_line(said.message)}" if said.message else ""
@@ -236,6 +250,27 @@ def _nodes_beside(said: _Said, seen: Seen) -> str:
         held = [_conditions(pod, "conditions").get("PodScheduled") or {} for pod in seen.pods]
         return next((counts for each in held if (counts := _node_counts(str(each.get("message", ""))))), "")
     return ""
+
+
+def _not_made(said: _Said, seen: Seen) -> str:
+    """Why Karpenter made no node for pods that wait, by its newest event; it may have made one since."""
+    if said.of not in ("PodScheduled", "Unschedulable", "UnschedulableOnNodePool"):
+        return ""
+    homeless = {pod["metadata"]["name"] for pod in seen.pods if not (pod.get("spec") or {}).get("nodeName")}
+    told = [
+        event
+        for event in seen.events
+        if event.get("reason") == "FailedScheduling"
+        and str(event.get("message", "")).startswith(_KARPENTER)
+        and (event.get("involvedObject") or {}).get("name") in homeless
+    ]
+    if not told:
+        return ""
+    newest = max(told, key=_moment)
+    why = _detail(_Said("karpenter", "event", "", newest["message"].removeprefix(_KARPENTER)))[0]
+    if len(why) > _KARPENTER_LETTERS:
+        why = f"{why[:_KARPENTER_LETTERS]}…"
+    return f"Karpenter made none at {_moment(newest)[11:16]} UTC: {why}"
 
 
 def _exclusion_words(what: str, name: str | None) -> str:
