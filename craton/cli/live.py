@@ -62,14 +62,17 @@ def watch(run: RunDirectory, console: Console, steps: int | None = None, quiet: 
 
 def wait_for_stop(run: RunDirectory, console: Console, serves: bool = False) -> None:
     """Until the run has ended, with a sign that something is going on."""
+    from rich.markup import escape
     from rich.status import Status
 
     from craton.orchestration import Follower
 
     follower = Follower(run)
     what = "draining: requests under way are answered" if serves else "stopping: the ranks save a checkpoint"
-    with Status(what, console=console):
-        while follower.look().is_moving:
+    with Status(what, console=console) as status:
+        while (view := follower.look()).is_moving:
+            if view.summary.state == "stopping" and view.summary.message:
+                status.update(f"stopping: {escape(view.summary.message)}")
             time.sleep(LOOK_SECONDS)
 
 

@@ -263,7 +263,8 @@ def _unplanned_price(draft: Draft) -> str:
     if limit is None or draft.on == "local":
         return text
     most, hours = figures.dollars(hourly * limit / 3600.0), figures.duration(limit)
-    when = f"each start of {hours}" if draft.job.run.restarts else f"the {hours} it may take"
+    # Kubernetes counts over all starts.
+    when = f"each start of {hours}" if draft.on == "slurm" and draft.job.run.restarts else f"the {hours} it may take"
     return f"{text}, at most {most} in {when}"
 
 

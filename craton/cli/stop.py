@@ -54,6 +54,9 @@ def stop(
     if summary.state == "failed":
         console.print(f"{found.name} failed while it stopped:\n{summary.message}", style="red", markup=False)
         raise typer.Exit(1)
+    if summary.state == "stopping":
+        console.print(f"{found.name} still stops: {summary.message}", markup=False)
+        raise typer.Exit(1)
     if summary.state == "done":
         console.print(f"{found.name} was done before it could be stopped")
         return

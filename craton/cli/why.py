@@ -25,15 +25,13 @@ def why(
 ) -> None:
     """Say why a run waits, is slow, hangs, is dead or wrong: layer, node, evidence, what to do, what it costs."""
     import json
-    from urllib.parse import urlsplit
 
     from craton.cli.live import make_console
-    from craton.errors import CratonError
     from craton.observability.diagnosis import chosen_run, diagnose, read_snapshot, take_snapshot
+    from craton.observability.web import prometheus_address
 
-    if prometheus and not (urlsplit(prometheus).scheme in ("http", "https") and urlsplit(prometheus).hostname):
-        raise CratonError(f"--prometheus {prometheus!r} is not an address; write e.g. http://127.0.0.1:9090")
-    snapshot = read_snapshot(replay) if replay else take_snapshot(chosen_run(run), prometheus)
+    address = prometheus_address(prometheus)
+    snapshot = read_snapshot(replay) if replay else take_snapshot(chosen_run(run), address)
     if save:
         save.write_text(snapshot.to_json() + "\n", encoding="utf-8")
     verdict = diagnose(snapshot)

@@ -4,7 +4,8 @@ RUN/code holds the files, RUN/code.json says which they are: the sha256 of each,
 wherever the same files are. Equal files of all runs under a root are one file on the disk, linked from a store beside
 the runs; where that cannot be, a run has a copy of its own. Guarantees: a snapshot is whole or there is none; what
 .gitignore and .cratonignore leave out is left out, and so are runs and what looks like a secret, whatever they say; who
-may not read a file may not read its copy; a resume runs the same files or says which have changed.
+may not read a file, or look into its folder in the workdir, may not read its copy; a resume runs the same files or says
+which have changed.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def keep_code(found: Found, run: RunDirectory) -> str:
     store, folder = run.path.parent / STORE, str(found.folder)
     fresh = run.path / f".code.{secrets.token_hex(4)}"
     fresh.mkdir()
+    group = fresh.stat().st_gid  # of all copies: a folder that sets its own has given it that
     sums: dict[str, str] = {}
     unreadable: list[str] = []
     readers: dict[str, int] = {}  # folder in the folder → who may look into it
@@ -126,7 +128,7 @@ def keep_code(found: Found, run: RunDirectory) -> str:
             if inside not in readers:
                 readers[inside] = _readers(found.folder, inside)
                 (fresh / inside).mkdir(parents=True, exist_ok=True)
-            sums[path], is_shared = _keep(reading, f"{fresh}/{path}", str(store), readers[inside])
+            sums[path], is_shared = _keep(reading, f"{fresh}/{path}", str(store), readers[inside], group)
         unshared += not is_shared
     if unreadable:
         raise StartError(
@@ -275,10 +277,10 @@ def _target(folder: Path, path: str) -> str:
 # -- files ----------------------------------------------------------------------------------------------------------
 
 
-def _keep(reading: BinaryIO, target: str, store: str, readers: int) -> tuple[str, bool]:
+def _keep(reading: BinaryIO, target: str, store: str, readers: int, group: int) -> tuple[str, bool]:
     """(sha256, whether it is one file with the equal ones of other runs): what is stored is linked, and not copied."""
     digest, status, data = _read(reading)
-    place, mode = _place(store, digest, status, readers)
+    place, mode = _place(store, digest, status, readers, group)
     if _is_stored(place, digest, status.st_size, mode):
         with contextlib.suppress(OSError):  # swept meanwhile, another user's, or linked as often as can be
             os.link(place, target)
@@ -288,7 +290,7 @@ def _keep(reading: BinaryIO, target: str, store: str, readers: int) -> tuple[str
             writing.write(data)
         else:  # it may be another one by now
             digest, status, _ = _read(reading, writing)
-            place, mode = _place(store, digest, status, readers)
+            place, mode = _place(store, digest, status, readers, group)
         writing.flush()
         os.fchmod(writing.fileno(), mode)
         os.utime(writing.fileno(), ns=(STORED_NS, STORED_NS))
@@ -320,7 +322,7 @@ def _read(reading: BinaryIO, writing: BinaryIO | None = None) -> tuple[str, os.s
 
 
 def _readers(folder: Path, inside: str) -> int:
-    """Whom of its group and the others a folder and those above it let in, as bits of a mode."""
+    """Whom of its group and the others a folder and those above it, up to the workdir, let in, as bits of a mode."""
     bits = 0o777
     for each in (folder, *(folder / part for part in Path(inside).parents), folder / inside):
         mode = each.stat().st_mode
@@ -328,10 +330,10 @@ def _readers(folder: Path, inside: str) -> int:
     return bits
 
 
-def _place(store: str, digest: str, status: os.stat_result, readers: int) -> tuple[str, int]:
+def _place(store: str, digest: str, status: os.stat_result, readers: int, group: int) -> tuple[str, int]:
     """(where it is stored, its mode): nobody writes to it, and nobody reads it who could not read the file."""
     mode = status.st_mode & 0o555 & readers | 0o400
-    if status.st_gid != os.getegid():  # the copy is for another group
+    if status.st_gid != group:  # the copy is for another one
         mode &= 0o707 | (mode & 0o007) << 3
     ends = {0o444: "", 0o555: "x"}
     return f"{store}/{digest[:2]}/{digest}{ends.get(mode, f'-{mode:o}')}", mode

@@ -85,7 +85,8 @@ def _group(site: Site, name: str, machine: str, count: int, script: str) -> dict
         "InstanceCount": count,
         "LifeCycleConfig": {"SourceS3Uri": site.scripts, "OnCreate": script},
         "ExecutionRole": site.aws.execution_role,
-        "ThreadsPerCore": 2,  # all the processors that the catalog counts; 1 would switch half of them off
+        # All the processors that the catalog counts: 1 would switch half of them off; those of Grace have one each.
+        "ThreadsPerCore": 1 if machine.startswith("ml.p6e-") else 2,
         "InstanceStorageConfigs": storage,
     }
 

@@ -89,6 +89,8 @@ def ask_ras(address: str | None = None) -> dict[str, Any] | None:
     """What RAS says of the job now; None where none listens, or it gives no answer. RasFormatError where it speaks no
     JSON."""
     host, _, port = (address or os.environ.get("NCCL_RAS_ADDR") or RAS_ADDRESS).rpartition(":")
+    if not port.isdecimal():
+        return None
     deadline = time.monotonic() + RAS_SECONDS
     try:
         with socket.create_connection((host, int(port)), timeout=RAS_SECONDS) as connection:
@@ -96,11 +98,16 @@ def ask_ras(address: str | None = None) -> dict[str, Any] | None:
             if not _received(connection, deadline, b"\n").startswith(b"SERVER PROTOCOL"):
                 return None
             connection.sendall(b"SET FORMAT json\n")
-            if _received(connection, deadline, b"\n").strip() != b"OK":
+            answer = _received(connection, deadline, b"\n").strip()
+            if not answer:
+                return None
+            if answer != b"OK":
                 raise RasFormatError("it knows no SET FORMAT")
             connection.sendall(b"VERBOSE STATUS\n")
             received = _received(connection, deadline)
     except OSError:
+        return None
+    if not received.strip():
         return None
     if not received.lstrip().startswith((b"{", b"[")):
         raise RasFormatError("it took SET FORMAT and answered in words")

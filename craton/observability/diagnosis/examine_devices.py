@@ -150,7 +150,9 @@ def _broke(snapshot: Snapshot, moment: float) -> bool:
 
 def _has_spare(snapshot: Snapshot) -> bool:
     limit = threshold("heartbeat_lost_seconds")
-    return any((node.heartbeat_age_seconds or 0.0) <= limit for node in snapshot.spares)
+    return any(
+        node.agent_is_alive is not False and (node.heartbeat_age_seconds or 0.0) <= limit for node in snapshot.spares
+    )
 
 
 def _memory(snapshot: Snapshot, symptoms: Symptoms, node: Node, gpu: Gpu) -> list[Finding]:

@@ -18,7 +18,7 @@ from craton.observability.diagnosis.tables import threshold
 T = TypeVar("T", int, str)
 COMMON_SHARE = 0.75  # of the times that it broke, from which on it is always the same one
 _RANK = re.compile(r"\brank (\d+)\b(?: on ([\w.-]+))?")
-_LOST = re.compile(r"^([\w.-]+) is lost\b")
+LOST = re.compile(r"(?:^|; )([\w.-]+) is lost: ([^;\n]+)", re.MULTILINE)  # node and how, as agents put it
 # As agents and torchrun put it: a signal that no program sends itself, the exit code of it, or a stop.
 _FROM_OUTSIDE = re.compile(
     r"killed by SIG(?:KILL|TERM|INT|HUP)|exited with code 1(?:37|43)\b|Signal (?:9|15) \(SIG|stopped by a signal"
@@ -56,7 +56,7 @@ def find_loop(snapshot: Snapshot) -> Loop | None:
 
 def _victim(reason: str, snapshot: Snapshot) -> tuple[int | None, str | None]:
     """Rank and node that a reason names first."""
-    if lost := _LOST.search(reason):
+    if lost := LOST.match(reason):
         return None, lost[1]
     named = _RANK.search(reason)
     if named is None:
@@ -66,7 +66,7 @@ def _victim(reason: str, snapshot: Snapshot) -> tuple[int | None, str | None]:
 
 
 def _way(reason: str) -> str:
-    if _LOST.search(reason):
+    if LOST.match(reason):
         return "lost"
     return "killed" if _FROM_OUTSIDE.search(reason) else "broke"
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from craton.observability.diagnosis.phases import Straggling, find_slowness, find_straggling, is_on_processors
-from craton.observability.diagnosis.restarts import find_loop
+from craton.observability.diagnosis.restarts import LOST, find_loop
 from craton.observability.diagnosis.snapshot import Rank, Snapshot
 from craton.observability.diagnosis.tables import hung_in, threshold
 from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, Symptom, Symptoms
@@ -24,7 +24,6 @@ STOPPED_STEPS = 3.0  # that a stopped rank must have missed
 NEWEST_LOSSES, LEAST_LOSSES = 5, 24
 _HANG = re.compile(r"rank (\d+) (?:on \S+ )?(hangs in|is stopped by a signal)")
 _VICTIM = re.compile(r"rank (\d+) on ([\w.-]+)")
-_LOST = re.compile(r"(?:^|; )([\w.-]+) is lost: ([^;\n]+)", re.MULTILINE)
 
 
 def symptoms_of(snapshot: Snapshot) -> Symptoms:
@@ -52,8 +51,7 @@ def symptoms_of(snapshot: Snapshot) -> Symptoms:
 def straggler_of(snapshot: Snapshot) -> Symptom | None:
     """The ranks that cost the others most, for `craton why` and for the page alike; None where nobody does, or where
     the run suffers from something in which ranks are not compared: a hang, a death."""
-    slow = symptoms_of(snapshot).of("slow")
-    return next((symptom for symptom in slow if symptom.ranks and symptom.phase), None)  # a rank that restarts has none
+    return next((symptom for symptom in symptoms_of(snapshot).of("slow") if symptom.ranks), None)
 
 
 def _by_state(snapshot: Snapshot) -> Symptom | None:
@@ -97,7 +95,7 @@ def _death(snapshot: Snapshot, message: str) -> Symptom:
 def lost_by_word(snapshot: Snapshot) -> dict[str, str]:
     """Node → how its agent was lost, as the others said when the run ended for it; it may have been started anew since,
     and look well."""
-    said = reversed(_LOST.findall(snapshot.run.message))  # the first word of a node is why, others follow from it
+    said = reversed(LOST.findall(snapshot.run.message))  # the first word of a node is why, others follow from it
     told = {node: how for node, how in said if node in snapshot.run.nodes}
     return {} if len(told) == len(snapshot.run.nodes) else told
 

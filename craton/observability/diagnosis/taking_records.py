@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from craton.observability.diagnosis.restarts import LOST
 from craton.observability.diagnosis.snapshot import PHASES, Event, LogMatch, Restart, Series, Serving, Tier
 from craton.observability.diagnosis.tables import log_patterns, threshold
 from craton.orchestration import read_recoveries
@@ -24,7 +25,7 @@ RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5
 NEWEST_STEPS = 5  # most of which must be odd
 ALL_BYTES, MOST_BYTES, LEAST_BYTES = 128 << 20, 1 << 20, 32 << 10  # of the metrics of all nodes, and of one
 ALL_EVENT_BYTES, EVENT_BYTES, LOG_BYTES = 64 << 20, 256 << 10, 48 << 10
-MOST_GENERATIONS = 32  # that are asked who held rank 0
+MOST_GENERATIONS = 32  # the newest, that are read: who held rank 0, why they began
 RESTART_SECONDS = 3600.0  # that a restart counts
 MOST_LOGS = 64
 MOST_POINTS, WHOLE_POINTS = 300, 60  # of a series: thinned, but for the newest
@@ -214,14 +215,21 @@ def read_restarts(run: RunDirectory, first: int, now: float) -> tuple[tuple[Rest
     began = {each: number(document.get("time")) or 0.0 for each, document in made.items()}
     broke = {each: at for each, document in made.items() if (at := number(document.get("broke_at")))}
     recent = [each for each in broke if began[each] >= now - RESTART_SECONDS]
+    nodes = read_json(run.launch_path).get("nodes") or ()
     books: dict[int, float] = {}
     if len(recent) >= threshold("restarts_per_hour"):
         books = {each.generation: sum(each.parts.values()) for each in read_recoveries(run)}
     restarts = tuple(
-        Restart(began[each], broke[each], str(made[each].get("reason") or "").partition("\n")[0][:300], books.get(each))
+        Restart(began[each], broke[each], _cause(str(made[each].get("reason") or ""), nodes), books.get(each))
         for each in recent
     )
     return restarts, began[numbers[-2]] if len(numbers) > 1 else None
+
+
+def _cause(reason: str, nodes: Collection[str]) -> str:
+    """A lost node, before ranks whose connections to it broke; else the first line."""
+    lost = next((each[0] for each in LOST.finditer(reason) if each[1] in nodes), None)
+    return (lost.removeprefix("; ") if lost else reason.partition("\n")[0])[:300]
 
 
 def tiers_of(lines: Iterable[Mapping[str, Any]], intervals: Mapping[str, float]) -> tuple[Tier, ...]:

@@ -44,7 +44,7 @@ class HostCollector(Collector):
             memory_samples(read("proc/meminfo")),
             self._load(),
             counter_samples(read("proc/vmstat"), "node_vmstat_"),
-            _tcp(read("proc/net/snmp")),
+            _tcp(read("proc/1/net/snmp") or read("proc/net/snmp")),
             *(pressure_samples(read(f"proc/pressure/{kind}"), kind) for kind in ("cpu", "io", "memory")),
             self._network(),
             self._memory_errors(),

@@ -63,7 +63,7 @@ class Occupants:
             found = self._ask(pid, parent, now)
             if began:
                 self._known[pid] = (began, look, found)
-        if found.run and found.run_node:
+        if found.run and found.run_node and len(self._numbers(pid)) > 1:  # elsewhere its agent tells its host right
             self._here.is_here(found.run, found.run_node, now)
         return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
+from craton.infrastructure import CatalogError, instance
 from craton.job import ClusterFile
 from craton.observability.prometheus.kubernetes import EXPORTER_LABELS, NAMESPACE, Manifest, MonitoredCluster
 from craton.observability.prometheus.targets import EXPORTERS
@@ -123,9 +124,13 @@ def _claim(cluster: ClusterFile, runs: str) -> tuple[str, str] | None:
 
 def _nodes(cluster: ClusterFile) -> Manifest:
     """By the instance type, which every node on AWS has as a label (HyperPod puts `ml.` before), else by NVIDIA's."""
-    if cluster.instance is None or "." not in cluster.instance:
+    try:
+        kind = instance(cluster.instance or "").name
+    except CatalogError:
+        kind = cluster.instance or ""
+    if "." not in kind:
         return {"nodeSelector": {HAS_GPU: "true"}}
-    kinds = {"key": INSTANCE_TYPE, "operator": "In", "values": [cluster.instance, f"ml.{cluster.instance}"]}
+    kinds = {"key": INSTANCE_TYPE, "operator": "In", "values": [kind, f"ml.{kind}"]}
     terms = {"nodeSelectorTerms": [{"matchExpressions": [kinds]}]}
     return {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}}
 

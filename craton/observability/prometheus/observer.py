@@ -34,7 +34,7 @@ from craton.observability.prometheus.processes import (
     start_alertmanager,
     start_prometheus,
 )
-from craton.observability.prometheus.rules import efa_per_node, rule_groups
+from craton.observability.prometheus.rules import SEVERAL_HOSTS, efa_per_node, rule_groups
 from craton.observability.prometheus.scrape import (
     OWN_JOB,
     SLURM_PORT,
@@ -137,7 +137,7 @@ class TargetKeeper:
         if not self.settings.runs:
             return f"no run in {self.settings.root} goes on: targets appear when one does"
         names = ", ".join(run.name for run in self.settings.runs)
-        return f"{names} does not go on: what was recorded while it did is shown, and targets appear when it is resumed"
+        return f"{names} does not go on: targets appear when it is resumed"
 
     def _look(self) -> None:
         runs = list(self.settings.runs) or list_runs(self.settings.root)
@@ -292,9 +292,10 @@ def gpus_per_node(cluster: ClusterFile | None) -> int | None:
     if cluster.hardware is not None:
         return cluster.hardware.num_gpus
     try:
-        return catalog_instance(cluster.instance or "").num_gpus or None
+        machine = catalog_instance(cluster.instance or "")
     except CatalogError:
         return None
+    return None if machine.name.startswith(SEVERAL_HOSTS) else machine.num_gpus or None
 
 
 def data_folder(root: Path) -> Path:

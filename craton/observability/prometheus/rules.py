@@ -33,6 +33,7 @@ LAYERS: tuple[Layer, ...] = get_args(Layer)
 ACTIONS = (*HEALTH_ACTIONS, "diagnose", "check", "repair", "free", "scale")
 FILES = ("device", "fabric", "storage", "host", "framework", "serving", "scheduler")
 RUNBOOKS = "docs/runbooks"
+SEVERAL_HOSTS = "u-"  # how the catalog's units of several hosts are called, UltraServers: a node is one of those
 EXPECTED_GPUS = "craton:node_gpus_expected"
 EXPECTED_FABRIC_DEVICES = "craton:node_fabric_devices_expected"
 # Less than the five minutes for which Prometheus takes a recorded value for the present one.
@@ -128,7 +129,7 @@ def efa_per_node(cluster: ClusterFile | None) -> int | None:
         machine = instance(cluster.instance or "")
     except CatalogError:
         return None
-    return machine.network_interfaces if machine.efa_version else None
+    return machine.network_interfaces if machine.efa_version and not machine.name.startswith(SEVERAL_HOSTS) else None
 
 
 def checked_runbooks(url: str | None) -> str | None:

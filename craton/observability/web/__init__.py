@@ -12,6 +12,7 @@ from craton.lazy import loader
 if TYPE_CHECKING:
     from craton.observability.web.access import Access, AccessError, read_token
     from craton.observability.web.application import make_app
+    from craton.observability.web.queries import prometheus_address
     from craton.observability.web.serve import can_open, serve_page
     from craton.observability.web.terminal import TopView, frame, frame_json, show_top
 else:
@@ -20,6 +21,7 @@ else:
         {
             "access": ("Access", "AccessError", "read_token"),
             "application": ("make_app",),
+            "queries": ("prometheus_address",),
             "serve": ("can_open", "serve_page"),
             "terminal": ("TopView", "frame", "frame_json", "show_top"),
         },
@@ -33,6 +35,7 @@ __all__ = [
     "frame",
     "frame_json",
     "make_app",
+    "prometheus_address",
     "read_token",
     "serve_page",
     "show_top",

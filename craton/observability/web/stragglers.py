@@ -44,7 +44,7 @@ def finding(table: RankTable, late: Late | None, state: str) -> str:
         return "What the ranks did last; they are compared while the run moves"
     if min(table.num_lines) < KEPT_LINES:
         return f"Ranks are compared when each has told of {KEPT_LINES} steps"
-    return "No rank holds the others up"
+    return "In their last steps no rank held the others up"
 
 
 def table_snapshot(run: RunDirectory, member: Member, table: RankTable) -> Snapshot:

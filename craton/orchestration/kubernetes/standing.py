@@ -48,7 +48,10 @@ def leaving_of(job: str, pods: Iterable[Manifest], restarts: int = 0) -> Standin
     nodes = _nodes(there)
     have = "pod has" if len(there) == 1 else "pods have"
     where = f" ({', '.join(nodes)})" if nodes else ""
-    sentence = f"it was removed, and {len(there)} {have} not left yet{where}"
+    by_hand = f"kubectl delete pod {there[0]['metadata']['name']} --force"
+    sentence = (
+        f"it was removed, and {len(there)} {have} not left yet{where}; where a node is gone for good, `{by_hand}`"
+    )
     return Standing("running", job, nodes, GONE, sentence, restarts, is_leaving=True)
 
 

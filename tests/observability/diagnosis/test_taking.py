@@ -280,6 +280,8 @@ def test_restarts_of_the_last_hour(root: Path) -> None:
     assert len(read_restarts(run, 2, NOW + 3000.0)[0]) == 2
     assert read_restarts(run, 7, NOW)[1] is None
     assert take_snapshot(run, now=NOW).run.recent_restarts == restarts
+    generation(run, 8, 100.0, broke_at=NOW - 105.0, reason=f"{reason}; b is lost: its agent is gone; nobody is lost: x")
+    assert read_restarts(run, 8, NOW)[0][0].reason == "b is lost: its agent is gone"
 
 
 @pytest.mark.usefixtures("running")

@@ -90,14 +90,14 @@ def test_the_page_and_why_name_the_same_ranks_or_none(
         assert told == (
             "Ranks are compared when each has told of 13 steps"
             if case == "first steps"
-            else "No rank holds the others up"
+            else "In their last steps no rank held the others up"
         )
 
 
 def test_a_rank_that_breaks_again_and_again_is_not_one_that_the_others_wait_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    breaks = Symptom("slow", "came back 5 times", ("came back 5 times",), ranks=(3,), nodes=("node-0",), lost_share=0.5)
+    breaks = Symptom("slow", "came back 5 times", ranks=(3,), nodes=("node-0",), lost_share=0.5, sign="restarts")
     late = Symptom("slow", "loses", ("rank 6 spends",), ranks=(6,), nodes=("node-1",), phase="compute", lost_share=0.1)
     for all_of, found in (((breaks, late), late), ((breaks,), None)):
         monkeypatch.setattr(symptoms, "symptoms_of", lambda snapshot, all_of=all_of: Symptoms(all_of))
