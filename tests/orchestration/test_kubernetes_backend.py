@@ -6,9 +6,7 @@ import base64
 import json
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,12 @@ from typing import Any
 import pytest
 import yaml
 from counted_calls import counted_calls
-from counting import wait_for
 from kubernetes_jobs import LEAF, SPINE, cluster, draft, job
+from kubernetes_runs import SECRET, add_pod, drafted, submitted
 from kubernetes_standin import TOKEN, StandIn
 
 from craton.cli import live, main
 from craton.orchestration import (
-    Draft,
     RunStateError,
     Standing,
     StartError,
@@ -41,56 +38,7 @@ from craton.orchestration.kubernetes.backend import MANIFEST_FILE
 from craton.orchestration.kubernetes.objects import KUEUE_VERSIONS
 from craton.telemetry import RunDirectory, summarize
 
-SECRET = "hf_do_not_tell"
 JOBSETS = ("jobset.x-k8s.io/v1alpha2", "jobsets")
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    standin = StandIn(tmp_path)
-    monkeypatch.setenv("KUBECONFIG", str(standin.kubeconfig))
-    monkeypatch.setenv("HF_TOKEN", SECRET)
-    monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "runs"))
-    yield standin
-    standin.shutdown()
-    standin.server_close()
-
-
-def drafted(folder: Path, gang: str = "kueue", name: str = "llm", **more: Any) -> tuple[Draft, RunDirectory]:
-    """A run whose files are written, as `craton run` leaves them to the backend."""
-    scheduler = {"gang": gang, **({"queue": "research"} if gang in ("kueue", "kai") else {})}
-    wanted = job("command", cluster(scheduler=scheduler, **more), name=name, run={"secrets": ["HF_TOKEN"]})
-    root = folder / "runs"
-    run = RunDirectory.create(root, name) if not (root / name).exists() else RunDirectory(root / name)
-    made = draft(wanted, run.path)
-    for file, text in {**made.files(), **KubernetesBackend().files(made, run)}.items():
-        (run.path / file).write_text(text)
-    return made, run
-
-
-SAVED_BY_LOOK = 6  # more than a stop that waits for nothing makes
-
-
-def submitted(folder: Path, **more: Any) -> RunDirectory:
-    made, run = drafted(folder, **more)
-    write_submission(run, KubernetesBackend().submit(made, run))
-    return run
-
-
-def add_pod(server: StandIn, run: str, index: int, phase: str = "Running", submission: str = "", **status: Any) -> None:
-    labels = {"app.kubernetes.io/managed-by": "craton", "app.kubernetes.io/instance": run}
-    spec: dict[str, Any] = {"nodeName": f"n{index}"} if phase == "Running" else {}
-    spec["containers"] = [{"env": [{"name": "CRATON_SUBMISSION", "value": submission}]}]
-    metadata = {"name": f"{run}-node-0-{index}-abcde", "labels": labels}
-    server.put("v1", "pods", {"metadata": metadata, "spec": spec, "status": {"phase": phase, **status}})
-
-
-def followed(run: RunDirectory) -> tuple[list[tuple[str, str]], threading.Thread]:
-    """The lines of its pods as they come, until the run has ended."""
-    found: list[tuple[str, str]] = []
-    reader = threading.Thread(target=lambda: found.extend(KubernetesBackend().logs(run, follow=True)), daemon=True)
-    reader.start()
-    return found, reader
 
 
 def test_it_is_the_backend_of_that_name() -> None:
@@ -398,83 +346,6 @@ def test_500_runs_are_looked_at_with_a_few_requests(server: StandIn, tmp_path: P
     assert calls.number < 500 * 200  # a third of it
 
 
-def test_logs_of_all_pods(server: StandIn, tmp_path: Path) -> None:
-    run = submitted(tmp_path)
-    with pytest.raises(RunStateError, match="JobSet/llm has no pods; `craton ps` says why"):
-        list(KubernetesBackend().logs(run))
-    for index in range(2):
-        add_pod(server, "llm", index)
-        server.logs[f"llm-node-0-{index}-abcde"] = [f"[rank {index}] step 1", f"[rank {index}] step 2"]
-    add_pod(server, "llm", 2, "Pending")
-    lines = sorted(KubernetesBackend().logs(run))
-    assert lines == [(f"llm-node-0-{i}-abcde", f"[rank {i}] step {step}") for i in range(2) for step in (1, 2)]
-
-
-def test_logs_are_followed_into_pods_that_come_later_and_past_one_that_cannot_be_read(
-    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("craton.orchestration.kubernetes.logs.LOOK_SECONDS", 0.02)
-    run = submitted(tmp_path)
-    add_pod(server, "llm", 0)
-    add_pod(server, "llm", 1)
-    server.logs["llm-node-0-1-abcde"] = ["[rank 1] step 1"]
-    server.unreadable_logs = {"llm-node-0-0-abcde"}
-    found, reader = followed(run)
-    wait_for(lambda: len(found) == 2)
-    [refused, read] = sorted(found)
-    assert refused[1].startswith("its log cannot be read: Kubernetes refuses: container node in pod")
-    assert read == ("llm-node-0-1-abcde", "[rank 1] step 1")
-    server.logs["llm-node-0-2-abcde"] = ["[rank 2] step 1"]
-    add_pod(server, "llm", 2)
-    wait_for(lambda: found[2:] == [("llm-node-0-2-abcde", "[rank 2] step 1")])
-    add_pod(server, "llm", 1, containerStatuses=[{"name": "node", "restartCount": 1}])
-    wait_for(lambda: found[3:] == [("llm-node-0-1-abcde", "[rank 1] step 1")])
-    [owner] = server.of("jobsets")
-    owner["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
-    reader.join(10)
-    assert not reader.is_alive()
-    assert len(found) == 4
-
-
-def test_following_waits_for_the_first_pod(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("craton.orchestration.kubernetes.logs.LOOK_SECONDS", 0.02)
-    run = submitted(tmp_path)
-    server.requests.clear()
-    found, reader = followed(run)
-    wait_for(lambda: sum("/pods?" in line for line in list(server.requests)) >= 2)
-    server.logs["llm-node-0-0-abcde"] = ["[rank 0] step 1"]
-    add_pod(server, "llm", 0)
-    [owner] = server.of("jobsets")
-    owner["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
-    reader.join(10)
-    assert found == [("llm-node-0-0-abcde", "[rank 0] step 1")]
-
-
-def test_craton_logs_reads_the_pods_of_a_run_whose_directory_is_not_here(
-    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def logs(*arguments: str) -> list[str]:
-        monkeypatch.setattr(sys, "argv", ["craton", "logs", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        output = capsys.readouterr()
-        assert not ended.value.code, output.err
-        return sorted(output.out.splitlines())
-
-    submitted(tmp_path)
-    for index in range(2):
-        add_pod(server, "llm", index)
-        server.logs[f"llm-node-0-{index}-abcde"] = ["craton pod: begins", f"[rank {index}] step 1"]
-    assert logs("llm") == ["rank-00000  step 1", "rank-00001  step 1"]
-    assert logs("llm", "--rank", "1") == ["step 1"]
-    assert logs("llm", "--agent") == [f"llm-node-0-{index}-abcde  craton pod: begins" for index in range(2)]
-
-    shared = submitted(tmp_path, name="near", storage={"shared": {"path": str(tmp_path), "claim": "fsx"}})
-    shared.log_path(0).parent.mkdir(exist_ok=True)
-    shared.log_path(0).write_text("from the file\n")
-    assert logs("near") == ["rank-00000  from the file"]
-
-
 def test_a_server_is_stopped_by_its_owner_s_end_wherever_its_directory_is(server: StandIn, tmp_path: Path) -> None:
     place = cluster(nodes=1, storage={"shared": {"path": str(tmp_path), "claim": "fsx"}})
     run = RunDirectory.create(tmp_path / "runs", "chat")
@@ -520,6 +391,9 @@ def test_a_run_that_was_removed_has_ended_when_its_last_pod_has(server: StandIn,
     gone = standing_of(run)
     assert (gone.condition, gone.reason) == ("ended", "Gone")
     assert settled(summarize(run), gone).state == "stopped"
+
+
+SAVED_BY_LOOK = 6  # more than a stop that waits for nothing makes
 
 
 def test_a_stop_from_afar_waits_for_the_pods_and_does_not_say_that_nothing_was_saved(

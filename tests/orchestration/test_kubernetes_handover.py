@@ -36,19 +36,13 @@ JOBSETS = ("jobset.x-k8s.io/v1alpha2", "jobsets")
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+def server(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """A cluster, a folder with the code of a command, and Ctrl-C as a terminal has it."""
-    standin = StandIn(tmp_path)
-    monkeypatch.setenv("KUBECONFIG", str(standin.kubeconfig))
-    monkeypatch.setenv("HF_TOKEN", "hf_do_not_tell")
-    monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "runs"))
     (tmp_path / "code").mkdir()
     monkeypatch.chdir(tmp_path / "code")
     handler = signal.signal(signal.SIGINT, on_interrupt)
-    yield standin
+    yield server
     signal.signal(signal.SIGINT, handler)
-    standin.shutdown()
-    standin.server_close()
 
 
 def drafted(folder: Path, generation: int = 0) -> Draft:

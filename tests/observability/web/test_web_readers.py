@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -22,7 +21,6 @@ from craton.figures import event_fields
 from craton.observability.web import history
 from craton.observability.web import nodes as nodes_module
 from craton.observability.web import ranks as ranks_module
-from craton.observability.web import summaries as summaries_module
 from craton.observability.web.charts import training_charts
 from craton.observability.web.heatmap import MOST_COLUMNS, heat_map
 from craton.observability.web.history import History
@@ -32,15 +30,12 @@ from craton.observability.web.ranks import KEPT_LINES, PHASES, RankTails
 from craton.observability.web.records import Records
 from craton.observability.web.rendering import render
 from craton.observability.web.serving import ServerLooks
-from craton.observability.web.summaries import Summaries
-from craton.observability.web.verdicts import Answer, Verdicts
 from craton.orchestration import ServerAddress, histogram_quantile
 from craton.telemetry import (
     Heartbeat,
     NodeStatus,
     RankStatus,
     RunDirectory,
-    Summarizer,
     read_status,
     write_heartbeat,
     write_status,
@@ -486,124 +481,3 @@ def test_a_quantile_of_nothing_is_none() -> None:
     assert histogram_quantile([], 0.5) is None
     assert histogram_quantile([(1.0, 0.0), (float("inf"), 0.0)], 0.5) is None
     assert histogram_quantile([(1.0, 10.0), (float("inf"), 10.0)], 0.5) == pytest.approx(0.5)
-
-
-def look_at_all(root: Path) -> dict[str, Any]:
-    summaries = Summaries(root, Verdicts(lambda run: Answer("healthy", "")))
-    summaries.rows()
-    deadline = time.monotonic() + 10
-    while any(row.state == "reading" for row in summaries.rows()) or not summaries._is_read:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    summaries.close()
-    assert summaries._thread is not None
-    summaries._thread.join(timeout=10)  # it may still be remembering
-    return {row.run.name: row for row in summaries.rows()}
-
-
-def test_runs_that_have_ended_are_remembered_until_they_change(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs", "ended", nodes=1, steps=5, state="done")
-    write_run(tmp_path / "runs", "moves", nodes=1, steps=5)
-    before = look_at_all(tmp_path / "runs")
-    for name in ("ended", "moves"):
-        (tmp_path / "runs" / name / "ledger" / "node-0.jsonl").write_text("")
-    after = look_at_all(tmp_path / "runs")
-    assert after["ended"].summary == before["ended"].summary
-    assert after["ended"].summary.goodput > 0.5
-    assert after["moves"].summary.goodput is None
-    ended = RunDirectory(tmp_path / "runs" / "ended")
-    ended.unmark("DONE")  # it was resumed, and failed
-    ended.mark("FATAL", "the disk is full")
-    assert look_at_all(tmp_path / "runs")["ended"].summary.state == "failed"
-
-
-def test_nobody_waits_while_the_folders_of_all_runs_are_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    summaries = Summaries(tmp_path, Verdicts(lambda run: Answer("healthy", "")))
-    summaries.close()  # no thread of its own reads
-    answers: list[Any] = []
-
-    def ask_meanwhile(root: Path) -> list[RunDirectory]:
-        asks = threading.Thread(target=lambda: answers.append(summaries.rows()), daemon=True)
-        asks.start()
-        asks.join(timeout=5)
-        return []
-
-    monkeypatch.setattr(summaries_module, "list_runs", ask_meanwhile)
-    summaries.refresh()
-    assert answers == [[]]
-
-
-def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs", "whole", nodes=1, steps=5, state="done")
-    broken = write_run(tmp_path / "runs", "broken", nodes=1, steps=5, state="done")
-    broken.launch_path.write_text('{"generation": "none"}')
-    rows = look_at_all(tmp_path / "runs")
-    assert rows["whole"].state == "done"
-    assert rows["broken"].state == "unreadable"
-    assert "cannot be read" in rows["broken"].trouble
-
-
-def test_what_cannot_be_read_now_is_said_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = tmp_path / "runs"
-    write_run(root, "good", nodes=1, steps=5)
-    odd = write_run(root, "odd", nodes=1, steps=5, state="done")
-    plan = json.loads(odd.plan_path.read_text())
-    odd.plan_path.write_text(json.dumps({**plan, "cost": [1], "cost_dollars": None}))
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("CRATON_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(summaries_module, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(summaries_module, "MOST_SHARE", 1.0)
-    listed, broken, looks = summaries_module.list_runs, {"list": False, "settle": False}, [0]
-    settled = summaries_module.settled_summaries
-
-    def list_or_fail(folder: Path) -> list[RunDirectory]:
-        looks[0] += 1
-        if broken["list"]:
-            raise OSError(116, "Stale file handle")
-        return listed(folder)
-
-    def settle_or_fail(found: Any, ask: Any) -> Any:
-        if broken["settle"]:
-            raise RuntimeError("squeue does not answer")
-        return settled(found, ask)
-
-    monkeypatch.setattr(summaries_module, "list_runs", list_or_fail)
-    monkeypatch.setattr(summaries_module, "settled_summaries", settle_or_fail)
-    summaries = Summaries(root, Verdicts(lambda run: Answer("healthy", "")))
-
-    def wait_for(states: dict[str, str], trouble: str) -> None:
-        deadline = time.monotonic() + 10
-        before = looks[0]
-        while True:
-            seen = {row.run.name: row.state for row in summaries.rows()}
-            is_told = trouble in summaries.trouble and bool(trouble) == bool(summaries.trouble)
-            if seen == states and is_told and looks[0] > before + 2:
-                return
-            assert time.monotonic() < deadline, (seen, summaries.trouble)
-            time.sleep(0.01)
-
-    there = {"good": "running", "odd": "unreadable"}
-    wait_for(there, "")
-    broken["list"] = True
-    wait_for(there, "Stale file handle")
-    broken.update(list=False, settle=True)
-    wait_for(there, "squeue does not answer")
-    broken["settle"] = False
-    wait_for(there, "")
-    summaries.close()
-
-
-def test_a_wide_run_is_summed_up_from_some_of_its_nodes_and_rank_0(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "wide", nodes=40, ranks_per_node=1, steps=5)
-    member = json.loads(run.generation_path(0).read_text())
-    member["nodes"] = member["nodes"][7:] + member["nodes"][:7]  # rank 0 has moved to node-7
-    run.generation_path(0).write_text(json.dumps(member))
-    first, moved = run.metrics_path("node-0"), run.metrics_path("node-7")
-    first.rename(tmp_path / "kept")
-    moved.write_text((tmp_path / "kept").read_text().replace("node-0", "node-7"))
-    whole, part = Summarizer(run).summary(), Summarizer(run, most_nodes=4).summary()
-    assert (part.step, part.loss, part.state) == (whole.step, whole.loss, whole.state) == (5, whole.loss, "running")
-    assert part.goodput == pytest.approx(whole.goodput)
-    assert part.wall_seconds == pytest.approx(whole.wall_seconds)
