@@ -12,9 +12,7 @@ from kubernetes_runs import add_pod, submitted
 from kubernetes_standin import StandIn
 
 from craton.cli import main
-from craton.orchestration import (
-    RunStateError,
-)
+from craton.orchestration import RunStateError
 from craton.orchestration.kubernetes import KubernetesBackend
 from craton.telemetry import RunDirectory
 

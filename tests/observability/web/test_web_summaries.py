@@ -14,10 +14,7 @@ from simulated_runs import write_run
 from craton.observability.web import summaries as summaries_module
 from craton.observability.web.summaries import Summaries
 from craton.observability.web.verdicts import Answer, Verdicts
-from craton.telemetry import (
-    RunDirectory,
-    Summarizer,
-)
+from craton.telemetry import RunDirectory, Summarizer
 
 
 def look_at_all(root: Path) -> dict[str, Any]:
