@@ -2,7 +2,7 @@
 # make demo      train a small model on this machine: plan, run, kill a rank, stop, resume on other ranks, export, sample
 # make plans     plan the example jobs and write their reports
 # make test      style, types, imports, tests
-# make test-all  the same with the tests that take minutes
+# make test-all  the same with the tests that take minutes, and with new cases of the property tests
 # make chaos     break small trainings in every way, dozens of times, and hold each against one that nothing happened to
 # make bench     predict every published run and print the errors
 # Each target does its own set-up; nothing is done twice.
@@ -119,7 +119,10 @@ test:
 	exec $(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_FLAGS)
 
 test-all:
-	@$(MAKE) --no-print-directory test PYTEST_FLAGS='-m "slow or not slow"'
+	@seed=$${SEED:-$$(date +%s)}; \
+	echo "property tests draw new cases with seed $$seed; 'make test-all SEED=$$seed' draws these again"; \
+	$(MAKE) --no-print-directory test \
+	  PYTEST_FLAGS="-m 'slow or not slow' --hypothesis-profile=drawn --hypothesis-seed=$$seed"
 
 chaos: $(STAMP)
 	$(VENV)/bin/python -m pytest -m 'slow or not slow' tests/recovery

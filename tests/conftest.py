@@ -7,8 +7,10 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from keepers import keepers  # noqa: F401 - a fixture of every test
 from s3 import bucket, faults, s3_server  # noqa: F401 - fixtures of every test
 
@@ -19,6 +21,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A suite started in the background inherits an ignored Ctrl-C, and so would every command it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# No property test reads a clock, and `make test` tries the same cases every time. `make test-all` draws new ones: it
+# chooses the profile `drawn` and prints the seed that draws them again.
+_CLOCKLESS: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
+settings.register_profile("fixed", derandomize=True, **_CLOCKLESS)
+settings.register_profile("drawn", print_blob=True, **_CLOCKLESS)
+settings.load_profile("fixed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -91,7 +92,7 @@ def open_in_browser(pages: dict[str, tuple[str, int]], folder: Path) -> dict[str
     ]
     # Virtual time runs ahead while nothing is pending, so this is a limit and not a wait.
     options += ["--virtual-time-budget=20000", "--dump-dom", (folder / "frames.html").as_uri()]
-    done = subprocess.run([CHROMIUM, *options], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([CHROMIUM, *options], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True)
     seen = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
     assert seen is not None, done.stderr[-2000:]
     result = json.loads(unescape(seen[1]))

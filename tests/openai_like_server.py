@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from waiting import PATIENCE_SECONDS
 
 CHARACTERS_PER_TOKEN = 2.0  # of texts; ids are one token each
 TEMPLATE_TOKENS = 10  # of every chat
@@ -161,9 +162,9 @@ def openai_like_server(behaviour: Behaviour | None = None) -> Iterator[Server]:
     try:
         yield server
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(timeout=10)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(timeout=PATIENCE_SECONDS)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(timeout=10)
+        thread.join(timeout=PATIENCE_SECONDS)
         loop.close()
 
 

@@ -22,6 +22,7 @@ from itertools import count
 from typing import Literal
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 Kind = Literal["500", "503", "403", "404", "skewed", "stall", "drop", "truncate", "refuse", "slow"]
 _REFUSALS = {
@@ -85,7 +86,7 @@ class S3Server:
         request.add_header("Content-Type", "application/octet-stream")
         # moto wants to see who asks, and does not check the signature
         request.add_header("Authorization", "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request")
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
             return bytes(answer.read())
 
     def stop(self) -> None:
@@ -186,7 +187,7 @@ class FaultProxy:
         self._answer(request, port, body, cut=kind in ("drop", "truncate"), hang_up=kind == "drop")
 
     def _answer(self, request: BaseHTTPRequestHandler, port: int, body: bytes, cut: bool, hang_up: bool) -> None:
-        upstream = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        upstream = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
         try:
             upstream.request(request.command, request.path, body or None, dict(request.headers))
             answer = upstream.getresponse()

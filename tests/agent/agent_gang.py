@@ -6,15 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import Launch, write_launch
 from craton.telemetry import RunDirectory, process_start, read_heartbeat, read_lines
 
-DEADLINE_SECONDS = 30.0
 # What the ranks of most tests begin with: `say(name)` leaves a file beside the run that the test can wait for.
 PREAMBLE = """
 import os, pathlib, signal, sys, time
@@ -27,16 +26,6 @@ def wait_for(name):
     while not (HERE / name).exists():
         time.sleep(0.01)
 """
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while time.monotonic() < deadline:
-        result = condition()
-        if result:
-            return result
-        time.sleep(0.02)
-    raise AssertionError(f"not within {DEADLINE_SECONDS:.0f} s: {what}")
 
 
 def is_alive(pid: int) -> bool:
@@ -81,7 +70,7 @@ class Gang:
 
     def finish(self, node: int = 0) -> int:
         """Starts one agent and waits for its end."""
-        return self.start(node).wait(DEADLINE_SECONDS)
+        return self.start(node).wait(PATIENCE_SECONDS)
 
     def errors(self, node: int = 0) -> str:
         return (self.folder / f"agent-{node}.err").read_text()

@@ -9,7 +9,8 @@ import socket
 import time
 
 import pytest
-from agent_gang import DEADLINE_SECONDS, Gang, is_alive, wait_until
+from agent_gang import Gang, is_alive
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.telemetry import read_lines, summarize
 
@@ -59,7 +60,7 @@ def test_a_rank_killed_by_a_signal(gang: Gang) -> None:
     agent = gang.start()
     gang.said("ready", 0)
     os.kill(int(gang.said("ready", 1)), signal.SIGKILL)
-    assert agent.wait(DEADLINE_SECONDS) == 1
+    assert agent.wait(PATIENCE_SECONDS) == 1
     first_line, advice = gang.run.marker_text("FATAL").splitlines()[:2]
     assert first_line.startswith("rank 1 on node-0 was killed by SIGKILL; the kernel does that when memory runs out")
     assert "smaller layout.micro_batch" in advice
@@ -76,7 +77,7 @@ def test_ranks_that_do_not_stop_are_killed_after_the_grace(gang: Gang) -> None:
     agent = gang.start()
     pid = int(gang.said("ready", 0))
     gang.run.mark("STOP")
-    assert agent.wait(DEADLINE_SECONDS) == 1
+    assert agent.wait(PATIENCE_SECONDS) == 1
     assert not is_alive(pid)
     assert "rank 0 on node-0 did not end within 0.5 s of SIGTERM" in gang.run.marker_text("FATAL")
 
@@ -101,7 +102,7 @@ def test_the_failure_of_another_node_ends_this_one(gang: Gang) -> None:
     agents = [gang.start(0), gang.start(1)]
     pids = [int(gang.said("ready", rank)) for rank in (0, 1)]
     gang.run.mark("FATAL", "rank 0 on a exited with code 3")
-    assert [agent.wait(DEADLINE_SECONDS) for agent in agents] == [1, 1]
+    assert [agent.wait(PATIENCE_SECONDS) for agent in agents] == [1, 1]
     assert not any(is_alive(pid) for pid in pids)
     assert gang.run.marker_text("FATAL") == "rank 0 on a exited with code 3\n"
 
@@ -113,7 +114,7 @@ def test_the_run_is_not_done_before_every_node_is(gang: Gang) -> None:
     assert agents[0].poll() is None
     assert not gang.run.has("DONE")
     gang.tell("go")
-    assert [agent.wait(DEADLINE_SECONDS) for agent in agents] == [1, 1]
+    assert [agent.wait(PATIENCE_SECONDS) for agent in agents] == [1, 1]
     assert "rank 1 on b exited with code 4" in gang.run.marker_text("FATAL")
     assert not gang.run.has("DONE")
 
@@ -165,7 +166,7 @@ def test_a_run_directory_that_vanishes_ends_the_ranks(gang: Gang) -> None:
     agent = gang.start()
     pid = int(gang.said("ready", 0))
     shutil.rmtree(gang.run.path)
-    assert agent.wait(DEADLINE_SECONDS) == 1
+    assert agent.wait(PATIENCE_SECONDS) == 1
     assert not is_alive(pid)
     assert f"the run directory {gang.run.path} is gone" in gang.errors()
 
@@ -193,7 +194,7 @@ def test_one_agent_a_node(gang: Gang) -> None:
     assert gang.finish() == 2
     assert "an agent of node-0 is already at work" in gang.errors()
     gang.tell("go")
-    assert agent.wait(DEADLINE_SECONDS) == 0
+    assert agent.wait(PATIENCE_SECONDS) == 0
 
 
 def test_a_failed_run_is_not_started_again_by_itself(gang: Gang) -> None:
@@ -209,7 +210,7 @@ def test_a_sink_that_fails_does_not_hurt_the_run(gang: Gang) -> None:
     agent = gang.start()
     wait_until(lambda: "sink_failed" in gang.event_names(), "the failed sink is reported")
     gang.tell("go")
-    assert agent.wait(DEADLINE_SECONDS) == 0
+    assert agent.wait(PATIENCE_SECONDS) == 0
     assert gang.run.has("DONE")
     assert "no tracker named 'smoke-signals': `track` takes tensorboard, wandb, mlflow" in gang.errors()
 

@@ -12,7 +12,8 @@ import time
 from typing import Any
 
 import pytest
-from agent_gang import DEADLINE_SECONDS, Gang, is_alive, wait_until
+from agent_gang import Gang, is_alive
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import Launch, newest_generation
 from craton.telemetry import read_heartbeat, read_lines
@@ -117,7 +118,7 @@ def test_after_a_killed_agent_and_a_killed_rank_both_ranks_begin_again(gang: Gan
     assert [len(each) for each in ports] == [1, 1, 1]
     assert len(set.union(*ports)) == 3, "every generation meets at a port of its own"
     gang.tell("go-3")
-    assert agents[0].wait(DEADLINE_SECONDS) == 0
+    assert agents[0].wait(PATIENCE_SECONDS) == 0
     assert_done(gang, generations=3)
     reasons = [line["reason"] for line in gang.events("a") if line["event"] == "generation_started"]
     assert reasons[0] == "start"
@@ -138,7 +139,7 @@ def test_the_second_node_takes_over_when_the_first_agent_is_killed(gang: Gang) -
     assert (newest.by, newest.nodes) == ("b", ["a", "b"])
     assert agent_pid(gang, "a") != agents[0].pid
     gang.tell("go-2")
-    assert agents[1].wait(DEADLINE_SECONDS) == 0
+    assert agents[1].wait(PATIENCE_SECONDS) == 0
     assert_done(gang, generations=2)
     assert "agent_restarted" in gang.event_names("b")
 
@@ -152,7 +153,7 @@ def test_a_command_that_breaks_again_and_again_ends_with_what_broke(gang: Gang) 
         met(gang, generation)
         gang.tell(f"break-{generation}-1")
         gang.tell(f"go-{generation}")
-    assert agents[0].wait(DEADLINE_SECONDS) == 1
+    assert agents[0].wait(PATIENCE_SECONDS) == 1
     assert wait_for_end(gang) == {"a": "failed", "b": "failed"}
     fatal = gang.run.marker_text("FATAL")
     assert fatal.startswith("rank 1 on b exited with code 1 (generation 3): broken in generation 3\n")
@@ -169,5 +170,5 @@ def test_a_rank_of_the_first_generation_that_dies_late_is_started_again(gang: Ga
     os.kill(first[0]["pid"], signal.SIGKILL)
     met(gang, 2)
     gang.tell("go-2")
-    assert [agent.wait(DEADLINE_SECONDS) for agent in agents] == [0, 0]
+    assert [agent.wait(PATIENCE_SECONDS) for agent in agents] == [0, 0]
     assert_done(gang, generations=2)

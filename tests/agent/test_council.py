@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agent_gang import wait_until
+from waiting import wait_until
 
 from craton.agent import Launch, council
 from craton.agent.council import Claimed, Council, Followed, Heard, News

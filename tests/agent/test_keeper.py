@@ -8,15 +8,14 @@ import os
 import signal
 import socket
 import threading
-import time
 import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_gang import wait_until
 from keepers import SECRET, KeeperProcess, Keepers, fill, manifest_of, read
+from waiting import wait_until
 
 from craton.agent import KeeperClient, KeeperError, replicas
 from craton.agent import keeper as keeper_module
@@ -179,17 +178,15 @@ def test_garbage_ends_its_connection_and_nothing_else(keepers: Keepers, capfd: p
     assert "a connection was closed" in capfd.readouterr().err
 
 
-def test_a_dead_buddy_costs_the_copy_and_little_time(keepers: Keepers) -> None:
+def test_a_dead_buddy_costs_the_copy_and_no_save(keepers: Keepers) -> None:
     first, second = keepers.start("node-0"), keepers.start("node-1")
     assert save(first.client(), 1, second.address).replicated
     second.kill()
     client = first.client()
-    began = time.monotonic()
     for step in (2, 3):
         committed = save(client, step, second.address)
         assert not committed.replicated
         assert f"no copy at the keeper {second.address}" in committed.problem
-    assert time.monotonic() - began < 5
     assert "it is tried again" in committed.problem
     assert sorted(holding.manifest["step"] for holding in client.holdings()) == [2, 3]
     assert client.status()["push_failures"] == 2

@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import Queue
 
 import pytest
-from agent_gang import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import Generation, Launch
 from craton.agent.coordinator import Fault
@@ -107,7 +107,7 @@ def test_whoever_coordinates_next_is_told_of_faults_that_nothing_came_of(run: Ru
         link = dial(f"127.0.0.1:{listener.port}", b"secret")
         assert link is not None
         member._follow(link, time.monotonic())
-        return links.get(timeout=10)
+        return links.get(timeout=PATIENCE_SECONDS)
 
     member.report(Fault("rank 1 on b exited", 5.0))  # there is nobody to tell
     told = {"is": "fault", "text": "rank 1 on b exited", "generation": 4}

@@ -14,13 +14,13 @@ from pathlib import Path
 from queue import Queue
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 from craton.agent import wire
 from craton.agent.wire import GREETING, MAX_FRAME_BYTES, Link, Listener, dial, run_secret
 from craton.telemetry import RunDirectory
 
 SECRET = b"the secret of this run"
-DEADLINE_SECONDS = 10.0
 
 
 class Agent:
@@ -32,7 +32,7 @@ class Agent:
         self.address = f"127.0.0.1:{self._listener.port}"
 
     def link(self) -> Link:
-        return self._links.get(timeout=DEADLINE_SECONDS)
+        return self._links.get(timeout=PATIENCE_SECONDS)
 
     @property
     def was_reached(self) -> bool:
@@ -87,7 +87,7 @@ class Tap:
 
     def inject(self, data: bytes) -> None:
         """Bytes for who listens, as if they came from who dialed."""
-        assert self._ready.wait(DEADLINE_SECONDS)
+        assert self._ready.wait(PATIENCE_SECONDS)
         self._far.sendall(data)
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ def test_an_agent_proves_nothing_to_its_own_reflection(agent: Agent) -> None:
     """Who only sends back what it is sent, the nonce and then the proof, gets no link."""
     host, _, port = agent.address.rpartition(":")
     with socket.create_connection((host, int(port))) as mirror:
-        mirror.settimeout(DEADLINE_SECONDS)
+        mirror.settimeout(PATIENCE_SECONDS)
         while data := mirror.recv(4096):
             mirror.sendall(data)
     assert not agent.was_reached
@@ -162,7 +162,7 @@ def test_nobody_there(address: str) -> None:
 def test_garbage_instead_of_a_greeting_is_refused(agent: Agent, garbage: bytes) -> None:
     host, _, port = agent.address.rpartition(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.settimeout(DEADLINE_SECONDS)
+        connection.settimeout(PATIENCE_SECONDS)
         with contextlib.suppress(OSError):  # the agent may have hung up already
             connection.sendall(garbage)
             connection.shutdown(socket.SHUT_WR)
@@ -177,7 +177,7 @@ def test_one_who_says_nothing_keeps_nobody_waiting(agent: Agent, monkeypatch: py
     host, _, port = agent.address.rpartition(":")
     with socket.create_connection((host, int(port))) as silent:
         assert dial(agent.address, SECRET) is not None
-        silent.settimeout(DEADLINE_SECONDS)
+        silent.settimeout(PATIENCE_SECONDS)
         with contextlib.suppress(ConnectionResetError):
             while silent.recv(4096):
                 pass
@@ -225,7 +225,7 @@ def test_a_conversation_cannot_be_repeated_to_another_link(agent: Agent, tapped:
     assert listened.receive() is not None
     host, _, port = agent.address.rpartition(":")
     with socket.create_connection((host, int(port))) as again:
-        again.settimeout(DEADLINE_SECONDS)
+        again.settimeout(PATIENCE_SECONDS)
         again.sendall(tap.seen["forth"])
         with contextlib.suppress(ConnectionResetError):
             while again.recv(4096):
@@ -247,7 +247,7 @@ def test_an_end_that_is_closed_is_noticed(pair: tuple[Link, Link]) -> None:
     reader = threading.Thread(target=lambda: heard.put(dialed.receive()))
     reader.start()
     listened.close()
-    assert heard.get(timeout=DEADLINE_SECONDS) is None
+    assert heard.get(timeout=PATIENCE_SECONDS) is None
     reader.join()
     assert not dialed.send({"is": "status"})
     assert not listened.send({"is": "beat"})
@@ -258,7 +258,7 @@ def test_a_link_may_be_closed_by_another_thread_than_reads_it(pair: tuple[Link, 
     reader = threading.Thread(target=lambda: heard.put(pair[0].receive()))
     reader.start()
     pair[0].close()
-    assert heard.get(timeout=DEADLINE_SECONDS) is None
+    assert heard.get(timeout=PATIENCE_SECONDS) is None
     reader.join()
 
 

@@ -8,13 +8,12 @@ import pty
 import re
 import signal
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.cli import main
 from craton.telemetry import RunDirectory, summarize
@@ -64,14 +63,8 @@ class Verbs:
     def run(self, name: str = "count") -> RunDirectory:
         return RunDirectory(self.root / name)
 
-    def wait_for(self, condition: Callable[[], object], seconds: float = 30.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, "it did not happen in time"
-            time.sleep(0.02)
-
     def wait_for_step(self, step: int, name: str = "count") -> None:
-        self.wait_for(lambda: summarize(self.run(name)).step >= step)
+        wait_until(lambda: summarize(self.run(name)).step >= step)
 
 
 def in_a_terminal(
@@ -86,7 +79,7 @@ def in_a_terminal(
         os.execve(sys.executable, [sys.executable, *program, *arguments], environment)
     screen, sent = b"", False
     signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
-    signal.alarm(60)
+    signal.alarm(int(PATIENCE_SECONDS))
     try:
         while True:
             try:

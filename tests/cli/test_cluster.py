@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from waiting import PATIENCE_SECONDS
 
 from craton.cli import main
 
@@ -187,5 +188,7 @@ def test_no_cloud_is_asked(cluster: str, tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "craton", "cluster", "provision", cluster, "--for", "parallelcluster", "--dry-run"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=60)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr

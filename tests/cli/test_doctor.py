@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from infrastructure.node_images import HEALTHY
+from waiting import PATIENCE_SECONDS
 
 from craton.agent import Launch, write_launch
 from craton.cli.app import main
@@ -224,7 +225,7 @@ def test_the_self_test_is_part_of_it_when_asked_for() -> None:
     """The whole command as a user starts it, torch and all."""
     pytest.importorskip("torch")
     command = [sys.executable, "-m", "craton", "doctor", "--compute", "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     document = json.loads(ended.stdout)
     (device, *_) = document["nodes"][0]["compute"]
     assert device["error"] == ""

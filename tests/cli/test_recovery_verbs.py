@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from run_verbs import Verbs
+from waiting import wait_until
 
 from craton.agent import newest_generation
 from craton.orchestration import living_agents
@@ -111,7 +112,7 @@ def test_resume_goes_on_with_no_words_after_everything_was_killed(verbs: Verbs, 
     run = verbs.run("words")
     for pid in processes_of(run.path):
         os.kill(pid, signal.SIGKILL)
-    verbs.wait_for(lambda: not living_agents(run))
+    wait_until(lambda: not living_agents(run))
     before = summarize(run).step
     assert verbs("resume", "words", "--detach").returncode == 0
     verbs.wait_for_step(before + 2, "words")
@@ -119,7 +120,7 @@ def test_resume_goes_on_with_no_words_after_everything_was_killed(verbs: Verbs, 
     resumed = [step for generation, step in generations if generation == generations[-1][0]]
     assert resumed[0] > 50, "it went on from a checkpoint"
     verbs("stop", "words", "--now")
-    verbs.wait_for(lambda: not processes_of(run.path))
+    wait_until(lambda: not processes_of(run.path))
 
 
 def processes_of(run: Path) -> list[int]:
@@ -182,9 +183,9 @@ def test_stop_now_ends_agents_that_other_agents_started(verbs: Verbs) -> None:
     run = verbs.run()
     first = {agent.node: agent.pid for agent in living_agents(run)}
     os.kill(first["node-1"], signal.SIGKILL)
-    verbs.wait_for(lambda: {agent.node for agent in living_agents(run)} == {"node-0"})
-    verbs.wait_for(lambda: {agent.node for agent in living_agents(run)} == {"node-0", "node-1"})
+    wait_until(lambda: {agent.node for agent in living_agents(run)} == {"node-0"})
+    wait_until(lambda: {agent.node for agent in living_agents(run)} == {"node-0", "node-1"})
     assert verbs("stop", "count", "--now").returncode == 0
     assert living_agents(run) == []
-    verbs.wait_for(lambda: not processes_of(run.path))
+    wait_until(lambda: not processes_of(run.path))
     assert verbs.json("ps")[0]["state"] == "stopped"

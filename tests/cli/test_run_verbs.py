@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from run_verbs import Verbs
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.orchestration import living_agents, read_agents
 from craton.telemetry import Heartbeat, RunDirectory, write_heartbeat
@@ -116,7 +117,7 @@ def test_ctrl_c_on_logs_leaves_the_run_alone(verbs: Verbs) -> None:
     with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
         assert process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130
     assert "craton stop count" in errors
     assert len(living_agents(verbs.run())) == 2
@@ -153,7 +154,7 @@ def test_a_run_whose_agents_are_killed_can_be_resumed_at_once(verbs: Verbs) -> N
     verbs.wait_for_step(1)
     for agent in read_agents(verbs.run()):
         os.kill(agent.pid, signal.SIGKILL)
-    verbs.wait_for(lambda: not living_agents(verbs.run()))
+    wait_until(lambda: not living_agents(verbs.run()))
     resumed = verbs("resume", "count", "--detach")
     assert resumed.returncode == 0
     assert "what its command has saved" in resumed.stdout

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from run_verbs import Result, Verbs, in_a_terminal
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.cli import server_view
 from craton.job import load_job
@@ -52,7 +53,7 @@ def signalled(number: signal.Signals, *conditions: Callable[[], object]) -> thre
     """Signals this process whenever the next condition has come true."""
 
     def wait() -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         for condition in conditions:
             while not condition():
                 if time.monotonic() > deadline:  # the test has failed, and others run by now
@@ -134,7 +135,7 @@ def test_detached_it_is_listed_stopped_and_resumed(verbs: Verbs, serve: Callable
     resumed = verbs("resume", NAME, "--detach")
     assert resumed.returncode == 0, resumed.stderr
     assert "checkpoint" not in resumed.stdout
-    verbs.wait_for(lambda: is_ready(run))
+    wait_until(lambda: is_ready(run))
 
     again = serve("--detach", "--json")
     assert again.stdout.count("\n") == 1

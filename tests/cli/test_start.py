@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import typer
 from rich.text import Text
+from waiting import PATIENCE_SECONDS
 
 import craton
 from craton.cli.app import app
@@ -116,7 +117,7 @@ def test_interrupting_prints_nothing_ugly(tmp_path: Path) -> None:
         writer = os.open(pipe, os.O_WRONLY)  # returns when the command has opened the file, and so is at work
         try:
             process.send_signal(signal.SIGINT)
-            output, errors = process.communicate(timeout=20)
+            output, errors = process.communicate(timeout=PATIENCE_SECONDS)
         finally:
             os.close(writer)
     assert (process.returncode, output, errors) == (130, "", "")

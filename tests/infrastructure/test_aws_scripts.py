@@ -17,6 +17,7 @@ import pytest
 from aws_clusters import cluster
 from infrastructure.node_images import DEGRADED, HEALTHY, Degraded
 from infrastructure.node_images import Node as Image
+from waiting import PATIENCE_SECONDS
 
 from craton.infrastructure import NodeRoot, provision
 from craton.infrastructure.aws import node_check
@@ -65,7 +66,7 @@ class Node:
         }
         command = ["bash", str(script)]
         return subprocess.run(
-            command, env={**own, **environment}, capture_output=True, text=True, check=False, timeout=30
+            command, env={**own, **environment}, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS
         )
 
     def calls(self, tool: str) -> list[str]:
@@ -267,7 +268,9 @@ def health_pod(node: Node, api: Api, **environment: str) -> subprocess.Completed
         "GPU_CONTROL": str(control),
     }
     command = [sys.executable, str(Path(node_check.__file__))]
-    done = subprocess.run(command, env={**own, **environment}, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        command, env={**own, **environment}, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     return done
 

@@ -84,7 +84,7 @@ def test_windows_line_ends_and_a_byte_order_mark_are_fine(tmp_path: Path) -> Non
     assert read_document(file).data == {"kind": "sft", "name": "a"}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(alphabet=st.sampled_from(list("abkind:{}[]&*!|>#-'\"%@`,? \n\t~0123é\x07")), max_size=60))
 def test_no_text_whatever_breaks_the_reader(text: str) -> None:
     with contextlib.suppress(CratonError):

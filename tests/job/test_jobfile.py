@@ -489,7 +489,7 @@ _TEXTS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_jobs(), st.dictionaries(st.from_regex(r"[A-Z_]{1,8}", fullmatch=True), _TEXTS, max_size=3), _TEXTS)
 def test_any_job_is_read_back_as_it_was_written(job: dict[str, Any], env: dict[str, str], image: str) -> None:
     run = {**job.get("run", {}), "env": env, "image": image}
@@ -519,7 +519,7 @@ def _misspell(data: Any, location: tuple[str | int, ...], wrong: str) -> Any:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_jobs(), st.data(), st.booleans())
 def test_any_misspelt_key_is_named_with_its_line(job: dict[str, Any], draw: st.DataObject, flow: bool) -> None:
     location = draw.draw(st.sampled_from(_keys(job)))

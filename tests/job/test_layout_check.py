@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from time import process_time
 
 import pytest
 import yaml
@@ -127,7 +126,7 @@ def test_sequence_parallel_needs_a_sequence_tp_divides() -> None:
     assert problems == ["tp 8 splits the 1004 tokens of a rank, which it does not divide; nearest: sequence 1008"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     LAYOUTS,
     st.sampled_from([LLAMA, QWEN, DEEPSEEK]),
@@ -169,11 +168,11 @@ def test_no_layout_is_near_where_none_is_possible() -> None:
     assert nearest_layout(Layout(tp=2), LLAMA, 37, 8, 8192, trained=True) is None
 
 
-def test_the_nearest_of_many_ranks_is_found_at_once() -> None:
-    start = process_time()
-    near = nearest_layout(Layout(pp=12, fsdp=16, cp=3, tp=16, ep=24), DEEPSEEK, 16384, 16384, 4096, trained=True)
+def test_the_nearest_of_many_ranks_is_found_with_few_calls() -> None:
+    with counted_calls() as calls:
+        near = nearest_layout(Layout(pp=12, fsdp=16, cp=3, tp=16, ep=24), DEEPSEEK, 16384, 16384, 4096, trained=True)
     assert near is not None
-    assert process_time() - start < 5.0  # twenty times what it takes
+    assert calls.number < 1_200_000  # half as many again as today
 
 
 def test_a_search_can_ask_a_hundred_thousand_times() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from openai_like_server import Behaviour, Server, openai_like_server
+from waiting import PATIENCE_SECONDS
 
 from craton.loadtest import (
     Closed,
@@ -58,7 +59,7 @@ def speaks(answer: bytes) -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         listening.shutdown(socket.SHUT_RDWR)
-    thread.join(timeout=5)
+    thread.join(timeout=PATIENCE_SECONDS)
 
 
 def test_nobody_there() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from waiting import wait_until
 
 from craton.job import Job, parse_job
 from craton.orchestration import draft_run, free_port, start_run
@@ -27,13 +27,6 @@ def start(root: Path, job: Job) -> RunDirectory:
     return start_run(draft_run(job, root / job.name, port=free_port()), root)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 def wait_for_state(run: RunDirectory, *states: str) -> RunSummary:
-    wait_for(lambda: summarize(run).state in states)
+    wait_until(lambda: summarize(run).state in states, lambda: f"{states}; it is {summarize(run).state}")
     return summarize(run)

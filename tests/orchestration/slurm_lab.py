@@ -16,16 +16,17 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_SECONDS, wait_until
 
 NEEDED = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
 NODES = tuple(f"g{number}" for number in range(1, 9))
 LEAVES = {"leaf1": NODES[:4], "leaf2": NODES[4:]}
 NO_HOLD = ",nohold_on_prolog_fail"
-START_SECONDS = 20.0
+START_SECONDS = PATIENCE_SECONDS
 END_SECONDS = 8.0
 
 CONFIG = """\
@@ -227,7 +228,7 @@ class SlurmLab:
         for node in NODES:
             if not _is_alive(self._pid(node)):
                 self.start_node(node)
-        wait_until(self._resumed, "all nodes are idle again", 30.0)
+        wait_until(self._resumed, "all nodes are idle again")
 
     def _resumed(self) -> bool:
         idle = self.nodes_in("idle")
@@ -261,7 +262,9 @@ class SlurmLab:
             (self.folder / name).chmod(0o755)
 
     def _run(self, *words: str) -> str:
-        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            words, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+        )
         assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}{done.stdout}"
         return done.stdout
 
@@ -303,13 +306,6 @@ def missing_reason() -> str:
     if os.geteuid() != 0:
         return "a Slurm of several nodes on one machine needs root"
     return ""
-
-
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="session")

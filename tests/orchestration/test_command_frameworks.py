@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
-from counting import start, wait_for, wait_for_state
+from counting import start, wait_for_state
 from foreign_scripts import SAVED_EVERY, STEPS, beginnings, example, losses, processes
+from waiting import wait_until
 
 from craton.orchestration import draft_resume, resume_run, resumed_job, stop_run, wait_for_agents
 from craton.telemetry import RunDirectory, summarize
@@ -31,11 +32,11 @@ def shown_by_ps(root: Path) -> dict[str, Any]:
 def check_recovered(run: RunDirectory, victim: psutil.Process) -> None:
     """Kill it, and see the run go on from what the script has saved."""
     os.kill(victim.pid, signal.SIGKILL)
-    wait_for(lambda: len(beginnings(run)) == 2, seconds=60)
+    wait_until(lambda: len(beginnings(run)) == 2)
     began = beginnings(run)[1]
     assert began % SAVED_EVERY == 0
     assert began > 0
-    wait_for(lambda: summarize(run).generation == 1 and summarize(run).step > began, seconds=60)
+    wait_until(lambda: summarize(run).generation == 1 and summarize(run).step > began)
 
 
 def check_shown(root: Path) -> None:
@@ -51,7 +52,7 @@ def check_shown(root: Path) -> None:
 def test_a_script_of_plain_accelerate_under_torchrun(root: Path) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     run = start(root, example("command-accelerate"))
-    wait_for(lambda: summarize(run).step >= SAVED_EVERY + 2, seconds=60)
+    wait_until(lambda: summarize(run).step >= SAVED_EVERY + 2)
     assert run.log_path(0).read_text().count("4 processes go on after step 0") == 1
     (launcher,) = processes(run, "node-1")
     workers = launcher.children()
@@ -69,7 +70,7 @@ def test_a_script_of_plain_accelerate_under_torchrun(root: Path) -> None:
 def test_a_script_of_plain_jax(root: Path) -> None:
     pytest.importorskip("jax", reason="jax is not installed")
     run = start(root, example("command-jax"))
-    wait_for(lambda: summarize(run).step >= SAVED_EVERY + 2, seconds=60)
+    wait_until(lambda: summarize(run).step >= SAVED_EVERY + 2)
     assert "4 processes with 4 devices go on after step 0" in run.log_path(0).read_text()
     check_recovered(run, processes(run, "node-1")[-1])
     stop_run(run)

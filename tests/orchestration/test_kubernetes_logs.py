@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from counting import wait_for
 from kubernetes_runs import add_pod, submitted
 from kubernetes_standin import StandIn
+from waiting import wait_until
 
 from craton.cli import main
 from craton.orchestration import RunStateError
@@ -47,15 +47,15 @@ def test_logs_are_followed_into_pods_that_come_later_and_past_one_that_cannot_be
     server.logs["llm-node-0-1-abcde"] = ["[rank 1] step 1"]
     server.unreadable_logs = {"llm-node-0-0-abcde"}
     found, reader = followed(run)
-    wait_for(lambda: len(found) == 2)
+    wait_until(lambda: len(found) == 2)
     [refused, read] = sorted(found)
     assert refused[1].startswith("its log cannot be read: Kubernetes refuses: container node in pod")
     assert read == ("llm-node-0-1-abcde", "[rank 1] step 1")
     server.logs["llm-node-0-2-abcde"] = ["[rank 2] step 1"]
     add_pod(server, "llm", 2)
-    wait_for(lambda: found[2:] == [("llm-node-0-2-abcde", "[rank 2] step 1")])
+    wait_until(lambda: found[2:] == [("llm-node-0-2-abcde", "[rank 2] step 1")])
     add_pod(server, "llm", 1, containerStatuses=[{"name": "node", "restartCount": 1}])
-    wait_for(lambda: found[3:] == [("llm-node-0-1-abcde", "[rank 1] step 1")])
+    wait_until(lambda: found[3:] == [("llm-node-0-1-abcde", "[rank 1] step 1")])
     [owner] = server.of("jobsets")
     owner["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
     reader.join(10)
@@ -68,7 +68,7 @@ def test_following_waits_for_the_first_pod(server: StandIn, tmp_path: Path, monk
     run = submitted(tmp_path)
     server.requests.clear()
     found, reader = followed(run)
-    wait_for(lambda: sum("/pods?" in line for line in list(server.requests)) >= 2)
+    wait_until(lambda: sum("/pods?" in line for line in list(server.requests)) >= 2)
     server.logs["llm-node-0-0-abcde"] = ["[rank 0] step 1"]
     add_pod(server, "llm", 0)
     [owner] = server.of("jobsets")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counting import wait_for
 from kubernetes_jobs import LEAF, SPINE, cluster, job
+from waiting import wait_until
 
 from craton.agent import Launch, read_launch, write_launch
 from craton.infrastructure import TopologyError
@@ -211,7 +211,7 @@ def test_a_run_whose_pods_do_not_come_is_given_up_and_a_stop_is_heard(
     first = pod_at(run, 0, "g1", tmp_path, submission="second", give_up_seconds=3600.0)
     waiting = threading.Thread(target=lambda: found.append(prepare(first, signals)), daemon=True)
     waiting.start()
-    wait_for(lambda: not run.has("FATAL") and bool(call_of(run)))
+    wait_until(lambda: not run.has("FATAL") and bool(call_of(run)))
     run.mark("STOP", "craton stop")
     waiting.join(30)
     assert found == [0]

@@ -13,7 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from counting import RANK, wait_for
+from counting import RANK
+from waiting import wait_until
 
 from craton.agent import Launch, newest_generation, next_number, read_launch, write_launch
 from craton.job import parse_job
@@ -150,14 +151,14 @@ def test_a_killed_pod_comes_back_and_a_drained_one_takes_all_along_and_they_go_o
     write_config_map(tmp_path / "config", counting_files(100_000))
     run = RunDirectory(tmp_path / "fsx" / "count")
     first, second = pods(0, CRATON_HOST_NAME="g1"), pods(1)
-    wait_for(lambda: run.looks_like_a_run() and summarize(run).step >= 2)
+    wait_until(lambda: run.looks_like_a_run() and summarize(run).step >= 2)
     assert read_json(run.path / "hosts" / "0.json")["host"] == "g1", "though nobody had to be put in order"
 
     os.killpg(second.pid, signal.SIGKILL)  # its node is gone, with all that ran there
     second.wait(10)
     second = pods(1)
-    wait_for(lambda: next_number(run) >= 2 and verdict(run) is None)
-    wait_for(lambda: "starts after step" in run.log_path(1).read_text().rpartition("rank 1 of 2")[2])
+    wait_until(lambda: next_number(run) >= 2 and verdict(run) is None)
+    wait_until(lambda: "starts after step" in run.log_path(1).read_text().rpartition("rank 1 of 2")[2])
     assert first.poll() is None, "the others live on"
 
     second.send_signal(signal.SIGTERM)  # its node is drained
@@ -165,7 +166,7 @@ def test_a_killed_pod_comes_back_and_a_drained_one_takes_all_along_and_they_go_o
     assert is_schedulers(run.marker_text("STOP"))
     saved = summarize(run).step
     second, first = pods(1), pods(0)
-    wait_for(lambda: not run.has("STOP") and summarize(run).step > saved)
+    wait_until(lambda: not run.has("STOP") and summarize(run).step > saved)
 
     run.mark("STOP", "craton stop")
     assert (first.wait(40), second.wait(40)) == (0, 0)
@@ -309,7 +310,7 @@ def test_the_time_limit_counts_while_the_run_runs_and_not_while_it_waits(
     assert 3000 <= used_seconds(run) < 3060
     assert submission_of(run) == "first"
     with TimeLimit(run, pod.submission, 3000.0):
-        wait_for(lambda: run.has("STOP"))
+        wait_until(lambda: run.has("STOP"))
     assert run.marker_text("STOP").startswith("the time limit of the job")
     assert verdict(run) == 0, "which is no reason to start it again"
     take_over(told(tmp_path, submission="resumed", launch=replace(LAUNCH, generation=1)))
@@ -319,7 +320,7 @@ def test_the_time_limit_counts_while_the_run_runs_and_not_while_it_waits(
     assert used_seconds(run) == 0
     began = time.monotonic() - 60
     with TimeLimit(run, "resumed", 50.0, since=began, is_first=False):  # Kubernetes ends each pod by its own start
-        wait_for(lambda: run.has("STOP"))
+        wait_until(lambda: run.has("STOP"))
     assert used_seconds(run) == 0, "which only the first pod keeps"
 
 
@@ -330,7 +331,7 @@ def test_what_was_used_is_kept_while_it_counts_for_a_pod_may_be_killed(
     pod = told(tmp_path)
     take_over(pod)
     with TimeLimit(pod.run, pod.submission, 3600.0):
-        wait_for(lambda: used_seconds(pod.run) > 0.05)
+        wait_until(lambda: used_seconds(pod.run) > 0.05)
 
 
 @pytest.mark.parametrize("name", ["JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "LWS_WORKER_INDEX"])

@@ -93,7 +93,7 @@ def test_what_no_leaf_holds_is_kept_below_one_spine() -> None:
     assert len({name[0] for name in order[:4]}) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) <= 7), st.sampled_from([2, 3])
 )
@@ -104,7 +104,7 @@ def test_no_order_keeps_more_blocks_whole(sizes: list[int], block: int) -> None:
     assert whole_blocks(order, block) == best
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
 def test_every_level_of_blocks_is_as_whole_as_can_be(sizes: list[int]) -> None:
     allocated = {

@@ -4,7 +4,6 @@ nothing.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -83,14 +82,12 @@ def test_a_run_without_gpus_asks_no_tool(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("nvidia-smi", "fi_info", "ldconfig", "dmesg", "chronyc", "timedatectl", "lnetctl", "lctl"):
         tool = tmp_path / "tools" / name
         tool.parent.mkdir(exist_ok=True)
-        tool.write_text(f"#!/bin/sh\necho {name} >> {asked}\nexec sleep 60\n", encoding="utf-8")
+        tool.write_text(f"#!/bin/sh\necho {name} >> {asked}\nexec sleep 86400\n", encoding="utf-8")
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}:/usr/bin:/bin")
     directory = RunDirectory.create(tmp_path / "runs", "mine")
     launch = Launch(0, [f"node-{number}" for number in range(8)], 1, ["true"])
-    begin = time.monotonic()
     check_local(directory, parse_job(COMMAND.format(nodes=8), "job.yaml"), launch)
-    assert time.monotonic() - begin < 15.0  # no tool is waited for
     assert not asked.exists()
     events = [read_lines(directory.events_path(name))[0] for name in launch.nodes]
     assert [(event["event"], event["checks"] >= 3) for (event,) in events] == [("preflight", True)] * 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -38,9 +37,7 @@ def selftest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_card_that_hangs_is_named_and_the_other_kept(selftest: Path) -> None:
     selftest.write_text(f"{RESULT}\nprint('{{torn', end='', flush=True)\nsignal.pause()\n", encoding="utf-8")
-    begin = time.monotonic()
     devices, (finding,) = run_compute(limit_seconds=2.0)
-    assert time.monotonic() - begin < 10.0
     assert [device["device"] for device in devices] == ["cuda:1"]
     assert (finding.what, finding.severity) == ("compute", "fail")
     assert finding.evidence == "the self-test did not end within 2 s; without a result: cuda:0"

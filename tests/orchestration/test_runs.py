@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from counting import counting_job, start, wait_for, wait_for_state
+from counting import counting_job, start, wait_for_state
+from waiting import wait_until
 
 from craton.agent import avoid_node, read_launch
 from craton.job import Layout
@@ -82,7 +83,7 @@ def test_a_name_is_taken_once(root: Path) -> None:
 
 def test_a_stop_saves_and_a_resume_goes_on_there_on_other_ranks(root: Path) -> None:
     run = start(root, counting_job(**LONG))
-    wait_for(lambda: summarize(run).step >= 2)
+    wait_until(lambda: summarize(run).step >= 2)
     stop_run(run)
     assert wait_for_state(run, "stopped", "failed", "lost").state == "stopped"
     wait_for_agents(run)
@@ -91,10 +92,10 @@ def test_a_stop_saves_and_a_resume_goes_on_there_on_other_ranks(root: Path) -> N
     assert saved.step >= 2
 
     resume(run, "local x 3")
-    wait_for(lambda: summarize(run).step > saved.step)
+    wait_until(lambda: summarize(run).step > saved.step)
     summary = summarize(run)
     assert (summary.state, summary.generation, summary.ranks) == ("running", 1, 3)
-    wait_for(lambda: f"of 3 starts after step {saved.step}" in run.log_path(2).read_text())
+    wait_until(lambda: f"of 3 starts after step {saved.step}" in run.log_path(2).read_text())
 
 
 def test_a_run_that_runs_is_not_started_again(root: Path) -> None:
@@ -188,20 +189,20 @@ def test_nodes_that_are_added_are_checked_before_anything_is_asked_for(
 def test_a_killed_agent_takes_its_ranks_along_and_the_run_can_be_resumed(root: Path) -> None:
     run = start(root, counting_job(nodes=1, **LONG))
     follower = Follower(run)
-    wait_for(lambda: follower.look().summary.step >= 2)
+    wait_until(lambda: follower.look().summary.step >= 2)
     os.kill(read_agents(run)[0].pid, signal.SIGKILL)
-    wait_for(lambda: not living_agents(run))
+    wait_until(lambda: not living_agents(run))
     view = follower.look()
     assert view.summary.state == "lost"
     assert "gone" in view.summary.message
-    wait_for(lambda: not ranks_of(run))
+    wait_until(lambda: not ranks_of(run))
     resume(run)
-    wait_for(lambda: follower.look().summary.state == "running")
+    wait_until(lambda: follower.look().summary.state == "running")
 
 
 def test_sigterm_to_one_agent_stops_the_whole_run_in_order(root: Path) -> None:
     run = start(root, counting_job(**LONG))
-    wait_for(lambda: summarize(run).step >= 1)
+    wait_until(lambda: summarize(run).step >= 1)
     os.kill(read_agents(run)[1].pid, signal.SIGTERM)
     assert wait_for_state(run, "stopped", "failed", "lost").state == "stopped"
     assert newest_checkpoint(run) is not None
@@ -209,16 +210,16 @@ def test_sigterm_to_one_agent_stops_the_whole_run_in_order(root: Path) -> None:
 
 def test_a_kill_leaves_no_process_behind_and_says_stopped_at_once(root: Path) -> None:
     run = start(root, counting_job(CHILD=4321, **LONG))
-    wait_for(lambda: summarize(run).step >= 1)
+    wait_until(lambda: summarize(run).step >= 1)
     kill_run(run)
     assert summarize(run).state == "stopped"
-    wait_for(lambda: not ranks_of(run))
+    wait_until(lambda: not ranks_of(run))
     assert not subprocess.run(["pgrep", "-f", "sleep 4321"], capture_output=True, text=True, check=False).stdout
 
 
 def test_a_kill_finds_what_a_rank_left_behind(root: Path) -> None:
     run = start(root, counting_job(**LONG))
-    wait_for(lambda: summarize(run).step >= 1)
+    wait_until(lambda: summarize(run).step >= 1)
     environment = {**os.environ, "CRATON_RUN": str(run.path)}
     with subprocess.Popen(["sleep", "4322"], env=environment, start_new_session=True) as orphan:
         kill_run(run)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from counting import wait_for, wait_for_state
+from counting import wait_for_state
+from waiting import wait_until
 
 from craton.job import Job, dump_job, load_job, parse_job
 from craton.orchestration import (
@@ -236,7 +237,7 @@ def test_nobody_there_is_no_state() -> None:
 
 def ready(run: RunDirectory) -> ServerWatch:
     watch = watch_of(run)
-    wait_for(watch.is_ready)
+    wait_until(watch.is_ready)
     return watch
 
 
@@ -251,17 +252,17 @@ def test_a_server_is_looked_at_and_a_stop_lets_requests_finish(start: Start) -> 
     watch, stages = ready(run), Stages(run)
     assert is_server(run)
     told: list[str] = []
-    wait_for(lambda: told.extend(stages.look()) or stages.is_ready)  # type: ignore[func-returns-value]
+    wait_until(lambda: told.extend(stages.look()) or stages.is_ready)  # type: ignore[func-returns-value]
     assert told == ["loading weights", "ready"]
     assert stages.newest["kv_tokens"] == 4242
     state = watch.look()
     assert state is not None
     assert (state.running, state.waiting, state.first_token_seconds) == (3, 1, pytest.approx(0.03))
-    wait_for(lambda: summarize(run).state == "running")
+    wait_until(lambda: summarize(run).state == "running")
 
     (run.path / "busy").touch()
     stop_run(run)
-    wait_for(lambda: not watch.is_ready())
+    wait_until(lambda: not watch.is_ready())
     assert watch.look() is not None, "it still answers those it has"
     assert living_agents(run)
     (run.path / "busy").unlink()
@@ -278,8 +279,8 @@ def test_a_dead_rank_brings_all_of_them_back_as_often_as_may_be(start: Start) ->
 
     for times, rank in ((2, 1), (3, 0), (4, 1)):
         (run.path / f"die-{rank}").touch()
-        wait_for(lambda times=times: begun(0) == begun(1) == times)  # type: ignore[misc]
-        wait_for(watch.is_ready)
+        wait_until(lambda times=times: begun(0) == begun(1) == times)  # type: ignore[misc]
+        wait_until(watch.is_ready)
     (run.path / "die-1").touch()
     summary = stopped(run)
     assert summary.state == "failed"

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from slurm_lab import NODES, SlurmLab, wait_until
+from slurm_lab import NODES, SlurmLab
 from slurm_runs import (
     chain_job,
     events_of,
@@ -19,6 +19,7 @@ from slurm_runs import (
     wait_for_run,
     wait_for_step,
 )
+from waiting import wait_until
 
 from craton.orchestration import release_run
 from craton.telemetry import RunDirectory, read_lines

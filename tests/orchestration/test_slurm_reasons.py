@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from slurm_lab import LEAVES, SlurmLab, wait_until
+from slurm_lab import LEAVES, SlurmLab
+from waiting import wait_until
 
 from craton.orchestration.slurm import why_waiting
 from craton.orchestration.slurm.room import room_for

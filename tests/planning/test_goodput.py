@@ -532,7 +532,7 @@ def goodput_of(
     return goodput_plan(where, nodes, slowed, step_seconds=step, run_seconds=30 * DAY)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(nodes_, rates_, parameters_, steps_, spares_)
 def test_numbers_are_shares_and_the_interval_holds_the_estimate(
     nodes: int, rate: float, parameters: float, step: float, spares: int
@@ -547,7 +547,7 @@ def test_numbers_are_shares_and_the_interval_holds_the_estimate(
     assert expected_goodput(where, nodes, tiers, step_seconds=step, run_seconds=30 * DAY) == plan.goodput
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(nodes_, rates_, parameters_, steps_, spares_, st.floats(1.0, 10.0))
 def test_worse_never_helps(nodes: int, rate: float, parameters: float, step: float, spares: int, factor: float) -> None:
     base = goodput_of(nodes, rate, parameters, step, spares)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import timeit
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from counted_calls import counted_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -410,7 +410,7 @@ stacks = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(work=works(), traits=stacks)
 def test_parts_add_up_and_the_total_is_the_worst_instant(work: Workload, traits: Traits) -> None:
     result = memory(work, traits)
@@ -431,7 +431,7 @@ def change(work: Workload, **layout: Any) -> Workload:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(work=works(), traits=stacks, name=st.sampled_from(["fsdp", "tp", "cp", "ep"]))
 def test_more_ranks_never_need_more(work: Workload, traits: Traits, name: str) -> None:
     """But for NCCL's buffers. From one shard to two weights change their form (fp32 shards and gathered copies), which
@@ -445,7 +445,7 @@ def test_more_ranks_never_need_more(work: Workload, traits: Traits, name: str) -
     assert allocated_bytes(more, traits) <= allocated_bytes(work, traits)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(work=works(), traits=stacks)
 def test_more_stages_never_need_more(work: Workload, traits: Traits) -> None:
     """1F1B with stages of equal size, where no more than the optimizer is sharded; but for what stages send."""
@@ -457,7 +457,7 @@ def test_more_stages_never_need_more(work: Workload, traits: Traits) -> None:
     assert allocated_bytes(more, traits) <= allocated_bytes(work, traits) + sends
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(work=works(), traits=stacks)
 def test_more_recompute_never_needs_more_and_a_larger_micro_batch_never_less(work: Workload, traits: Traits) -> None:
     none, selective, full = (memory_bytes(change(work, recompute=r), traits) for r in ("none", "selective", "full"))
@@ -465,7 +465,7 @@ def test_more_recompute_never_needs_more_and_a_larger_micro_batch_never_less(wor
     assert memory_bytes(work, traits) <= memory_bytes(change(work, micro_batch=2 * work.layout.micro_batch), traits)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(work=works(), traits=stacks)
 def test_sharding_more_of_the_states_never_needs_more(work: Workload, traits: Traits) -> None:
     """But for the allocator's slack on the layer whose gradients are being scattered."""
@@ -475,7 +475,7 @@ def test_sharding_more_of_the_states_never_needs_more(work: Workload, traits: Tr
 
 
 def test_a_search_can_ask_often() -> None:
-    """At most 15 microseconds on an idle core; three times that here, for loaded ones."""
+    """A question costs few calls; `benchmarks/plan_speed.py` has the seconds of whole searches."""
     layouts = [
         Layout(pp=pp, fsdp=fsdp, tp=tp, vpp=vpp, zero=1, schedule="interleaved" if vpp > 1 else "1f1b")
         for pp in (1, 4, 16)
@@ -485,8 +485,9 @@ def test_a_search_can_ask_often() -> None:
     ]
     asked = [step(LLAMA_405B, layout, 8192) for layout in layouts]
 
-    def ask() -> None:
+    for work in asked:  # what is computed once for a model is not counted
+        memory_bytes(work, MEGATRON)
+    with counted_calls() as calls:
         for work in asked:
             memory_bytes(work, MEGATRON)
-
-    assert min(timeit.repeat(ask, number=5, repeat=5)) / (5 * len(asked)) < 45e-6
+    assert calls.number / len(asked) < 50  # half as many again as today

@@ -289,7 +289,7 @@ def test_the_fullest_rank_holds_the_most_layers() -> None:
     assert fullest_rank(30, 1, 4, 1) == (8, 0)  # one stage of the four has six layers and the head
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(pp=st.integers(1, 32), vpp=st.integers(1, 4), layers=st.integers(4, 126))
 def test_no_rank_has_less_than_its_share(pp: int, vpp: int, layers: int) -> None:
     assume(pp * vpp <= layers)
@@ -429,7 +429,7 @@ def better(what: str, factor: float, nodes: int) -> Cluster:
 
 
 @pytest.mark.parametrize("what", ["network", "nvlink", "memory", "flops"])
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(
     job=jobs(),
     factor=st.sampled_from([1.1, 2.0, 30.0]),
@@ -452,7 +452,7 @@ def test_better_hardware_never_makes_a_step_slower(
     assert after <= before * (1 + 1e-9), f"{what} x {factor}: {before:.6g} s became {after:.6g} s"
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(job=jobs(), software=st.sampled_from(["craton", "nanotron", "llm-foundry"]))
 def test_every_step_is_finite_and_its_interval_holds_it(
     job: tuple[ModelShape, Layout, int, int], software: str
@@ -466,7 +466,7 @@ def test_every_step_is_finite_and_its_interval_holds_it(
     assert all(getattr(times, field.name) >= -1e-12 for field in fields(StepTimes))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 @given(job=jobs())
 def test_more_work_is_never_faster(job: tuple[ModelShape, Layout, int, int]) -> None:
     shape, layout, batch, sequence = job

@@ -10,11 +10,12 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import waiting
 
 from craton.orchestration.rehearsal import EXPERTS, Rehearsal, running
 from craton.telemetry import LedgerReader, RunDirectory, read_lines
@@ -37,16 +38,11 @@ def finish(run: RunDirectory, seconds: float = LIMIT_SECONDS) -> None:
     """Until the run is done and its agents are gone."""
     wait_until(lambda: run.has("DONE") or run.has("FATAL"), f"{run.name} ends", run, seconds)
     assert not run.has("FATAL"), run.marker_text("FATAL") + last_words(run)
-    wait_until(lambda: not processes_of(run), f"the processes of {run.name} end", run, 20.0)
+    wait_until(lambda: not processes_of(run), f"the processes of {run.name} end", run)
 
 
 def wait_until(condition: Callable[[], Any], what: str, run: RunDirectory, seconds: float = LIMIT_SECONDS) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"not within {seconds:.0f} s: {what}{last_words(run)}")
+    return waiting.wait_until(condition, lambda: f"{what}{last_words(run)}", seconds)
 
 
 def last_words(run: RunDirectory) -> str:
@@ -157,4 +153,4 @@ def expect_same_end(run: RunDirectory, expected: dict[int, float], before: int, 
     check_ledger(run)
     assert not processes_of(run)
     if "PYTEST_XDIST_WORKER" not in os.environ:  # beside other tests the mount is not this run's alone
-        wait_until(lambda: shared_memory() <= before + 2**20, "its shared memory is given back", run, 3.0)
+        wait_until(lambda: shared_memory() <= before + 2**20, "its shared memory is given back", run)

@@ -90,7 +90,7 @@ def test_a_run_that_breaks_at_the_same_step_stops_with_the_reason(runs: Path) ->
     chaos = ["fail rank=1@step=10"] * 6
     with running(runs, Rehearsal("stubborn", steps=STEPS, chaos=chaos, **FSDP)) as run:
         wait_until(lambda: run.has("FATAL"), "the run gives up", run)
-        wait_until(lambda: not processes_of(run), "its processes end", run, 20.0)
+        wait_until(lambda: not processes_of(run), "its processes end", run)
         assert "told to fail at step 10" in run.marker_text("FATAL")
         assert "failure 4 in a row at step 10" in run.marker_text("FATAL")
         assert len(events(run, "generation_started")) == 4
@@ -231,7 +231,7 @@ def test_a_stop_while_a_node_is_missing_ends_at_once(runs: Path) -> None:
     with running(runs, Rehearsal("stopped-waiting", steps=STEPS, chaos=("lose-node node-1@step=6",), **FSDP)) as run:
         wait_until(lambda: events(run, "waiting_for_nodes"), "it waits", run)
         run.mark("STOP", "craton stop")
-        wait_until(lambda: not processes_of(run), "it stops", run, 15.0)
+        wait_until(lambda: not processes_of(run), "it stops", run)
         assert not run.has("FATAL"), run.marker_text("FATAL")
 
 

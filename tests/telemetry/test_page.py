@@ -11,10 +11,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import wait_until
 
 from craton.telemetry import LEDGER_KINDS, LedgerClock, RankPage, TrapError
-
-DEADLINE_SECONDS = 20.0
 
 
 def fork(work: Callable[[], None]) -> int:
@@ -26,13 +25,6 @@ def fork(work: Callable[[], None]) -> int:
         work()
     finally:
         os._exit(0)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def reap(child: int) -> int:
@@ -90,12 +82,12 @@ def test_two_processes_see_the_same_page() -> None:
         other.switch("data")
         other.set_beside("staging", True)
         other.beat()
-        wait_for(lambda: other.write_delay("shared") == 3.5)
+        wait_until(lambda: other.write_delay("shared") == 3.5)
         seen.step = 1
 
     before = page.progress
     child = fork(work)
-    wait_for(lambda: page.progress > before)
+    wait_until(lambda: page.progress > before)
     assert (page.kind, page.generation, page.step, page.step_seconds) == ("data", 7, 12, 0.25)
     assert page.beside == ("staging",)
     page.slow_down("shared", 3.5)
@@ -199,7 +191,7 @@ def test_a_trap_to_kill_and_one_to_stop() -> None:
 
     child = fork(rank)
     page.set_trap("stop")
-    wait_for(lambda: page.traps_sprung == 1)
+    wait_until(lambda: page.traps_sprung == 1)
     _, status = os.waitpid(child, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
     assert not page.has_trap

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from waiting import wait_until
 
 from craton.ml.training.checkpoint import Checkpointer, SaveReport, TierFolder
 
@@ -111,13 +110,6 @@ class Files:
             self._server.replace(self._bucket, name, content)
         else:
             Path(name).write_bytes(content)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not come true within {seconds} s"
-        time.sleep(0.005)
 
 
 def wait_for_report(checkpointer: Checkpointer, step: int, tier: str = "shared") -> SaveReport:

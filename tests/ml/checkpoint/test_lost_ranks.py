@@ -16,6 +16,7 @@ import torch.distributed as dist
 from keepers import Keepers
 from nodes import Nodes, nodes_of
 from states import numbers
+from waiting import PATIENCE_SECONDS
 
 from craton.ml.training.checkpoint import Checkpointer, RanksLostError, TierFolder
 
@@ -62,7 +63,7 @@ def test_a_rank_that_is_waited_for_dies(keepers: Keepers, tmp_path: Path, waits_
     for rank in ranks:
         rank.start()
     try:
-        text, notes = told.get(timeout=30)
+        text, notes = told.get(timeout=PATIENCE_SECONDS)
         assert text.startswith("gloo: ")
         assert notes == []
     finally:

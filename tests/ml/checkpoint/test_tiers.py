@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from states import (
     single,
     state,
     tier_of,
-    wait_until,
     whole,
 )
 from torch import Tensor
+from waiting import wait_until
 
 from craton.ml.training.checkpoint import Checkpointer, CheckpointError, TierFolder, find_checkpoint, read_tensors
 from craton.ml.training.checkpoint_objects import ObjectFiles
@@ -205,12 +204,10 @@ def test_a_slow_tier_holds_up_neither_a_step_nor_a_faster_tier(tmp_path: Path, b
     place = f"{bucket}/run"
     tiers = [TierFolder("nvme", tmp_path, every_steps=1, keep=9), TierFolder("s3", place, every_steps=1)]
     checkpointer = single(tiers)
-    slow = faults.fail("slow", method="PUT", holding="distcp", seconds=60)
+    slow = faults.fail("slow", method="PUT", holding="distcp", seconds=86400)
     for step in range(1, 6):
         assert checkpointer.due(step)
-        began = time.monotonic()
         checkpointer.save(step, numbers(step), {})
-        assert time.monotonic() - began < 20
         wait_until(lambda: checkpointer._lanes["nvme"].outstanding == 0)
     slow.times = 0
     slow.over.set()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import PATIENCE_SECONDS
 
 from craton.ml.data import DataError, DiskFullError, Shards, tokenize
 from craton.ml.data.documents import PIECE_BYTES
@@ -166,7 +167,7 @@ def test_a_killed_run_leaves_no_folder_and_no_workers(bpe: Path, tmp_path: Path)
     assert "going" in process.stdout.readline()
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while _members(process.pid):
         assert time.monotonic() < deadline, "workers outlive their parent"
         time.sleep(0.05)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import requests
 import torch
 from model_pairs import SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import free_port
 from craton.job import parse_job
@@ -24,15 +24,6 @@ from craton.telemetry import RunDirectory, read_lines
 
 SECONDS = 90.0
 LONGEST = 256
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"not within {SECONDS:.0f} s: {what}")
 
 
 def make_model(folder: Path, seed: int) -> LlamaForCausalLM:
@@ -56,7 +47,7 @@ class Server:
 
     def is_ready(self) -> bool:
         try:
-            return requests.get(f"{self.url}/health", timeout=5).status_code == 200
+            return requests.get(f"{self.url}/health", timeout=PATIENCE_SECONDS).status_code == 200
         except (requests.ConnectionError, requests.Timeout):
             return False
 

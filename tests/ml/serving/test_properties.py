@@ -60,7 +60,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None, print_blob=True)
+@settings(max_examples=400)
 @given(
     ACTIONS,
     st.sampled_from([1, 2, 4]),

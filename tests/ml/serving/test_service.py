@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from model_pairs import LONGEST, Answer, expect_greedy, pair
 from torch import Tensor
+from waiting import PATIENCE_SECONDS
 
 from craton.agent import free_port
 from craton.ml.models import WeightsError
@@ -31,7 +32,7 @@ from craton.ml.serving.weights import send_weights
 from craton.ml.serving.work import Work
 from craton.telemetry import RankPage
 
-SECONDS = 20.0
+SECONDS = PATIENCE_SECONDS
 KEY = b"a key of these tests"
 PROMPT = (5, 17, 2, 80, 33, 9, 41)
 GREEDY = Sampling(max_tokens=8, temperature=0.0)

@@ -18,8 +18,9 @@ import pytest
 import requests
 import torch
 from hung_rank import IDLE_REPORTS
-from live_server import SECONDS, Server, make_model, serving, wait_until
+from live_server import SECONDS, Server, make_model, serving
 from transformers import LlamaForCausalLM
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import free_port, newest_generation, run_secret
 from craton.job import parse_job
@@ -140,7 +141,7 @@ def test_two_hundred_clients_at_once(server: Server) -> None:
 
 def test_metrics_of_a_server_that_works(server: Server) -> None:
     server.complete([4, 5, 6], 30)
-    text = requests.get(f"{server.url}/metrics", timeout=30).text
+    text = requests.get(f"{server.url}/metrics", timeout=PATIENCE_SECONDS).text
     for name in ("vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_count", "craton_run_step_seconds"):
         (value,) = {line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(name)}
         assert float(value) > 0, name

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from gang import Gang
 from tiny import Records
+from waiting import PATIENCE_SECONDS
 
 from craton.job import dump_job, load_job, parse_job
 from craton.ml.training import Trainer
@@ -24,7 +25,6 @@ from craton.ml.training.checkpoint_tiers import FolderTier
 from craton.telemetry import LedgerClock, RunDirectory
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-DEADLINE_SECONDS = 120.0
 
 
 def make_run(root: Path, text: str, name: str) -> RunDirectory:
@@ -64,20 +64,20 @@ def adder(steps: int) -> str:
 def test_sigterm_saves_and_the_run_goes_on_where_it_was(tmp_path: Path) -> None:
     run = make_run(tmp_path, adder(100_000), "adder")
     process = start(run, EXAMPLES)
-    deadline = time.monotonic() + DEADLINE_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while len(lines(run.metrics_path("node-0"))) < 20:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=DEADLINE_SECONDS)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, err
     assert "training stopped at step" in out
     last = lines(run.metrics_path("node-0"))[-1]["step"]
     assert (run.checkpoints("shared") / f"step-{last:08d}" / "COMPLETE").exists()
 
     process = start(run, EXAMPLES, CRATON_STOP_AT=str(last + 3), CRATON_GENERATION="1")
-    out, err = process.communicate(timeout=DEADLINE_SECONDS)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, err
     events = {line["event"]: line for line in lines(run.events_path("node-0"))}
     assert events["restored"]["step"] == last
@@ -96,7 +96,7 @@ def test_a_function_that_raises_shows_its_traceback_and_one_line(tmp_path: Path)
     text = adder(3).replace("cluster:", "objective: own_objective:wrong\n        cluster:")
     run = make_run(tmp_path / "runs", text, "wrong")
     process = start(run, tmp_path)
-    _, err = process.communicate(timeout=DEADLINE_SECONDS)
+    _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1
     assert "return log_probs.total(), {}" in err, "the user's own line, as Python shows it"
     place = f"({tmp_path}/own_objective.py:2)"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from waiting import PATIENCE_SECONDS
 
 from craton.agent import EXIT_FINAL, Generation
 from craton.errors import CratonError
@@ -17,7 +18,6 @@ from craton.ml.training.orders import Order, Orders, connect
 from craton.ml.training.session import EXIT_FAILED, Session
 from craton.telemetry import LedgerClock
 
-DEADLINE_SECONDS = 10.0
 ECHO = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
 RAISED = RuntimeError("the data loader is broken")
 OURS = CratonError("the state is not what it was")
@@ -45,13 +45,13 @@ class Rank:
         self.told = Told()
         vars(self.session)["recorder"] = self.told
         self.order(Generation(1, ["a"], 1, ""))
-        assert self.orders.next(DEADLINE_SECONDS) is not None
+        assert self.orders.next(PATIENCE_SECONDS) is not None
 
     def order(self, generation: Generation) -> None:
         line = {"generation": generation.to_message(), "rank": 0, "node": "a", "keeper": ""}
         os.write(self.writing, json.dumps(line).encode() + b"\n")
         with self.orders._arrived:
-            assert self.orders._arrived.wait_for(lambda: self.orders.is_over, DEADLINE_SECONDS)
+            assert self.orders._arrived.wait_for(lambda: self.orders.is_over, PATIENCE_SECONDS)
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 from observability.dashboards.asking import EVERYTHING, answer, filled_in
 from observability.dashboards.watched_cluster import EVERY_SECONDS, HERE, P5EN, RUN, SERVER, Cluster, watched_cluster
+from waiting import PATIENCE_SECONDS
 
 from craton.observability.dashboards import BOARDS, Board, Panel, Query
 
-SECONDS = 20.0
 # Served by what this machine can neither have nor simulate honestly: an FSx file system, Slurm 25.11, Kueue, NCCL's
 # inspector. Prometheus takes the queries; that they find something is not shown here.
 UNSEEN = re.compile(r"\b(?:aws_fsx_|slurm_|kueue_|nccl_)")
@@ -37,7 +37,7 @@ def answers(cluster: Cluster) -> dict[tuple[str, str, str], list[dict[str, dict[
     """(board, panel, expression) → series, once everything has moved for long enough that rates are known."""
     open_questions = {(board.name, panel.title, query.expr): (board, panel, query) for board, panel, query in _all()}
     found: dict[tuple[str, str, str], list[dict[str, dict[str, str]]]] = {}
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while open_questions and time.monotonic() < deadline:
         began = time.monotonic()
         cluster.move()

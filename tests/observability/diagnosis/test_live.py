@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 from craton.cli.app import app
 from craton.job import parse_job
@@ -21,7 +22,7 @@ from craton.orchestration.rehearsal import Rehearsal, running
 from craton.telemetry import RunDirectory, read_heartbeat, read_status
 
 RANK = Path(__file__).with_name("lockstep.py")
-SECONDS = 60.0
+SECONDS = PATIENCE_SECONDS
 
 
 def start(root: Path, nodes: int = 2, **environment: object) -> RunDirectory:

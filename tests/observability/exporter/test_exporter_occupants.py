@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from observability.exporter.exporting import exporting, scrape
 from observability.exporter.run_files import status_of
 from observability.exporter.stand_in_nvml import StandInNvml, eight_cards
+from waiting import wait_until
 
 from craton.infrastructure import NodeRoot
 from craton.observability.exporter import occupants
@@ -32,7 +32,7 @@ def start() -> Iterator[Start]:
     def begin(**variables: str) -> int:
         process = subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"], **variables}, text=True)
         running.append(process)
-        _wait_for(lambda: b"sleep" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+        wait_until(lambda: b"sleep" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
         return process.pid
 
     yield begin
@@ -200,10 +200,3 @@ def test_a_file_system_that_hangs_takes_no_gpu_s_series_away(
 def _opened_by_another(pipe: Path) -> int:
     """For writing, which is refused until somebody waits to read."""
     return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-
-
-def _wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the process did not start"
-        time.sleep(0.005)

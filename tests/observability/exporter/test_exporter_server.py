@@ -22,6 +22,7 @@ import pytest
 from observability.exporter.exporting import Scrape, exporting, scrape
 from observability.exporter.stand_in_nvml import StandInNvml, eight_cards
 from observability.exporter.trees import write_root
+from waiting import PATIENCE_SECONDS
 
 from craton.errors import CratonError
 from craton.infrastructure import NodeRoot
@@ -67,10 +68,8 @@ def test_a_part_that_hangs_holds_the_first_scrape_and_no_other() -> None:
     stuck = Stuck()
     team = Team([stuck, Broken()], answer_seconds=0.4)
     list(team.collect(0.0))
-    team._answer_seconds = 60.0
-    began = time.monotonic()
+    team._answer_seconds = 86400.0
     found = list(team.collect(0.0))
-    assert time.monotonic() - began < 15.0
     assert ("craton_exporter_collector_stuck", ("stuck",), 1) in found
     assert ("node_load1", (), 7) in found, "the others are asked"
     stuck.back.set()
@@ -81,12 +80,10 @@ def test_a_part_that_hangs_is_left_behind_and_comes_back() -> None:
     stuck = Stuck()
     team = Team([stuck], answer_seconds=0.1)
     for _ in range(3):
-        began = time.monotonic()
         assert ("craton_exporter_collector_stuck", ("stuck",), 1) in list(team.collect(0.0))
-        assert time.monotonic() - began < 5.0
     assert stuck.calls == 1
     stuck.back.set()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while ("node_load5", (), 5) not in (found := list(team.collect(0.0))):
         assert time.monotonic() < deadline
     assert ("craton_exporter_collector_stuck", ("stuck",), 0) in found
@@ -124,7 +121,7 @@ def served(tmp_path: Path) -> Iterator[ExporterServer]:
 
 
 def test_http(served: ExporterServer) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE_SECONDS)
     for _ in range(2):  # over one connection, as Prometheus does
         connection.request("GET", "/metrics", headers={"Accept-Encoding": "gzip"})
         answer = connection.getresponse()
@@ -133,7 +130,7 @@ def test_http(served: ExporterServer) -> None:
         assert Scrape(text).value("node_load5") == 2.25
     connection.close()
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"http://127.0.0.1:{served.port}/nothing", timeout=10)
+        urllib.request.urlopen(f"http://127.0.0.1:{served.port}/nothing", timeout=PATIENCE_SECONDS)
 
 
 def test_ipv6(tmp_path: Path) -> None:
@@ -143,7 +140,7 @@ def test_ipv6(tmp_path: Path) -> None:
     except CratonError as error:
         pytest.skip(f"this machine has no IPv6: {error}")
     assert server.url == f"http://[::1]:{server.port}/metrics"
-    with urllib.request.urlopen(server.url, timeout=10) as answer:
+    with urllib.request.urlopen(server.url, timeout=PATIENCE_SECONDS) as answer:
         assert Scrape(answer.read().decode()).value("craton_exporter_info") == 1
     server.close()
     exporter.close()
@@ -152,7 +149,7 @@ def test_ipv6(tmp_path: Path) -> None:
 def test_what_leaves_the_machine_is_packed(served: ExporterServer) -> None:
     address = _own_address()
     request = urllib.request.Request(f"http://{address}:{served.port}/metrics", headers={"Accept-Encoding": "gzip"})
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
         assert answer.headers["Content-Encoding"] == "gzip"
         assert Scrape(gzip.decompress(answer.read()).decode()).value("node_load5") == 2.25
 
@@ -161,7 +158,7 @@ def test_scrapes_at_the_same_time(served: ExporterServer) -> None:
     texts: list[str] = []
 
     def ask() -> None:
-        with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=20) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=PATIENCE_SECONDS) as answer:
             texts.append(answer.read().decode())
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
@@ -181,7 +178,7 @@ def test_the_verb_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         assert process.stdout is not None
         said = process.stdout.readline()
         assert said.startswith("metrics of g1 at http://127.0.0.1:")
-        with urllib.request.urlopen(said.split()[-1], timeout=20) as answer:
+        with urllib.request.urlopen(said.split()[-1], timeout=PATIENCE_SECONDS) as answer:
             found = Scrape(answer.read().decode())
         assert found.value("craton_gpus_seen", node="g1", leaf="leaf-1") == 8
         process.send_signal(signal.SIGTERM)
@@ -209,7 +206,7 @@ def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
         [*CRATON, "observe", "node", "--root", str(tmp_path / "nothing")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert ended.returncode == 2
@@ -220,7 +217,9 @@ def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
 def test_one_scrape_for_a_pipe(tmp_path: Path) -> None:
     root = write_root(tmp_path / "node")
     command = [*CRATON, "observe", "node", "--root", str(root), "--once", "--json"]
-    said = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    said = json.loads(
+        subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True).stdout
+    )
     assert said["node"] == "ip-10-0-0-7"
     assert Scrape(said["metrics"]).value("craton_gpus_seen") == 8
 

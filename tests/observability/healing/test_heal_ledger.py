@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from waiting import PATIENCE_SECONDS
 
 from craton.cli import heal_view, main
 from craton.job import CratonError, load_cluster
@@ -316,7 +317,7 @@ def test_of_two_healers_without_a_ledger_in_common_one_acts(
     tmp_path: Path, cluster: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acting, "LOOK_SECONDS", 0.001)
-    both, take_out = threading.Barrier(2, timeout=10), cluster.take_out
+    both, take_out = threading.Barrier(2, timeout=PATIENCE_SECONDS), cluster.take_out
 
     def at_once(node: str, mark: str, reason: str) -> None:
         both.wait()  # each has counted, and may take one

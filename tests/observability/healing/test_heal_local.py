@@ -10,8 +10,8 @@ from pathlib import Path
 
 import chain
 import pytest
-from slurm_lab import wait_until
 from slurm_runs import losses_of, no_code, submit, wait_for_step
+from waiting import wait_until
 
 from craton.agent import avoid_node, newest_generation, read_avoided
 from craton.job import parse_job

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm_lab import NODES, SlurmLab, wait_until
+from slurm_lab import NODES, SlurmLab
 from slurm_runs import chain_job, expect_whole_chain, hosts_of, losses_of, submit, wait_for_run, wait_for_step
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import avoid_node, read_avoided
 from craton.cli import main
@@ -185,7 +186,7 @@ def test_of_two_healers_that_act_at_the_same_moment_one_has_its_way(
     slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: tuple[str, str]
 ) -> None:
     """Each with a ledger of its own, as on two machines; Slurm is all that they share."""
-    both, update = threading.Barrier(2, timeout=60), slurm_service._update
+    both, update = threading.Barrier(2, timeout=PATIENCE_SECONDS), slurm_service._update
 
     def at_once(node: str, *words: str) -> None:
         if "state=drain" not in words:
@@ -244,7 +245,7 @@ def test_a_run_without_a_spare_saves_and_goes_on_elsewhere(slurm: SlurmLab, root
     trouble = Trouble(bad, "reboot", "gpu_lost", "GPU 3 fell off the bus", "why", run=run.name)
     found = heal(place, [trouble], "act", 0.25)
     assert [(entry.kind, entry.node) for entry in found.deeds] == [("take_out", bad), ("move", bad)], found
-    wait_until(lambda: bad not in hosts_of(run).values(), "it is on other nodes", 60.0)
+    wait_until(lambda: bad not in hosts_of(run).values(), "it is on other nodes")
     assert read_avoided(run) == {}, "names mean other machines now"
     wait_for_run(run, "done", seconds=90.0)
     expect_whole_chain(run, 150)
@@ -263,7 +264,7 @@ def test_a_run_with_a_spare_stays_in_its_allocation(slurm: SlurmLab, root: Path)
     trouble = Trouble(bad, "reboot", "gpu_lost", "GPU 3 fell off the bus", "why", run=run.name)
     found = heal(place_of(str(run.path)), [trouble], "act", 0.25)
     assert f"{spare}, a spare, takes the place of {own}" in found.deeds[1].text
-    wait_until(lambda: working_nodes(run) == [good, spare], "the spare has its place", 30.0)
+    wait_until(lambda: working_nodes(run) == [good, spare], "the spare has its place")
     wait_for_run(run, "done", seconds=90.0)
     expect_whole_chain(run, 250)
     assert read_submission(run).job == job

@@ -8,7 +8,6 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -102,13 +101,3 @@ class Served:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-
-
-def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """What it returns once that is true."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := what():
-            return found
-        time.sleep(0.05)
-    raise AssertionError("it did not come true in time")

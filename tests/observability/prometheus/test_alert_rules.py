@@ -12,6 +12,7 @@ import pytest
 import yaml
 from observed import need
 from rule_cases import all_expressions, cases, metrics_of, write_tests
+from waiting import PATIENCE_SECONDS
 
 from craton.infrastructure import xid_facts
 from craton.job import ClusterFile
@@ -62,7 +63,11 @@ def test_every_rule_fires_and_is_silent_as_its_cases_say(tmp_path: Path) -> None
     need("promtool")
     files = write_tests(tmp_path)
     done = subprocess.run(
-        ["promtool", "test", "rules", *map(str, files)], capture_output=True, text=True, timeout=120, check=False
+        ["promtool", "test", "rules", *map(str, files)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
     )
     told = [line for line in (done.stdout + done.stderr).splitlines() if line.strip() and "SUCCESS" not in line]
     assert done.returncode == 0, "\n".join(line for line in told if not line.startswith("Unit Testing"))

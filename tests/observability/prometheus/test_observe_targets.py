@@ -7,13 +7,13 @@ import io
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from observed import LiveRun, Served, wait_for
+from observed import LiveRun, Served
 from rich.console import Console
+from waiting import wait_until
 
 from craton.cli.live import make_console
 from craton.cli.observe_view import _picture, keep_targets
@@ -116,22 +116,20 @@ def test_ports_that_drop_packets_hold_nobody_up(monkeypatch: pytest.MonkeyPatch)
 
     def answers(host: str, port: int) -> bool:
         asked.append(host)
-        return host == "there" or (dropped.wait(30) and host == "late")
+        return host == "there" or (dropped.wait() and host == "late")
 
     monkeypatch.setattr(targets, "serves_metrics", answers)
     monkeypatch.setattr(targets, "PATIENCE_SECONDS", 0.05)
     search = SearchedExporters({"node": 9100})
     machines = [Machine(name, name) for name in ("there", "late", *(f"g{i}" for i in range(100)))]
     try:
-        first = wait_for(lambda: search.look(machines))
-        began = time.monotonic()
+        first = wait_until(lambda: search.look(machines))
         assert [target.labels["node"] for target in first] == ["there"]
         assert search.look([*machines, Machine("new", "new")]) == first
-        assert time.monotonic() - began < 5
         assert "new" not in asked, "one search at a time"
     finally:
         dropped.set()
-    found = wait_for(lambda: (now := search.look(machines)) != first and now)
+    found = wait_until(lambda: (now := search.look(machines)) != first and now)
     assert [target.labels["node"] for target in found] == ["late", "there"]
     assert all(thread.daemon for thread in search._searching), "Ctrl-C does not wait for them"
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from observed import LiveRun, Served, need, wait_for
+from observed import LiveRun, Served, need
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.job import load_cluster
 from craton.observability.prometheus import ObserveError, Observer, SearchedExporters, Settings, processes
@@ -46,14 +47,14 @@ def test_a_fault_reaches_the_webhook_with_what_to_do(
     observer = Observer(settings)
     observer.keeper.exporters = SearchedExporters({"dcgm": exporter.port})
     with observer:
-        wait_for(lambda: _healths(observer) == {"up"} and len(observer.look().targets) == 3)
+        wait_until(lambda: _healths(observer) == {"up"} and len(observer.look().targets) == 3)
         assert observer.look().firing == [], "nothing is wrong yet"
         assert served.posted == []
         config = observer.data / "alertmanager.yml"
         assert config.stat().st_mode & 0o777 == 0o600, "whoever reads the webhook's address may write to it"
         live_run.endpoints["n0"].update({"run_progress_age_seconds": 700.0, "run_progress_limit_seconds": 600.0}, 0)
         exporter.text = DCGM % 1
-        wait_for(lambda: {"RunHung", "GpuXidReboot"} <= set(_posted(served)))
+        wait_until(lambda: {"RunHung", "GpuXidReboot"} <= set(_posted(served)))
         hang = _posted(served)["RunHung"]
         assert hang["status"] == "firing"
         assert (hang["labels"]["run"], hang["labels"]["node"], hang["labels"]["leaf"]) == ("alpha", "n0", "leaf1")
@@ -77,8 +78,8 @@ def test_a_fault_reaches_the_webhook_with_what_to_do(
         }
         live_run.end()
         observer.refresh()
-        wait_for(lambda: "RunHung" not in {alert["name"] for alert in observer.look().alerts})
-        wait_for(lambda: "craton" not in {target["job"] for target in observer.look().targets})
+        wait_until(lambda: "RunHung" not in {alert["name"] for alert in observer.look().alerts})
+        wait_until(lambda: "craton" not in {target["job"] for target in observer.look().targets})
     assert not observer.services[0].is_running
     assert not observer.services[1].is_running
 
@@ -116,12 +117,12 @@ def test_what_kubernetes_and_the_files_both_find_is_scraped_once(
     with observer:
         assert {target.address for target in observer.keeper.targets} == {first, second}
         subprocess.run(["promtool", "check", "config", "--syntax-only", str(config)], check=True, capture_output=True)
-        wait_for(lambda: scraped_as_pods() == {"10.0.0.7:9400"})
+        wait_until(lambda: scraped_as_pods() == {"10.0.0.7:9400"})
         observer.refresh()
         assert reloads == [], "nothing is other than before"
         live_run.beat("n1", "released")
         observer.refresh()
-        wait_for(lambda: scraped_as_pods() == {second, "10.0.0.7:9400"})
+        wait_until(lambda: scraped_as_pods() == {second, "10.0.0.7:9400"})
         assert reloads == [True]
 
 
@@ -130,11 +131,11 @@ def test_a_node_that_dies_is_told_of(live_run: LiveRun, served: Served, port: in
     """NodeDown must hold for 30 s; here it is seen to be pending at once, with the labels of the node."""
     settings = Settings(runs=(live_run.run,), port=port, every_seconds=0.5, alertmanager=False)
     with Observer(settings) as observer:
-        wait_for(lambda: _healths(observer) == {"up"})
+        wait_until(lambda: _healths(observer) == {"up"})
         live_run.endpoints["n1"].close()
         live_run.beat("n1", "running", age_seconds=60)
         observer.refresh()
-        wait_for(lambda: any(alert["name"] == "NodeDown" for alert in observer.look().alerts))
+        wait_until(lambda: any(alert["name"] == "NodeDown" for alert in observer.look().alerts))
         (alert,) = (alert for alert in observer.look().alerts if alert["name"] == "NodeDown")
         assert (alert["state"], alert["labels"]["node"], alert["labels"]["run"]) == ("pending", "n1", "alpha")
         assert {target["node"]: target["health"] for target in observer.look().targets} == {"n0": "up", "n1": "down"}
@@ -162,7 +163,12 @@ def test_the_verb_on_a_live_run_then_on_a_finished_one(live_run: LiveRun, tmp_pa
         while not any(target["health"] == "up" for target in json.loads(process.stdout.readline())["targets"]):
             pass
         again = subprocess.run(
-            [*command, "--for=1s"], env=environment, capture_output=True, text=True, timeout=30, check=False
+            [*command, "--for=1s"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+            check=False,
         )
         assert again.returncode == 2
         assert "another `craton observe up`" in json.loads(again.stdout)["error"]
@@ -173,7 +179,12 @@ def test_the_verb_on_a_live_run_then_on_a_finished_one(live_run: LiveRun, tmp_pa
     assert not any(child.is_running() for child in children)
     live_run.end()
     done = subprocess.run(
-        [*command[:-1], "--for=1s"], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [*command[:-1], "--for=1s"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "alpha does not go on" in done.stdout
@@ -184,7 +195,7 @@ def test_the_verb_on_a_live_run_then_on_a_finished_one(live_run: LiveRun, tmp_pa
 def test_what_was_recorded_is_there_after_the_run(live_run: LiveRun, port: int) -> None:
     settings = Settings(runs=(live_run.run,), port=port, every_seconds=0.5, alertmanager=False)
     with Observer(settings) as observer:
-        wait_for(lambda: _healths(observer) == {"up"})
+        wait_until(lambda: _healths(observer) == {"up"})
     live_run.end()
     with Observer(settings) as observer:
         assert observer.prometheus is not None
@@ -203,7 +214,7 @@ def test_both_programs_end_when_craton_is_killed(live_run: LiveRun, port: int) -
         children = psutil.Process(process.pid).children()
         assert len(children) == 2
         process.kill()
-    wait_for(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children))
+    wait_until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children))
 
 
 def test_metrics_are_kept_on_this_machine_apart_for_each_folder_of_runs(tmp_path: Path) -> None:

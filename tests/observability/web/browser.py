@@ -19,11 +19,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import aiohttp
+from waiting import PATIENCE_SECONDS
 
 T = TypeVar("T")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-START_SECONDS = 30.0
-ANSWER_SECONDS = 20.0
+START_SECONDS = PATIENCE_SECONDS
+ANSWER_SECONDS = PATIENCE_SECONDS
 KEY_CODES = {"Enter": ("Enter", 13, "\r"), "Escape": ("Escape", 27, ""), "ArrowDown": ("ArrowDown", 40, "")}
 
 
@@ -61,7 +62,7 @@ class Browser:
             tab.close()
         self._process.terminate()
         try:
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -127,7 +128,7 @@ class Tab:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, seconds: float = 30.0) -> Any:
+    def wait_for(self, expression: str, seconds: float = PATIENCE_SECONDS) -> Any:
         """Until JavaScript gives something true, also on a page that is loaded meanwhile."""
         deadline = time.monotonic() + seconds
         while True:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from waiting import PATIENCE_SECONDS
 
 from craton.observability.web import Access, make_app
 from craton.observability.web.connections import server_config
@@ -47,12 +46,12 @@ class PageServer:
 
     def close(self) -> None:
         self._server.should_exit = True
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=PATIENCE_SECONDS)
         assert not self._thread.is_alive()
 
     def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict[str, str], str]:
         """(status, headers, body); a header that is given replaces the usual one, `_` stands for `-`."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_SECONDS)
         try:
             sent = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.putrequest(method, path, skip_host="host" in sent)
@@ -77,10 +76,3 @@ class PageServer:
 
 def all_is_well(run: RunDirectory) -> Answer:
     return Answer("healthy", f"{run.name} does what was planned", confidence=0.9)
-
-
-def wait_until(holds: Callable[[], object], seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -20,6 +20,7 @@ import pytest
 import uvicorn
 from page_server import TOKEN, PageServer, all_is_well
 from simulated_runs import write_run
+from waiting import PATIENCE_SECONDS
 
 from craton.cli.ui import ui
 from craton.observability.web import Access, AccessError, application, connections, read_token
@@ -315,7 +316,7 @@ def test_who_does_not_send_or_take_is_not_waited_for(
         opened.enter_context(begun(page, file * 600, receive_bytes=4096))
         for half in [opened.enter_context(begun(page, text)) for text in ("", HALF, login)]:
             assert half.recv(1) == b""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while page.num_connections > 1:  # the one that takes nothing is not told before it takes
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -18,6 +18,7 @@ import pytest
 from browser import Browser, Tab
 from page_server import TOKEN, PageServer
 from simulated_runs import metrics_line, write_run, write_runs
+from waiting import PATIENCE_SECONDS
 
 from craton.observability.web import application, run_page
 from craton.observability.web.verdicts import Answer, Late, Verdicts
@@ -271,9 +272,9 @@ def counting_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ru
         "run: {env: {STEPS: '100000', STEP_SECONDS: '0.05'}}\n"
     )
     command = [sys.executable, "-m", "craton", "run", str(job), "--detach", "--yes"]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
     run = find_run("count", root)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while summarize(run).step < 2:
         assert time.monotonic() < deadline, summarize(run)
         time.sleep(0.05)
@@ -307,13 +308,13 @@ def test_a_real_run_is_stopped_with_the_token_and_not_without(
     tab.click("[data-action=stop]")
     tab.wait_for("document.getElementById('confirm-dialog').open")
     tab.click("#confirm-yes")
-    tab.wait_for("document.getElementById('state').dataset.state === 'stopped'", seconds=20)
+    tab.wait_for("document.getElementById('state').dataset.state === 'stopped'")
     assert counting_run.has("STOP")
     tab.wait_for("!document.querySelector('[data-action=resume]').hidden")
     tab.click("[data-action=resume]")
     assert "Its price is unknown." in tab.evaluate("document.getElementById('confirm-dialog').textContent")
     tab.click("#confirm-yes")
-    tab.wait_for("document.getElementById('state').dataset.state === 'running'", seconds=30)
+    tab.wait_for("document.getElementById('state').dataset.state === 'running'")
     assert not counting_run.has("STOP")
 
 
@@ -434,9 +435,9 @@ def test_ten_thousand_ranks_and_five_hundred_runs_are_there_at_once(serve: Serve
     page = serve(verdicts=Verdicts(examine))
     tab.go(page.address)
     assert tab.evaluate("document.querySelectorAll('#runs tbody tr').length") == 500
-    tab.wait_for("document.querySelectorAll('tr[data-state=reading]').length === 0", seconds=60)
+    tab.wait_for("document.querySelectorAll('tr[data-state=reading]').length === 0")
     tab.go(f"{page.address}runs/wide")
-    tab.wait_for("document.querySelector('[data-fragment=ranks] h3')?.textContent.includes('Rank 3333')", seconds=30)
-    tab.wait_for("document.querySelector('canvas[data-chart=topology]').dataset.drawn", seconds=30)
+    tab.wait_for("document.querySelector('[data-fragment=ranks] h3')?.textContent.includes('Rank 3333')")
+    tab.wait_for("document.querySelector('canvas[data-chart=topology]').dataset.drawn")
     assert "1,250 nodes of 8 ranks" in tab.evaluate("document.querySelector('[data-fragment=nodes]').textContent")
     is_over.set()

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 from browser import Browser
-from page_server import PageServer, wait_until
+from page_server import PageServer
 from simulated_runs import write_run
 from test_web_readers import metrics_of
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import free_port
 from craton.observability.exporter import Card, CardProcess
@@ -125,11 +126,11 @@ def prometheus(tmp_path: Path, exporter: MetricsServer) -> Iterator[str]:
         return any(alert.state == "firing" for alert in Prometheus(address).alerts().alerts)
 
     try:
-        wait_until(fires, 30)
+        wait_until(fires)
         yield address
     finally:
         process.terminate()
-        process.wait(timeout=10)
+        process.wait(timeout=PATIENCE_SECONDS)
 
 
 def test_alerts_and_gpus_of_a_real_prometheus_are_on_the_page(
@@ -199,18 +200,15 @@ def test_a_prometheus_that_hangs_or_is_none_keeps_no_page_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = write_run(tmp_path, "llama", nodes=1, steps=3)
-    monkeypatch.setattr(queries_module, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(queries_module, "ANSWER_SECONDS", 86400.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         asked = Prometheus(f"http://127.0.0.1:{silent.getsockname()[1]}")
         alerts = Background(asked.alerts, 5.0, asked.late, 0.3)
         page = RunPage(run, Verdicts(lambda run: Answer("healthy", "")), alerts.get, asked, Schedulers())
-        began = time.monotonic()
         shown = page.parts["nodes"].get()
-        assert time.monotonic() - began < 15.0
         assert "has not answered yet" in shown.fragments["alerts"]
         with closing(TopView(run, asked.url, examine=lambda run, prometheus: Answer("unsure", str(prometheus)))) as top:
             assert "has not answered yet" in top.look().trouble
-            assert time.monotonic() - began < 30.0
             wait_until(lambda: top.look().verdict)
             assert getattr(top.look().verdict, "sentence", "") == asked.url  # `why` asks the same server
     with socket.create_server(("127.0.0.1", 0)) as other:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from simulated_runs import write_run
+from waiting import PATIENCE_SECONDS
 
 from craton.observability.web import summaries as summaries_module
 from craton.observability.web.summaries import Summaries
@@ -20,13 +21,13 @@ from craton.telemetry import RunDirectory, Summarizer
 def look_at_all(root: Path) -> dict[str, Any]:
     summaries = Summaries(root, Verdicts(lambda run: Answer("healthy", "")))
     summaries.rows()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while any(row.state == "reading" for row in summaries.rows()) or not summaries._is_read:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     summaries.close()
     assert summaries._thread is not None
-    summaries._thread.join(timeout=10)  # it may still be remembering
+    summaries._thread.join(timeout=PATIENCE_SECONDS)  # it may still be remembering
     return {row.run.name: row for row in summaries.rows()}
 
 
@@ -56,7 +57,7 @@ def test_nobody_waits_while_the_folders_of_all_runs_are_looked_at(
     def ask_meanwhile(root: Path) -> list[RunDirectory]:
         asks = threading.Thread(target=lambda: answers.append(summaries.rows()), daemon=True)
         asks.start()
-        asks.join(timeout=5)
+        asks.join(timeout=PATIENCE_SECONDS)
         return []
 
     monkeypatch.setattr(summaries_module, "list_runs", ask_meanwhile)
@@ -103,7 +104,7 @@ def test_what_cannot_be_read_now_is_said_and_tried_again(tmp_path: Path, monkeyp
     summaries = Summaries(root, Verdicts(lambda run: Answer("healthy", "")))
 
     def wait_for(states: dict[str, str], trouble: str) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_SECONDS
         before = looks[0]
         while True:
             seen = {row.run.name: row.state for row in summaries.rows()}

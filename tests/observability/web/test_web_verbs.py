@@ -19,9 +19,9 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from page_server import wait_until
 from rich.console import Console
 from simulated_runs import write_run
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.errors import CratonError
 from craton.observability.web import TopView, frame_json, serve_page, terminal
@@ -65,18 +65,18 @@ def test_the_verb_ui_says_where_it_is_and_ends_at_a_signal(tmp_path: Path) -> No
         told = json.loads(process.stdout.readline())
         assert told["address"].startswith("http://127.0.0.1:")
         assert "token" not in told["link"]  # it is in the file
-        with urllib.request.urlopen(told["address"], timeout=10) as answer:
+        with urllib.request.urlopen(told["address"], timeout=PATIENCE_SECONDS) as answer:
             assert "llama" in answer.read().decode()
         request = urllib.request.Request(f"{told['address']}runs/llama/stop", method="POST")
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request, timeout=10)
+            urllib.request.urlopen(request, timeout=PATIENCE_SECONDS)
         assert refused.value.code == 403
         request.add_header("authorization", f"Bearer {token_file.read_text().strip()}")
         with pytest.raises(urllib.error.HTTPError) as not_there:
-            urllib.request.urlopen(request, timeout=10)
+            urllib.request.urlopen(request, timeout=PATIENCE_SECONDS)
         assert not_there.value.code == 409  # it is no run of this machine: asked, and answered
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=10) in (0, 130)
+        assert process.wait(timeout=PATIENCE_SECONDS) in (0, 130)
     finally:
         process.kill()
         process.wait()
@@ -90,7 +90,9 @@ def test_the_verb_ui_refuses_a_port_that_is_taken_and_an_address_that_is_none(tm
             (["--prometheus", "ftp://x"], "write e.g. http://127.0.0.1:9090"),
         ):
             command = [sys.executable, "-m", "craton", "ui", "--no-open", *option]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+            )
             assert done.returncode == 2
             assert words in done.stderr
 
@@ -140,7 +142,7 @@ def test_top_as_one_picture_and_as_json(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -159,7 +161,7 @@ def test_top_answers_keys_while_a_look_at_the_run_is_under_way(tmp_path: Path, m
     first, may_look = view.look(True), threading.Semaphore(0)
 
     def look() -> TopLook:
-        assert may_look.acquire(timeout=10)
+        assert may_look.acquire(timeout=PATIENCE_SECONDS)
         return first
 
     monkeypatch.setattr(view, "look", look)
@@ -267,7 +269,7 @@ def test_top_without_a_keyboard_prints_one_picture(tmp_path: Path) -> None:
     )
     try:
         read_until(ours, "phases:")
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=PATIENCE_SECONDS) == 0
     finally:
         process.kill()
         process.wait()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from openai import OpenAI
+from waiting import PATIENCE_SECONDS
 
 from craton.ml.serving.messages import (
     Abort,
@@ -35,7 +36,7 @@ from craton.ml.serving.messages import (
     Submit,
 )
 
-SECONDS = 20.0
+SECONDS = PATIENCE_SECONDS
 VOCABULARY = 320
 MAX_LENGTH = 1024
 NEVER = 1 << 30
@@ -222,13 +223,6 @@ class Served:
         _, said = self.process.communicate(timeout=SECONDS)
         self.engine.close()
         return said
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def tokens_of(folder: Path, text: str) -> list[int]:

@@ -11,7 +11,8 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from scripted_engine import SECONDS, Script, Served, wait_until
+from scripted_engine import SECONDS, Script, Served
+from waiting import wait_until
 
 from craton.ml.serving.messages import Answer, Control, Stats, Submit
 

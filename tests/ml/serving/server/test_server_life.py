@@ -19,7 +19,8 @@ import openai
 import psutil
 import pytest
 import requests
-from scripted_engine import SECONDS, Script, ScriptedEngine, Served, wait_until
+from scripted_engine import SECONDS, Script, ScriptedEngine, Served
+from waiting import wait_until
 
 from craton.ml.serving.messages import Abort, Submit
 

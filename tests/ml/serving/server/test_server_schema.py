@@ -46,9 +46,6 @@ def test_what_is_sent(described: schemathesis.BaseSchema, fuzzed: Served, path: 
     @settings(
         max_examples=NUM_EXAMPLES,
         phases=[Phase.generate],
-        deadline=None,
-        derandomize=True,
-        database=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(case=described[path]["POST"].as_strategy(mode))

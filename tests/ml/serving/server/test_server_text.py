@@ -110,7 +110,7 @@ def test_stop_strings(text: str, stops: list[str], kept: str, found: str | None)
             assert (given + strings.finish(), strings.found) == (kept, found)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text("ab", max_size=20), stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_stop_strings_are_the_first_to_be_complete(text: str, stops: list[str]) -> None:
     """Against the plainest rule: the shortest beginning of the text that ends with one of them."""

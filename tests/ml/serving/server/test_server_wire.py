@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
-from scripted_engine import SECONDS, wait_until
+from scripted_engine import SECONDS
+from waiting import wait_until
 
 from craton.ml.serving.messages import Piece, Stats, Submit
 from craton.ml.serving.server.wire import Wire

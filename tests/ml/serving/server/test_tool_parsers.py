@@ -199,7 +199,7 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize("style", ["hermes", "llama3_json", "qwen3_coder"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_text_is_found_the_same_in_any_cut(style: str, data: st.DataObject) -> None:
     chunks = data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=12))
