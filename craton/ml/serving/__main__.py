@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from craton.ml.serving.adapters import Adapters
 from craton.ml.serving.build import build_runner, join_engine
 from craton.ml.serving.gang import Gang, follow
 from craton.ml.serving.grammars import Grammars
+from craton.ml.serving.latencies import Latencies
 from craton.ml.serving.messages import Stats
 from craton.ml.serving.models import Served, load_served
 from craton.ml.serving.pulse import Pulse, patience_of
@@ -275,7 +277,7 @@ def _grammars(served: Served, vocabulary: int) -> Grammars | None:
     return Grammars(served.tokenizer_folder, vocabulary, served.stop_tokens)
 
 
-def _recording(recorder: Recorder, run: RunDirectory) -> Callable[[Stats], None]:
+def _recording(recorder: Recorder, run: RunDirectory) -> Callable[[Stats, Latencies], None]:
     """The engine's numbers as metrics of the run, beside those of the plan. A server that has computed something since
     its last failure has recovered from it: steps count on from those before."""
     newest = newest_generation(run)
@@ -283,7 +285,7 @@ def _recording(recorder: Recorder, run: RunDirectory) -> Callable[[Stats], None]
     page = own_page()
     recorded = -1
 
-    def record(stats: Stats) -> None:
+    def record(stats: Stats, latencies: Latencies) -> None:
         nonlocal recorded
         if stats.steps == recorded:
             return
@@ -298,9 +300,20 @@ def _recording(recorder: Recorder, run: RunDirectory) -> Callable[[Stats], None]
             serve_roofline=stats.roofline,
             serve_running=stats.running,
             serve_waiting=stats.waiting,
+            serve_kv_share=stats.blocks_used / stats.blocks if stats.blocks else 0.0,
+            serve_preemptions=stats.preemptions,
+            **({"serve_prefix_hit_share": stats.prefix_hits / stats.prefix_queries} if stats.prefix_queries else {}),
+            **_latency_metrics(latencies),
         )
 
     return record
+
+
+def _latency_metrics(latencies: Latencies) -> dict[str, float]:
+    found = {}
+    for name, (median, p95) in latencies.quantiles(time.monotonic()).items():
+        found |= {f"serve_{name}_seconds": median, f"serve_{name}_seconds_p95": p95}
+    return found
 
 
 def _in_words(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 from craton.errors import CratonError
 from craton.ml.serving.engine import Engine, State
 from craton.ml.serving.gang import Gang
+from craton.ml.serving.latencies import Latencies
 from craton.ml.serving.messages import Abort, Answer, Control, Failed, Ready, Stats, Submit
 from craton.ml.serving.pulse import CONTROL_SECONDS, Pulse
 from craton.ml.serving.settings import ServingError
@@ -63,7 +64,7 @@ class Service:
         gang: Gang,
         front: Connection,
         pulse: Pulse,
-        record: Callable[[Stats], None] | None = None,
+        record: Callable[[Stats, Latencies], None] | None = None,
     ) -> None:
         self._name = name
         self._engine = engine
@@ -71,6 +72,7 @@ class Service:
         self._front = front
         self._pulse = pulse
         self._record = record
+        self._latencies = Latencies()
         self._next_stats = 0.0
         self._awake = set(PARTS)
         self._before_sleep: State = "running"
@@ -122,7 +124,7 @@ class Service:
                 stats = engine.stats()
                 self._front.send(stats)
                 if self._record is not None:
-                    self._record(stats)
+                    self._record(stats, self._latencies)
 
     def _hear(self) -> None:
         """Takes in all that has come; waits a little when there is nothing to do."""
@@ -138,6 +140,7 @@ class Service:
             seconds = 0.0
             message = self._front.recv()
             if isinstance(message, Submit):
+                self._latencies.begin(message.id, time.monotonic())
                 engine.submit(message)
             elif isinstance(message, Abort):
                 engine.abort(message)
@@ -291,6 +294,7 @@ class Service:
 
     def _send(self, pieces: list[Any]) -> None:
         if pieces:
+            self._latencies.note(pieces, time.monotonic())
             self._front.send(pieces)
 
 

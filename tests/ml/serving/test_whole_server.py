@@ -27,7 +27,7 @@ from craton.job import parse_job
 from craton.ml.models import Decoder, WeightsError, config_from_huggingface, load_weights
 from craton.ml.serving.weights import send_weights
 from craton.orchestration import draft_run, kill_run, living_agents, start_run, stop_run
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, read_lines
 
 SCHEMA = {
     "type": "object",
@@ -145,6 +145,18 @@ def test_metrics_of_a_server_that_works(server: Server) -> None:
     for name in ("vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_count", "craton_run_step_seconds"):
         (value,) = {line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(name)}
         assert float(value) > 0, name
+
+
+def test_latencies_and_the_kv_cache_are_recorded_in_the_run(server: Server) -> None:
+    """The page shows them when the server is gone."""
+    server.complete([4, 5, 6], 30)
+    names = {f"serve_{name}_seconds{end}" for name in ("first_token", "inter_token", "queue") for end in ("", "_p95")}
+
+    def is_recorded() -> bool:
+        lines, _ = read_lines(server.run.metrics_path("node-0"))
+        return any(names | {"serve_kv_share", "serve_preemptions"} <= line.keys() for line in lines)
+
+    wait_until(is_recorded, "the server records latencies")
 
 
 def test_new_weights_from_a_folder_and_over_the_network(
