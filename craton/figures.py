@@ -30,6 +30,11 @@ def digits(value: float | None) -> str:
     return NONE if value is None or not math.isfinite(value) else plain_digits(value)
 
 
+def loss(value: float | None) -> str:
+    """The same; a loss that is not a number is said to be so."""
+    return "NaN" if value is not None and math.isnan(value) else digits(value)
+
+
 def amount(value: float | None) -> str:
     """4.59k, 1.2M, 850."""
     if value is None or not math.isfinite(value):

@@ -34,6 +34,7 @@ from starlette.types import ASGIApp
 from craton.observability.web.access import Access
 from craton.observability.web.actions import ACTIONS, act
 from craton.observability.web.background import Background
+from craton.observability.web.charts import OWN
 from craton.observability.web.guard import Guard, about_request, login, refuse
 from craton.observability.web.logs import read_piece, sources
 from craton.observability.web.queries import DEADLINE_SECONDS, Answered, Prometheus
@@ -44,7 +45,9 @@ from craton.observability.web.summaries import Row, Summaries
 from craton.observability.web.verdicts import Verdicts, examine
 from craton.telemetry import RunDirectory
 
-FIRST_SECONDS = 0.15  # what is known of a run by then is in its page; the rest streams
+FIRST_SECONDS = 1.0  # what is read of a run by then is in its page; the rest streams
+FIRST_WIDE_SECONDS = 0.15  # the same for a run of many nodes: its ranks take longer than anybody would wait
+WIDE_NODES = 64
 BEAT_SECONDS = 15.0  # a stream without news says that it lives
 LOOK_SECONDS = 1.0
 HURRY_SECONDS = 0.15  # between two messages while runs are still being read
@@ -250,8 +253,8 @@ async def _run(request: Request) -> Response:
         return HTMLResponse(html, status_code=404)
     page = opened.page
     shown = await _first(site, page)
-    fragments = {key: text for each in shown for key, text in each.fragments.items()}
-    charts = {key: data for each in shown for key, data in each.charts.items()}
+    fragments = {key: text for each in shown.values() for key, text in each.fragments.items()}
+    charts = {key: data for each in shown.values() for key, data in each.charts.items()}
     logs = await run_in_threadpool(sources, page.run)
     html = render(
         "run.html",
@@ -260,8 +263,11 @@ async def _run(request: Request) -> Response:
         serves=page.serves,
         is_command=page.is_command,
         fragments=fragments,
-        drawn=list(charts),
+        newest={key: data.get("newest", "") for key, data in charts.items()},
+        own=[key for key in charts if key.startswith(OWN)],
+        own_prefix=OWN,
         parts=list(page.parts),
+        unread=[part for part in page.parts if part not in shown],
         # "<" cannot end the script element when it is written as an escape of JSON.
         charts=json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c"),
         logs=logs,
@@ -270,8 +276,8 @@ async def _run(request: Request) -> Response:
     return HTMLResponse(html)
 
 
-async def _first(site: Site, page: RunPage) -> list[Shown]:
-    """The parts that are known within a moment; the others go on being made, and stream when they are."""
+async def _first(site: Site, page: RunPage) -> dict[str, Shown]:
+    """The parts that are read within FIRST_SECONDS; the others go on being made, and stream when they are."""
     found: dict[str, Shown] = {}
 
     def collect() -> None:
@@ -279,8 +285,9 @@ async def _first(site: Site, page: RunPage) -> list[Shown]:
             found[name] = _shown(site, page, name)
 
     task = asyncio.ensure_future(run_in_threadpool(collect))
-    await asyncio.wait([task], timeout=FIRST_SECONDS)
-    return list(found.values())
+    is_wide = await run_in_threadpool(page.num_nodes) > WIDE_NODES
+    await asyncio.wait([task], timeout=FIRST_WIDE_SECONDS if is_wide else FIRST_SECONDS)
+    return dict(found)
 
 
 async def _run_events(request: Request) -> Response:
@@ -326,7 +333,8 @@ def _shown(site: Site, page: RunPage, part: str) -> Shown:
     try:
         with site.summaries.aside():
             shown = page.parts[part].get()
-        return Shown({**shown.fragments, f"trouble-{part}": ""}, shown.charts)
+        whole = {"late": ""} if part == list(page.parts)[-1] else {}  # with the last part everything was read
+        return Shown({**shown.fragments, f"trouble-{part}": "", **whole}, shown.charts)
     except Exception as error:  # noqa: BLE001 - whatever is wrong with one part, the others are shown, and this is said
         return Shown(
             {f"trouble-{part}": render("parts/trouble.html", part=part, error=f"{type(error).__name__}: {error}")}

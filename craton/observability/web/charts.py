@@ -1,18 +1,21 @@
-"""What the page draws, as data: curves beside what was planned for them. Pure."""
+"""What the page draws, as data: curves beside what was planned for them, and their newest values in words. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from craton import figures
 from craton.observability.web.history import Curves
 from craton.observability.web.serving import LATENCIES
 
 Chart = dict[str, Any]
+OWN = "own "  # begins the name of a chart of the job's own metric
+WRITERS = {"seconds": figures.duration, "share": figures.percent, "tokens/s": figures.amount, "": figures.amount}
 
 
 def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]:
-    """Loss, speed, step time and gradient norm over the steps; those that were measured."""
+    """Loss, speed, step time and gradient norm over the steps, and the job's own metrics; those that were measured."""
     charts: dict[str, Chart] = {}
 
     def series(name: str, key: str, **more: Any) -> list[Chart]:
@@ -32,14 +35,29 @@ def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]
     band = [low, high] if low and high else None
     add("step", series("measured", "run_step_seconds"), plan=middle, band=band, unit="seconds")
     add("gradient", series("gradient norm", "run_gradient_norm"))
+    for name, (steps, values) in curves.own.items():
+        line = {"name": name, "values": values, "color": "accent"}
+        charts[f"{OWN}{name}"] = {"x": steps, "series": [line], "unit": "", "title": name}
+    return with_newest(charts)
+
+
+def with_newest(charts: dict[str, Chart]) -> dict[str, Chart]:
+    """Each chart with the newest value of each of its lines as text, which is read without drawing anything."""
+    for chart in charts.values():
+        writer, texts = WRITERS[chart["unit"]], []
+        for line in chart["series"]:
+            newest = next((value for value in reversed(line["values"]) if value is not None), None)
+            if newest is not None:
+                texts.append(f"{line['name']} {writer(newest)}" if texts else writer(newest))
+        chart["newest"] = " · ".join(texts)
     return charts
 
 
-def serving_charts(curves: Mapping[str, Any]) -> dict[str, Chart]:
-    """Latencies, tokens, requests and keys and values over the seconds before now."""
+def serving_charts(curves: Mapping[str, Any], end: str = "now") -> dict[str, Chart]:
+    """Latencies, tokens, requests and keys and values over the seconds before `end`."""
     if not curves:
         return {}
-    values, x = curves["values"], {"x": curves["seconds"], "x_unit": "seconds"}
+    values, x = curves["values"], {"x": curves["seconds"], "x_unit": "seconds", "x_end": end}
 
     def series(name: str, key: str, color: str) -> dict[str, Any]:
         return {"name": name, "values": values[key], "color": color}
@@ -52,7 +70,7 @@ def serving_charts(curves: Mapping[str, Any]) -> dict[str, Chart]:
     requests = [series("running", "running", "accent"), series("waiting", "waiting", "warm")]
     charts["requests"] = {**x, "series": requests, "unit": ""}
     charts["kv"] = {**x, "series": [series("in use", "kv_share", "accent")], "unit": "share", "low": 0, "high": 1}
-    return charts
+    return with_newest(charts)
 
 
 def _number(value: object) -> float | None:

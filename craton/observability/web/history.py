@@ -1,4 +1,4 @@
-"""The curves of a run: loss, speed and step time over the steps, from what rank 0 recorded.
+"""The curves of a run: loss, speed and step time over the steps, and the job's own metrics, from what rank 0 recorded.
 
 Only what is new is read, so that a look costs what was written since the last one. Where that is much, as at the first
 look or after hours without one, chunks spread evenly over it tell the shape and its end tells today. Lines of other
@@ -7,13 +7,14 @@ ranks are passed over unparsed.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from craton.telemetry import RunDirectory, parse_line, read_json
+from craton.telemetry import METRICS, RunDirectory, parse_line, read_json
 
 WHOLE_BYTES = 6 << 20  # what is new up to this size is read from beginning to end
 CHUNKS, CHUNK_BYTES = 300, 16 << 10  # of more, beside its last WHOLE_BYTES // 4
@@ -21,7 +22,11 @@ MOST_POINTS = 600  # of a curve on the page, which is about as wide in pixels
 KEPT_POINTS = 4 * MOST_POINTS
 MOST_EVALUATIONS = 300  # likewise, beside them: of evaluations
 KEPT_EVALUATIONS = 2 * MOST_EVALUATIONS
+MAX_OWN_METRICS = 24  # that are drawn; the number of the others is shown
+MAX_COUNTED_METRICS = 1000  # a job that invents a name at every step must not fill the memory
+MAX_NAME_CHARACTERS = 100
 CURVES = ("run_loss", "run_evaluation_loss", "run_tokens_per_second", "run_step_seconds", "run_gradient_norm")
+STAMP = ("time", "step", "generation", "node", "rank")  # of every line
 _RANK_0 = (b'"rank":0}', b'"rank":0,', b'"rank": 0}', b'"rank": 0,')
 
 Point = tuple[float, ...]  # values of CURVES; NaN where there is none
@@ -33,6 +38,8 @@ class Curves:
 
     steps: list[int]
     values: dict[str, list[float | None]]
+    own: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)  # name → its steps and values
+    num_hidden: int = 0  # metrics of the job's own that are not in `own`
 
 
 class History:
@@ -47,6 +54,8 @@ class History:
         self._offsets: dict[Path, int] = {}
         self._points: dict[int, dict[str, float]] = {}
         self._nodes: dict[int, str] = {}  # generation → node of rank 0
+        self._own: list[str] = []  # names in the order in which they were first seen
+        self._hidden: set[str] = set()
 
     def look(self) -> Curves:
         if any(_is_shorter(path, offset) for path, offset in self._offsets.items()):
@@ -88,32 +97,71 @@ class History:
             return
 
     def _take(self, line: bytes) -> None:
-        if not any(mark in line for mark in _RANK_0) or b'"run_' not in line:
+        if not any(mark in line for mark in _RANK_0):
             return
         document = parse_line(line)
         if document is None or document.get("rank") != 0 or not isinstance(document.get("step"), int):
             return
-        values = {name: float(value) for name in CURVES if isinstance(value := document.get(name), int | float)}
+        names = [*CURVES, *self._own_names(document)]
+        values = {name: value for name in names if (value := finite(document.get(name))) is not None}
         if values:  # a step that is done again replaces what it was before
             self._points.setdefault(document["step"], {}).update(values)
+
+    def _own_names(self, document: Mapping[str, Any]) -> list[str]:
+        """Of the line's metrics, those that the job has named itself and that are drawn."""
+        found = []
+        for name, value in document.items():
+            if name in METRICS or name in STAMP or finite(value) is None:
+                continue
+            is_known = name in self._own
+            if not is_known and (len(self._own) >= MAX_OWN_METRICS or len(name) > MAX_NAME_CHARACTERS):
+                if len(self._hidden) < MAX_COUNTED_METRICS:
+                    self._hidden.add(name)
+                continue
+            if not is_known:
+                self._own.append(name)
+            found.append(name)
+        return found
 
     def _thin(self) -> None:
         if len(self._points) <= KEPT_POINTS:
             return
-        kept = {*on_grid(self._points, KEPT_POINTS // 2), *on_grid(self._evaluated(), KEPT_EVALUATIONS)}
+        kept = set(on_grid(self._points, KEPT_POINTS // 2))
+        for name in ("run_evaluation_loss", *self._own):  # which may be recorded seldom
+            kept.update(on_grid(self._steps_of(name), KEPT_EVALUATIONS))
         self._points = {step: values for step, values in self._points.items() if step in kept}
 
-    def _evaluated(self) -> list[int]:
-        return [step for step, values in self._points.items() if "run_evaluation_loss" in values]
+    def _steps_of(self, name: str) -> list[int]:
+        return [step for step, values in self._points.items() if name in values]
 
     def _curves(self) -> Curves:
-        shown = sorted({*on_grid(self._points, MOST_POINTS), *on_grid(self._evaluated(), MOST_EVALUATIONS)})
+        evaluated = on_grid(self._steps_of("run_evaluation_loss"), MOST_EVALUATIONS)
+        shown = sorted({*on_grid(self._points, MOST_POINTS), *evaluated})
         values: dict[str, list[float | None]] = {}
         for name in CURVES:
             column = [self._points[step].get(name) for step in shown]
             if any(value is not None for value in column):
-                values[name] = [None if value is None else float(f"{value:.5g}") for value in column]
-        return Curves(shown, values)
+                values[name] = [None if value is None else _short(value) for value in column]
+        own = {}
+        for name in self._own:
+            steps = sorted(on_grid(self._steps_of(name), MOST_EVALUATIONS))
+            own[name] = (steps, [_short(self._points[step][name]) for step in steps])
+        return Curves(shown, values, own, len(self._hidden))
+
+
+def finite(value: object) -> float | None:
+    """A number that can be drawn; None for all else, such as NaN, or an integer larger than any float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
 def on_grid(steps: Iterable[int], most: int) -> list[int]:

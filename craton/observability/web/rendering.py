@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import jinja2
 
 from craton import figures
+from craton.observability.web.verdicts import cause_first
 
 FOLDER = Path(__file__).parent
 STATE_TONES = {
@@ -20,8 +22,8 @@ STATE_TONES = {
     "waiting": "calm",
     "reading": "calm",
     "spare": "calm",
-    "stopping": "warn",
-    "stopped": "warn",
+    "stopping": "calm",
+    "stopped": "calm",
     "slow": "warn",
     "pending": "warn",
     "alert": "warn",
@@ -45,16 +47,20 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters |= {
         "amount": figures.amount,
+        "cause_first": cause_first,
         "ago": ago,
         "change_tone": change_tone,
         "clock": figures.clock,
         "digits": figures.digits,
         "dollars": figures.dollars,
         "duration": figures.duration,
+        "health_tone": health_tone,
+        "loss": figures.loss,
         "moment": moment,
         "percent": figures.percent,
         "remaining": figures.remaining,
         "size": figures.size,
+        "sortable": sortable,
         "tone": tone,
     }
     environment.globals |= {"change": figures.change}
@@ -64,6 +70,18 @@ def _environment() -> jinja2.Environment:
 def tone(state: str) -> str:
     """Whether a word is good, calm, a warning or bad news."""
     return STATE_TONES.get(state, "bad")
+
+
+def health_tone(health: str) -> str:
+    """Of a node in trouble. A node whose rank is held by a signal is `stopped` too, which is bad news."""
+    return "warn" if health in ("slow", "alert") else "bad"
+
+
+def sortable(value: float | None) -> str:
+    """As JavaScript reads it: what is not known last, what is not a number beyond all others."""
+    if value is None:
+        return "-Infinity"
+    return repr(float(value)) if math.isfinite(value) else "Infinity"
 
 
 def change_tone(change: str, more_is_better: bool = True) -> str:

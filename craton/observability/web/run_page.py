@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from craton import figures
 from craton.observability.web.background import Background
 from craton.observability.web.cached import Cached
@@ -20,10 +22,11 @@ from craton.observability.web.history import History
 from craton.observability.web.nodes import BAD, Nodes, read_member, topology
 from craton.observability.web.queries import DEADLINE_SECONDS, GPU_FAMILIES, Answered, Prometheus
 from craton.observability.web.ranks import PHASES, RankTable, RankTails
+from craton.observability.web.recorded_looks import RecordedLooks, joined, last_busy
 from craton.observability.web.records import TROUBLE, Records
 from craton.observability.web.rendering import render
 from craton.observability.web.schedulers import Schedulers
-from craton.observability.web.serving import LATENCIES, ServerLooks
+from craton.observability.web.serving import LATENCIES, ServerLook, ServerLooks, look_curves
 from craton.observability.web.stragglers import finding, straggler
 from craton.observability.web.summaries import EXAMINED, MOST_NODES, job_kind
 from craton.observability.web.verdicts import Late, Verdicts
@@ -61,6 +64,8 @@ class RunPage:
         self._summarizer = Summarizer(run, MOST_NODES)
         self._history, self._tails, self._nodes, self._records = History(run), RankTails(run), Nodes(run), Records(run)
         self._server: ServerLooks | None = None
+        self._recorded = RecordedLooks(run)
+        self._before_looks: list[ServerLook] = []  # recorded before the first look at its server
         self._member = Cached(lambda: read_member(run), SLOW_SECONDS)
         self._table = Cached(self._read_table, QUICK_SECONDS)
         self._late = Cached(self._find_late, QUICK_SECONDS)
@@ -82,6 +87,11 @@ class RunPage:
     def is_command(self) -> bool:
         """Of which nothing is to be expected: it may tell of steps, loss and checkpoints, or not."""
         return self._kind.get() == "command"
+
+    def num_nodes(self) -> int:
+        """As its agents were told, which is quickly read."""
+        nodes = read_json(self.run.launch_path).get("nodes")
+        return len(nodes) if isinstance(nodes, list) else 0
 
     def _summarize(self) -> RunSummary:
         return settled_summaries([self._summarizer.summary()], self._schedulers.standings)[0]
@@ -114,7 +124,8 @@ class RunPage:
             "tiles": render("parts/tiles.html", **about),
             "ledger": render("parts/ledger.html", kinds=_ledger_rows(summary), **about),
         }
-        if not self.serves and (not self.is_command or summary.measured.get("step_seconds")):
+        has_phases = any(summary.measured.get(f"{phase}_seconds") for phase in PHASES)
+        if not self.serves and (not self.is_command or has_phases):
             fragments["phases"] = render("parts/phases.html", rows=_phase_rows(summary), **about)
         return Shown(fragments)
 
@@ -129,11 +140,14 @@ class RunPage:
         return Shown({"verdict": render("parts/verdict.html", verdict=verdict, is_examined=is_examined)})
 
     def _curves(self) -> Shown:
-        return Shown({}, training_charts(self._history.look(), read_json(self.run.plan_path)))
+        curves = self._history.look()
+        more = render("parts/own.html", num_shown=len(curves.own), num_hidden=curves.num_hidden)
+        fragments = {"own": more} if curves.num_hidden else {}
+        return Shown(fragments, training_charts(curves, read_json(self.run.plan_path)))
 
     def _ranks(self) -> Shown:
         table = self._table.get()
-        if not len(table) and self.is_command:
+        if self.is_command and not np.isfinite(table.phase_seconds).any():
             return Shown()
         drawn = heat_map(table)
         newest, late = max(table.steps, default=0), self._late.get()
@@ -197,19 +211,33 @@ class RunPage:
         return Shown(fragments)
 
     def _serving(self) -> Shown:
-        about: dict[str, Any] = {"look": None, "url": "", "trouble": "", "latencies": LATENCIES}
-        if self.summary.get().state not in MOVING:
-            return Shown({"serving": render("parts/serving.html", is_moving=False, **about)})
+        """The server now, after what it recorded before anybody looked; its last records when it cannot be asked."""
+        is_moving = self.summary.get().state in MOVING
+        look, url, trouble = self._ask_server() if is_moving else (None, "", "")
+        seen = list(self._server.history) if self._server else []
+        looks = joined(self._before_looks if look else self._recorded.read(), seen)
+        shown = look or last_busy(looks)
+        text = render(
+            "parts/serving.html",
+            is_moving=is_moving,
+            look=shown,
+            is_now=look is not None,
+            url=url,
+            trouble=trouble,
+            latencies=LATENCIES,
+        )
+        return Shown({"serving": text}, serving_charts(look_curves(looks), "now" if look else "last"))
+
+    def _ask_server(self) -> tuple[ServerLook | None, str, str]:
+        """What a server says of itself, where it is, and why it cannot be asked."""
         try:
             address = server_of(self.run)
         except RunStateError as error:
-            about["trouble"] = str(error)
-            return Shown({"serving": render("parts/serving.html", is_moving=True, **about)})
+            return None, "", str(error)
         if self._server is None or self._server.address != address:
             self._server = ServerLooks(address)
-        about |= {"look": self._server.look(), "url": address.url}
-        shown = render("parts/serving.html", is_moving=True, **about)
-        return Shown({"serving": shown}, serving_charts(self._server.curves()))
+            self._before_looks = self._recorded.read()
+        return self._server.look(), address.url, ""
 
 
 def _began_at(run: RunDirectory) -> float | None:

@@ -1,7 +1,8 @@
 """How a server does now and over the last minutes, from its own /metrics: latencies, queue, keys and values.
 
-Latencies are of the requests of the last minute (the difference of two histograms), so that a morning's trouble does
-not hide in a day's median. Names are those that vLLM gave them, which other engines have taken over.
+What it recorded before anybody looked, and last when it is gone, is in recorded_looks.py. Latencies are of the requests
+of the last minute (the difference of two histograms), so that a morning's trouble does not hide in a day's median.
+Names are those that vLLM gave them, which other engines have taken over.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import http.client
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,21 +113,22 @@ class ServerLooks:
         ordered = sorted(buckets.items())
         return histogram_quantile(ordered, 0.5), histogram_quantile(ordered, 0.95)
 
-    def curves(self) -> dict[str, Any]:
-        """What the page draws, over the seconds before now."""
-        if not self.history:
-            return {}
-        now = self.history[-1].time
-        values: dict[str, list[float | None]] = {
-            "tokens_per_second": [look.tokens_per_second for look in self.history],
-            "running": [look.running for look in self.history],
-            "waiting": [look.waiting for look in self.history],
-            "kv_share": [look.kv_share for look in self.history],
-        }
-        for name in LATENCIES:
-            values[f"{name}_median"] = [look.quantiles.get(name, (None, None))[0] for look in self.history]
-            values[f"{name}_p95"] = [look.quantiles.get(name, (None, None))[1] for look in self.history]
-        return {"seconds": [round(look.time - now, 1) for look in self.history], "values": values}
+
+def look_curves(looks: Sequence[ServerLook]) -> dict[str, Any]:
+    """What the page draws, over the seconds before the last look."""
+    if not looks:
+        return {}
+    end = looks[-1].time
+    values: dict[str, list[float | None]] = {
+        "tokens_per_second": [look.tokens_per_second for look in looks],
+        "running": [look.running for look in looks],
+        "waiting": [look.waiting for look in looks],
+        "kv_share": [look.kv_share for look in looks],
+    }
+    for name in LATENCIES:
+        values[f"{name}_median"] = [look.quantiles.get(name, (None, None))[0] for look in looks]
+        values[f"{name}_p95"] = [look.quantiles.get(name, (None, None))[1] for look in looks]
+    return {"seconds": [round(look.time - end, 1) for look in looks], "values": values}
 
 
 def parse_metrics(text: str, moment: float) -> Scrape:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from craton import figures
 from craton.observability.web.background import FIRST_SECONDS, Background
+from craton.observability.web.history import History
 from craton.observability.web.local_gpus import LocalGpus
 from craton.observability.web.nodes import BAD, Nodes, NodeView, read_member
 from craton.observability.web.queries import DEADLINE_SECONDS, GPU_FAMILIES, Prometheus, prometheus_address
@@ -28,7 +29,7 @@ from craton.observability.web.ranks import COLUMNS, PHASES, RankTable, RankTails
 from craton.observability.web.stragglers import finding, straggler
 from craton.observability.web.summaries import EXAMINED, MOST_NODES
 from craton.observability.web.verdicts import Answer, Verdicts, examine, not_examined
-from craton.orchestration import MOVING, Standing, settled_summaries, standings_of
+from craton.orchestration import MOVING, Standing, is_server, settled_summaries, standings_of
 from craton.telemetry import RankStatus, RunDirectory, RunSummary, Summarizer
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class TopLook:
     ranks: list[RankLine]
     gpus: dict[str, dict[str, float]] = field(default_factory=dict)  # node → family → its worst card
     trouble: str = ""  # what could not be asked
+    own_metrics: dict[str, float] = field(default_factory=dict)  # the job's own, with their newest values
 
 
 class TopView:
@@ -102,6 +104,7 @@ class TopView:
         asked = Prometheus(prometheus) if prometheus else None
         self._local_gpus = LocalGpus(run)
         self._summarizer, self._tails, self._nodes = Summarizer(run, MOST_NODES), RankTails(run), Nodes(run)
+        self._history = None if is_server(run) else History(run)  # a server's numbers are not a job's own
         self._asked: Background[tuple[dict[str, dict[str, float]], str]] | None = None
         if asked:
             late: tuple[dict[str, dict[str, float]], str] = ({}, asked.late.trouble)
@@ -122,7 +125,8 @@ class TopView:
         else:
             gpus, trouble = self._asked.get(DEADLINE_SECONDS if wait_for_verdict else FIRST_SECONDS)
         told = finding(table, late, summary.state)
-        return TopLook(summary, verdict, told, views, _lines(table, views, self._nodes), gpus, trouble)
+        own = {name: values[-1] for name, (_, values) in self._history.look().own.items()} if self._history else {}
+        return TopLook(summary, verdict, told, views, _lines(table, views, self._nodes), gpus, trouble, own)
 
     def close(self) -> None:
         """No more verdicts are made."""
@@ -232,6 +236,8 @@ def frame_json(look: TopLook) -> dict[str, Any]:
         "step": summary.step,
         "steps": summary.steps,
         "eta_seconds": summary.eta_seconds,
+        "loss": summary.loss if summary.loss is not None and math.isfinite(summary.loss) else None,
+        "own_metrics": look.own_metrics,
         "tokens_per_second": summary.tokens_per_second,
         "plan": summary.plan,
         "goodput": summary.goodput,
@@ -374,6 +380,7 @@ def _title(summary: RunSummary) -> Text:
     words = [
         steps,
         f"ETA {figures.remaining(summary.eta_seconds)}",
+        *([f"loss {figures.loss(summary.loss)}"] if summary.loss is not None else []),
         f"{figures.amount(summary.tokens_per_second)} tokens/s ({change} against plan)",
         f"goodput {figures.percent(summary.goodput)}",
         figures.dollars(summary.cost_dollars),
@@ -383,7 +390,7 @@ def _title(summary: RunSummary) -> Text:
         if summary.state in ("running", "done")
         else "bold red"
         if summary.state in ("failed", "lost")
-        else "yellow"
+        else "cyan"
     )
     return Text.assemble((summary.name, "bold"), "  ", (summary.state, tone), "  ", " · ".join(words))
 
@@ -393,8 +400,10 @@ def _above(look: TopLook) -> list[Text]:
     from rich.text import Text
 
     spares = [view for view in look.nodes if view.is_spare and view.health in BAD]
+    own = " · ".join(f"{name} {figures.amount(value)}" for name, value in look.own_metrics.items())
     return [
         _title(look.summary),
+        *([Text(own, style="dim", no_wrap=True, overflow="ellipsis")] if own else []),
         *_verdict_lines(look),
         *(Text(f"{view.node} is {view.reason}", style=HEALTH_STYLES[view.health]) for view in spares[:SHOWN_SPARES]),
     ]

@@ -8,6 +8,7 @@ answer must not look like one that found nothing.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from craton.telemetry import RunDirectory
 if TYPE_CHECKING:
     from craton.observability.diagnosis import Symptom
 
+OPENINGS = ("has failed", "is lost", "has lost a part of itself", "is slow", "hangs", "computes wrong")  # of a sentence
+_EXIT = re.compile(r"(.{1,80}? exited with code -?\d+) \(generation \d+\): (.+)", re.DOTALL)
 FRESH_SECONDS = 15.0
 LOOKED_AT_SECONDS = 10.0  # after the last urgent question its page is open
 FORGET_SECONDS = 600.0  # after the last question at all
@@ -52,6 +55,21 @@ class Answer:
     others: tuple[str, ...] = ()
     late: Late | None = None
     time: float = 0.0
+    cause: str = ""  # the most likely one in a few words; empty where there is none, or it is not known
+
+    def in_short(self, name: str) -> str:
+        """What a narrow column shows of run `name`: the cause first, and neither the name nor the condition again."""
+        if self.cause:
+            return self.cause
+        text = self.sentence.removeprefix(name).lstrip(" :")
+        opening, _, rest = text.partition(": ")
+        return cause_first(rest if rest and opening in OPENINGS else text)
+
+
+def cause_first(message: str) -> str:
+    """A run's message with the error before the rank that exited with it."""
+    found = _EXIT.fullmatch(message)
+    return f"{found[2].rstrip('.')} ({found[1]})" if found else message
 
 
 @dataclass(eq=False)
@@ -100,6 +118,7 @@ def answer_of(verdict: Any, straggler: Symptom | None = None) -> Answer:
         others=tuple(str(getattr(each, "sentence", each)) for each in verdict.others),
         late=late_of(straggler),
         time=time.time(),
+        cause=verdict.because,
     )
 
 

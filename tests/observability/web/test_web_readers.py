@@ -29,7 +29,7 @@ from craton.observability.web.nodes import Nodes, read_member, topology
 from craton.observability.web.ranks import KEPT_LINES, PHASES, RankTails
 from craton.observability.web.records import Records
 from craton.observability.web.rendering import render
-from craton.observability.web.serving import ServerLooks
+from craton.observability.web.serving import ServerLooks, look_curves
 from craton.orchestration import ServerAddress, histogram_quantile
 from craton.telemetry import (
     Heartbeat,
@@ -466,7 +466,7 @@ def test_latencies_are_of_the_last_minute() -> None:
     restarted = server.take(metrics_of(4, "0.1", waiting=3), 12.0)
     assert restarted.waiting == 3
     assert restarted.tokens_per_second is None
-    assert len(server.curves()["seconds"]) == 3
+    assert len(look_curves(list(server.history))["seconds"]) == 3
     assert restarted.quantiles["first_token"] == (None, None)  # nobody has asked since
 
 

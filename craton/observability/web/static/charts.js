@@ -19,16 +19,20 @@ export const seconds = (value) => {
 };
 const writers = { seconds, share: (value) => `${Math.round(value * 100)} %`, "tokens/s": short, "": short };
 
-// Round numbers from low to high, about `count` of them.
-function ticks(low, high, count) {
+const ROUND_SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400];
+
+// Round numbers from low to high, about `count` of them; of seconds, such that are round in minutes or hours.
+function ticks(low, high, count, areSeconds = false) {
   const raw = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= raw) ?? 10 * power;
+  const steps = areSeconds && raw >= 1 ? ROUND_SECONDS : [1, 2, 5, 10].map((each) => each * power);
+  const step = steps.find((each) => each >= raw) ?? 10 * power;
   const found = [];
   for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-6; value += step) found.push(Number(value.toPrecision(12)));
   return found;
 }
 
+const NOTHING = "nothing measured";
 const KINDS = { heat: drawHeat, topology: drawTopology };
 
 export class Chart {
@@ -48,6 +52,14 @@ export class Chart {
 
   show(data) {
     this.data = data;
+    const newest = this.canvas.parentElement.querySelector(".newest");
+    if (newest) newest.textContent = data.newest ?? "";
+    this.later();
+  }
+
+  wasRead() {
+    if (!this.canvas.dataset.empty) return;
+    delete this.canvas.dataset.empty;
     this.later();
   }
 
@@ -89,7 +101,7 @@ export class Chart {
     pen.clearRect(0, 0, width, height);
     pen.font = FONT;
     if (!this.data) {
-      if (height) write(pen, "nothing measured yet", width / 2, height / 2, "muted", "center");
+      if (height) write(pen, canvas.dataset.empty ?? NOTHING, width / 2, height / 2, "muted", "center");
       return;
     }
     canvas.dataset.drawn = "1";
@@ -125,6 +137,18 @@ function write(pen, text, x, y, ink, align = "left", baseline = "middle") {
   pen.fillText(text, x, y);
 }
 
+// Below an axis, each text where its value is, but inside the canvas, and none over the one before.
+function writeMarks(pen, marks, y, width) {
+  let free = 0;
+  for (const [text, x] of marks) {
+    const wide = pen.measureText(text).width;
+    const left = Math.max(0, Math.min(x - wide / 2, width - wide));
+    if (left < free) continue;
+    write(pen, text, left, y, "muted");
+    free = left + wide + 8;
+  }
+}
+
 function showTip(pen, lines, [x, y], width, height) {
   const wide = Math.max(...lines.map((line) => pen.measureText(line).width)) + 16;
   const high = lines.length * 17 + 10;
@@ -142,7 +166,7 @@ function drawLines(pen, data, width, height, at) {
   const finite = (value) => value !== null && Number.isFinite(value);
   const all = data.series.flatMap((each) => each.values.filter(finite));
   const edge = [data.plan, ...(data.band ?? []), data.low, data.high].filter((value) => value !== undefined && finite(value));
-  if (!all.length) { write(pen, "nothing measured yet", width / 2, height / 2, "muted", "center"); return {}; }
+  if (!all.length) { write(pen, NOTHING, width / 2, height / 2, "muted", "center"); return {}; }
   // One step out of line (the first, which compiles) must not flatten all others.
   const ordered = [...all].sort((a, b) => a - b);
   const far = ordered[Math.floor(ordered.length * 0.99)];
@@ -152,7 +176,7 @@ function drawLines(pen, data, width, height, at) {
   const room = (high - low) * 0.08;
   low = data.low ?? (low >= 0 && low - room < 0 ? 0 : low - room);
   high = data.high ?? high + room;
-  const marks = ticks(low, high, Math.max(2, Math.floor(height / 55)));
+  const marks = ticks(low, high, Math.max(2, Math.floor(height / 45)));
   const left = Math.ceil(Math.max(...marks.map((mark) => pen.measureText(writer(mark)).width))) + 12;
   const box = { left, top: 22, right: width - 8, bottom: height - 24 };
   const [first, last] = [data.x[0], data.x[data.x.length - 1]];
@@ -166,9 +190,9 @@ function drawLines(pen, data, width, height, at) {
     pen.beginPath(); pen.moveTo(box.left, y); pen.lineTo(box.right, y); pen.stroke();
     write(pen, writer(mark), box.left - 8, y, "muted", "right");
   }
-  for (const mark of last === first ? [first] : ticks(first, last, Math.max(2, Math.floor(width / 110)))) {
-    write(pen, data.x_unit === "seconds" ? (mark === 0 ? "now" : seconds(mark)) : short(mark), toX(mark), height - 10, "muted", "center");
-  }
+  const xMarks = last === first ? [first] : ticks(first, last, Math.max(2, Math.floor(width / 110)), data.x_unit === "seconds");
+  const xText = (mark) => (data.x_unit !== "seconds" ? short(mark) : mark === 0 ? data.x_end ?? "now" : `−${seconds(-mark)}`);
+  writeMarks(pen, xMarks.map((mark) => [xText(mark), toX(mark)]), height - 10, width);
   pen.save();
   pen.beginPath(); pen.rect(box.left, box.top - 4, box.right - box.left + 4, box.bottom - box.top + 8); pen.clip();
   if (data.band) {
@@ -191,7 +215,7 @@ function drawLines(pen, data, width, height, at) {
   const x = toX(data.x[index]);
   pen.strokeStyle = color("muted");
   pen.beginPath(); pen.moveTo(x, box.top); pen.lineTo(x, box.bottom); pen.stroke();
-  const where = data.x_unit === "seconds" ? seconds(data.x[index]) : `step ${data.x[index].toLocaleString("en")}`;
+  const where = data.x_unit === "seconds" ? xText(data.x[index]) : `step ${data.x[index].toLocaleString("en")}`;
   const lines = [where];
   for (const series of data.series) {
     const value = series.values[index];
@@ -272,10 +296,9 @@ function drawHeat(pen, data, width, height, at) {
       pen.fillRect(x, box.top + phase * high, least, high - 2);
     });
   });
-  for (const mark of ticks(0, columns, Math.max(2, Math.min(columns, Math.floor(width / 90))))) {
-    if (mark >= columns || mark !== Math.floor(mark)) continue;
-    write(pen, `${data.edges[mark]}`, box.left + (mark + (wide > 6 ? 0.5 : 0)) * wide, box.bottom + 8, "muted", "center");
-  }
+  const columnMarks = ticks(0, columns, Math.max(2, Math.min(columns, Math.floor(width / 90))))
+    .filter((mark) => mark < columns && mark === Math.floor(mark));
+  writeMarks(pen, columnMarks.map((mark) => [`${data.edges[mark]}`, box.left + (mark + (wide > 6 ? 0.5 : 0)) * wide]), box.bottom + 8, width);
   drawScale(pen, data, box, height, [still, more, less]);
   const centres = () =>
     data.cells.flatMap((row, phase) => row.map((_, column) => [box.left + (column + 0.5) * wide, box.top + (phase + 0.5) * high]));

@@ -7,6 +7,22 @@ const address = `/runs/${actions.dataset.run}`;
 const charts = new Map();
 for (const canvas of document.querySelectorAll("canvas[data-chart]")) charts.set(canvas.dataset.chart, new Chart(canvas));
 
+// A metric of the job's own that was not there when the page was made gets a chart too.
+const own = document.getElementById("own");
+function chartOf(name, { title = "" }) {
+  if (charts.has(name) || !own || !name.startsWith(own.dataset.prefix)) return charts.get(name);
+  const [figure, caption, newest, canvas] = ["figure", "figcaption", "span", "canvas"].map((tag) => document.createElement(tag));
+  figure.className = "chart";
+  newest.className = "newest";
+  caption.append(title, " ", newest);
+  Object.assign(canvas.dataset, { chart: name, part: "curves", height: "190" });
+  for (const [key, value] of [["role", "img"], ["aria-label", title], ["tabindex", "0"]]) canvas.setAttribute(key, value);
+  figure.append(caption, canvas);
+  own.append(figure);
+  charts.set(name, new Chart(canvas));
+  return charts.get(name);
+}
+
 const shownHtml = new Map();
 
 function take({ anew = false, fragments = {}, charts: data = {} }) {
@@ -27,8 +43,13 @@ function take({ anew = false, fragments = {}, charts: data = {} }) {
     place.querySelectorAll(".events").forEach((each, index) => { each.scrollTop = scrolled[index] ?? 0; });
   }
   for (const [name, drawn] of Object.entries(data)) {
-    reveal(charts.get(name)?.canvas);
-    charts.get(name)?.show(drawn);
+    const chart = chartOf(name, drawn);
+    reveal(chart?.canvas);
+    chart?.show(drawn);
+  }
+  for (const name of Object.keys(fragments)) { // a part that came without its chart has measured nothing for it
+    if (!name.startsWith("trouble-")) continue;
+    for (const chart of charts.values()) if (chart.canvas.dataset.part === name.slice("trouble-".length)) chart.wasRead();
   }
   showActions();
 }

@@ -5,7 +5,7 @@ const table = document.getElementById("runs");
 const body = table.tBodies[0];
 const filter = document.getElementById("filter");
 const chips = document.getElementById("chips");
-const NUMBERS = ["progress", "eta", "speed", "change", "goodput", "cost"];
+const NUMBERS = ["progress", "eta", "loss", "speed", "change", "goodput", "cost"];
 const rows = new Map([...body.rows].map((row) => [row.dataset.name, row]));
 let order = [...rows.keys()];
 let sorting = { column: "", direction: 1 };
