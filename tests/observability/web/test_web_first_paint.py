@@ -75,6 +75,16 @@ def test_the_first_answer_has_the_data(serve: Serve, tmp_path: Path) -> None:
         assert f'<span class="newest">{charts[name]["newest"]}</span>' in body, name
 
 
+@pytest.mark.usefixtures("_waits")
+def test_what_a_command_does_not_record_is_not_being_read(serve: Serve, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs", "count", nodes=1, ranks_per_node=1, steps=0)
+    run.plan_path.unlink()  # what is not planned is a command
+    record(run, [{"time": 1e9, "step": 1, "run_loss": 2.5, "run_step_seconds": 0.25}])
+    body = serve().ask("GET", "/runs/count")[2]
+    assert "reading …" not in body
+    assert charts_of(body).keys() == {"loss", "step", "topology"}  # no phases, so no heat map of them
+
+
 def test_a_part_that_takes_long_is_waited_for_within_a_limit_and_comes_later(
     serve: Serve, tmp_path: Path, tab: Tab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
