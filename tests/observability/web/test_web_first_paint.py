@@ -178,13 +178,13 @@ CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
 @pytest.mark.parametrize("width", [1400, 420])
 def test_no_tick_of_a_chart_is_cut_off(serve: Serve, tmp_path: Path, tab: Tab, width: int) -> None:
     run = write_run(tmp_path / "runs", "llama", steps=2)
-    record(run, [{"time": 1e9, "step": at, "run_loss": 9 / at, "own": 1e6 * at} for at in range(1, 2001)])
+    record(run, [{"time": 1e9, "step": at, "run_loss": 9 / at, "own": 1e6 * at} for at in range(1, 101)])
     tab.resize(width, 900)
     tab.call("Page.addScriptToEvaluateOnNewDocument", source=TEXTS_OF_CHARTS)
     tab.go(f"{serve().address}runs/llama")
     tab.wait_for("document.querySelector('#own canvas[data-drawn]') && texts.some(([chart]) => chart === 'heat')")
     texts = tab.evaluate("window.texts")
-    assert {"1k", "2k"} <= {text for chart, text, *_ in texts if chart == "loss"}  # the last step is a tick
+    assert "100" in {text for chart, text, *_ in texts if chart == "loss"}  # the last step is a tick
     cut = [(chart, text) for chart, text, left, right, wide in texts if left < -0.5 or right > wide + 0.5]
     assert cut == []
 
