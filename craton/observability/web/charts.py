@@ -44,7 +44,8 @@ def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]
 def with_newest(charts: dict[str, Chart]) -> dict[str, Chart]:
     """Each chart with the newest value of each of its lines as text, which is read without drawing anything."""
     for chart in charts.values():
-        writer, texts = WRITERS[chart["unit"]], []
+        writer = WRITERS[chart["unit"]]
+        texts: list[str] = []
         for line in chart["series"]:
             newest = next((value for value in reversed(line["values"]) if value is not None), None)
             if newest is not None:
