@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from craton.errors import CratonError
+from craton.ml.training.checkpoint_metadata import parse_metadata
+from craton.ml.training.checkpoint_pickle import MAX_BYTES
 from craton.ml.training.checkpoint_read import CheckedReader, checked_read, damage, shapes_of
 from craton.ml.training.checkpoint_sums import METADATA, CheckpointError, DifferentModelError, Seal
 from craton.ml.training.checkpoint_tiers import JoinedFiles, StepFiles, Tier, TierFolder, open_tier, read_seal
@@ -47,6 +48,7 @@ def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> Sav
     as `Checkpointer.restore` does."""
     opened = [open_tier(folder) for folder in tiers]
     there, passed_over = steps_in_order(opened)
+    found = None
     for each, index in there:
         if step not in (None, each):
             continue
@@ -55,12 +57,18 @@ def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> Sav
             try:
                 damaged = damage(files, seal.files)
                 if not damaged:
-                    return SavedStep(each, tiers[index].name, files, seal, read_metadata(files, seal))
+                    found = SavedStep(each, tiers[index].name, files, seal, read_metadata(files, seal))
+                    break
                 problems += damaged
             except CheckpointError as error:
                 problems.append(str(error))
+        if found is not None:
+            break
         passed_over.append(f"tier {tiers[index].name}: step {each} cannot be used: {some(problems or [GONE])}")
-        warnings.warn(passed_over[-1], stacklevel=2)
+    if found is not None:
+        for problem in passed_over:
+            warnings.warn(f"{problem}; reading step {found.step} of tier {found.tier} instead", stacklevel=2)
+        return found
     if passed_over:
         raise CheckpointError("no checkpoint can be used:\n  " + "\n  ".join(passed_over))
     if step is not None and there:
@@ -120,18 +128,15 @@ def joined_parts(tier: Tier, step: int) -> tuple[list[tuple[StepFiles, Seal]], l
 
 def read_metadata(files: StepFiles, seal: Seal) -> Metadata:
     """CheckpointError when it is missing or changed."""
-    return parse_metadata(metadata_bytes(files, seal))
+    return parse_metadata(metadata_bytes(files, seal), seal.files)
 
 
 def metadata_bytes(files: StepFiles, seal: Seal) -> bytes:
     if METADATA not in seal.files:
         raise CheckpointError(f"{METADATA} is not in checksums.json")
+    if (size := seal.files[METADATA].bytes) > MAX_BYTES:
+        raise CheckpointError(f"{METADATA} has {size:,} bytes; at most {MAX_BYTES:,} are read")
     return bytes(checked_read(files, METADATA, seal.files[METADATA]))
-
-
-def parse_metadata(data: bytes) -> Metadata:
-    metadata: Metadata = pickle.loads(data)
-    return metadata
 
 
 def different(saved: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,15 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from craton.ml.training.checkpoint_staging import Ranks
-from craton.ml.training.checkpoint_sums import BLOCK_BYTES, CheckpointError, FileSum, changed_block
+from craton.ml.training.checkpoint_sums import BLOCK_BYTES, METADATA, CheckpointError, FileSum, changed_block
 from craton.ml.training.checkpoint_tiers import StepFiles
 
 SPAN_BYTES = 2 * BLOCK_BYTES
 READS_IN_FLIGHT = 8  # of one rank, which does nothing else meanwhile
+_ARCHIVE = b"PK\x03\x04"  # a zip file's first bytes
 
 
 @dataclass(frozen=True, order=True)
@@ -60,6 +62,7 @@ class SavedItem:
     name: str
     offset: int
     length: int
+    dtype: torch.dtype
     raw: RawPlace | None
     spans: tuple[Span, ...] = ()
     arrived: dict[Span, Any] = field(default_factory=dict)
@@ -79,7 +82,7 @@ def checked_read(files: StepFiles, name: str, expected: FileSum, begin: int = 0,
     end = expected.bytes if end is None else end
     size = files.size(name)
     if size is None:
-        raise CheckpointError(f"{name} is missing")
+        raise CheckpointError(f"{name} is missing, or not a regular file")
     if size != expected.bytes:
         raise CheckpointError(f"{name} has {size:,} bytes instead of {expected.bytes:,}")
     data = files.read(name, begin, end)
@@ -158,7 +161,7 @@ class CheckedReader(StorageReader):
         return False
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        filling = Filling(plan.items, self._places, self._sums, planner)
+        filling = Filling(plan.items, self._places, self._sums, planner, shapes_of(self._metadata))
         here = [span for span in filling.spans if self._ranks is None or self._files.size(span.name) is not None]
         errors: list[Exception] = []
 
@@ -243,17 +246,25 @@ class Filling:
     """Tensors that are filled from spans, in whatever order and by whichever thread these come."""
 
     def __init__(
-        self, items: Sequence[ReadItem], places: Mapping[Any, Any], sums: Mapping[str, FileSum], planner: LoadPlanner
+        self,
+        items: Sequence[ReadItem],
+        places: Mapping[Any, Any],
+        sums: Mapping[str, FileSum],
+        planner: LoadPlanner,
+        shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     ) -> None:
         self._planner = planner
         self._lock = threading.Lock()
         self._users: dict[Span, list[SavedItem]] = {}
         for item in items:
+            if item.type is not LoadItemType.TENSOR:  # DCP would unpickle it
+                raise CheckpointError(f"{item.storage_index.fqn} is not a tensor")
             place = places[item.storage_index]
             if place.relative_path not in sums:
                 raise CheckpointError(f"{place.relative_path} holds tensors and is not in checksums.json")
             raw = place if isinstance(place, RawPlace) else None
-            saved = SavedItem(item, place.relative_path, place.offset, place.length, raw)
+            dtype = shapes[item.storage_index.fqn][1]
+            saved = SavedItem(item, place.relative_path, place.offset, place.length, dtype, raw)
             first, last = place.offset // SPAN_BYTES, (place.offset + place.length - 1) // SPAN_BYTES
             size = sums[saved.name].bytes
             saved.spans = tuple(
@@ -292,7 +303,20 @@ def fill(saved: SavedItem, planner: LoadPlanner) -> None:
 
 
 def _archived_tensor(saved: SavedItem) -> Tensor:
-    tensor: Tensor = torch.load(cast("IO[bytes]", _SpansFile(saved)), map_location="cpu", weights_only=True)
+    """From an archive of torch.save, by torch's reader that runs no code. Older forms than the archive are refused:
+    DCP never wrote them."""
+    file, name = _SpansFile(saved), saved.item.storage_index.fqn
+    if file.read(len(_ARCHIVE)) != _ARCHIVE:
+        raise CheckpointError(f"{saved.name}: {name} is not an archive of torch.save")
+    file.seek(0)
+    try:
+        tensor = torch.load(cast("IO[bytes]", file), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's words are many lines, and advise to run what is there
+        asked = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"it asks for {ascii(asked[1])[1:81]}, which was not run" if asked else type(error).__name__
+        raise CheckpointError(f"{saved.name}: {name} cannot be read as a tensor: {what}") from error
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype is not saved.dtype:
+        raise CheckpointError(f"{saved.name}: {name} is not the {saved.dtype} that {METADATA} says")
     return tensor
 
 

@@ -19,10 +19,10 @@ from craton.ml.training.checkpoint_find import (
     different,
     joined_parts,
     metadata_bytes,
-    parse_metadata,
     some,
     steps_in_order,
 )
+from craton.ml.training.checkpoint_metadata import parse_metadata
 from craton.ml.training.checkpoint_read import CheckedReader
 from craton.ml.training.checkpoint_staging import Ranks
 from craton.ml.training.checkpoint_sums import CheckpointError, DifferentModelError, Seal
@@ -57,7 +57,10 @@ def open_together(ranks: Ranks, rank: int, tier: Tier, step: int) -> tuple[Saved
             missing = set(seal.files).difference(*ranks.gather(here))
             problem = some([f"{name} is on no node" for name in sorted(missing)]) or None
         if problem is None:
-            return SavedStep(step, tier.folder.name, files, seal, parse_metadata(metadata)), []
+            try:
+                return SavedStep(step, tier.folder.name, files, seal, parse_metadata(metadata, seal.files)), []
+            except CheckpointError as error:  # on all ranks alike: they have the same bytes
+                problem = str(error)
         problems.append(problem)
     return None, problems or [GONE]
 

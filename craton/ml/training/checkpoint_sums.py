@@ -8,6 +8,7 @@ and carries the sums of both, so that a changed bit in any of them is found as w
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,9 @@ from craton.errors import CratonError
 COMPLETE = "COMPLETE"
 CHECKSUMS = "checksums.json"
 METADATA = ".metadata"  # DCP's: which tensor lies where
+MAX_SEAL_BYTES = {COMPLETE: 2**24, CHECKSUMS: 2**28}  # of a step of 100 TB, checksums.json has a tenth of that
 BLOCK_BYTES = 8 * 2**20
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 _POLYNOMIAL = 0xEDB88320  # of crc32, bits reversed as zlib has it
 
 
@@ -110,14 +113,30 @@ class Seal:
             if about.pop("checksums") != zlib.crc32(texts[CHECKSUMS]):
                 raise ValueError("it has another checksum than when it was written")
             table = json.loads(texts[CHECKSUMS])
-            files = {
-                each: FileSum(int(file["crc32"]), int(file["bytes"]), tuple(file["blocks"]))
-                for each, file in table["files"].items()
-            }
+            if table["block_bytes"] != BLOCK_BYTES:
+                raise ValueError(f"its blocks have {table['block_bytes']!r} bytes instead of {BLOCK_BYTES}")
+            files = {each: _file_sum(each, file) for each, file in table["files"].items()}
+            name = COMPLETE
             about["step"], about["counters"] = int(about["step"]), dict(about["counters"])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if not isinstance(about["save"], str) or not isinstance(about["tiers"], list):
+                raise ValueError("its save or its tiers are not named")
+        except KeyError as error:
+            raise CheckpointError(f"{name} cannot be used: {error} is missing") from error
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{name} cannot be used: {error}") from error
         return cls(about, files)
+
+
+def _file_sum(name: str, entry: Any) -> FileSum:
+    """A line of checksums.json. Its name becomes a path, so it must be the name of a file beside it."""
+    if not _FILE_NAME.fullmatch(name) or name in (".", "..", COMPLETE, CHECKSUMS):
+        raise ValueError(f"{ascii(name)[:80]} is not the name of a file of a step")
+    found = FileSum(entry["crc32"], entry["bytes"], tuple(entry["blocks"]))
+    if any(type(number) is not int or number < 0 for number in (found.crc32, found.bytes, *found.blocks)):
+        raise ValueError(f"{name} has a size or checksum that is not a whole number")
+    if len(found.blocks) != max(1, -(-found.bytes // BLOCK_BYTES)):
+        raise ValueError(f"{name} has {found.bytes:,} bytes and {len(found.blocks):,} checksums of blocks")
+    return found
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:

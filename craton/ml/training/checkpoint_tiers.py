@@ -8,9 +8,11 @@ off, and COMPLETE is the first thing to go. Steps are ordered by their number, n
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from craton.infrastructure import GrowingFile, sync_folder
-from craton.ml.training.checkpoint_sums import CHECKSUMS, COMPLETE, CheckpointError, Seal
+from craton.ml.training.checkpoint_sums import CHECKSUMS, COMPLETE, MAX_SEAL_BYTES, CheckpointError, Seal
 from craton.remote import is_url
 
 OWNER = "OWNER"  # the run that a tier's folder belongs to, where it lies outside the run directory
@@ -120,7 +122,13 @@ def step_of(name: str) -> int | None:
 
 def read_seal(files: StepFiles) -> Seal:
     """What the step says of itself; CheckpointError when it was never finished or is not ours."""
-    return Seal.parse({name: bytes(files.read(name)) for name in (COMPLETE, CHECKSUMS) if files.size(name) is not None})
+    texts = {}
+    for name in (COMPLETE, CHECKSUMS):
+        if (size := files.size(name)) is not None:
+            if size > MAX_SEAL_BYTES[name]:
+                raise CheckpointError(f"{name} has {size:,} bytes; at most {MAX_SEAL_BYTES[name]:,} are read")
+            texts[name] = bytes(files.read(name, 0, size))
+    return Seal.parse(texts)
 
 
 def check_owner(folder: TierFolder, there: str | None) -> bool:
@@ -203,20 +211,21 @@ class FolderTier:
 
 
 class FolderFiles:
-    """The finished files of one folder."""
+    """The finished files of one folder: regular files, neither links nor pipes."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.where = path, str(path)
 
     def size(self, name: str) -> int | None:
         try:
-            return (self.path / name).stat().st_size
+            found = (self.path / name).lstat()
         except OSError:
             return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> Any:
         try:
-            with (self.path / name).open("rb", buffering=0) as file:
+            with open(self.path / name, "rb", buffering=0, opener=_open_regular) as file:
                 length = (os.fstat(file.fileno()).st_size if end is None else end) - begin
                 view, count = memoryview(torch.empty(length, dtype=torch.uint8).numpy().data), 0  # not zeroed first
                 file.seek(begin)
@@ -286,6 +295,15 @@ class JoinedFiles:
     def read(self, name: str, begin: int = 0, end: int | None = None) -> Any:
         part = next(part for part in self._parts if part.size(name) is not None)
         return part.read(name, begin, end)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Without waiting for whoever writes to a pipe, and without following a link."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return descriptor
 
 
 def _write_synced(path: Path, text: bytes) -> None:

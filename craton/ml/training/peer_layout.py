@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from craton.ml.collectives import own_slices
+from craton.ml.training.checkpoint_pickle import DTYPES
 from craton.ml.training.checkpoint_read import RawPlace
 from craton.ml.training.checkpoint_staging import local_data
 
@@ -97,7 +98,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> SlotLayout:
 
 def parse_layout(text: str) -> SlotLayout:
     chunks = [
-        Chunk(name, tuple(shape), getattr(torch, dtype), tuple(offsets), tuple(sizes), begin)
+        Chunk(name, tuple(shape), DTYPES[dtype], tuple(offsets), tuple(sizes), begin)
         for name, shape, dtype, offsets, sizes, begin in json.loads(text)
     ]
     return SlotLayout(tuple(chunks), text)
