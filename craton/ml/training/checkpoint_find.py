@@ -70,7 +70,10 @@ def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> Sav
             warnings.warn(f"{problem}; reading step {found.step} of tier {found.tier} instead", stacklevel=2)
         return found
     if passed_over:
-        raise CheckpointError("no checkpoint can be used:\n  " + "\n  ".join(passed_over))
+        separator = "\n  " if len(passed_over) > 1 else " "
+        raise CheckpointError(
+            f"no checkpoint can be used:{separator}{separator.join(passed_over)}; put a good copy in place"
+        )
     if step is not None and there:
         steps = sorted({each for each, _ in there})
         raise CheckpointError(f"there is no checkpoint of step {step}; there are {', '.join(map(str, steps))}")

@@ -82,7 +82,9 @@ def read_pickle(data: bytes) -> Any:
         raise CheckpointError(f"it may hold more than {MAX_OBJECTS:,} objects")
     try:
         return _run(data)
-    except (IndexError, struct_error, UnicodeDecodeError, ValueError):
+    except CheckpointError:
+        raise
+    except (IndexError, ValueError, struct_error):
         raise CheckpointError("it is cut off or damaged") from None
 
 

@@ -1,0 +1,327 @@
+"""A checkpoint that somebody else wrote cannot run anything, whatever it names: it gets one line, and the next copy is
+read. Each attack is shown to work on Python's own unpickler first."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hostile import METADATA, attacks, hostile_archive, inert_attacks, replace, seal
+from states import equal, numbers, single
+from test_export import a_run, data, decoder, save, weights  # noqa: F401 - `data` is a fixture
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata
+
+from craton.errors import CratonError
+from craton.job import parse_job
+from craton.ml import export, sample
+from craton.ml.serving.models import load_served
+from craton.ml.training.checkpoint import TierFolder, find_checkpoint
+from craton.ml.training.checkpoint_metadata import parse_metadata
+from craton.ml.training.checkpoint_sums import CheckpointError, FileSum, Seal
+
+FIRST, SECOND = 1, 2
+SHARD = "__0_0_0.distcp"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tier with two real steps."""
+    folder = tmp_path_factory.mktemp("tier")
+    checkpointer = single([TierFolder("shared", folder)])
+    for step in (FIRST, SECOND):
+        checkpointer.save(step, numbers(step), {"next_sample": step}, wait=True)
+    checkpointer.close()
+    return folder
+
+
+@pytest.fixture
+def tier(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be harmed."""
+    folder = tmp_path / "tier"
+    for step in saved.iterdir():
+        (folder / step.name).mkdir(parents=True)
+        for file in step.iterdir():
+            (folder / step.name / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def newest(tier: Path) -> Path:
+    return tier / f"step-{SECOND:08d}"
+
+
+def passed_over(tier: Path) -> str:
+    """Why the newest step is not taken; the one before it is, and is whole."""
+    checkpointer = single([TierFolder("shared", tier)])
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in numbers(FIRST).items()}
+    with pytest.warns(UserWarning, match="step 2 cannot be used"):
+        counters = checkpointer.restore(tensors)
+    checkpointer.close()
+    assert counters == {"next_sample": FIRST, "step": FIRST}
+    assert equal(tensors, numbers(FIRST))
+    assert checkpointer.restored is not None
+    (reason,) = checkpointer.restored.passed_over
+    assert "\n" not in reason
+    assert reason.isprintable()
+    return reason
+
+
+def test_no_attack_that_python_runs_is_run_by_a_restore(tier: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    found = attacks(newest(tier), marker)
+    assert len(found) > 20
+    for name, attack in found.items():
+        with contextlib.suppress(Exception):
+            pickle.loads(attack)
+        assert marker.exists(), f"{name} is no attack"
+        marker.unlink()
+        replace(newest(tier), METADATA, attack)
+        reason = passed_over(tier)
+        assert not marker.exists(), name
+        assert f"{METADATA} cannot be used, and nothing in it was run" in reason, name
+
+
+@pytest.mark.parametrize("name", list(inert_attacks()))
+def test_what_costs_memory_or_time_or_is_no_metadata_is_passed_over(tier: Path, name: str) -> None:
+    replace(newest(tier), METADATA, inert_attacks()[name])
+    assert f"{METADATA} cannot be used" in passed_over(tier)
+
+
+def test_the_name_that_was_asked_for_is_said_without_letters_that_a_terminal_obeys(tier: Path) -> None:
+    replace(newest(tier), METADATA, b"\x80\x04\x8c\x02os\x8c\x0bsys\x1b[2Jtem\n\x93.")
+    assert r"it asks for 'os.sys\x1b[2Jtem\n', which no checkpoint needs" in passed_over(tier)
+
+
+def test_a_shard_that_asks_for_more_than_a_tensor_is_passed_over(tier: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    evil = hostile_archive(marker)
+    metadata: Metadata = pickle.loads((newest(tier) / METADATA).read_bytes())
+    begin = (newest(tier) / SHARD).stat().st_size
+    for place in metadata.storage_data.values():
+        place.offset, place.length = begin, 2**14
+    (newest(tier) / SHARD).write_bytes((newest(tier) / SHARD).read_bytes() + evil + bytes(2**14))
+    replace(newest(tier), METADATA, pickle.dumps(metadata))
+    assert "cannot be read as a tensor" in passed_over(tier)
+    assert not marker.exists()
+
+
+def _first(metadata: Metadata) -> Any:
+    return next(iter(metadata.state_dict_metadata.values()))
+
+
+def _place(metadata: Metadata) -> Any:
+    return next(iter(metadata.storage_data.values()))
+
+
+def _rename(metadata: Metadata, name: str) -> None:
+    old = next(iter(metadata.state_dict_metadata))
+    metadata.state_dict_metadata[name] = metadata.state_dict_metadata.pop(old)
+
+
+HARMS: dict[str, tuple[Callable[[Metadata], Any], str]] = {
+    "beyond the file": (lambda m: setattr(_place(m), "offset", 2**40), "which has"),
+    "before the file": (lambda m: setattr(_place(m), "offset", -1), "lies at bytes -1"),
+    "no bytes": (lambda m: setattr(_place(m), "length", 0), "lies at bytes"),
+    "negative length": (lambda m: setattr(_place(m), "length", -5), "lies at bytes"),
+    "too short for its elements": (lambda m: setattr(_place(m), "length", 100), "100 bytes do not hold"),
+    "length that is a text": (lambda m: setattr(_place(m), "length", "9"), "lies at bytes"),
+    "path out of the folder": (
+        lambda m: setattr(_place(m), "relative_path", "../step-00000001/" + SHARD),
+        "not in checksums.json",
+    ),
+    "absolute path": (lambda m: setattr(_place(m), "relative_path", "/etc/passwd"), "not in checksums.json"),
+    "compressed": (lambda m: setattr(_place(m), "transform_descriptors", ["zstd"]), "compressed or encrypted"),
+    "bytes": (lambda m: m.state_dict_metadata.update(x=BytesStorageMetadata()), "TensorStorageMetadata belongs"),
+    "size without parts": (lambda m: setattr(_first(m), "size", torch.Size((2**40, 2**20))), "another number"),
+    "part outside": (
+        lambda m: setattr(_first(m).chunks[0], "sizes", torch.Size((999, 32))),
+        "lies outside of its [64, 32]",
+    ),
+    "part of other dimensions": (lambda m: setattr(_first(m).chunks[0], "sizes", torch.Size((64,))), "lies outside"),
+    "no parts": (lambda m: setattr(_first(m), "chunks", []), "another number"),
+    "a part a thousand times": (lambda m: setattr(_first(m), "chunks", _first(m).chunks * 1000), "more parts"),
+    "a part in no file": (
+        lambda m: setattr(_first(m), "chunks", [ChunkStorageMetadata(torch.Size((1, 0)), torch.Size((63, 32)))]),
+        "in no file",
+    ),
+    "no dtype": (lambda m: setattr(_first(m).properties, "dtype", None), "no dtype"),
+    "other dtype": (lambda m: setattr(_first(m).properties, "dtype", torch.int32), "is not the torch.int32"),
+    "negative size": (lambda m: setattr(_first(m), "size", (-1, 32)), "has no size"),
+    "name for a terminal": (lambda m: _rename(m, "model.\x1b[2J"), "is not a name of a tensor"),
+    "name of 10,000 letters": (lambda m: _rename(m, "a" * 10_000), "is not a name of a tensor"),
+    "another class": (lambda m: setattr(_first(m), "__class__", ChunkStorageMetadata), "belongs"),
+    "no places": (lambda m: setattr(m, "storage_data", None), "no list of tensors"),
+}
+
+
+@pytest.mark.parametrize("name", list(HARMS))
+def test_metadata_that_does_not_fit_its_files_is_passed_over(tier: Path, name: str) -> None:
+    harm, said = HARMS[name]
+    metadata = pickle.loads((newest(tier) / METADATA).read_bytes())
+    harm(metadata)
+    replace(newest(tier), METADATA, pickle.dumps(metadata))
+    assert said in passed_over(tier)
+
+
+def test_no_change_of_a_byte_gives_anything_but_metadata_or_its_error(saved: Path) -> None:
+    """Of 3,000 files with changed, cut or repeated bytes."""
+    step = newest(saved)
+    whole = (step / METADATA).read_bytes()
+    sums = Seal.parse({name: (step / name).read_bytes() for name in ("COMPLETE", "checksums.json")}).files
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(3000):
+        content = bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(content))
+            kind = chance.randrange(3)
+            if kind == 0:
+                content[at] = chance.randrange(256)
+            elif kind == 1:
+                del content[at : at + chance.randint(1, 20)]
+            else:
+                content[at:at] = content[at : at + chance.randint(1, 40)]
+        try:
+            assert isinstance(parse_metadata(bytes(content), sums), Metadata)
+        except CheckpointError:
+            refused += 1
+    assert refused > 1000
+
+
+NAMES = ["../outside", "/etc/passwd", "..", ".", "", "a/b", "a\x00b", "COMPLETE", "a\nb", "x" * 300]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_of_a_step_is_a_plain_name(tier: Path, name: str) -> None:
+    table = json.loads((newest(tier) / "checksums.json").read_bytes())
+    table["files"][name] = table["files"][SHARD]
+    seal(newest(tier), table)
+    assert "checksums.json cannot be used" in passed_over(tier)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"crc32": 1, "bytes": -1, "blocks": [1]},
+        {"crc32": 1, "bytes": 10, "blocks": []},
+        {"crc32": 1, "bytes": 10**18, "blocks": [1]},
+        {"crc32": "1", "bytes": 10, "blocks": [1]},
+        {"crc32": 1, "bytes": 10.0, "blocks": [1]},
+        {"bytes": 10, "blocks": [1]},
+        [],
+        None,
+    ],
+)
+def test_a_size_and_its_checksums_belong_together(tier: Path, entry: Any) -> None:
+    table = json.loads((newest(tier) / "checksums.json").read_bytes())
+    table["files"][SHARD] = entry
+    seal(newest(tier), table)
+    assert "checksums.json cannot be used" in passed_over(tier)
+
+
+def test_a_seal_that_is_nested_without_end_is_passed_over(tier: Path) -> None:
+    (newest(tier) / "COMPLETE").write_text("[" * 200_000)
+    assert "COMPLETE cannot be used" in passed_over(tier)
+
+
+@pytest.mark.parametrize("file", [SHARD, METADATA, "checksums.json", "COMPLETE"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_only_regular_files_are_read(tier: Path, tmp_path: Path, file: str, kind: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    path = newest(tier) / file
+    path.rename(elsewhere)
+    if kind == "link":
+        path.symlink_to(elsewhere)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    assert file in passed_over(tier)
+
+
+def test_a_lower_tier_has_what_a_hostile_one_has_not(tier: Path, tmp_path: Path, saved: Path) -> None:
+    marker = tmp_path / "marker"
+    replace(newest(tier), METADATA, attacks(newest(tier), marker)["system by GLOBAL"])
+    checkpointer = single([TierFolder("fast", tier), TierFolder("shared", saved)])
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in numbers(SECOND).items()}
+    with pytest.warns(UserWarning, match=r"tier fast: step 2 cannot be used: .*it asks for os\.system"):
+        counters = checkpointer.restore(tensors)
+    checkpointer.close()
+    assert counters is not None
+    assert counters["step"] == SECOND
+    assert equal(tensors, numbers(SECOND))
+    assert not marker.exists()
+
+
+def test_what_dcp_itself_writes_is_read_as_python_reads_it(tmp_path: Path) -> None:
+    tensors: dict[str, Tensor] = {
+        str(dtype): torch.zeros(3, 2).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+    }
+    tensors |= {"scalar": torch.tensor(1.0), "empty": torch.zeros(0, 4), "transposed": torch.zeros(5, 2).T}
+    dcp.save(dict(tensors), checkpoint_id=tmp_path / "step", no_dist=True)
+    content = (tmp_path / "step" / METADATA).read_bytes()
+    sums = {path.name: FileSum(0, path.stat().st_size, ()) for path in (tmp_path / "step").iterdir()}
+    ours, theirs = parse_metadata(content, sums), pickle.loads(content)
+    assert theirs.storage_meta is not None
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+
+
+VERBS = ["in a tensor's size", "dotted name through pathlib", "system by GLOBAL"]
+
+
+@pytest.mark.parametrize("kind", VERBS)
+@pytest.mark.parametrize("verb", ["export", "adapters", "sample", "serve"])
+def test_no_verb_runs_what_a_checkpoint_says(
+    tmp_path: Path,
+    data: Path,  # noqa: F811 - the fixture
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
+    verb: str,
+    kind: str,
+) -> None:
+    run = a_run(tmp_path, data)
+    save(run, 4, weights(decoder(run, 1)))
+    (step,) = run.checkpoints("shared").glob("step-*")
+    marker = tmp_path / "marker"
+    replace(step, METADATA, attacks(step, marker)[kind])
+    said = ""
+    if verb == "serve":
+        job = parse_job(f"kind: serve\nname: s\nmodel: {run.path}\nserve: {{precision: fp32}}\ncluster: local x 1\n")
+        assert job.trained_run is not None
+        with pytest.raises(CratonError) as raised:
+            load_served(job, torch.device("cpu"))
+        said = f"error: {raised.value}\n"
+    else:
+        more = ["--adapters"] if verb == "adapters" else []
+        main, arguments = (
+            (sample.main, ["--prompt", "def "]) if verb == "sample" else (export.main, [str(tmp_path / "out"), *more])
+        )
+        assert main([str(run.path), *arguments]) == 2
+        said = capsys.readouterr().err
+    assert not marker.exists()
+    assert said.count("\n") == 1
+    assert f"step 4 cannot be used: {METADATA} cannot be used, and nothing in it was run" in said
+    assert not [warning for warning in recwarn if "cannot be used" in str(warning.message)]
+
+
+def test_an_older_step_is_exported_and_the_hostile_one_named(
+    tmp_path: Path,
+    data: Path,  # noqa: F811 - the fixture
+) -> None:
+    run = a_run(tmp_path, data)
+    for step in (1, 2):
+        save(run, step, weights(decoder(run, step)))
+    hostile = run.checkpoints("shared") / "step-00000002"
+    replace(hostile, METADATA, b"cos\nsystem\n.")
+    with pytest.warns(UserWarning, match="step 2 cannot be used: .*reading step 1"):
+        assert find_checkpoint([TierFolder("shared", run.checkpoints("shared"))]).step == 1
