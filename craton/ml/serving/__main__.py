@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import FrameType
@@ -33,8 +34,10 @@ from craton.ml.serving.build import build_runner, join_engine
 from craton.ml.serving.gang import Gang, follow
 from craton.ml.serving.grammars import Grammars
 from craton.ml.serving.latencies import Latencies
+from craton.ml.serving.message_bytes import MessageLine
 from craton.ml.serving.messages import Stats
 from craton.ml.serving.models import Served, load_served
+from craton.ml.serving.packing import WireError
 from craton.ml.serving.pulse import Pulse, patience_of
 from craton.ml.serving.rank import Rank
 from craton.ml.serving.rates import Rates
@@ -47,6 +50,7 @@ from craton.telemetry import Recorder, RunDirectory, own_page
 TOOL_STYLES = {"off": "none", "llama3": "llama3_json", "qwen3": "hermes", "qwen3-coder": "qwen3_coder"}
 REASONING_STYLES = {"off": "none"}
 FRONT_EXIT_SECONDS = 10.0
+RANK_BYTES = 4  # of the number that a rank introduces itself with
 FRONT_REFUSES = 2  # its status when it cannot begin at all
 
 
@@ -62,7 +66,7 @@ class Front:
     """The front end's process, and the line to it."""
 
     process: subprocess.Popen[bytes]
-    line: Connection
+    line: MessageLine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,7 +196,7 @@ def start_front(job: Job, run: RunDirectory) -> Front:
         command += ["--keys-of", serve.api_keys]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
     theirs.close()
-    return Front(process, Connection(ours.detach()))
+    return Front(process, MessageLine(Connection(ours.detach())))
 
 
 def _front_folder(job: Job) -> Path | None:
@@ -244,20 +248,25 @@ def _lines_to_others(world: int, secret: bytes) -> list[Connection]:
     with Listener(("127.0.0.1" if is_here else "", 0), authkey=secret) as listener:
         address = listener.address
         assert isinstance(address, tuple)
-        dist.broadcast_object_list([(host, address[1])], src=0)
+        dist.broadcast(torch.tensor([address[1]]), src=0)
         lines: dict[int, Connection] = {}
-        for _ in range(world - 1):
-            line = listener.accept()
-            lines[line.recv()] = line
+        while len(lines) < world - 1:
+            try:
+                line = listener.accept()
+            except (AuthenticationError, EOFError, ConnectionError):  # a stranger: those who belong here know the key
+                continue
+            number = int.from_bytes(line.recv_bytes(RANK_BYTES), "little")
+            if not 0 < number < world or number in lines:
+                raise WireError(f"rank {number} came to a group of {world} that does not wait for it")
+            lines[number] = line
     return [lines[number] for number in sorted(lines)]
 
 
 def _line_to_first(secret: bytes) -> Connection:
-    found: list[tuple[str, int] | None] = [None]
-    dist.broadcast_object_list(found, src=0)
-    assert found[0] is not None
-    line = Client(found[0], authkey=secret)
-    line.send(dist.get_rank())
+    port = torch.zeros(1, dtype=torch.int64)
+    dist.broadcast(port, src=0)
+    line = Client((os.environ.get("MASTER_ADDR", "127.0.0.1"), int(port)), authkey=secret)
+    line.send_bytes(dist.get_rank().to_bytes(RANK_BYTES, "little"))
     return line
 
 

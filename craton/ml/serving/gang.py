@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from craton.errors import CratonError
 from craton.ml.collectives import Connections, Peers
 from craton.ml.models import Decoder
+from craton.ml.serving.order_bytes import EXECUTE, Order, decode_order, encode_order
+from craton.ml.serving.packing import receive_bytes
 from craton.ml.serving.pulse import Pulse
 from craton.ml.serving.rank import Rank
 from craton.ml.serving.runner import Result
@@ -29,6 +31,7 @@ from craton.ml.serving.weights import MixedWeightsError
 from craton.ml.serving.work import Work
 from craton.ml.training.tensor import cut_parameters
 
+TEXT_BYTES = 4096  # of what a rank tells the others
 IDLE_SECONDS = 1.0  # between two signs of life of a rank that is told nothing
 WEIGHT_METHODS = ("update_from_folder", "receive_weights")  # of a rank, which can be done again
 
@@ -46,7 +49,7 @@ class Gang:
         self._is_closing = False
 
     def execute(self, work: Work) -> Result:
-        self._tell("execute", (work,))
+        self._tell(EXECUTE, (work,))
         return self.rank.execute(work)
 
     def every(self, method: str, *arguments: Any) -> Any:
@@ -75,7 +78,7 @@ class Gang:
         self._is_closing = True
         for line in self._others:
             with contextlib.suppress(OSError):
-                line.send(None)
+                line.send_bytes(encode_order(None))
 
     def watch(self, lost: Callable[[int], None]) -> None:
         """Calls `lost` with the number of a rank whose line ends, from a thread."""
@@ -91,9 +94,12 @@ class Gang:
             threading.Thread(target=look, args=(number, line), daemon=True, name=f"rank {number}").start()
 
     def _tell(self, method: str, arguments: tuple[Any, ...]) -> None:
+        if not self._others:
+            return
+        order = encode_order((method, arguments))
         for number, line in enumerate(self._others, 1):
             try:
-                line.send((method, arguments))
+                line.send_bytes(order)
             except OSError as error:
                 raise ConnectionError(f"rank {number} of the tensor-parallel group is lost: {error}") from error
 
@@ -103,7 +109,7 @@ def follow(rank: Rank, first: Connection, pulse: Pulse) -> None:
     with pulse:
         while (order := _next_order(first, pulse)) is not None:
             method, arguments = order
-            if method == "execute":
+            if method == EXECUTE:
                 rank.execute(*arguments)
                 continue
             try:
@@ -113,16 +119,16 @@ def follow(rank: Rank, first: Connection, pulse: Pulse) -> None:
                 print(f"{method}: {error}", file=sys.stderr, flush=True)
 
 
-def _next_order(first: Connection, pulse: Pulse) -> tuple[str, tuple[Any, ...]] | None:
+def _next_order(first: Connection, pulse: Pulse) -> Order | None:
     """None: there will be no more."""
     try:
         pulse.beat()
         while not first.poll(IDLE_SECONDS):
             pulse.beat()
-        order: tuple[str, tuple[Any, ...]] | None = first.recv()
+        order = receive_bytes(first)
     except (EOFError, OSError):
         return None
-    return order
+    return decode_order(order)
 
 
 def together(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
@@ -136,8 +142,7 @@ def together(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
     except torch.OutOfMemoryError as error:  # the others wait to hear of it
         failure = ServingError(f"the device has not enough free memory: {str(error).splitlines()[0]}")
     if dist.is_initialized() and dist.get_world_size() > 1:
-        texts: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, None if failure is None else f"{type(failure).__name__}: {failure}")
+        texts = gather_texts(None if failure is None else f"{type(failure).__name__}: {failure}")
         failed = {number: text for number, text in enumerate(texts) if text is not None}
         if failed and len(failed) < len(texts):
             told = "; ".join(f"rank {number}: {text}" for number, text in failed.items())
@@ -148,6 +153,17 @@ def together(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
     if failure is not None:
         raise failure
     return result
+
+
+def gather_texts(text: str | None) -> list[str | None]:
+    """The texts of all ranks, as far as they fit, or None where there is none; as plain numbers, not as objects."""
+    data = b"" if text is None else text.encode(errors="replace")[: TEXT_BYTES - 1]
+    mine = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+    if text is not None:
+        mine[: len(data) + 1] = torch.tensor([1, *data], dtype=torch.uint8)
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, mine)
+    return [bytes(each[1:].tolist()).rstrip(b"\0").decode(errors="replace") if each[0] else None for each in theirs]
 
 
 def cut_model(model: Decoder, device: torch.device) -> Peers:

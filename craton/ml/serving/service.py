@@ -14,14 +14,15 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 from craton.errors import CratonError
 from craton.ml.serving.engine import Engine, State
 from craton.ml.serving.gang import Gang
 from craton.ml.serving.latencies import Latencies
+from craton.ml.serving.message_bytes import MessageLine
 from craton.ml.serving.messages import Abort, Answer, Control, Failed, Ready, Stats, Submit
+from craton.ml.serving.packing import WireError
 from craton.ml.serving.pulse import CONTROL_SECONDS, Pulse
 from craton.ml.serving.settings import ServingError
 from craton.ml.serving.weights import RECEIVE_SECONDS, MixedWeightsError
@@ -62,7 +63,7 @@ class Service:
         name: str,
         engine: Engine,
         gang: Gang,
-        front: Connection,
+        front: MessageLine,
         pulse: Pulse,
         record: Callable[[Stats, Latencies], None] | None = None,
     ) -> None:
@@ -144,10 +145,11 @@ class Service:
                 engine.submit(message)
             elif isinstance(message, Abort):
                 engine.abort(message)
-            else:
-                assert isinstance(message, Control)
+            elif isinstance(message, Control):
                 self._later.append(message)
                 self._begin()
+            else:
+                raise WireError(f"the front end sent a {type(message).__name__}, which is an engine's to send")
 
     # -- controls -----------------------------------------------------------------------------------------------------
 
@@ -304,7 +306,7 @@ def _steps(action: Callable[..., Any], arguments: Mapping[str, Any]) -> Steps:
     return (yield from done) if isinstance(done, Generator) else done
 
 
-def tell_failure(front: Connection, reason: str) -> None:
+def tell_failure(front: MessageLine, reason: str) -> None:
     """The last word of an engine that cannot go on."""
     try:
         front.send(Failed(reason))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from craton.ml.serving.engine import Engine
+from craton.ml.serving.message_bytes import MessageLine
 from craton.ml.serving.messages import Sampling, Stats, Submit
 from craton.ml.serving.pulse import Pulse
 from craton.ml.serving.runner import Result
@@ -42,7 +43,7 @@ def main() -> None:
     hangs = os.environ["CRATON_GENERATION"] == "0"
     settings = EngineSettings(max_running=1, chunk_tokens=8, page=4)
     engine = Engine(Device(hangs), settings, vocabulary=4, max_length=32, blocks=20)
-    front, ours = Pipe()
+    front, ours = map(MessageLine, Pipe())
     no_gang: Any = None  # nobody sends controls
     service = Service("little", engine, no_gang, ours, Pulse(page, PATIENCE_SECONDS))
     threading.Thread(target=_ask, args=(front, IDLE_REPORTS if hangs else 0)).start()

@@ -21,6 +21,7 @@ from craton.ml.models import WeightsError
 from craton.ml.serving import service as service_module
 from craton.ml.serving.build import build_runner, join_engine
 from craton.ml.serving.gang import Gang
+from craton.ml.serving.message_bytes import MessageLine
 from craton.ml.serving.messages import Abort, Control, Piece, Ready, Sampling, Stats, Submit
 from craton.ml.serving.messages import Answer as ControlAnswer
 from craton.ml.serving.pulse import CONTROL_SECONDS, Pulse
@@ -76,7 +77,7 @@ class Live:
         self.gate = Gate(gang)
         self.engine = join_engine(self.gate, runner, settings, LONGEST)
         self.page = RankPage.make()
-        self.front, theirs = Pipe()
+        self.front, theirs = map(MessageLine, Pipe())
         self.replies: list[Any] = []
         self._changed = threading.Condition()
         service = Service("little", self.engine, gang, theirs, Pulse(self.page))

@@ -17,6 +17,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
+from craton.ml.serving.message_bytes import Message
 from craton.ml.serving.messages import (
     Abort,
     Answer,
@@ -24,12 +25,12 @@ from craton.ml.serving.messages import (
     Failed,
     Piece,
     Ready,
-    Reply,
     Request,
     Sampling,
     Stats,
     Submit,
 )
+from craton.ml.serving.packing import WireError
 from craton.ml.serving.server.errors import ApiError, ClientGoneError, TooSlowError, UnavailableError
 from craton.ml.serving.server.wire import Wire
 
@@ -144,8 +145,10 @@ class EngineLink:
                     return
         except (EOFError, OSError):
             self._end("its process has ended")
+        except WireError as error:
+            self._end(f"it sent what is not a message: {error}")
 
-    def _take(self, reply: Reply) -> None:
+    def _take(self, reply: Message) -> None:
         if isinstance(reply, list):
             for piece in reply:
                 # Pieces of a request that has been aborted may still be on their way.

@@ -1,4 +1,4 @@
-"""Messages on a socket that nobody may wait for, in the form in which multiprocessing.connection writes them.
+"""Messages on a socket that nobody may wait for: `message_bytes`, framed as multiprocessing.connection frames bytes.
 
 The engine's end is a `multiprocessing.connection.Connection`. This end cannot be one: an event loop needs a socket that
 does not block, and a Connection takes a message of which only a part has come for a broken one.
@@ -7,11 +7,12 @@ does not block, and a Connection takes a message of which only a part has come f
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import struct
 from collections.abc import Iterator
-from typing import Any
+
+from craton.ml.serving.message_bytes import Message, decode, encode
+from craton.ml.serving.packing import MAX_MESSAGE_BYTES, WireError
 
 READ_BYTES = 1 << 20
 PATIENCE_SECONDS = 1e6  # a timeout, however long, makes Python wait for a socket that does not block itself
@@ -32,8 +33,9 @@ class Wire:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def read(self) -> Iterator[Any]:
-        """The messages that are complete by now. EOFError or OSError when no more will come."""
+    def read(self) -> Iterator[Message]:
+        """The messages that are complete by now. EOFError or OSError when no more will come, WireError when what came
+        is not one."""
         try:
             data = os.read(self._socket.fileno(), READ_BYTES)  # the socket's own recv would wait
         except BlockingIOError:
@@ -42,10 +44,10 @@ class Wire:
             raise EOFError
         self._buffer += data
         while (message := self._next()) is not None:
-            yield pickle.loads(message)
+            yield decode(message)
 
-    def write(self, message: Any) -> None:
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    def write(self, message: Message) -> None:
+        data = encode(message)
         if len(data) < 1 << 31:
             header = _LENGTH.pack(len(data))
         else:
@@ -66,6 +68,8 @@ class Wire:
             if len(self._buffer) < begin:
                 return None
             (length,) = _LONG_LENGTH.unpack_from(self._buffer, _LENGTH.size)
+        if not 0 <= length <= MAX_MESSAGE_BYTES:
+            raise WireError(f"a message says that it has {length:,} bytes; at most {MAX_MESSAGE_BYTES:,} are read")
         if len(self._buffer) < begin + length:
             return None
         message = bytes(self._buffer[begin : begin + length])

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from openai import OpenAI
 from waiting import PATIENCE_SECONDS
 
+from craton.ml.serving.message_bytes import MessageLine
 from craton.ml.serving.messages import (
     Abort,
     Alternatives,
@@ -74,7 +75,7 @@ class ScriptedEngine:
         self.ready = Ready("scripted", VOCABULARY, MAX_LENGTH, adapters, page=16, kv_precision="fp8", memory=0.8)
         here, there = socket.socketpair()
         self.far_end = there.detach()
-        self._connection = Connection(here.detach())
+        self._connection = MessageLine(Connection(here.detach()))
         self._changed = threading.Condition()
         self._running: dict[tuple[int, int], tuple[Submit, Script]] = {}
         self._wake, self._waker = os.pipe()
