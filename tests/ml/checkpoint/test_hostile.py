@@ -276,6 +276,17 @@ def test_what_dcp_itself_writes_is_read_as_python_reads_it(tmp_path: Path) -> No
     assert ours.storage_data == theirs.storage_data
 
 
+def test_what_four_ranks_of_torch_2_11_wrote_is_read_as_python_reads_it() -> None:
+    """The file is from such a machine: seven rows and eight columns over four ranks, beside tensors of one rank."""
+    content = Path(__file__).with_name("metadata_torch_2_11.pickle").read_bytes()
+    theirs: Metadata = pickle.loads(content)
+    sums = {place.relative_path: FileSum(0, 2**20, ()) for place in theirs.storage_data.values()}
+    ours = parse_metadata(content, sums)
+    assert len(ours.state_dict_metadata["w"].chunks) == 4
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+
+
 VERBS = ["in a tensor's size", "dotted name through pathlib", "system by GLOBAL"]
 
 
