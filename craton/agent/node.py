@@ -243,6 +243,8 @@ class NodeProcesses:
                 place.enter_by = float("inf")
             elif self.is_leaving(place):
                 place.enter_by = max(place.enter_by, place.page.progress + PLANNED_SECONDS)
+                if place.page.kind == "checkpoint" or "unsaved" in place.page.beside:  # no disk has its state yet
+                    place.kill_at = max(place.kill_at, place.page.progress + PLANNED_SECONDS)
             if now > min(place.enter_by, place.kill_at):
                 place.enter_by = place.kill_at = float("inf")
                 self._records.event(
@@ -421,6 +423,16 @@ class NodeProcesses:
         """Ranks that have no part in the present generation and finish their work in the one before."""
         parted = self.places[len(self.ranks) :]
         return [(place, place.process) for place in parted if place.process is not None and place.process.is_running]
+
+    def saves_state(self) -> bool:
+        """Whether a rank writes the state it ends with, or holds it because no disk has taken it."""
+        now = time.monotonic()
+        for _, place, process in self._running():
+            progress = _progress(place, process, now)
+            is_writing = progress.kind == "checkpoint" and progress.age <= progress.limit
+            if is_writing or "unsaved" in place.page.beside:
+                return True
+        return False
 
     def book(self, ended: str | None = None) -> None:
         """Writes the ledger of every place."""

@@ -6,7 +6,8 @@ has ended and is reaped, the node's heartbeat says what became of it, and the le
 
 - All ranks exit with 0: the run is done once all nodes say so (whoever coordinates writes DONE), or stopped when the
   STOP marker is set.
-- The STOP marker or SIGTERM to the agent: SIGTERM to the ranks, which checkpoint and exit; SIGKILL after the grace.
+- The STOP marker or SIGTERM to the agent: SIGTERM to the ranks, which checkpoint and exit; SIGKILL after the grace,
+  which does not pass while they write their state, or hold it because no disk takes it.
 - A rank ends otherwise, raises or hangs: the next generation. The survivors stay alive and enter it; a rank that does
   not leave the old one in its grace is ended here, for it may be blocked for ever, and started again. That goes for a
   planned generation too, for which ranks first finish what they do: one that dies before it is there is a failure.
@@ -150,6 +151,8 @@ class Supervisor:
             self._stop_all_nodes(self._stop_signal)
         self._reap()
         now = time.monotonic()
+        if self._ending is not None and not self._is_failure and self._processes.saves_state():
+            self._kill_at = now + self._launch.stop_grace_seconds  # after the save there is something left to do
         if now >= self._kill_at:
             self._kill_at = float("inf")
             self._kill_ranks()

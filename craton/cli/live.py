@@ -60,8 +60,8 @@ def watch(run: RunDirectory, console: Console, steps: int | None = None, quiet: 
     return view
 
 
-def wait_for_stop(run: RunDirectory, console: Console, serves: bool = False) -> None:
-    """Until the run has ended, with a sign that something is going on."""
+def wait_for_stop(run: RunDirectory, console: Console, serves: bool = False) -> View:
+    """Until the run has ended, or cannot save its state; with a sign that something is going on."""
     from rich.markup import escape
     from rich.status import Status
 
@@ -70,10 +70,11 @@ def wait_for_stop(run: RunDirectory, console: Console, serves: bool = False) -> 
     follower = Follower(run)
     what = "draining: requests under way are answered" if serves else "stopping: the ranks save a checkpoint"
     with Status(what, console=console) as status:
-        while (view := follower.look()).is_moving:
+        while (view := follower.look()).is_moving and not view.summary.unsaved:
             if view.summary.state == "stopping" and view.summary.message:
                 status.update(f"stopping: {escape(view.summary.message)}")
             time.sleep(LOOK_SECONDS)
+    return view
 
 
 def panel(view: View, width: int) -> RenderableType:
@@ -89,6 +90,8 @@ def panel(view: View, width: int) -> RenderableType:
     parts: list[RenderableType] = [_progress(view, inner)]
     if view.recovering is not None:
         parts.insert(0, _recovering(view.recovering, inner))
+    if summary.unsaved:
+        parts.insert(0, Text(f"NOT SAVED: {summary.unsaved}", style="bold red"))
     if summary.state == "waiting":
         parts.insert(0, Text(f"waits: {summary.message}", style="cyan"))
     if view.losses:
@@ -120,6 +123,8 @@ def line(view: View) -> str:
     summary = view.summary
     if view.recovering is not None:
         return f"{summary.name}: RECOVERING  {view.recovering.text}"
+    if summary.unsaved:
+        return f"{summary.name}: NOT SAVED  {summary.unsaved}"
     if summary.state == "waiting":
         return f"{summary.name}: waits: {summary.message}"
     if not summary.step or summary.state == "starting":

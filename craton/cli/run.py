@@ -167,6 +167,7 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
     from rich.text import Text
 
     from craton import figures
+    from craton.job import TRAINING_KINDS
     from craton.orchestration import STOP_AT
 
     job, plan, serving = draft.job, draft.plan, draft.serving
@@ -179,6 +180,9 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
         console.print(Text(f"CHAOS on purpose: {text}", style="bold red"))
     if serving is not None:
         print_serving(serving, console, job.run.copies)
+    if job.kind in TRAINING_KINDS and (warning := job.checkpoint.end_only_warning):
+        advice = "give checkpoint.tiers an interval, such as {to: shared, every: 10m}"
+        print_field(console, "!", f"{warning}; {advice}")
     if plan is None:
         if serving is None and (price := _unplanned_price(draft)):
             print_field(console, "cost", f"{price}{_with_spares(draft)}")

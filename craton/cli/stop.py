@@ -20,8 +20,8 @@ def stop(
     import json
 
     from craton.cli.live import make_console, wait_for_stop
-    from craton.cli.outcome import outcome_json
-    from craton.job import load_job
+    from craton.cli.outcome import outcome_json, shown
+    from craton.job import RESCUE, load_job
     from craton.orchestration import (
         is_elsewhere,
         is_server,
@@ -37,22 +37,27 @@ def stop(
     found = find_run(run)
     serves = is_server(found)
     before = None if serves else newest_checkpoint(found)
+    unsaved = ""
     if now:
         kill_run(found)
     else:
         stop_run(found)
         try:
-            wait_for_stop(found, console, serves)
+            unsaved = wait_for_stop(found, console, serves).summary.unsaved
         except KeyboardInterrupt:
             console.print(f"\nnot waiting any longer; {found.name} still stops by itself")
             raise typer.Exit(130) from None
-    wait_for_agents(found)
+    if not unsaved:
+        wait_for_agents(found)
     summary = settled_summaries([summarize(found)])[0]
     if as_json:
         print(json.dumps(outcome_json(found, summary)))
-        raise typer.Exit(1 if summary.state == "failed" else 0)
+        raise typer.Exit(1 if summary.state == "failed" or unsaved else 0)
     if summary.state == "failed":
         console.print(f"{found.name} failed while it stopped:\n{summary.message}", style="red", markup=False)
+        raise typer.Exit(1)
+    if unsaved:
+        console.print(f"{found.name} is not stopped: {unsaved}", style="red", markup=False)
         raise typer.Exit(1)
     if summary.state == "stopping":
         console.print(f"{found.name} still stops: {summary.message}", markup=False)
@@ -79,6 +84,8 @@ def stop(
         text = f"its newest checkpoint is of step {saved.step:,}"
     else:
         text = f"checkpoint of step {saved.step:,} saved"
+    if saved is not None and saved.tier == RESCUE:
+        text += f" in {shown(saved.path)}, because no lasting tier took it"
     console.print(f"{found.name} stopped after step {summary.step:,}; {text}")
     begin = "" if saved or is_foreign else " (from the beginning)"
     console.print(f"next: craton resume {found.name}{begin}", style="dim")

@@ -1,7 +1,7 @@
 """What the user wrote: the job file, the cluster file, the model's shape and the layout algebra."""
 
 from craton.job.aws import Aws
-from craton.job.checkpoint import Checkpoint, CheckpointTier, TierPlace, place_of
+from craton.job.checkpoint import RESCUE, Checkpoint, CheckpointTier, TierPlace, place_of, rescue_place
 from craton.job.clusterfile import (
     LEVELS,
     ClusterFile,
@@ -90,6 +90,7 @@ __all__ = [
     "PRECISIONS",
     "RANDOM_KINDS",
     "RECOMPUTES",
+    "RESCUE",
     "SCHEDULES",
     "STANDARD_LIBRARY",
     "TRAINING_KINDS",
@@ -173,6 +174,7 @@ __all__ = [
     "place_of",
     "processes_per_node",
     "random_faults",
+    "rescue_place",
     "schedule_actions",
     "stage_layers",
     "starts_own_ranks",

@@ -16,6 +16,8 @@ from craton.job.section import ConflictError, Section
 from craton.job.units import Seconds, Size, parse_seconds
 from craton.remote import is_url
 
+RESCUE = "rescue"  # where the last state goes that no lasting tier takes; no tier of a job has this name
+
 
 class CheckpointTier(Section):
     """One place checkpoints go to; without `every` and `every_steps` only at the end and at a stop."""
@@ -87,6 +89,14 @@ class Checkpoint(Section):
         """The tiers written to: those of the job, else `shared` at the end and at a stop."""
         return self.tiers or (CheckpointTier(to="shared"),)
 
+    @property
+    def end_only_warning(self) -> str:
+        """That the job saves nothing on its way; empty where a tier has an interval."""
+        if any(tier.every or tier.every_steps for tier in self.tiers):
+            return ""
+        what = "no checkpoint tier of the job has an interval" if self.tiers else "the job names no checkpoint tier"
+        return f"{what}: it saves only at its end and at a stop"
+
 
 @dataclass(frozen=True)
 class TierPlace:
@@ -99,6 +109,11 @@ class TierPlace:
     @property
     def is_url(self) -> bool:
         return is_url(self.place)
+
+
+def rescue_place(run: Path) -> TierPlace:
+    """In the run directory, which all ranks see."""
+    return TierPlace(str(run / "checkpoints" / RESCUE), False, True)
 
 
 def place_of(tier: CheckpointTier, storage: Storage | None, run: Path) -> TierPlace:

@@ -17,7 +17,7 @@ import yaml
 
 from craton.agent import AVOID_FILE, forget_avoided, free_port, next_number, read_launch
 from craton.infrastructure import CachedFolder, StorageError, open_store
-from craton.job import TRAINING_KINDS, Job, TierPlace, dump_job, load_job, parse_job, place_of
+from craton.job import RESCUE, TRAINING_KINDS, Job, TierPlace, dump_job, load_job, parse_job, place_of, rescue_place
 from craton.orchestration.backend import BACKEND_FILE, read_submission, write_submission
 from craton.orchestration.backends import backend_of, backend_of_run
 from craton.orchestration.chaos import disarm, faults_left
@@ -226,10 +226,10 @@ def newest_checkpoint(run: RunDirectory, job: Job | None = None) -> SavedStep | 
     storage = job.cluster.file.storage if job.cluster.file else None
     found: list[SavedStep] = []
     failed: StorageError | None = None
-    for tier in job.checkpoint.places:
-        located = place_of(tier, storage, run.path)
+    places = {tier.to: place_of(tier, storage, run.path) for tier in job.checkpoint.places}
+    for name, located in {**places, RESCUE: rescue_place(run.path)}.items():
         try:
-            found += _saved_objects(tier.to, located) if located.is_url else _saved_folders(tier.to, located)
+            found += _saved_objects(name, located) if located.is_url else _saved_folders(name, located)
         except StorageError as error:
             failed = error
     if failed is not None and not found:

@@ -322,7 +322,7 @@ def _warnings(setting: Setting, candidate: Candidate) -> list[str]:
         )
     if not setting.job.checkpoint.tiers and (durable := durable_tier(setting.cluster)):
         found.append(
-            f"the job names no checkpoint tier and saves only at its end: planned as if it saved to {durable} every "
+            f"{setting.job.checkpoint.end_only_warning}; planned as if it saved to {durable} every "
             f"{DEFAULT_CHECKPOINT_SECONDS / 60:.0f} min"
         )
     if setting.shape.is_moe:

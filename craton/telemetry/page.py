@@ -36,7 +36,8 @@ LEDGER_KINDS = (
     "idle",
 )
 LOST_WITH_A_STEP = ("compile", "productive", "data")
-BESIDE = ("staging", "saving")  # what goes on in the background: a copy into shared memory, files of a tier
+# Beside its kind: a copy into shared memory, files of a tier, and a last state that no disk has taken yet
+BESIDE = ("staging", "saving", "unsaved")
 ACTIONS = ("none", "kill", "stop", "spin", "fail")  # of a trap; stop: SIGSTOP, spin: hang with the process running
 VARIABLE = "CRATON_PAGE"  # environment of a rank: the descriptor of its page
 PAGE_BYTES = 4096

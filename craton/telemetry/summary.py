@@ -56,6 +56,7 @@ class RunSummary:
     generation: int
     updated_at: float | None  # epoch seconds of the newest metric
     metrics_ports: dict[str, int]  # node → port of its Prometheus endpoint
+    unsaved: str = ""  # that its last state is on no disk yet, why, and what to do; empty otherwise
 
     @property
     def progress(self) -> float | None:
@@ -109,11 +110,12 @@ class Summarizer:
                 measured["cost_dollars"] = dollars_per_day / SECONDS_PER_DAY * wall_seconds
         step_seconds = measured.get("step_seconds")
         is_moving = state in ("starting", "running", "stopping")
+        unsaved = _unsaved(self.run, nodes[:1], started) if is_moving else ""
         return RunSummary(
             name=self.run.name,
             path=self.run.path,
             state=state,
-            message=message,
+            message=unsaved or message,
             step=recent.step,
             steps=steps,
             loss=recent.loss,
@@ -133,6 +135,7 @@ class Summarizer:
             generation=int(newest.get("number", started)),
             updated_at=recent.updated_at,
             metrics_ports={node: beat.metrics_port for node, beat in heartbeats.items() if beat and beat.metrics_port},
+            unsaved=unsaved,
         )
 
 
@@ -245,6 +248,24 @@ def _state(
             return "stopped", run.marker_text("STOP").strip()
         return "lost", f"no agent was ever seen on {', '.join(missing)}"
     return ("stopping" if wants_stop else "starting"), ""
+
+
+def _unsaved(run: RunDirectory, first_node: list[str], generation: int) -> str:
+    """What to do about a state that its ranks hold because no disk takes it: all of them do, or none."""
+    status = read_status(run, first_node[0]) if first_node else None
+    if status is None or status.generation < generation:
+        return ""
+    step = next((rank.step for rank in status.ranks if "unsaved" in rank.beside), None)
+    if step is None:
+        return ""
+    events = tail_lines(run.events_path(status.node), TAIL_BYTES)
+    told: dict[str, Any] = next((line for line in reversed(events) if line.get("event") == "state_unsaved"), {})
+    seconds = f" within {told['retry_seconds']:.0f} s" if _is_number(told.get("retry_seconds")) else ""
+    reason = f" ({told['reason']})" if told.get("reason") else ""
+    return (
+        f"the state of step {step:,} is only in memory, because no disk takes it; make room or repair a tier, and it "
+        f"is saved{seconds}; `craton stop {run.name} --now` gives it up{reason}"
+    )
 
 
 def _is_productive(run: RunDirectory, first_node: str, generation: int) -> bool:

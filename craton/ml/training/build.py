@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from craton.errors import CratonError
-from craton.job import Job, Layout, load_job, place_of
+from craton.job import RESCUE, Job, Layout, load_job, place_of, rescue_place
 from craton.ml.data import Loader, Source, open_source
 from craton.ml.functions import FunctionError, load_function, search_folder, user_code
 from craton.ml.kernels.float8 import check_device
@@ -106,7 +105,10 @@ def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerCloc
     ranks = make_ranks(layout, device, place.rank, place.world)
     # before the model: training is not begun whose first checkpoint would fail, perhaps after hours
     folders = tier_folders(job, run, place.node, writes=True)
-    checkpointer = Checkpointer(folders, place.rank, place.world, peer_setup(job, order))
+    continues = order is not None and (order.generation.is_planned or order.generation.broke_at > 0)
+    checkpointer = Checkpointer(
+        folders, place.rank, place.world, peer_setup(job, order), rescue_folder(run), continues=continues
+    )
     prediction = Prediction.read(run.plan_path)
     try:
         model = build_model(job, ranks)
@@ -242,7 +244,7 @@ def compiles(model: nn.Module, job: Job, ranks: Ranks) -> bool:
 
 def tier_folders(job: Job, run: RunDirectory, node: str = "node-0", writes: bool = False) -> list[TierFolder]:
     """Where the job's checkpoint tiers lie for this run, as seen from a node. Who writes outside the run directory is
-    known there by the run's identity."""
+    known there by the run's identity. Whoever only reads is given the rescued state as well, where there is one."""
     folders = []
     storage = job.cluster.file.storage if job.cluster.file else None
     for tier in job.checkpoint.places:
@@ -258,18 +260,27 @@ def tier_folders(job: Job, run: RunDirectory, node: str = "node-0", writes: bool
                 run_identity(run) if writes and not found.is_inside_run else None,
             )
         )
-    return folders
+    rescue = rescue_folder(run)
+    return folders if writes or not Path(rescue.path).is_dir() else [*folders, rescue]
+
+
+def rescue_folder(run: RunDirectory) -> TierFolder:
+    """Where the run's last state goes when no lasting tier takes it."""
+    return TierFolder(RESCUE, Path(rescue_place(run.path).place), keep=1)
 
 
 def run_identity(run: RunDirectory) -> str:
     """What tells this run from another of the same name: made once, kept in the run directory."""
     path = run.path / "checkpoints" / OWNER
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{OWNER}.", encoding="utf-8") as fresh:
-        fresh.write(uuid.uuid4().hex)
-        fresh.flush()
+    identity = uuid.uuid4().hex
+    fresh = path.with_name(f".{OWNER}.{identity}")
+    try:
+        fresh.write_text(identity, encoding="utf-8")
         with suppress(FileExistsError):  # in one step, so that the first of the ranks wins
-            os.link(fresh.name, path)
+            os.link(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
     return path.read_text(encoding="utf-8").strip()
 
 

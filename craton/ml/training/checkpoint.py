@@ -7,6 +7,8 @@ the next save. `restore` fills the given tensors, whatever they are sharded over
 tier that has it, every block of every file checked; what must be passed over is told, and the next lower copy or older
 step is taken. What a lower tier missed is then copied down to it in the background.
 
+What no lasting tier takes at the end of a run goes to the run directory (`rescue`), from where a restore finds it too.
+
 The fastest tier is the memory of the nodes (`peer`), where there are keepers: it has an interval of its own, and is
 there for faults only; a stop or the end saves to the tiers that last.
 """
@@ -19,17 +21,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from craton.errors import CratonError
+from craton.job import RESCUE
 from craton.ml.training.checkpoint_find import SavedStep, find_checkpoint, read_tensors, some
 from craton.ml.training.checkpoint_lane import Lane, Save, SaveReport
 from craton.ml.training.checkpoint_restore import check_names, find_together, load_together, open_together
 from craton.ml.training.checkpoint_staging import Ranks, Staging, file_threads, local_data, synchronize
 from craton.ml.training.checkpoint_sums import CheckpointError, DifferentModelError, RanksLostError
-from craton.ml.training.checkpoint_tiers import TierFolder, open_tier
+from craton.ml.training.checkpoint_tiers import Tier, TierFolder, open_tier
 from craton.ml.training.peer import PEER, Note, PeerMemory, PeerSetup
 from craton.ml.training.peer_restore import PeerSave, find_saves, load_save
 
@@ -65,15 +69,26 @@ class RestoreReport:
 class Checkpointer:
     """All ranks make one and call its methods in the same order with the same arguments (but their own shards)."""
 
-    def __init__(self, tiers: Sequence[TierFolder], rank: int, world: int, peer: PeerSetup | None = None) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[TierFolder],
+        rank: int,
+        world: int,
+        peer: PeerSetup | None = None,
+        rescue: TierFolder | None = None,
+        continues: bool = False,
+    ) -> None:
+        """`rescue` is where a state goes that no lasting tier takes. `continues`: the nodes' memory may hold the newest
+        state, so a tier that cannot be used now is a warning, not an error."""
         assert len({tier.name for tier in tiers}) == len(tiers), "two tiers have the same name"
         self.tiers = tuple(tiers)
         self.rank, self.world = rank, world
         self.restored: RestoreReport | None = None
         self._tiers = [open_tier(folder) for folder in tiers]
+        self._rescue = open_tier(rescue) if rescue is not None else None
         self._ranks = Ranks(world)
         nodes = {folder.name: self._ranks.gather(folder.node) for folder in tiers}
-        self._prepare(nodes)
+        self._prepare(nodes, continues)
         threads = file_threads()
         self._lanes = {tier.folder.name: Lane(tier, rank, nodes[tier.folder.name], threads) for tier in self._tiers}
         self._staging = Staging()
@@ -133,11 +148,44 @@ class Checkpointer:
         problem = self._settle(wait=True) if taken and snapshot is None else None
         if problem and wait and self._is_safe(step):
             earlier, problem = "\n".join(text for text in (earlier, problem) if text), None
-        if problem or (earlier and not wait):
-            raise CheckpointError("\n".join(text for text in dict.fromkeys((earlier, problem)) if text))
-        if earlier:
+        if earlier and wait:
             warnings.warn(earlier, stacklevel=2)
+            earlier = None
+        if problem or earlier:
+            raise CheckpointError("\n".join(text for text in dict.fromkeys((earlier, problem)) if text))
         return time.perf_counter() - began
+
+    def rescue(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
+        """Saves a state that no lasting tier took to the run directory, and waits; CheckpointError when it fails too.
+        The folder is written only now, so that runs whose tiers work have none."""
+        if self._rescue is None:
+            raise CheckpointError("there is no further place to save it to")
+        problem = None
+        if self.rank == 0:
+            try:
+                Path(self._rescue.folder.path).mkdir(exist_ok=True)  # not its parents: a run directory may be gone
+                self._rescue.remove_leftovers()
+            except OSError as error:
+                problem = f"step {step} was not saved to {self._rescue.folder.path}: {error.strerror or error}"
+        if problem := self._ranks.of_rank_0(problem):
+            raise CheckpointError(problem)
+        if RESCUE not in self._lanes:
+            self._lanes[RESCUE] = Lane(self._rescue, self.rank, [None] * self.world, file_threads())
+        local = local_data(tensors)
+        synchronize(local)
+        wanted = tuple(tier.name for tier in self.tiers)
+        save = Save(step, dict(tensors), local, _nothing, dict(counters), wanted)
+        self._lanes[RESCUE].save(save, _nothing, self._reports.append)
+        if problem := self._settle(wait=True):
+            raise CheckpointError(problem)
+
+    def places_with_room(self) -> frozenset[str]:
+        """The tiers that have room for a save that failed before, as far as rank 0 sees them."""
+        return frozenset(name for name, lane in self._lanes.items() if lane.has_room())
+
+    def agree(self, choice: bool) -> bool:
+        """Rank 0's choice, on all ranks."""
+        return self._ranks.flags_of_rank_0([choice])[0]
 
     def keep(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any], nodes: Sequence[str]) -> bool:
         """For ranks that are about to be exchanged though none failed: this very state in the nodes' memory, and whole
@@ -190,7 +238,8 @@ class Checkpointer:
         if problem := self._settle(wait=True):
             warnings.warn(problem, stacklevel=2)
         began = time.perf_counter()
-        found, passed_over = find_together(self._ranks, self.rank, self._tiers)
+        tiers = self._tiers_to_read
+        found, passed_over = find_together(self._ranks, self.rank, tiers)
         distrusted = self.restored.step if self.restored is not None and not trust_peer else None
         if distrusted is not None:
             found = [(step, index) for step, index in found if step <= distrusted]
@@ -202,7 +251,7 @@ class Checkpointer:
                 if counters := self._restore_from_memory(saves.pop(0), tensors, passed_over, began):
                     return counters
                 continue
-            tier = self._tiers[index]
+            tier = tiers[index]
             saved, problems = open_together(self._ranks, self.rank, tier, step)
             if saved is not None:
                 check_names(self._ranks, saved, tensors)
@@ -249,9 +298,13 @@ class Checkpointer:
                 lane.close()
             self._staging = Staging()
 
+    @property
+    def _tiers_to_read(self) -> list[Tier]:
+        return self._tiers if self._rescue is None else [*self._tiers, self._rescue]
+
     def _remove_after(self, step: int) -> None:
         """Later steps leave every tier: they would be restored before better ones."""
-        for tier in self._tiers:
+        for tier in self._tiers_to_read:
             if self.rank == 0 or tier.folder.node is not None:
                 with suppress(OSError, CratonError):  # whatever it is, the next save or restore tells
                     for later in [each for each in tier.steps() if each > step]:
@@ -288,9 +341,12 @@ class Checkpointer:
         self._peer.restored(save.step, save.save)
         return {**save.counters, "step": save.step}
 
-    def _prepare(self, nodes: Mapping[str, list[str | None]]) -> None:
+    def _prepare(self, nodes: Mapping[str, list[str | None]], continues: bool) -> None:
         """Before the lanes, so that no rank can be writing yet: makes the places and clears what was cut off."""
         problem = None
+        if self._rescue is not None and self.rank == 0:
+            with suppress(OSError):  # the next rescue, if there is one, tries again
+                self._rescue.remove_leftovers()
         for tier in self._tiers:
             of_ranks = nodes[tier.folder.name]
             if self.rank != of_ranks.index(of_ranks[self.rank]):
@@ -306,8 +362,11 @@ class Checkpointer:
                 )
             except CratonError as error:
                 problem = f"checkpoint tier {tier.folder.name} cannot be used: {error}"
-        if problems := [text for text in self._ranks.gather(problem) if text]:
-            raise CheckpointError("\n".join(dict.fromkeys(problems)))
+        problems = list(dict.fromkeys(text for text in self._ranks.gather(problem) if text))
+        if problems and not continues:
+            raise CheckpointError("\n".join(problems))
+        for text in problems if self.rank == 0 else ():
+            warnings.warn(f"{text}; it joins the next save when it can be used again", stacklevel=3)
 
     def _agree(self, step: int, local: Mapping[str, Tensor], wait: bool) -> tuple[tuple[str, ...], list[str], bool]:
         """(tiers that this state is meant for, those that are written now, whether from a copy): rank 0's choice, as
@@ -353,6 +412,8 @@ class Checkpointer:
                 if report.error is None:
                     self._held[report.tier] = report.step
                     self._missed.discard(report.tier)
+                    if report.tier in self._lasting:
+                        self._forget_rescued(report.step)
                 else:
                     self._missed.add(report.tier)
                     problems.append(report.error)
@@ -360,14 +421,26 @@ class Checkpointer:
 
     def _is_safe(self, step: int) -> bool:
         """Whether a tier has this state that is still there when the nodes are gone."""
-        lasting = [tier.name for tier in self.tiers if tier.node is None]
-        return any(self._held.get(name) == step for name in lasting)
+        return any(self._held.get(name) == step for name in (*self._lasting, RESCUE))
+
+    @property
+    def _lasting(self) -> list[str]:
+        return [tier.name for tier in self.tiers if tier.node is None]
+
+    def _forget_rescued(self, step: int) -> None:
+        """A lasting tier has this step: the run directory need not hold it, nor an older one."""
+        if self._rescue is not None and self.rank == 0:
+            with suppress(OSError):  # what stays there is only in the way, and goes with the next save
+                for rescued in self._rescue.steps():
+                    if rescued <= step:
+                        self._rescue.remove(rescued)
 
     def _move_down(self, index: int, saved: SavedStep) -> None:
         """Lower tiers that this step was meant for and that hold nothing as new get a copy in the background."""
         names = []
         if self.rank == 0:
-            for tier in self._tiers[index + 1 :]:
+            lower = self._tiers if saved.tier == RESCUE else self._tiers[index + 1 :]
+            for tier in lower:
                 with suppress(OSError, CratonError):  # a tier that cannot be looked at is tried with the next save
                     meant = tier.folder.node is None and tier.folder.name in saved.seal.about["tiers"]
                     if meant and max(tier.complete_steps(), default=-1) < saved.step:

@@ -1,8 +1,8 @@
 """One tier's way of writing: a thread and a process group of its own on every rank, so that a slow tier holds up no
 other tier and no step. Saves of one tier follow each other; all ranks get the same ones in the same order.
 
-A save that fails costs that save: what was written of it is removed, the steps before it stay, and the report says what
-happened and what to do.
+A save that lacks room gives up what `keep` does not ask for and is tried once more. A save that fails costs that save:
+what was written of it is removed, the steps before it stay, and the report says what happened and what to do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed.checkpoint as dcp
@@ -26,7 +26,7 @@ from craton.errors import CratonError
 from craton.ml.training.checkpoint_read import checked_spans
 from craton.ml.training.checkpoint_staging import LocalDataPlanner, Ranks, forget_plan
 from craton.ml.training.checkpoint_sums import METADATA, FileSum, Seal
-from craton.ml.training.checkpoint_tiers import StepFiles, StepWriter, Tier, retain
+from craton.ml.training.checkpoint_tiers import StepFiles, StepWriter, Tier, make_room, retain
 from craton.ml.training.checkpoint_writer import CheckedWriter, ignore_single_process_warning
 from craton.telemetry import going_on
 
@@ -44,6 +44,16 @@ class SaveReport:
     seconds: float  # in the background
     error: str | None = None
     outcome: Outcome = "saved"
+    lacks_room: bool = False  # the error is a full disk or quota
+    removed: tuple[str, ...] = ()  # what was given up to make room
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a save failed."""
+
+    text: str
+    lacks_room: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,15 @@ class Lane:
                 broken.append(f"a checkpoint was given up because the ranks could not talk to each other: {error}")
         return reports, broken
 
+    def has_room(self) -> bool:
+        """Whether the tier now has room for the save before; known where saves are coordinated, on a file system that
+        all ranks see."""
+        try:
+            free = self.tier.write(0).free_bytes()
+        except (OSError, CratonError):
+            return False
+        return free is not None and free >= self._writer.needed_bytes > 0
+
     def abandon(self, seconds: float) -> bool:
         """Waits for the save under way, which cannot succeed any more; whether it has ended."""
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -136,6 +155,24 @@ class Lane:
 
     def _save(self, save: Save) -> SaveReport:
         save.copied()
+        report = self._attempt(save)
+        if report.lacks_room and (removed := self._make_room(save.step)):
+            forget_plan(self._plan_key)  # ranks may not all have remembered that of a failed save
+            report = replace(self._attempt(save), removed=removed)
+        return report
+
+    def _make_room(self, step: int) -> tuple[str, ...]:
+        """What was removed on any node."""
+        removed: list[str] = []
+        if self._leads:
+            missing = self._writer.needed_bytes - self._writer.free_bytes if self._writer.free_bytes is not None else 0
+            try:
+                removed = make_room(self.tier, step, missing)
+            except (OSError, CratonError) as failure:
+                warnings.warn(f"tier {self.name}: no room can be made: {failure}", stacklevel=2)
+        return tuple(sorted({name for names in self._ranks.gather(removed) for name in names}))
+
+    def _attempt(self, save: Save) -> SaveReport:
         began = time.perf_counter()
         target = self.tier.write(save.step)
         self._writer.aim(target)
@@ -149,11 +186,17 @@ class Lane:
         seal = Seal(self._ranks.of_rank_0(about), files)
         metadata = self._ranks.of_rank_0(self._writer.metadata) if self.is_local else b""
         error = self._end(target, seal, error, metadata)
-        outcome: Outcome = "failed" if error else "saved"
-        seconds = time.perf_counter() - began
-        return SaveReport(save.step, self.name, target.where, size, seconds, error, outcome)
+        return self._report(save.step, target, size, began, error, "saved")
 
-    def _write_shards(self, target: StepWriter, save: Save) -> str | None:
+    def _report(
+        self, step: int, target: StepWriter, size: int, began: float, problem: Problem | None, outcome: Outcome
+    ) -> SaveReport:
+        seconds = time.perf_counter() - began
+        if problem is None:
+            return SaveReport(step, self.name, target.where, size, seconds, outcome=outcome)
+        return SaveReport(step, self.name, target.where, size, seconds, problem.text, "failed", problem.lacks_room)
+
+    def _write_shards(self, target: StepWriter, save: Save) -> Problem | None:
         ignore_single_process_warning()
         try:
             dcp.save(
@@ -167,7 +210,7 @@ class Lane:
             return self._explain(target, {rank: error for rank, (error, _) in failure.failures.items()})
         return None
 
-    def _end(self, target: StepWriter, seal: Seal, error: str | None, metadata: bytes) -> str | None:
+    def _end(self, target: StepWriter, seal: Seal, error: Problem | None, metadata: bytes) -> Problem | None:
         """Seals the step, or takes back what there is of it; the same answer on all ranks."""
         if error is None and self._leads:
             try:
@@ -188,7 +231,8 @@ class Lane:
                     retain(self.tier, int(seal.about["step"]))
             except (OSError, CratonError) as failure:
                 warnings.warn(f"tier {self.name}: a checkpoint could not be removed: {failure}", stacklevel=2)
-        agreed: str | None = self._ranks.of_rank_0(errors[0] if errors else None)
+        lacks_room = any(each.lacks_room for each in errors)
+        agreed: Problem | None = self._ranks.of_rank_0(replace(errors[0], lacks_room=lacks_room) if errors else None)
         return agreed  # on every rank once all is in order
 
     def _move(self, step: int, source: StepFiles, seal: Seal) -> SaveReport:
@@ -208,11 +252,10 @@ class Lane:
             mine = _share(self.rank, [held for _, held in holders], seal.files)
             errors = [each for each in self._ranks.gather(self._copy(target, source, seal, mine)) if each]
         error = self._end(target, seal, errors[0] if errors else None, b"")
-        seconds = time.perf_counter() - began
         size = sum(file.bytes for file in seal.files.values())
-        return SaveReport(step, self.name, target.where, size, seconds, error, "failed" if error else "moved")
+        return self._report(step, target, size, began, error, "moved")
 
-    def _copy(self, target: StepWriter, source: StepFiles, seal: Seal, names: Sequence[str]) -> str | None:
+    def _copy(self, target: StepWriter, source: StepFiles, seal: Seal, names: Sequence[str]) -> Problem | None:
         try:
             for name in names:
                 expected = seal.files[name]
@@ -223,7 +266,7 @@ class Lane:
             return self._explain(target, {self.rank: failure})
         return None
 
-    def _explain(self, target: StepWriter, errors: Mapping[int, BaseException]) -> str:
+    def _explain(self, target: StepWriter, errors: Mapping[int, BaseException]) -> Problem:
         """Rank 0's words, where it has any, are the ones that all ranks say."""
         step = target.where.rpartition("step-")[2].lstrip("0") or "0"
         told = {
@@ -237,14 +280,15 @@ class Lane:
         what += "; ".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items())
         numbers = {error.errno for error in errors.values() if isinstance(error, OSError)}
         needed, free = self._writer.needed_bytes, self._writer.free_bytes
-        if numbers & {errno.ENOSPC, errno.EDQUOT} or (free is not None and needed > free):
+        lacks_room = bool(numbers & {errno.ENOSPC, errno.EDQUOT}) or (free is not None and needed > free)
+        if lacks_room:
             room = f"the save needs {needed:,} bytes and {free:,} were free when it began: " if free is not None else ""
             what += f"; {room}make room there, keep fewer checkpoints or give the tier another folder"
         elif errno.ENOENT in numbers:
             what += "; the tier's folder is gone: is its file system mounted?"
         elif errno.EROFS in numbers:
             what += "; make it writable again, or give the tier another folder"
-        return f"{what}. {self._kept()}"
+        return Problem(f"{what}. {self._kept()}", lacks_room)
 
     def _kept(self) -> str:
         try:

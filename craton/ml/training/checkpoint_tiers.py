@@ -149,6 +149,27 @@ def retain(tier: Tier, newest: int) -> None:
             tier.remove(step)
 
 
+def make_room(tier: Tier, newest: int, missing_bytes: int) -> list[str]:
+    """Removes what killed saves left, then the steps that `keep` does not ask for once `newest` is written; their
+    names. The last step before `newest` stays, for it is all there is until `newest` is whole. No step is removed where
+    all of them together would not make up for the missing bytes."""
+    removed = tier.remove_leftovers()
+    if tier.folder.keep is None:
+        return removed
+    spare = [step for step in tier.complete_steps() if step < newest][max(tier.folder.keep - 1, 1) :]
+    if sum(_step_bytes(tier, step) for step in spare) < missing_bytes:
+        return removed
+    for step in spare:
+        tier.remove(step)
+    return removed + [step_name(step) for step in spare]
+
+
+def _step_bytes(tier: Tier, step: int) -> int:
+    with suppress(CheckpointError):
+        return sum(file.bytes for files in tier.open(step)[:1] for file in read_seal(files).files.values())
+    return 0  # its seal is damaged: what it would free is not known
+
+
 class FolderTier:
     """Steps on a file system. A node's own disk has a folder for each node: one machine may be several nodes, or what
     was another node when the step was written."""

@@ -163,6 +163,8 @@ class _SummedStream(io.RawIOBase):
                 beside.result()  # the memory is the caller's again when this returns
         if beside is None:
             self.sum.update(data)
+        if (page := own_page()) is not None and page.kind == "checkpoint":  # training waits for this very write
+            page.beat()
         return length
 
     def tell(self) -> int:

@@ -147,11 +147,11 @@ class Trainer:
                 self._read_late(None)  # the numbers of the last step may still send the training back
         if stopping and self._leaves and self.step < self.last_step:
             self._doing = "checkpoint"
-            self.saves.keep(self.counters(), self._next_nodes)
+            self.saves.keep(self.counters(), self._next_nodes, self.check)
             return "left"
         outcome: Outcome = "done" if self.step >= parts.schedule.steps else "stopped"
-        self._checkpoint(wait=True)
-        self.saves.report()
+        self.saves.tell_recovery(self.step)  # of a generation that broke after the last step
+        self._save_for_good()
         parts.meter.summary(self.step, outcome)
         parts.recorder.ledger(self.step, parts.clock.take())
         return outcome
@@ -289,8 +289,7 @@ class Trainer:
         elif fault.policy == "stop":
             advice = "the last checkpoint before it is what `craton resume` starts from"
             if not fault.counted:  # then the weights are as they were before the bad step
-                self._checkpoint(wait=True)
-                self.saves.report()
+                self._save_for_good()
                 advice = f"the weights without it are saved as step {self.step}"
             raise TrainingStoppedError(f"step {fault.step}: {fault.reason}, and the job says stop; {advice}")
 
@@ -341,9 +340,13 @@ class Trainer:
         self.step = counters["step"] if counters else 0
         self.loader = self.parts.open_loader(counters["next_sample"] if counters else 0)
 
-    def _checkpoint(self, wait: bool = False) -> None:
+    def _checkpoint(self) -> None:
         self._doing = "checkpoint"
-        self.saves.save(self.counters(), wait)
+        self.saves.save(self.counters())
+
+    def _save_for_good(self) -> None:
+        self._doing = "checkpoint"
+        self.saves.save_for_good(self.counters(), self.check)
 
     def _keep_house(self) -> None:
         """What is done beside the steps, at its own pace."""

@@ -6,13 +6,14 @@ What happens to all ranks is recorded and said once, by rank 0.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from craton.ml.training.checkpoint import CheckpointError
+from craton.ml.training.last_save import save_for_good
 
 if TYPE_CHECKING:
     from craton.ml.training.loop import Parts
@@ -67,29 +68,37 @@ class Saves:
                 self.event("restored", counters["step"], tier=self.restored_tier, next_sample=counters["next_sample"])
         return counters
 
-    def save(self, counters: Mapping[str, int], wait: bool = False) -> None:
-        """A checkpoint in the background, whose failure costs that checkpoint; with `wait` one that must succeed."""
+    def save(self, counters: Mapping[str, int]) -> None:
+        """A checkpoint in the background, whose failure costs that checkpoint."""
         step = counters["step"]
         try:
             with self.parts.clock.kind("checkpoint"):
-                self.parts.checkpointer.save(step, self.tensors(), counters, wait=wait)
+                self.parts.checkpointer.save(step, self.tensors(), counters)
         except CheckpointError as error:
-            if wait:
-                raise
             self.say(f"step {step}: {error}; training goes on")
 
-    def keep(self, counters: Mapping[str, int], nodes: Sequence[str]) -> None:
+    def save_for_good(self, counters: Mapping[str, int], check: Callable[[], None]) -> None:
+        """A state after which nothing is trained: returns when it is on a disk. `check` raises when this generation is
+        over."""
+        save_for_good(self, counters, check)
+
+    def keep(self, counters: Mapping[str, int], nodes: Sequence[str], check: Callable[[], None]) -> None:
         """The state of this very step, for the next generation, which has these nodes."""
         with self.parts.clock.kind("checkpoint"):
-            state = counters["step"], self.tensors(), counters
-            if not self.parts.checkpointer.keep(*state, nodes):
-                self.parts.checkpointer.save(*state, wait=True)
+            is_kept = self.parts.checkpointer.keep(counters["step"], self.tensors(), counters, nodes)
+        if not is_kept:
+            self.save_for_good(counters, check)
         self.report()
 
-    def report(self) -> None:
-        """Tells of the saves that ended."""
+    def report(self, is_quiet: bool = False) -> None:
+        """Tells of the saves that ended; quietly, only of those that went well."""
         for report in self.parts.checkpointer.reports():
+            if is_quiet and report.error:
+                continue
             fields = {"tier": report.tier, "bytes": report.bytes, "seconds": report.seconds, "reason": report.error}
+            if report.removed:
+                names = ", ".join(report.removed)
+                self.event("checkpoint_removed", report.step, tier=report.tier, reason=f"{names} gave room to this one")
             self.event(SAVE_EVENTS[report.outcome], report.step, **fields)
         for note in self.parts.checkpointer.notes():
             self.event(note.event, note.step, **note.fields)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from craton.observability.diagnosis.examining import finding, named
 from craton.observability.diagnosis.snapshot import SchedulerKill, Snapshot
-from craton.observability.diagnosis.verdict import Finding, Symptoms
+from craton.observability.diagnosis.verdict import UNSAVED, Finding, Symptoms
 
 KILLS = {
     "oom": ("out_of_memory", "was ended because its memory ran out"),
@@ -33,7 +33,7 @@ EARLIER_SECONDS = 5.0  # agents that are ended together fall silent within less
 
 def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     scheduler = snapshot.scheduler
-    if symptoms.condition == "waiting":
+    if symptoms.condition == "waiting" and not symptoms.signed(UNSAVED):
         told = scheduler.sentence or scheduler.reason or "it waits for its nodes"
         return finding(symptoms, "waiting_for_nodes", told, ("waiting",))
     found: list[Finding] = []

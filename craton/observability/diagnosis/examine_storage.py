@@ -9,7 +9,7 @@ from craton.observability.diagnosis.examining import finding
 from craton.observability.diagnosis.places import is_used
 from craton.observability.diagnosis.snapshot import Mount, Node, Snapshot, Tier
 from craton.observability.diagnosis.tables import threshold
-from craton.observability.diagnosis.verdict import Finding, Symptom, Symptoms
+from craton.observability.diagnosis.verdict import UNSAVED, Finding, Symptom, Symptoms
 
 FILES = ("data", "checkpoint")
 READ_ONLY = re.compile(r"Read-only file system|Errno 30")
@@ -21,6 +21,8 @@ WAITS_FOR_FILES = re.compile(
 
 def examine_storage(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     found: list[Finding] = []
+    if symptoms.signed(UNSAVED):
+        found += finding(symptoms, "state_unsaved", snapshot.run.unsaved, ("waiting",))
     used = [(node, mount) for node in snapshot.nodes for mount in node.mounts if is_used(mount, snapshot.run)]
     for path in dict.fromkeys(mount.path for _, mount in used):
         seen = [(node, mount) for node, mount in used if mount.path == path]

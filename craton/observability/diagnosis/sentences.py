@@ -22,7 +22,7 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
     condition = verdict.condition
     if condition == "waiting":
         job = f" as job {snapshot.scheduler.job}" if snapshot.scheduler.job else ""
-        told = f"{run.name} waits{job}: {snapshot.scheduler.sentence or run.message}"
+        told = f"{run.name} waits{job}: {symptoms.first.sentence}"
         return " ".join([f"{told.rstrip('.')}.", *([_sentence(verdict.action)] if verdict.action else [])])
     if condition == "unknown":
         return f"{run.name}: {symptoms.first.sentence}"

@@ -46,6 +46,7 @@ class RunFacts:
     on: str = "local"  # local, slurm or kubernetes
     state: str = "running"  # of telemetry.RunState
     message: str = ""  # why it failed, was lost or stopped
+    unsaved: str = ""  # that its last state is on no disk yet, and why
     nodes: tuple[str, ...] = ()  # in the order of ranks
     ranks_per_node: int = 0
     leaves: dict[str, str] = field(default_factory=dict)  # node → leaf; without those that are not known

@@ -16,7 +16,7 @@ from craton.observability.diagnosis.phases import Straggling, find_slowness, fin
 from craton.observability.diagnosis.restarts import LOST, find_loop
 from craton.observability.diagnosis.snapshot import Rank, Snapshot
 from craton.observability.diagnosis.tables import hung_in, threshold
-from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, Symptom, Symptoms
+from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, UNSAVED, Symptom, Symptoms
 
 STEPPING = ("productive", "redo", "")
 COMING_BACK = ("detect", "regroup", "restore")
@@ -57,6 +57,8 @@ def straggler_of(snapshot: Snapshot) -> Symptom | None:
 def _by_state(snapshot: Snapshot) -> Symptom | None:
     """What the run's own markers and its scheduler say; None when it moves, or should."""
     run, scheduler = snapshot.run, snapshot.scheduler
+    if run.unsaved:
+        return Symptom("waiting", run.unsaved, sign=UNSAVED)
     if run.state == "waiting" or (scheduler.condition == "waiting" and run.state not in ("failed", "done")):
         return Symptom("waiting", scheduler.sentence or run.message)
     if run.state == "done":

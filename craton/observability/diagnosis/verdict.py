@@ -16,6 +16,7 @@ UNNAMED_FIT, ELSEWHERE_FIT, OTHER_PHASE_FIT = (
 TROUBLED: tuple[Condition, ...] = ("slow", "hung", "dead", "wrong")
 # Signs of runs that are slow though their steps may be as quick as ever.
 RESTARTS, OVERLOAD = "restarts", "overload"  # it breaks and comes back again and again; more is asked of it than it can
+UNSAVED = "unsaved"  # the sign of a run that waits for a disk to take its last state
 
 
 @dataclass(frozen=True)

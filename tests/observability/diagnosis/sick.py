@@ -249,6 +249,8 @@ def storage_cases() -> Iterator[Case]:
     yield Case("read-only", "storage_read_only", "dead", with_mount(locked, "/fsx", is_read_only=True))
     failing = with_tier(healthy(4), "shared", failures=3, reason="403 Forbidden")
     yield Case("failing", "checkpoint_failing", "healthy", failing, "", None)
+    held = with_run(with_tier(healthy(4), "shared", failures=1), unsaved="the state of step 40 is only in memory")
+    yield Case("held in memory", "state_unsaved", "waiting", held, "", None)
     late = with_tier(healthy(4), "shared", last_moment=MOMENT - 4000.0)
     yield Case("stale", "checkpoint_stale", "healthy", late, "", None)
     saves = slowed_all(healthy(4), 30.0, "checkpoint")

@@ -1,0 +1,81 @@
+"""What a user sees of a run whose last state no disk takes, and how it is found again: a real run and full disks."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from run_verbs import Verbs
+
+from craton.telemetry import summarize
+
+JOB = """\
+name: words
+kind: pretrain
+model: {{name: tiny, layers: 1, hidden: 32, ffn_hidden: 32, heads: 2, vocab: 300, tied_embeddings: true}}
+data: {{path: text.jsonl, tokenizer: "bpe:300", sequence: 16}}
+train: {{global_batch_sequences: 6, steps: 100000, precision: fp32, learning_rate: 1e-2}}
+cluster: local x 1
+checkpoint: {{tiers: [{{to: {disk}}}]}}
+"""
+
+
+@pytest.fixture
+def words(verbs: Verbs, monkeypatch: pytest.MonkeyPatch, small_disk: Path) -> Path:
+    """A job file of a real, tiny model whose only tier is full."""
+    monkeypatch.setenv("CRATON_CACHE", str(verbs.folder / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    texts = [f"cat {number} sat on the mat and dog {number} ran to the man" for number in range(300)]
+    (verbs.folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (small_disk / "other").write_bytes(bytes(1_000_000))
+    job = verbs.folder / "words.yaml"
+    job.write_text(JOB.format(disk=small_disk))
+    return job
+
+
+def test_a_state_that_no_disk_takes_is_reported_kept_and_found_again(
+    verbs: Verbs, words: Path, small_disk: Path, tmp_path: Path
+) -> None:
+    started = verbs("run", words, "--detach")
+    assert started.returncode == 0, started.stderr
+    assert "saves only at its end and at a stop" in started.stdout
+    verbs.wait_for_step(3, "words")
+    run = verbs.run("words")
+    rescue = run.path / "checkpoints" / "rescue"
+    rescue.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(rescue)], check=True)
+    try:
+        stopped = verbs("stop", "words")
+        assert stopped.returncode == 1, stopped.stdout
+        assert "words is not stopped: the state of step" in stopped.stdout
+        assert "make room or repair a tier" in stopped.stdout
+        assert "craton stop words --now" in stopped.stdout
+        assert "only in memory" in verbs("ps").stdout
+        why = verbs.json("why", "words")
+        assert (why["cause"], why["layer"]) == ("state_unsaved", "storage")
+        assert verbs.json("stop", "words", code=1)["unsaved"]
+    finally:
+        subprocess.run(["umount", str(rescue)], check=True)
+    verbs.wait_for(lambda: summarize(run).state == "stopped")
+    step = summarize(run).step
+    assert [path.name for path in rescue.iterdir()] == [f"step-{step:08d}"]
+
+    exported = verbs("export", "words", tmp_path / "model")
+    assert exported.returncode == 0, exported.stderr
+    assert f"step {step} of words" in exported.stdout
+    usual = (tmp_path / "model" / "config.json").stat().st_mode
+    modes = {path.name: stat.filemode(path.stat().st_mode) for path in (tmp_path / "model").iterdir()}
+    assert set(modes.values()) == {stat.filemode(usual)}, modes
+
+    (small_disk / "other").unlink()
+    assert verbs("resume", "words", "--detach").returncode == 0
+    verbs.wait_for(lambda: (small_disk / "words" / f"step-{step:08d}" / "COMPLETE").exists())
+    verbs.wait_for_step(step + 2, "words")
+    stopped = verbs("stop", "words")
+    assert stopped.returncode == 0
+    assert f"checkpoint of step {summarize(run).step:,} saved" in stopped.stdout
+    assert "rescue" not in stopped.stdout
+    assert not list(rescue.iterdir()), "the tier has what was rescued"
