@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from craton.errors import CratonError
 from craton.job import Lora
 from craton.ml.models import DecoderConfig
 from craton.ml.models.weight_names import weight_entries
+from craton.ml.models.weights import save_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -61,7 +61,7 @@ def save_adapters(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, partial / WEIGHTS)
+        save_tensors(tensors, partial / WEIGHTS)
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)

@@ -255,6 +255,14 @@ def _plan_shards(entries: Sequence[Entry], dtype: torch.dtype, max_shard_bytes: 
     return shards
 
 
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file with the mode that the umask gives; the library's own is for the owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(mode)
+
+
 def _write_shards(
     state: Mapping[str, Tensor], entries: Sequence[Entry], shards: Mapping[str, int], folder: Path, dtype: torch.dtype
 ) -> None:
@@ -266,7 +274,7 @@ def _write_shards(
     number = 0
 
     def write() -> None:
-        save_file(held, folder / files[number], metadata={"format": "pt"})
+        save_tensors(held, folder / files[number], {"format": "pt"})
         held.clear()
 
     for entry in entries:
