@@ -19,7 +19,7 @@ from craton.orchestration.draft import plan_text
 from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import check_machine, living_agents, start_agents, with_cards
 from craton.orchestration.preflight_local import check_local
-from craton.orchestration.sizes import Size, nearest_sizes, plan_size
+from craton.orchestration.sizes import Size, nearest_sizes, plan_size, with_fitting_layout
 from craton.orchestration.state import check_is_seen, check_running, launching, write_whole
 from craton.telemetry import RunDirectory, read_json, tail_lines
 
@@ -59,12 +59,14 @@ def draft_resize(run: RunDirectory, num_nodes: int) -> Resize:
     else:
         check_within_allocation(run, launch, job, num_nodes)
     cluster = resolve_cluster(job.cluster, job.price) if job.model_shape is not None else None
+    job = with_fitting_layout(job, num_nodes * launch.ranks_per_node)
     try:
         size = plan_size(job, num_nodes, launch.ranks_per_node, cluster)
     except CratonError as error:
         near = nearest_sizes(job, num_nodes, launch.ranks_per_node, cluster)
         possible = f"; possible: {' or '.join(map(str, near))}" if near else ""
-        raise StartError(f"{run.name} cannot run on {num_nodes} nodes: {error}{possible}") from None
+        many = f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
+        raise StartError(f"{run.name} cannot run on {many}: {error}{possible}") from None
     grown = with_nodes(launch, num_nodes) if is_local else among_nodes(launch, num_nodes)
     if is_local:
         check_machine(grown)

@@ -26,6 +26,7 @@ from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import kill_agents
 from craton.orchestration.resize import resized_nodes
 from craton.orchestration.server import check_port
+from craton.orchestration.sizes import with_chosen_layout, with_fitting_layout
 from craton.orchestration.snapshot import check_code, find_code, keep_code
 from craton.orchestration.state import (
     GOES_ON,
@@ -36,7 +37,7 @@ from craton.orchestration.state import (
     standing_of,
     write_whole,
 )
-from craton.telemetry import MARKERS, RunDirectory, RunExistsError
+from craton.telemetry import MARKERS, RunDirectory, RunExistsError, read_json
 
 CHECK_SECONDS = 20.0  # how long a service is waited for that a run would write to
 
@@ -155,13 +156,13 @@ def resumed_job(run: RunDirectory, cluster: str | None = None, steps: int | None
     if cluster is None and nodes is not None and nodes != job.cluster.num_nodes:
         smallest = job.cluster.min_nodes if job.cluster.min_nodes < nodes else 0
         resized = job.cluster.model_copy(update={"num_nodes": nodes, "min_nodes": smallest})
-        job = job.model_copy(update={"cluster": resized})
+        each = int(read_json(run.launch_path).get("ranks_per_node") or 1)
+        job = with_fitting_layout(job.model_copy(update={"cluster": resized}), nodes * each)
     if cluster is None and steps is None:
         return job
-    document = yaml.safe_load(dump_job(job))
+    document = yaml.safe_load(dump_job(job if cluster is None else with_chosen_layout(job)))
     if cluster is not None:
         document["cluster"] = cluster
-        document["layout"] = "auto"
     if steps is not None:
         if job.train is None:
             raise RunStateError(f"{run.name} is of kind {job.kind}, which has no steps; leave out --steps")

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from craton.infrastructure import Cluster, resized_cluster
-from craton.job import TRAINING_KINDS, CratonError, Job, Layout, LayoutError
+from craton.job import TRAINING_KINDS, CratonError, Job, JobError, Layout, LayoutError, checked_layout
 from craton.orchestration.errors import StartError
 from craton.planning import Plan, plan
 
@@ -36,6 +36,20 @@ class Size:
     def layout_json(self) -> dict[str, Any]:
         """The layout as plan.json has it."""
         return asdict(self.layout)
+
+
+def with_fitting_layout(job: Job, num_ranks: int) -> Job:
+    """The job for another number of ranks, as `resize` and `resume` have it: the layout that it names where so many
+    ranks can take it, else one that the planner chooses."""
+    try:
+        checked_layout(job, num_ranks, trained=True)
+    except JobError:
+        return with_chosen_layout(job)
+    return job
+
+
+def with_chosen_layout(job: Job) -> Job:
+    return job.model_copy(update={"layout": None})
 
 
 def plan_size(job: Job, num_nodes: int, ranks_per_node: int, cluster: Cluster | None) -> Size:

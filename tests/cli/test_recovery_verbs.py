@@ -87,6 +87,20 @@ def test_chaos_breaks_and_the_run_comes_back_and_goes_on_with_another_size(verbs
         assert min(step for generation, step in steps if generation == number) == kept + 1, "and leaves none out"
 
 
+def test_a_size_that_the_named_layout_does_not_fit_gets_another_layout(verbs: Verbs, words: Path) -> None:
+    words.write_text(JOB.replace("cluster: local x 2", "cluster: local x 2\nlayout: {fsdp: 2, micro_batch: 1}"))
+    started = verbs("run", words, "--detach")
+    assert started.returncode == 0, started.stderr
+    verbs.wait_for_step(2, "words")
+    resized = verbs("resize", "words", "1")
+    assert resized.returncode == 0, resized.stdout + resized.stderr
+    assert "words: from 2 to 1 node" in resized.stdout
+    assert verbs("stop", "words").returncode == 0
+    resumed = verbs("resume", "words", "--detach")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "1 rank on 1 node" in resumed.stdout
+
+
 def restored_step(verbs: Verbs, generation: int) -> int:
     """The step whose state a generation began with."""
     lines: list[dict[str, Any]] = []
