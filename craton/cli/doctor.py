@@ -19,7 +19,9 @@ def doctor(
     nodes: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NODES]", help="Nodes of a Slurm cluster, g[1-4]; none: this machine.", show_default=False
+            metavar="[NODES]",
+            help="Nodes of the Slurm that this machine belongs to, g\\[1-4]; none: this machine.",
+            show_default=False,
         ),
     ] = None,
     root: Annotated[

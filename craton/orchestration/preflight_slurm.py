@@ -16,7 +16,8 @@ from typing import Any
 from craton.agent import free_port
 from craton.infrastructure import Instance, expand_hosts, natural, resolve_cluster
 from craton.job import ClusterFile, ClusterRef, load_cluster
-from craton.orchestration.errors import StartError
+from craton.orchestration.draft import gres_gpus
+from craton.orchestration.errors import SchedulerError, StartError
 from craton.orchestration.preflight import MEASURED_BYTES, Diagnosis
 from craton.orchestration.preflight_finding import Finding, ordered
 from craton.orchestration.preflight_gang import GANG_CHECKS, check_bandwidth, check_compute
@@ -31,13 +32,15 @@ LIMIT = f"--time={int(LIMIT_SECONDS / 60)}"
 
 def diagnose_nodes(nodes: str, cluster: str | None, *, compute: bool = False, bandwidth: bool = False) -> Diagnosis:
     """Every node's own diagnosis, and the gang's."""
-    file = slurm_cluster(nodes, cluster)
+    file = slurm_cluster(nodes, cluster) if cluster and is_file(cluster) else None
     hosts = sorted(expand_hosts(nodes), key=natural)
     # Slurm lets the nodes themselves write the files, so they must be where every node sees them.
-    shared = Path(file.runs) if file.runs and "://" not in file.runs else runs_root()
+    shared = Path(file.runs) if file and file.runs and "://" not in file.runs else runs_root()
     shared.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=shared) as folder:
-        options = ["--json", "--cluster", str(Path(str(cluster)).absolute()), *(["--compute"] if compute else [])]
+        options = ["--json", *(["--compute"] if compute else [])]
+        if cluster:
+            options += ["--cluster", str(Path(cluster).absolute()) if is_file(cluster) else cluster]
         # By task, for Slurm's name of a node need not be its host name; who it was stands in what it wrote.
         words = [*srun_words(file, nodes, len(hosts)), f"--output={folder}/%t.json", f"--error={folder}/%t.err"]
         said = _run([*words, sys.executable, "-m", "craton", "doctor", *options])
@@ -57,24 +60,28 @@ def diagnose_nodes(nodes: str, cluster: str | None, *, compute: bool = False, ba
     return Diagnosis(ordered(findings), entries, measured)
 
 
-def slurm_cluster(nodes: str, cluster: str | None) -> ClusterFile:
-    file = load_cluster(cluster) if cluster and cluster.endswith((".yaml", ".yml")) else None
-    if file is None or file.scheduler is None or file.scheduler.kind != "slurm":
+def is_file(cluster: str) -> bool:
+    """Not a name of the catalog."""
+    return cluster.endswith((".yaml", ".yml"))
+
+
+def slurm_cluster(nodes: str, cluster: str) -> ClusterFile:
+    file = load_cluster(cluster)
+    if file.scheduler is None or file.scheduler.kind != "slurm":
         raise StartError(
-            f"other nodes ({nodes}) are asked through Slurm: give --cluster FILE, a cluster file that says `scheduler: "
-            "{kind: slurm}`; without NODES this machine is checked"
+            f"other nodes ({nodes}) are asked through Slurm, but {cluster} does not say `scheduler: {{kind: slurm}}`; "
+            "leave --cluster out to ask the Slurm of this machine, or NODES to check this machine"
         )
     return file
 
 
-def srun_words(file: ClusterFile, nodes: str, count: int, tasks_per_node: int = 1) -> list[str]:
-    """`srun` on these nodes, as the cluster file says; no shell is between."""
+def srun_words(file: ClusterFile | None, nodes: str, count: int, tasks_per_node: int = 1) -> list[str]:
+    """`srun` on these nodes, as the cluster file says, else as Slurm itself has them; no shell is between."""
     words = ["srun", f"--nodelist={nodes}", f"--nodes={count}", f"--ntasks-per-node={tasks_per_node}"]
-    assert file.scheduler is not None
-    for option in ("partition", "account", "qos"):
-        value = getattr(file.scheduler, option)
+    for option in ("partition", "account", "qos") if file else ():
+        value = getattr(file.scheduler, option) if file else None
         words += [f"--{option}={value}"] if value else []
-    gpus = _gpus(file)
+    gpus = _gpus(file, nodes)
     words += [f"--gres=gpu:{gpus}"] if gpus else []
     return [
         *words,
@@ -105,8 +112,8 @@ def joined(
     return findings, sorted(entries, key=lambda entry: natural(entry["node"]))
 
 
-def _measure(file: ClusterFile, nodes: str, hosts: Sequence[str]) -> dict[str, Any]:
-    machine, gpus = _machine(file), _gpus(file)
+def _measure(file: ClusterFile | None, nodes: str, hosts: Sequence[str]) -> dict[str, Any]:
+    machine, gpus = _machine(file), _gpus(file, nodes)
     expected = pair_bytes_per_second(machine, MEASURED_BYTES) if machine and gpus else 0.0
     words = srun_words(file, nodes, len(hosts), max(gpus, 1))
     address = next((node.address for node in read_nodes(hosts[0]) if node.address), hosts[0])
@@ -122,14 +129,23 @@ def _measure(file: ClusterFile, nodes: str, hosts: Sequence[str]) -> dict[str, A
     return found
 
 
-def _machine(file: ClusterFile) -> Instance | None:
-    """None for nodes that are like this machine, which is not asked: it may be a login node."""
-    if file.machine == "local":
+def _machine(file: ClusterFile | None) -> Instance | None:
+    """None where no file says what the nodes are, or that they are like this machine: it may be a login node."""
+    if file is None or file.machine == "local":
         return None
     return resolve_cluster(ClusterRef(instance=file.machine, num_nodes=1, file=file)).instance
 
 
-def _gpus(file: ClusterFile) -> int:
+def _gpus(file: ClusterFile | None, nodes: str) -> int:
+    """Of each node: without a file, what Slurm has of them."""
+    if file is None:
+        try:
+            return min((gres_gpus(node.gres) for node in read_nodes(nodes)), default=0)
+        except SchedulerError as error:
+            raise StartError(
+                f"other nodes ({nodes}) are asked through Slurm, which this machine cannot reach ({error}); run this "
+                "on a login node of the cluster, or `craton doctor` without NODES on each node"
+            ) from None
     machine = _machine(file)
     return 0 if machine is None or machine.gpu.generation == "cpu" else machine.num_gpus
 

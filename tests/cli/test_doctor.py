@@ -95,8 +95,6 @@ def test_this_machine_is_no_p5(doctor: Doctor) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["g[1-2]"], "are asked through Slurm: give --cluster FILE"),
-        (["g1", "--cluster", "p5"], "are asked through Slurm"),
         (["g1", "--root", "."], "leave out NODES"),
         (["--root", "no-such-folder"], "is not a folder"),
         (["--root", ".", "--compute"], "leave out --compute"),
@@ -211,6 +209,23 @@ def test_nodes_of_a_cluster_are_asked_at_once(slurm: Path, doctor: Doctor) -> No
     (asked,) = (slurm / "images" / "asked").read_text(encoding="utf-8").splitlines()
     assert asked.startswith("--nodelist=g[1-3] --nodes=3 --ntasks-per-node=1 --partition=gpu --gres=gpu:8")
     assert list((slurm / "runs").iterdir()) == []  # what the nodes wrote is gone
+
+
+def test_a_cluster_file_without_slurm_is_refused_with_what_to_do(slurm: Path, doctor: Doctor) -> None:
+    (slurm / "plain.yaml").write_text("name: c\ninstance: p5\nnodes: 4\n", encoding="utf-8")
+    code, _, errors = doctor("g[1-3]", "--cluster", str(slurm / "plain.yaml"))
+    assert code == 2
+    assert "leave --cluster out to ask the Slurm of this machine" in errors
+
+
+def test_without_slurm_and_a_cluster_file_it_says_where_to_run_it(
+    slurm: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(slurm))
+    code, _, errors = doctor("p5-[1-16]")
+    assert code == 2
+    assert "not installed here" in errors
+    assert "login node" in errors
 
 
 def test_without_srun_it_says_so(slurm: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from craton.orchestration.preflight_finding import SEVERITIES
 from craton.orchestration.preflight_gpus import is_model
 from craton.orchestration.preflight_nccl_log import check_nccl_log, read_nccl_log
 from craton.orchestration.preflight_slurm import joined, srun_words
+from craton.orchestration.slurm.records import nodes_of_text
 from craton.telemetry import RunDirectory, read_lines
 
 LAYERS = ("infrastructure", "orchestration", "ML software", "observability")
@@ -466,6 +467,15 @@ def test_nodes_are_asked_by_one_srun(tmp_path: Path) -> None:
     assert "--gres=gpu:8" in words
 
 
+def test_without_a_cluster_file_slurm_says_how_many_gpus_to_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = Path(__file__).parent / "slurm_samples" / "scontrol-node-22.05.txt"
+    records = nodes_of_text(sample.read_text(encoding="utf-8").replace("Gres=gpu:h100:8", "Gres=gpu:h100:8(S:0-1)"))
+    monkeypatch.setattr("craton.orchestration.preflight_slurm.read_nodes", lambda nodes: records)
+    words = srun_words(None, "g[1-4]", 4)
+    assert "--gres=gpu:8" in words
+    assert not any(word.startswith("--partition") for word in words)
+
+
 def test_a_node_that_does_not_answer_is_a_finding() -> None:
     told = [
         Finding("infrastructure", "nvlink", "fail", "x", node="g10"),
@@ -503,8 +513,9 @@ def slurm_cluster(tmp_path: Path, slurm: SlurmLab, monkeypatch: pytest.MonkeyPat
     return str(path)
 
 
-def test_nodes_of_a_real_slurm_answer_by_slurms_names(slurm_cluster: str) -> None:
-    found = diagnose_nodes("g[2-3]", slurm_cluster)
+@pytest.mark.parametrize("has_file", [True, False])
+def test_nodes_of_a_real_slurm_answer_by_slurms_names(slurm_cluster: str, has_file: bool) -> None:
+    found = diagnose_nodes("g[2-3]", slurm_cluster if has_file else None)
     assert [node["node"] for node in found.nodes] == ["g2", "g3"]
     assert {finding.node for finding in found.findings} == {"g2", "g3"}
     assert "answer" not in {finding.what for finding in found.findings}

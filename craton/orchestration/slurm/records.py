@@ -99,6 +99,7 @@ class NodeRecord:
     reason: str = ""
     features: tuple[str, ...] = ()
     partitions: tuple[str, ...] = ()
+    gres: str = ""  # gpu:h100:8
 
     @property
     def is_away(self) -> bool:
@@ -179,6 +180,7 @@ def nodes_of_text(text: str) -> list[NodeRecord]:
             reason=re.sub(r"\s*\[[^\[\]]*@[^\[\]]*\]$", "", _text(fields.get("Reason"))),
             features=tuple(_text(fields.get("ActiveFeatures") or fields.get("AvailableFeatures")).split(",")),
             partitions=tuple(_text(fields.get("Partitions")).split(",")),
+            gres=re.sub(r"\([^()]*\)", "", _text(fields.get("Gres"))),  # without the sockets that they are bound to
         )
         for fields in records_of_text(text, "NodeName")
     ]
