@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rehearsed import events, finish, losses, processes_of, wait_until
 
 from craton.agent import write_launch
@@ -110,3 +112,14 @@ def agent_time(run: RunDirectory) -> float:
     """When the agent last wrote the status of its ranks."""
     status = read_status(run, "node-0")
     return status.time if status is not None else 0.0
+
+
+@pytest.mark.slow
+def test_the_table_of_faults_has_a_row_of_this_fault(small_disk: Path) -> None:
+    """`small_disk` skips the test where nothing can be mounted."""
+    script = Path(__file__).parents[2] / "benchmarks" / "faults.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--fault", "full-tier-end"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "| `full-tier-end` | saved to tier rescue, done |" in done.stdout

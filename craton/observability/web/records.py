@@ -27,6 +27,7 @@ TROUBLE = (
     "bad_step",
     "rolled_back",
     "checkpoint_failed",
+    "state_unsaved",
     "nursery_failed",
 )
 TIERS = ("peer", "nvme", "shared", "object")  # the fastest first
