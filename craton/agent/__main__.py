@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from craton.agent.errors import LaunchError
-from craton.agent.launch import read_launch
+from craton.agent.launch import Launch, read_launch
 from craton.agent.lock import NodeLock
 from craton.agent.supervisor import Supervisor
+from craton.limits import raise_file_limit
 from craton.telemetry import RunDirectory
 
 
@@ -42,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if run.has("DONE") or run.has("STOP"):
         print(f"craton agent: nothing to start, {run.name} is {'done' if run.has('DONE') else 'stopped'}")
         return 0
+    if complaint := raise_file_limit(_needed_files(launch)):
+        with contextlib.suppress(OSError):
+            run.mark("FATAL", f"the agent of {node} cannot start: {complaint}")
+        return _refuse(complaint)
     try:
         supervisor = Supervisor(run, launch, given.node, lock)
     except LaunchError as error:
@@ -49,6 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run.mark("FATAL", str(error))
         return _refuse(str(error))
     return supervisor.supervise()
+
+
+def _needed_files(launch: Launch) -> int:
+    """Of the agent: its own, pipes and pages of its ranks, a connection to every other agent in both directions."""
+    return 64 + 8 * launch.ranks_per_node + 2 * len(launch.nodes)
 
 
 def _refuse(text: str) -> int:

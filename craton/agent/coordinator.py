@@ -3,8 +3,7 @@
 Pure: it is told what the agents say and what time it is, and answers what is to be done, so that every decision can be
 tested without a process. One agent has one at a time: the first node's, and when that is gone, the next one's.
 
-- A rank that ended, raised or hangs: a new generation with the same nodes. Who hangs is the rank that has not moved for
-  the longest time, measured by the limit of what *it* is doing: everybody else waits for it.
+- A rank that ended, raised or hangs: a new generation with the same nodes. Which rank hangs is for `hangs` to say.
 - A node that is to be avoided: a spare takes its place, if there is one, and no step is lost. Until all ranks are in
   such a planned generation, those still in the one before are watched there, and no other planned one is begun.
 - A node that is gone: a spare takes its place; without one it is waited for; an elastic run then goes on with fewer.
@@ -18,52 +17,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from craton.agent.generation import Generation
+from craton.agent.hangs import RankProgress, find_hang
 from craton.agent.launch import Launch
 
 SILENT_SECONDS = 5.0  # an agent that says nothing for this long is gone; it speaks several times a second
 ECHO_SECONDS = 0.3  # how long the cause of a broken connection is waited for
+PAUSE_SECONDS = 1.5  # a coordinator that decides several times a second has not run for this long
 FRESH_SECONDS = 1.0  # how old an agent's word may be when it is judged who hangs
 FIRST_SECONDS = 60.0  # how long a node has to get ready, when it is there or the run begins
 RETURN_SECONDS = 0.3  # an agent whose connection broke may dial again
 COME_OVER_SECONDS = 1.0  # how long a new coordinator that knows of a fault waits for agents that look for it
 SETTLE_SECONDS = 1.0  # a node that joined is taken in when it has stayed this long
 RELEASE_SECONDS = 5.0  # how long ago a smaller generation must have begun a new step before other nodes are let go
-HANG_SECONDS, HANG_STEPS = 4.0, 2.5  # a step that takes longer than both hangs
-LIMITS = {  # seconds without a sign of progress, by what a rank is doing
-    "waiting": 600.0,
-    "start": 900.0,
-    "compile": 900.0,
-    "data": 300.0,
-    "checkpoint": 900.0,
-    "evaluate": 900.0,
-    "detect": 60.0,
-    "regroup": 120.0,
-    "restore": 900.0,
-    "idle": 900.0,
-}
-STEPPING = ("productive", "redo")
-
-
-@dataclass(frozen=True)
-class RankProgress:
-    """What a rank was doing when its agent last looked."""
-
-    kind: str
-    step: int
-    age: float  # seconds since it last showed progress
-    step_seconds: float
-    is_stopped: bool = False  # by a signal
-    generation: int = -1  # the one it has entered
-    patience: float = 0.0  # seconds without progress that it says it may need; 0: what it does decides
-
-    @property
-    def limit(self) -> float:
-        """Seconds without progress after which it hangs."""
-        if self.patience and not self.is_stopped:
-            return self.patience
-        if self.is_stopped or (self.kind in STEPPING and self.step_seconds):
-            return max(HANG_SECONDS, HANG_STEPS * self.step_seconds)
-        return LIMITS.get(self.kind, LIMITS["start"])
 
 
 @dataclass
@@ -152,6 +117,7 @@ class Coordinator:
         self._avoided: frozenset[str] = frozenset()
         self._finished = False
         self._clock = 0.0  # epoch seconds of the last tick
+        self._ticked = now
         self._entered_at: int | None = None  # the step at which all ranks were in the present generation
         self._moving_since: float | None = None
 
@@ -202,6 +168,7 @@ class Coordinator:
     def tick(self, now: float, clock: float) -> list[Action]:
         """What is to be done now; `clock` is the same moment in epoch seconds."""
         self._clock = clock
+        self._forgive_pause(now)
         if self._finished:
             return []
         self._drop_gone(now, clock)
@@ -230,6 +197,15 @@ class Coordinator:
         elif self.current is None or self._faults or (nodes != self.current.nodes and self._has_entered()):
             actions += self._start(nodes, clock)
         return actions + self._release(now)
+
+    def _forgive_pause(self, now: float) -> None:
+        """The seconds for which this coordinator itself did not run (a machine that was frozen or resumed) are held
+        against no agent: what they sent meanwhile may not have been read yet."""
+        pause, self._ticked = now - self._ticked, now
+        if pause > PAUSE_SECONDS:
+            self._began += pause
+            for member in self.members.values():
+                member.heard = min(now, member.heard + pause)
 
     def _drop_gone(self, now: float, clock: float) -> None:
         for node, member in list(self.members.items()):
@@ -270,11 +246,10 @@ class Coordinator:
                     found.append((f"rank {rank}", (rank,), status))
             for rank, status in self._leaving(member).items():  # their agent ends them with the planned generation
                 found.append((f"rank {rank}, which leaves {node},", (), status))
-        if not found:
-            return
-        stopped = [each for each in found if each[2].is_stopped]
-        name, end, last = max(stopped or found, key=lambda each: each[2].age)
-        if last.age > last.limit:
+        failures = self._failures if self._reached <= self._failed_at else 0
+        hanging = find_hang([status for _, _, status in found], failures)
+        if hanging is not None:
+            name, end, last = found[hanging]
             doing = "is stopped by a signal" if last.is_stopped else f"hangs in {last.kind}"
             text = f"{name} {doing} at step {last.step}: no progress for {last.age:.1f} s"
             self._faults.append(Fault(text, clock - last.age, end))

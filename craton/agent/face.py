@@ -15,6 +15,7 @@ from craton.agent.launch import Launch
 from craton.agent.process import ChildProcess, end_sink, reap, start_sink
 from craton.agent.records import NodeRecords
 from craton.telemetry import (
+    JUMP_SECONDS,
     Heartbeat,
     Marker,
     MetricsEndpoint,
@@ -29,6 +30,7 @@ from craton.telemetry import (
     read_json,
     tail_lines,
     touch_heartbeat,
+    wall_offset,
     write_heartbeat,
     write_status,
 )
@@ -45,6 +47,7 @@ class NodeFace:
         self._endpoint, self._records = endpoint, records
         self._summarizer = Summarizer(run)
         self._metrics_port = 0
+        self._beaten: tuple[NodeState, float] | None = None  # what the heartbeat says, and the offset of its clock
         self._saves: dict[str, float] = {}  # tier → when its newest checkpoint was finished
         self.address = ""  # where the other agents reach this one
         self.sinks: list[ChildProcess] = []
@@ -148,8 +151,10 @@ class NodeFace:
             self._records.metrics(values)
 
     def touch(self) -> None:
+        if self._beaten is not None and abs(wall_offset() - self._beaten[1]) > JUMP_SECONDS:
+            self.beat(self._beaten[0])  # the wall clock has jumped
         with contextlib.suppress(OSError):  # a directory that is gone is seen elsewhere
-            touch_heartbeat(self._run, self._node)
+            touch_heartbeat(self._run, self._node, self._beaten[1] if self._beaten else None)
 
     def beat(self, state: NodeState) -> None:
         beat = Heartbeat(
@@ -162,7 +167,7 @@ class NodeFace:
             process_start(os.getpid()),
         )
         try:
-            write_heartbeat(self._run, self._node, beat)
+            self._beaten = (state, write_heartbeat(self._run, self._node, beat))
         except OSError as error:
             print(f"craton agent: cannot write the heartbeat of {self._node}: {error}", file=sys.stderr, flush=True)
 

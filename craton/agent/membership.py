@@ -33,7 +33,7 @@ from craton.agent.generation import Generation, create_generation, newest_genera
 from craton.agent.launch import Launch, LaunchError, read_launch
 from craton.agent.records import NodeRecords
 from craton.agent.wire import Link, Message
-from craton.telemetry import Marker, RunDirectory, process_start, read_heartbeat, read_json
+from craton.telemetry import STEADY, Marker, RunDirectory, process_start, read_heartbeat, read_json
 
 STATUS_SECONDS = 0.15  # between two words to whoever coordinates
 ALIVE_SECONDS = 3.0  # a heartbeat that has not changed for this long has stopped
@@ -110,7 +110,7 @@ class Membership:
             if self._coordinator is not None:
                 self._coordinator.heard(self._node, status, now)
         if self._coordinator is not None and not is_ending:
-            for action in self._coordinator.tick(now, time.time()):
+            for action in self._coordinator.tick(now, STEADY.now()):
                 if self._coordinator is not None:
                     self._act(action)
         if self._coordinator is not None and not is_ending:
@@ -197,7 +197,7 @@ class Membership:
             link.send({"is": "beat"})
         elif message["is"] == "fault":
             fields = {name: value for name, value in message.items() if name not in ("is", "age")}
-            moment = time.time() - max(0.0, float(message["age"]))  # clocks of machines differ, ages do not
+            moment = STEADY.now() - max(0.0, float(message["age"]))  # clocks of machines differ, ages do not
             self._coordinator.fault(Fault(**{**fields, "time": moment, "ranks": tuple(fields.get("ranks", ()))}))
 
     def _obey(self, message: Message) -> None:
@@ -249,7 +249,7 @@ class Membership:
             self._tell_all({"is": "waiting"})
 
     def _begin_generation(self, action: Start) -> None:
-        generation = action.generation
+        generation = _labelled(action.generation)
         try:
             made = create_generation(self._run, generation)
         except OSError as error:
@@ -324,7 +324,7 @@ class Membership:
             return
         self._coordinator.avoid(frozenset(read_avoided(self._run)))
         wish = read_json(self._run.resize_path)
-        if not wish or float(wish.get("time", 0.0)) <= self._resize_seen:
+        if not wish or float(wish.get("time", 0.0)) == self._resize_seen:
             return
         self._resize_seen = float(wish["time"])
         with contextlib.suppress(LaunchError):
@@ -338,6 +338,12 @@ def _missed(current: Generation, node: str, number: int) -> bool:
     return number < current.number and (number >= 0 or node not in current.nodes)
 
 
+def _labelled(generation: Generation) -> Generation:
+    """A generation with its moments as labels of the wall clock; their difference stays what it was."""
+    broke_at = STEADY.to_wall(generation.broke_at) if generation.broke_at else 0.0
+    return replace(generation, time=STEADY.to_wall(generation.time), broke_at=broke_at)
+
+
 def _told(fault: Fault) -> Message:
     """A fault as it is sent: how long ago it was, and not when."""
-    return {"is": "fault", **asdict(fault), "age": time.time() - fault.time}
+    return {"is": "fault", **asdict(fault), "age": STEADY.now() - fault.time}

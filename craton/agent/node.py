@@ -13,17 +13,18 @@ import os
 import selectors
 import signal
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-from craton.agent.coordinator import RankProgress
+from craton.agent.cpuwait import CpuWait
 from craton.agent.generation import Generation, next_number
+from craton.agent.hangs import RankProgress
 from craton.agent.launch import Launch
 from craton.agent.nursery import Nursery, NurseryError
 from craton.agent.ports import free_port
 from craton.agent.process import ChildProcess, RankProcess, pipe, rank_environment, start_rank
 from craton.agent.records import NodeRecords
-from craton.telemetry import RankPage, RankStatus, RunDirectory, monotonic_of
+from craton.telemetry import STEADY, RankPage, RankStatus, RunDirectory, monotonic_of
 
 PLANNED_SECONDS = 1000.0  # without progress, on the way into a planned generation; the coordinator has less patience
 NURSERY_SECONDS = 120.0  # imports on a cold file system take their time
@@ -42,6 +43,7 @@ class Place:
     is_done: bool = False  # ended well in this generation
     missing_since: float = float("inf")  # monotonic: since when it has no process
     mute_at: float = -1.0  # what the page said of progress when a job's own command began, which may never say any
+    cpu_wait: CpuWait = field(default_factory=CpuWait)
 
     @property
     def is_running(self) -> bool:
@@ -63,6 +65,7 @@ class NodeProcesses:
         self._run, self._launch, self._node, self._host = run, launch, node, host
         self._records, self._selector = records, selector
         self.generation: Generation | None = None
+        self.broke_at = 0.0  # monotonic: when the generation before stopped moving; 0: it did not
         self.places: list[Place] = []
         self._first_ranks = range(0)  # whose books are kept before there is a generation
         self.nursery: Nursery | None = None
@@ -152,7 +155,7 @@ class NodeProcesses:
             return
         finally:
             os.close(writing)
-        self.keeper = ChildProcess(f"keeper of {self._node}", pid, log_path, 0, time.time())
+        self.keeper = ChildProcess(f"keeper of {self._node}", pid, log_path, 0, STEADY.now())
         keeper = self.keeper
         self._selector.register(reading, selectors.EVENT_READ, lambda: self._hear_keeper(keeper, reading))
 
@@ -179,6 +182,9 @@ class NodeProcesses:
                 self._records.generation = self.generation.number
             self.book(ended="released")
         self.generation = generation
+        # The difference of two labels of one clock; when it was, is for the clock of this machine to say.
+        ago = max(0.0, generation.time - generation.broke_at)
+        self.broke_at = time.monotonic() - ago if generation.broke_at else 0.0
         self._records.generation = generation.number
         if not self._launch.nursery:
             self._offer_store()
@@ -222,10 +228,10 @@ class NodeProcesses:
                 place.page.generation = -1
             self._records.skip(id(place), place.page)
         self.places += [Place(RankPage.make()) for _ in range(wanted - len(self.places))]
-        if generation.broke_at:  # in the place of a node that was lost
+        if self.broke_at:  # in the place of a node that was lost
             for place in self.places:
                 if not place.is_running:
-                    place.page.begin("waiting", now - max(0.0, generation.time - generation.broke_at))
+                    place.page.begin("waiting", self.broke_at)
 
     def wait_for_nodes(self) -> None:
         """What has broken cannot go on before another node is there."""
@@ -319,7 +325,7 @@ class NodeProcesses:
             os.close(records_of_rank)
             os.close(orders_of_rank)
         process = RankProcess(
-            f"rank {rank}", pid, log_path, offset, time.time(), rank=rank, records=records, orders=orders
+            f"rank {rank}", pid, log_path, offset, STEADY.now(), rank=rank, records=records, orders=orders
         )
         place.process = process
         self._tell(rank, place, self.generation)
@@ -348,6 +354,7 @@ class NodeProcesses:
             "rank": rank,
             "node": self._node,
             "keeper": self.keeper_name,
+            "broke_at": self.broke_at,
         }
         place.process.rank = rank
         grace = self._launch.failure_grace_seconds
@@ -407,7 +414,7 @@ class NodeProcesses:
                     progress_age_seconds=round(progress.age, 3),
                     step_seconds=progress.step_seconds,
                     is_stopped=progress.is_stopped,
-                    progress_limit_seconds=progress.limit,
+                    progress_limit_seconds=round(progress.limit + progress.starved_seconds, 3),
                 )
             )
         return found
@@ -448,7 +455,7 @@ class NodeProcesses:
 def _progress(place: Place, process: RankProcess, now: float) -> RankProgress:
     """What the rank is doing; one that never told of any progress has just made some."""
     page = place.page
-    return RankProgress(
+    told = RankProgress(
         page.kind,
         page.step,
         0.0 if page.progress == place.mute_at else now - page.progress,
@@ -456,7 +463,11 @@ def _progress(place: Place, process: RankProcess, now: float) -> RankProgress:
         process.is_stopped,
         page.generation,
         page.patience,
+        page.slowest_seconds,
     )
+    if not told.age:
+        return told
+    return replace(told, starved_seconds=place.cpu_wait.seconds(process.pid, now - told.age, told.limit, now))
 
 
 def _has_more(descriptor: int) -> bool:

@@ -12,13 +12,12 @@ import select
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from craton.agent.launch import Launch
 from craton.agent.process import ChildProcess, common_environment, start
-from craton.telemetry import RunDirectory
+from craton.telemetry import STEADY, RunDirectory
 
 FORK_SECONDS = 4.0  # less than what makes the agent itself look dead
 MESSAGE_BYTES = 1 << 20
@@ -45,7 +44,7 @@ class Nursery:
         finally:
             theirs.close()
         self.connection = ours
-        self.child = ChildProcess(f"nursery of {node}", process.pid, log_path, offset, time.time())
+        self.child = ChildProcess(f"nursery of {node}", process.pid, log_path, offset, STEADY.now())
         self.is_ready = False
 
     def hear(self) -> None:

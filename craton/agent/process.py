@@ -23,7 +23,8 @@ import craton.agent.child as child_program
 from craton.agent.generation import Generation
 from craton.agent.launch import Launch
 from craton.job import PLACEHOLDERS
-from craton.telemetry import RunDirectory
+from craton.limits import MORE_MEMORY, limit_hint, memory_text, oom_kills
+from craton.telemetry import STEADY, RunDirectory
 
 EXIT_FINAL = 3  # of a rank: the job itself is at fault, and another try would fail as well
 PIPE_BYTES = 1 << 20
@@ -43,11 +44,12 @@ class ChildProcess:
     pid: int
     log_path: Path
     log_offset: int  # where the log began for this process
-    started: float  # epoch seconds
+    started: float  # epoch seconds of the steady clock, as is the end
     stdin: int = -1  # our end, where there is one
     ended: float | None = None
     code: int = 0  # once it has ended: exit code, or minus the signal that ended it
     sent: set[signal.Signals] = field(default_factory=set)
+    oom_kills_before: int = field(default_factory=oom_kills)
 
     @property
     def is_running(self) -> bool:
@@ -104,12 +106,12 @@ def common_environment(run: RunDirectory, launch: Launch, node: str) -> dict[str
     is_said = any({**os.environ, **launch.env}.get(name) for name in RECORDING_VARIABLES)
     return {
         "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(launch.threads_per_rank),
         **({} if is_said else {RECORDING_VARIABLES[0]: str(run.recording_prefix)}),
         **launch.env,
         **({"CUDA_VISIBLE_DEVICES": launch.cards[node]} if node in launch.cards else {}),
         **({"CUDA_VISIBLE_DEVICES": ""} if launch.hides_gpus else {}),
         "LOCAL_WORLD_SIZE": str(launch.ranks_per_node),
-        "OMP_NUM_THREADS": str(launch.threads_per_rank),
         "CRATON_RUN": str(run.path),
         "CRATON_NODE": node,
     }
@@ -173,7 +175,7 @@ def start_rank(
 ) -> RankProcess:
     """A rank of a job's own command; `page` is the descriptor of its page."""
     reading, writing = pipe()
-    started = time.time()
+    started = STEADY.now()
     values = placeholder_values(run, launch, generation, node, rank)
     common = {"PATH": search_path(), **common_environment(run, launch, node)}
     environment = {
@@ -203,7 +205,7 @@ def start_sink(run: RunDirectory, sink: str) -> ChildProcess:
     """A sink goes on until `end_sink` closes its standard input."""
     command = [sys.executable, "-m", "craton.telemetry.track", str(run.path), sink, "--until-stdin-closes"]
     log_path = run.path / "logs" / f"track-{sink}.log"
-    started = time.time()
+    started = STEADY.now()
     process, log_offset = start(command, {"PYTHONUNBUFFERED": "1"}, log_path, (), stdin=subprocess.PIPE)
     assert process.stdin is not None
     return ChildProcess(
@@ -243,7 +245,7 @@ def reap(children: Sequence[ChildProcess]) -> list[ChildProcess]:
             os.killpg(child.pid, signal.SIGKILL)
         _, code = os.waitpid(child.pid, 0)
         child.code = os.waitstatus_to_exitcode(code)
-        child.ended = time.time()
+        child.ended = STEADY.now()
         ended.append(child)
         _reap_group(child.pid)
         if isinstance(child, RankProcess) and child.values:
@@ -339,8 +341,12 @@ def failure_text(rank: RankProcess, node: str, generation: int) -> str:
     if rank.code > 0 and words:  # it ended by itself: what it said last is most likely why
         headline += f": {words[-1].removeprefix('craton: ')}"
     text = [headline]
-    if rank.code == -signal.SIGKILL:
+    if rank.code == -signal.SIGKILL and oom_kills() > rank.oom_kills_before:
+        text.append(f"the kernel has killed a process because memory ran out: {memory_text()}; {MORE_MEMORY}")
+    elif rank.code == -signal.SIGKILL:
         text.append("less memory is needed with a smaller layout.micro_batch, more layout.recompute or more ranks")
+    elif hint := limit_hint("\n".join(last_lines)):
+        text.append(hint)
     text.append(f"the end of {rank.log_path.name}:" if last_lines else f"{rank.log_path.name} is empty")
     return "\n".join([*text, *(f"  {line}" for line in last_lines)])
 

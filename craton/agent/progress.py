@@ -26,10 +26,11 @@ from types import FrameType
 from typing import Any
 
 from craton.agent.errors import LaunchError
+from craton.agent.hangs import HANG_STEPS
 from craton.agent.node import NodeProcesses, Place
 from craton.agent.process import RankProcess, fill
 from craton.agent.records import NodeRecords
-from craton.telemetry import monotonic_of
+from craton.telemetry import STEADY, monotonic_of
 
 LINE_BYTES = 4096  # what is longer is cut: it may be a matrix, or a file without line ends
 LOOK_BYTES = 256 << 10  # of a log at one look; what comes faster is skipped, but for its end
@@ -57,7 +58,7 @@ class Reading:
     """What one line said, or one answer."""
 
     values: dict[str, float]  # by the names of the job
-    moment: float  # epoch seconds
+    moment: float  # of the steady clock, as are all moments here: they are subtracted from each other
 
 
 class LogTail:
@@ -67,7 +68,7 @@ class LogTail:
         self._path, self._offset = path, offset
         self._rest = b""
         self._is_inside = False  # a line whose beginning was skipped
-        self.written_at = 0.0  # epoch seconds of the last write, as the file system says
+        self.written_at = 0.0  # of the steady clock: the last write, as the file system says
 
     def read(self, to_the_end: bool = False) -> list[str]:
         """The lines that have ended since the last call; `to_the_end`: nothing more is written, and the last one may
@@ -94,7 +95,7 @@ class LogTail:
                     self._is_inside = self._offset > 0
                 handle.seek(self._offset)
                 data = handle.read(LOOK_BYTES)
-                self.written_at = os.fstat(handle.fileno()).st_mtime
+                self.written_at = STEADY.now() - (time.time() - os.fstat(handle.fileno()).st_mtime)
         except OSError:
             return b""
         self._offset += len(data)
@@ -159,7 +160,7 @@ class Scraper:
         while not self._closed.wait(self._seconds):
             try:
                 text = _fetch(self._address)
-                reading = self._read(text, time.time())
+                reading = self._read(text, STEADY.now())
             except (OSError, ValueError) as error:
                 self.error = str(error)
                 continue
@@ -200,10 +201,10 @@ class _Course:
     process: RankProcess
     tail: LogTail
     scraper: Scraper | None
-    began: float  # epoch seconds
+    began: float
     looked_at: float
     step: int | None = None
-    at: float = 0.0  # epoch seconds of the newest step
+    at: float = 0.0  # the newest step
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL_OF))
     intervals: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL_OF))
     num_lines: int = 0
@@ -244,10 +245,10 @@ class Progress:
             self.close()
             self._course = self._begin(process)
         course = self._course
-        before, course.looked_at = course.looked_at, time.time()
+        before, course.looked_at = course.looked_at, STEADY.now()
         lines = course.tail.read(to_the_end=not process.is_running)
         found = self._matcher.find(lines)
-        readings = _timed(found[-MOST_RECORDS:], before, course.tail.written_at, time.time())
+        readings = _timed(found[-MOST_RECORDS:], before, course.tail.written_at, STEADY.now())
         if course.scraper is not None:
             readings = sorted([*readings, *course.scraper.take()], key=lambda each: each.moment)
         course.num_lines += len(lines)
@@ -296,16 +297,17 @@ class Progress:
         course.was_read = True
         named = {f"run_{name}": value for name, value in values.items()}
         at = course.step if course.step is not None else 0
-        self._records.measured(self._rank, at, reading.moment, named)
+        self._records.measured(self._rank, at, STEADY.to_wall(reading.moment), named)
 
     def _advance(self, place: Place, course: _Course, step: int, moment: float) -> None:
         """The process has done a step."""
         generation, page = self._processes.generation, place.page
         assert generation is not None
-        if course.step is None and generation.broke_at:
+        broke_at = self._processes.broke_at
+        if course.step is None and broke_at:
             lost = max(0, generation.reached - step + 1)
             self._records.event(
-                "recovered", self._rank, seconds=moment - generation.broke_at, lost_steps=lost, first_step=step
+                "recovered", self._rank, seconds=monotonic_of(moment) - broke_at, lost_steps=lost, first_step=step
             )
         course.step, course.at = step, moment
         page.switch("redo" if step < generation.reached else "productive", max(page.since, monotonic_of(moment)))
@@ -313,9 +315,8 @@ class Progress:
         page.beat()
         if course.step_seconds:
             page.step_seconds = statistics.median(course.step_seconds)
-        usual = statistics.median(course.intervals) if course.intervals else 0.0
         page.patience = _patience(
-            float(self._told.get("hang_times") or 0), float(self._told.get("hang_seconds") or 0), usual
+            float(self._told.get("hang_times") or 0), float(self._told.get("hang_seconds") or 0), course.intervals
         )
 
     def _complain(self, course: _Course) -> None:
@@ -327,7 +328,7 @@ class Progress:
                 f"progress.pattern takes more than {MATCH_SECONDS:g} s of processor time on what rank {self._rank} "
                 "prints, and is no longer used; write it without repetitions inside repetitions, such as (a+)+",
             )
-        late = time.time() - course.began > UNSEEN_SECONDS
+        late = STEADY.now() - course.began > UNSEEN_SECONDS
         if course.was_read or course.was_warned or not late:
             return
         if course.scraper is not None and course.scraper.error:
@@ -344,11 +345,15 @@ class Progress:
             )
 
 
-def _patience(times: float, least: float, usual: float) -> float:
-    """Seconds without progress that are a hang: so many times the usual ones, and at least so many."""
-    if (not times and not least) or (times and not usual):
+def _patience(times: float, least: float, intervals: Sequence[float]) -> float:
+    """Seconds without progress that are a hang: so many times the usual ones, at least so many, and longer than the
+    slowest of the recent ones by as much as a step of the training loop may be."""
+    if (not times and not least) or (times and not intervals):
         return NEVER_SECONDS
-    return max(times * usual, least, LEAST_PATIENCE_SECONDS)
+    if not times:
+        return max(least, LEAST_PATIENCE_SECONDS)  # a fixed time
+    followed = max(times * statistics.median(intervals), HANG_STEPS * max(intervals))
+    return max(followed, least, LEAST_PATIENCE_SECONDS)
 
 
 def _timed(found: Sequence[dict[str, float]], before: float, written: float, now: float) -> list[Reading]:

@@ -17,7 +17,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from craton.agent.process import RankProcess
-from craton.telemetry import LineWriter, MetricsEndpoint, RankPage, RunDirectory, parse_line, tail_lines
+from craton.telemetry import (
+    JUMP_SECONDS,
+    STEADY,
+    LineWriter,
+    MetricsEndpoint,
+    RankPage,
+    RunDirectory,
+    parse_line,
+    tail_lines,
+)
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
@@ -111,6 +120,9 @@ class NodeRecords:
         changed = {kind: seconds - before.get(kind, 0.0) for kind, seconds in totals.items()}
         seconds = {kind: round(value, 6) for kind, value in changed.items() if value}
         line: dict[str, Any] = {**self._stamp(rank), "step": page.step, "seconds": seconds}
+        label, line["time"] = line["time"], STEADY.now()  # its lines must follow each other as their seconds do
+        if abs(label - line["time"]) > JUMP_SECONDS:
+            line["wall_time"] = label
         if ended is not None:
             line["ended"] = ended
         if died_in is not None:
@@ -121,6 +133,11 @@ class NodeRecords:
     def skip(self, place: int, page: RankPage) -> None:
         """What the page holds until now is in nobody's books."""
         self._booked[place] = page.totals(time.monotonic())
+
+    def last_moment(self) -> float:
+        """When the newest line of the ledger was written; 0: there is none."""
+        lines = tail_lines(self._writers["ledger"].path, READ_BYTES)
+        return max((float(line["time"]) for line in lines if isinstance(line.get("time"), int | float)), default=0.0)
 
     def last_booked(self, first_generation: int) -> dict[int, float]:
         """rank → when its books end, of an agent of this node and this launch that did not close them."""

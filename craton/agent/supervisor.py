@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from craton.agent.chaos import Chaos
+from craton.agent.clockwork import continue_clock
 from craton.agent.coordinator import Fault
 from craton.agent.council import Council
 from craton.agent.errors import LaunchError
@@ -47,7 +48,8 @@ from craton.agent.process import (
 from craton.agent.progress import Progress
 from craton.agent.records import NodeRecords
 from craton.agent.wire import run_secret
-from craton.telemetry import BESIDE, Marker, MetricsEndpoint, NodeState, RunDirectory, monotonic_of
+from craton.limits import explain, limit_hint
+from craton.telemetry import BESIDE, STEADY, Marker, MetricsEndpoint, NodeState, RunDirectory, monotonic_of
 
 TURN_SECONDS = 0.2  # between two looks at everything, when nothing happens
 POLL_SECONDS = 0.5  # markers, chaos, resize
@@ -73,6 +75,7 @@ class Supervisor:
         present = newest_generation(run)  # after an agent of this node that was killed
         number = max(launch.generation, present.number if present else 0)
         self._records = NodeRecords(run, self._node, number, endpoint, self._on_rank_event)
+        continue_clock(run, launch, self._node, self._records.last_moment())
         self._face = NodeFace(run, launch, self._node, endpoint, self._records)
         self._selector = selectors.DefaultSelector()
         self._processes = NodeProcesses(run, launch, self._node, self._host, self._records, self._selector)
@@ -100,7 +103,7 @@ class Supervisor:
         try:
             council = Council(self._run, self._launch, self._index, run_secret(self._run), self._host, self._wake)
         except OSError as error:
-            self.fail(f"{self._node} cannot listen for the other agents at {self._host}: {error}")
+            self.fail(f"{self._node} cannot listen for the other agents at {self._host}: {explain(error)}")
         else:
             self._face.address = council.address
             self._membership = Membership(self._run, self._launch, self._node, council, self._records, self)
@@ -169,10 +172,10 @@ class Supervisor:
             self._processes.tend()
             for rank in self._processes.tend_ranks():
                 self._report(
-                    Fault(f"rank {rank} on {self._node} cannot be started: its nursery does not come", time.time())
+                    Fault(f"rank {rank} on {self._node} cannot be started: its nursery does not come", STEADY.now())
                 )
         except OSError as error:
-            self.fail(f"{self._node} cannot start its processes: {error}")
+            self.fail(f"{self._node} cannot start its processes: {explain(error)}")
 
     def _reap(self) -> None:
         for child in reap([*self._processes.children, *self._face.sinks]):
@@ -225,7 +228,7 @@ class Supervisor:
             self._report(
                 Fault(
                     f"{rank.name} on {self._node} broke off at step {line['step']}: {line.get('reason', '')}",
-                    float(line["time"]),
+                    STEADY.now(),  # not its label: a clock may have jumped since
                     generation=line.get("generation"),
                     is_echo=bool(line.get("echo")),
                 )
@@ -247,7 +250,7 @@ class Supervisor:
         if ended_well:
             place.page.switch("idle")
         else:
-            place.page.break_off("detect", monotonic_of(rank.ended or time.time()))
+            place.page.break_off("detect", monotonic_of(rank.ended or STEADY.now()))
             for what in BESIDE:
                 place.page.set_beside(what, False)
             if any(each is place for _, each in self._processes.ranks):  # otherwise its books are closed
@@ -273,7 +276,7 @@ class Supervisor:
         try:
             started = self._processes.start_again(place)
         except OSError as error:
-            self.fail(f"{self._node} cannot start {rank.name}: {error}")
+            self.fail(f"{self._node} cannot start {rank.name}: {explain(error)}")
             return
         if not started:
             assert self._processes.generation is not None
@@ -286,14 +289,15 @@ class Supervisor:
         is_final = rank.code in (EXIT_FINAL, 126, 127)
         return Fault(
             text,
-            rank.ended or time.time(),
+            rank.ended or STEADY.now(),
             generation=generation.number,
             is_final=is_final,
             is_early=is_early and is_first,
         )
 
     def _on_helper_end(self, helper: str, child: ChildProcess) -> None:
-        told = "; ".join(child.last_lines(3))
+        hint = limit_hint("\n".join(child.last_lines()))
+        told = "; ".join([*child.last_lines(3), *([hint] if hint else [])])
         if helper == "unborn nursery":
             self._failed_nurseries += 1
             if self._failed_nurseries >= MOST_NURSERIES and self._ending is None:
@@ -303,7 +307,7 @@ class Supervisor:
             event = "keeper_ended" if helper == "keeper" else "nursery_ended"
             self.warn(event, f"{child.name} {how_ended(child.code)}: {told}; a new one starts")
         if helper == "keeper" and self._processes.generation is not None and self._processes.ranks:
-            self._report(Fault(f"{child.name} {how_ended(child.code)}", child.ended or time.time()))
+            self._report(Fault(f"{child.name} {how_ended(child.code)}", child.ended or STEADY.now()))
 
     # -- among agents ---------------------------------------------------------------------------------------------
 
@@ -314,7 +318,7 @@ class Supervisor:
         try:
             self._processes.enter(generation, end)
         except OSError as error:
-            self.fail(f"{self._node} cannot start its ranks: {error}")
+            self.fail(f"{self._node} cannot start its ranks: {explain(error)}")
             return
         if self._membership is not None:
             self._membership.entered()

@@ -9,17 +9,20 @@ to the agent's single loop.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from craton.limits import explain
 from craton.telemetry import RunDirectory
 
 GREETING = b"craton1 "
@@ -133,12 +136,16 @@ class Listener:
         self._socket.close()
 
     def _accept(self) -> None:
+        has_told = False
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
+            except OSError as error:
                 if self._closed:
                     return
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not has_told:
+                    has_told = True
+                    print(f"craton agent: cannot accept another agent: {explain(error)}", file=sys.stderr, flush=True)
                 time.sleep(ACCEPT_AGAIN_SECONDS)  # too many open files, or a caller that has gone
                 continue
             threading.Thread(target=self._greet, args=(connection,), name="agent", daemon=True).start()

@@ -29,7 +29,7 @@ def resize(
     console = make_console(as_json)
     found = find_run(run)
     wanted = draft_resize(found, nodes)
-    since = time.time()
+    since, began = time.time(), time.monotonic()
     started = resize_run(found, wanted)
     many = f"{wanted.before} to {nodes} node{'s' if nodes > 1 else ''}"
     console.print(f"{found.name}: from {many}, {wanted.size.layout}")
@@ -51,7 +51,7 @@ def resize(
     if as_json:
         print(json.dumps(outcome_json(found, summary)))
     elif is_done:
-        took = f"{time.time() - since:.1f} s"
+        took = f"{time.monotonic() - began:.1f} s"
         console.print(f"{found.name} goes on at step {summary.step:,} on {many.partition(' to ')[2]}, {took} later")
     else:
         console.print(f"{found.name} is {summary.state}, not on {nodes} nodes: {summary.message}", style="red")

@@ -17,6 +17,7 @@ from pathlib import Path
 from craton.agent import Launch
 from craton.infrastructure import resolve_cluster, visible_accelerators
 from craton.job import TRAINING_KINDS, FaultError, Job, JobError, dump_job, faults_of, parse_fault, parse_job, place_of
+from craton.limits import cpu_quota
 from craton.ml import TRAINED_PRECISIONS
 from craton.orchestration.backend import BACKENDS
 from craton.orchestration.command import command_environment, command_fields, processes_of
@@ -308,7 +309,9 @@ def gres_gpus(gres: str | None) -> int:
 
 
 def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Those this process may run on, and no more than its cgroup gives it the time of."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, cpu_quota() or allowed))
 
 
 def backend_name(job: Job, on: str | None) -> str:

@@ -87,7 +87,11 @@ class LocalBackend:
         """Agents that are killed cannot say how they ended any more."""
         generation = read_launch(run).generation
         for agent in kill_agents(run):
-            write_heartbeat(run, agent.node, Heartbeat(generation, "stopped", agent.pid, metrics_port=0))
+            before = read_heartbeat(run, agent.node)
+            ended = Heartbeat(generation, "stopped", agent.pid, metrics_port=0)
+            if before is not None:  # its ledger goes on with the same clock when the run is resumed
+                ended = replace(ended, clock=before.clock, steady_offset=before.steady_offset)
+            write_heartbeat(run, agent.node, ended)
 
 
 def agent_log(node: str) -> str:

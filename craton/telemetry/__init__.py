@@ -27,6 +27,7 @@ from craton.telemetry.lines import LineWriter, noting_unread, parse_line, read_l
 from craton.telemetry.page import BESIDE, LEDGER_KINDS, RankPage, TrapError, going_on, monotonic_of, own_page
 from craton.telemetry.recorder import Recorder
 from craton.telemetry.rundirectory import MARKERS, Marker, RunDirectory, find_run, list_runs, read_json, runs_root
+from craton.telemetry.steadyclock import JUMP_SECONDS, STEADY, monotonic_clock_id, wall_offset
 
 if TYPE_CHECKING:
     from craton.telemetry.endpoint import MetricsEndpoint
@@ -36,10 +37,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BESIDE",
+    "JUMP_SECONDS",
     "LEDGER_KINDS",
     "LOST_SECONDS",
     "MARKERS",
     "METRICS",
+    "STEADY",
     "TWINS",
     "Heartbeat",
     "LedgerClock",
@@ -65,6 +68,7 @@ __all__ = [
     "find_run",
     "going_on",
     "list_runs",
+    "monotonic_clock_id",
     "monotonic_of",
     "noting_unread",
     "own_page",
@@ -80,6 +84,7 @@ __all__ = [
     "summarize",
     "tail_lines",
     "touch_heartbeat",
+    "wall_offset",
     "write_heartbeat",
     "write_status",
 ]

@@ -2,6 +2,9 @@
 
 Its age says whether the agent lives, its text what became of the generation. The text is replaced as a whole, so a
 reader sees the old or the new one. A heartbeat older than LOST_SECONDS while running means a lost node.
+
+The time of a touch is of the agent's wall clock, which may jump. So the text also says what that clock was ahead of the
+monotonic one: a reader of the same boot computes the age without any wall clock. After a jump the agent writes it anew.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from craton.telemetry.rundirectory import RunDirectory
+from craton.telemetry.steadyclock import STEADY, monotonic_clock_id, wall_offset
 
 LOST_SECONDS = 10.0
 NodeState = Literal["running", "done", "stopped", "failed", "spare", "released"]
@@ -32,9 +36,19 @@ class Heartbeat:
     host: str = ""
     started: str = ""  # when its process began, by the system's own clock: tells it from a later one of the same number
     moment: float = 0.0  # epoch seconds of the last touch
+    clock: str = ""  # which monotonic clock the agent has; "": not said
+    clock_offset: float = 0.0  # what the clock of `moment` is ahead of that one
+    steady_offset: float = 0.0  # the same of the agent's steady clock, which a later agent of this boot takes over
+
+    def age_seconds(self, now: float | None = None) -> float:
+        """Since the last touch, or at the epoch second `now`. Without `now`, a reader of the agent's boot is not misled
+        by a wall clock that jumped."""
+        if now is None and self.clock and self.clock == monotonic_clock_id():
+            return max(0.0, time.monotonic() - (self.moment - self.clock_offset))
+        return (time.time() if now is None else now) - self.moment
 
     def is_lost(self, now: float | None = None) -> bool:
-        return self.state in ("running", "spare") and (time.time() if now is None else now) - self.moment > LOST_SECONDS
+        return self.state in ("running", "spare") and self.age_seconds(now) > LOST_SECONDS
 
 
 def process_start(pid: int) -> str:
@@ -54,18 +68,30 @@ def process_start(pid: int) -> str:
     return "" if state[:1] in ("", "Z", "X") else started.strip()
 
 
-def write_heartbeat(run: RunDirectory, node: str, heartbeat: Heartbeat) -> None:
-    """Replaces the node's heartbeat; OSError when the disk is full or the run is gone."""
-    path = run.heartbeat_path(node)
-    document = asdict(heartbeat)
+def write_heartbeat(run: RunDirectory, node: str, heartbeat: Heartbeat) -> float:
+    """Replaces the node's heartbeat; OSError when the disk is full or the run is gone. Returns the offset of the clock
+    that it was stamped with, for `touch_heartbeat`."""
+    path, offset = run.heartbeat_path(node), wall_offset()
+    is_ours = heartbeat.clock == monotonic_clock_id()  # then it may carry on what an agent said
+    steady = heartbeat.steady_offset if is_ours and heartbeat.steady_offset else STEADY.offset
+    clocks = {"clock": monotonic_clock_id(), "clock_offset": offset, "steady_offset": steady}
+    document = {**asdict(heartbeat), **clocks}
     del document["moment"]
     fresh = path.with_name(f".{node}.{os.getpid()}")
     fresh.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    _touch(fresh, offset)  # a file server has a clock of its own
     os.replace(fresh, path)
+    return offset
 
 
-def touch_heartbeat(run: RunDirectory, node: str) -> None:
-    os.utime(run.heartbeat_path(node))
+def touch_heartbeat(run: RunDirectory, node: str, offset: float | None = None) -> None:
+    """Says that the agent lives; `offset` is that of the clock in the text."""
+    _touch(run.heartbeat_path(node), wall_offset() if offset is None else offset)
+
+
+def _touch(path: Path, offset: float) -> None:
+    moment = time.monotonic() + offset
+    os.utime(path, (moment, moment))
 
 
 def read_heartbeat(run: RunDirectory, node: str) -> Heartbeat | None:
@@ -83,6 +109,9 @@ def read_heartbeat(run: RunDirectory, node: str) -> Heartbeat | None:
             host=str(document.get("host", "")),
             started=str(document.get("started", "")),
             moment=moment,
+            clock=str(document.get("clock", "")),
+            clock_offset=float(document.get("clock_offset", 0.0)),
+            steady_offset=float(document.get("steady_offset", 0.0)),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

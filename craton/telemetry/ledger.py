@@ -1,6 +1,7 @@
 """The ledger books every second of a rank's life to exactly one kind; the kinds sum to wall time.
 
-In a rank a `LedgerClock` is always in one kind. On disk a line holds the seconds by kind since the rank's line before;
+In a rank a `LedgerClock` is always in one kind. On disk a line holds the seconds by kind since the rank's line before,
+until its time, which is of a clock that does not jump (`steadyclock`);
 a negative number takes back what turned out to be of another kind (a step that was interrupted has to be redone).
 `LedgerReader` adds up a run: at every moment the mean over the ranks whose books cover it; where none does the gap is
 `idle` when the generation before failed or vanished (somebody wanted the run to run and it did not), and nothing at all
@@ -35,6 +36,8 @@ LEAST_CHUNK_BYTES = 8 << 10  # of one file
 LEAST_ENTRIES = 10_000  # that wait before any are added up: to sort a few again and again takes longer
 LATE_SECONDS = 10.0  # how much later than another node's a line may become visible
 KEPT_FILE = ".books.json"
+MAX_LINE_SECONDS = 10 * 366 * 86400.0  # of one line; NaN is not below it
+MAX_MOMENT = 4102444800.0  # the year 2100: a clock beyond it would add its error to the books
 SHORTEST_SECONDS = 1e-6  # of a line that only moves seconds from one kind to another
 
 
@@ -274,12 +277,12 @@ class LedgerReader:
         seconds, rank, moment, generation = (line.get(name) for name in ("seconds", "rank", "time", "generation"))
         if not isinstance(seconds, dict) or not isinstance(rank, int) or not isinstance(generation, int):
             return
-        if not isinstance(moment, int | float):
+        if not isinstance(moment, int | float) or not 0.0 <= moment < MAX_MOMENT:
             return
         known = {
             kind: float(value)
             for kind, value in seconds.items()
-            if kind in LEDGER_KINDS and isinstance(value, int | float)
+            if kind in LEDGER_KINDS and isinstance(value, int | float) and abs(value) < MAX_LINE_SECONDS
         }
         self._generations.setdefault(generation, GenerationBooks()).add(rank, known)
         ended = line.get("ended")

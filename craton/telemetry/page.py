@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from craton.telemetry.steadyclock import STEADY
+
 LEDGER_KINDS = (
     "waiting",
     "start",
@@ -41,6 +43,8 @@ BESIDE = ("staging", "saving", "unsaved")
 ACTIONS = ("none", "kill", "stop", "spin", "fail")  # of a trap; stop: SIGSTOP, spin: hang with the process running
 VARIABLE = "CRATON_PAGE"  # environment of a rank: the descriptor of its page
 PAGE_BYTES = 4096
+RECENT_STEPS = 16  # whose seconds the page holds: a slow step is remembered for so many
+STEP_KINDS = ("productive", "redo")
 ANY, STEPPING = -1, -2  # kinds that a trap may be set for: all, or those of a step's own work
 
 
@@ -63,6 +67,8 @@ class _Fields(ctypes.Structure):
         ("seconds", ctypes.c_double * len(LEDGER_KINDS)),
         ("marked", ctypes.c_double * len(LEDGER_KINDS)),
         ("patience", ctypes.c_double),
+        ("num_recent", ctypes.c_int64),
+        ("recent", ctypes.c_double * RECENT_STEPS),
     )
 
     generation: int
@@ -82,6 +88,8 @@ class _Fields(ctypes.Structure):
     seconds: Any
     marked: Any
     patience: float
+    num_recent: int
+    recent: Any
 
 
 class TrapError(RuntimeError):
@@ -89,8 +97,8 @@ class TrapError(RuntimeError):
 
 
 def monotonic_of(moment: float) -> float:
-    """A moment of the epoch, of this machine's clock, on its monotonic clock."""
-    return time.monotonic() - (time.time() - moment)
+    """A moment of this process's steady clock, on the monotonic clock of its machine."""
+    return STEADY.to_monotonic(moment)
 
 
 def own_page() -> RankPage | None:
@@ -165,6 +173,12 @@ class RankPage:
         """What is booked from here on belongs to this step."""
         fields = self._fields
         self.switch(self.kind, now)
+        if any(fields.marked):  # otherwise no step was under way
+            indices = [LEDGER_KINDS.index(kind) for kind in STEP_KINDS]
+            stepping = sum(fields.seconds[index] - fields.marked[index] for index in indices)
+            if stepping > 0:
+                fields.recent[fields.num_recent % RECENT_STEPS] = stepping
+                fields.num_recent += 1
         fields.marked[:] = fields.seconds[:]
         fields.step = step
 
@@ -206,6 +220,9 @@ class RankPage:
 
     @generation.setter
     def generation(self, value: int) -> None:
+        if value != self._fields.generation:  # with other ranks a step may take another time
+            self._fields.num_recent = 0
+            self._fields.recent[:] = [0.0] * RECENT_STEPS
         self._fields.generation = value
 
     @property
@@ -225,6 +242,12 @@ class RankPage:
     @step_seconds.setter
     def step_seconds(self, value: float) -> None:
         self._fields.step_seconds = value
+
+    @property
+    def slowest_seconds(self) -> float:
+        """The slowest of the recent steps, the one that just ended included: only the seconds of the step itself, not
+        those of its data, a checkpoint or an evaluation. 0: not known yet."""
+        return float(max(self._fields.recent))
 
     @property
     def progress(self) -> float:

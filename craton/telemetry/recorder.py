@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from craton.telemetry.lines import LineWriter
 from craton.telemetry.rundirectory import RunDirectory
+from craton.telemetry.steadyclock import STEADY
 
 Stream = Literal["metrics", "events", "ledger"]
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=lambda value: _plain(value)).encode
@@ -97,7 +98,8 @@ class Recorder:
 
     def _record(self, stream: Stream, step: int, fields: Mapping[str, Any]) -> None:
         begin = time.thread_time()
-        line: dict[str, Any] = {"time": time.time(), "step": step, "generation": self.generation}
+        moment = STEADY.now() if stream == "ledger" else time.time()  # lines of the ledger must follow each other
+        line: dict[str, Any] = {"time": moment, "step": step, "generation": self.generation}
         if self._descriptor is None:
             line |= {"node": self.node, "rank": self.rank}
         else:

@@ -89,7 +89,6 @@ class Summarizer:
         self._ledger.keep()
 
     def summary(self, now: float | None = None) -> RunSummary:
-        now = time.time() if now is None else now
         launch, plan = read_json(self.run.launch_path), read_json(self.run.plan_path)
         started = int(launch.get("generation") or 0)
         newest = _newest_generation(self.run, started)
@@ -153,7 +152,8 @@ class _Recent:
             self._lines += [line for line in lines if line.get("rank") == 0]
             values = [line.get("run_memory_bytes") for line in lines]
             self._memory_bytes = max([self._memory_bytes, *(float(each) for each in values if _is_number(each))])
-        self._lines.sort(key=lambda line: float(line.get("time") or 0.0))  # rank 0 may have moved to another node
+        # Rank 0 may have moved to another node with a generation; in each of them its lines are in one file, in order.
+        self._lines.sort(key=lambda line: line["generation"] if isinstance(line.get("generation"), int) else -1)
         last = self._lines[-1] if self._lines else {}
         self.step = int(last.get("step") or 0)
         self.generation = last.get("generation")
@@ -213,7 +213,7 @@ def _state(
     generation: int,
     heartbeats: dict[str, Heartbeat | None],
     metrics_generation: int | None,
-    now: float,
+    now: float | None,
 ) -> tuple[RunState, str]:
     beats = {node: beat for node, beat in heartbeats.items() if beat and beat.generation == generation}
     if run.has("FATAL"):
@@ -230,7 +230,10 @@ def _state(
     wants_stop = run.has("STOP")
     lost = [node for node, beat in beats.items() if beat.is_lost(now)]
     if lost:
-        return "lost", f"no sign of life from {', '.join(lost)} for {now - min(beats[n].moment for n in lost):.0f} s"
+        return (
+            "lost",
+            f"no sign of life from {', '.join(lost)} for {max(beats[n].age_seconds(now) for n in lost):.0f} s",
+        )
     if any(beat.state == "running" for beat in beats.values()):
         if wants_stop:
             return "stopping", ""
@@ -241,7 +244,7 @@ def _state(
             return "stopped", run.marker_text("STOP").strip()
         if len(beats) == len(heartbeats):
             return "done", ""
-    launched_seconds_ago = now - _modified_at(run.launch_path)
+    launched_seconds_ago = (time.time() if now is None else now) - _modified_at(run.launch_path)
     if heartbeats and launched_seconds_ago > START_SECONDS:
         missing = [node for node, beat in heartbeats.items() if node not in beats]
         if wants_stop and not beats:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from coordinated import EPOCH, Agents, two_at_work
 
-from craton.agent.coordinator import ECHO_SECONDS, HANG_SECONDS, LIMITS, Fail, Finish, Start
+from craton.agent.coordinator import ECHO_SECONDS, Fail, Finish, Start
+from craton.agent.hangs import HANG_SECONDS, LIMITS
 
 
 @pytest.fixture
@@ -97,10 +98,11 @@ def test_who_hangs_is_the_laggard_by_its_own_limit(two: Agents) -> None:
 
 @pytest.mark.parametrize(("step_seconds", "limit"), [(0.1, HANG_SECONDS), (10.0, 25.0)])
 def test_a_step_hangs_when_it_takes_much_longer_than_others(two: Agents, step_seconds: float, limit: float) -> None:
-    two.work(10, age=limit - 0.1, seconds=step_seconds)
+    two.work(10, age=limit - 0.02, seconds=step_seconds)
     two.rank_does(1, "productive", limit - 0.01)
     assert two.tick() == []
-    two.rank_does(1, "productive", limit + 0.01)
+    two.work(10, age=limit + 0.01, seconds=step_seconds)
+    two.rank_does(1, "productive", limit + 0.02)
     assert two.started().end == (1,)
 
 
@@ -248,7 +250,16 @@ def test_a_rank_that_hangs_before_it_leaves_as_planned_is_seen(node: str, name: 
     (rank,) = ranks
     ranks[rank] = ("checkpoint", 10, LIMITS["checkpoint"] - 1, 0.1, False, 1)
     assert agents.pass_time(2) == [], "a save may take its time"
-    ranks[rank] = ("productive", 10, HANG_SECONDS + 1, 0.1, False, 1)
+    agents.there["a"]["ranks"] = {0: ("productive", 10, HANG_SECONDS + 0.5, 0.1, False, 1)}
+    agents.there["b"]["leaving"] = {1: ("productive", 10, HANG_SECONDS + 0.5, 0.1, False, 1)}
+    agents.there[node]["ranks" if node == "a" else "leaving"][rank] = (
+        "productive",
+        10,
+        HANG_SECONDS + 1,
+        0.1,
+        False,
+        1,
+    )
     start = agents.started()
     assert start.generation.reason == f"{name} hangs in productive at step 10: no progress for 5.0 s"
     assert (start.generation.is_planned, start.generation.nodes, start.end) == (False, ["a", "c"], end)
@@ -303,3 +314,13 @@ def test_one_planned_generation_is_entered_before_the_next_begins() -> None:
     assert (generation.number, generation.nodes, generation.is_planned) == (3, ["a", "d"], True)
     agents.fail("rank 0 exited")
     assert agents.started().generation.number == 4, "a fault waits for nobody"
+
+
+def test_a_coordinator_that_did_not_run_blames_nobody_for_its_silence(two: Agents) -> None:
+    """As after a machine was frozen: all that the others said meanwhile is still to be read."""
+    two.now += 60.0
+    two.coordinator.heard("a", two.there["a"], two.now)
+    assert two.coordinator.tick(two.now, EPOCH + two.now) == []
+    del two.there["b"]
+    assert [start.generation.reason for start in two.pass_time(30) if isinstance(start, Start)] == []
+    assert "no sign of life" in two.others[0].text  # type: ignore[union-attr]

@@ -168,19 +168,21 @@ def test_counters_become_rates_and_samples_of_several_engines_one_number() -> No
 
 
 @pytest.mark.parametrize(
-    ("times", "least", "usual", "seconds"),
+    ("times", "least", "intervals", "seconds"),
     [
-        (0, 0, 1, NEVER_SECONDS),
-        (20, 300, 0, NEVER_SECONDS),
-        (20, 300, 1, 300),
-        (20, 300, 30, 600),
-        (3, 0, 10, 30),
-        (3, 0, 0.01, 4),
-        (0, 900, 0, 900),
+        (0, 0, [1], NEVER_SECONDS),
+        (20, 300, [], NEVER_SECONDS),
+        (20, 300, [1], 300),
+        (20, 300, [30], 600),
+        (3, 0, [10], 30),
+        (3, 0, [0.01], 4),
+        (3, 0, [0.2, 0.2, 0.2, 4.65], 2.5 * 4.65),  # the slowest of the recent ones counts
+        (0, 900, [], 900),
+        (0, 900, [1000], 900),  # a time that the job fixes
     ],
 )
-def test_how_long_nothing_may_happen(times: float, least: float, usual: float, seconds: float) -> None:
-    assert _patience(times, least, usual) == seconds
+def test_how_long_nothing_may_happen(times: float, least: float, intervals: list[float], seconds: float) -> None:
+    assert _patience(times, least, intervals) == seconds
 
 
 # -- under an agent -----------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class Trainer:
 
     def __init__(self, parts: Parts, stop_at: int | None = None, reached: int = 0, broke_at: float = 0.0) -> None:
         """`reached` is the last step that an earlier generation recorded: up to it, steps are done again. `broke_at` is
-        when that one broke (epoch seconds), if it did."""
+        when that one broke (monotonic), if it did."""
         assert parts.job.train is not None
         self.parts = parts
         self.train = parts.job.train

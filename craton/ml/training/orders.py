@@ -41,6 +41,7 @@ class Order:
     rank: int
     node: str
     keeper: str  # the address of the node's keeper for its own processes; "": there is none
+    broke_at: float = 0.0  # monotonic: when the generation before stopped moving; 0: it did not
 
     @property
     def is_last(self) -> bool:
@@ -97,8 +98,8 @@ class Orders:
 
     @property
     def broke_at(self) -> float:
-        """When the generation before the newest one stopped moving, epoch seconds; 0: it did not."""
-        return self._newest.generation.broke_at if self._newest is not None else 0.0
+        """When the generation before the newest one stopped moving, by the monotonic clock; 0: it did not."""
+        return self._newest.broke_at if self._newest is not None else 0.0
 
     def is_broken_within(self, seconds: float) -> bool:
         """Waits for word that nothing can be finished in the generation."""

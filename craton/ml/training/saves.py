@@ -30,8 +30,8 @@ class Saves:
     """Made by every rank; its methods are called by all of them in the same order."""
 
     def __init__(self, parts: Parts, reached: int, broke_at: float) -> None:
-        """`reached` is the last step that an earlier generation recorded, `broke_at` when that one broke (epoch
-        seconds), if it did."""
+        """`reached` is the last step that an earlier generation recorded, `broke_at` when that one broke
+        (monotonic), if it did."""
         self.parts = parts
         self._reached, self._broke_at = reached, broke_at
 
@@ -112,7 +112,7 @@ class Saves:
             torch.cuda.synchronize(self.parts.ranks.device)
         report = self.parts.checkpointer.restored
         restored = report.step if report else 0
-        seconds = time.time() - self._broke_at
+        seconds = time.monotonic() - self._broke_at
         tier = report.tier if report else "the beginning"
         lost = max(0, self._reached - restored)
         fields = {"seconds": seconds, "lost_steps": lost, "restored_from": tier, "restored_step": restored}

@@ -28,7 +28,7 @@ from craton.ml.functions import FunctionError
 from craton.ml.training.build import Place, build
 from craton.ml.training.loop import Trainer
 from craton.ml.training.orders import Order, Orders, RegroupError
-from craton.telemetry import LedgerClock, Recorder, RunDirectory, monotonic_of, summarize
+from craton.telemetry import LedgerClock, Recorder, RunDirectory, summarize
 
 EXIT_FAILED = 1
 BLAME_SECONDS = 2.0  # an error of ours may be another rank's death: how long word of that may take
@@ -123,7 +123,7 @@ class Session:
         broke_at = 0.0
         if self.order is not None:
             reached = max(reached, self.order.generation.reached)
-            broke_at = self.order.generation.broke_at
+            broke_at = self.order.broke_at
         self.trainer = Trainer(parts, place.stop_at, reached=reached, broke_at=broke_at)
         if self.orders is not None:
             self.trainer.check = self.orders.check
@@ -173,7 +173,7 @@ class Session:
         """Drops all that was built for a generation."""
         if self.clock.current not in ("detect", "waiting"):
             broke_at = self.orders.broke_at if self.orders is not None else 0.0
-            self.clock.break_off("regroup", monotonic_of(broke_at) if broke_at else None)
+            self.clock.break_off("regroup", broke_at or None)
         trainer, self.trainer = self.trainer, None
         if trainer is not None and not trainer.abandon(WRITING_SECONDS):
             print("files of the last generation are still being written: starting anew", flush=True)

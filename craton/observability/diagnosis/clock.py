@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from craton.telemetry import LOST_SECONDS, Heartbeat, RunDirectory, read_heartbeat
+from craton.telemetry import LOST_SECONDS, Heartbeat, RunDirectory, monotonic_clock_id, read_heartbeat
 
 BEAT_SECONDS = 2.5  # agents beat every second
 LOOK_SECONDS = 0.2
@@ -18,6 +18,8 @@ MOST_OFF_SECONDS = 3600.0  # signs that are older are old
 def moment_for(run: RunDirectory, nodes: Sequence[str], now: float) -> float:
     """`now` by this machine's clock, or, when that is off, the moment of the newest sign of life."""
     newest = _newest(run, nodes)
+    if newest is not None and newest.clock and newest.clock == monotonic_clock_id():
+        return newest.moment + newest.age_seconds()  # its clock, also while ours and its labels disagree after a jump
     if newest is None or newest.moment >= now:
         return now if newest is None else newest.moment
     age = now - newest.moment

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from craton.errors import CratonError
 from craton.infrastructure import NodeRoot
+from craton.limits import explain, raise_file_limit
 from craton.observability.exporter.cards import Cards
 from craton.observability.exporter.collector import Collector, Team
 from craton.observability.exporter.drives import DriveCollector
@@ -90,12 +91,15 @@ class ExporterServer:
     """`http://ADDRESS:PORT/metrics`, in the background; port 0 takes any free one, an address with colons is IPv6."""
 
     def __init__(self, exporter: NodeExporter, address: str, port: int) -> None:
+        raise_file_limit()
         handler = type("_Handler", (_Handler,), {"exporter": exporter})
         kind, host = (_ServerOfIpv6, f"[{address}]") if ":" in address else (ThreadingHTTPServer, address)
         try:
             self._server = kind((address, port), handler)
         except (OSError, OverflowError) as error:
-            raise CratonError(f"cannot listen on {host}:{port} ({error}): give another --port or --listen") from None
+            raise CratonError(
+                f"cannot listen on {host}:{port} ({explain(error)}): give another --port or --listen"
+            ) from None
         self._server.daemon_threads = True
         self.port = int(self._server.server_port)
         self.url = f"http://{host}:{self.port}/metrics"

@@ -128,6 +128,10 @@ class RunsHere:
             self._due.pop(run, None)
             return True
         rest = min(max(age * REST_SHARE, LOOK_SECONDS), LONGEST_REST_SECONDS)
+        if (
+            run in self._hosts
+        ):  # it lived at the last look: a clock that jumped makes files look old until the next write
+            rest = LOOK_SECONDS
         self._due[run] = now + rest
         return False
 
@@ -140,7 +144,7 @@ class RunsHere:
             heartbeat = read_heartbeat(run, node)
             if heartbeat is None or (heartbeat.host != self._host and node not in told):
                 continue
-            if heartbeat.state != "running" or time.time() - heartbeat.moment > FRESH_SECONDS:
+            if heartbeat.state != "running" or heartbeat.age_seconds() > FRESH_SECONDS:
                 continue
             status = read_status(run, node) if _age(run.status_path(node)) < FRESH_SECONDS else None
             for each in status.ranks if status is not None else ():

@@ -65,7 +65,6 @@ class Found:
 
 def look_at(runs: Iterable[RunDirectory], now: float | None = None) -> Found:
     """Targets of the runs that go on, and the machines they are on."""
-    now = time.time() if now is None else now
     targets: list[Target] = []
     machines: list[Machine] = []
     for run in runs:
@@ -196,22 +195,22 @@ def _heartbeats(run: RunDirectory) -> list[tuple[str, Heartbeat]]:
     return [(node, beat) for node in nodes if (beat := read_heartbeat(run, node)) is not None]
 
 
-def _is_there(run: RunDirectory, beat: Heartbeat, now: float) -> bool:
+def _is_there(run: RunDirectory, beat: Heartbeat, now: float | None) -> bool:
     if beat.state not in ("running", "spare"):
         return False
     if not beat.is_lost(now):
         return True
-    return not (run.has("DONE") or run.has("FATAL")) and now - beat.moment < LOST_SECONDS
+    return not (run.has("DONE") or run.has("FATAL")) and beat.age_seconds(now) < LOST_SECONDS
 
 
-def _not_left_behind(beats: Mapping[str, Heartbeat], now: float) -> dict[str, Heartbeat]:
+def _not_left_behind(beats: Mapping[str, Heartbeat], now: float | None) -> dict[str, Heartbeat]:
     """Without lost nodes that the run has gone on without: the newest generation of those that live is not theirs. Its
     machine is looked at all the same, for what broke may still be seen there."""
     newest = max((beat.generation for beat in beats.values() if not beat.is_lost(now)), default=0)
     return {
         node: beat
         for node, beat in beats.items()
-        if not beat.is_lost(now) or beat.generation >= newest or now - beat.moment < TOLD_SECONDS
+        if not beat.is_lost(now) or beat.generation >= newest or beat.age_seconds(now) < TOLD_SECONDS
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from craton.agent import read_avoided
@@ -110,7 +110,7 @@ class Nodes:
         self._told: dict[str, _Told] = {}
 
     def look(self, member: Member, slow_nodes: Collection[str], alerted: Collection[str]) -> list[NodeView]:
-        now = time.time()
+        now = time.monotonic()
         found = []
         for number, node in enumerate(member.nodes):
             beat, age = self._beat(node, now)
@@ -167,9 +167,10 @@ class Nodes:
         except OSError:
             return None, None
         known = self._beats.get(node)
-        if known is None or known[0] != seen.st_ino or not 0 <= now - known[1] < READ_AGAIN_SECONDS:
+        if known is None or known[0] != seen.st_ino or now - known[1] >= READ_AGAIN_SECONDS:
             known = self._beats[node] = (seen.st_ino, now, read_heartbeat(self._run, node))
-        return known[2], max(0.0, now - seen.st_mtime)
+        beat = known[2] and replace(known[2], moment=seen.st_mtime)
+        return beat, max(0.0, beat.age_seconds() if beat else time.time() - seen.st_mtime)
 
     def _path(self, node: str) -> tuple[str, str]:
         if node not in self._paths:

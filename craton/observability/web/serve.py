@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import logging
 import os
 import socket
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from craton.limits import name_limit, raise_file_limit
 from craton.observability.web.access import Access, AccessError, is_loopback, public_origin, read_token
 from craton.observability.web.queries import prometheus_address
 
@@ -39,6 +41,8 @@ def serve_page(
         from craton.observability.web.connections import server_config
     except ModuleNotFoundError as error:
         raise AccessError(f"the page needs {error.name}: pip install 'craton[observe]'") from None
+    logging.getLogger("asyncio").addFilter(name_limit)
+    raise_file_limit()  # every open page is a connection
     listener = _listener(listen, port)
     port = listener.getsockname()[1]
     access = Access(read_token(token_file), not is_loopback(listen), port, origin)

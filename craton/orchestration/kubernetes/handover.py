@@ -115,7 +115,8 @@ def completed(submission: Submission) -> Submission:
 def is_fresh(run: RunDirectory) -> bool:
     """Whether the run was handed in so short a time ago that the cluster may still come to have it."""
     try:
-        return time.time() - (run.path / BACKEND_FILE).stat().st_mtime < 2 * ANSWER_SECONDS
+        age_seconds = time.time() - (run.path / BACKEND_FILE).stat().st_mtime
+        return abs(age_seconds) < 2 * ANSWER_SECONDS  # a clock may have gone back since
     except OSError:
         return False
 

@@ -92,7 +92,9 @@ def unheard_numbers(submissions: Mapping[RunDirectory, Submission]) -> dict[RunD
 def is_fresh(run: RunDirectory, seconds: float = ANSWER_SECONDS) -> bool:
     """Whether the run was handed over so short a time ago that Slurm may still come to know it."""
     try:
-        return time.time() - (run.path / BACKEND_FILE).stat().st_mtime < seconds
+        return (
+            abs(time.time() - (run.path / BACKEND_FILE).stat().st_mtime) < seconds
+        )  # a clock may have gone back since
     except OSError:
         return False
 

@@ -20,6 +20,7 @@ from typing import get_args
 import uvicorn
 
 from craton.errors import CratonError
+from craton.limits import name_limit, raise_file_limit
 from craton.ml.serving.server.app import make_app
 from craton.ml.serving.server.errors import UnavailableError
 from craton.ml.serving.server.link import EngineLink
@@ -30,6 +31,7 @@ from craton.ml.serving.server.wire import Wire
 KEYS_VARIABLE = "CRATON_API_KEYS"  # one a line, or with commas between
 FLUSH_SECONDS = 5  # that clients have to take the end of their answers
 BACKLOG = 2048
+RESERVED_FILES = 128  # beside a connection for every request that may wait
 
 logger = logging.getLogger("craton.serving")
 
@@ -69,6 +71,9 @@ class FrontEnd(uvicorn.Server):
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("asyncio").addFilter(name_limit)
+    if complaint := raise_file_limit(RESERVED_FILES + options.max_waiting):
+        logger.warning("%s; until then requests beyond it wait unheard", complaint)
     try:
         settings = ServerSettings(
             served_name=options.served_name,

@@ -1,0 +1,66 @@
+"""For how long a rank was kept from running since it last showed progress: no CPU for its threads, or a machine that
+stood still as a whole.
+
+Linux counts for every thread the time it was ready to run and waited for a CPU (`schedstat`, proc_pid_schedstat(5)).
+A rank that hangs, is stopped or waits for another one is not ready to run, so nothing is counted for it; on an idle
+machine nothing is counted for anybody. Threads often take turns, so their waits are added up; as a bound, at most
+MAX_SHARE of the observed time counts, which lets a rank that spins forever on a busy machine be noticed too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_SHARE = 0.9  # of the observed time
+LOOK_SECONDS = 0.5  # between two looks at the threads of a rank
+LOOK_SHARE = 0.25  # of a rank's limit that passes before its threads are looked at: most steps end before
+AGENT_PAUSE_SECONDS = 1.5  # an agent that is asked several times a second has not run for this long
+
+
+class CpuWait:
+    """Follows one rank; the agent asks several times a second."""
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._asked: float | None = None  # monotonic
+        self._progress = -1.0  # the sign of progress that everything below is counted from
+        self._paused_seconds = 0.0
+        self._looked: float | None = None
+        self._begun = 0.0
+        self._waited_seconds = 0.0
+        self._by_thread: dict[str, int] = {}  # thread → nanoseconds
+
+    def seconds(self, pid: int, progress: float, limit: float, now: float) -> float:
+        """Since the progress at the monotonic moment `progress`, of a rank that hangs after `limit` seconds."""
+        pause = now - self._asked if self._asked is not None else 0.0
+        self._asked = now
+        if progress != self._progress:
+            self._progress, self._looked, self._paused_seconds, self._waited_seconds = progress, None, 0.0, 0.0
+            pause = min(pause, now - progress)
+        if pause > AGENT_PAUSE_SECONDS:
+            self._paused_seconds += pause
+        if now - progress > LOOK_SHARE * limit and (self._looked is None or now - self._looked >= LOOK_SECONDS):
+            self._look(pid, now)
+        observed = 0.0 if self._looked is None else self._looked - self._begun
+        return self._paused_seconds + min(self._waited_seconds, MAX_SHARE * observed)
+
+    def _look(self, pid: int, now: float) -> None:
+        by_thread = dict(self._threads(pid))
+        if self._looked is None:
+            self._begun = now
+        else:
+            waited = sum(total - self._by_thread.get(thread, 0) for thread, total in by_thread.items())
+            self._waited_seconds += waited / 1e9
+        self._looked, self._by_thread = now, by_thread
+
+    def _threads(self, pid: int) -> Iterator[tuple[str, int]]:
+        """(thread, nanoseconds it has waited for a CPU) of a process and its descendants."""
+        with contextlib.suppress(OSError):  # it has ended
+            for task in (self._proc / str(pid) / "task").iterdir():
+                with contextlib.suppress(OSError, IndexError, ValueError):
+                    yield task.name, int((task / "schedstat").read_text().split()[1])
+                with contextlib.suppress(OSError, ValueError):
+                    for child in (task / "children").read_text().split():
+                        yield from self._threads(int(child))

@@ -1,0 +1,188 @@
+"""What this process may use: open files, memory, CPUs. Says which limit was met, its value, and what raises it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import logging
+
+WANTED_FILES = 65536
+UNLIMITED_BYTES = 1 << 60  # cgroups of version 1 write "no limit" as a huge number
+MORE_FILES = (
+    f"`ulimit -n {WANTED_FILES}` before the start (or LimitNOFILE= of a systemd unit, nofile in "
+    "/etc/security/limits.conf, --ulimit nofile= of Docker) allows more"
+)
+MORE_MEMORY = (
+    "give it more (--mem of Slurm, resources.limits.memory of Kubernetes, --memory of Docker), or use less: a smaller "
+    "layout.micro_batch, more layout.recompute, more ranks"
+)
+_FILE_WORDS = ("Too many open files", "Errno 24")
+_MEMORY_WORDS = ("Cannot allocate memory", "MemoryError", "bad_alloc", "not enough memory", "can't allocate memory")
+
+
+def raise_file_limit(needed: int = 0) -> str:
+    """Raises the soft limit of open files to the hard one: a soft limit of 1024 is there for programs that use
+    select(2). A sentence where less than `needed` files may be open even so; otherwise nothing."""
+    limits = _file_limits()
+    if limits is None:
+        return ""
+    soft, hard = limits
+    if soft < hard:
+        import resource
+
+        with contextlib.suppress(OSError, ValueError):  # macOS refuses "unlimited"
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = (_file_limits() or limits)[0]
+    if soft >= needed:
+        return ""
+    return f"this process may open {soft} files (`ulimit -n`) and needs {needed}; {MORE_FILES}"
+
+
+def explain(error: BaseException) -> str:
+    """What an error says, and the limit behind it where it met one."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EMFILE:
+        return f"{error}: {_files_text()}"
+    if number == errno.ENFILE:
+        return f"{error}: this machine may open {_file_max()} files in all; `sysctl -w fs.file-max=NUMBER` allows more"
+    if number == errno.ENOMEM or isinstance(error, MemoryError):
+        return f"{str(error) or 'out of memory'}: {memory_text()}; {MORE_MEMORY}"
+    return str(error)
+
+
+def limit_hint(printed: str) -> str:
+    """The limit that a program met by what it printed; nothing where it says nothing of one."""
+    if any(words in printed for words in _FILE_WORDS):
+        return f"it ran out of open files: {_files_text()}"
+    if any(words in printed for words in _MEMORY_WORDS):
+        return f"it ran out of memory: {memory_text()}; {MORE_MEMORY}"
+    return ""
+
+
+def name_limit(record: logging.LogRecord) -> bool:
+    """A filter of log records: adds the limit and its remedy to errors that met one, such as asyncio's when it cannot
+    accept a connection."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, OSError) and (text := explain(error)) != str(error):
+        record.msg, record.args, record.exc_info = f"{record.getMessage().splitlines()[0]}: {text}", (), None
+    return True
+
+
+def memory_text(root: Path = Path("/")) -> str:
+    """How much memory there is, by the tightest limit."""
+    size, source = memory_limit(root)
+    return f"{source} is {size / 2**20:,.0f} MiB"
+
+
+def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
+    """(bytes, what sets them): a cgroup, this process, or the machine."""
+    found = [(_machine_bytes(root), "the memory of this machine")]
+    own = _address_space()
+    if own is not None:
+        found.append((own, "the limit of this process (`ulimit -v`)"))
+    for folder in _memory_cgroups(root):
+        sizes = [_number(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
+        source = f"the memory limit of the cgroup {folder}"
+        found += [(size, source) for size in sizes if size is not None and size < UNLIMITED_BYTES]
+    return min(found)
+
+
+def oom_kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has killed for want of memory, in this process's cgroups and on the machine."""
+    count = _field(root / "proc" / "vmstat", "oom_kill")
+    for folder in _memory_cgroups(root):
+        count += _field(folder / "memory.events", "oom_kill") + _field(folder / "memory.oom_control", "oom_kill")
+    return count
+
+
+def cpu_quota(root: Path = Path("/")) -> int | None:
+    """CPUs that the cgroups of this process allow it, rounded up; None: no limit."""
+    quotas = []
+    for folder in _cgroups(root, "cpu"):
+        with contextlib.suppress(OSError, ValueError):  # "max 100000" is no limit
+            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+            quotas.append(math.ceil(int(quota) / int(period)))
+        quota_of_1, period_of_1 = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        if quota_of_1 is not None and period_of_1 and quota_of_1 > 0:
+            quotas.append(math.ceil(quota_of_1 / period_of_1))
+    return min(quotas, default=None)
+
+
+def _files_text() -> str:
+    soft, hard = _file_limits() or (0, 0)
+    return f"this process may open {soft} files (`ulimit -n`, at most {hard}); {MORE_FILES}"
+
+
+def _file_limits() -> tuple[int, int] | None:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def _address_space() -> int | None:
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _file_max() -> str:
+    try:
+        return Path("/proc/sys/fs/file-max").read_text(encoding="ascii").strip()
+    except OSError:
+        return "only so many"
+
+
+def _machine_bytes(root: Path) -> int:
+    kilobytes = _field(root / "proc" / "meminfo", "MemTotal:")
+    return kilobytes * 1024 if kilobytes else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memory_cgroups(root: Path) -> list[Path]:
+    return _cgroups(root, "memory")
+
+
+def _cgroups(root: Path, controller: str) -> list[Path]:
+    """The folders of the cgroups of this process that may limit it, the innermost first (cgroups(7))."""
+    try:
+        lines = (root / "proc" / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    mount = root / "sys" / "fs" / "cgroup"
+    found: list[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = mount / controller if controllers else mount
+        inside = top / path.strip("/")
+        # A container may see its own cgroup as the root of the hierarchy, whatever its path is called outside.
+        found += [folder for folder in (inside, *inside.parents) if folder == top or top in folder.parents]
+    return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # "max" is no limit
+        return None
+
+
+def _field(path: Path, name: str) -> int:
+    """The number behind a name in a file of names and numbers; 0 where there is none."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in path.read_text(encoding="ascii").splitlines():
+            words = line.split()
+            if words[0] == name:
+                return int(words[1])
+    return 0

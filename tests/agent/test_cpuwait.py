@@ -1,0 +1,121 @@
+"""Seconds for which a process was kept from running, on real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from agent_gang import Gang, wait_until
+
+from craton.agent.cpuwait import AGENT_PAUSE_SECONDS, MAX_SHARE, CpuWait
+
+SPIN = "while True: pass"
+
+
+@pytest.fixture
+def schedstat() -> None:
+    try:
+        Path("/proc/self/schedstat").read_text()
+    except OSError as error:
+        pytest.skip(f"this kernel does not count waits for a CPU: {error}")
+
+
+def test_a_process_without_a_cpu_is_starved_and_one_that_sleeps_is_not(schedstat: None) -> None:
+    """Two share one CPU with a third that has all of it: one would run, the other sleeps."""
+    cpu = min(os.sched_getaffinity(0))
+    programs = [f"import time; print('ready', flush=True)\n{what}" for what in (SPIN, SPIN, "time.sleep(600)")]
+    started = [subprocess.Popen([sys.executable, "-c", each], stdout=subprocess.PIPE) for each in programs]
+    try:
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            os.sched_setaffinity(process.pid, {cpu})
+        _, starving, sleeping = started
+        for process in (starving, sleeping):
+            os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
+        progress = time.monotonic()
+        waits = {starving.pid: CpuWait(), sleeping.pid: CpuWait()}
+        found = dict.fromkeys(waits, 0.0)
+
+        def starved() -> bool:
+            now = time.monotonic()
+            for pid, wait in waits.items():
+                found[pid] = wait.seconds(pid, progress, 1.0, now)
+            return found[starving.pid] > 1.5
+
+        wait_until(starved, "the process that has no CPU counts as starved")
+        assert found[starving.pid] <= MAX_SHARE * (time.monotonic() - progress) + AGENT_PAUSE_SECONDS
+        assert found[sleeping.pid] < found[starving.pid] / 2
+        assert waits[starving.pid].seconds(starving.pid, time.monotonic(), 1.0, time.monotonic()) == 0.0
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_seconds_in_which_the_agent_itself_did_not_run_count(tmp_path: Path) -> None:
+    wait = CpuWait(tmp_path)  # a /proc without processes
+    assert wait.seconds(1, 10.0, 4.0, 10.1) == 0.0
+    assert wait.seconds(1, 10.0, 4.0, 10.3) == 0.0
+    assert wait.seconds(1, 10.0, 4.0, 70.3) == pytest.approx(60.0)
+    assert wait.seconds(1, 10.0, 4.0, 70.5) == pytest.approx(60.0)
+    assert wait.seconds(1, 70.6, 4.0, 70.7) == 0.0, "until there is progress"
+
+
+def test_waits_of_threads_and_of_children_add_up(tmp_path: Path) -> None:
+    """Files as the kernel writes them: a process with two threads, and a child of it."""
+
+    def write(*nanoseconds: int) -> None:
+        for pid, thread, total in zip((1, 1, 2), (1, 11, 2), nanoseconds, strict=True):
+            task = tmp_path / str(pid) / "task" / str(thread)
+            task.mkdir(parents=True, exist_ok=True)
+            (task / "schedstat").write_text(f"5 {total} 7\n")
+            (task / "children").write_text("2 " if thread == 11 else "")
+
+    wait = CpuWait(tmp_path)
+    write(0, 0, 0)
+    assert wait.seconds(1, 10.0, 4.0, 10.9) == 0.0
+    assert wait.seconds(1, 10.0, 4.0, 11.2) == 0.0
+    write(100_000_000, 200_000_000, 50_000_000)
+    assert wait.seconds(1, 10.0, 4.0, 12.2) == pytest.approx(0.35)
+    write(5_000_000_000, 5_000_000_000, 5_000_000_000)
+    assert wait.seconds(1, 10.0, 4.0, 13.2) == pytest.approx(MAX_SHARE * 2.0)
+
+
+STARVES = """
+for step in range(1, 7):
+    print(f"step {step}", flush=True)
+    time.sleep(0.1)
+say("runs")
+wait_for("busy")
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+end = time.monotonic() + 6.0
+while time.monotonic() < end:
+    pass
+os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+print("step 7", flush=True)
+"""
+
+
+def test_a_slow_step_of_a_rank_that_gets_no_cpu_is_no_hang(gang: Gang, schedstat: None) -> None:
+    """A step of 6 s after steps of 0.1 s, where 4 s without progress are a hang. Another process has the CPU."""
+    progress = {"patterns": [r"step (?P<step>\d+)"], "rank": 0, "has_steps": True, "hang_times": 3.0, "hang_seconds": 0}
+    gang.launch(STARVES, progress=progress, tries=0)
+    agent = gang.start()
+    gang.said("runs", 0)
+    hog = subprocess.Popen([sys.executable, "-c", "print('ready', flush=True)\n" + SPIN], stdout=subprocess.PIPE)
+    try:
+        assert hog.stdout is not None
+        assert hog.stdout.readline() == b"ready\n"
+        os.sched_setaffinity(hog.pid, {min(os.sched_getaffinity(0))})
+        gang.tell("busy")
+        assert agent.wait(60) == 0, gang.run.marker_text("FATAL")
+    finally:
+        hog.kill()
+        hog.wait()
+    assert gang.event_names().count("generation_started") == 1
