@@ -454,11 +454,11 @@ class NodeProcesses:
 
 def _progress(place: Place, process: RankProcess, now: float) -> RankProgress:
     """What the rank is doing; one that never told of any progress has just made some."""
-    page = place.page
+    page, progress = place.page, place.page.progress  # read once: the rank may beat meanwhile
     told = RankProgress(
         page.kind,
         page.step,
-        0.0 if page.progress == place.mute_at else now - page.progress,
+        0.0 if progress == place.mute_at else now - progress,
         page.step_seconds,
         process.is_stopped,
         page.generation,
@@ -467,7 +467,7 @@ def _progress(place: Place, process: RankProcess, now: float) -> RankProgress:
     )
     if not told.age:
         return told
-    return replace(told, starved_seconds=place.cpu_wait.seconds(process.pid, now - told.age, told.limit, now))
+    return replace(told, starved_seconds=place.cpu_wait.seconds(process.pid, progress, told.limit, now))
 
 
 def _has_more(descriptor: int) -> bool:

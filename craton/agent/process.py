@@ -30,6 +30,10 @@ EXIT_FINAL = 3  # of a rank: the job itself is at fault, and another try would f
 PIPE_BYTES = 1 << 20
 # Where PyTorch's flight recorder writes, each rank's number added; the first that is set counts (as of 2.11 and 2.13).
 RECORDING_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+# How long a thread without work spins before it sleeps: libgomp (PyTorch's wheels) would 300,000 times, Intel's OpenMP
+# for 200 ms. To sleep at once costs 4 to 19 % on an idle machine (benchmarks/waiting_policy.py, docs/measurements.md).
+WAITING_POLICY = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
+WAITING_VARIABLES = ("OMP_WAIT_POLICY", *WAITING_POLICY)
 GROUP_SECONDS = 1.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _NAME = "(" + "|".join(PLACEHOLDERS) + ")"
@@ -107,6 +111,7 @@ def common_environment(run: RunDirectory, launch: Launch, node: str) -> dict[str
     return {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(launch.threads_per_rank),
+        **waiting_policy({**os.environ, **launch.env}),
         **({} if is_said else {RECORDING_VARIABLES[0]: str(run.recording_prefix)}),
         **launch.env,
         **({"CUDA_VISIBLE_DEVICES": launch.cards[node]} if node in launch.cards else {}),
@@ -115,6 +120,12 @@ def common_environment(run: RunDirectory, launch: Launch, node: str) -> dict[str
         "CRATON_RUN": str(run.path),
         "CRATON_NODE": node,
     }
+
+
+def waiting_policy(given: Mapping[str, str]) -> dict[str, str]:
+    """How threads of a rank wait for each other: asleep after a short while. One that spins takes the CPU from the one
+    it waits for when others use the machine too. Nothing where any of it is `given`: the settings work together."""
+    return {} if any(name in given for name in WAITING_VARIABLES) else dict(WAITING_POLICY)
 
 
 def rank_environment(launch: Launch, generation: Generation, node: str, rank: int) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -18,6 +18,7 @@ from craton.telemetry.ledger import LedgerReader, spread
 from craton.telemetry.lines import tail_lines
 from craton.telemetry.rundirectory import RunDirectory, read_json
 from craton.telemetry.status import read_status
+from craton.telemetry.steadyclock import monotonic_clock_id
 from craton.telemetry.vocabulary import TWINS, plan_twins
 
 # waiting: for its nodes, as only its scheduler can tell
@@ -83,6 +84,9 @@ class Summarizer:
         self.run = run
         self._most_nodes = most_nodes
         self._ledger = LedgerReader(run, most_nodes)
+        self._changes: dict[
+            str, tuple[float, float | None]
+        ] = {}  # node → its heartbeat, and when it was seen to change
 
     def keep_books(self) -> None:
         """Leaves what was added up of the ledger for the looks of others."""
@@ -97,6 +101,8 @@ class Summarizer:
         ]
         recent = _Recent(self.run, nodes[:1], self._most_nodes)
         heartbeats = {node: read_heartbeat(self.run, node) for node in nodes}
+        if now is None:
+            heartbeats = {node: beat and self._by_change(node, beat) for node, beat in heartbeats.items()}
         state, message = _state(self.run, started, heartbeats, recent.generation, now)
         ledger = self._ledger.totals()
         wall_seconds = sum(ledger.values())
@@ -136,6 +142,18 @@ class Summarizer:
             metrics_ports={node: beat.metrics_port for node, beat in heartbeats.items() if beat and beat.metrics_port},
             unsaved=unsaved,
         )
+
+    def _by_change(self, node: str, beat: Heartbeat) -> Heartbeat:
+        """A heartbeat of another machine that was seen to change is as old as that change is by the clock of this one:
+        the wall clocks of the two need not agree."""
+        if beat.clock and beat.clock == monotonic_clock_id():
+            return beat
+        now = time.monotonic()
+        moment, changed = self._changes.setdefault(node, (beat.moment, None))
+        if beat.moment != moment:
+            changed = now
+        self._changes[node] = (beat.moment, changed)
+        return beat if changed is None else replace(beat, moment=time.time() - (now - changed))
 
 
 class _Recent:

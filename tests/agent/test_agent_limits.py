@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from agent_gang import DEADLINE_SECONDS, Gang
 
+from craton.agent.launch import read_launch
+from craton.agent.process import WAITING_POLICY, common_environment, waiting_policy
 from craton.limits import oom_kills
 
 LIMITED = """
@@ -95,3 +97,14 @@ def test_a_rank_that_the_kernel_kills_names_the_memory_limit(gang: Gang, cgroup:
     text = gang.run.marker_text("FATAL")
     assert "the kernel has killed a process because memory ran out" in text
     assert f"the memory limit of the cgroup {cgroup} is 200 MiB; give it more (--mem of Slurm" in text
+
+
+def test_threads_of_ranks_spin_only_briefly_unless_the_user_says_otherwise(gang: Gang) -> None:
+    assert waiting_policy({}) == WAITING_POLICY
+    assert waiting_policy({"OMP_WAIT_POLICY": "ACTIVE"}) == {}
+    gang.launch("", threads_per_rank=3, env={"GOMP_SPINCOUNT": "7"})
+    given = common_environment(gang.run, read_launch(gang.run), "node-0")
+    assert (given["GOMP_SPINCOUNT"], given["OMP_NUM_THREADS"]) == ("7", "3")
+    assert "KMP_BLOCKTIME" not in given
+    gang.launch("", threads_per_rank=3, env={"OMP_NUM_THREADS": "2"})
+    assert common_environment(gang.run, read_launch(gang.run), "node-0")["OMP_NUM_THREADS"] == "2"

@@ -15,6 +15,7 @@ from craton.telemetry import (
     Heartbeat,
     LedgerReader,
     RunDirectory,
+    Summarizer,
     monotonic_clock_id,
     read_heartbeat,
     summarize,
@@ -77,6 +78,20 @@ def test_a_reader_elsewhere_has_only_the_wall_clock(run: RunDirectory, monkeypat
     assert not beat_of(run).is_lost()
     set_clock(monkeypatch, HOUR)
     assert beat_of(run).is_lost()
+
+
+def test_a_reader_elsewhere_that_looks_again_trusts_a_heartbeat_that_changes(run: RunDirectory) -> None:
+    """Their clocks are an hour apart."""
+    run.launch_path.write_text(json.dumps({"generation": 0, "nodes": ["a"], "num_nodes": 1, "ranks_per_node": 1}))
+    path, moment = run.heartbeat_path("a"), time.time() - HOUR
+    write_heartbeat(run, "a", Heartbeat(0, "running", 1, 0))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "clock": "another boot"}))
+    os.utime(path, (moment, moment))
+    reader = Summarizer(run)
+    assert reader.summary().state == "lost"
+    os.utime(path, (moment + 1.0, moment + 1.0))
+    assert reader.summary().state == "starting"
+    assert Summarizer(run).summary().state == "lost"
 
 
 def test_a_later_heartbeat_of_this_boot_keeps_the_steady_clock(run: RunDirectory) -> None:
