@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import logging
 
 WANTED_FILES = 65536
+SHORT_SHARE = 0.95  # of the files that a process may open
 UNLIMITED_BYTES = 1 << 60  # cgroups of version 1 write "no limit" as a huge number
 MORE_FILES = (
     f"`ulimit -n {WANTED_FILES}` before the start (or LimitNOFILE= of a systemd unit, nofile in "
@@ -42,6 +43,19 @@ def raise_file_limit(needed: int = 0) -> str:
     if soft >= needed:
         return ""
     return f"this process may open {soft} files (`ulimit -n`) and needs {needed}; {MORE_FILES}"
+
+
+def file_shortage() -> str:
+    """A sentence when nearly all files that this process may open are open; otherwise, or where nobody knows, nothing.
+    uvloop drops connections that it cannot accept without a word."""
+    limits = _file_limits()
+    if limits is None or not Path("/proc/self/fd").is_dir():
+        return ""
+    try:
+        num_open = len(os.listdir("/proc/self/fd"))
+    except OSError as error:
+        return explain(error) if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    return f"{num_open} files are open: {_files_text()}" if num_open >= SHORT_SHARE * limits[0] else ""
 
 
 def explain(error: BaseException) -> str:

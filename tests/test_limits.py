@@ -44,6 +44,23 @@ print(raise_file_limit(300))
 """
 
 
+SHORT = """
+import resource
+from craton.limits import file_shortage
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+print(repr(file_shortage()))
+held = []
+try:
+    while True:
+        held.append(open("/dev/null"))
+except OSError:
+    pass
+print(file_shortage())
+held.pop().close()
+print(file_shortage())
+"""
+
+
 def cgroups(root: Path, listed: str, **files: str) -> Path:
     (root / "proc" / "self").mkdir(parents=True)
     (root / "proc" / "self" / "cgroup").write_text(listed)
@@ -104,6 +121,14 @@ def test_errors_name_the_limit_and_the_remedy() -> None:
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
     told = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, text=True, check=True).stdout
     assert told.startswith("this process may open 200 files (`ulimit -n`) and needs 300; `ulimit -n 65536` before")
+
+
+def test_a_process_that_has_nearly_all_its_files_open_is_warned() -> None:
+    told = subprocess.run([sys.executable, "-c", SHORT], capture_output=True, text=True, check=True).stdout
+    before, without, nearly = told.splitlines()
+    assert before == "''"
+    assert "this process may open 40 files (`ulimit -n`, at most 40)" in without
+    assert "files are open: this process may open 40 files" in nearly
 
 
 def test_a_server_without_descriptors_says_which_limit_it_met() -> None:

@@ -20,7 +20,7 @@ from typing import get_args
 import uvicorn
 
 from craton.errors import CratonError
-from craton.limits import name_limit, raise_file_limit
+from craton.limits import file_shortage, name_limit, raise_file_limit
 from craton.ml.serving.server.app import make_app
 from craton.ml.serving.server.errors import UnavailableError
 from craton.ml.serving.server.link import EngineLink
@@ -31,6 +31,7 @@ from craton.ml.serving.server.wire import Wire
 KEYS_VARIABLE = "CRATON_API_KEYS"  # one a line, or with commas between
 FLUSH_SECONDS = 5  # that clients have to take the end of their answers
 BACKLOG = 2048
+FILES_TICKS = 100  # between two looks at how many files are open
 RESERVED_FILES = 128  # beside a connection for every request that may wait
 
 logger = logging.getLogger("craton.serving")
@@ -56,6 +57,8 @@ class FrontEnd(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Uvicorn asks ten times a second whether to end."""
+        if counter % FILES_TICKS == 0 and (shortage := file_shortage()):
+            logger.warning("connections may be dropped: %s", shortage)
         if self.has_failed or (self._service.is_draining and not self.server_state.tasks):
             self.should_exit = True
         elif self._service.is_draining and time.monotonic() > self._deadline:
