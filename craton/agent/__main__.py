@@ -14,7 +14,7 @@ from craton.agent.errors import LaunchError
 from craton.agent.launch import read_launch
 from craton.agent.lock import NodeLock
 from craton.agent.supervisor import Supervisor
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, protect_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,4 +57,5 @@ def _refuse(text: str) -> int:
 
 
 if __name__ == "__main__":
+    protect_output()
     sys.exit(main())

@@ -60,6 +60,8 @@ def ps(
             _print_server(find_run(summary.path), console)
         if back:
             console.print(f"{summary.name}: {recoveries_text(back)}", style="yellow", soft_wrap=True, markup=False)
+        if summary.storage:
+            console.print(f"{summary.name}: {summary.storage}", style="yellow", soft_wrap=True, markup=False)
         if summary.state in ("failed", "lost") and summary.message:
             reason = summary.message.splitlines()[0]
             console.print(f"{summary.name}: {reason}", style="red", soft_wrap=True, markup=False)

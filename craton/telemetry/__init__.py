@@ -27,6 +27,7 @@ from craton.telemetry.lines import LineWriter, noting_unread, parse_line, read_l
 from craton.telemetry.page import BESIDE, LEDGER_KINDS, RankPage, TrapError, going_on, monotonic_of, own_page
 from craton.telemetry.recorder import Recorder
 from craton.telemetry.rundirectory import MARKERS, Marker, RunDirectory, find_run, list_runs, read_json, runs_root
+from craton.telemetry.storage import STORAGE_ERRORS, SafeOutput, protect_output, replace_text, storage_problem
 
 if TYPE_CHECKING:
     from craton.telemetry.endpoint import MetricsEndpoint
@@ -40,6 +41,7 @@ __all__ = [
     "LOST_SECONDS",
     "MARKERS",
     "METRICS",
+    "STORAGE_ERRORS",
     "TWINS",
     "Heartbeat",
     "LedgerClock",
@@ -59,6 +61,7 @@ __all__ = [
     "RunNotFoundError",
     "RunState",
     "RunSummary",
+    "SafeOutput",
     "SinkError",
     "Summarizer",
     "TrapError",
@@ -72,11 +75,14 @@ __all__ = [
     "plan_checkpoint_intervals",
     "plan_twins",
     "process_start",
+    "protect_output",
     "read_heartbeat",
     "read_json",
     "read_lines",
     "read_status",
+    "replace_text",
     "runs_root",
+    "storage_problem",
     "summarize",
     "tail_lines",
     "touch_heartbeat",

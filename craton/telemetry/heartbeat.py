@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import time
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from craton.telemetry.rundirectory import RunDirectory
+from craton.telemetry.storage import replace_text
 
 LOST_SECONDS = 10.0
 NodeState = Literal["running", "done", "stopped", "failed", "spare", "released"]
@@ -32,9 +34,15 @@ class Heartbeat:
     host: str = ""
     started: str = ""  # when its process began, by the system's own clock: tells it from a later one of the same number
     moment: float = 0.0  # epoch seconds of the last touch
+    trouble: str = ""  # why the agent cannot write to the run directory, or could not for a while
 
     def is_lost(self, now: float | None = None) -> bool:
         return self.state in ("running", "spare") and (time.time() if now is None else now) - self.moment > LOST_SECONDS
+
+    @property
+    def is_alive_here(self) -> bool:
+        """Whether the agent is a process of this machine that lives, however old its heartbeat is."""
+        return bool(self.started) and self.host == socket.gethostname() and process_start(self.pid) == self.started
 
 
 def process_start(pid: int) -> str:
@@ -55,13 +63,10 @@ def process_start(pid: int) -> str:
 
 
 def write_heartbeat(run: RunDirectory, node: str, heartbeat: Heartbeat) -> None:
-    """Replaces the node's heartbeat; OSError when the disk is full or the run is gone."""
-    path = run.heartbeat_path(node)
+    """Replaces the node's heartbeat, on a full disk in place; OSError when that is not possible either."""
     document = asdict(heartbeat)
     del document["moment"]
-    fresh = path.with_name(f".{node}.{os.getpid()}")
-    fresh.write_text(json.dumps(document) + "\n", encoding="utf-8")
-    os.replace(fresh, path)
+    replace_text(run.heartbeat_path(node), json.dumps(document) + "\n", durable=False, in_place=True)
 
 
 def touch_heartbeat(run: RunDirectory, node: str) -> None:
@@ -83,6 +88,7 @@ def read_heartbeat(run: RunDirectory, node: str) -> Heartbeat | None:
             host=str(document.get("host", "")),
             started=str(document.get("started", "")),
             moment=moment,
+            trouble=str(document.get("trouble", "")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -62,6 +62,7 @@ class _Fields(ctypes.Structure):
         ("seconds", ctypes.c_double * len(LEDGER_KINDS)),
         ("marked", ctypes.c_double * len(LEDGER_KINDS)),
         ("patience", ctypes.c_double),
+        ("recorded_step", ctypes.c_int64),
     )
 
     generation: int
@@ -81,6 +82,7 @@ class _Fields(ctypes.Structure):
     seconds: Any
     marked: Any
     patience: float
+    recorded_step: int
 
 
 class TrapError(RuntimeError):
@@ -224,6 +226,15 @@ class RankPage:
     @step_seconds.setter
     def step_seconds(self, value: float) -> None:
         self._fields.step_seconds = value
+
+    @property
+    def recorded_step(self) -> int:
+        """The newest step whose loss the agent has written to disk."""
+        return self._fields.recorded_step
+
+    @recorded_step.setter
+    def recorded_step(self, value: int) -> None:
+        self._fields.recorded_step = value
 
     @property
     def progress(self) -> float:

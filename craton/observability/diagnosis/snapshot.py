@@ -46,6 +46,7 @@ class RunFacts:
     on: str = "local"  # local, slurm or kubernetes
     state: str = "running"  # of telemetry.RunState
     message: str = ""  # why it failed, was lost or stopped
+    storage: str = ""  # what is or was wrong with the disk of its directory
     nodes: tuple[str, ...] = ()  # in the order of ranks
     ranks_per_node: int = 0
     leaves: dict[str, str] = field(default_factory=dict)  # node → leaf; without those that are not known
