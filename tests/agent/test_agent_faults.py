@@ -248,3 +248,12 @@ def test_a_node_that_the_launch_does_not_name(gang: Gang) -> None:
     assert gang.finish(node=1) == 2
     assert "names 1 nodes, counted from 0" in gang.errors(1)
     assert not gang.run.has("FATAL")
+
+
+def test_an_agent_does_not_start_with_an_empty_secret(gang: Gang) -> None:
+    gang.launch('say("ready")')
+    gang.run.secret_path.write_bytes(b"")
+    assert gang.finish() == 2
+    assert "remove it while the run is stopped" in gang.errors()
+    assert "remove it while the run is stopped" in gang.run.marker_text("FATAL")
+    assert not (gang.folder / "ready-0").exists()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from craton.ml.training.checkpoint import CheckpointError
+from craton.ml.training.step_records import record_missing
 
 if TYPE_CHECKING:
     from craton.ml.training.loop import Parts
@@ -52,6 +53,18 @@ class Saves:
             **{f"optimizer.{name}": value for name, value in state.items()},
         }
 
+    def complete_records(self, counters: Mapping[str, Any] | None) -> None:
+        """Records the steps whose lines were lost with a rank or an agent though their state was not."""
+        if self.parts.ranks.rank != 0 or self.parts.directory is None or not counters:
+            return
+        try:
+            found = record_missing(self.parts.directory, self.parts.recorder, counters.get("records") or [])
+        except OSError as error:
+            self.say(f"step {counters['step']}: the metrics cannot be read ({error.strerror}): some may be missing")
+            return
+        if found:
+            self.event("records_completed", counters["step"], steps=found)
+
     def reserve(self, step: int) -> None:
         self.parts.checkpointer.reserve(self.tensors(), step)
 
@@ -67,7 +80,7 @@ class Saves:
                 self.event("restored", counters["step"], tier=self.restored_tier, next_sample=counters["next_sample"])
         return counters
 
-    def save(self, counters: Mapping[str, int], wait: bool = False) -> None:
+    def save(self, counters: Mapping[str, Any], wait: bool = False) -> None:
         """A checkpoint in the background, whose failure costs that checkpoint; with `wait` one that must succeed."""
         step = counters["step"]
         try:
@@ -78,7 +91,7 @@ class Saves:
                 raise
             self.say(f"step {step}: {error}; training goes on")
 
-    def keep(self, counters: Mapping[str, int], nodes: Sequence[str]) -> None:
+    def keep(self, counters: Mapping[str, Any], nodes: Sequence[str]) -> None:
         """The state of this very step, for the next generation, which has these nodes."""
         with self.parts.clock.kind("checkpoint"):
             state = counters["step"], self.tensors(), counters
