@@ -155,7 +155,8 @@ class LineWriter:
         """Writes the oldest lines in one call. Whatever part of them a disk that fills up takes, whole lines stay."""
         if self._descriptor is None:
             self._descriptor = self._open()
-        chunk, size = [], 0
+        chunk: list[bytes] = []
+        size = 0
         for line in self._waiting:
             if chunk and size + len(line) > CHUNK_BYTES:
                 break
