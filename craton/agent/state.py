@@ -68,11 +68,10 @@ class StateWriter:
         self._records.flush()
         self._write_marks()
         self._tell()
-        if self._written == self._wanted_beat:
-            with contextlib.suppress(OSError):  # read-only, say: whoever reads it asks for the process instead
-                touch_heartbeat(self._run, self._node)
-        else:
+        if self._written != self._wanted_beat:
             self._write_beat()
+        with contextlib.suppress(OSError):  # read-only, say: whoever reads it asks for the process instead
+            touch_heartbeat(self._run, self._node)
 
     @property
     def _wanted_beat(self) -> Heartbeat | None:

@@ -135,10 +135,14 @@ class SafeOutput(io.RawIOBase):
 
 
 def _overwrite(path: Path, data: bytes) -> None:
-    """Write over a file without needing a block: what is left of a longer old text becomes spaces."""
+    """Write over a file without needing a block: what is left of a longer old text becomes spaces. OSError, and the old
+    text, where the new one would need a block."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        padding = b" " * (os.fstat(descriptor).st_size - len(data))
+        old = os.fstat(descriptor)
+        if len(data) > max(old.st_size, old.st_blocks * 512):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        padding = b" " * (old.st_size - len(data))
         _write_all(descriptor, data.rstrip(b"\n") + padding + b"\n" if padding else data)
     finally:
         os.close(descriptor)

@@ -307,7 +307,9 @@ def test_all_agents_of_a_run_find_the_same_secret(tmp_path: Path) -> None:
 def test_a_secret_that_is_empty_or_too_short_is_refused_and_kept(tmp_path: Path, held: bytes) -> None:
     run = RunDirectory.create(tmp_path, "run")
     run.secret_path.write_bytes(held)
-    with pytest.raises(LaunchError, match="remove it while the run is stopped, and `craton resume run` makes a new one"):
+    with pytest.raises(
+        LaunchError, match="remove it while the run is stopped, and `craton resume run` makes a new one"
+    ):
         run_secret(run)
     assert run.secret_path.read_bytes() == held
 
