@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from craton.agent.launch import Launch, read_launch, write_launch
     from craton.agent.nursery import NURSERY_VARIABLE, answer_requests
     from craton.agent.ports import free_port
-    from craton.agent.process import EXIT_FINAL, RECORDING_VARIABLES
+    from craton.agent.process import EXIT_FINAL, RECORDING_VARIABLES, open_log
     from craton.agent.slots import BLOCK_BYTES, HEADER_BYTES, Committed, Holding, KeeperClient, OwnSlot
-    from craton.agent.wire import run_secret
+    from craton.agent.wire import check_secret, run_secret
 else:
     __getattr__ = loader(
         __name__,
@@ -33,9 +33,9 @@ else:
             "launch": ("Launch", "read_launch", "write_launch"),
             "nursery": ("NURSERY_VARIABLE", "answer_requests"),
             "ports": ("free_port",),
-            "process": ("EXIT_FINAL", "RECORDING_VARIABLES"),
+            "process": ("EXIT_FINAL", "RECORDING_VARIABLES", "open_log"),
             "slots": ("BLOCK_BYTES", "HEADER_BYTES", "Committed", "Holding", "KeeperClient", "OwnSlot"),
-            "wire": ("run_secret",),
+            "wire": ("check_secret", "run_secret"),
         },
     )
 
@@ -57,10 +57,12 @@ __all__ = [
     "OwnSlot",
     "answer_requests",
     "avoid_node",
+    "check_secret",
     "forget_avoided",
     "free_port",
     "newest_generation",
     "next_number",
+    "open_log",
     "read_avoided",
     "read_launch",
     "run_secret",

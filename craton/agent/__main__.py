@@ -15,7 +15,7 @@ from craton.agent.launch import Launch, read_launch
 from craton.agent.lock import NodeLock
 from craton.agent.supervisor import Supervisor
 from craton.limits import raise_file_limit
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, protect_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,4 +67,5 @@ def _refuse(text: str) -> int:
 
 
 if __name__ == "__main__":
+    protect_output()
     sys.exit(main())

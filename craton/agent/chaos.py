@@ -7,6 +7,7 @@ of a restore) is a trap in the rank's page, which the rank springs itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -112,7 +113,8 @@ class Chaos:
         elif fault.target in ("agent", "node"):
             if fault.node == self._node and self._fire(armed):
                 if fault.target == "node":
-                    (self._run.path / "heartbeat" / f".{self._node}.lost").touch()
+                    with contextlib.suppress(OSError):  # the worst is that it is started again
+                        (self._run.path / "heartbeat" / f".{self._node}.lost").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         elif fault.target == "keeper":
             if fault.node == self._node and self._processes.keeper is not None and self._fire(armed):

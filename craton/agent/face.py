@@ -14,10 +14,9 @@ from craton.agent.generation import count_restarts, first_nodes
 from craton.agent.launch import Launch
 from craton.agent.process import ChildProcess, end_sink, reap, start_sink
 from craton.agent.records import NodeRecords
+from craton.agent.state import StateWriter
 from craton.telemetry import (
-    JUMP_SECONDS,
     Heartbeat,
-    Marker,
     MetricsEndpoint,
     NodeState,
     NodeStatus,
@@ -29,9 +28,6 @@ from craton.telemetry import (
     process_start,
     read_json,
     tail_lines,
-    touch_heartbeat,
-    wall_offset,
-    write_heartbeat,
     write_status,
 )
 
@@ -45,9 +41,9 @@ class NodeFace:
     ) -> None:
         self._run, self._launch, self._node = run, launch, node
         self._endpoint, self._records = endpoint, records
+        self.state = StateWriter(run, node, records)
         self._summarizer = Summarizer(run)
         self._metrics_port = 0
-        self._beaten: tuple[NodeState, float] | None = None  # what the heartbeat says, and the offset of its clock
         self._saves: dict[str, float] = {}  # tier → when its newest checkpoint was finished
         self.address = ""  # where the other agents reach this one
         self.sinks: list[ChildProcess] = []
@@ -86,7 +82,9 @@ class NodeFace:
             self._endpoint.update(values, each.rank)
 
     def write_status(self, generation: int, ranks: Sequence[RankStatus]) -> None:
-        with contextlib.suppress(OSError):  # full disks and lost directories are told of elsewhere
+        if self.state.is_gone:
+            return
+        with contextlib.suppress(OSError):  # the next one comes soon; what is wrong is in the heartbeat
             write_status(self._run, NodeStatus(time.time(), generation, self._node, tuple(ranks)))
 
     def entered(self, ranks: range) -> None:
@@ -144,17 +142,17 @@ class NodeFace:
             time.sleep(0.01)
 
     def record_summary(self) -> None:
-        measured = self._summarizer.summary().measured
+        try:
+            measured = self._summarizer.summary().measured
+        except OSError:  # the storage does not answer; the next summary comes soon
+            return
         self._summarizer.keep_books()
         values = {f"run_{name}": measured[name] for name in ("goodput", "cost_dollars") if name in measured}
         if values:
             self._records.metrics(values)
 
     def touch(self) -> None:
-        if self._beaten is not None and abs(wall_offset() - self._beaten[1]) > JUMP_SECONDS:
-            self.beat(self._beaten[0])  # the wall clock has jumped
-        with contextlib.suppress(OSError):  # a directory that is gone is seen elsewhere
-            touch_heartbeat(self._run, self._node, self._beaten[1] if self._beaten else None)
+        self.state.touch()
 
     def beat(self, state: NodeState) -> None:
         beat = Heartbeat(
@@ -166,20 +164,11 @@ class NodeFace:
             socket.gethostname(),
             process_start(os.getpid()),
         )
-        try:
-            self._beaten = (state, write_heartbeat(self._run, self._node, beat))
-        except OSError as error:
-            print(f"craton agent: cannot write the heartbeat of {self._node}: {error}", file=sys.stderr, flush=True)
+        self.state.beat(beat)
 
     def mark_fatal(self, text: str) -> None:
         print(f"craton agent: {text}", file=sys.stderr, flush=True)
-        self.mark("FATAL", text)
-
-    def mark(self, marker: Marker, text: str = "") -> None:
-        try:
-            self._run.mark(marker, text)
-        except OSError as error:
-            print(f"craton agent: cannot set {marker}: {error}", file=sys.stderr, flush=True)
+        self.state.mark("FATAL", text)
 
     def warn(self, event: str, text: str) -> None:
         print(f"craton agent: {text}", file=sys.stderr, flush=True)

@@ -63,11 +63,11 @@ def create_generation(run: RunDirectory, generation: Generation) -> bool:
     path = run.generation_path(generation.number)
     path.parent.mkdir(exist_ok=True)
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with open(fresh, "w", encoding="utf-8") as file:
-        json.dump(generation.to_message(), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
     try:
+        with open(fresh, "w", encoding="utf-8") as file:
+            json.dump(generation.to_message(), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
         os.link(fresh, path)
     except FileExistsError:
         return False

@@ -6,15 +6,13 @@ A launch that could not be started is refused when it is made, with everything t
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from craton.agent.errors import LaunchError
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, replace_text
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -87,9 +85,7 @@ class Launch:
 
 def write_launch(run: RunDirectory, launch: Launch) -> None:
     """Replaces the run's launch.json as a whole."""
-    fresh = run.launch_path.with_name(f".launch.json.{secrets.token_hex(8)}")
-    fresh.write_text(json.dumps(asdict(launch), indent=1) + "\n", encoding="utf-8")
-    os.replace(fresh, run.launch_path)
+    replace_text(run.launch_path, json.dumps(asdict(launch), indent=1) + "\n")
 
 
 def read_launch(run: RunDirectory) -> Launch:
@@ -98,11 +94,12 @@ def read_launch(run: RunDirectory) -> Launch:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise LaunchError(f"{path} does not exist: `craton run` and `craton resume` write it") from error
+        raise LaunchError(f"{path} does not exist; `craton resume {run.name}` rebuilds it") from error
     except (OSError, ValueError) as error:
-        raise LaunchError(f"{path} cannot be read as JSON ({error}): `craton resume` writes it anew") from error
+        raise LaunchError(f"{path} cannot be read ({error}); `craton resume {run.name}` rebuilds it") from error
     if not isinstance(document, dict):
-        raise LaunchError(f"{path} holds a {type(document).__name__}: a JSON object is needed")
+        what = type(document).__name__
+        raise LaunchError(f"{path} holds a {what}, not a JSON object; `craton resume {run.name}` rebuilds it")
     known = [each.name for each in fields(Launch)]
     unknown = sorted(set(document) - set(known))
     missing = [name for name in ("generation", "nodes", "ranks_per_node", "command") if name not in document]

@@ -31,6 +31,7 @@ from craton.agent.coordinator import (
 from craton.agent.council import Claimed, Council, Followed, Heard
 from craton.agent.generation import Generation, create_generation, newest_generation, next_number
 from craton.agent.launch import Launch, LaunchError, read_launch
+from craton.agent.process import open_log
 from craton.agent.records import NodeRecords
 from craton.agent.wire import Link, Message
 from craton.telemetry import STEADY, Marker, RunDirectory, process_start, read_heartbeat, read_json
@@ -57,6 +58,8 @@ class NodeItself(Protocol):
 
     def mark(self, marker: Marker, text: str = "") -> None: ...
 
+    def has(self, marker: Marker) -> bool: ...
+
     def warn(self, event: str, text: str) -> None: ...
 
 
@@ -67,6 +70,7 @@ class Membership:
         self._run, self._launch, self._node, self._council = run, launch, node, council
         self._records, self._node_itself = records, itself
         self._coordinator: Coordinator | None = None  # when this agent coordinates
+        self._unwritten: Start | None = None  # a generation that the disk has not taken yet
         self._links: dict[str, Link] = {}  # node → link, when this agent coordinates
         self._leader: Link | None = None  # otherwise the link to the one that does
         self._leader_heard = 0.0
@@ -109,7 +113,9 @@ class Membership:
                 self._leader.send({"is": "status", "node": self._node, **status})
             if self._coordinator is not None:
                 self._coordinator.heard(self._node, status, now)
-        if self._coordinator is not None and not is_ending:
+        if self._unwritten is not None and not is_ending:
+            self._act(self._unwritten)
+        if self._coordinator is not None and self._unwritten is None and not is_ending:
             for action in self._coordinator.tick(now, STEADY.now()):
                 if self._coordinator is not None:
                     self._act(action)
@@ -163,7 +169,7 @@ class Membership:
 
     def _step_down(self) -> None:
         self._council.coordinates = False
-        self._coordinator = None
+        self._coordinator = self._unwritten = None
         for link in self._links.values():
             link.close()
         self._links = {}
@@ -192,7 +198,8 @@ class Membership:
         if message["is"] == "status":
             self._coordinator.heard(link.node, message, now)
             current = self._coordinator.current
-            if current is not None and _missed(current, link.node, int(message.get("generation", -1))):
+            is_known = current is not None and self._unwritten is None  # what is not written may never be
+            if is_known and current is not None and _missed(current, link.node, int(message.get("generation", -1))):
                 link.send({"is": "generation", "generation": current.to_message(), "end": []})
             link.send({"is": "beat"})
         elif message["is"] == "fault":
@@ -234,7 +241,7 @@ class Membership:
         elif isinstance(action, Fail):
             self._node_itself.fail(action.text)
         elif isinstance(action, Finish):
-            if not self._run.has("STOP"):
+            if not self._node_itself.has("STOP"):
                 self._node_itself.mark("DONE")
             self._tell_all({"is": "finish"})
             self.is_finished = True
@@ -253,8 +260,14 @@ class Membership:
         try:
             made = create_generation(self._run, generation)
         except OSError as error:
-            self._node_itself.fail(f"generation {generation.number} cannot be written: {error}")
+            if self._unwritten is None:
+                self._node_itself.warn(
+                    "generation_unwritten",
+                    f"generation {generation.number} cannot be written ({error.strerror}): the run waits until it can",
+                )
+            self._unwritten = action
             return
+        self._unwritten = None
         if not made:  # somebody else coordinates
             self._records.event("coordinates_no_more", generation=generation.number)
             self._step_down()
@@ -309,14 +322,17 @@ class Membership:
                 continue
             self._agents_started[node] = now
             self._node_itself.warn("agent_restarted", f"the agent of {node} is gone; starting it again")
-            with open(self._run.path / "logs" / f"agent-{node}.log", "ab") as log:
-                subprocess.Popen(
-                    [*self._launch.agent_command, str(index)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            try:
+                with open_log(self._run.path / "logs" / f"agent-{node}.log") as log:
+                    subprocess.Popen(
+                        [*self._launch.agent_command, str(index)],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                self._node_itself.warn("agent_not_started", f"the agent of {node} cannot be started: {error}")
 
     def look_for_wishes(self) -> None:
         """`craton resize` or `craton heal` has left word."""

@@ -21,6 +21,7 @@ from craton.agent.generation import Generation, next_number
 from craton.agent.hangs import RankProgress
 from craton.agent.launch import Launch
 from craton.agent.nursery import Nursery, NurseryError
+from craton.agent.output import CommandOutput
 from craton.agent.ports import free_port
 from craton.agent.process import ChildProcess, RankProcess, pipe, rank_environment, start_rank
 from craton.agent.records import NodeRecords
@@ -67,6 +68,7 @@ class NodeProcesses:
         self.generation: Generation | None = None
         self.broke_at = 0.0  # monotonic: when the generation before stopped moving; 0: it did not
         self.places: list[Place] = []
+        self._outputs: list[CommandOutput] = []  # that are not all in their logs yet
         self._first_ranks = range(0)  # whose books are kept before there is a generation
         self.nursery: Nursery | None = None
         self.keeper: ChildProcess | None = None
@@ -268,6 +270,11 @@ class NodeProcesses:
         rank.close()
         return place
 
+    def flush_output(self) -> bool:
+        """Another try for output of commands that the disk has not taken; False while some waits."""
+        self._outputs = [each for each in self._outputs if not each.flush()]
+        return not any(each.waiting_bytes for each in self._outputs)
+
     def start_again(self, place: Place) -> bool:
         """A rank that has left, or never came into, the present generation gets a new process. False: it has had too
         many."""
@@ -294,6 +301,9 @@ class NodeProcesses:
         else:
             place.process = self._fork_rank(rank, place)
         if place.process is not None:
+            place.process.page = place.page
+            if place.process.output is not None:
+                self._outputs.append(place.process.output)
             place.starts += 1
             self._selector.register(place.process.records, selectors.EVENT_READ, place.process)
             self._records.event("rank_started", rank, pid=place.process.pid)
@@ -307,7 +317,9 @@ class NodeProcesses:
         records, records_of_rank = pipe()
         orders_of_rank, orders = pipe()
         log_path = self._run.log_path(rank)
-        offset = log_path.stat().st_size if log_path.exists() else 0
+        offset = 0
+        with contextlib.suppress(OSError):
+            offset = log_path.stat().st_size
         descriptors = {
             "CRATON_RECORDS": records_of_rank,
             "CRATON_PAGE": place.page.descriptor,

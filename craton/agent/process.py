@@ -18,13 +18,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import craton.agent.child as child_program
 from craton.agent.generation import Generation
 from craton.agent.launch import Launch
+from craton.agent.output import CommandOutput
 from craton.job import PLACEHOLDERS
 from craton.limits import MORE_MEMORY, limit_hint, memory_text, oom_kills
-from craton.telemetry import STEADY, RunDirectory
+from craton.telemetry import STEADY, RankPage, RunDirectory
 
 EXIT_FINAL = 3  # of a rank: the job itself is at fault, and another try would fail as well
 PIPE_BYTES = 1 << 20
@@ -80,6 +82,8 @@ class ChildProcess:
 
     def last_lines(self, count: int = 20, max_bytes: int = 16 << 10) -> list[str]:
         """The end of what this process printed."""
+        if isinstance(self, RankProcess) and self.output is not None:
+            return self.output.tail_lines()[-count:]
         try:
             with open(self.log_path, "rb") as handle:
                 size = handle.seek(0, os.SEEK_END)
@@ -97,6 +101,8 @@ class RankProcess(ChildProcess):
     records: int = -1  # descriptor of the reading end
     orders: int = -1  # of the writing end; -1: it takes none
     values: dict[str, str] = field(default_factory=dict)  # what placeholders stand for in it
+    page: RankPage | None = None  # which it shares with the agent
+    output: CommandOutput | None = None  # of a job's own command
 
     def close(self) -> None:
         for descriptor in (self.records, self.orders):
@@ -200,16 +206,20 @@ def start_rank(
     is_text = launch.command[:2] == ["/bin/sh", "-c"]
     command = launch.command if is_text else [fill(word, values) for word in launch.command]
     log_path = run.log_path(rank)
+    output = CommandOutput(open_log(log_path))
+    folder = launch.workdir or None
     try:
-        process, log_offset = start(command, environment, log_path, (writing, page), folder=launch.workdir or None)
+        process, log_offset = start(
+            command, environment, log_path, (writing, page), folder=folder, output=output.writing
+        )
     except OSError:
         os.close(reading)
         raise
     finally:
         os.close(writing)
-    return RankProcess(
-        f"rank {rank}", process.pid, log_path, log_offset, started, rank=rank, records=reading, values=values
-    )
+        os.close(output.writing)
+    begun = (f"rank {rank}", process.pid, log_path, log_offset, started)
+    return RankProcess(*begun, rank=rank, records=reading, values=values, output=output)
 
 
 def start_sink(run: RunDirectory, sink: str) -> ChildProcess:
@@ -270,14 +280,16 @@ def start(
     pass_descriptors: tuple[int, ...],
     stdin: int = subprocess.DEVNULL,
     folder: str | None = None,
+    output: int | None = None,
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """(process, length of its log so far). Who ends it and how is found out by `reap`, not by the Popen object."""
-    with open(log_path, "ab") as log:
+    """(process, length of its log so far). Who ends it and how is found out by `reap`, not by the Popen object. It
+    prints to the log, or to the descriptor `output`."""
+    with open_log(log_path) as log:
         offset = log.tell()
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", child_program.__file__, str(os.getpid()), *command],
             stdin=stdin,
-            stdout=log,
+            stdout=log if output is None else output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
             cwd=folder,
@@ -286,6 +298,15 @@ def start(
         )
     process.returncode = 0  # it must not look for its process when it is collected
     return process, offset
+
+
+def open_log(path: Path) -> BinaryIO:
+    """A log to append to. On storage that does not open it, output goes nowhere: the process matters more."""
+    try:
+        return open(path, "ab", buffering=0)
+    except OSError as error:
+        print(f"craton agent: {path} cannot be opened ({error.strerror}): this output is lost", file=sys.stderr)
+        return open(os.devnull, "ab", buffering=0)
 
 
 def _reap_group(group: int) -> None:

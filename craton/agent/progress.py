@@ -246,6 +246,8 @@ class Progress:
             self._course = self._begin(process)
         course = self._course
         before, course.looked_at = course.looked_at, STEADY.now()
+        if process.output is not None and process.output.waiting_bytes:
+            place.page.beat()  # what it prints is not in its log while the disk is full: that is no hang
         lines = course.tail.read(to_the_end=not process.is_running)
         found = self._matcher.find(lines)
         readings = _timed(found[-MOST_RECORDS:], before, course.tail.written_at, STEADY.now())

@@ -2,8 +2,8 @@
 
 The agent is the only writer of the node's three files. A rank's line is taken if it is a JSON object with a step and a
 time for events or metrics; the agent says which node, rank and generation it is from. Anything else is dropped and
-counted. The ledger it writes itself, from the pages of the ranks. A disk that does not take lines is warned about once;
-the run goes on.
+counted. The ledger it writes itself, from the pages of the ranks. Lines that a disk does not take wait in memory until
+there is room (`LineWriter`), and the run goes on; what had to be dropped is counted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,19 +52,35 @@ class NodeRecords:
         }
         self._buffers: dict[int, bytes] = {}  # process → the beginning of a line
         self._booked: dict[int, dict[str, float]] = {}  # place on the node → what its page held when it was last read
-        self._warned = False
         self.garbage_lines = 0
+        self._newest_loss = 0  # the step of the newest loss among the lines being read
         self.step = 0  # the newest any rank has reported
         self.booked_rank: int | None = None  # the only one whose books are kept: nobody knows what the others do
 
     @property
     def lost_lines(self) -> int:
-        """Lines that no disk took."""
+        """Lines that were dropped because no disk took them for too long."""
         return sum(writer.lost_lines for writer in self._writers.values())
+
+    @property
+    def waiting_lines(self) -> int:
+        """Lines that no disk has taken yet."""
+        return sum(writer.waiting_lines for writer in self._writers.values())
+
+    @property
+    def error(self) -> OSError | None:
+        """Why lines wait; None while none do."""
+        return next((writer.error for writer in self._writers.values() if writer.error is not None), None)
+
+    def flush(self) -> bool:
+        """Writes what waits; False while a disk does not take all of it."""
+        taken = [writer.flush() for writer in self._writers.values()]
+        return all(taken)
 
     def read(self, rank: RankProcess) -> bool:
         """Takes what a rank has sent; False when the pipe is at its end."""
         pending: dict[str, list[bytes]] = {}
+        self._newest_loss = 0
         is_open = True
         buffer = self._buffers.pop(rank.pid, b"")
         for _ in range(16):  # a rank that floods its pipe must not keep the agent from everything else
@@ -90,7 +105,9 @@ class NodeRecords:
         if buffer:
             self._buffers[rank.pid] = buffer
         for stream, documents in pending.items():
-            self._append(stream, documents)
+            is_written = self._append(stream, documents)
+            if is_written and stream == "metrics" and self._newest_loss and rank.page is not None:
+                rank.page.recorded_step = self._newest_loss
         return is_open
 
     def event(self, name: str, rank: int | None = None, **fields: Any) -> None:
@@ -114,6 +131,8 @@ class NodeRecords:
         """Where the time of a rank's place on this node went since the last call; `ended` is how its run ended."""
         if self.booked_rank not in (None, rank):
             return
+        if self._writers["ledger"].waiting_lines and ended is None and died_in is None:
+            return  # the page goes on booking: one later line says the same as many that would wait
         totals = page.totals(time.monotonic())
         before = self._booked.get(place, {})
         self._booked[place] = totals
@@ -142,7 +161,11 @@ class NodeRecords:
     def last_booked(self, first_generation: int) -> dict[int, float]:
         """rank → when its books end, of an agent of this node and this launch that did not close them."""
         moments: dict[int, float] = {}
-        for line in tail_lines(self._writers["ledger"].path, READ_BYTES):
+        try:
+            lines = tail_lines(self._writers["ledger"].path, READ_BYTES)
+        except OSError:  # then its books begin here
+            return {}
+        for line in lines:
             rank, moment, generation = line.get("rank"), line.get("time"), line.get("generation")
             if isinstance(rank, int) and isinstance(moment, int | float) and isinstance(generation, int):
                 moments.pop(rank, None)
@@ -165,24 +188,18 @@ class NodeRecords:
         self.step = max(self.step, line["step"])
         if stream == "metrics":
             self._endpoint.update({name: value for name, value in line.items() if name not in _STAMP}, rank.rank)
+            if "run_loss" in line:
+                self._newest_loss = line["step"]
         else:
             self._watch(rank, line)
         pending.setdefault(stream, []).append(_encode(line))
 
-    def _append(self, stream: str, lines: list[bytes]) -> None:
-        writer = self._writers[stream]
-        if writer.append(lines):
-            return
-        self._endpoint.update({"run_dropped_records": self.lost_lines + self.garbage_lines}, None)
-        if not self._warned:
-            self._warned = True
-            reason = writer.error.strerror if writer.error else "unknown"
-            print(
-                f"craton agent: cannot write {writer.path} ({reason}): the run goes on, its records are lost until "
-                "there is room again",
-                file=sys.stderr,
-                flush=True,
-            )
+    def _append(self, stream: str, lines: list[bytes]) -> bool:
+        """False while lines wait for room."""
+        is_written = self._writers[stream].append(lines)
+        if not is_written:
+            self._endpoint.update({"run_dropped_records": self.lost_lines + self.garbage_lines}, None)
+        return is_written
 
     def _count_garbage(self, rank: int) -> None:
         self.garbage_lines += 1

@@ -11,7 +11,8 @@ has ended and is reaped, the node's heartbeat says what became of it, and the le
 - A rank ends otherwise, raises or hangs: the next generation. The survivors stay alive and enter it; a rank that does
   not leave the old one in its grace is ended here, for it may be blocked for ever, and started again. That goes for a
   planned generation too, for which ranks first finish what they do: one that dies before it is there is a failure.
-- FATAL, or a run directory that is gone: the ranks are ended.
+- FATAL: the ranks are ended. A run directory that is gone: the same, after they have saved where they can.
+- A full, read-only or failing disk under the run directory: the run goes on, and what it has to write waits (`state`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import time
 from types import FrameType
 from typing import Any
@@ -47,9 +49,19 @@ from craton.agent.process import (
 )
 from craton.agent.progress import Progress
 from craton.agent.records import NodeRecords
-from craton.agent.wire import run_secret
+from craton.agent.state import directory_identity
+from craton.agent.wire import check_secret, run_secret
 from craton.limits import explain, limit_hint
-from craton.telemetry import BESIDE, STEADY, Marker, MetricsEndpoint, NodeState, RunDirectory, monotonic_of
+from craton.telemetry import (
+    BESIDE,
+    STEADY,
+    STORAGE_ERRORS,
+    Marker,
+    MetricsEndpoint,
+    NodeState,
+    RunDirectory,
+    monotonic_of,
+)
 
 TURN_SECONDS = 0.2  # between two looks at everything, when nothing happens
 POLL_SECONDS = 0.5  # markers, chaos, resize
@@ -57,7 +69,8 @@ HEARTBEAT_SECONDS = 1.0
 LEDGER_SECONDS = 1.0
 STATUS_SECONDS = 2.0
 SUMMARY_SECONDS = 30.0  # goodput and cost, as metrics of the first node
-GONE_SECONDS = 3.0  # a run directory that stays away this long is gone
+GONE_SECONDS = 5.0  # a run directory that stays away this long is gone
+SETTLE_SECONDS = 600.0  # that the end of a run waits for a disk that does not take its outcome
 MOST_NURSERIES = 3  # that may end before they are ready
 STOPPED_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -68,7 +81,8 @@ class Supervisor:
 
     def __init__(self, run: RunDirectory, launch: Launch, node: int, lock: NodeLock) -> None:
         self._run, self._launch, self._lock = run, launch, lock
-        self._directory = _identity(run)
+        self._directory = directory_identity(run)
+        check_secret(run)  # a run that anybody could join is not started
         self._node, self._index = launch.nodes[node], node
         self._host = os.environ.get("CRATON_ADDRESS") or _host_of(launch)
         endpoint = MetricsEndpoint(run.name, self._node, launch.leaves.get(self._node, ""))
@@ -97,11 +111,14 @@ class Supervisor:
         self._catch_signals()
         adopt_orphans()
         self._face.beat("running")
-        self._records.event("agent_started", pid=os.getpid(), ranks=self._launch.ranks_per_node)
+        ours = {name: value for name, value in self._launch.env.items() if name.startswith("CRATON_")}
+        self._records.event("agent_started", pid=os.getpid(), ranks=self._launch.ranks_per_node, environment=ours)
         self._processes.open_books(self._first_ranks)
         self._face.serve_metrics(self._host)
         try:
             council = Council(self._run, self._launch, self._index, run_secret(self._run), self._host, self._wake)
+        except LaunchError as error:
+            self.fail(str(error))
         except OSError as error:
             self.fail(f"{self._node} cannot listen for the other agents at {self._host}: {explain(error)}")
         else:
@@ -109,9 +126,20 @@ class Supervisor:
             self._membership = Membership(self._run, self._launch, self._node, council, self._records, self)
             self._face.beat("running")
         while not self._is_over:
-            self._turn()
+            try:
+                self._turn()
+            except OSError as error:
+                self._survive(error)
         state = self._finish()
         return 1 if state == "failed" else 0
+
+    def _survive(self, error: OSError) -> None:
+        """Storage that fails where nothing else looks after it does not end the run: the next turn tries again."""
+        is_gone = directory_identity(self._run) != self._directory
+        if error.errno not in STORAGE_ERRORS and not is_gone:
+            raise error
+        print(f"craton agent: {error}; the run goes on", file=sys.stderr, flush=True)
+        time.sleep(TURN_SECONDS)
 
     @property
     def _is_over(self) -> bool:
@@ -152,6 +180,7 @@ class Supervisor:
         # Before the reaping: a scheduler signals the ranks too, and one that dies of that has not failed.
         if self._stop_signal is not None and self._ending is None:
             self._stop_all_nodes(self._stop_signal)
+            self._stop_signal = None  # another one is for the end, which may wait for a disk
         self._reap()
         now = time.monotonic()
         if self._ending is not None and not self._is_failure and self._processes.saves_state():
@@ -196,6 +225,7 @@ class Supervisor:
     def _poll(self, now: float) -> None:
         if self._due("heartbeat", now, HEARTBEAT_SECONDS):
             self._face.touch()
+            self._processes.flush_output()
         if self._due("ledger", now, LEDGER_SECONDS):
             self._processes.book()
             self._face.show_ranks(self._processes.rank_status())
@@ -211,10 +241,12 @@ class Supervisor:
             self._end_ranks("STOP", is_failure=False)
         if self._run.has("DONE"):
             self._is_done = True
-        if _identity(self._run) == self._directory:
+        if directory_identity(self._run) == self._directory:
             self._seen_directory = now
         elif now - self._seen_directory > GONE_SECONDS and not self._is_failure:
-            self.fail(f"the run directory {self._run.path} is gone")
+            reason = f"the run directory {self._run.path} is gone: the ranks save where they can, and end"
+            self._face.mark_fatal(reason)
+            self._end_ranks(reason, is_failure=True, grace_seconds=self._launch.stop_grace_seconds)
         if self._membership is not None:
             self._membership.look_for_wishes()
 
@@ -224,6 +256,8 @@ class Supervisor:
         """A rank that cannot go on says so, and waits for the next generation."""
         if line["event"] == "checkpoint_saved":
             self._face.saved(str(line.get("tier", "")), float(line["time"]))
+        if line["event"] == "stopped":  # it could not set the marker itself
+            self.mark("STOP", str(line.get("reason", "")))
         if line["event"] == "broken":
             self._report(
                 Fault(
@@ -235,6 +269,8 @@ class Supervisor:
             )
 
     def _on_rank_end(self, rank: RankProcess) -> None:
+        if rank.output is not None:
+            rank.output.end()
         self._progress.look()  # at its last words
         place = self._processes.ended(rank)
         died_in = "+".join((place.page.kind, *place.page.beside))
@@ -353,8 +389,9 @@ class Supervisor:
         self.mark("STOP", reason)
         self._end_ranks(reason, is_failure=False)
 
-    def _end_ranks(self, reason: str, is_failure: bool) -> None:
-        grace_seconds = self._launch.failure_grace_seconds if is_failure else self._launch.stop_grace_seconds
+    def _end_ranks(self, reason: str, is_failure: bool, grace_seconds: float | None = None) -> None:
+        if grace_seconds is None:
+            grace_seconds = self._launch.failure_grace_seconds if is_failure else self._launch.stop_grace_seconds
         self._ending = reason
         self._is_failure = is_failure
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
@@ -380,7 +417,10 @@ class Supervisor:
             )
 
     def mark(self, marker: Marker, text: str = "") -> None:
-        self._face.mark(marker, text)
+        self._face.state.mark(marker, text)
+
+    def has(self, marker: Marker) -> bool:
+        return self._face.state.has(marker)
 
     def warn(self, event: str, text: str) -> None:
         self._face.warn(event, text)
@@ -392,11 +432,12 @@ class Supervisor:
     def _finish(self) -> NodeState:
         if self._is_failure:
             state: NodeState = "failed"
-        elif self._run.has("STOP"):
+        elif self.has("STOP"):
             state = "stopped"
         else:
             is_released = self._membership is not None and self._membership.is_released
-            state = "released" if is_released and not self._run.has("DONE") else "done"
+            state = "released" if is_released and not self.has("DONE") else "done"
+        self._face.touch()  # what waits for room goes first
         self._processes.book(ended=state)
         self._face.write_status(self._records.generation, self._processes.rank_status())
         if self._coordinates():
@@ -413,11 +454,27 @@ class Supervisor:
         self._face.end_sinks()
         self._end_helpers()
         self._face.close()
+        self._settle(state)
         self._records.close()
         # Whoever sees the run's end may start its next generation at once.
         self._lock.release()
         self._face.beat(state)
         return state
+
+    def _settle(self, state: NodeState) -> None:
+        """Waits for a disk that has not taken everything yet; another signal to stop ends the wait."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < deadline and self._stop_signal is None and not self._face.state.is_gone:
+            self._face.touch()
+            if self._processes.flush_output() and not self._face.state.has_unwritten:
+                return
+            time.sleep(TURN_SECONDS)
+        print(
+            f"craton agent: {self._run.name} is {state} on {self._node}, which could not be written to "
+            f"{self._run.path}: {self._face.state.trouble or 'it is gone'}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _end_helpers(self) -> None:
         self._processes.end_helpers()
@@ -447,12 +504,3 @@ def _host_of(launch: Launch) -> str:
                 f"{launch.master_address} cannot be reached from here ({error.strerror}): set CRATON_ADDRESS to the "
                 "address at which the other nodes reach this one"
             ) from error
-
-
-def _identity(run: RunDirectory) -> tuple[int, int] | None:
-    """Which directory this is: another one in its place is not our run."""
-    try:
-        status = run.path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino

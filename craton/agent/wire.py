@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from craton.agent.errors import LaunchError
 from craton.limits import explain
 from craton.telemetry import RunDirectory
 
@@ -31,27 +32,54 @@ MAX_FRAME_BYTES = 8 << 20
 HANDSHAKE_SECONDS = 3.0
 SEND_SECONDS = 3.0
 ACCEPT_AGAIN_SECONDS = 0.1
+SECRET_CHARACTERS = 64  # hexadecimal: 256 bits
 
 Message = dict[str, Any]
 
 
 def run_secret(run: RunDirectory) -> bytes:
-    """The run's secret, made by whoever needs it first."""
-    path = run.secret_path
+    """The run's secret, made by whoever needs it first. LaunchError when it is empty or too short to keep others out;
+    OSError when it cannot be made or read."""
+    if (secret := check_secret(run)) is not None:
+        return secret
+    _make_secret(run)
+    secret = check_secret(run)
+    if secret is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(run.secret_path))
+    return secret
+
+
+def check_secret(run: RunDirectory) -> bytes | None:
+    """The run's secret, or None where none was made yet; LaunchError and OSError as above."""
     try:
-        fresh = path.with_name(f".secret.{secrets.token_hex(8)}")
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        secret = run.secret_path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if len(secret.strip()) < SECRET_CHARACTERS:
+        raise LaunchError(
+            f"{run.secret_path} holds {len(secret.strip())} characters, and a secret has {SECRET_CHARACTERS}: remove "
+            f"it while the run is stopped, and `craton resume {run.name}` makes a new one"
+        )
+    return secret
+
+
+def _make_secret(run: RunDirectory) -> None:
+    """Whole or not at all, and once: of two that make one at the same time, the first one counts."""
+    fresh = run.secret_path.with_name(f".secret.{secrets.token_hex(8)}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
         try:
-            os.write(descriptor, secrets.token_hex(32).encode())
+            text = secrets.token_hex(SECRET_CHARACTERS // 2).encode()
+            if os.write(descriptor, text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(fresh))
+            os.fsync(descriptor)
         finally:
             os.close(descriptor)
         with contextlib.suppress(FileExistsError):
-            os.link(fresh, path)
-        os.unlink(fresh)
-    except OSError:
-        if not path.exists():
-            raise
-    return path.read_bytes()
+            os.link(fresh, run.secret_path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
 
 
 class Link:

@@ -94,6 +94,8 @@ def panel(view: View, width: int) -> RenderableType:
         parts.insert(0, Text(f"NOT SAVED: {summary.unsaved}", style="bold red"))
     if summary.state == "waiting":
         parts.insert(0, Text(f"waits: {summary.message}", style="cyan"))
+    if summary.storage:
+        parts.insert(0, Text(summary.storage, style="yellow"))
     if view.losses:
         parts.append(_loss(view, inner))
     if summary.step_seconds and summary.state != "starting":  # until then they are those of the generation before
@@ -149,8 +151,12 @@ def _watch_plainly(look: Callable[[], View], console: Console | None) -> View:
     printed, printed_at = "", -PLAIN_SECONDS
     seen: list[dict[str, Any]] = []
     told = was_recovering = None
+    storage = ""
     while True:
         view = look()
+        if console and view.summary.storage and not storage:
+            console.print(f"{view.summary.name}: {view.summary.storage}", soft_wrap=True, markup=False)
+        storage = view.summary.storage
         news = [event for event in view.events if event.get("generation") == view.summary.generation]
         for event in news:
             if console and event not in seen and event.get("event") not in _UNTOLD_EVENTS:

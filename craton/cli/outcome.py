@@ -46,7 +46,8 @@ def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> N
     recoveries = read_recoveries(run)
     if recoveries:
         console.print(recoveries_text(recoveries), style="yellow", markup=False)
-    saved = newest_checkpoint(run)
+    is_gone = not run.path.is_dir()
+    saved = None if is_gone else newest_checkpoint(run)
     at = f"; checkpoint of step {saved.step:,} in {shown(saved.path)}" if saved else ""
     name = summary.name
     if summary.state == "done":
@@ -58,6 +59,9 @@ def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> N
         of = f" of {summary.steps:,}" if summary.steps else ""
         console.print(Text.assemble((f"{name} stopped", "bold yellow"), f" after step {summary.step:,}{of}{at}"))
         console.print(f"next: craton resume {name}", style="dim")
+    elif is_gone:
+        console.print(Text(f"{name} is lost", style="bold red"))
+        console.print(Text(summary.message), soft_wrap=True)
     else:
         print_failure(run, summary, console, at, "" if saved else ", from the beginning")
 
@@ -129,7 +133,7 @@ def print_comparison(run: RunDirectory, summary: RunSummary, console: Console) -
 def outcome_json(run: RunDirectory, summary: RunSummary) -> dict[str, Any]:
     from craton.orchestration import compare, newest_checkpoint, read_recoveries
 
-    saved = newest_checkpoint(run)
+    saved = newest_checkpoint(run) if run.path.is_dir() else None
     rows = compare(run, summary)
     return {
         **summary_json(summary),

@@ -62,6 +62,8 @@ def ps(
             console.print(f"{summary.name}: {recoveries_text(back)}", style="yellow", soft_wrap=True, markup=False)
         if summary.unsaved:
             console.print(f"{summary.name}: {summary.unsaved}", style="red", soft_wrap=True, markup=False)
+        if summary.storage:
+            console.print(f"{summary.name}: {summary.storage}", style="yellow", soft_wrap=True, markup=False)
         if summary.state in ("failed", "lost") and summary.message:
             reason = summary.message.splitlines()[0]
             console.print(f"{summary.name}: {reason}", style="red", soft_wrap=True, markup=False)

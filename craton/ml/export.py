@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
-from craton.agent import read_launch
 from craton.errors import CratonError
 from craton.infrastructure import StorageError, copy_down, open_store
 from craton.job import Job, Layout, load_job, place_of
@@ -36,7 +35,7 @@ from craton.ml.models import (
 )
 from craton.ml.training.checkpoint import SavedStep, find_checkpoint, read_tensors
 from craton.remote import is_url
-from craton.telemetry import RunDirectory, find_run
+from craton.telemetry import RunDirectory, find_run, read_json
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CONFIG = "config.json"  # a folder at a URL is whole when it has this
@@ -127,8 +126,8 @@ class RunModel:
 
     def _job_folder(self) -> Path:
         """Where the run's ranks look for a user's own functions."""
-        launched = read_launch(self.run).env if self.run.launch_path.is_file() else {}
-        return Path(launched.get("CRATON_JOB_FOLDER", "."))
+        environment = read_json(self.run.launch_path).get("env") or {}
+        return Path(environment.get("CRATON_JOB_FOLDER", "."))
 
     def _fill(self, tensors: Mapping[str, Tensor]) -> None:
         read_tensors(self.checkpoint, {_PREFIX + name: tensor for name, tensor in tensors.items()})

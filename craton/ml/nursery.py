@@ -14,12 +14,13 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from craton.agent import NURSERY_VARIABLE, Keeper, answer_requests, run_secret
+from craton.agent import NURSERY_VARIABLE, Keeper, answer_requests, open_log, run_secret
 from craton.ml.training import session
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, protect_output
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
 ADOPTION_SECONDS = 5.0
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
 def _become_a_child_of(agent: int, log: str, name: str) -> None:
     """A session, a log and a name of its own, and an end when the agent ends."""
     os.setsid()
-    with open(log, "ab", buffering=0) as file:
+    with open_log(Path(log)) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     deadline = time.monotonic() + ADOPTION_SECONDS
@@ -81,4 +82,5 @@ def _keep(run: RunDirectory) -> int:
 
 
 if __name__ == "__main__":
+    protect_output()
     session.run_and_exit(main, sys.argv[1:])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.orchestration.recoveries import Recovery, read_recoveries
-from craton.telemetry import MARKERS, RunDirectory, RunState, RunSummary, read_json, summarize
+from craton.telemetry import MARKERS, RunDirectory, RunState, RunSummary, read_json, replace_text, summarize
 from craton.version import VERSION
 
 KEPT_FILE = "summary.json"
@@ -72,7 +72,5 @@ def _kept(run: RunDirectory, sign: str) -> Glance | None:
 def _keep(run: RunDirectory, sign: str, found: Glance) -> None:
     summary = {key: value for key, value in asdict(found.summary).items() if not isinstance(value, Path)}
     document = {"sign": sign, "summary": summary, "recoveries": [asdict(each) for each in found.recoveries]}
-    partial = run.path / f".{KEPT_FILE}.{os.getpid()}"
     with contextlib.suppress(OSError):
-        partial.write_text(json.dumps(document) + "\n", encoding="utf-8")
-        os.replace(partial, run.path / KEPT_FILE)
+        replace_text(run.path / KEPT_FILE, json.dumps(document) + "\n", durable=False)

@@ -19,13 +19,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from craton.agent import Launch, read_launch, write_launch
+from craton.agent import Launch, write_launch
 from craton.infrastructure import visible_accelerators
 from craton.orchestration.backend import Standing, Submission
 from craton.orchestration.draft import Draft, agent_command
 from craton.orchestration.errors import StartError
 from craton.orchestration.preflight_local import check_local
-from craton.telemetry import Heartbeat, RunDirectory, read_heartbeat, write_heartbeat
+from craton.telemetry import Heartbeat, RunDirectory, read_heartbeat, read_json, write_heartbeat
 
 AGENTS_FILE = "agents.json"
 KILL_SECONDS = 5.0  # a killed process is gone in milliseconds, unless it waits for a disk
@@ -85,9 +85,9 @@ class LocalBackend:
 
     def kill(self, run: RunDirectory) -> None:
         """Agents that are killed cannot say how they ended any more."""
-        generation = read_launch(run).generation
         for agent in kill_agents(run):
             before = read_heartbeat(run, agent.node)
+            generation = before.generation if before else int(read_json(run.launch_path).get("generation") or 0)
             ended = Heartbeat(generation, "stopped", agent.pid, metrics_port=0)
             if before is not None:  # its ledger goes on with the same clock when the run is resumed
                 ended = replace(ended, clock=before.clock, steady_offset=before.steady_offset)

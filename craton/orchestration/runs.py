@@ -15,15 +15,27 @@ from pathlib import Path
 
 import yaml
 
-from craton.agent import AVOID_FILE, forget_avoided, free_port, next_number, read_launch
+from craton.agent import AVOID_FILE, check_secret, forget_avoided, free_port, next_number
 from craton.infrastructure import CachedFolder, StorageError, open_store
-from craton.job import RESCUE, TRAINING_KINDS, Job, TierPlace, dump_job, load_job, parse_job, place_of, rescue_place
+from craton.job import (
+    RESCUE,
+    TRAINING_KINDS,
+    Job,
+    JobError,
+    TierPlace,
+    dump_job,
+    load_job,
+    parse_job,
+    place_of,
+    rescue_place,
+)
 from craton.orchestration.backend import BACKEND_FILE, read_submission, write_submission
 from craton.orchestration.backends import backend_of, backend_of_run
 from craton.orchestration.chaos import disarm, faults_left
 from craton.orchestration.draft import COPY, JOB_FOLDER, Draft, Progress, draft_run
 from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import kill_agents
+from craton.orchestration.relaunch import last_launch
 from craton.orchestration.resize import resized_nodes
 from craton.orchestration.server import check_port
 from craton.orchestration.sizes import with_chosen_layout, with_fitting_layout
@@ -151,7 +163,14 @@ def resumed_job(run: RunDirectory, cluster: str | None = None, steps: int | None
     """The job of a run as its next generation has it, on as many nodes as were asked for last. On another cluster the
     layout is chosen anew."""
     check_not_running(run)
-    job = load_job(run.job_path)
+    try:
+        job = load_job(run.job_path)
+    except JobError as error:
+        problems = "; ".join(str(error).splitlines())
+        raise RunStateError(
+            f"{problems}; if the file is torn or missing, copy the job file that {run.name} was started from to "
+            f"{run.job_path}"
+        ) from None
     nodes = resized_nodes(run)
     if cluster is None and nodes is not None and nodes != job.cluster.num_nodes:
         smallest = job.cluster.min_nodes if job.cluster.min_nodes < nodes else 0
@@ -194,7 +213,8 @@ def draft_resume(
     if run.has("DONE") and job.kind == "command":
         raise RunStateError(f"{run.name} is done; `craton run` with another --name starts its command again")
     check_code(run)
-    last = read_launch(run)
+    check_secret(run)
+    last, rebuilt = last_launch(run, job)
     draft = draft_run(
         job.model_copy(update={"chaos": ()}),
         run.path,
@@ -207,7 +227,8 @@ def draft_resume(
     )
     left = faults_left(run, job, last, draft.launch, saved.step if saved else 0)
     copy = {COPY: last.env[COPY]} if COPY in last.env else {}
-    return replace(draft, job=job, launch=replace(draft.launch, chaos=left, env={**draft.launch.env, **copy}))
+    launch = replace(draft.launch, chaos=left, env={**draft.launch.env, **copy})
+    return replace(draft, job=job, launch=launch, note="; ".join(filter(None, [rebuilt, draft.note])))
 
 
 def resume_run(run: RunDirectory, draft: Draft) -> None:

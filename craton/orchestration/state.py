@@ -7,7 +7,6 @@ queue to go on, and one whose last word was "running" may be on no machine any m
 from __future__ import annotations
 
 import fcntl
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from pathlib import Path
 from craton.orchestration.backend import Standing, is_elsewhere, read_submission
 from craton.orchestration.backends import backend_of
 from craton.orchestration.errors import RunStateError, SchedulerError
-from craton.telemetry import RunDirectory, RunState, RunSummary, read_json, summarize
+from craton.telemetry import RunDirectory, RunState, RunSummary, read_json, replace_text, summarize
 
 MOVING: tuple[RunState, ...] = ("waiting", "starting", "running", "stopping")  # not at its end, whichever that is
 GOES_ON = ("waiting", "running")
@@ -159,8 +158,6 @@ def launching(run: RunDirectory) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file as a whole, so that a reader sees the old or the new one."""
+    """Replace a file as a whole, so that a reader sees the old or the new one, also after a power loss."""
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    replace_text(path, text)

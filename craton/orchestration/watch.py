@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from craton.orchestration.backend import Standing, read_submission
-from craton.orchestration.local import living_agents, read_agents
+from craton.orchestration.local import AgentProcess, living_agents, read_agents
 from craton.orchestration.recoveries import Recoveries, Recovery, under_way
 from craton.orchestration.state import MOVING, SCHEDULER_LOOK_SECONDS, settled, standing_of
-from craton.telemetry import RunDirectory, RunSummary, Summarizer, read_lines
+from craton.telemetry import RunDirectory, RunSummary, Summarizer, read_lines, storage_problem
 
 PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
 RECENT_LINES = 20  # a phase is shown as the mean of so many of the newest measurements
@@ -64,6 +64,7 @@ class Follower:
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_LINES)
         self._events: deque[dict[str, Any]] = deque(maxlen=SHOWN_EVENTS)
         self._is_local = read_submission(run).on == "local"
+        self._agents: list[AgentProcess] = []
         self._standing = Standing("unknown")
         self._asked_at, self._pause = float("-inf"), SCHEDULER_LOOK_SECONDS
         self._has_news = False
@@ -103,9 +104,15 @@ class Follower:
         return settled(self._summarizer.summary(), self._standing)
 
     def _agents_are_gone(self) -> bool:
-        return bool(read_agents(self.run)) and not living_agents(self.run)
+        self._agents = read_agents(self.run) or self._agents  # the directory itself may be gone
+        return bool(self._agents) and not living_agents(self.run) and not any(each.is_alive for each in self._agents)
 
     def _last_words(self) -> str:
+        if not self.run.path.is_dir():
+            return (
+                f"{storage_problem(self.run.path)}; its agents have ended the ranks, which saved to the tiers outside "
+                "of it, if the job has any"
+            )
         words = ["every agent of the run is gone without a word of how it ended"]
         for agent in read_agents(self.run):
             path = self.run.path / agent.log

@@ -28,6 +28,7 @@ from craton.telemetry.page import BESIDE, LEDGER_KINDS, RankPage, TrapError, goi
 from craton.telemetry.recorder import Recorder
 from craton.telemetry.rundirectory import MARKERS, Marker, RunDirectory, find_run, list_runs, read_json, runs_root
 from craton.telemetry.steadyclock import JUMP_SECONDS, STEADY, monotonic_clock_id, wall_offset
+from craton.telemetry.storage import STORAGE_ERRORS, SafeOutput, protect_output, replace_text, storage_problem
 
 if TYPE_CHECKING:
     from craton.telemetry.endpoint import MetricsEndpoint
@@ -43,6 +44,7 @@ __all__ = [
     "MARKERS",
     "METRICS",
     "STEADY",
+    "STORAGE_ERRORS",
     "TWINS",
     "Heartbeat",
     "LedgerClock",
@@ -62,6 +64,7 @@ __all__ = [
     "RunNotFoundError",
     "RunState",
     "RunSummary",
+    "SafeOutput",
     "SinkError",
     "Summarizer",
     "TrapError",
@@ -76,11 +79,14 @@ __all__ = [
     "plan_checkpoint_intervals",
     "plan_twins",
     "process_start",
+    "protect_output",
     "read_heartbeat",
     "read_json",
     "read_lines",
     "read_status",
+    "replace_text",
     "runs_root",
+    "storage_problem",
     "summarize",
     "tail_lines",
     "touch_heartbeat",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import time
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from typing import Any, Literal
 
 from craton.telemetry.rundirectory import RunDirectory
 from craton.telemetry.steadyclock import STEADY, monotonic_clock_id, wall_offset
+from craton.telemetry.storage import replace_text
 
 LOST_SECONDS = 10.0
 NodeState = Literal["running", "done", "stopped", "failed", "spare", "released"]
@@ -47,8 +49,15 @@ class Heartbeat:
             return max(0.0, time.monotonic() - (self.moment - self.clock_offset))
         return (time.time() if now is None else now) - self.moment
 
+    trouble: str = ""  # why the agent cannot write to the run directory, or could not for a while
+
     def is_lost(self, now: float | None = None) -> bool:
         return self.state in ("running", "spare") and self.age_seconds(now) > LOST_SECONDS
+
+    @property
+    def is_alive_here(self) -> bool:
+        """Whether the agent is a process of this machine that lives, however old its heartbeat is."""
+        return bool(self.started) and self.host == socket.gethostname() and process_start(self.pid) == self.started
 
 
 def process_start(pid: int) -> str:
@@ -69,18 +78,18 @@ def process_start(pid: int) -> str:
 
 
 def write_heartbeat(run: RunDirectory, node: str, heartbeat: Heartbeat) -> float:
-    """Replaces the node's heartbeat; OSError when the disk is full or the run is gone. Returns the offset of the clock
-    that it was stamped with, for `touch_heartbeat`."""
-    path, offset = run.heartbeat_path(node), wall_offset()
+    """Replaces the node's heartbeat, on a full disk in place; OSError when that is not possible either. Returns the
+    offset of the clock that it was stamped with, for `touch_heartbeat`."""
+    offset = wall_offset()
     is_ours = heartbeat.clock == monotonic_clock_id()  # then it may carry on what an agent said
     steady = heartbeat.steady_offset if is_ours and heartbeat.steady_offset else STEADY.offset
     clocks = {"clock": monotonic_clock_id(), "clock_offset": offset, "steady_offset": steady}
     document = {**asdict(heartbeat), **clocks}
     del document["moment"]
-    fresh = path.with_name(f".{node}.{os.getpid()}")
-    fresh.write_text(json.dumps(document) + "\n", encoding="utf-8")
-    _touch(fresh, offset)  # a file server has a clock of its own
-    os.replace(fresh, path)
+    text = json.dumps(document) + "\n"
+    # A file server has a clock of its own.
+    moment = time.monotonic() + offset
+    replace_text(run.heartbeat_path(node), text, durable=False, in_place=True, modified_at=moment)
     return offset
 
 
@@ -112,6 +121,7 @@ def read_heartbeat(run: RunDirectory, node: str) -> Heartbeat | None:
             clock=str(document.get("clock", "")),
             clock_offset=float(document.get("clock_offset", 0.0)),
             steady_offset=float(document.get("steady_offset", 0.0)),
+            trouble=str(document.get("trouble", "")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -2,19 +2,24 @@
 
 A reader never sees half a line: what has no newline yet is left for the next read, and what is not a JSON object is
 skipped. A file that is there and cannot be read is an OSError, unless `noting_unread` is asked to go on without it. A
-writer that cannot write (full disk, vanished folder) counts what it lost and leaves no half line behind.
+writer that cannot write (full disk, vanished folder) keeps its lines in bounded memory until it can, and leaves no half
+line behind.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+WAITING_BYTES = 8 << 20  # of lines that one file has not taken: hours of a node's records
+CHUNK_BYTES = 256 << 10  # written in one call
 # NaN and infinity are not JSON, but Python's own writer lets them through: read as null, like those we write.
 _decode = json.JSONDecoder(parse_constant=lambda name: None).decode
 _unread: ContextVar[dict[Path, OSError] | None] = ContextVar("unread", default=None)
@@ -100,44 +105,78 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 class LineWriter:
-    """Appends lines to one file; never raises, `lost_lines` counts what could not be written and `error` says why."""
+    """Appends lines to one file, in order, and never raises.
 
-    def __init__(self, path: Path) -> None:
+    Lines that the disk does not take wait in memory and are written as soon as there is room. Beyond `most_bytes` the
+    oldest are dropped: `lost_lines` counts them. `error` says why lines wait; None while none do.
+    """
+
+    def __init__(self, path: Path, most_bytes: int = WAITING_BYTES) -> None:
         self.path = path
         self.lost_lines = 0
         self.error: OSError | None = None
+        self._most_bytes = most_bytes
+        self._waiting: deque[bytes] = deque()  # each with its newline
+        self._waiting_bytes = 0
         self._descriptor: int | None = None
 
+    @property
+    def waiting_lines(self) -> int:
+        return len(self._waiting)
+
     def append(self, lines: Sequence[bytes]) -> bool:
-        """Writes lines (each without its newline) in one call; False when they are lost."""
-        if not lines:
-            return True
+        """Takes lines (each without its newline); False while some wait for room."""
+        for line in lines:
+            self._waiting.append(line + b"\n")
+            self._waiting_bytes += len(line) + 1
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Writes what waits; False when the disk does not take all of it."""
         try:
-            self._write(b"\n".join(lines) + b"\n")
+            while self._waiting:
+                self._write_some()
         except OSError as error:
             self.error = error
-            self.lost_lines += len(lines)
+            self._drop_oldest()
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                self.close()  # the file may be another one when the storage is back
             return False
+        self.error = None
         return True
 
     def close(self) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            with suppress(OSError):  # a network file system may report a late error: its lines are gone
+                os.close(self._descriptor)
             self._descriptor = None
 
-    def _write(self, data: bytes) -> None:
+    def _write_some(self) -> None:
+        """Writes the oldest lines in one call. Whatever part of them a disk that fills up takes, whole lines stay."""
         if self._descriptor is None:
             self._descriptor = self._open()
+        chunk: list[bytes] = []
+        size = 0
+        for line in self._waiting:
+            if chunk and size + len(line) > CHUNK_BYTES:
+                break
+            chunk.append(line)
+            size += len(line)
         before = os.fstat(self._descriptor).st_size
-        written = 0
-        try:
-            while written < len(data):
-                written += os.write(self._descriptor, data[written:])
-        except OSError:
-            # A disk that fills up takes part of a write: without this, the next line would be glued to the half one.
-            if written:
-                os.ftruncate(self._descriptor, before)
-            raise
+        written = os.write(self._descriptor, b"".join(chunk))
+        whole = 0
+        while chunk and whole + len(chunk[0]) <= written:
+            whole += len(chunk.pop(0))
+            self._waiting.popleft()
+        self._waiting_bytes -= whole
+        if whole < written:  # without this, the next line would be glued to the half one
+            os.ftruncate(self._descriptor, before + whole)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _drop_oldest(self) -> None:
+        while self._waiting_bytes > self._most_bytes:
+            self._waiting_bytes -= len(self._waiting.popleft())
+            self.lost_lines += 1
 
     def _open(self) -> int:
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -69,6 +69,7 @@ class _Fields(ctypes.Structure):
         ("patience", ctypes.c_double),
         ("num_recent", ctypes.c_int64),
         ("recent", ctypes.c_double * RECENT_STEPS),
+        ("recorded_step", ctypes.c_int64),
     )
 
     generation: int
@@ -90,6 +91,7 @@ class _Fields(ctypes.Structure):
     patience: float
     num_recent: int
     recent: Any
+    recorded_step: int
 
 
 class TrapError(RuntimeError):
@@ -248,6 +250,15 @@ class RankPage:
         """The slowest of the recent steps, the one that just ended included: only the seconds of the step itself, not
         those of its data, a checkpoint or an evaluation. 0: not known yet."""
         return float(max(self._fields.recent))
+
+    @property
+    def recorded_step(self) -> int:
+        """The newest step whose loss the agent has written to disk."""
+        return self._fields.recorded_step
+
+    @recorded_step.setter
+    def recorded_step(self, value: int) -> None:
+        self._fields.recorded_step = value
 
     @property
     def progress(self) -> float:

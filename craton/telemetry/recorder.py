@@ -1,12 +1,12 @@
 """How a rank records: one JSON line and one `os.write` a call, to the pipe that the node's agent reads.
 
-Never blocks and never raises into training: a line that does not fit into a full pipe (or disk) is dropped and counted.
+Never blocks and never raises into training: a line that does not fit into a full pipe is dropped and counted.
 The thread CPU time spent here is added up in `recording_seconds`; `metrics` reports its share of the time since the
 call before as `run_recording_share`, and how many lines were dropped so far as `run_dropped_records`: 0 from the start,
 since an increase from nothing is not seen.
 
-Without an agent ($CRATON_RECORDS is not set) lines go straight to the files of the run directory; without a run either,
-nowhere.
+Without an agent ($CRATON_RECORDS is not set) lines go straight to the files of the run directory, where a full disk
+makes them wait in bounded memory; without a run either, nowhere.
 """
 
 from __future__ import annotations
@@ -110,9 +110,14 @@ class Recorder:
                 self.dropped += 1
             elif self._descriptor is not None:
                 self._send(text)
-            elif self._writers and not self._writers[stream].append([text]):
-                self.dropped += 1
+            elif self._writers:
+                self._append(self._writers[stream], text)
             self.recording_seconds += time.thread_time() - begin
+
+    def _append(self, writer: LineWriter, text: bytes) -> None:
+        lost_before = writer.lost_lines
+        writer.append([text])
+        self.dropped += writer.lost_lines - lost_before
 
     def _send(self, text: bytes) -> None:
         assert self._descriptor is not None

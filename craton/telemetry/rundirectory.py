@@ -20,6 +20,7 @@ Making a run is atomic: of two that want the same name, one gets it. Runs live u
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -135,11 +136,18 @@ class RunDirectory:
         return self.path / "checkpoints" / tier
 
     def mark(self, marker: Marker, text: str = "") -> None:
-        """Sets a marker. Marking again adds to its text, so that every node can say why it failed."""
+        """Sets a marker. Marking again adds to its text, so that every node can say why it failed.
+
+        OSError when the disk does not take it; on a full one the marker may be set without its text, never with half
+        of it."""
         descriptor = os.open(self._marker_path(marker), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             if text:
-                os.write(descriptor, (text.rstrip("\n") + "\n").encode(errors="replace"))
+                before = os.fstat(descriptor).st_size
+                data = (text.rstrip("\n") + "\n").encode(errors="replace")
+                if os.write(descriptor, data) < len(data):
+                    os.ftruncate(descriptor, before)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(descriptor)
 
@@ -147,7 +155,7 @@ class RunDirectory:
         self._marker_path(marker).unlink(missing_ok=True)
 
     def has(self, marker: Marker) -> bool:
-        return self._marker_path(marker).exists()
+        return os.path.exists(self._marker_path(marker))  # False, not an error, while the storage does not answer
 
     def marker_text(self, marker: Marker) -> str:
         """What was written with the marker; nothing when it is not set."""

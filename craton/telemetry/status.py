@@ -7,11 +7,11 @@ never half of one.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from craton.telemetry.rundirectory import RunDirectory, read_json
+from craton.telemetry.storage import replace_text
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,11 @@ class NodeStatus:
 
 
 def write_status(run: RunDirectory, status: NodeStatus) -> None:
-    """Replaces the node's status; OSError when the disk is full or the run is gone."""
+    """Replaces the node's status, on a full disk in place; OSError when that is not possible either."""
     path = run.status_path(status.node)
     path.parent.mkdir(exist_ok=True)  # a run of an older Craton has no such folder
-    fresh = path.with_name(f".{status.node}.{os.getpid()}")
-    fresh.write_text(json.dumps(asdict(status), separators=(",", ":")) + "\n", encoding="utf-8")
-    os.replace(fresh, path)
+    text = json.dumps(asdict(status), separators=(",", ":")) + "\n"
+    replace_text(path, text, durable=False, in_place=True)
 
 
 def read_status(run: RunDirectory, node: str) -> NodeStatus | None:

@@ -19,6 +19,7 @@ from craton.telemetry.lines import tail_lines
 from craton.telemetry.rundirectory import RunDirectory, read_json
 from craton.telemetry.status import read_status
 from craton.telemetry.steadyclock import monotonic_clock_id
+from craton.telemetry.storage import storage_problem
 from craton.telemetry.vocabulary import TWINS, plan_twins
 
 # waiting: for its nodes, as only its scheduler can tell
@@ -58,6 +59,7 @@ class RunSummary:
     updated_at: float | None  # epoch seconds of the newest metric
     metrics_ports: dict[str, int]  # node → port of its Prometheus endpoint
     unsaved: str = ""  # that its last state is on no disk yet, why, and what to do; empty otherwise
+    storage: str = ""  # what is or was wrong with the disk of its directory; empty: nothing
 
     @property
     def progress(self) -> float | None:
@@ -94,7 +96,7 @@ class Summarizer:
 
     def summary(self, now: float | None = None) -> RunSummary:
         launch, plan = read_json(self.run.launch_path), read_json(self.run.plan_path)
-        started = int(launch.get("generation") or 0)
+        started = int(launch.get("generation") or 0) if launch else _last_started(self.run)
         newest = _newest_generation(self.run, started)
         nodes = [
             str(node) for node in newest.get("nodes") or (launch.get("nodes") or [])[: launch.get("num_nodes") or None]
@@ -104,6 +106,7 @@ class Summarizer:
         if now is None:
             heartbeats = {node: beat and self._by_change(node, beat) for node, beat in heartbeats.items()}
         state, message = _state(self.run, started, heartbeats, recent.generation, now)
+        storage = _storage(self.run, state, started, heartbeats)
         ledger = self._ledger.totals()
         wall_seconds = sum(ledger.values())
         steps = int(plan["steps"]) if isinstance(plan.get("steps"), int | float) else recent.steps
@@ -141,6 +144,7 @@ class Summarizer:
             updated_at=recent.updated_at,
             metrics_ports={node: beat.metrics_port for node, beat in heartbeats.items() if beat and beat.metrics_port},
             unsaved=unsaved,
+            storage=storage,
         )
 
     def _by_change(self, node: str, beat: Heartbeat) -> Heartbeat:
@@ -247,6 +251,8 @@ def _state(
         return "done", ""
     wants_stop = run.has("STOP")
     lost = [node for node, beat in beats.items() if beat.is_lost(now)]
+    if lost and storage_problem(run.path):  # which may be why heartbeats are old: processes of this machine are seen
+        lost = [node for node in lost if not beats[node].is_alive_here]
     if lost:
         return (
             "lost",
@@ -289,6 +295,14 @@ def _unsaved(run: RunDirectory, first_node: list[str], generation: int) -> str:
     )
 
 
+def _storage(run: RunDirectory, state: RunState, generation: int, heartbeats: dict[str, Heartbeat | None]) -> str:
+    """What its agents say of the disk under the run directory; while it runs, also what is seen from here."""
+    told = [beat.trouble for beat in heartbeats.values() if beat and beat.generation == generation and beat.trouble]
+    if told:
+        return told[0]
+    return storage_problem(run.path) if state in ("starting", "running", "stopping", "lost") else ""
+
+
 def _is_productive(run: RunDirectory, first_node: str, generation: int) -> bool:
     """Whether a rank does what it was started for: a command that tells of no progress never records a step."""
     status = read_status(run, first_node)
@@ -299,6 +313,12 @@ def _daily_price(launch: dict[str, Any], plan: dict[str, Any]) -> float | None:
     """As the run was last started, or by its plan where an older Craton has started it."""
     found = (launch.get("dollars_per_day"), (plan.get("cost") or {}).get("dollars_per_day"))
     return next((float(each) for each in found if _is_number(each)), None)
+
+
+def _last_started(run: RunDirectory) -> int:
+    """The generation that the run was last started with, by its agents: its launch.json is torn or gone."""
+    beats = [read_heartbeat(run, path.name) for path in (run.path / "heartbeat").glob("[!.]*")]
+    return max((beat.generation for beat in beats if beat), default=0)
 
 
 def _newest_generation(run: RunDirectory, started: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import pytest
 from waiting import PATIENCE_SECONDS
 
 from craton.agent import wire
+from craton.agent.errors import LaunchError
 from craton.agent.wire import GREETING, MAX_FRAME_BYTES, Link, Listener, dial, run_secret
 from craton.telemetry import RunDirectory
 
@@ -300,3 +301,27 @@ def test_all_agents_of_a_run_find_the_same_secret(tmp_path: Path) -> None:
     assert len(secrets.pop()) == 64
     assert stat.S_IMODE(run.secret_path.stat().st_mode) == 0o600
     assert [path.name for path in run.path.iterdir() if "secret" in path.name] == ["secret"]
+
+
+@pytest.mark.parametrize("held", [b"", b"\n", b"ab12"])
+def test_a_secret_that_is_empty_or_too_short_is_refused_and_kept(tmp_path: Path, held: bytes) -> None:
+    run = RunDirectory.create(tmp_path, "run")
+    run.secret_path.write_bytes(held)
+    with pytest.raises(
+        LaunchError, match="remove it while the run is stopped, and `craton resume run` makes a new one"
+    ):
+        run_secret(run)
+    assert run.secret_path.read_bytes() == held
+
+
+def test_on_a_full_disk_no_secret_is_made_and_nothing_is_left(small_disk: Path) -> None:
+    run = RunDirectory.create(small_disk, "run")
+    filler = small_disk / "filler"
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"\0" * 4096):
+            pass
+    with pytest.raises(OSError, match="No space left"):
+        run_secret(run)
+    assert [path.name for path in run.path.iterdir() if "secret" in path.name] == []
+    filler.unlink()
+    assert len(run_secret(run)) == 64

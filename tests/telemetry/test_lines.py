@@ -78,7 +78,7 @@ def test_a_writer_that_follows_a_killed_one_starts_a_line_of_its_own(tmp_path: P
     assert read_lines(path)[0] == [{"step": 1}, {"step": 3}]
 
 
-def test_a_disk_that_fills_up_leaves_whole_lines_and_a_count(tmp_path: Path) -> None:
+def test_lines_that_a_full_disk_does_not_take_wait_and_are_written_whole_and_in_order(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     # A file size limit makes the kernel take part of a write and then refuse, just as a full disk does.
     code = f"""
@@ -86,20 +86,39 @@ import resource
 from pathlib import Path
 from craton.telemetry import LineWriter
 writer = LineWriter(Path({str(path)!r}))
-line = b'{{"text":"' + b"x" * 80 + b'"}}'
+lines = [b'{{"step":%d,"text":"' % step + b"x" * 80 + b'"}}' for step in range(5)]
 resource.setrlimit(resource.RLIMIT_FSIZE, (250, resource.RLIM_INFINITY))
-print([writer.append([line]) for _ in range(4)], writer.lost_lines)
+print([writer.append([line]) for line in lines[:4]], writer.waiting_lines, writer.lost_lines, writer.error.strerror)
+print(Path({str(path)!r}).read_bytes().count(b"\\n"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-print(writer.append([line]))
+print(writer.append([lines[4]]), writer.waiting_lines, writer.lost_lines, writer.error)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "[True, True, False, False] 2\nTrue\n"
-    assert len(read_lines(path)[0]) == 3
-    assert path.read_bytes().count(b"\n") == 3
+    waiting, on_disk, afterwards = result.stdout.splitlines()
+    assert waiting in [f"[True, True, False, False] 2 0 {why}" for why in ("File too large", "No space left on device")]
+    assert on_disk == "2"
+    assert afterwards == "True 0 0 None"
+    assert [line["step"] for line in read_lines(path)[0]] == [0, 1, 2, 3, 4]
 
 
-def test_a_folder_that_is_not_there_loses_lines_only(tmp_path: Path) -> None:
-    writer = LineWriter(tmp_path / "gone" / "a.jsonl")
-    assert not writer.append([b"{}", b"{}"])
-    assert writer.lost_lines == 2
+def test_a_folder_that_is_not_there_makes_lines_wait_until_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "a.jsonl"
+    writer = LineWriter(path)
+    assert not writer.append([b'{"step":1}', b'{"step":2}'])
     assert isinstance(writer.error, FileNotFoundError)
+    path.parent.mkdir()
+    assert writer.flush()
+    assert [line["step"] for line in read_lines(path)[0]] == [1, 2]
+
+
+def test_what_waits_for_a_disk_is_bounded_and_the_newest_lines_stay(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "a.jsonl"
+    writer = LineWriter(path, most_bytes=100)
+    for step in range(50):
+        writer.append([b'{"step":%2d}' % step])
+    assert writer.waiting_lines + writer.lost_lines == 50
+    path.parent.mkdir()
+    assert writer.append([b'{"step":50}'])
+    found = [line["step"] for line in read_lines(path)[0]]
+    assert found == list(range(writer.lost_lines, 51))
+    assert len(found) > 5

@@ -45,7 +45,7 @@ from craton.ml.serving.roofs import measure_roofs
 from craton.ml.serving.service import Service, tell_failure
 from craton.ml.serving.settings import EngineSettings
 from craton.planning import Roofline, ServedModel
-from craton.telemetry import Recorder, RunDirectory, own_page
+from craton.telemetry import Recorder, RunDirectory, own_page, protect_output
 
 TOOL_STYLES = {"off": "none", "llama3": "llama3_json", "qwen3": "hermes", "qwen3-coder": "qwen3_coder"}
 REASONING_STYLES = {"off": "none"}
@@ -339,4 +339,5 @@ def _cpu() -> torch.device:
 
 
 if __name__ == "__main__":
+    protect_output()
     sys.exit(main())

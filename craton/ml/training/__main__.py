@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 
 from craton.ml.training.session import main, run_and_exit
+from craton.telemetry import protect_output
 
 if __name__ == "__main__":
+    protect_output()
     run_and_exit(main, sys.argv[1:])

@@ -133,6 +133,7 @@ def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerCloc
         recorder=recorder,
         clock=clock,
         meter=Meter(recorder, ranks, schedule.steps, job.global_batch_tokens, prediction),
+        directory=run,
     )
 
 

@@ -28,6 +28,7 @@ from craton.ml.training.checkpoint_staging import LocalDataPlanner, Ranks, forge
 from craton.ml.training.checkpoint_sums import METADATA, FileSum, Seal
 from craton.ml.training.checkpoint_tiers import StepFiles, StepWriter, Tier, make_room, retain
 from craton.ml.training.checkpoint_writer import CheckedWriter, ignore_single_process_warning
+from craton.ml.training.step_records import resolved
 from craton.telemetry import going_on
 
 Outcome = Literal["saved", "failed", "skipped", "moved"]
@@ -181,7 +182,7 @@ class Lane:
         for part in self._ranks.gather(self._writer.sums):
             files.update(part)
         size = sum(file.bytes for file in files.values())
-        about = {"step": save.step, "world": self._world, "counters": save.counters, "bytes": size}
+        about = {"step": save.step, "world": self._world, "counters": resolved(save.counters), "bytes": size}
         about |= {"tiers": list(save.tiers), "save": uuid.uuid4().hex, "time": time.time()}
         seal = Seal(self._ranks.of_rank_0(about), files)
         metadata = self._ranks.of_rank_0(self._writer.metadata) if self.is_local else b""

@@ -37,9 +37,10 @@ from craton.ml.training.pipeline import Pipeline
 from craton.ml.training.readout import HostCopy, Readout
 from craton.ml.training.saves import Saves
 from craton.ml.training.schedule import Schedule
+from craton.ml.training.step_records import StepRecords
 from craton.ml.training.tensor import sum_uncut_gradients
 from craton.ml.training.timing import StepTimer
-from craton.telemetry import LedgerClock, Recorder
+from craton.telemetry import LedgerClock, Recorder, RunDirectory
 
 DISTRUST_STEPS = 5  # after a restore from memory, in which a loss that is not finite is laid to it
 
@@ -66,6 +67,7 @@ class Parts:
     recorder: Recorder
     clock: LedgerClock
     meter: Meter
+    directory: RunDirectory | None = None  # where the lines of earlier generations are
 
 
 class Trainer:
@@ -88,6 +90,7 @@ class Trainer:
         self._stop_asked = self._leaving = False
         self.check: Callable[[], None] = _nothing  # raises when this generation is over
         self.saves = Saves(parts, reached, broke_at)
+        self.records = StepRecords()
         self._leaves = False  # agreed on by all ranks
         self._next_nodes: tuple[str, ...] = ()  # of the generation to leave for, where this rank was told of it
         self._step_seconds: deque[float] = deque(maxlen=9)
@@ -134,7 +137,9 @@ class Trainer:
 
     def _fit(self) -> Outcome:
         parts = self.parts
-        self._begin(self._restore())
+        counters = self._restore()
+        self._begin(counters)
+        self.saves.complete_records(counters)
         self._first_step = self.step + 1
         self.saves.reserve(self.step)
         gc.collect()
@@ -176,6 +181,7 @@ class Trainer:
         self.check()
         rate = parts.schedule.learning_rate(self.step)
         numbers = self._update(rate, loss, report)
+        self.records.add(self.step, rate, numbers, list(report))
         self.timer.mark("optimizer")
 
         if parts.checkpointer.due(self.step, last=self.step == self.last_step):
@@ -187,7 +193,8 @@ class Trainer:
         self.saves.tell_recovery(self.step)
         self._evaluate_when_due()
         self._keep_house()
-        _, stops, leaves = agreed.read()
+        _, stops, leaves, recorded = agreed.read()
+        self.records.written(int(recorded))
         self._leaves = bool(leaves) and not stops
         return bool(stops or leaves)
 
@@ -201,10 +208,11 @@ class Trainer:
         return batches
 
     def _agree(self, batches: list[Batch]) -> tuple[Tensor, HostCopy]:
-        """The weight of all labels of the step, for the loss; and how many ranks were asked to stop or to leave, for
-        the host."""
+        """The weight of all labels of the step, for the loss; and for the host how many ranks were asked to stop or to
+        leave, and up to which step rank 0's agent has written its lines."""
         count = torch.stack([batch.count for batch in batches]).double().sum() * self.parts.ranks.counts_labels
-        asked = (float(self._stop_asked), float(self._leaving))
+        recorded = self.parts.clock.page.recorded_step if self.parts.ranks.rank == 0 else 0
+        asked = (float(self._stop_asked), float(self._leaving), float(recorded))
         numbers = torch.stack((count, *(torch.full_like(count, number) for number in asked)))
         with self.timer.waiting():
             self.parts.ranks.sum(numbers)
@@ -274,6 +282,8 @@ class Trainer:
         shared |= {"skipped_steps": self.guard.skipped_steps, **dict(zip(late.report_names, report, strict=True))}
         phases = late.times.seconds()
         self.parts.meter.step(late.step, phases, shared, own_norm)
+        if not self.parts.clock.is_shared:  # no agent: the line is in the file
+            self.parts.clock.page.recorded_step = late.step
         self._step_seconds.append(sum(phases.values()))
         self.parts.clock.page.step_seconds = median(self._step_seconds)
         if not math.isfinite(loss) and self._distrust_memory(late.step, loss):
@@ -337,6 +347,7 @@ class Trainer:
         """Goes on from these counters; None: from the beginning."""
         if self.loader is not None:
             self.loader.close()
+        self.records.begin(counters)
         self.step = counters["step"] if counters else 0
         self.loader = self.parts.open_loader(counters["next_sample"] if counters else 0)
 
@@ -376,9 +387,9 @@ class Trainer:
             return "compile"
         return "redo" if self.step <= self._redo_until else "productive"
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, Any]:
         assert self.loader is not None
-        return {"step": self.step, "next_sample": self.loader.state}
+        return {"step": self.step, "next_sample": self.loader.state, "records": self.records.later()}
 
 
 def _nothing() -> None:

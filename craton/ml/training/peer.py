@@ -32,6 +32,7 @@ from craton.ml.training.checkpoint_staging import FREE_SHARE, Ranks, local_data
 from craton.ml.training.checkpoint_sums import RanksLostError
 from craton.ml.training.peer_interval import MEASURED_SNAPSHOTS, Cost, Costs
 from craton.ml.training.peer_layout import SlotLayout, layout_of
+from craton.ml.training.step_records import resolved
 from craton.telemetry import own_page
 
 PEER = "peer"  # the tier's name
@@ -283,6 +284,7 @@ class PeerMemory:
         try:
             if copied is not None:
                 copied.synchronize()
+            manifest["counters"] = resolved(manifest["counters"])
             answer = self.client.filled(slot, self._token, manifest, keep, self._buddy)
             if answer.problem is not None:
                 code, problem = _UNCOPIED, answer.problem

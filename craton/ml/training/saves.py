@@ -14,6 +14,7 @@ from torch import Tensor
 
 from craton.ml.training.checkpoint import CheckpointError
 from craton.ml.training.last_save import save_for_good
+from craton.ml.training.step_records import record_missing
 
 if TYPE_CHECKING:
     from craton.ml.training.loop import Parts
@@ -53,6 +54,18 @@ class Saves:
             **{f"optimizer.{name}": value for name, value in state.items()},
         }
 
+    def complete_records(self, counters: Mapping[str, Any] | None) -> None:
+        """Records the steps whose lines were lost with a rank or an agent though their state was not."""
+        if self.parts.ranks.rank != 0 or self.parts.directory is None or not counters:
+            return
+        try:
+            found = record_missing(self.parts.directory, self.parts.recorder, counters.get("records") or [])
+        except OSError as error:
+            self.say(f"step {counters['step']}: the metrics cannot be read ({error.strerror}): some may be missing")
+            return
+        if found:
+            self.event("records_completed", counters["step"], steps=found)
+
     def reserve(self, step: int) -> None:
         self.parts.checkpointer.reserve(self.tensors(), step)
 
@@ -68,7 +81,7 @@ class Saves:
                 self.event("restored", counters["step"], tier=self.restored_tier, next_sample=counters["next_sample"])
         return counters
 
-    def save(self, counters: Mapping[str, int]) -> None:
+    def save(self, counters: Mapping[str, Any]) -> None:
         """A checkpoint in the background, whose failure costs that checkpoint."""
         step = counters["step"]
         try:
@@ -77,12 +90,12 @@ class Saves:
         except CheckpointError as error:
             self.say(f"step {step}: {error}; training goes on")
 
-    def save_for_good(self, counters: Mapping[str, int], check: Callable[[], None]) -> None:
+    def save_for_good(self, counters: Mapping[str, Any], check: Callable[[], None]) -> None:
         """A state after which nothing is trained: returns when it is on a disk. `check` raises when this generation is
         over."""
         save_for_good(self, counters, check)
 
-    def keep(self, counters: Mapping[str, int], nodes: Sequence[str], check: Callable[[], None]) -> None:
+    def keep(self, counters: Mapping[str, Any], nodes: Sequence[str], check: Callable[[], None]) -> None:
         """The state of this very step, for the next generation, which has these nodes."""
         with self.parts.clock.kind("checkpoint"):
             is_kept = self.parts.checkpointer.keep(counters["step"], self.tensors(), counters, nodes)

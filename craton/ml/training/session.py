@@ -134,7 +134,11 @@ class Session:
         if outcome == "left":
             return None
         if outcome == "stopped" and place.rank == 0 and not self.directory.has("STOP"):
-            self.directory.mark("STOP", f"stopped after step {self.trainer.step}, as asked")
+            reason = f"stopped after step {self.trainer.step}, as asked"
+            try:
+                self.directory.mark("STOP", reason)
+            except OSError:  # the agent tries until the disk takes it
+                self.recorder.event("stopped", step=self.trainer.step, reason=reason)
         print(f"training {outcome} at step {self.trainer.step}", flush=True)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -48,6 +48,7 @@ def _lost(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         for node in snapshot.nodes
         if node.heartbeat_state in ("running", "spare")
         and ((node.heartbeat_age_seconds or 0.0) > limit or node.agent_is_alive is False)
+        and not (snapshot.run.storage and node.agent_is_alive)  # a disk that takes no heartbeat makes all of them old
     ]
     words = lost_by_word(snapshot) if symptoms.condition == "dead" else {}
     if not lost and not words and symptoms.condition == "dead" and snapshot.run.state == "lost":

@@ -27,6 +27,7 @@ def examine_storage(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     for path in dict.fromkeys(mount.path for _, mount in used):
         seen = [(node, mount) for node, mount in used if mount.path == path]
         found += _mount(path, seen, snapshot, symptoms)
+    found += _run_directory(snapshot, symptoms)
     for tier in snapshot.tiers:
         found += _tier(tier, snapshot, symptoms)
     found += _blocked(snapshot, symptoms)
@@ -34,6 +35,16 @@ def examine_storage(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         for symptom in symptoms.of("slow"):
             found += _slow_phase(symptom, snapshot, symptoms)
     return found
+
+
+def _run_directory(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """What the agents, or a look from here, say of the disk of the run directory."""
+    told = snapshot.run.storage
+    if not told:
+        return []
+    is_locked = "is read-only" in told
+    cause = "storage_read_only" if is_locked else "storage_stalled" if "cannot be reached" in told else "storage_full"
+    return finding(symptoms, cause, told, ("dead", "hung"), base=0.98, is_risk=True)
 
 
 def _mount(path: str, seen: list[tuple[Node, Mount]], snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:

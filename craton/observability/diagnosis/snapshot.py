@@ -47,6 +47,7 @@ class RunFacts:
     state: str = "running"  # of telemetry.RunState
     message: str = ""  # why it failed, was lost or stopped
     unsaved: str = ""  # that its last state is on no disk yet, and why
+    storage: str = ""  # what is or was wrong with the disk of its directory
     nodes: tuple[str, ...] = ()  # in the order of ranks
     ranks_per_node: int = 0
     leaves: dict[str, str] = field(default_factory=dict)  # node → leaf; without those that are not known

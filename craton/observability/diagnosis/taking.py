@@ -296,6 +296,7 @@ def _facts(
         state=summary.state,
         message=summary.message,
         unsaved=summary.unsaved,
+        storage=summary.storage,
         nodes=tuple(str(node) for node in nodes),
         ranks_per_node=newest.ranks_per_node if newest else int(launch.get("ranks_per_node") or 0),
         leaves={str(node): str(leaf) for node, leaf in (launch.get("leaves") or {}).items() if leaf},

@@ -242,6 +242,7 @@ def frame_json(look: TopLook) -> dict[str, Any]:
         "plan": summary.plan,
         "goodput": summary.goodput,
         "cost_dollars": summary.cost_dollars,
+        "storage": summary.storage,
         "verdict": asdict(look.verdict) if look.verdict else None,
         "nodes": [{**asdict(each), "gpus": look.gpus.get(each.node, {})} for each in look.nodes],
         "ranks": [asdict(each) for each in look.ranks],
@@ -404,6 +405,7 @@ def _above(look: TopLook) -> list[Text]:
     return [
         _title(look.summary),
         *([Text(own, style="dim", no_wrap=True, overflow="ellipsis")] if own else []),
+        *([Text(look.summary.storage, style="yellow")] if look.summary.storage else []),
         *_verdict_lines(look),
         *(Text(f"{view.node} is {view.reason}", style=HEALTH_STYLES[view.health]) for view in spares[:SHOWN_SPARES]),
     ]

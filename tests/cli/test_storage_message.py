@@ -1,0 +1,38 @@
+"""`ps`, `why` and `top` say what is wrong with the disk of a run, while it is and after the run has ended that way."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+
+import pytest
+from run_verbs import Verbs
+
+from craton.agent import Launch, write_launch
+from craton.telemetry import Heartbeat, NodeState, RunDirectory, process_start, write_heartbeat
+
+TROUBLE = "the file system of /fsx/runs/words is full: 0 bytes are free; remove files or enlarge it; the run goes on"
+
+
+@pytest.mark.parametrize("state", ["running", "failed"])
+def test_ps_why_and_top_say_what_is_full(verbs: Verbs, state: NodeState) -> None:
+    run = RunDirectory.create(verbs.root, "words")
+    verbs.job(nodes=1).rename(run.job_path)
+    write_launch(run, Launch(generation=0, nodes=["node-0"], ranks_per_node=1, command=["true"]))
+    if state == "failed":
+        run.mark("FATAL", "rank 0 on node-0 was killed by SIGKILL")
+    with subprocess.Popen(["sleep", "600"]) as agent:
+        try:
+            host, started = socket.gethostname(), process_start(agent.pid)
+            write_heartbeat(run, "node-0", Heartbeat(0, state, agent.pid, 0, "", host, started, trouble=TROUBLE))
+            check_verbs(verbs)
+        finally:
+            agent.kill()
+
+
+def check_verbs(verbs: Verbs) -> None:
+    assert f"words: {TROUBLE}" in verbs("ps").stdout
+    assert verbs.json("ps")[0]["storage"] == TROUBLE
+    told = verbs("why", "words").stdout
+    assert TROUBLE in told.replace("\n", " ")
+    assert verbs.json("top", "words")["storage"] == TROUBLE
