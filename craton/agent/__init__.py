@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from craton.agent.generation import Generation, newest_generation, next_number
     from craton.agent.keeper import Keeper
     from craton.agent.launch import Launch, read_launch, write_launch
+    from craton.agent.network import address_towards, pin_interfaces
     from craton.agent.nursery import NURSERY_VARIABLE, answer_requests
     from craton.agent.ports import free_port
     from craton.agent.process import EXIT_FINAL, RECORDING_VARIABLES, open_log
     from craton.agent.slots import BLOCK_BYTES, HEADER_BYTES, Committed, Holding, KeeperClient, OwnSlot
+    from craton.agent.store import StoreClient, StoreError, StoreServer, StoreTimeoutError
     from craton.agent.wire import check_secret, run_secret
 else:
     __getattr__ = loader(
@@ -31,10 +33,12 @@ else:
             "generation": ("Generation", "newest_generation", "next_number"),
             "keeper": ("Keeper",),
             "launch": ("Launch", "read_launch", "write_launch"),
+            "network": ("address_towards", "pin_interfaces"),
             "nursery": ("NURSERY_VARIABLE", "answer_requests"),
             "ports": ("free_port",),
             "process": ("EXIT_FINAL", "RECORDING_VARIABLES", "open_log"),
             "slots": ("BLOCK_BYTES", "HEADER_BYTES", "Committed", "Holding", "KeeperClient", "OwnSlot"),
+            "store": ("StoreClient", "StoreError", "StoreServer", "StoreTimeoutError"),
             "wire": ("check_secret", "run_secret"),
         },
     )
@@ -55,6 +59,11 @@ __all__ = [
     "Launch",
     "LaunchError",
     "OwnSlot",
+    "StoreClient",
+    "StoreError",
+    "StoreServer",
+    "StoreTimeoutError",
+    "address_towards",
     "answer_requests",
     "avoid_node",
     "check_secret",
@@ -63,6 +72,7 @@ __all__ = [
     "newest_generation",
     "next_number",
     "open_log",
+    "pin_interfaces",
     "read_avoided",
     "read_launch",
     "run_secret",

@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from craton.agent.errors import KeeperError
@@ -33,6 +34,7 @@ from craton.agent.slots import (
     send_message,
     shared_memory_folder,
 )
+from craton.agent.strangers import Strangers
 
 MAX_SUMMING_THREADS = 64  # crc32 takes 2 GB/s a thread
 SLOTS_EACH = 2  # one that is whole while the other one is filled
@@ -110,6 +112,8 @@ class Keeper:
         threads = min(MAX_SUMMING_THREADS, len(os.sched_getaffinity(0)))
         self._summing = ThreadPoolExecutor(threads, thread_name_prefix="sums")
         self._connections: set[socket.socket] = set()
+        self._strangers = Strangers()
+        self._refused = 0
         self._closed = False
         self._counts: dict[str, float] = {"commits": 0, "pushes": 0, "push_failures": 0, "copies_received": 0}
         self._counts |= {"last_commit_seconds": 0.0, "last_push_seconds": 0.0}
@@ -159,14 +163,21 @@ class Keeper:
         try:
             serve(connection)
         except Exception as error:  # noqa: BLE001 -- whatever a connection brings, it ends that connection only
-            if not self._closed:
-                self._log(f"a connection was closed: {type(error).__name__}: {error}")
+            self._refused += 1
+            # At the 1st, 2nd, 4th, 8th … time: strangers must not fill the log.
+            if not self._closed and self._refused & (self._refused - 1) == 0:
+                self._log(f"a connection was closed ({self._refused} so far): {type(error).__name__}: {error}")
         finally:
             self._connections.discard(connection)
             close_quietly(connection)
 
     def _serve_keeper(self, connection: socket.socket) -> None:
-        receive_copies(connection, self._secret, self._take_copy, self._summing, zlib.crc32)
+        self._strangers.add(connection)
+        trust = partial(self._strangers.remove, connection)
+        try:
+            receive_copies(connection, self._secret, self._take_copy, self._summing, zlib.crc32, trust)
+        finally:
+            trust()
 
     def _serve_process(self, connection: socket.socket) -> None:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

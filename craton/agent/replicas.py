@@ -119,8 +119,10 @@ def receive_copies(
     take: Callable[[dict[str, Any], str | None], CopyPlace],
     summing: Executor,
     crc32: Callable[[memoryview], int],
+    trust: Callable[[], None],
 ) -> None:
-    """Serves one other keeper until it closes; ConnectionError or ValueError for what is not one of ours."""
+    """Serves one other keeper until it closes; ConnectionError or ValueError for what is not one of ours. Calls `trust`
+    once the other side proved the secret."""
     connection.settimeout(STALL_SECONDS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     ours = secrets.token_bytes(_CHALLENGE_BYTES)
@@ -129,6 +131,7 @@ def receive_copies(
     expected = _proof(secret, b"sender", ours, theirs)
     if not hmac.compare_digest(receive_exactly(connection, len(expected)), expected):
         raise ConnectionError("it does not know the secret of this run")
+    trust()
     connection.sendall(_proof(secret, b"receiver", theirs, ours))
     while True:
         connection.settimeout(None)

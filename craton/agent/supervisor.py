@@ -21,7 +21,6 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
 from types import FrameType
@@ -37,6 +36,7 @@ from craton.agent.generation import Generation, newest_generation
 from craton.agent.launch import Launch
 from craton.agent.lock import NodeLock
 from craton.agent.membership import Membership
+from craton.agent.network import address_towards, pin_interfaces
 from craton.agent.node import NodeProcesses, Place
 from craton.agent.process import (
     EXIT_FINAL,
@@ -85,6 +85,7 @@ class Supervisor:
         check_secret(run)  # a run that anybody could join is not started
         self._node, self._index = launch.nodes[node], node
         self._host = os.environ.get("CRATON_ADDRESS") or _host_of(launch)
+        pin_interfaces(self._host, os.environ, launch.env)  # every process of the node inherits them
         endpoint = MetricsEndpoint(run.name, self._node, launch.leaves.get(self._node, ""))
         present = newest_generation(run)  # after an agent of this node that was killed
         number = max(launch.generation, present.number if present else 0)
@@ -495,12 +496,10 @@ def _host_of(launch: Launch) -> str:
     """Where this node is reached by the others; where all of them are this machine, by nobody else."""
     if launch.master_address in ("127.0.0.1", "localhost", "::1"):
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((launch.master_address, launch.master_port))  # sends nothing: asks which way it would go
-            return str(probe.getsockname()[0])
-        except OSError as error:
-            raise LaunchError(
-                f"{launch.master_address} cannot be reached from here ({error.strerror}): set CRATON_ADDRESS to the "
-                "address at which the other nodes reach this one"
-            ) from error
+    try:
+        return address_towards(launch.master_address, launch.master_port)
+    except OSError as error:
+        raise LaunchError(
+            f"{launch.master_address} cannot be reached from here ({error.strerror}): set CRATON_ADDRESS to the "
+            "address at which the other nodes reach this one"
+        ) from error

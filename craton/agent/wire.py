@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from craton.agent.errors import LaunchError
+from craton.agent.strangers import Strangers
 from craton.limits import explain
 from craton.telemetry import RunDirectory
 
@@ -154,6 +155,7 @@ class Listener:
     def __init__(self, host: str, secret: bytes, welcome: Callable[[Link], None]) -> None:
         self._socket = socket.create_server((host, 0), backlog=128)
         self._secret, self._welcome, self._closed = secret, welcome, False
+        self._strangers = Strangers()
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="agents", daemon=True).start()
 
@@ -176,21 +178,25 @@ class Listener:
                     print(f"craton agent: cannot accept another agent: {explain(error)}", file=sys.stderr, flush=True)
                 time.sleep(ACCEPT_AGAIN_SECONDS)  # too many open files, or a caller that has gone
                 continue
+            self._strangers.add(connection)
             threading.Thread(target=self._greet, args=(connection,), name="agent", daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
-        if (link := _shake_hands(connection, self._secret, dialed=False)) is not None:
+        link = _shake_hands(connection, self._secret, dialed=False)
+        self._strangers.remove(connection)
+        if link is not None:
             self._welcome(link)
 
 
 def _shake_hands(connection: socket.socket, secret: bytes, dialed: bool) -> Link | None:
     """Each side sends a nonce, and the other one signs both: whoever dialed first."""
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
     try:
         connection.settimeout(HANDSHAKE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         mine = secrets.token_bytes(NONCE_BYTES)
         connection.sendall(GREETING + mine)
-        greeting = _read(connection, len(GREETING) + NONCE_BYTES)
+        greeting = _read(connection, len(GREETING) + NONCE_BYTES, deadline)
         theirs = greeting[len(GREETING) :]
         if not greeting.startswith(GREETING) or theirs == mine:
             raise OSError("not an agent")
@@ -199,7 +205,7 @@ def _shake_hands(connection: socket.socket, secret: bytes, dialed: bool) -> Link
         own, other = proofs if dialed else reversed(proofs)
         if dialed:
             connection.sendall(own)
-        if not hmac.compare_digest(_read(connection, MAC_BYTES), other):
+        if not hmac.compare_digest(_read(connection, MAC_BYTES, deadline), other):
             raise OSError("the secret of another run")
         if not dialed:
             connection.sendall(own)
@@ -213,9 +219,12 @@ def _shake_hands(connection: socket.socket, secret: bytes, dialed: bool) -> Link
     return Link(connection, secret, nonces, dialed)
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
+def _read(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
+    """OSError when the other side closes, or the deadline passes: also on one that sends a byte now and then."""
     data = b""
     while len(data) < count:
+        if deadline is not None:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
         part = connection.recv(count - len(data))
         if not part:
             raise OSError("closed")

@@ -16,9 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from torch.distributed import TCPStore
-
-from craton.agent import NURSERY_VARIABLE, Keeper, answer_requests, open_log, run_secret
+from craton.agent import NURSERY_VARIABLE, Keeper, StoreServer, answer_requests, open_log, run_secret
 from craton.ml.training import session
 from craton.telemetry import RunDirectory, protect_output
 
@@ -64,17 +62,16 @@ def _become_a_child_of(agent: int, log: str, name: str) -> None:
 
 def _keep(run: RunDirectory) -> int:
     """The keeper: the ranks' rendezvous and their state, which outlive any rank."""
-    host = os.environ["CRATON_HOST"]
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    host, secret = os.environ["CRATON_HOST"], run_secret(run)
+    store = StoreServer(host, secret).start()
     control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     name = f"\0craton-keeper-{os.getpid()}-{os.urandom(8).hex()}"
     control.bind(name)
     control.listen(64)
     peers = socket.create_server((host, 0), backlog=64)
-    keeper = Keeper(
-        os.environ["CRATON_NODE"], run_secret(run), control, peers, os.environ.get("CRATON_SHARED_MEMORY") or None
-    )
-    report = {"keeper": name[1:], "peers": f"{host}:{peers.getsockname()[1]}", "store": f"{host}:{store.port}"}
+    folder = os.environ.get("CRATON_SHARED_MEMORY") or None
+    keeper = Keeper(os.environ["CRATON_NODE"], secret, control, peers, folder)
+    report = {"keeper": name[1:], "peers": f"{host}:{peers.getsockname()[1]}", "store": store.address}
     with os.fdopen(int(os.environ["CRATON_REPORT"]), "w") as answer:
         answer.write(json.dumps(report) + "\n")
     keeper.serve_forever()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from craton.orchestration.preflight_finding import Finding
 SELFTEST = "craton.ml.selftest"
 COMPUTE_SECONDS, BANDWIDTH_SECONDS = 180.0, 180.0  # with the start of torch on a slow file system
 CPU_RANKS = 4  # of a node without GPUs: two pairs
+SECRET_VARIABLE = "CRATON_SELFTEST_SECRET"  # what ranks prove to each other; never on a command line, which others see
 NO_TORCH = 3  # how the self-test ends where torch cannot be imported
 
 
@@ -61,7 +63,7 @@ def run_compute(
 
 def run_bandwidth(num_gpus: int, expected: float = 0.0) -> tuple[dict[str, Any] | None, list[Finding]]:
     """Pairs of this machine's GPUs, or of processes where it has none; None with a finding that says why not."""
-    ranks, port = num_gpus or CPU_RANKS, free_port()
+    ranks, port, secret = num_gpus or CPU_RANKS, free_port(), secrets.token_hex(32)
     command = [sys.executable, "-m", SELFTEST, "bandwidth", "--expected", str(expected)]
     places = [
         {
@@ -70,6 +72,7 @@ def run_bandwidth(num_gpus: int, expected: float = 0.0) -> tuple[dict[str, Any] 
             "LOCAL_RANK": str(rank),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
+            SECRET_VARIABLE: secret,
         }
         for rank in range(ranks)
     ]

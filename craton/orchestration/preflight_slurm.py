@@ -5,10 +5,11 @@ together can tell: a card that computes another result, a node that is slow with
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from craton.orchestration.errors import SchedulerError, StartError
 from craton.orchestration.preflight import MEASURED_BYTES, Diagnosis
 from craton.orchestration.preflight_finding import Finding, ordered
 from craton.orchestration.preflight_gang import GANG_CHECKS, check_bandwidth, check_compute
-from craton.orchestration.preflight_selftest import bandwidth_command
+from craton.orchestration.preflight_selftest import SECRET_VARIABLE, bandwidth_command
 from craton.orchestration.slurm.tools import own_environment, read_nodes
 from craton.planning import pair_bytes_per_second
 from craton.telemetry import runs_root
@@ -119,7 +120,7 @@ def _measure(file: ClusterFile | None, nodes: str, hosts: Sequence[str]) -> dict
     address = next((node.address for node in read_nodes(hosts[0]) if node.address), hosts[0])
     command = [*words, *bandwidth_command(address, free_port(), gpus, expected)]
     with tempfile.TemporaryFile() as printed:
-        said = _run(command, printed)
+        said = _run(command, printed, {SECRET_VARIABLE: secrets.token_hex(32)})
         printed.seek(0)
         lines = [line for line in printed.read().decode(errors="replace").splitlines() if line.startswith("{")]
     if not lines:
@@ -150,7 +151,7 @@ def _gpus(file: ClusterFile | None, nodes: str) -> int:
     return 0 if machine is None or machine.gpu.generation == "cpu" else machine.num_gpus
 
 
-def _run(command: list[str], output: Any = subprocess.DEVNULL) -> str:
+def _run(command: list[str], output: Any = subprocess.DEVNULL, environment: Mapping[str, str] | None = None) -> str:
     """The last thing srun complained about; a check that fails on a node makes it complain too."""
     try:
         done = subprocess.run(
@@ -159,7 +160,7 @@ def _run(command: list[str], output: Any = subprocess.DEVNULL) -> str:
             stdout=output,
             stderr=subprocess.PIPE,
             timeout=LIMIT_SECONDS,
-            env=own_environment(),
+            env={**own_environment(), **(environment or {})},
             check=False,
         )
     except FileNotFoundError:

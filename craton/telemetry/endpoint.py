@@ -7,6 +7,7 @@ flood the time series database.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
 
 MAX_OWN_METRICS = 100
+MAX_CONNECTIONS = 64  # at a time
+REQUEST_SECONDS = 10.0  # in which a request must arrive
 LEDGER_METRIC = "run_ledger_seconds"
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
@@ -41,6 +44,7 @@ class MetricsEndpoint:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         self._server, _ = start_http_server(port, addr=address, registry=registry)
+        _bound_connections(self._server)
         return int(self._server.server_port)
 
     def close(self) -> None:
@@ -119,3 +123,22 @@ class MetricsEndpoint:
 
 def _in_order(items: Iterable[tuple[tuple[str, ...], float]]) -> list[tuple[tuple[str, ...], float]]:
     return sorted(items, key=lambda item: (len(item[0][0]), item[0]))
+
+
+def _bound_connections(server: Any) -> None:
+    """Connections that send nothing are closed after a while, and there are never many of them: each has a thread and
+    a descriptor of the agent."""
+    free = threading.Semaphore(MAX_CONNECTIONS)
+
+    class Handler(server.RequestHandlerClass):
+        timeout = REQUEST_SECONDS
+
+        def __init__(self, *arguments: Any) -> None:
+            try:
+                with contextlib.suppress(OSError):  # it went away, or sent no request in time
+                    super().__init__(*arguments)
+            finally:
+                free.release()
+
+    server.RequestHandlerClass = Handler
+    server.verify_request = lambda request, address: free.acquire(blocking=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gang import Gang
+from listeners import LOOPBACK, children, listeners_of
 
 from craton.ml.selftest import bandwidth, compute
 from craton.ml.selftest.pairs import next_pairs, slow_pairs, suspects
@@ -158,8 +160,23 @@ def test_pairs_of_this_machine_are_measured_by_processes() -> None:
     from craton.orchestration.preflight_gang import check_bandwidth
     from craton.orchestration.preflight_selftest import run_bandwidth
 
-    found, failed = run_bandwidth(0)
+    seen: set[tuple[str, int]] = set()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.05):
+            seen.update(listeners_of(children()))
+
+    watch = threading.Thread(target=look)
+    watch.start()
+    try:
+        found, failed = run_bandwidth(0)
+    finally:
+        over.set()
+        watch.join()
     assert failed == []
+    assert seen
+    assert {address for address, _ in seen} <= LOOPBACK, seen
     assert found is not None
     assert len(found["names"]) == 4
     assert [len(one) for one in found["rounds"]][:2] == [2, 2]

@@ -44,6 +44,7 @@ from craton.ml.serving.rates import Rates
 from craton.ml.serving.roofs import measure_roofs
 from craton.ml.serving.service import Service, tell_failure
 from craton.ml.serving.settings import EngineSettings
+from craton.ml.store import join_group_of_environment, leave_group
 from craton.planning import Roofline, ServedModel
 from craton.telemetry import Recorder, RunDirectory, own_page, protect_output
 
@@ -113,7 +114,8 @@ def serve(
         torch.cuda.set_device(device)
     if world > 1:
         recorder.event("serving", stage="connecting", ranks=world)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        join_group_of_environment(backend, run_secret(run), rank, world)
     recorder.event("serving", stage="loading weights")
     served = load_served(job, device)
     floor = _floor(job, served, device)  # before keys and values take the memory that measuring needs
@@ -134,6 +136,7 @@ def serve(
         line = _line_to_first(secret)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on it ends with the first rank, which drains
         follow(this, line, Pulse(own_page(), patience_seconds))
+        leave_group()
         return 0
     assert front is not None
     gang = Gang(this, _lines_to_others(world, secret))
@@ -149,6 +152,7 @@ def serve(
     pulse = Pulse(own_page(), patience_seconds)
     Service(job.served_name, engine, gang, front.line, pulse, _recording(recorder, run)).run()
     gang.close()
+    leave_group()
     return _status(front)
 
 
@@ -244,8 +248,7 @@ def _lines_to_others(world: int, secret: bytes) -> list[Connection]:
     if world == 1:
         return []
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    is_here = host in ("127.0.0.1", "localhost")
-    with Listener(("127.0.0.1" if is_here else "", 0), authkey=secret) as listener:
+    with Listener((host, 0), authkey=secret) as listener:
         address = listener.address
         assert isinstance(address, tuple)
         dist.broadcast(torch.tensor([address[1]]), src=0)

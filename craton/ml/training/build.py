@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from craton.agent import run_secret
 from craton.errors import CratonError
 from craton.job import RESCUE, Job, Layout, load_job, place_of, rescue_place
 from craton.ml.data import Loader, Source, open_source
@@ -98,7 +99,7 @@ def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerCloc
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if place.world > 1 and order is not None:
-        connect(order, backend)
+        connect(order, backend, run_secret(run))
     elif place.world > 1 and not dist.is_initialized():
         dist.init_process_group(backend)
     layout = layout_of(job, run, place.world, order.generation.layout if order else None)

@@ -17,15 +17,14 @@ import stat
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from craton.agent import Generation
+from craton.ml.store import join_group
 
-CONNECT_TIMEOUT = timedelta(seconds=60)  # a store that does not answer by then belongs to a keeper that is gone
 VARIABLE = "CRATON_ORDERS"  # environment: the descriptor that orders come through
 
 
@@ -142,17 +141,11 @@ def cut_connections() -> None:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def connect(order: Order, backend: str) -> None:
+def connect(order: Order, backend: str, secret: bytes) -> None:
     """The process group of a generation, over the keeper's store; names of other generations are other names."""
     generation = order.generation
-    host, _, port = generation.store.rpartition(":")
-    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
     # torch names groups by how many there were. Where it was cut off while it made one, that one is still counted, and
     # ranks whose counts differ would wait for each other under different names.
     dist.distributed_c10d._world.group_count = 0
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"generation/{generation.number}", store),
-        rank=order.rank,
-        world_size=generation.world,
-    )
+    prefix = f"generation/{generation.number}"
+    join_group(backend, generation.store, secret, prefix, order.rank, generation.world)

@@ -200,7 +200,7 @@ def _device_is_lost(error: BaseException) -> bool:
 
 def _is_another_rank(error: BaseException) -> bool:
     """Whether a collective failed: then most likely because of the rank at its other end."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore"))
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "rendezvous store"))
 
 
 def _first_line(error: BaseException) -> str:

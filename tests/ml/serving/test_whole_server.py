@@ -18,6 +18,7 @@ import pytest
 import requests
 import torch
 from hung_rank import IDLE_REPORTS
+from listeners import LOOPBACK, listeners_of, processes_with
 from live_server import SECONDS, Server, make_model, serving
 from transformers import LlamaForCausalLM
 from waiting import PATIENCE_SECONDS, wait_until
@@ -234,6 +235,9 @@ def test_a_lost_rank_ends_what_runs_and_the_server_comes_back(
     prompt = [5, 6, 7, 8]
     with serving(theirs[1], tmp_path, "two", tp=2) as server:
         expect_like_theirs(theirs[0], prompt, server.complete(prompt))
+        found = listeners_of(processes_with(str(server.run.path)))
+        assert len(found) >= 5, "the API, the agent, its metrics, the store, and gloo"
+        assert {address for address, _ in found} <= LOOPBACK, found
         chunks = server.client().completions.create(
             model=server.name, prompt=[1, 2, 3], max_tokens=200, stream=True, extra_body={"ignore_eos": True}
         )

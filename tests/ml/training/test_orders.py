@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from waiting import PATIENCE_SECONDS
 
-from craton.agent import EXIT_FINAL, Generation
+from craton.agent import EXIT_FINAL, Generation, StoreServer
 from craton.errors import CratonError
 from craton.ml.training import session as session_module
 from craton.ml.training.orders import Order, Orders, connect
@@ -114,8 +114,8 @@ def test_a_rank_that_starts_anew_between_two_generations_has_not_failed(
 
 def test_a_rank_that_was_cut_off_in_a_rendezvous_meets_the_others_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist.distributed_c10d, "_group_count", 1)  # of the group that was never made
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connect(Order(Generation(2, ["a"], 1, f"127.0.0.1:{store.port}"), 0, "a", ""), "gloo")
+    store = StoreServer("127.0.0.1", b"secret").start()
+    connect(Order(Generation(2, ["a"], 1, store.address), 0, "a", ""), "gloo", b"secret")
     try:
         assert dist.distributed_c10d._get_default_group().group_name == "0", "as it is called in a rank that is new"
     finally:
