@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from craton.agent.errors import LaunchError
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, read_regular
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -96,10 +96,10 @@ def read_launch(run: RunDirectory) -> Launch:
     """LaunchError names the file and everything that is wrong in it."""
     path = run.launch_path
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_regular(path))
     except FileNotFoundError as error:
         raise LaunchError(f"{path} does not exist: `craton run` and `craton resume` write it") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LaunchError(f"{path} cannot be read as JSON ({error}): `craton resume` writes it anew") from error
     if not isinstance(document, dict):
         raise LaunchError(f"{path} holds a {type(document).__name__}: a JSON object is needed")

@@ -23,7 +23,7 @@ import craton.agent.child as child_program
 from craton.agent.generation import Generation
 from craton.agent.launch import Launch
 from craton.job import PLACEHOLDERS
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, open_regular
 
 EXIT_FINAL = 3  # of a rank: the job itself is at fault, and another try would fail as well
 PIPE_BYTES = 1 << 20
@@ -75,7 +75,7 @@ class ChildProcess:
     def last_lines(self, count: int = 20, max_bytes: int = 16 << 10) -> list[str]:
         """The end of what this process printed."""
         try:
-            with open(self.log_path, "rb") as handle:
+            with open_regular(self.log_path) as handle:
                 size = handle.seek(0, os.SEEK_END)
                 handle.seek(max(self.log_offset, size - max_bytes))
                 return handle.read().decode(errors="replace").splitlines()[-count:]

@@ -46,7 +46,7 @@ from craton.agent.process import (
 from craton.agent.progress import Progress
 from craton.agent.records import NodeRecords
 from craton.agent.wire import run_secret
-from craton.telemetry import BESIDE, Marker, MetricsEndpoint, NodeState, RunDirectory, monotonic_of
+from craton.telemetry import BESIDE, LogTimes, Marker, MetricsEndpoint, NodeState, RunDirectory, monotonic_of
 
 TURN_SECONDS = 0.2  # between two looks at everything, when nothing happens
 POLL_SECONDS = 0.5  # markers, chaos, resize
@@ -73,6 +73,7 @@ class Supervisor:
         number = max(launch.generation, present.number if present else 0)
         self._records = NodeRecords(run, self._node, number, endpoint, self._on_rank_event)
         self._face = NodeFace(run, launch, self._node, endpoint, self._records)
+        self._log_times = LogTimes(run, self._node)
         self._selector = selectors.DefaultSelector()
         self._processes = NodeProcesses(run, launch, self._node, self._host, self._records, self._selector)
         self._progress = Progress(launch.progress, self._processes, self._records, self.warn)
@@ -192,7 +193,9 @@ class Supervisor:
             self._face.touch()
         if self._due("ledger", now, LEDGER_SECONDS):
             self._processes.book()
-            self._face.show_ranks(self._processes.rank_status())
+            ranks = self._processes.rank_status()
+            self._face.show_ranks(ranks)
+            self._log_times.note(rank.rank for rank in ranks)
         if self._due("status", now, STATUS_SECONDS):
             self._face.write_status(self._records.generation, self._processes.rank_status())
         if self._coordinates() and self._due("summary", now, SUMMARY_SECONDS):
@@ -405,6 +408,7 @@ class Supervisor:
         self._progress.close()
         self._face.end_sinks()
         self._end_helpers()
+        self._log_times.close()
         self._face.close()
         self._records.close()
         # Whoever sees the run's end may start its next generation at once.

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, read_regular
 
 GREETING = b"craton1 "
 NONCE_BYTES, MAC_BYTES = 16, 32
@@ -48,7 +48,7 @@ def run_secret(run: RunDirectory) -> bytes:
     except OSError:
         if not path.exists():
             raise
-    return path.read_bytes()
+    return read_regular(path)
 
 
 class Link:

@@ -31,6 +31,7 @@ from craton.cli.top import top
 from craton.cli.ui import ui
 from craton.cli.validate import validate
 from craton.cli.why import why
+from craton.printable import printable
 
 app = typer.Typer(
     name="craton",
@@ -99,7 +100,7 @@ def main() -> None:
 def _report(error: Exception, exit_code: int) -> int:
     lines = list(getattr(error, "problems", None) or [str(error)])
     for line in lines:
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {printable(line)}", file=sys.stderr)
     if "--json" in sys.argv[1:]:
         print(json.dumps({"error": lines[0], "problems": lines}))
     return exit_code

@@ -21,7 +21,7 @@ from craton.orchestration.local import check_machine, living_agents, start_agent
 from craton.orchestration.preflight_local import check_local
 from craton.orchestration.sizes import Size, nearest_sizes, plan_size
 from craton.orchestration.state import check_is_seen, check_running, launching, write_whole
-from craton.telemetry import RunDirectory, read_json, tail_lines
+from craton.telemetry import RunDirectory, read_json, read_regular_text, tail_lines
 
 TAIL_BYTES = 64 << 10
 
@@ -88,7 +88,7 @@ def resize_run(run: RunDirectory, wanted: Resize) -> list[str]:
         plans = run.path / "plans"
         present = plans / f"{wanted.before}.json"
         if run.plan_path.exists() and not present.exists():  # for the way back
-            write_whole(present, run.plan_path.read_text(encoding="utf-8"))
+            write_whole(present, read_regular_text(run.plan_path))
         if size.plan is not None:
             write_whole(plans / f"{size.num_nodes}.json", plan_text(size.plan))
         order = {"nodes": size.num_nodes, "layout": size.layout_json, "time": time.time()}

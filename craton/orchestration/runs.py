@@ -36,7 +36,7 @@ from craton.orchestration.state import (
     standing_of,
     write_whole,
 )
-from craton.telemetry import MARKERS, RunDirectory, RunExistsError
+from craton.telemetry import MARKERS, RunDirectory, RunExistsError, paths_in, read_regular
 
 CHECK_SECONDS = 20.0  # how long a service is waited for that a run would write to
 
@@ -279,8 +279,13 @@ def _saved_folders(name: str, located: TierPlace) -> list[SavedStep]:
     return [
         SavedStep(int(marker.parent.name.removeprefix("step-")), name, marker.parent)
         for marker in sorted(Path(located.place).glob(pattern))
-        if marker.parent.name.removeprefix("step-").isdecimal()
+        if marker.parent.name.removeprefix("step-").isdecimal() and not _is_linked(marker)
     ]
+
+
+def _is_linked(marker: Path) -> bool:
+    """A checkpoint that is a link, or whose marker is one, leads to files that are not the run's."""
+    return marker.is_symlink() or marker.parent.is_symlink()
 
 
 def _saved_objects(name: str, located: TierPlace) -> list[SavedStep]:
@@ -296,7 +301,7 @@ def _launch(run: RunDirectory, draft: Draft) -> None:
     backend = backend_of(draft.on)
     ready = replace(draft, launch=replace(draft.launch, master_port=free_port()))
     texts = {**ready.files(), **backend.files(ready, run)}
-    orders = [f"{run.chaos_folder.name}/{path.name}" for path in run.chaos_folder.glob("*.json")]
+    orders = [f"{run.chaos_folder.name}/{path.name}" for path in paths_in(run.chaos_folder, "*.json")]
     with _put_back(run, [*MARKERS, run.resize_path.name, AVOID_FILE, *orders, *texts]):
         disarm(run)
         for marker in MARKERS:
@@ -337,7 +342,7 @@ def _put_back(run: RunDirectory, names: Iterable[str]) -> Iterator[None]:
 
 def _text_of(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape")
+        return read_regular(path).decode(errors="surrogateescape")
     except FileNotFoundError:
         return None
 

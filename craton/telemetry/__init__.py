@@ -23,15 +23,25 @@ from craton.telemetry.heartbeat import (
     write_heartbeat,
 )
 from craton.telemetry.ledger import LedgerClock, LedgerReader
-from craton.telemetry.lines import LineWriter, noting_unread, parse_line, read_lines, tail_lines
+from craton.telemetry.lines import LineWriter, parse_line, read_lines, tail_lines
 from craton.telemetry.page import BESIDE, LEDGER_KINDS, RankPage, TrapError, going_on, monotonic_of, own_page
 from craton.telemetry.recorder import Recorder
+from craton.telemetry.regular_files import (
+    UnsafeFileError,
+    names_in,
+    noting_unread,
+    open_regular,
+    paths_in,
+    read_regular,
+    read_regular_text,
+)
 from craton.telemetry.rundirectory import MARKERS, Marker, RunDirectory, find_run, list_runs, read_json, runs_root
 
 if TYPE_CHECKING:
     from craton.telemetry.endpoint import MetricsEndpoint
+    from craton.telemetry.log_times import LogClock, LogTimes
     from craton.telemetry.status import NodeStatus, RankStatus, read_status, write_status
-    from craton.telemetry.summary import RunState, RunSummary, Summarizer, summarize
+    from craton.telemetry.summary import RUN_STATES, RunState, RunSummary, Summarizer, summarize
     from craton.telemetry.vocabulary import METRICS, TWINS, Metric, plan_checkpoint_intervals, plan_twins
 
 __all__ = [
@@ -40,11 +50,14 @@ __all__ = [
     "LOST_SECONDS",
     "MARKERS",
     "METRICS",
+    "RUN_STATES",
     "TWINS",
     "Heartbeat",
     "LedgerClock",
     "LedgerReader",
     "LineWriter",
+    "LogClock",
+    "LogTimes",
     "Marker",
     "Metric",
     "MetricsEndpoint",
@@ -62,19 +75,25 @@ __all__ = [
     "SinkError",
     "Summarizer",
     "TrapError",
+    "UnsafeFileError",
     "find_run",
     "going_on",
     "list_runs",
     "monotonic_of",
+    "names_in",
     "noting_unread",
+    "open_regular",
     "own_page",
     "parse_line",
+    "paths_in",
     "plan_checkpoint_intervals",
     "plan_twins",
     "process_start",
     "read_heartbeat",
     "read_json",
     "read_lines",
+    "read_regular",
+    "read_regular_text",
     "read_status",
     "runs_root",
     "summarize",
@@ -85,10 +104,13 @@ __all__ = [
 ]
 
 _LATER = {
+    "LogClock": "log_times",
+    "LogTimes": "log_times",
     "METRICS": "vocabulary",
     "Metric": "vocabulary",
     "MetricsEndpoint": "endpoint",
     "NodeStatus": "status",
+    "RUN_STATES": "summary",
     "RankStatus": "status",
     "RunState": "summary",
     "RunSummary": "summary",

@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from craton.telemetry.regular_files import UnsafeFileError, note_unread, open_regular
 from craton.telemetry.rundirectory import RunDirectory
 
 LOST_SECONDS = 10.0
+MAX_HEARTBEAT_BYTES = 1 << 16
 NodeState = Literal["running", "done", "stopped", "failed", "spare", "released"]
 
 
@@ -72,8 +74,9 @@ def read_heartbeat(run: RunDirectory, node: str) -> Heartbeat | None:
     """None where the node has no readable heartbeat."""
     path = run.heartbeat_path(node)
     try:
-        moment = path.stat().st_mtime
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            moment = os.fstat(file.fileno()).st_mtime
+            document: dict[str, Any] = json.loads(file.read(MAX_HEARTBEAT_BYTES))
         return Heartbeat(
             generation=int(document["generation"]),
             state=document["state"],
@@ -84,5 +87,8 @@ def read_heartbeat(run: RunDirectory, node: str) -> Heartbeat | None:
             started=str(document.get("started", "")),
             moment=moment,
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except UnsafeFileError as error:
+        note_unread(path, error)
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from craton.ml.training.parallel import Ranks
-from craton.telemetry import Recorder, plan_twins
+from craton.telemetry import Recorder, plan_twins, read_regular
 
 LOG_SECONDS = 5.0  # between two lines in the log of rank 0
 SUMMARY_STEPS = 1000  # the newest, whose medians are compared with the plan
@@ -39,7 +39,7 @@ class Prediction:
         """None when there is no plan, as for a model that only its author knows."""
         if not path.is_file():
             return None
-        plan = json.loads(path.read_text(encoding="utf-8"))
+        plan = json.loads(read_regular(path))
         if not plan.get("mfu"):
             return None
         flops_per_second = plan["flops_per_token"] * plan["tokens_per_second"] / plan["cluster"]["num_gpus"]

@@ -66,6 +66,7 @@ from craton.telemetry import (
     find_run,
     list_runs,
     noting_unread,
+    open_regular,
     plan_checkpoint_intervals,
     plan_twins,
     read_heartbeat,
@@ -259,8 +260,8 @@ def _with_network(run: RunDirectory, node: Node, snapshot: Snapshot) -> Node:
     if first is None or node.nccl_network:
         return node
     try:
-        with open(run.log_path(first), encoding="utf-8", errors="replace") as log:
-            told = read_nccl_log(log.read(NCCL_CHARACTERS))
+        with open_regular(run.log_path(first)) as log:
+            told = read_nccl_log(log.read(NCCL_CHARACTERS).decode(errors="replace"))
     except OSError:
         return node
     if not told.is_told:
