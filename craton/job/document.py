@@ -7,6 +7,7 @@ and `false` are booleans, so `on: slurm` and `peer: off` mean what they say, and
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -179,7 +180,8 @@ def _plain_scalar(text: str) -> object:
     if len(text) < 40 and _INTEGER.fullmatch(text):
         return int(text)
     if len(text) < 40 and _FLOAT.fullmatch(text):
-        return float(text)
+        number = float(text)
+        return number if math.isfinite(number) else text  # 1e400 is told as it was written
     return text
 
 

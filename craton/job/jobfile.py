@@ -243,6 +243,19 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
+    def _vocabulary_holds_the_tokenizer(self) -> Self:
+        tokenizer, shape = self.data.tokenizer or "", self.model_shape
+        size = int(tokenizer.removeprefix("bpe:")) if tokenizer.startswith("bpe:") else 0
+        if shape is not None and size > shape.vocab:
+            raise ConflictError(
+                f"data: a tokenizer of {size:,} tokens (bpe:{size}) does not fit a model with vocab {shape.vocab:,}; "
+                f"write bpe:{shape.vocab}, or vocab: {size}",
+                ("data", "tokenizer"),
+                ("model",),
+            )
+        return self
+
+    @model_validator(mode="after")
     def _training_goes_together(self) -> Self:
         train = self.train
         if train is None:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from craton.agent import Launch, read_launch, write_launch
+from craton.digits import counted
 from craton.infrastructure import visible_accelerators
 from craton.orchestration.backend import Standing, Submission
 from craton.orchestration.draft import Draft, agent_command
@@ -158,7 +159,8 @@ def check_machine(launch: Launch) -> None:
         spares = len(launch.nodes) - launch.working_nodes
         advice = "recover: {spares: 0}" if spares and there >= launch.world_size else "cluster: local x 1"
         raise StartError(
-            f"this job needs {needed} GPUs, and this machine shows {there}; write `{advice}` to run on what it has"
+            f"this job needs {counted(needed, 'GPU')}, and this machine shows {there}; write `{advice}` to run on "
+            "what it has"
         )
 
 

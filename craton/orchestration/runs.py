@@ -23,7 +23,8 @@ from craton.orchestration.backends import backend_of, backend_of_run
 from craton.orchestration.chaos import disarm, faults_left
 from craton.orchestration.draft import COPY, JOB_FOLDER, Draft, Progress, draft_run
 from craton.orchestration.errors import RunStateError, StartError
-from craton.orchestration.local import kill_agents
+from craton.orchestration.local import kill_agents, living_agents
+from craton.orchestration.removal import remove_run
 from craton.orchestration.resize import resized_nodes
 from craton.orchestration.server import check_port
 from craton.orchestration.snapshot import check_code, find_code, keep_code
@@ -36,8 +37,9 @@ from craton.orchestration.state import (
     standing_of,
     write_whole,
 )
-from craton.telemetry import MARKERS, RunDirectory, RunExistsError, paths_in, read_regular
+from craton.telemetry import MARKERS, RunDirectory, RunExistsError, names_in, paths_in, read_regular, summarize
 
+START_PRODUCTIVE_SECONDS = 1.0  # of a command that failed at once: it is productive from its first moment
 CHECK_SECONDS = 20.0  # how long a service is waited for that a run would write to
 
 
@@ -52,7 +54,7 @@ class SavedStep:
 
 def check_name_is_free(root: Path, name: str) -> None:
     """Refuse early, before anything is planned or tokenized, a name that is taken or a root that cannot be written."""
-    if (root / name).exists():
+    if (root / name).exists() and not failed_at_start(RunDirectory(root / name)):
         raise RunExistsError(_taken(root, name))
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -69,6 +71,9 @@ def start_run(draft: Draft, root: Path) -> RunDirectory:
     if draft.on == "local":
         check_server(draft.job)
     code = find_code(draft.job, root)
+    before = RunDirectory(root / draft.job.name)
+    if before.path.exists() and failed_at_start(before):
+        remove_run(before)
     try:
         run = RunDirectory.create(root, draft.job.name)
     except RunExistsError:
@@ -83,6 +88,20 @@ def start_run(draft: Draft, root: Path) -> RunDirectory:
                 shutil.rmtree(run.path)  # nothing has run: the name is free again
             raise
     return run
+
+
+def failed_at_start(run: RunDirectory) -> bool:
+    """Whether a run of this machine failed before it did anything: no step, no checkpoint, no productive second. Its
+    name is free, for whoever mends the job file starts the job again under the same name."""
+    if run.path.is_symlink() or not run.has("FATAL") or read_submission(run).on != "local":
+        return False
+    try:
+        summary = summarize(run)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False
+    did_something = summary.step > 0 or summary.ledger.get("productive", 0.0) > START_PRODUCTIVE_SECONDS
+    has_saved = any(names_in(run.path / "checkpoints" / tier) for tier in names_in(run.path / "checkpoints", "[a-z]*"))
+    return summary.state == "failed" and not did_something and not has_saved and not living_agents(run)
 
 
 def prepare_data(draft: Draft, progress: Progress | None = None) -> tuple[Draft, dict[str, int]]:

@@ -32,6 +32,8 @@ from craton.telemetry.regular_files import UnsafeFileError, note_unread, read_re
 Marker = Literal["STOP", "DONE", "FATAL"]
 MARKERS: tuple[Marker, ...] = get_args(Marker)
 FOLDERS = ("events", "metrics", "ledger", "logs", "traces", "heartbeat", "status", "checkpoints", "generations")
+MAX_NAME = 100  # characters; a job file allows 63, copies and restarts add to them
+MAX_SHOWN_NAME = 60
 MAX_MARKER_BYTES = 1 << 20  # each node adds a few lines to it
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -45,10 +47,11 @@ class RunDirectory:
     @classmethod
     def create(cls, root: str | os.PathLike[str], name: str) -> RunDirectory:
         """A new, empty run under `root`; RunExistsError when the name is taken."""
-        if not _NAME.fullmatch(name):
+        if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
+            shown = name if len(name) <= MAX_SHOWN_NAME else f"{name[:MAX_SHOWN_NAME]}…"
             raise RunError(
-                f"a run cannot be named {name!r}: letters, digits, '.', '_' and '-' are allowed, the first being a "
-                "letter or a digit; change `name` in the job file"
+                f"a run cannot be named {shown!r}: up to {MAX_NAME} letters, digits, '.', '_' and '-' are allowed, the "
+                "first being a letter or a digit; change `name` in the job file"
             )
         run = cls(Path(root) / name)
         try:
@@ -162,7 +165,10 @@ class RunDirectory:
             return str(error)
 
     def looks_like_a_run(self) -> bool:
-        return (self.path / "events").is_dir() and (self.path / "ledger").is_dir()
+        try:
+            return (self.path / "events").is_dir() and (self.path / "ledger").is_dir()
+        except (OSError, ValueError):  # a name that is too long, or holds what no file's name may
+            return False
 
     def _marker_path(self, marker: Marker) -> Path:
         assert marker in MARKERS, marker
@@ -193,12 +199,14 @@ def find_run(name_or_path: str | os.PathLike[str], root: str | os.PathLike[str] 
         run = RunDirectory(candidate)
         if given and run.looks_like_a_run():
             return run
-    from difflib import get_close_matches
+    if len(given) > MAX_SHOWN_NAME:
+        given = f"{given[:MAX_SHOWN_NAME]}…"
+    from craton.nearest import nearest_names
 
     names = [run.name for run in list_runs(folder)]
-    near = get_close_matches(given, names, n=1, cutoff=0.6)
+    near = nearest_names(given, names)
     if near:
-        advice = f"did you mean {near[0]!r}?"
+        advice = f"did you mean {' or '.join(map(repr, near))}?"
     elif names:
         advice = "there is " + ", ".join(names[:10]) + (" ..." if len(names) > 10 else "")
     else:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.agent import newest_generation, read_avoided
+from craton.digits import counted
 from craton.errors import CratonError
 from craton.observability.diagnosis.cards import with_visible_cards
 from craton.observability.diagnosis.clock import moment_for
@@ -91,7 +92,9 @@ def take_snapshot(
     if not unread:
         return snapshot
     path, error = next(iter(unread.items()))
-    note = f"{len(unread)} files of the run could not be read: {path.relative_to(run.path)}: {error.strerror}"
+    note = (
+        f"{counted(len(unread), 'file')} of the run could not be read: {path.relative_to(run.path)}: {error.strerror}"
+    )
     return replace(snapshot, notes=(note, *snapshot.notes))
 
 
