@@ -24,8 +24,8 @@ STATE_STYLES = {
     "waiting": "cyan",
     "starting": "cyan",
     "running": "green",
-    "stopping": "yellow",
-    "stopped": "yellow",
+    "stopping": "cyan",
+    "stopped": "bold",  # as asked: neither a warning nor an error
     "done": "bold green",
     "failed": "bold red",
     "lost": "bold red",
