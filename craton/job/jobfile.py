@@ -23,7 +23,7 @@ from craton.job.command import (
     check_placeholders,
     check_processes,
 )
-from craton.job.data import Data, Function
+from craton.job.data import MIN_BPE_VOCABULARY, Data, Function
 from craton.job.document import Document, parse_document, read_document
 from craton.job.errors import ContentError, JobError
 from craton.job.layout import Layout, Precision
@@ -249,7 +249,7 @@ class Job(Section):
         if shape is not None and size > shape.vocab:
             raise ConflictError(
                 f"data: a tokenizer of {size:,} tokens (bpe:{size}) does not fit a model with vocab {shape.vocab:,}; "
-                f"write bpe:{shape.vocab}, or vocab: {size}",
+                f"write {f'bpe:{shape.vocab}, or ' if shape.vocab >= MIN_BPE_VOCABULARY else ''}vocab: {size}",
                 ("data", "tokenizer"),
                 ("model",),
             )
