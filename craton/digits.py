@@ -14,3 +14,8 @@ def digits(value: float) -> str:
         return f"{value:,.0f}"
     decimals = 1 if size >= 9.995 else 2 if size >= 0.995 else 2 - math.floor(math.log10(size))
     return f"{value:.{min(decimals, 6)}f}"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 node`, `2 nodes`, `1,024 GPUs`."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

@@ -14,6 +14,7 @@ from craton.agent.errors import LaunchError
 from craton.agent.launch import Launch, read_launch
 from craton.agent.lock import NodeLock
 from craton.agent.supervisor import Supervisor
+from craton.digits import counted
 from craton.limits import raise_file_limit
 from craton.telemetry import RunDirectory, protect_output
 
@@ -33,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run.mark("FATAL", str(error))
         return _refuse(str(error))
     if not 0 <= given.node < len(launch.nodes):
-        return _refuse(f"--node {given.node}: {run.launch_path} names {len(launch.nodes)} nodes, counted from 0")
+        return _refuse(
+            f"--node {given.node}: {run.launch_path} names {counted(len(launch.nodes), 'node')}, counted from 0"
+        )
     node = launch.nodes[given.node]
     lock = NodeLock(run, node)
     if not lock.acquire():

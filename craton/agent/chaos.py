@@ -24,7 +24,7 @@ from craton.agent.records import NodeRecords
 from craton.agent.slots import KeeperClient
 from craton.errors import CratonError
 from craton.job import Fault, load_job, parse_fault, place_of
-from craton.telemetry import BESIDE, RunDirectory
+from craton.telemetry import BESIDE, RunDirectory, paths_in, read_regular
 
 LOOK_SECONDS = 0.5
 QUICK_SECONDS = 0.02  # between two looks at the steps of the ranks, while a fault waits for one
@@ -78,13 +78,13 @@ class Chaos:
             self._try(armed)
 
     def _look(self) -> None:
-        for path in sorted(self._run.chaos_folder.glob("*.json")):
+        for path in paths_in(self._run.chaos_folder, "*.json"):
             if path.stem in self._known:
                 continue
             self._known.add(path.stem)
             try:
-                faults = json.loads(path.read_text(encoding="utf-8"))["faults"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                faults = json.loads(read_regular(path))["faults"]
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 self._say("chaos_refused", f"{path.name} cannot be read: {error}")
                 continue
             for index, text in enumerate(faults):

@@ -19,6 +19,7 @@ from typing import Any
 from craton.agent.generation import Generation
 from craton.agent.hangs import RankProgress, find_hang
 from craton.agent.launch import Launch
+from craton.digits import counted
 
 SILENT_SECONDS = 5.0  # an agent that says nothing for this long is gone; it speaks several times a second
 ECHO_SECONDS = 0.3  # how long the cause of a broken connection is waited for
@@ -323,7 +324,8 @@ class Coordinator:
             missing = [node for node in (present or self.launch.nodes[:target]) if node not in ready]
             return Fail(
                 f"{', '.join(missing)} did not come back within {self.launch.give_up_seconds:.0f} s, and the job needs "
-                f"{target} nodes; `craton resume` goes on when it is there, `cluster: NAME x {max(1, len(ready))}.."
+                f"{counted(target, 'node')}; `craton resume` goes on when it is there, `cluster: NAME x "
+                f"{max(1, len(ready))}.."
                 f"{target}` goes on with fewer"
             )
         return None
@@ -395,9 +397,8 @@ class Coordinator:
         if left := [node for node in self.current.nodes if node not in nodes and node in self._avoided]:
             return f"{', '.join(left)} left for a spare"
         before, after = len(self.current.nodes), len(nodes)
-        return (
-            f"{'grown' if after > before else 'shrunk' if after < before else 'changed'} from {before} to {after} nodes"
-        )
+        change = "grown" if after > before else "shrunk" if after < before else "changed"
+        return f"{change} from {before} to {counted(after, 'node')}"
 
     def _release(self, now: float) -> list[Action]:
         """After a resize by hand, nodes beyond those that work and the spares."""

@@ -14,7 +14,7 @@ import secrets
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from craton.telemetry import RunDirectory, read_json
+from craton.telemetry import RunDirectory, names_in, read_json
 
 _FILE = re.compile(r"(\d{6,})\.json")
 
@@ -106,7 +106,7 @@ def first_nodes(run: RunDirectory, first: int) -> set[str]:
 
 def _numbers(run: RunDirectory) -> list[int]:
     try:
-        names = os.listdir(run.path / "generations")
+        names = names_in(run.path / "generations")
     except OSError:
         return []
     return [int(match[1]) for name in names if (match := _FILE.fullmatch(name))]

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from craton.agent.errors import LaunchError
-from craton.telemetry import RunDirectory, replace_text
+from craton.telemetry import RunDirectory, read_regular, replace_text
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -92,10 +92,10 @@ def read_launch(run: RunDirectory) -> Launch:
     """LaunchError names the file and everything that is wrong in it."""
     path = run.launch_path
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_regular(path))
     except FileNotFoundError as error:
         raise LaunchError(f"{path} does not exist; `craton resume {run.name}` rebuilds it") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LaunchError(f"{path} cannot be read ({error}); `craton resume {run.name}` rebuilds it") from error
     if not isinstance(document, dict):
         what = type(document).__name__

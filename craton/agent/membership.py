@@ -34,7 +34,7 @@ from craton.agent.launch import Launch, LaunchError, read_launch
 from craton.agent.process import open_log
 from craton.agent.records import NodeRecords
 from craton.agent.wire import Link, Message
-from craton.telemetry import STEADY, Marker, RunDirectory, process_start, read_heartbeat, read_json
+from craton.telemetry import STEADY, Marker, RunDirectory, process_start, read_heartbeat, read_json, read_regular_text
 
 STATUS_SECONDS = 0.15  # between two words to whoever coordinates
 ALIVE_SECONDS = 3.0  # a heartbeat that has not changed for this long has stopped
@@ -291,7 +291,7 @@ class Membership:
         """What is measured from here on is held against the plan of this size."""
         source = self._run.path / "plans" / f"{size}.json"
         with contextlib.suppress(OSError):
-            text = source.read_text(encoding="utf-8")
+            text = read_regular_text(source)
             fresh = self._run.plan_path.with_name(".plan.json.new")
             fresh.write_text(text, encoding="utf-8")
             os.replace(fresh, self._run.plan_path)

@@ -26,7 +26,7 @@ from craton.agent.launch import Launch
 from craton.agent.output import CommandOutput
 from craton.job import PLACEHOLDERS
 from craton.limits import MORE_MEMORY, limit_hint, memory_text, oom_kills
-from craton.telemetry import STEADY, RankPage, RunDirectory
+from craton.telemetry import STEADY, RankPage, RunDirectory, open_regular
 
 EXIT_FINAL = 3  # of a rank: the job itself is at fault, and another try would fail as well
 PIPE_BYTES = 1 << 20
@@ -85,7 +85,7 @@ class ChildProcess:
         if isinstance(self, RankProcess) and self.output is not None:
             return self.output.tail_lines()[-count:]
         try:
-            with open(self.log_path, "rb") as handle:
+            with open_regular(self.log_path) as handle:
                 size = handle.seek(0, os.SEEK_END)
                 handle.seek(max(self.log_offset, size - max_bytes))
                 return handle.read().decode(errors="replace").splitlines()[-count:]

@@ -30,7 +30,7 @@ from craton.agent.hangs import HANG_STEPS
 from craton.agent.node import NodeProcesses, Place
 from craton.agent.process import RankProcess, fill
 from craton.agent.records import NodeRecords
-from craton.telemetry import STEADY, monotonic_of
+from craton.telemetry import STEADY, monotonic_of, open_regular
 
 LINE_BYTES = 4096  # what is longer is cut: it may be a matrix, or a file without line ends
 LOOK_BYTES = 256 << 10  # of a log at one look; what comes faster is skipped, but for its end
@@ -86,7 +86,7 @@ class LogTail:
     def _new_bytes(self) -> bytes:
         """What was written since the last call, or the end of it."""
         try:
-            with open(self._path, "rb") as handle:
+            with open_regular(self._path) as handle:
                 size = handle.seek(0, os.SEEK_END)
                 if size == self._offset:
                     return b""

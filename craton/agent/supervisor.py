@@ -56,6 +56,7 @@ from craton.telemetry import (
     BESIDE,
     STEADY,
     STORAGE_ERRORS,
+    LogTimes,
     Marker,
     MetricsEndpoint,
     NodeState,
@@ -92,6 +93,7 @@ class Supervisor:
         self._records = NodeRecords(run, self._node, number, endpoint, self._on_rank_event)
         continue_clock(run, launch, self._node, self._records.last_moment())
         self._face = NodeFace(run, launch, self._node, endpoint, self._records)
+        self._log_times = LogTimes(run, self._node)
         self._selector = selectors.DefaultSelector()
         self._processes = NodeProcesses(run, launch, self._node, self._host, self._records, self._selector)
         self._progress = Progress(launch.progress, self._processes, self._records, self.warn)
@@ -229,7 +231,9 @@ class Supervisor:
             self._processes.flush_output()
         if self._due("ledger", now, LEDGER_SECONDS):
             self._processes.book()
-            self._face.show_ranks(self._processes.rank_status())
+            ranks = self._processes.rank_status()
+            self._face.show_ranks(ranks)
+            self._log_times.note(rank.rank for rank in ranks)
         if self._due("status", now, STATUS_SECONDS):
             self._face.write_status(self._records.generation, self._processes.rank_status())
         if self._coordinates() and self._due("summary", now, SUMMARY_SECONDS):
@@ -454,6 +458,7 @@ class Supervisor:
         self._progress.close()
         self._face.end_sinks()
         self._end_helpers()
+        self._log_times.close()
         self._face.close()
         self._settle(state)
         self._records.close()

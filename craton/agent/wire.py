@@ -25,7 +25,7 @@ from typing import Any
 from craton.agent.errors import LaunchError
 from craton.agent.strangers import Strangers
 from craton.limits import explain
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, read_regular
 
 GREETING = b"craton1 "
 NONCE_BYTES, MAC_BYTES = 16, 32
@@ -53,7 +53,7 @@ def run_secret(run: RunDirectory) -> bytes:
 def check_secret(run: RunDirectory) -> bytes | None:
     """The run's secret, or None where none was made yet; LaunchError and OSError as above."""
     try:
-        secret = run.secret_path.read_bytes()
+        secret = read_regular(run.secret_path)
     except FileNotFoundError:
         return None
     if len(secret.strip()) < SECRET_CHARACTERS:

@@ -6,8 +6,10 @@ printed as an object on stdout, so that a script reads one thing whatever happen
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
+from typing import Any
 
 import typer
 
@@ -23,6 +25,7 @@ from craton.cli.plan import plan
 from craton.cli.ps import ps
 from craton.cli.resize import resize
 from craton.cli.resume import resume
+from craton.cli.rm import rm
 from craton.cli.run import run
 from craton.cli.sample import sample
 from craton.cli.serve import serve
@@ -31,6 +34,7 @@ from craton.cli.top import top
 from craton.cli.ui import ui
 from craton.cli.validate import validate
 from craton.cli.why import why
+from craton.printable import printable
 
 app = typer.Typer(
     name="craton",
@@ -51,6 +55,7 @@ app.command()(why)
 app.command()(top)
 app.command()(ui)
 app.command()(stop)
+app.command()(rm)
 app.command()(resume)
 app.command()(resize)
 app.command()(chaos)
@@ -71,7 +76,9 @@ def main() -> None:
     """The command `craton`."""
     try:
         # typer prints usage errors itself; here they become JSON too where JSON was asked for
-        code = typer.main.get_command(app).main(standalone_mode=False)
+        command = typer.main.get_command(app)
+        _hide_types_of_flags(command)
+        code = command.main(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except typer.Exit as ended:
         sys.exit(ended.exit_code)
@@ -82,6 +89,10 @@ def main() -> None:
 
         if isinstance(error, CratonError):
             sys.exit(_report(error, exit_code=2))
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            name = str(error.filename)
+            told = f"{name[:60]}… has {len(name):,} characters, more than a file's name may have; give a shorter one"
+            sys.exit(_report(CratonError(told), exit_code=2))
         if isinstance(error, OSError):
             sys.exit(_report(error, exit_code=1))
         raise
@@ -96,10 +107,19 @@ def main() -> None:
         sys.exit(2)
 
 
+def _hide_types_of_flags(command: Any) -> None:
+    """`--json` takes no value: typer (0.29) shows `--json <bool>` in the help, which reads as if it did."""
+    for param in [*command.params, command.get_help_option(typer.Context(command, help_option_names=["-h", "--help"]))]:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        _hide_types_of_flags(inner)
+
+
 def _report(error: Exception, exit_code: int) -> int:
     lines = list(getattr(error, "problems", None) or [str(error)])
     for line in lines:
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {printable(line)}", file=sys.stderr)
     if "--json" in sys.argv[1:]:
         print(json.dumps({"error": lines[0], "problems": lines}))
     return exit_code

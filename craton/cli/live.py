@@ -24,8 +24,8 @@ STATE_STYLES = {
     "waiting": "cyan",
     "starting": "cyan",
     "running": "green",
-    "stopping": "yellow",
-    "stopped": "yellow",
+    "stopping": "cyan",
+    "stopped": "bold",  # as asked: neither a warning nor an error
     "done": "bold green",
     "failed": "bold red",
     "lost": "bold red",
@@ -36,10 +36,10 @@ _UNTOLD_EVENTS = ("checkpoint_saved", "failed", "rank_ended", "ranks_told_to_end
 
 def make_console(as_json: bool = False) -> Console:
     """Where people read: stdout, or stderr when stdout carries JSON. A pipe is as wide as the text."""
-    from rich.console import Console
+    from craton.cli.console import SafeConsole
 
-    console = Console(stderr=as_json, highlight=False)
-    return console if console.is_terminal else Console(stderr=as_json, highlight=False, width=1000)
+    console = SafeConsole(stderr=as_json, highlight=False)
+    return console if console.is_terminal else SafeConsole(stderr=as_json, highlight=False, width=1000)
 
 
 def watch(run: RunDirectory, console: Console, steps: int | None = None, quiet: bool = False) -> View:

@@ -57,7 +57,7 @@ def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> N
             console.print(f"next: craton export {name} FOLDER · craton sample {name} --prompt '...'", style="dim")
     elif summary.state == "stopped":
         of = f" of {summary.steps:,}" if summary.steps else ""
-        console.print(Text.assemble((f"{name} stopped", "bold yellow"), f" after step {summary.step:,}{of}{at}"))
+        console.print(Text.assemble((f"{name} stopped", "bold"), f" after step {summary.step:,}{of}{at}"))
         console.print(f"next: craton resume {name}", style="dim")
     elif is_gone:
         console.print(Text(f"{name} is lost", style="bold red"))

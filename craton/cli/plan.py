@@ -77,11 +77,13 @@ def _plan_server(job: Job, options: list[str], as_json: bool) -> None:
 
     from rich.console import Console
 
+    from craton.cli.progress import progress
     from craton.planning import PlanError, plan_serving, render_serving, serving_to_json
 
     if options:
         raise PlanError(f"{options[0]} is for jobs that train; a server's plan is printed, or written by --json")
-    found = plan_serving(job)
+    with progress("planning"):
+        found = plan_serving(job)
     if as_json:
         print(json.dumps(serving_to_json(found)))
     else:
@@ -90,11 +92,12 @@ def _plan_server(job: Job, options: list[str], as_json: bool) -> None:
 
 def _plan(job: Job, instances: str, gpus: str, by: str, deadline: str, budget: str) -> Plan:
     from craton.cli.progress import progress
-    from craton.job import parse_count, parse_seconds
+    from craton.job import did_you_mean, parse_count, parse_seconds
     from craton.planning import PlanError, plan, plan_clusters
 
     if by not in ("", "time", "cost", "gpus"):
-        raise PlanError(f"--by {by!r} is not allowed; choose time, cost or gpus")
+        near = did_you_mean(by, ("time", "cost", "gpus"))
+        raise PlanError(f"--by {by!r} is not allowed; choose time, cost or gpus{near}")
     if not instances:
         options = (("--gpus", gpus), ("--by", by), ("--deadline", deadline), ("--budget", budget))
         given = [name for name, value in options if value]

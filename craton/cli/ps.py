@@ -1,77 +1,200 @@
-"""`craton ps`: every run with its state, progress, speed against its plan, goodput and dollars."""
+"""`craton ps`: runs with their state, progress, loss, speed against the plan, goodput and dollars.
+
+Without options it lists the runs that move and the newest of the others; a script (`--json`) gets all of them.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
+    from craton.orchestration import Recovery
     from craton.telemetry import RunDirectory, RunSummary
 
 VERSUS = "vs PLAN"
-TITLES = ("RUN", "STATE", "GEN", "STEP", "%", "ETA", "TOK/S", VERSUS, "GOODPUT", "$")
+TITLES = ("RUN", "STATE", "GEN", "STEP", "%", "ETA", "LOSS", "TOK/S", VERSUS, "GOODPUT", "$")
 NUM_WORDS = 2  # columns before those of numbers
-GAP = "   "
+GAPS = ("   ", "  ")  # between two columns; the narrow one where the terminal is
 LEAST_NAME = 12  # characters of a name in one line, however narrow the terminal
+RECENT_RUNS = 20  # that have ended, listed without --all
+WATCH_SECONDS = 2.0
+MAX_UNREAD = 5  # files of a run that are named
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What one look at the runs found."""
+
+    summaries: list[RunSummary]
+    recoveries: dict[str, list[Recovery]]  # by the run's name
+    unread: dict[str, tuple[str, ...]]  # by the run's name: files that were passed over, and why
+    unreadable: dict[str, str]  # runs of which nothing can be said, and why
+    num_left_out: int = 0  # older runs
 
 
 def ps(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the runs as JSON.")] = False,
+    show_all: Annotated[
+        bool,
+        typer.Option("--all", "-a", help=f"List all runs, not only live ones and the {RECENT_RUNS} newest others."),
+    ] = False,
+    number: Annotated[
+        int | None,
+        typer.Option("-n", "--number", min=1, metavar="N", help="The newest N runs.", show_default=False),
+    ] = None,
+    state: Annotated[
+        str,
+        typer.Option(
+            metavar="STATE", help="Only runs in these states, e.g. running or failed,lost.", show_default=False
+        ),
+    ] = "",
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help=f"List again every {WATCH_SECONDS:g} s, until Ctrl-C.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the runs as JSON: all, unless -n or --state is given.")
+    ] = False,
 ) -> None:
-    """List the runs, newest first."""
+    """List the runs that move and the newest others, newest first."""
     import json
 
     from craton.cli.live import make_console
-    from craton.cli.outcome import goodput_text, ledger_text, recoveries_json, recoveries_text, summary_json
-    from craton.orchestration import MOVING, glance, settled_summaries, stopped_by_user
-    from craton.telemetry import find_run, list_runs, runs_root
+    from craton.cli.outcome import recoveries_json, summary_json
 
-    summaries, recoveries, unreadable = [], {}, {}
-    for run in list_runs():
-        try:
-            seen = glance(run)
-            recoveries[run.name] = seen.recoveries
-            summaries.append(seen.summary)
-        except (ValueError, TypeError, AttributeError, OSError) as error:  # one broken folder hides no other run
-            unreadable[run.name] = f"{run.path} cannot be read: {error}"
-    summaries = settled_summaries(summaries)
+    states = _states(state)
     if as_json:
-        broken = [{"name": name, "state": "unreadable", "message": text} for name, text in unreadable.items()]
-        found = [{**summary_json(each), **recoveries_json(recoveries[each.name])} for each in summaries]
-        print(json.dumps([*found, *broken]))
+        found = _look(True, number, states)
+        broken = [{"name": name, "state": "unreadable", "message": text} for name, text in found.unreadable.items()]
+        listed = [
+            {**summary_json(each), **recoveries_json(found.recoveries[each.name]), "unread": found.unread[each.name]}
+            for each in found.summaries
+        ]
+        print(json.dumps([*listed, *broken]))
         return
     console = make_console()
-    for text in unreadable.values():
-        console.print(text, style="red", soft_wrap=True, markup=False)
-    if not summaries:
-        console.print(f"no runs in {runs_root()}; `craton run JOB` starts one", soft_wrap=True)
+    if watch:
+        _watch(console, show_all, number, states)
         return
-    _print_table(summaries, console)
-    for summary in summaries:
-        back = recoveries[summary.name]
-        if summary.ledger and (back or summary.state in MOVING):
-            told = f"{summary.name}: {ledger_text(summary)} · {goodput_text(summary)}"
-            console.print(told, soft_wrap=True, markup=False)
-        if summary.state in ("starting", "running", "stopping"):
-            _print_server(find_run(summary.path), console)
-        if back:
-            console.print(f"{summary.name}: {recoveries_text(back)}", style="yellow", soft_wrap=True, markup=False)
-        if summary.unsaved:
-            console.print(f"{summary.name}: {summary.unsaved}", style="red", soft_wrap=True, markup=False)
-        if summary.storage:
-            console.print(f"{summary.name}: {summary.storage}", style="yellow", soft_wrap=True, markup=False)
-        if summary.state in ("failed", "lost") and summary.message:
-            reason = summary.message.splitlines()[0]
-            console.print(f"{summary.name}: {reason}", style="red", soft_wrap=True, markup=False)
-        if summary.state == "stopped" and summary.message and not stopped_by_user(find_run(summary.path)):
-            reason = summary.message.splitlines()[0]
-            console.print(f"{summary.name}: {reason}", style="yellow", soft_wrap=True, markup=False)
-    for text in _waiting_lines(summaries):
-        console.print(text, style="cyan", soft_wrap=True, markup=False)
+    console.print(_shown(_look(show_all, number, states), console.width), soft_wrap=True)
+
+
+def _watch(console: Console, show_all: bool, number: int | None, states: Sequence[str]) -> None:
+    from rich.live import Live
+
+    from craton.telemetry import RunError
+
+    if not console.is_terminal:
+        raise RunError("--watch needs a terminal; without one, call `craton ps` as often as you like")
+    try:
+        with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+            while True:
+                shown = _shown(_look(show_all, number, states), console.width)
+                shown.no_wrap, shown.overflow = True, "ellipsis"
+                live.update(shown, refresh=True)
+                time.sleep(WATCH_SECONDS)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _look(show_all: bool, number: int | None, states: Sequence[str]) -> Listing:
+    """The runs that were asked for, newest first."""
+    from itertools import islice
+
+    from craton.orchestration import MOVING, glance, settled_summaries
+    from craton.telemetry import list_runs
+
+    summaries, recoveries, unread, unreadable = [], {}, {}, {}
+    for run in list_runs()[: None if states else number]:
+        try:
+            seen = glance(run)
+            _cells(seen.summary)
+            recoveries[run.name], unread[run.name] = seen.recoveries, seen.unread
+            summaries.append(seen.summary)
+        except Exception as error:  # noqa: BLE001 - one broken folder hides no other run, whatever is wrong with it
+            unreadable[run.name] = f"{run.path} cannot be read: {str(error) or type(error).__name__}"
+    summaries = settled_summaries(summaries)
+    num_found = len(summaries)
+    if states:
+        summaries = [each for each in summaries if each.state in states][:number]
+        unreadable = {}
+    elif not show_all and number is None:
+        recent = {each.name for each in islice((each for each in summaries if each.state not in MOVING), RECENT_RUNS)}
+        summaries = [each for each in summaries if each.state in MOVING or each.name in recent]
+        return Listing(summaries, recoveries, unread, unreadable, num_found - len(summaries))
+    return Listing(summaries, recoveries, unread, unreadable)
+
+
+def _states(text: str) -> list[str]:
+    """`failed,lost` → these states; every one must be a state of a run."""
+    from craton.telemetry import RUN_STATES, RunError
+
+    states = [word.strip().lower() for word in text.split(",") if word.strip()]
+    for each in states:
+        if each not in RUN_STATES:
+            from craton.job import did_you_mean
+
+            raise RunError(
+                f"--state {each!r} is not a state of a run; states are {', '.join(RUN_STATES)}"
+                f"{did_you_mean(each, RUN_STATES)}"
+            )
+    return states
+
+
+def _shown(found: Listing, width: int) -> Text:
+    """The table, and below it what is worth a line of its own."""
+    from rich.text import Text
+
+    from craton.telemetry import runs_root
+
+    lines = [Text(text, style="red") for text in found.unreadable.values()]
+    if found.summaries:
+        lines += _table(found.summaries, width)
+        lines += [line for summary in found.summaries for line in _notes(summary, found)]
+        lines += [Text(text, style="cyan") for text in _waiting_lines(found.summaries)]
+    elif not found.unreadable:
+        lines.append(Text(f"no such runs in {runs_root()}; `craton run JOB` starts one"))
+    if found.num_left_out:
+        older = f"{found.num_left_out:,} older run{'s' if found.num_left_out != 1 else ''}"
+        lines.append(Text(f"{older} not listed; `craton ps -a` lists all", style="dim"))
+    return Text("\n").join(lines)
+
+
+def _notes(summary: RunSummary, found: Listing) -> list[Text]:
+    """What there is to say of one run beside its row."""
+    from rich.text import Text
+
+    from craton.cli.outcome import goodput_text, ledger_text, recoveries_text
+    from craton.orchestration import MOVING, stopped_by_user
+    from craton.telemetry import find_run
+
+    name, back, lines = summary.name, found.recoveries[summary.name], []
+    if summary.ledger and (back or summary.state in MOVING):
+        lines.append(Text(f"{name}: {ledger_text(summary)} · {goodput_text(summary)}"))
+    if summary.state in ("starting", "running", "stopping"):
+        lines += _server_lines(find_run(summary.path))
+    if back:
+        lines.append(Text(f"{name}: {recoveries_text(back)}", style="yellow"))
+    if summary.unsaved:
+        lines.append(Text(f"{name}: {summary.unsaved}", style="red"))
+    if summary.storage:
+        lines.append(Text(f"{name}: {summary.storage}", style="yellow"))
+    reason = summary.message.splitlines()[0] if summary.message else ""
+    if summary.state in ("failed", "lost") and reason:
+        lines.append(Text(f"{name}: {reason}", style="red"))
+    if summary.state == "stopped" and reason and not stopped_by_user(find_run(summary.path)):
+        lines.append(Text(f"{name}: {reason}", style="yellow"))
+    unread = found.unread[name]
+    lines += [Text(f"{name}: passed over: {text}", style="red") for text in unread[:MAX_UNREAD]]
+    if len(unread) > MAX_UNREAD:
+        lines.append(Text(f"{name}: and {len(unread) - MAX_UNREAD} more files", style="red"))
+    return lines
 
 
 def _waiting_lines(summaries: Sequence[RunSummary]) -> list[str]:
@@ -87,12 +210,14 @@ def _waiting_lines(summaries: Sequence[RunSummary]) -> list[str]:
     return lines
 
 
-def _print_server(run: RunDirectory, console: Console) -> None:
+def _server_lines(run: RunDirectory) -> list[Text]:
     """Where a server is, and how it does now; nothing for other runs."""
     from craton.orchestration import is_server
 
     if not is_server(run):
-        return
+        return []
+    from rich.text import Text
+
     from craton.cli.server_view import state_line
     from craton.errors import CratonError
     from craton.orchestration import ServerWatch, server_of
@@ -100,13 +225,11 @@ def _print_server(run: RunDirectory, console: Console) -> None:
     try:
         address = server_of(run)
     except CratonError as error:
-        console.print(f"{run.name}: {error}", style="yellow", soft_wrap=True, markup=False)
-        return
-    told = f"{state_line(run.name, ServerWatch(address).look())} · {address.url}"
-    console.print(told, soft_wrap=True, markup=False)
+        return [Text(f"{run.name}: {error}", style="yellow")]
+    return [Text(f"{state_line(run.name, ServerWatch(address).look())} · {address.url}")]
 
 
-def _print_table(summaries: list[RunSummary], console: Console) -> None:
+def _table(summaries: list[RunSummary], width: int) -> list[Text]:
     """Columns as wide as what is in them; where a terminal is too narrow for that, names go on in the next line."""
     from rich.text import Text
 
@@ -115,34 +238,38 @@ def _print_table(summaries: list[RunSummary], console: Console) -> None:
 
     rows = [_cells(each) for each in summaries]
     widths = [max(map(len, column)) for column in zip(TITLES, *rows, strict=True)]
-    others = sum(widths[1:]) + len(GAP) * (len(widths) - 1)
-    widths[0] = min(widths[0], max(LEAST_NAME, console.width - others - 1))
-    lines = [Text(_line(TITLES, widths), style="bold"), Text("─" * (widths[0] + others))]
+    least = min(widths[0], LEAST_NAME) + sum(widths[1:]) + 1
+    gap = GAPS[0] if least + len(GAPS[0]) * (len(widths) - 1) <= width else GAPS[1]
+    others = sum(widths[1:]) + len(gap) * (len(widths) - 1)
+    widths[0] = min(widths[0], max(LEAST_NAME, width - others - 1))
+    # rich's own table takes three times as long as all the rest of this verb when there are hundreds of rows
+    lines = [Text(_line(TITLES, widths, gap), style="bold"), Text("─" * (widths[0] + others))]
     for summary, (name, state, *rest) in zip(summaries, rows, strict=True):
         first, *more = (name[at : at + widths[0]] for at in range(0, len(name), widths[0]))
-        line = Text(_line((first, state, *rest), widths))
-        begin = widths[0] + len(GAP)
+        line = Text(_line((first, state, *rest), widths, gap))
+        begin = widths[0] + len(gap)
         line.stylize(STATE_STYLES[summary.state], begin, begin + len(state))
         change = rest[TITLES.index(VERSUS) - 2]
         if change != figures.NONE:
-            end = widths[0] + sum(len(GAP) + width for width in widths[1 : TITLES.index(VERSUS) + 1])
+            end = widths[0] + sum(len(gap) + width for width in widths[1 : TITLES.index(VERSUS) + 1])
             line.stylize(change_style(change), end - len(change), end)
         lines += [line, *map(Text, more)]
-    # rich's own table takes three times as long as all the rest of this verb when there are hundreds of rows
-    console.print(Text("\n").join(lines), soft_wrap=True)
+    return lines
 
 
 def _cells(summary: RunSummary) -> tuple[str, ...]:
     from craton import figures
+    from craton.printable import printable
 
     of = f"/{summary.steps:,}" if summary.steps else ""
     return (
-        summary.name,
+        printable(summary.name),
         summary.state,
         str(summary.generation),
         f"{summary.step:,}{of}",
         figures.percent(summary.progress).removesuffix(" %"),
         figures.remaining(summary.eta_seconds),
+        _loss(summary.loss),
         figures.amount(summary.tokens_per_second),
         figures.change(summary.tokens_per_second, summary.plan.get("tokens_per_second")),
         figures.percent(summary.goodput),
@@ -150,10 +277,17 @@ def _cells(summary: RunSummary) -> tuple[str, ...]:
     )
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+def _loss(loss: float | None) -> str:
+    """`nan` and `inf` are what one looks for."""
+    from craton import figures
+
+    return figures.NONE if loss is None else figures.digits(loss) if loss - loss == 0 else f"{loss:g}"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], gap: str) -> str:
     """Words to the left, numbers to the right."""
     padded = [
         cell.ljust(width) if at < NUM_WORDS else cell.rjust(width)
         for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
-    return GAP.join(padded)
+    return gap.join(padded)

@@ -23,12 +23,14 @@ def resize(
 
     from craton.cli.live import make_console
     from craton.cli.outcome import outcome_json
+    from craton.cli.progress import progress
     from craton.orchestration import Follower, draft_resize, has_resized, resize_run
     from craton.telemetry import find_run, summarize
 
     console = make_console(as_json)
     found = find_run(run)
-    wanted = draft_resize(found, nodes)
+    with progress("planning"):
+        wanted = draft_resize(found, nodes)
     since, began = time.time(), time.monotonic()
     started = resize_run(found, wanted)
     many = f"{wanted.before} to {nodes} node{'s' if nodes > 1 else ''}"

@@ -26,6 +26,9 @@ def sample(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or Hub id \\[default: the model's].", show_default=False)
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a user's message: apply the chat template, print the answer.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the texts as JSON.")] = False,
 ) -> None:
     """Let a trained model write."""
@@ -45,4 +48,4 @@ def sample(
         "--step": step,
         "--tokenizer": tokenizer,
     }
-    start_module("craton.ml.sample", [model, *prompts], options, as_json)
+    start_module("craton.ml.sample", [model, *prompts, *(["--chat"] if chat else [])], options, as_json)

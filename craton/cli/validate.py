@@ -19,10 +19,12 @@ def validate(
     import json
 
     from craton.job import check_job, load_job
+    from craton.orchestration import check_needs
     from craton.planning import check_software
 
     checked = load_job(job)
     check_software(checked)
+    check_needs(checked)
     summary = check_job(checked, num_gpus=_num_gpus(checked))
     print(json.dumps({"ok": True, **summary.as_dict()}) if as_json else f"ok: {summary}")
 

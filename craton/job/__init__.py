@@ -43,6 +43,7 @@ from craton.job.faults import (
     parse_fault,
     random_faults,
 )
+from craton.job.here import check_here, check_trackers
 from craton.job.huggingface import load_config, model_from_config
 from craton.job.jobfile import TRAINING_KINDS, Job, Placement, Run, load_job, make_job, parse_job
 from craton.job.layout import (
@@ -142,9 +143,11 @@ __all__ = [
     "Weights",
     "Workdir",
     "check_fault",
+    "check_here",
     "check_job",
     "check_layout",
     "check_served_layout",
+    "check_trackers",
     "checked_layout",
     "did_you_mean",
     "divisors",

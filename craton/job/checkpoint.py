@@ -11,7 +11,7 @@ from pydantic import PlainValidator, model_validator
 
 from craton.job.clusterfile import Storage
 from craton.job.document import Location
-from craton.job.errors import JobError
+from craton.job.errors import JobError, did_you_mean
 from craton.job.section import ConflictError, Section
 from craton.job.units import Seconds, Size, parse_seconds
 from craton.remote import is_url
@@ -32,7 +32,7 @@ class CheckpointTier(Section):
         if self.to not in ("nvme", "shared", "object") and not self.to.startswith(("s3://", "/")):
             raise ConflictError(
                 f"checkpoint: {self.to!r} is not a tier; allowed: nvme, shared, object, an s3:// prefix or an "
-                "absolute path",
+                f"absolute path{did_you_mean(self.to, ('nvme', 'shared', 'object'))}",
                 ("to",),
             )
         if self.to.startswith("s3://") and not self.to.removeprefix("s3://").partition("/")[0]:
@@ -54,6 +54,7 @@ def _parse_peer(value: object) -> object:
     except ValueError:
         raise ValueError(
             f"{value!r} is not allowed; write auto, off, or a duration such as 2m, or a number of steps such as 5 steps"
+            f"{did_you_mean(str(value), ('auto', 'off'))}"
         ) from None
 
 

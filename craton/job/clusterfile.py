@@ -15,6 +15,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_serializer, model_validator
 
+from craton.digits import counted
 from craton.job.aws import Aws
 from craton.job.document import read_document
 from craton.job.section import ConflictError, Section, parse_section
@@ -103,7 +104,8 @@ class Levels(Section):
         for (inner, inner_nodes), (outer, outer_nodes) in pairwise(sizes):
             if outer_nodes < inner_nodes:
                 raise ConflictError(
-                    f"levels: {outer} has {outer_nodes} nodes, fewer than the {inner_nodes} of {inner} inside it",
+                    f"levels: {outer} has {counted(outer_nodes, 'node')}, fewer than the {inner_nodes} of {inner} "
+                    "inside it",
                     (outer, "nodes"),
                     (inner, "nodes"),
                 )
@@ -249,7 +251,10 @@ class ClusterFile(Section):
         if self.instance is not None and self.hardware is not None:
             raise ConflictError("cluster: instance and hardware are both given; keep one", ("instance",), ("hardware",))
         if self.spares >= self.nodes.num_nodes:
-            raise ConflictError(f"cluster: {self.spares} spares leave none of {self.nodes} nodes to work", ("spares",))
+            raise ConflictError(
+                f"cluster: {counted(self.spares, 'spare')} leave none of {self.nodes} nodes to work",
+                ("spares",),
+            )
         return self
 
     @property

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, PlainValidator, ValidationInfo, model_validator
 
-from craton.job.errors import nearest_name
+from craton.job.errors import did_you_mean, nearest_name
 from craton.job.section import ConflictError, Section
 from craton.job.units import Bytes, Seconds, Size, Whole, parse_seconds, whole_number
 
@@ -129,6 +129,7 @@ def parse_processes(value: object) -> Processes | None:
     except ValueError:
         raise ValueError(
             f"{value!r} is not allowed; write node (one process a node), gpu (one for each GPU) or how many a node gets"
+            f"{did_you_mean(str(value), ('node', 'gpu'))}"
         ) from None
 
 
@@ -214,7 +215,10 @@ def _parse_hang(value: object) -> str:
     try:
         return f"{parse_seconds(value):g}s"
     except ValueError:
-        raise ValueError(f"{value!r} is not allowed; write auto, off, a multiple such as 10x, or e.g. 15m") from None
+        near = did_you_mean(text, ("auto", "off"))
+        raise ValueError(
+            f"{value!r} is not allowed; write auto, off, a multiple such as 10x, or e.g. 15m{near}"
+        ) from None
 
 
 def _parse_address(value: object) -> str:

@@ -7,14 +7,17 @@ and `false` are booleans, so `on: slurm` and `peer: off` mean what they say, and
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import yaml
 
 from craton.job.errors import FileError, did_you_mean
+from craton.telemetry import RunDirectory, open_regular
 
 MAX_FILE_BYTES = 1_000_000  # a job file of a thousand lines has 50 kB
 MAX_DEPTH = 20
@@ -44,13 +47,14 @@ def read_document(path: Path | str) -> Document:
     try:
         if path.is_dir():
             raise FileError(f"{path}: is a directory; give the YAML file in it")
-        size_bytes = path.stat().st_size
-        if size_bytes > MAX_FILE_BYTES:
+        with _opened(path) as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            size_bytes = max(len(content), path.stat().st_size)
             raise FileError(
                 f"{path}: has {size_bytes:,} bytes, more than the {MAX_FILE_BYTES:,} allowed; "
                 "a job file only points at data, it does not hold any"
             )
-        content = path.read_bytes()
     except FileNotFoundError:
         beside = [file.stem for file in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
         raise FileError(f"{path}: no such file{did_you_mean(path.stem, beside)}") from None
@@ -62,6 +66,11 @@ def read_document(path: Path | str) -> Document:
         line = content.count(b"\n", 0, error.start) + 1
         raise FileError(f"{path}:{line}: is not UTF-8 (byte 0x{content[error.start]:02x}); save it as UTF-8") from None
     return parse_document(text, name=str(path), folder=path.resolve().parent)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A run's own job.yaml, which another user may have written, as every file of a run; other files as they are."""
+    return open_regular(path) if RunDirectory(path.parent).looks_like_a_run() else open(path, "rb")
 
 
 def parse_document(text: str, name: str = "job.yaml", folder: Path | str = ".") -> Document:
@@ -171,7 +180,8 @@ def _plain_scalar(text: str) -> object:
     if len(text) < 40 and _INTEGER.fullmatch(text):
         return int(text)
     if len(text) < 40 and _FLOAT.fullmatch(text):
-        return float(text)
+        number = float(text)
+        return number if math.isfinite(number) else text  # 1e400 is told as it was written
     return text
 
 

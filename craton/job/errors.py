@@ -11,10 +11,22 @@ CratonError(ValueError)            the root: every package's own tree hangs belo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 
 from craton.errors import CratonError
+from craton.nearest import did_you_mean, nearest_name
+
+__all__ = [
+    "ContentError",
+    "CratonError",
+    "FaultError",
+    "FileError",
+    "JobError",
+    "LayoutError",
+    "ModelError",
+    "did_you_mean",
+    "nearest_name",
+]
 
 
 class JobError(CratonError):
@@ -44,16 +56,3 @@ class LayoutError(JobError):
 
 class FaultError(JobError):
     """A fault to be made on purpose cannot be understood, or cannot happen in this run."""
-
-
-def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"`, or nothing when no name is near."""
-    near = nearest_name(given, allowed)
-    return f"; did you mean {near!r}?" if near else ""
-
-
-def nearest_name(given: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name that looks most like the given one, if any does."""
-    by_lower = {name.lower(): name for name in allowed}
-    near = get_close_matches(given.lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[near[0]] if near else None

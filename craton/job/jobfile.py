@@ -23,7 +23,7 @@ from craton.job.command import (
     check_placeholders,
     check_processes,
 )
-from craton.job.data import Data, Function
+from craton.job.data import MIN_BPE_VOCABULARY, Data, Function
 from craton.job.document import Document, parse_document, read_document
 from craton.job.errors import ContentError, JobError
 from craton.job.layout import Layout, Precision
@@ -239,6 +239,19 @@ class Job(Section):
                 f"train: global_batch_tokens {tokens:,} is not a multiple of the sequence {sequence:,}; nearest: "
                 f"{nearest:,} = global_batch_sequences {nearest // sequence:,} (8M means 8 · 1024 · 1024 here)",
                 ("train", "global_batch_tokens"),
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _vocabulary_holds_the_tokenizer(self) -> Self:
+        tokenizer, shape = self.data.tokenizer or "", self.model_shape
+        size = int(tokenizer.removeprefix("bpe:")) if tokenizer.startswith("bpe:") else 0
+        if shape is not None and size > shape.vocab:
+            raise ConflictError(
+                f"data: a tokenizer of {size:,} tokens (bpe:{size}) does not fit a model with vocab {shape.vocab:,}; "
+                f"write {f'bpe:{shape.vocab}, or ' if shape.vocab >= MIN_BPE_VOCABULARY else ''}vocab: {size}",
+                ("data", "tokenizer"),
+                ("model",),
             )
         return self
 

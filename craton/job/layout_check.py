@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from craton.digits import counted
 from craton.job.layout import Layout
 from craton.job.model import ModelShape
 
@@ -95,7 +96,7 @@ def _world_problems(layout: Layout, world: int) -> list[str]:
         nearest = _nearest(others, lambda size: world % size == 0)
         hint = f"pp · replicate · cp · tp = {others} does not divide {world}; the nearest that does is {nearest}"
     sizes = " · ".join(f"{name} {getattr(layout, name)}" for name in ("pp", "replicate", "fsdp", "cp", "tp"))
-    return [f"{sizes} = {layout.world} ranks, but the cluster has {world} GPUs; {hint}"]
+    return [f"{sizes} = {counted(layout.world, 'rank')}, but the cluster has {counted(world, 'GPU')}; {hint}"]
 
 
 def _pipeline_problems(layout: Layout, shape: ModelShape) -> list[str]:
@@ -108,7 +109,8 @@ def _pipeline_problems(layout: Layout, shape: ModelShape) -> list[str]:
             else f"use vpp ≤ {shape.layers // layout.pp}"
         )
         problems.append(
-            f"pp {layout.pp} · vpp {layout.vpp} = {stages} stages, but the model has {shape.layers} layers; {hint}"
+            f"pp {layout.pp} · vpp {layout.vpp} = {counted(stages, 'stage')}, but the model has "
+            f"{counted(shape.layers, 'layer')}; {hint}"
         )
     if layout.schedule == "interleaved" and layout.vpp == 1:
         problems.append("schedule interleaved needs vpp above 1; use vpp 2, or schedule 1f1b")
@@ -169,7 +171,8 @@ def _training_problems(layout: Layout, shape: ModelShape, global_batch_sequences
         problems.append(f"ep {ep} and fsdp · cp = {shards}: one must divide the other; nearest: ep {nearest}")
     if uncut := _uncut_experts(layout, shape):
         problems.append(
-            f"each expert is sharded over {expert_shards(layout)} ranks (what ep {ep} leaves of fsdp · cp · tp), which "
+            f"each expert is sharded over {counted(expert_shards(layout), 'rank')} (what ep {ep} leaves of fsdp · "
+            "cp · tp), which "
             f"do not divide its {' and '.join(uncut)}; use a larger ep, or more replicate and less fsdp"
         )
     if narrow := _narrow_for_fp8(layout, shape):

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationInfo
 
-from craton.job.errors import LayoutError
+from craton.digits import counted
+from craton.job.errors import LayoutError, did_you_mean
 from craton.job.layout import Layout, Offload, Precision, Recompute, Schedule
 from craton.job.section import Section
 from craton.job.units import Size
@@ -37,7 +38,8 @@ class LayoutSpec(Section):
             named = Layout(**sizes).world
             if world % named:
                 raise LayoutError(
-                    f"layout takes a multiple of {named} ranks, but the cluster has {world} GPUs; "
+                    f"layout takes a multiple of {counted(named, 'rank')}, but the cluster has "
+                    f"{counted(world, 'GPU')}; "
                     f"{free} cannot fill the rest"
                 )
             sizes[free] = world // named
@@ -61,4 +63,5 @@ def parse_layout(value: object, info: ValidationInfo) -> LayoutSpec | None:
         return value
     if isinstance(value, dict):
         return LayoutSpec.parse(value, info)
-    raise ValueError(f"{value!r} is not a layout; write auto, or a mapping such as {{fsdp: 16, tp: 8}}")
+    near = did_you_mean(str(value), ("auto",))
+    raise ValueError(f"{value!r} is not a layout; write auto, or a mapping such as {{fsdp: 16, tp: 8}}{near}")

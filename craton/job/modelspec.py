@@ -27,6 +27,21 @@ _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
+# Ten to a thousand times the largest published model: more is a slip, and plans of it mean nothing.
+MAX_MODEL_NUMBERS = {
+    "layers": 10_000,
+    "hidden": 1_000_000,
+    "ffn_hidden": 10_000_000,
+    "moe_ffn_hidden": 10_000_000,
+    "heads": 100_000,
+    "kv_heads": 100_000,
+    "head_dim": 100_000,
+    "vocab": 100_000_000,
+    "experts": 100_000,
+    "max_sequence": 1_000_000_000,
+}
+
+
 class MlaNumbers(Section):
     """Inline numbers of multi-head latent attention."""
 
@@ -62,6 +77,15 @@ class ModelNumbers(Section):
     qk_norm: bool = False
     causal: bool = True
     max_sequence: Whole = 0
+
+    @model_validator(mode="after")
+    def _numbers_are_possible(self) -> ModelNumbers:
+        for key, largest in MAX_MODEL_NUMBERS.items():
+            if (getattr(self, key) or 0) > largest:
+                raise ConflictError(
+                    f"model: {key} {getattr(self, key):,} is too large; at most {largest:,} is possible", (key,)
+                )
+        return self
 
     @model_validator(mode="after")
     def _numbers_agree(self) -> ModelNumbers:

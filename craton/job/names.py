@@ -31,7 +31,8 @@ def is_credential(variable: str, value: str) -> bool:
 
 def _check_name(value: str) -> str:
     if not is_name(value):
-        raise ValueError(f"{value!r} is not a name; use up to 63 letters, digits, '.', '_' and '-', e.g. llama-8b")
+        shown = value if len(value) <= 63 else f"{value[:60]}…"
+        raise ValueError(f"{shown!r} is not a name; use up to 63 letters, digits, '.', '_' and '-', e.g. llama-8b")
     return value
 
 

@@ -21,7 +21,7 @@ MAX_PROBLEMS = 10
 class Section(BaseModel):
     """A mapping of a user's file: frozen, and every key must be known."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @classmethod
     def parse(cls, value: object, info: ValidationInfo) -> Self:
@@ -168,6 +168,7 @@ def _plain_words(finding: Any) -> str:
         "bool_type": "true or false",
         "float_parsing": "a number",
         "float_type": "a number",
+        "finite_number": "a finite number",
         "int_parsing": "a whole number",
         "int_type": "a whole number",
         "date_from_datetime_parsing": "a date such as 2026-11-15",

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, model_validator
 
+from craton.job.errors import did_you_mean
 from craton.job.names import Variable
 from craton.job.recover import Wait
 from craton.job.section import ConflictError, Section
@@ -89,7 +90,8 @@ def _parse_speculate(value: object, info: ValidationInfo) -> Speculate | None:
         return value
     if isinstance(value, dict):
         return Speculate.parse(value, info)
-    raise ValueError(f"{value!r} is not allowed; write off, or how tokens are guessed, e.g. {{ngram: 4}}")
+    near = did_you_mean(str(value), ("off",))
+    raise ValueError(f"{value!r} is not allowed; write off, or how tokens are guessed, e.g. {{ngram: 4}}{near}")
 
 
 Auto = Annotated[int | None, PlainValidator(_auto_or(whole_number(1)))]

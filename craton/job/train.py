@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from craton.job.errors import did_you_mean
 from craton.job.layout import Precision
 from craton.job.section import ConflictError, Section
 from craton.job.units import Count, Size, TokenCount, Whole
@@ -44,7 +45,9 @@ class Spike(Section):
 def _parse_compile(value: object) -> object:
     if value == "auto" or isinstance(value, bool):
         return value
-    raise ValueError(f"{value!r} is not allowed; allowed: auto, true, false")
+    raise ValueError(
+        f"{value!r} is not allowed; allowed: auto, true, false{did_you_mean(str(value), ('auto', 'true', 'false'))}"
+    )
 
 
 def _parse_betas(value: Any) -> Any:

@@ -13,6 +13,9 @@ from typing import Annotated
 
 from pydantic import PlainValidator
 
+MAX_NUMBER = 1e18  # bytes, tokens, FLOP/s, seconds: beyond what any cluster has, and exact neighbours end at 2^53
+MAX_SIZE = 10**9  # of a small integer: heads, layers, nodes, steps between two checkpoints
+MAX_WHOLE = 2**63 - 1  # of one that only names something, such as a seed
 _NUMBER = r"(?P<number>[0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+)"
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12, "p": 1e15}
 _BINARY = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "b": 2.0**30}
@@ -83,7 +86,7 @@ Flops = Annotated[float, PlainValidator(parse_flops)]
 
 def whole_number(at_least: int = 1, at_most: int | None = None) -> Callable[[object], int]:
     """A validator of small integers, where `4k` would be a slip rather than a wish."""
-    allowed = f"a whole number from {at_least}" + (f" to {at_most}" if at_most is not None else "")
+    allowed = f"a whole number from {at_least}" + (f" to {at_most:,}" if at_most is not None else "")
 
     def parse(value: object) -> int:
         number = value
@@ -100,8 +103,8 @@ def whole_number(at_least: int = 1, at_most: int | None = None) -> Callable[[obj
     return parse
 
 
-Size = Annotated[int, PlainValidator(whole_number(1))]
-Whole = Annotated[int, PlainValidator(whole_number(0))]
+Size = Annotated[int, PlainValidator(whole_number(1, MAX_SIZE))]
+Whole = Annotated[int, PlainValidator(whole_number(0, MAX_WHOLE))]
 
 
 def _whole(value: object, scale: Mapping[str, float], what: str, examples: str) -> int:
@@ -129,8 +132,10 @@ def _number(match: re.Match[str]) -> float:
 
 
 def _positive(number: float, value: object, how: str) -> float:
-    if not math.isfinite(number) or number <= 0:
+    if math.isnan(number) or number <= 0:
         raise ValueError(f"{_shown(value)} is not above zero; needed is {how}")
+    if number > MAX_NUMBER:
+        raise ValueError(f"{_shown(value)} is too large, at most {MAX_NUMBER:.0e} is possible; needed is {how}")
     return number
 
 

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,9 @@ from craton.ml.functions import user_code
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+_ANSWER = "fortytwo"  # stands for an answer, to find what a chat template writes after one
 
 
 class SampleError(CratonError):
@@ -139,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=int, help="of a run; default: the newest")
     parser.add_argument("--tokenizer", help="folder or Hub id; default: that of the run or folder")
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message, through the template")
     parser.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
     options = parser.parse_args(arguments)
     try:
@@ -165,24 +170,50 @@ def _write(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = opened.model(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     answers = []
+    if options.chat and not options.prompt:
+        raise SampleError("--chat needs at least one --prompt, the user's message")
     for prompt in options.prompt or [""]:
-        row = encode(tokenizer, prompt) if prompt else [_beginning(end)]
+        if options.chat:
+            row, end = chat_row(folder, prompt, end)
+        else:
+            row = encode(tokenizer, prompt) if prompt else [_beginning(end)]
+        begin = "" if options.chat else prompt  # of a chat only the answer is printed
         began = time.perf_counter()
         steps = generate(model, [row], options.max_tokens, options.temperature, options.top_k, options.seed, end)
         made: list[int] = []
-        shown = "" if options.json else _show("", prompt)
+        shown = "" if options.json else _show("", begin)
         for (token,) in steps:
             assert token is not None
             made.append(token)
             if not options.json:
-                shown = _show(shown, prompt + tokenizer.decode(made).rstrip("\ufffd"))  # a letter may lack bytes yet
+                shown = _show(shown, begin + tokenizer.decode(made).rstrip("\ufffd"))  # a letter may lack bytes yet
         text = tokenizer.decode(made)
         if not options.json:
-            _show(shown, prompt + text + "\n")
+            _show(shown, begin + text + "\n")
         seconds = time.perf_counter() - began
         answers.append({"prompt": prompt, "text": text, "tokens": len(made), "seconds": seconds})
     if options.json:
         print(json.dumps({"model": str(options.model), "step": opened.step, "samples": answers}))
+
+
+def chat_row(folder: Path, message: str, end: int | None) -> tuple[list[int], int | None]:
+    """A user's message as the model saw chats in training, up to where the assistant begins; and the token that ends
+    the assistant's turn, which is `end` where the template has none of its own."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    if not tokenizer.chat_template:
+        raise SampleError(
+            f"--chat: the tokenizer in {folder} has no chat template; put a chat_template.jinja beside its "
+            "tokenizer.json, or leave out --chat"
+        )
+    asked = [{"role": "user", "content": message}]
+    begin = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+    row: list[int] = tokenizer(begin, add_special_tokens=False)["input_ids"]
+    answered = [*asked, {"role": "assistant", "content": _ANSWER}]
+    whole = str(tokenizer.apply_chat_template(answered, tokenize=False))
+    after = tokenizer(whole.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
+    return row, after[0] if after else end
 
 
 def _show(shown: str, text: str) -> str:

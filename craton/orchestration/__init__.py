@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from craton.orchestration.chaos import arm_faults, faults_for, fired_faults, random_faults_for, what_happens
     from craton.orchestration.comparison import Compared, compare
     from craton.orchestration.copies import check_copies, copy_names, first_copy, start_copies
-    from craton.orchestration.draft import STOP_AT, Draft, agent_command, draft_run, named_job, with_chaos
+    from craton.orchestration.draft import (
+        STOP_AT,
+        Draft,
+        agent_command,
+        check_needs,
+        draft_run,
+        named_job,
+        with_chaos,
+    )
     from craton.orchestration.errors import NoAnswerError, RunStateError, SchedulerError, StartError
     from craton.orchestration.evacuation import (
         Evacuation,
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
     from craton.orchestration.recovery_bench import CASES as RECOVERY_CASES
     from craton.orchestration.recovery_bench import SHOWN_KINDS as RECOVERY_KINDS
     from craton.orchestration.recovery_bench import Case, bench_recover
+    from craton.orchestration.removal import Removal, plan_removal, remove_run
     from craton.orchestration.resize import Resize, draft_resize, has_resized, resize_run, resized_nodes
     from craton.orchestration.roots import linking, root_of, sharing_doubt
     from craton.orchestration.runs import (
@@ -88,7 +97,7 @@ else:
             "chaos": ("arm_faults", "faults_for", "fired_faults", "random_faults_for", "what_happens"),
             "comparison": ("Compared", "compare"),
             "copies": ("check_copies", "copy_names", "first_copy", "start_copies"),
-            "draft": ("STOP_AT", "Draft", "agent_command", "draft_run", "named_job", "with_chaos"),
+            "draft": ("STOP_AT", "Draft", "agent_command", "check_needs", "draft_run", "named_job", "with_chaos"),
             "errors": ("NoAnswerError", "RunStateError", "SchedulerError", "StartError"),
             "evacuation": (
                 "Evacuation",
@@ -108,6 +117,7 @@ else:
             "preflight_slurm": ("diagnose_nodes",),
             "recoveries": ("Recoveries", "Recovery", "read_recoveries"),
             "recovery_bench": ("RECOVERY_CASES", "RECOVERY_KINDS", "Case", "bench_recover"),
+            "removal": ("Removal", "plan_removal", "remove_run"),
             "resize": ("Resize", "draft_resize", "has_resized", "resize_run", "resized_nodes"),
             "roots": ("linking", "root_of", "sharing_doubt"),
             "runs": (
@@ -178,6 +188,7 @@ __all__ = [
     "NodeService",
     "Recoveries",
     "Recovery",
+    "Removal",
     "Resize",
     "RunStateError",
     "SavedStep",
@@ -205,6 +216,7 @@ __all__ = [
     "check_machine",
     "check_name_is_free",
     "check_nccl_log",
+    "check_needs",
     "check_places",
     "check_server",
     "code_summary",
@@ -236,6 +248,7 @@ __all__ = [
     "newest_checkpoint",
     "order_nodes",
     "plan_evacuation",
+    "plan_removal",
     "pod_lines",
     "prepare_data",
     "random_faults_for",
@@ -244,6 +257,7 @@ __all__ = [
     "read_recoveries",
     "read_submission",
     "release_run",
+    "remove_run",
     "resize_run",
     "resized_nodes",
     "resume_run",

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, read_regular
 
 if TYPE_CHECKING:
     from craton.orchestration.draft import Draft
@@ -98,8 +98,8 @@ def write_submission(run: RunDirectory, submission: Submission) -> None:
 def read_submission(run: RunDirectory) -> Submission:
     """A run without the file is one of this machine."""
     try:
-        return Submission(**json.loads((run.path / BACKEND_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return Submission(**json.loads(read_regular(run.path / BACKEND_FILE)))
+    except (OSError, ValueError, TypeError, RecursionError):
         return Submission("local")
 
 

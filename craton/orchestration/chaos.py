@@ -28,7 +28,7 @@ from craton.job import (
 )
 from craton.orchestration.draft import tier_names
 from craton.orchestration.state import check_is_seen, check_running, write_whole
-from craton.telemetry import RunDirectory, read_lines, summarize
+from craton.telemetry import RunDirectory, paths_in, read_lines, summarize
 
 SOON_STEPS = 2  # the first random fault is at least so far ahead: an order takes half a second to arrive
 
@@ -80,7 +80,7 @@ def arm_faults(run: RunDirectory, faults: Sequence[Fault]) -> Path:
 
 def disarm(run: RunDirectory) -> None:
     """Forget the orders of earlier generations: whoever resumes a run wants it whole."""
-    for path in run.chaos_folder.glob("*.json"):
+    for path in paths_in(run.chaos_folder, "*.json"):
         path.unlink(missing_ok=True)
 
 
@@ -152,5 +152,5 @@ def _membership(run: RunDirectory, launch: Launch) -> tuple[int, list[str]]:
 
 
 def _events(run: RunDirectory) -> Iterator[dict[str, Any]]:
-    for path in sorted((run.path / "events").glob("*.jsonl")):
+    for path in paths_in(run.path / "events", "*.jsonl"):
         yield from read_lines(path)[0]

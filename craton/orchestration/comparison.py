@@ -6,13 +6,12 @@ checkpoint time, which comes in lumps, is the mean. The first steps warm caches 
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from craton.telemetry import TWINS, RunDirectory, RunSummary, plan_twins, tail_lines
+from craton.telemetry import TWINS, RunDirectory, RunSummary, paths_in, plan_twins, read_json, tail_lines
 
 WARM_STEPS = 3
 FEW_STEPS = 10
@@ -45,10 +44,7 @@ class Compared:
 
 def compare(run: RunDirectory, summary: RunSummary) -> list[Compared]:
     """All of TWINS that were predicted or measured, in the vocabulary's order."""
-    try:
-        plan: dict[str, Any] = json.loads(run.plan_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        plan = {}
+    plan = read_json(run.plan_path)
     predicted = plan_twins(plan)
     measured = {**summary.measured, **_measured(run, summary)}
     found = []
@@ -62,7 +58,7 @@ def compare(run: RunDirectory, summary: RunSummary) -> list[Compared]:
 
 
 def _measured(run: RunDirectory, summary: RunSummary) -> dict[str, float]:
-    lines = [line for path in sorted((run.path / "metrics").glob("*.jsonl")) for line in tail_lines(path, READ_BYTES)]
+    lines = [line for path in paths_in(run.path / "metrics", "*.jsonl") for line in tail_lines(path, READ_BYTES)]
     steps = [
         line
         for line in lines

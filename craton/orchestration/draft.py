@@ -15,8 +15,22 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from craton.agent import Launch
+from craton.digits import counted
 from craton.infrastructure import resolve_cluster, visible_accelerators
-from craton.job import TRAINING_KINDS, FaultError, Job, JobError, dump_job, faults_of, parse_fault, parse_job, place_of
+from craton.job import (
+    TRAINING_KINDS,
+    FaultError,
+    Job,
+    JobError,
+    check_here,
+    check_trackers,
+    did_you_mean,
+    dump_job,
+    faults_of,
+    parse_fault,
+    parse_job,
+    place_of,
+)
 from craton.limits import cpu_quota
 from craton.ml import TRAINED_PRECISIONS
 from craton.orchestration.backend import BACKENDS
@@ -117,6 +131,7 @@ def draft_run(
     check_optimizer(job)
     check_weights(job)
     check_tiers(job, run)
+    check_needs(job, backend, Path(job_folder))
     if backend != "kubernetes":  # where the cluster may hold what this shell does not have
         check_secrets(job, os.environ)
     if stop_at is not None:
@@ -241,7 +256,7 @@ def elastic_note(job: Job, sizes: list[Size], refused: Mapping[int, str]) -> str
         return ""
     why = next(iter(refused.values())).removeprefix(job.where("cluster"))
     if not sizes:
-        return f"not elastic: fewer than {job.cluster.num_nodes} nodes cannot train this job: {why}"
+        return f"not elastic: fewer than {counted(job.cluster.num_nodes, 'node')} cannot train this job: {why}"
     return f"elastic, but not on {', '.join(map(str, refused))} nodes: {why}"
 
 
@@ -281,7 +296,8 @@ def ranks_of(job: Job, found: Plan | ServePlan | None, backend: str = "local") -
         cards, num_nodes = len(visible_accelerators()), job.cluster.num_nodes
         if cards % num_nodes:
             raise StartError(
-                f"{job.where('cluster')}local x {num_nodes} cannot share {cards} GPUs equally; write local x 1, or set "
+                f"{job.where('cluster')}local x {num_nodes} cannot share {counted(cards, 'GPU')} equally; write "
+                "local x 1, or set "
                 "CUDA_VISIBLE_DEVICES= to use the processor"
             )
         return num_nodes, max(1, cards // num_nodes), cards > 0
@@ -319,8 +335,19 @@ def backend_name(job: Job, on: str | None) -> str:
     scheduler = job.cluster.file.scheduler if job.cluster.file else None
     backend = on or job.run.on or (scheduler.kind if scheduler else "local")
     if backend not in BACKENDS:
-        raise StartError(f"--on {backend!r} is not a backend; allowed: {', '.join(BACKENDS)}")
+        near = did_you_mean(backend, BACKENDS)
+        raise StartError(f"--on {backend!r} is not a backend; allowed: {', '.join(BACKENDS)}{near}")
     return backend
+
+
+def check_needs(job: Job, backend: str | None = None, job_folder: Path | None = None) -> None:
+    """Refuse what this machine lacks, where the job runs here: it is asked to, or its cluster is local. Nodes of Slurm
+    have this Python, unless in an image."""
+    chosen = backend_name(job, backend)
+    if chosen == "local" and (job.cluster.is_local or backend is not None):
+        check_here(job, job_folder)
+    elif chosen == "slurm" and not job.run.image:
+        check_trackers(job)
 
 
 def check_backend(job: Job, backend: str) -> None:
@@ -343,11 +370,13 @@ def check_gres(job: Job, launch: Launch) -> str:
     if job.cluster.is_local:
         used = f"{needed} of them" if needed else "none of them"
         return (
-            f"run.gres gives {given} GPUs of a node, and its ranks use {used}; name the instance, or the hardware of a "
+            f"run.gres gives {counted(given, 'GPU')} of a node, and its ranks use {used}; name the instance, or "
+            "the hardware of a "
             "cluster file, under cluster"
         )
     raise StartError(
-        f"{job.where('run', 'gres')}run.gres {job.run.gres} gives {given} GPUs of a node, and the job needs {needed} "
+        f"{job.where('run', 'gres')}run.gres {job.run.gres} gives {counted(given, 'GPU')} of a node, and the job "
+        f"needs {needed} "
         f"on each ({job.cluster}); remove run.gres, or give a cluster file whose hardware has num_gpus: {given}"
     )
 

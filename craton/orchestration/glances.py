@@ -10,12 +10,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from craton.orchestration.recoveries import Recovery, read_recoveries
-from craton.telemetry import MARKERS, RunDirectory, RunState, RunSummary, read_json, replace_text, summarize
+from craton.telemetry import (
+    MARKERS,
+    RunDirectory,
+    RunState,
+    RunSummary,
+    noting_unread,
+    read_json,
+    replace_text,
+    summarize,
+)
 from craton.version import VERSION
 
 KEPT_FILE = "summary.json"
@@ -28,6 +38,7 @@ _FILES = ("launch.json", "plan.json", *MARKERS)
 class Glance:
     summary: RunSummary
     recoveries: list[Recovery]
+    unread: tuple[str, ...] = ()  # files of the run that were passed over, and why
 
 
 def glance(run: RunDirectory) -> Glance:
@@ -36,8 +47,10 @@ def glance(run: RunDirectory) -> Glance:
     kept = _kept(run, sign)
     if kept is not None:
         return kept
-    found = Glance(summarize(run), read_recoveries(run))
-    if found.summary.state in KEPT_STATES:
+    with noting_unread() as unread:
+        summary, recoveries = summarize(run), read_recoveries(run)
+    found = Glance(summary, recoveries, tuple(dict.fromkeys(str(error) for error in unread.values())))
+    if summary.state in KEPT_STATES and not unread:
         _keep(run, sign, found)
     return found
 
@@ -47,15 +60,16 @@ def _sign(run: RunDirectory) -> str:
     words = [VERSION]
     for folder in _FOLDERS:
         with contextlib.suppress(FileNotFoundError), os.scandir(run.path / folder) as entries:
-            words += sorted(f"{folder}/{entry.name} {_age(entry.stat())}" for entry in entries)
+            words += sorted(f"{folder}/{entry.name} {_age(entry.stat(follow_symlinks=False))}" for entry in entries)
     for name in _FILES:
         with contextlib.suppress(FileNotFoundError):
-            words.append(f"{name} {_age(os.stat(run.path / name))}")
+            words.append(f"{name} {_age(os.lstat(run.path / name))}")
     return "\n".join(words)
 
 
 def _age(told: os.stat_result) -> str:
-    return f"{told.st_size} {told.st_mtime_ns}"
+    kind = "" if stat.S_ISREG(told.st_mode) else f" {stat.S_IFMT(told.st_mode):o}"
+    return f"{told.st_size} {told.st_mtime_ns}{kind}"
 
 
 def _kept(run: RunDirectory, sign: str) -> Glance | None:
@@ -64,9 +78,11 @@ def _kept(run: RunDirectory, sign: str) -> Glance | None:
         return None
     try:
         told: dict[str, Any] = {**document["summary"], "name": run.name, "path": run.path}  # it may have been moved
-        return Glance(RunSummary(**told), [Recovery(**each) for each in document["recoveries"]])
+        kept = Glance(RunSummary(**told), [Recovery(**each) for each in document["recoveries"]])
     except (KeyError, TypeError):  # of another version
         return None
+    # Whoever may write to the run may have written this: a state that ps does not know is none.
+    return kept if kept.summary.state in KEPT_STATES and isinstance(kept.summary.message, str) else None
 
 
 def _keep(run: RunDirectory, sign: str, found: Glance) -> None:

@@ -20,12 +20,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from craton.agent import Launch, write_launch
+from craton.digits import counted
 from craton.infrastructure import visible_accelerators
 from craton.orchestration.backend import Standing, Submission
 from craton.orchestration.draft import Draft, agent_command
 from craton.orchestration.errors import StartError
 from craton.orchestration.preflight_local import check_local
-from craton.telemetry import Heartbeat, RunDirectory, read_heartbeat, read_json, write_heartbeat
+from craton.telemetry import (
+    Heartbeat,
+    RunDirectory,
+    names_in,
+    read_heartbeat,
+    read_json,
+    read_regular,
+    write_heartbeat,
+)
 
 AGENTS_FILE = "agents.json"
 KILL_SECONDS = 5.0  # a killed process is gone in milliseconds, unless it waits for a disk
@@ -125,8 +134,8 @@ def start_agents(run: RunDirectory, launch: Launch, nodes: Iterable[int] | None 
 def read_agents(run: RunDirectory) -> list[AgentProcess]:
     """The agents as a command started them; none where the file is missing or torn."""
     try:
-        return [AgentProcess(**each) for each in json.loads((run.path / AGENTS_FILE).read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError):
+        return [AgentProcess(**each) for each in json.loads(read_regular(run.path / AGENTS_FILE))]
+    except (OSError, ValueError, TypeError, RecursionError):
         return []
 
 
@@ -162,7 +171,8 @@ def check_machine(launch: Launch) -> None:
         spares = len(launch.nodes) - launch.working_nodes
         advice = "recover: {spares: 0}" if spares and there >= launch.world_size else "cluster: local x 1"
         raise StartError(
-            f"this job needs {needed} GPUs, and this machine shows {there}; write `{advice}` to run on what it has"
+            f"this job needs {counted(needed, 'GPU')}, and this machine shows {there}; write `{advice}` to run on "
+            "what it has"
         )
 
 
@@ -178,10 +188,10 @@ def with_cards(launch: Launch) -> Launch:
 
 def _beating_agents(run: RunDirectory) -> list[AgentProcess]:
     found = []
-    for path in sorted((run.path / "heartbeat").glob("[!.]*")):
-        beat = read_heartbeat(run, path.name)
+    for node in names_in(run.path / "heartbeat", "[!.]*"):
+        beat = read_heartbeat(run, node)
         if beat is not None and beat.host and beat.started:
-            found.append(AgentProcess(path.name, beat.pid, beat.started, beat.host))
+            found.append(AgentProcess(node, beat.pid, beat.started, beat.host))
     return found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from craton.digits import counted
 from craton.infrastructure import Cluster, level_names, natural
 from craton.job import Job, Layout, Placement
 from craton.planning import PlanError, placed_step_seconds
@@ -57,7 +58,11 @@ class Audit:
     def sentences(self) -> list[str]:
         """For people, the verdict first."""
         leaves = ", ".join(f"{name} x {count}" for name, count in self.spread.get("leaf", {}).items())
-        got = f"{len(self.nodes)} nodes on {leaves}" if leaves else f"{len(self.nodes)} nodes, their leaves unknown"
+        got = (
+            f"{counted(len(self.nodes), 'node')} on {leaves}"
+            if leaves
+            else f"{counted(len(self.nodes), 'node')}, their leaves unknown"
+        )
         if self.held is None:
             lines = [f"got {got}" + (f"; asked for one {self.asked}, which cannot be checked" if self.asked else "")]
         else:

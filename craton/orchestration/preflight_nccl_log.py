@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from craton.agent import read_launch
 from craton.job import load_job
 from craton.orchestration.errors import StartError
 from craton.orchestration.preflight import Diagnosis, expected_by, expected_of
 from craton.orchestration.preflight_finding import Expected, Finding, lowered, ordered
-from craton.telemetry import find_run
+from craton.telemetry import find_run, open_regular, paths_in
 
+MAX_LINE_CHARACTERS = 1 << 20  # a longer line is read in parts
 _USING = re.compile(r"NCCL INFO Using network (.+?)\s*$", re.MULTILINE)
 _CHANNEL = re.compile(r"NCCL INFO .*\bvia NET/([^/\s][^/\n]*)(/\S*)?")
 _PROVIDER = re.compile(r"NET/OFI Selected [Pp]rovider is (\S+?),?(?: fabric is \S+)? \(found (\d+) nics\)")
@@ -44,9 +47,11 @@ def diagnose_nccl_log(log: str, cluster: str | None = None) -> Diagnosis:
     """One log against `cluster`, or all logs of a run against what its own job says of its nodes."""
     path = Path(log)
     if path.is_file():
-        return Diagnosis(check_nccl_logs({path.stem: nccl_lines(path)}, expected_of(cluster) or Expected()))
+        with open(path, "rb") as file:
+            lines = nccl_lines(file)
+        return Diagnosis(check_nccl_logs({path.stem: lines}, expected_of(cluster) or Expected()))
     run = find_run(log)
-    logs = {each.stem: nccl_lines(each) for each in sorted((run.path / "logs").glob("rank-*.log"))}
+    logs = {each.stem: _lines_of(each) for each in paths_in(run.path / "logs", "rank-*.log")}
     if not logs:
         raise StartError(f"{run.name} has no logs of ranks yet; start it, with NCCL_DEBUG=INFO under run.env")
     expected = expected_of(cluster)
@@ -55,10 +60,16 @@ def diagnose_nccl_log(log: str, cluster: str | None = None) -> Diagnosis:
     return Diagnosis(check_nccl_logs(logs, expected))
 
 
-def nccl_lines(path: Path) -> str:
+def nccl_lines(log: BinaryIO) -> str:
     """What NCCL wrote into a log, which may hold gigabytes of other things."""
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        return "".join(line for line in lines if "NCCL" in line)
+    text = io.TextIOWrapper(log, encoding="utf-8", errors="replace")
+    lines = iter(lambda: text.readline(MAX_LINE_CHARACTERS), "")
+    return "".join(line for line in lines if "NCCL" in line)
+
+
+def _lines_of(path: Path) -> str:
+    with open_regular(path) as log:
+        return nccl_lines(log)
 
 
 def check_nccl_logs(logs: Mapping[str, str], expected: Expected) -> list[Finding]:

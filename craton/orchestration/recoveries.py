@@ -6,14 +6,13 @@ again); until then `seconds` is None. Where its time went is what the ledger boo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from craton.agent import Generation
-from craton.telemetry import LedgerReader, RunDirectory, read_json, read_lines
+from craton.telemetry import LedgerReader, RunDirectory, paths_in, read_json, read_lines
 
 # ledger kinds of a recovery, in their order
 PARTS = ("detect", "waiting", "regroup", "start", "restore", "compile", "redo")
@@ -76,17 +75,17 @@ class Recoveries:
         return {"seconds": made.time - made.broke_at}
 
     def _read_generations(self) -> None:
-        for path in sorted((self._run.path / "generations").glob("[0-9]*.json")):
+        for path in paths_in(self._run.path / "generations", "[0-9]*.json"):
             if not path.stem.isdecimal() or int(path.stem) in self._generations:
                 continue
             try:
-                made = Generation.from_message(json.loads(path.read_text(encoding="utf-8")))
-            except (OSError, ValueError, TypeError):
+                made = Generation.from_message(read_json(path))
+            except TypeError:
                 continue
             self._generations[made.number] = made
 
     def _read_events(self) -> None:
-        for path in sorted((self._run.path / "events").glob("*.jsonl")):
+        for path in paths_in(self._run.path / "events", "*.jsonl"):
             lines, self._offsets[path] = read_lines(path, self._offsets.get(path, 0))
             for line in lines:
                 if line.get("event") == "recovered" and isinstance(line.get("generation"), int):

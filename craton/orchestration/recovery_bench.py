@@ -22,7 +22,7 @@ from typing import Any
 
 from craton.errors import CratonError
 from craton.orchestration.rehearsal import Rehearsal, running, write_rehearsal
-from craton.telemetry import RunDirectory, read_lines, summarize
+from craton.telemetry import RunDirectory, paths_in, read_lines, summarize
 
 CASES = ("respawn", "spare", "hang", "torchrun")
 SHOWN_KINDS = ("detect", "regroup", "restore", "compile", "redo", "waiting", "start")
@@ -152,7 +152,7 @@ def _break(run: RunDirectory, name: str, number: int) -> float:
 
 
 def _events(run: RunDirectory) -> list[dict[str, Any]]:
-    lines = [line for path in sorted((run.path / "events").glob("*.jsonl")) for line in read_lines(path)[0]]
+    lines = [line for path in paths_in(run.path / "events", "*.jsonl") for line in read_lines(path)[0]]
     return sorted(lines, key=lambda line: float(line["time"]))
 
 
@@ -195,7 +195,7 @@ def _wait_for(run: RunDirectory, look: Callable[[], Any], what: str) -> Any:
 
 def _wait_for_step(run: RunDirectory, step: int, generation: int) -> None:
     def reached() -> bool:
-        lines = [line for path in (run.path / "metrics").glob("*.jsonl") for line in read_lines(path)[0]]
+        lines = [line for path in paths_in(run.path / "metrics", "*.jsonl") for line in read_lines(path)[0]]
         return any(line.get("step", 0) >= step and line.get("generation", 0) >= generation for line in lines)
 
     _wait_for(run, reached, f"step {step} was not reached")
@@ -254,7 +254,7 @@ def _wait_for_steps(run: RunDirectory, since: float, count: int, log: Path) -> f
 
 def _steps_since(run: RunDirectory, moment: float) -> list[float]:
     """When rank 0 recorded a step."""
-    lines = [line for path in (run.path / "metrics").glob("*.jsonl") for line in read_lines(path)[0]]
+    lines = [line for path in paths_in(run.path / "metrics", "*.jsonl") for line in read_lines(path)[0]]
     return [line["time"] for line in lines if line.get("rank") == 0 and line["time"] > moment and "run_loss" in line]
 
 

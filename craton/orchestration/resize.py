@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, replace
 
 from craton.agent import Launch, newest_generation, read_launch, write_launch
+from craton.digits import counted
 from craton.infrastructure import resolve_cluster
 from craton.job import TRAINING_KINDS, CratonError, Job, load_job
 from craton.orchestration.backend import read_submission
@@ -21,7 +22,7 @@ from craton.orchestration.local import check_machine, living_agents, start_agent
 from craton.orchestration.preflight_local import check_local
 from craton.orchestration.sizes import Size, nearest_sizes, plan_size, with_fitting_layout
 from craton.orchestration.state import check_is_seen, check_running, launching, write_whole
-from craton.telemetry import RunDirectory, read_json, tail_lines
+from craton.telemetry import RunDirectory, read_json, read_regular_text, tail_lines
 
 TAIL_BYTES = 64 << 10
 
@@ -65,8 +66,7 @@ def draft_resize(run: RunDirectory, num_nodes: int) -> Resize:
     except CratonError as error:
         near = nearest_sizes(job, num_nodes, launch.ranks_per_node, cluster)
         possible = f"; possible: {' or '.join(map(str, near))}" if near else ""
-        many = f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
-        raise StartError(f"{run.name} cannot run on {many}: {error}{possible}") from None
+        raise StartError(f"{run.name} cannot run on {counted(num_nodes, 'node')}: {error}{possible}") from None
     grown = with_nodes(launch, num_nodes) if is_local else among_nodes(launch, num_nodes)
     if is_local:
         check_machine(grown)
@@ -90,7 +90,7 @@ def resize_run(run: RunDirectory, wanted: Resize) -> list[str]:
         plans = run.path / "plans"
         present = plans / f"{wanted.before}.json"
         if run.plan_path.exists() and not present.exists():  # for the way back
-            write_whole(present, run.plan_path.read_text(encoding="utf-8"))
+            write_whole(present, read_regular_text(run.plan_path))
         if size.plan is not None:
             write_whole(plans / f"{size.num_nodes}.json", plan_text(size.plan))
         order = {"nodes": size.num_nodes, "layout": size.layout_json, "time": time.time()}
@@ -125,7 +125,8 @@ def has_resized(run: RunDirectory, num_nodes: int, since: float) -> bool:
 def check_within_cluster(job: Job, num_nodes: int) -> None:
     if not job.cluster.is_local and num_nodes > 1:
         raise StartError(
-            f"{num_nodes} nodes of {job.cluster.instance} are more than this machine; start it with --on slurm or "
+            f"{counted(num_nodes, 'node')} of {job.cluster.instance} are more than this machine; start it with "
+            "--on slurm or "
             "--on kubernetes"
         )
 
@@ -134,7 +135,8 @@ def check_within_allocation(run: RunDirectory, launch: Launch, job: Job, num_nod
     """A scheduler gives a job its nodes once."""
     if num_nodes > len(launch.nodes):
         raise StartError(
-            f"{run.name} was given {len(launch.nodes)} nodes, and a scheduler gives no more to a job that runs; "
+            f"{run.name} was given {counted(len(launch.nodes), 'node')}, and a scheduler gives no more to a job "
+            "that runs; "
             f"`craton stop {run.name}`, then `craton resume {run.name} --cluster "
             f"'{job.cluster.instance} x {num_nodes}'`"
         )

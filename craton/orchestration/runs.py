@@ -34,8 +34,9 @@ from craton.orchestration.backends import backend_of, backend_of_run
 from craton.orchestration.chaos import disarm, faults_left
 from craton.orchestration.draft import COPY, JOB_FOLDER, Draft, Progress, draft_run
 from craton.orchestration.errors import RunStateError, StartError
-from craton.orchestration.local import kill_agents
+from craton.orchestration.local import kill_agents, living_agents
 from craton.orchestration.relaunch import last_launch
+from craton.orchestration.removal import remove_run
 from craton.orchestration.resize import resized_nodes
 from craton.orchestration.server import check_port
 from craton.orchestration.sizes import with_chosen_layout, with_fitting_layout
@@ -49,8 +50,18 @@ from craton.orchestration.state import (
     standing_of,
     write_whole,
 )
-from craton.telemetry import MARKERS, RunDirectory, RunExistsError, read_json
+from craton.telemetry import (
+    MARKERS,
+    RunDirectory,
+    RunExistsError,
+    names_in,
+    paths_in,
+    read_json,
+    read_regular,
+    summarize,
+)
 
+START_PRODUCTIVE_SECONDS = 1.0  # of a command that failed at once: it is productive from its first moment
 CHECK_SECONDS = 20.0  # how long a service is waited for that a run would write to
 
 
@@ -65,7 +76,7 @@ class SavedStep:
 
 def check_name_is_free(root: Path, name: str) -> None:
     """Refuse early, before anything is planned or tokenized, a name that is taken or a root that cannot be written."""
-    if (root / name).exists():
+    if (root / name).exists() and not failed_at_start(RunDirectory(root / name)):
         raise RunExistsError(_taken(root, name))
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -82,6 +93,9 @@ def start_run(draft: Draft, root: Path) -> RunDirectory:
     if draft.on == "local":
         check_server(draft.job)
     code = find_code(draft.job, root)
+    before = RunDirectory(root / draft.job.name)
+    if before.path.exists() and failed_at_start(before):
+        remove_run(before)
     try:
         run = RunDirectory.create(root, draft.job.name)
     except RunExistsError:
@@ -96,6 +110,20 @@ def start_run(draft: Draft, root: Path) -> RunDirectory:
                 shutil.rmtree(run.path)  # nothing has run: the name is free again
             raise
     return run
+
+
+def failed_at_start(run: RunDirectory) -> bool:
+    """Whether a run of this machine failed before it did anything: no step, no checkpoint, no productive second. Its
+    name is free, for whoever mends the job file starts the job again under the same name."""
+    if run.path.is_symlink() or not run.has("FATAL") or read_submission(run).on != "local":
+        return False
+    try:
+        summary = summarize(run)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False
+    did_something = summary.step > 0 or summary.ledger.get("productive", 0.0) > START_PRODUCTIVE_SECONDS
+    has_saved = any(names_in(run.path / "checkpoints" / tier) for tier in names_in(run.path / "checkpoints", "[a-z]*"))
+    return summary.state == "failed" and not did_something and not has_saved and not living_agents(run)
 
 
 def prepare_data(draft: Draft, progress: Progress | None = None) -> tuple[Draft, dict[str, int]]:
@@ -301,8 +329,13 @@ def _saved_folders(name: str, located: TierPlace) -> list[SavedStep]:
     return [
         SavedStep(int(marker.parent.name.removeprefix("step-")), name, marker.parent)
         for marker in sorted(Path(located.place).glob(pattern))
-        if marker.parent.name.removeprefix("step-").isdecimal()
+        if marker.parent.name.removeprefix("step-").isdecimal() and not _is_linked(marker)
     ]
+
+
+def _is_linked(marker: Path) -> bool:
+    """A checkpoint that is a link, or whose marker is one, leads to files that are not the run's."""
+    return marker.is_symlink() or marker.parent.is_symlink()
 
 
 def _saved_objects(name: str, located: TierPlace) -> list[SavedStep]:
@@ -318,7 +351,7 @@ def _launch(run: RunDirectory, draft: Draft) -> None:
     backend = backend_of(draft.on)
     ready = replace(draft, launch=replace(draft.launch, master_port=free_port()))
     texts = {**ready.files(), **backend.files(ready, run)}
-    orders = [f"{run.chaos_folder.name}/{path.name}" for path in run.chaos_folder.glob("*.json")]
+    orders = [f"{run.chaos_folder.name}/{path.name}" for path in paths_in(run.chaos_folder, "*.json")]
     with _put_back(run, [*MARKERS, run.resize_path.name, AVOID_FILE, *orders, *texts]):
         disarm(run)
         for marker in MARKERS:
@@ -359,7 +392,7 @@ def _put_back(run: RunDirectory, names: Iterable[str]) -> Iterator[None]:
 
 def _text_of(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape")
+        return read_regular(path).decode(errors="surrogateescape")
     except FileNotFoundError:
         return None
 

@@ -24,7 +24,7 @@ from craton.orchestration.backend import read_submission
 from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import living_agents
 from craton.orchestration.state import is_server
-from craton.telemetry import RunDirectory, list_runs, read_heartbeat, read_json, read_lines
+from craton.telemetry import RunDirectory, list_runs, paths_in, read_heartbeat, read_json, read_lines
 
 ANSWER_SECONDS = 2.0  # a server that takes longer is taken for one that does not answer
 RATE_SECONDS = 5.0  # over which tokens a second are told
@@ -229,7 +229,7 @@ class Stages:
     def look(self) -> list[str]:
         """The stages that were told since the last look."""
         found = []
-        for path in sorted((self._run.path / "events").glob("*.jsonl")):
+        for path in paths_in(self._run.path / "events", "*.jsonl"):
             lines, self._offsets[path] = read_lines(path, self._offsets.get(path, 0))
             for line in lines:
                 if line.get("event") == EVENT and line.get("generation", 0) >= self._first:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from craton.job import Job, Workdir
 from craton.orchestration.errors import StartError
-from craton.telemetry import RunDirectory, runs_root
+from craton.telemetry import RunDirectory, open_regular, read_regular, runs_root
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -158,9 +158,9 @@ def check_code(run: RunDirectory) -> None:
     """Refuse to go on with other files than the run began with; a run without a snapshot has none to check."""
     if not manifest_path(run.path).exists():
         return
-    document = json.loads(manifest_path(run.path).read_text(encoding="utf-8"))
+    document = json.loads(read_regular(manifest_path(run.path)))
     folder = code_folder(run.path)
-    changed = [path for path, known in document["files"].items() if _sum_of(folder / path) != known]
+    changed = [path for path, known in document["files"].items() if _sum_of(folder / path, run.path) != known]
     changed += [path for path, leads_to in document["links"].items() if _link_of(folder / path) != leads_to]
     if changed:
         raise StartError(
@@ -172,7 +172,7 @@ def check_code(run: RunDirectory) -> None:
 def code_summary(run: RunDirectory) -> str:
     """`12 files of FOLDER, sha256 3f2a9c…; left out as secret: .env`; nothing where a run has no snapshot."""
     try:
-        document: dict[str, Any] = json.loads(manifest_path(run.path).read_text(encoding="utf-8"))
+        document: dict[str, Any] = json.loads(read_regular(manifest_path(run.path)))
     except (OSError, ValueError):
         return ""
     notes = f"; left out as secret: {', '.join(document['withheld'])}" if document["withheld"] else ""
@@ -369,10 +369,10 @@ def _share(copy: str, place: str, store: str) -> bool:
     return False
 
 
-def _sum_of(path: str | Path) -> str:
+def _sum_of(path: str | Path, below: Path | None = None) -> str:
     """The sha256 of a file; nothing where there is none."""
     try:
-        with open(path, "rb") as handle:
+        with open_regular(path, below) as handle:
             return hashlib.file_digest(handle, "sha256").hexdigest()
     except OSError:
         return ""

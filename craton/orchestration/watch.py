@@ -5,6 +5,7 @@ A look costs what was written since the last one, however long the run is.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -15,13 +16,22 @@ from craton.orchestration.backend import Standing, read_submission
 from craton.orchestration.local import AgentProcess, living_agents, read_agents
 from craton.orchestration.recoveries import Recoveries, Recovery, under_way
 from craton.orchestration.state import MOVING, SCHEDULER_LOOK_SECONDS, settled, standing_of
-from craton.telemetry import RunDirectory, RunSummary, Summarizer, read_lines, storage_problem
+from craton.telemetry import (
+    RunDirectory,
+    RunSummary,
+    Summarizer,
+    open_regular,
+    paths_in,
+    read_lines,
+    storage_problem,
+)
 
 PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
 RECENT_LINES = 20  # a phase is shown as the mean of so many of the newest measurements
 MOST_POINTS = 4096  # of the loss curve; a longer one is thinned to every second point
 SHOWN_EVENTS = 6
 LAST_LINES = 5
+LAST_BYTES = 16 << 10
 WAITING_LOOK_SECONDS = 20.0  # between two questions about a run that has waited for a while
 # Events that every run has.
 ROUTINE = ("agent_started", "metrics_served", "coordinates", "rank_started", "agent_ended", "predicted", "summary")
@@ -115,14 +125,22 @@ class Follower:
             )
         words = ["every agent of the run is gone without a word of how it ended"]
         for agent in read_agents(self.run):
-            path = self.run.path / agent.log
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-            words += [f"{agent.node}: {line}" for line in lines[-LAST_LINES:]]
+            words += [f"{agent.node}: {line}" for line in self._last_lines(agent.log)]
         return "\n".join(words)
+
+    def _last_lines(self, log: str) -> list[str]:
+        try:
+            with open_regular(self.run.path / log, below=self.run.path) as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
+                return file.read(LAST_BYTES).decode(errors="replace").splitlines()[-LAST_LINES:]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            return [f"its log cannot be read: {error}"]
 
     def _new_lines(self, kind: str) -> list[dict[str, Any]]:
         found = []
-        for path in sorted((self.run.path / kind).glob("*.jsonl")):
+        for path in paths_in(self.run.path / kind, "*.jsonl"):
             lines, self._offsets[path] = read_lines(path, self._offsets.get(path, 0))
             found += lines
         return found

@@ -20,8 +20,8 @@ from craton.planning.training import StepModel
 # Parts of a step (fields of StepTimes) by phase, with the names people read.
 PARTS: dict[str, dict[str, str]] = {
     "compute": {
-        "gemm": "matrix products",
-        "experts": "expert products",
+        "gemm": "matmul",
+        "experts": "expert matmul",
         "attention": "attention",
         "elementwise": "element-wise passes",
         "permute": "token permutation",
@@ -50,11 +50,18 @@ SMALL_EFFECT = 0.002
 
 
 def bottleneck(
-    times: StepTimes, layout: Layout, machine: Machine, memory_share: float, goodput: float, data_share: float
+    times: StepTimes,
+    layout: Layout,
+    machine: Machine,
+    memory_share: float,
+    goodput: float,
+    data_share: float,
+    blocked_share: float = 0.0,
 ) -> Bottleneck:
-    """The largest avoidable part of the step, or the matrix unit itself; data or failures when they cost more."""
+    """The largest avoidable part of the step, or what the model itself computes most; data or failures when they cost
+    more. Shares are those of the whole step, waiting for data and blocked by checkpoints included."""
     shares = {
-        name: (1.0 - data_share) * float(getattr(times, name) / times.step_seconds)
+        name: (1.0 - data_share - blocked_share) * float(getattr(times, name) / times.step_seconds)
         for phase in PARTS.values()
         for name in phase
     }
@@ -87,13 +94,14 @@ def bottleneck(
             "recover from peer memory, keep spare nodes, checkpoint at the best interval",
         )
     if shares[worst] < LARGE:
-        useful = sum(shares[name] for name in USEFUL)
+        largest = max(USEFUL, key=lambda name: shares[name])
         return Bottleneck(
             "infrastructure",
             "compute",
-            "matrix products",
-            useful,
-            f"Compute-bound: no other part takes over {100 * LARGE:.0f} %.",
+            PARTS["compute"][largest],
+            shares[largest],
+            f"Compute-bound: what the model itself computes takes {percent(sum(shares[name] for name in USEFUL))}, no "
+            f"other part over {100 * LARGE:.0f} %.",
             "a faster GPU, a lower precision (fp8), or more GPUs",
         )
     phase = next(phase for phase, names in PARTS.items() if worst in names)

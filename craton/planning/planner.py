@@ -263,7 +263,13 @@ def _plan(
         run_seconds_low=run_seconds / low_factor,
         run_seconds_high=run_seconds * high_factor,
         bottleneck=bottleneck(
-            times, layout, setting.machine, need.total_bytes / limit, goodput.goodput, data / step_seconds
+            times,
+            layout,
+            setting.machine,
+            need.total_bytes / limit,
+            goodput.goodput,
+            data / step_seconds,
+            blocked / step_seconds,
         ),
         alternatives=layout_alternatives(setting, candidate, found, constants),
         runner_up=runner_up,

@@ -21,7 +21,7 @@ class Bottleneck:
 
     layer: str  # one of LAYERS
     phase: str  # one of PHASES
-    part: str  # "tensor parallel", "matrix products", "pipeline bubble", ...
+    part: str  # "tensor parallel", "matmul", "pipeline bubble", ...
     share: float  # of step_seconds
     text: str  # one sentence
     relief: str  # what to change

@@ -23,17 +23,27 @@ from craton.telemetry.heartbeat import (
     write_heartbeat,
 )
 from craton.telemetry.ledger import LedgerClock, LedgerReader
-from craton.telemetry.lines import LineWriter, noting_unread, parse_line, read_lines, tail_lines
+from craton.telemetry.lines import LineWriter, parse_line, read_lines, tail_lines
 from craton.telemetry.page import BESIDE, LEDGER_KINDS, RankPage, TrapError, going_on, monotonic_of, own_page
 from craton.telemetry.recorder import Recorder
+from craton.telemetry.regular_files import (
+    UnsafeFileError,
+    names_in,
+    noting_unread,
+    open_regular,
+    paths_in,
+    read_regular,
+    read_regular_text,
+)
 from craton.telemetry.rundirectory import MARKERS, Marker, RunDirectory, find_run, list_runs, read_json, runs_root
 from craton.telemetry.steadyclock import JUMP_SECONDS, STEADY, monotonic_clock_id, wall_offset
 from craton.telemetry.storage import STORAGE_ERRORS, SafeOutput, protect_output, replace_text, storage_problem
 
 if TYPE_CHECKING:
     from craton.telemetry.endpoint import MetricsEndpoint
+    from craton.telemetry.log_times import LogClock, LogTimes
     from craton.telemetry.status import NodeStatus, RankStatus, read_status, write_status
-    from craton.telemetry.summary import RunState, RunSummary, Summarizer, summarize
+    from craton.telemetry.summary import RUN_STATES, RunState, RunSummary, Summarizer, summarize
     from craton.telemetry.vocabulary import METRICS, TWINS, Metric, plan_checkpoint_intervals, plan_twins
 
 __all__ = [
@@ -43,6 +53,7 @@ __all__ = [
     "LOST_SECONDS",
     "MARKERS",
     "METRICS",
+    "RUN_STATES",
     "STEADY",
     "STORAGE_ERRORS",
     "TWINS",
@@ -50,6 +61,8 @@ __all__ = [
     "LedgerClock",
     "LedgerReader",
     "LineWriter",
+    "LogClock",
+    "LogTimes",
     "Marker",
     "Metric",
     "MetricsEndpoint",
@@ -68,14 +81,18 @@ __all__ = [
     "SinkError",
     "Summarizer",
     "TrapError",
+    "UnsafeFileError",
     "find_run",
     "going_on",
     "list_runs",
     "monotonic_clock_id",
     "monotonic_of",
+    "names_in",
     "noting_unread",
+    "open_regular",
     "own_page",
     "parse_line",
+    "paths_in",
     "plan_checkpoint_intervals",
     "plan_twins",
     "process_start",
@@ -83,6 +100,8 @@ __all__ = [
     "read_heartbeat",
     "read_json",
     "read_lines",
+    "read_regular",
+    "read_regular_text",
     "read_status",
     "replace_text",
     "runs_root",
@@ -96,10 +115,13 @@ __all__ = [
 ]
 
 _LATER = {
+    "LogClock": "log_times",
+    "LogTimes": "log_times",
     "METRICS": "vocabulary",
     "Metric": "vocabulary",
     "MetricsEndpoint": "endpoint",
     "NodeStatus": "status",
+    "RUN_STATES": "summary",
     "RankStatus": "status",
     "RunState": "summary",
     "RunSummary": "summary",

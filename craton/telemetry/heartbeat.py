@@ -18,11 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from craton.telemetry.regular_files import UnsafeFileError, note_unread, open_regular
 from craton.telemetry.rundirectory import RunDirectory
 from craton.telemetry.steadyclock import STEADY, monotonic_clock_id, wall_offset
 from craton.telemetry.storage import replace_text
 
 LOST_SECONDS = 10.0
+MAX_HEARTBEAT_BYTES = 1 << 16
 NodeState = Literal["running", "done", "stopped", "failed", "spare", "released"]
 
 
@@ -107,8 +109,9 @@ def read_heartbeat(run: RunDirectory, node: str) -> Heartbeat | None:
     """None where the node has no readable heartbeat."""
     path = run.heartbeat_path(node)
     try:
-        moment = path.stat().st_mtime
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            moment = os.fstat(file.fileno()).st_mtime
+            document: dict[str, Any] = json.loads(file.read(MAX_HEARTBEAT_BYTES))
         return Heartbeat(
             generation=int(document["generation"]),
             state=document["state"],
@@ -123,5 +126,8 @@ def read_heartbeat(run: RunDirectory, node: str) -> Heartbeat | None:
             steady_offset=float(document.get("steady_offset", 0.0)),
             trouble=str(document.get("trouble", "")),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except UnsafeFileError as error:
+        note_unread(path, error)
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None

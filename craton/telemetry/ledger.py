@@ -29,6 +29,7 @@ from typing import Any
 
 from craton.telemetry.lines import read_lines
 from craton.telemetry.page import LEDGER_KINDS, RankPage, own_page
+from craton.telemetry.regular_files import paths_in
 from craton.telemetry.rundirectory import RunDirectory, read_json
 
 CHUNK_BYTES = 4 << 20  # read before what is read is added up, of all files together
@@ -244,7 +245,7 @@ class LedgerReader:
 
     def _read(self) -> None:
         """The file that is behind the others in time is read on first; what begins before all of them is settled."""
-        paths = sorted(self._folder.glob("*.jsonl"))
+        paths = paths_in(self._folder, "*.jsonl")
         if not self._has_begun:
             self._take_up(paths)
         self._has_begun = True

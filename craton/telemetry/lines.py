@@ -1,9 +1,9 @@
 """Append-only files of JSON lines: one writer, any number of readers, at any time.
 
 A reader never sees half a line: what has no newline yet is left for the next read, and what is not a JSON object is
-skipped. A file that is there and cannot be read is an OSError, unless `noting_unread` is asked to go on without it. A
-writer that cannot write (full disk, vanished folder) keeps its lines in bounded memory until it can, and leaves no half
-line behind.
+skipped. A file that is there and cannot be read is an OSError, unless `noting_unread` is asked to go on without it; so
+is anything but a regular file (`regular_files`). A writer that cannot write (full disk, vanished folder) keeps its
+lines in bounded memory until it can, and leaves no half line behind.
 """
 
 from __future__ import annotations
@@ -12,44 +12,40 @@ import errno
 import json
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from craton.telemetry.regular_files import UnsafeFileError, note_unread, open_regular
 
 WAITING_BYTES = 8 << 20  # of lines that one file has not taken: hours of a node's records
 CHUNK_BYTES = 256 << 10  # written in one call
 # NaN and infinity are not JSON, but Python's own writer lets them through: read as null, like those we write.
 _decode = json.JSONDecoder(parse_constant=lambda name: None).decode
-_unread: ContextVar[dict[Path, OSError] | None] = ContextVar("unread", default=None)
-
-
-@contextmanager
-def noting_unread() -> Iterator[dict[Path, OSError]]:
-    """Inside, a file that cannot be read has no lines, and is noted: path → why. For who must say something of a run
-    even while its file system fails."""
-    noted: dict[Path, OSError] = {}
-    token = _unread.set(noted)
-    try:
-        yield noted
-    finally:
-        _unread.reset(token)
+MAX_READ_BYTES = 64 << 20  # of one call; the rest of a longer file is read by the next
+MAX_LINE_BYTES = 4 << 20  # an agent takes lines of up to 1 MiB; a sparse file of zeros is one endless line
 
 
 def read_lines(path: Path, offset: int = 0, max_bytes: int | None = None) -> tuple[list[dict[str, Any]], int]:
     """The whole lines that begin at or after `offset` (the end of an earlier read), and the offset to go on from.
 
-    A file that does not exist yet has no lines. `max_bytes` bounds how much is read at once (but never cuts a line).
+    A file that does not exist yet has no lines. `max_bytes` bounds how much is read at once (but never cuts a line of
+    up to MAX_LINE_BYTES).
     """
+    max_bytes = MAX_READ_BYTES if max_bytes is None else max_bytes
     try:
-        with open(path, "rb") as handle:
-            new_bytes = max(0, handle.seek(0, os.SEEK_END) - offset)
+        with open_regular(path) as handle:
+            new_bytes = max(0, os.fstat(handle.fileno()).st_size - offset)
             handle.seek(offset)
-            if max_bytes is None or new_bytes <= max_bytes:
+            if new_bytes <= max_bytes:
                 data = handle.read(new_bytes)
             else:
-                data = handle.read(max_bytes) + handle.readline()
+                data = handle.read(max_bytes)
+                rest = handle.readline(MAX_LINE_BYTES)
+                if len(rest) == MAX_LINE_BYTES and not rest.endswith(b"\n"):
+                    raise UnsafeFileError(path, f"has a line of more than {MAX_LINE_BYTES:,} bytes")
+                data += rest
     except OSError as error:
         _pass_over(path, error)
         return [], offset
@@ -60,8 +56,8 @@ def read_lines(path: Path, offset: int = 0, max_bytes: int | None = None) -> tup
 def tail_lines(path: Path, max_bytes: int) -> list[dict[str, Any]]:
     """The whole lines among the last `max_bytes` of a file, oldest first."""
     try:
-        with open(path, "rb") as handle:
-            size = handle.seek(0, os.SEEK_END)
+        with open_regular(path) as handle:
+            size = os.fstat(handle.fileno()).st_size
             # One byte earlier: a line that begins exactly at the border is whole and must not be thrown away.
             start = max(0, size - max_bytes - 1)
             handle.seek(start)
@@ -77,10 +73,8 @@ def _pass_over(path: Path, error: OSError) -> None:
     """Goes on without a file that is not there, or that may be noted instead."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return
-    noted = _unread.get()
-    if noted is None:
+    if not note_unread(path, error):
         raise error
-    noted[path] = error
 
 
 def parse_lines(data: bytes) -> list[dict[str, Any]]:

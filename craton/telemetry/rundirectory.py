@@ -28,10 +28,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from craton.telemetry.errors import RunError, RunExistsError, RunNotFoundError
+from craton.telemetry.regular_files import UnsafeFileError, note_unread, read_regular
 
 Marker = Literal["STOP", "DONE", "FATAL"]
 MARKERS: tuple[Marker, ...] = get_args(Marker)
 FOLDERS = ("events", "metrics", "ledger", "logs", "traces", "heartbeat", "status", "checkpoints", "generations")
+MAX_NAME = 100  # characters; a job file allows 63, copies and restarts add to them
+MAX_SHOWN_NAME = 60
+MAX_MARKER_BYTES = 1 << 20  # each node adds a few lines to it
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -44,10 +48,11 @@ class RunDirectory:
     @classmethod
     def create(cls, root: str | os.PathLike[str], name: str) -> RunDirectory:
         """A new, empty run under `root`; RunExistsError when the name is taken."""
-        if not _NAME.fullmatch(name):
+        if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
+            shown = name if len(name) <= MAX_SHOWN_NAME else f"{name[:MAX_SHOWN_NAME]}…"
             raise RunError(
-                f"a run cannot be named {name!r}: letters, digits, '.', '_' and '-' are allowed, the first being a "
-                "letter or a digit; change `name` in the job file"
+                f"a run cannot be named {shown!r}: up to {MAX_NAME} letters, digits, '.', '_' and '-' are allowed, the "
+                "first being a letter or a digit; change `name` in the job file"
             )
         run = cls(Path(root) / name)
         try:
@@ -95,19 +100,19 @@ class RunDirectory:
         return self.path / "launch.json"
 
     def events_path(self, node: str) -> Path:
-        return self.path / "events" / f"{node}.jsonl"
+        return self.path / "events" / f"{_plain(node)}.jsonl"
 
     def metrics_path(self, node: str) -> Path:
-        return self.path / "metrics" / f"{node}.jsonl"
+        return self.path / "metrics" / f"{_plain(node)}.jsonl"
 
     def ledger_path(self, node: str) -> Path:
-        return self.path / "ledger" / f"{node}.jsonl"
+        return self.path / "ledger" / f"{_plain(node)}.jsonl"
 
     def heartbeat_path(self, node: str) -> Path:
-        return self.path / "heartbeat" / node
+        return self.path / "heartbeat" / _plain(node)
 
     def status_path(self, node: str) -> Path:
-        return self.path / "status" / f"{node}.json"
+        return self.path / "status" / f"{_plain(node)}.json"
 
     def generation_path(self, number: int) -> Path:
         return self.path / "generations" / f"{number:06d}.json"
@@ -160,12 +165,18 @@ class RunDirectory:
     def marker_text(self, marker: Marker) -> str:
         """What was written with the marker; nothing when it is not set."""
         try:
-            return self._marker_path(marker).read_text(encoding="utf-8", errors="replace")
+            return read_regular(self._marker_path(marker), MAX_MARKER_BYTES).decode(errors="replace")
         except FileNotFoundError:
             return ""
+        except UnsafeFileError as error:
+            note_unread(self._marker_path(marker), error)
+            return str(error)
 
     def looks_like_a_run(self) -> bool:
-        return (self.path / "events").is_dir() and (self.path / "ledger").is_dir()
+        try:
+            return (self.path / "events").is_dir() and (self.path / "ledger").is_dir()
+        except (OSError, ValueError):  # a name that is too long, or holds what no file's name may
+            return False
 
     def _marker_path(self, marker: Marker) -> Path:
         assert marker in MARKERS, marker
@@ -196,12 +207,14 @@ def find_run(name_or_path: str | os.PathLike[str], root: str | os.PathLike[str] 
         run = RunDirectory(candidate)
         if given and run.looks_like_a_run():
             return run
-    from difflib import get_close_matches
+    if len(given) > MAX_SHOWN_NAME:
+        given = f"{given[:MAX_SHOWN_NAME]}…"
+    from craton.nearest import nearest_names
 
     names = [run.name for run in list_runs(folder)]
-    near = get_close_matches(given, names, n=1, cutoff=0.6)
+    near = nearest_names(given, names)
     if near:
-        advice = f"did you mean {near[0]!r}?"
+        advice = f"did you mean {' or '.join(map(repr, near))}?"
     elif names:
         advice = "there is " + ", ".join(names[:10]) + (" ..." if len(names) > 10 else "")
     else:
@@ -219,9 +232,20 @@ def _made_at(run: RunDirectory) -> float:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file of a run holds; nothing where it does not exist or is not to be read (`ps` shows the rest)."""
+    """What a JSON file of a run holds; nothing where it does not exist or is not to be read (`ps` shows the rest, and
+    what is no regular file)."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        document = json.loads(read_regular(path))
+    except UnsafeFileError as error:
+        note_unread(path, error)
+        return {}
+    except (OSError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
+
+
+def _plain(node: str) -> str:
+    """A node's name as part of a file's name. It comes from files that others may have written: it leads nowhere."""
+    if os.sep in node or node in ("", ".", ".."):
+        raise UnsafeFileError(node, "is the name of a node that leads out of the run directory")
+    return node

@@ -55,7 +55,7 @@ def read_status(run: RunDirectory, node: str) -> NodeStatus | None:
             node=str(document["node"]),
             ranks=tuple(_rank(each) for each in document["ranks"]),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 

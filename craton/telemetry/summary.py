@@ -11,11 +11,12 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, get_args
 
 from craton.telemetry.heartbeat import Heartbeat, read_heartbeat
 from craton.telemetry.ledger import LedgerReader, spread
 from craton.telemetry.lines import tail_lines
+from craton.telemetry.regular_files import paths_in
 from craton.telemetry.rundirectory import RunDirectory, read_json
 from craton.telemetry.status import read_status
 from craton.telemetry.steadyclock import monotonic_clock_id
@@ -24,6 +25,7 @@ from craton.telemetry.vocabulary import TWINS, plan_twins
 
 # waiting: for its nodes, as only its scheduler can tell
 RunState = Literal["waiting", "starting", "running", "stopping", "stopped", "done", "failed", "lost"]
+RUN_STATES: tuple[RunState, ...] = get_args(RunState)
 WINDOW_STEPS = 20
 START_SECONDS = 30.0  # from launch.json to the first heartbeat; after that the agents are taken for lost
 TAIL_BYTES = 64 << 10
@@ -166,7 +168,7 @@ class _Recent:
     def __init__(self, run: RunDirectory, first_node: list[str], most_nodes: int | None) -> None:
         self._lines: list[dict[str, Any]] = []
         self._memory_bytes = 0.0
-        paths = spread(sorted((run.path / "metrics").glob("*.jsonl")), most_nodes)
+        paths = spread(paths_in(run.path / "metrics", "*.jsonl"), most_nodes)
         for path in dict.fromkeys([*map(run.metrics_path, first_node), *paths]):
             lines = tail_lines(path, TAIL_BYTES // 4)
             if any(line.get("rank") == 0 for line in lines):  # on other nodes only the newest lines matter
@@ -324,7 +326,7 @@ def _last_started(run: RunDirectory) -> int:
 def _newest_generation(run: RunDirectory, started: int) -> dict[str, Any]:
     """The newest membership since the run was last started; empty before there is one."""
     try:
-        numbers = [int(path.stem) for path in (run.path / "generations").glob("[0-9]*.json")]
+        numbers = [int(path.stem) for path in paths_in(run.path / "generations", "[0-9]*.json")]
     except ValueError:
         return {}
     newest = max(numbers, default=-1)
@@ -337,7 +339,7 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 def _file_bytes(path: Path) -> int:
     try:
-        return path.stat().st_size
+        return path.lstat().st_size
     except OSError:
         return 0
 

@@ -24,6 +24,7 @@ from typing import Any
 from craton.telemetry.errors import SinkError
 from craton.telemetry.heartbeat import read_heartbeat
 from craton.telemetry.lines import read_lines
+from craton.telemetry.regular_files import names_in, paths_in
 from craton.telemetry.rundirectory import RunDirectory, read_json
 from craton.telemetry.sinks import SINKS, Sink, State
 from craton.telemetry.vocabulary import plan_twins
@@ -75,7 +76,7 @@ def _send_new(run: RunDirectory, sink: Sink, state: State) -> bool:
     """Whether there was anything new."""
     offsets: dict[str, int] = state.setdefault("offsets", {})
     before = dict(offsets)
-    for path in sorted((run.path / "metrics").glob("*.jsonl")):
+    for path in paths_in(run.path / "metrics", "*.jsonl"):
         while True:
             offset = offsets.get(path.name, 0)
             lines, offsets[path.name] = read_lines(path, offset, CHUNK_BYTES)
@@ -97,7 +98,7 @@ def _wait_for_stdin(seconds: float) -> bool:
 def _nobody_writes(run: RunDirectory) -> bool:
     """Agents were there and none is left."""
     with contextlib.suppress(FileNotFoundError):
-        nodes = [path.name for path in (run.path / "heartbeat").iterdir() if not path.name.startswith(".")]
+        nodes = names_in(run.path / "heartbeat", "[!.]*")
         beats = [beat for beat in (read_heartbeat(run, node) for node in nodes) if beat is not None]
         return bool(beats) and not any(beat.state == "running" and not beat.is_lost() for beat in beats)
     return True

@@ -90,6 +90,9 @@ def test_adapters_learn_the_answers_and_leave_as_a_whole_model(verbs: Verbs, bas
     assert tuned.generation_config.eos_token_id == [0, 2]
     sampled = verbs.json("sample", "out", "--prompt", "say", "--max-tokens", "3")
     assert sampled["samples"][0]["tokens"] <= 3
+    answered = verbs.json("sample", "out", "--chat", "--prompt", "say", "--max-tokens", "3", "--temperature", "0")
+    assert answered["samples"][0]["prompt"] == "say"
+    assert answered["samples"][0]["tokens"] <= 3
 
 
 def test_a_model_without_weights_is_refused_before_anything_starts(verbs: Verbs, base: Any) -> None:

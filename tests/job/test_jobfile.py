@@ -456,7 +456,7 @@ def _jobs() -> st.SearchStrategy[dict[str, Any]]:
         {
             "kind": st.just("pretrain"),
             "model": st.sampled_from(
-                ["llama-3.1-8b", {"layers": 2, "hidden": 64, "heads": 4, "ffn_hidden": 128, "vocab": 100}]
+                ["llama-3.1-8b", {"layers": 2, "hidden": 64, "heads": 4, "ffn_hidden": 128, "vocab": 5000}]
             ),
             "data": st.sampled_from(
                 [

@@ -61,7 +61,7 @@ def giant_plan() -> Plan:
     parts = {
         "data": {"waiting for a batch": 0.004},
         "compute": {
-            "matrix products": 4.302,
+            "matmul": 4.302,
             "attention": 0.498,
             "pipeline bubble": 0.583,
             "norms and elementwise": 0.211,
@@ -173,7 +173,7 @@ def giant_plan() -> Plan:
         bottleneck=Bottleneck(
             layer="ml software",
             phase="compute",
-            part="matrix products",
+            part="matmul",
             share=4.302 / step_seconds,
             text="Matrix products run at 66 % of the card's measured peak.",
             relief="fp8 halves them where the loss allows it",
@@ -217,7 +217,7 @@ def small_plan() -> Plan:
     step_seconds = 7.83
     parts = {
         "data": {"waiting for a batch": 0.002},
-        "compute": {"matrix products": 5.871, "attention": 0.964, "norms and elementwise": 0.402, "head": 0.221},
+        "compute": {"matmul": 5.871, "attention": 0.964, "norms and elementwise": 0.402, "head": 0.221},
         "communication": {"fsdp": 0.214},
         "optimizer": {"adamw": 0.062},
     }
@@ -388,7 +388,7 @@ def small_plan() -> Plan:
         bottleneck=Bottleneck(
             layer="ml software",
             phase="compute",
-            part="matrix products",
+            part="matmul",
             share=5.871 / step_seconds,
             text="Matrix products fill three quarters of the step; the network is hidden behind them.",
             relief="fp8, or a faster card: p6-b200.48xlarge x 16 halves the step",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from craton.telemetry import LineWriter, noting_unread, read_lines, tail_lines
+from craton.telemetry import LineWriter, UnsafeFileError, noting_unread, read_lines, tail_lines
 
 
 def test_a_torn_last_line_is_left_for_the_next_read(tmp_path: Path) -> None:
@@ -51,8 +51,8 @@ def test_a_file_that_cannot_be_read_is_an_error_or_a_note(tmp_path: Path) -> Non
     with noting_unread() as unread:
         assert (read_lines(path, 7), tail_lines(path, 100)) == (([], 7), [])
         assert tail_lines(tmp_path / "absent", 100) == []
-    assert {name: type(error) for name, error in unread.items()} == {path: IsADirectoryError}
-    with pytest.raises(IsADirectoryError):
+    assert {name: type(error) for name, error in unread.items()} == {path: UnsafeFileError}
+    with pytest.raises(UnsafeFileError, match="is a folder, not a regular file"):
         tail_lines(path, 100)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from craton.infrastructure.catalog import instance as catalog_instance
 from craton.infrastructure.errors import CatalogError, ProvisionError
 from craton.infrastructure.hardware import Instance
-from craton.job import Aws, ClusterFile
+from craton.job import Aws, ClusterFile, did_you_mean
 
 Target = Literal["parallelcluster", "hyperpod-slurm", "hyperpod-eks", "eks", "pcs"]
 TARGETS: tuple[str, ...] = get_args(Target)
@@ -100,7 +100,7 @@ class Site:
 def site_of(file: ClusterFile, target: str) -> Site:
     """The site, or a ProvisionError with everything that is missing or wrong for `target`."""
     if target not in TARGETS:
-        raise ProvisionError([f"--for {target}: unknown; allowed: {', '.join(TARGETS)}"])
+        raise ProvisionError([f"--for {target}: unknown; allowed: {', '.join(TARGETS)}{did_you_mean(target, TARGETS)}"])
     aws = file.aws or Aws()
     problems = [f"aws.{key} is missing: {target} needs {_WHAT[key]}" for key in NEEDED[target] if not getattr(aws, key)]
     if target == "eks" and len(aws.control_subnets) == 1:

@@ -38,7 +38,7 @@ from craton.ml.training.optimizer import AdamW
 from craton.ml.training.orders import Order, connect
 from craton.ml.training.parallel import Ranks, make_ranks, parallelize, parameter_dtype
 from craton.ml.training.schedule import Schedule
-from craton.telemetry import LedgerClock, Recorder, RunDirectory
+from craton.telemetry import LedgerClock, Recorder, RunDirectory, read_regular, read_regular_text
 
 
 class SetupError(CratonError):
@@ -161,7 +161,7 @@ def layout_of(job: Job, run: RunDirectory, world: int, given: Mapping[str, Any] 
     if given is not None:
         return Layout(**given)
     if run.plan_path.is_file():
-        plan = json.loads(run.plan_path.read_text(encoding="utf-8"))
+        plan = json.loads(read_regular(run.plan_path))
         return Layout(**plan["layout"])
     return job.fixed_layout(world) or Layout(fsdp=world, precision=job.precision)
 
@@ -283,7 +283,7 @@ def run_identity(run: RunDirectory) -> str:
             os.link(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
-    return path.read_text(encoding="utf-8").strip()
+    return read_regular_text(path, below=run.path).strip()
 
 
 def _adapt(model: nn.Module, job: Job, ranks: Ranks) -> None:

@@ -16,7 +16,6 @@ import os
 import pickle
 import re
 import socket
-import stat
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -25,7 +24,7 @@ from typing import Any
 
 from craton.agent import RECORDING_VARIABLES
 from craton.observability.diagnosis.snapshot import Collectives, Communicator, StuckCollective
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, open_regular
 
 RAS_ADDRESS, RAS_JSON = "localhost:28028", "2.28.7"
 RAS_SECONDS, RAS_PAUSE_SECONDS = 5.0, 2.0
@@ -224,10 +223,8 @@ def read_dump(path: Path, since: float = 0.0, owners: Set[int] | None = None) ->
     """One recording; None for one that is older. OSError or ValueError for a file that is not somebody's of `owners`
     (else this user's), is no plain file, is too large, or asks for anything but plain data."""
     # A link could lead to anybody's file, and a pipe would be waited for.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+    with open_regular(path) as file:
         about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise ValueError("not a plain file")
         if about.st_uid not in (owners or {os.getuid()}):
             raise ValueError(f"it belongs to user {about.st_uid}, who does not own the run")
         if about.st_mtime < since:

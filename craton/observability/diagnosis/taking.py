@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.agent import newest_generation, read_avoided
+from craton.digits import counted
 from craton.errors import CratonError
 from craton.observability.diagnosis.cards import with_visible_cards
 from craton.observability.diagnosis.clock import moment_for
@@ -66,6 +67,7 @@ from craton.telemetry import (
     find_run,
     list_runs,
     noting_unread,
+    open_regular,
     plan_checkpoint_intervals,
     plan_twins,
     read_heartbeat,
@@ -90,7 +92,9 @@ def take_snapshot(
     if not unread:
         return snapshot
     path, error = next(iter(unread.items()))
-    note = f"{len(unread)} files of the run could not be read: {path.relative_to(run.path)}: {error.strerror}"
+    note = (
+        f"{counted(len(unread), 'file')} of the run could not be read: {path.relative_to(run.path)}: {error.strerror}"
+    )
     return replace(snapshot, notes=(note, *snapshot.notes))
 
 
@@ -259,8 +263,8 @@ def _with_network(run: RunDirectory, node: Node, snapshot: Snapshot) -> Node:
     if first is None or node.nccl_network:
         return node
     try:
-        with open(run.log_path(first), encoding="utf-8", errors="replace") as log:
-            told = read_nccl_log(log.read(NCCL_CHARACTERS))
+        with open_regular(run.log_path(first)) as log:
+            told = read_nccl_log(log.read(NCCL_CHARACTERS).decode(errors="replace"))
     except OSError:
         return node
     if not told.is_told:

@@ -19,7 +19,7 @@ from craton.observability.diagnosis.restarts import LOST
 from craton.observability.diagnosis.snapshot import PHASES, Event, LogMatch, Restart, Series, Serving, Tier
 from craton.observability.diagnosis.tables import log_patterns, threshold
 from craton.orchestration import read_recoveries
-from craton.telemetry import RunDirectory, read_json, read_lines, tail_lines
+from craton.telemetry import RunDirectory, open_regular, paths_in, read_json, read_lines, tail_lines
 
 RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5
 NEWEST_STEPS = 5  # most of which must be odd
@@ -161,7 +161,7 @@ def series_of(run: RunDirectory, nodes: Sequence[str]) -> Series:
 
 def _first_nodes(run: RunDirectory, nodes: Sequence[str]) -> list[str]:
     """Nodes that have held rank 0: now, and in the last generations."""
-    paths = sorted((run.path / "generations").glob("[0-9]*.json"))[-MOST_GENERATIONS:]
+    paths = paths_in(run.path / "generations", "[0-9]*.json")[-MOST_GENERATIONS:]
     members = [nodes, *(read_json(path).get("nodes") or () for path in paths)]
     return list(dict.fromkeys(str(each[0]) for each in members if each))
 
@@ -176,7 +176,7 @@ def thinned(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...
 
 def read_events(run: RunDirectory) -> list[dict[str, Any]]:
     """All that the tails of the event files hold, in the order of time."""
-    paths = sorted((run.path / "events").glob("*.jsonl"))
+    paths = paths_in(run.path / "events", "*.jsonl")
     size = max(LEAST_BYTES, min(EVENT_BYTES, ALL_EVENT_BYTES // max(1, len(paths))))
     lines = [line for path in paths for line in tail_lines(path, size) if isinstance(line.get("event"), str)]
     return sorted(lines, key=lambda line: float(line.get("time") or 0.0))
@@ -209,7 +209,7 @@ def notable(lines: Iterable[Mapping[str, Any]]) -> tuple[Event, ...]:
 def read_restarts(run: RunDirectory, first: int, now: float) -> tuple[tuple[Restart, ...], float | None]:
     """Generations from this number on: those of the last hour that began because something broke, oldest first, and
     when the last but one of all began. What each cost is asked of the ledger only where they are many."""
-    stems = [path.stem for path in (run.path / "generations").glob("[0-9]*.json")]
+    stems = [path.stem for path in paths_in(run.path / "generations", "[0-9]*.json")]
     numbers = sorted(int(stem) for stem in stems if stem.isdecimal() and int(stem) >= first)
     made = {each: read_json(run.generation_path(each)) for each in numbers[-MOST_GENERATIONS:]}
     began = {each: number(document.get("time")) or 0.0 for each, document in made.items()}
@@ -280,12 +280,12 @@ def read_logs(run: RunDirectory, ranks: Sequence[int], since: float, nodes: Sequ
 
 def _matches(path: Path, since: float, rank: int | None = None, node: str = "") -> list[LogMatch]:
     try:
-        with open(path, "rb") as handle:
+        with open_regular(path) as handle:
             written = os.fstat(handle.fileno()).st_mtime
             if written < since:
                 return []
             handle.seek(max(0, handle.seek(0, os.SEEK_END) - LOG_BYTES))
-            text = handle.read().decode(errors="replace")
+            text = handle.read(LOG_BYTES).decode(errors="replace")
     except OSError:
         return []
     newest: dict[str, LogMatch] = {}

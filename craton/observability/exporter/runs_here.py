@@ -178,7 +178,7 @@ class RunsHere:
 def _age(path: Path) -> float:
     """Infinite where there is nothing."""
     try:
-        return time.time() - path.stat().st_mtime
+        return time.time() - path.lstat().st_mtime
     except OSError:
         return float("inf")
 

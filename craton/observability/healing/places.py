@@ -24,7 +24,7 @@ from craton.orchestration import (
     settled_summaries,
     working_nodes,
 )
-from craton.telemetry import RunDirectory, RunSummary, list_runs, runs_root, summarize
+from craton.telemetry import RunDirectory, RunSummary, list_runs, paths_in, runs_root, summarize
 
 DEFAULT_MODE, DEFAULT_SHARE = "advise", 0.1
 AGENT_ERRORS = (CratonError, OSError)  # a run that cannot be read hides no other
@@ -77,7 +77,7 @@ def look(place: Place, prometheus: str | None = None, notes: list[str] | None = 
     for run, ended in [*((run, None) for run in place.runs), *place.ended]:
         try:
             found += of_verdict(diagnose(take_snapshot(run, prometheus)), hosts_of(run), run.name, ended)
-            for path in sorted((run.path / "preflight").glob("*.json")):
+            for path in paths_in(run.path / "preflight", "*.json"):
                 found += _of_report(path, told)
         except Exception as error:  # noqa: BLE001 - whatever it is, it hides no other run, and it is told
             told.append(f"{run.name} could not be examined: {str(error) or type(error).__name__}")

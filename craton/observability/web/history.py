@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from craton.telemetry import METRICS, RunDirectory, parse_line, read_json
+from craton.telemetry import METRICS, RunDirectory, open_regular, parse_line, paths_in, read_json
 
 WHOLE_BYTES = 6 << 20  # what is new up to this size is read from beginning to end
 CHUNKS, CHUNK_BYTES = 300, 16 << 10  # of more, beside its last WHOLE_BYTES // 4
@@ -68,7 +68,7 @@ class History:
         return self._curves()
 
     def _nodes_of_rank_0(self) -> list[str]:
-        for path in (self._run.path / "generations").glob("[0-9]*.json"):
+        for path in paths_in(self._run.path / "generations", "[0-9]*.json"):
             if path.stem.isdecimal() and int(path.stem) not in self._nodes:
                 nodes = read_json(path).get("nodes")
                 if isinstance(nodes, list) and nodes:
@@ -80,7 +80,7 @@ class History:
 
     def _new_lines(self, path: Path) -> Iterator[bytes]:
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 offset = self._offsets.get(path, 0)
                 if size - offset > WHOLE_BYTES:

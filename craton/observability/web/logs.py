@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from dataclasses import dataclass
 
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, names_in, open_regular
 
 PIECE_BYTES = 64 << 10
 _SOURCE = re.compile(r"(rank-\d{5,}|(agent|keeper|nursery)-[A-Za-z0-9][A-Za-z0-9._-]*)\.log|slurm-[A-Za-z0-9._-]+\.out")
@@ -28,7 +27,7 @@ class Piece:
 def sources(run: RunDirectory) -> list[str]:
     """The logs of a run: those of ranks in their order, then those of agents."""
     try:
-        names = [name for name in os.listdir(run.path / "logs") if _SOURCE.fullmatch(name)]
+        names = [name for name in names_in(run.path / "logs") if _SOURCE.fullmatch(name)]
     except OSError:
         return []
     return sorted(names, key=lambda name: (not name.startswith("rank-"), len(name), name))
@@ -40,16 +39,11 @@ def read_piece(run: RunDirectory, source: str, begin: int | None) -> Piece | Non
     if _SOURCE.fullmatch(source) is None:
         return None
     try:
-        # A link inside a run's folder may lead anywhere; a pipe without a writer would be waited for.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(run.path / "logs" / source, flags)
+        opened = open_regular(run.path / "logs" / source)
     except OSError:
         return None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        return None
-    with os.fdopen(descriptor, "rb") as file:
-        size = os.fstat(descriptor).st_size
+    with opened as file:
+        size = os.fstat(file.fileno()).st_size
         start = max(0, size - PIECE_BYTES) if begin is None or begin > size else begin
         file.seek(start)
         data = file.read(PIECE_BYTES)

@@ -20,6 +20,7 @@ from craton.telemetry import (
     NodeStatus,
     RankStatus,
     RunDirectory,
+    names_in,
     read_heartbeat,
     read_json,
     read_status,
@@ -65,7 +66,7 @@ def read_member(run: RunDirectory) -> Member:
     given = launch.get("generation")
     started = given if isinstance(given, int) else 0
     try:
-        names = [name for name in os.listdir(run.path / "generations") if name[:-5].isdecimal()]
+        names = [name for name in names_in(run.path / "generations") if name[:-5].isdecimal()]
     except OSError:
         names = []
     newest = max((int(name[:-5]) for name in names), default=-1)

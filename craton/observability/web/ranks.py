@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from craton.telemetry import RunDirectory, parse_line
+from craton.telemetry import RunDirectory, open_regular, parse_line
 
 PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
 COLUMNS = (
@@ -190,7 +190,7 @@ class RankTails:
 
 def _between(path: str, start: int, end: int, is_cut: bool = True) -> tuple[bytes, int]:
     """The whole lines of a stretch, and where the last of them ends. The first may be cut where reading begins amid."""
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         file.seek(start)
         data = file.read(end - start)
     whole = data.rfind(b"\n") + 1

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from craton.telemetry import RunDirectory, parse_line, plan_checkpoint_intervals, read_lines
+from craton.telemetry import (
+    RunDirectory,
+    open_regular,
+    parse_line,
+    paths_in,
+    plan_checkpoint_intervals,
+    read_lines,
+)
 
 TAIL_BYTES = 64 << 10  # of a node's events, at the first look
 WIDE_TAIL_BYTES = 8 << 10  # the same where there are many nodes
@@ -76,7 +83,7 @@ class Records:
 
     def look(self) -> list[dict[str, Any]]:
         """The newest events that are news, newest first."""
-        sizes = _sizes(sorted((self._run.path / "events").glob("*.jsonl")))
+        sizes = _sizes(paths_in(self._run.path / "events", "*.jsonl"))
         if any(sizes.get(path, offset) < offset for path, offset in self._offsets.items()):
             self._forget()
         tail_bytes = TAIL_BYTES if len(sizes) <= MANY_NODES else WIDE_TAIL_BYTES
@@ -185,14 +192,14 @@ def _sizes(paths: Iterable[Path]) -> dict[Path, int]:
     found = {}
     for path in paths:
         with suppress(OSError):
-            found[path] = os.stat(path).st_size
+            found[path] = os.lstat(path).st_size
     return found
 
 
 def _lines_between(path: Path, begin: int, end: int) -> tuple[list[dict[str, Any]], int]:
     """The whole lines of a stretch of a file, and where the first of them begins (0: all was read, or cannot be)."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(begin)
             data = file.read(end - begin)
     except OSError:

@@ -20,7 +20,7 @@ from craton.observability.web.remembered import Remembered, recall, remember
 from craton.observability.web.schedulers import Schedulers
 from craton.observability.web.verdicts import Answer, Verdicts
 from craton.orchestration import MOVING, read_submission, settled_summaries
-from craton.telemetry import MARKERS, RunDirectory, RunSummary, Summarizer, list_runs, read_json
+from craton.telemetry import MARKERS, RunDirectory, RunSummary, Summarizer, list_runs, names_in, read_json
 
 LOOK_SECONDS = 1.5  # between two looks at all runs
 MOST_SHARE = 0.2  # of the time is spent on them
@@ -246,7 +246,7 @@ def _key(run: RunDirectory) -> tuple[int, ...]:
     """What changes when a run that has ended goes on."""
     paths = [run.launch_path, run.plan_path, run.path / "generations", *(run.path / marker for marker in MARKERS)]
     try:
-        nodes = sorted(os.listdir(run.path / "heartbeat"))[:KEY_NODES]
+        nodes = names_in(run.path / "heartbeat")[:KEY_NODES]
     except OSError:
         nodes = []
     return tuple(_modified(path) for path in (*paths, *(run.heartbeat_path(node) for node in nodes)))
@@ -258,6 +258,6 @@ def _why(error: Exception) -> str:
 
 def _modified(path: Path) -> int:
     try:
-        return os.stat(path).st_mtime_ns
+        return os.lstat(path).st_mtime_ns
     except OSError:
         return 0

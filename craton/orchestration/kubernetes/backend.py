@@ -37,7 +37,7 @@ from craton.orchestration.kubernetes.objects import OURS, seen_of
 from craton.orchestration.kubernetes.pods import INSTANCE, Manifest
 from craton.orchestration.kubernetes.standing import GONE, is_running, leaving_of, living, standing_of
 from craton.orchestration.kubernetes.target import Target, target_of
-from craton.telemetry import RunDirectory, RunError
+from craton.telemetry import RunDirectory, RunError, read_regular_text
 
 MANIFEST_FILE = "kubernetes.yaml"
 KILL_SECONDS = 1  # 0 would only make Kubernetes forget the pods, while they go on
@@ -155,8 +155,8 @@ def end_pods_on(run: RunDirectory, host: str) -> None:
 def read_manifests(run: RunDirectory) -> list[Manifest]:
     path = run.path / MANIFEST_FILE
     try:
-        documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError) as error:
+        documents = list(yaml.safe_load_all(read_regular_text(path)))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise RunStateError(f"{path} cannot be read ({error}); `craton resume {run.name}` writes it anew") from None
     return documents
 

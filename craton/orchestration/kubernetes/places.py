@@ -15,7 +15,6 @@ from typing import Any
 from craton.infrastructure import read_topology
 from craton.job import Job
 from craton.orchestration.kubernetes.target import DEFAULT_LABELS
-from craton.telemetry import read_json
 
 LEVELS = ("zone", "spine", "leaf")  # that a cluster file can name, broadest first
 # GPUs of several nodes on one NVLink: topograph's two families, and NVIDIA's own feature discovery.
@@ -68,11 +67,12 @@ def places_of(nodes: Iterable[Mapping[str, Any]], labels: Mapping[str, str]) -> 
 
 def read_places(path: Path | None) -> Places:
     """What a pod was given."""
-    document = read_json(path) if path else {}
     try:
+        # Not a file of the run: Kubernetes mounts a ConfigMap as links.
+        document = json.loads(path.read_text(encoding="utf-8")) if path else {}
         addresses = {str(node): tuple(map(str, switches)) for node, switches in document["addresses"].items()}
         return Places(tuple(document["levels"]), addresses, str(document["why"]))
-    except (KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return Places(why="nothing was sent along with the run")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from craton.agent import newest_generation
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, open_regular, paths_in
 
 TURN_SECONDS = 0.5
 MOST_BYTES = 1 << 20  # of a log in one turn
@@ -22,7 +22,7 @@ class LogCopier:
 
     def __init__(self, run: RunDirectory, node: str, out: TextIO) -> None:
         self._run, self._node, self._out = run, node, out
-        self._offsets = {path: path.stat().st_size for path in (run.path / "logs").glob("rank-*.log")}
+        self._offsets = {path: path.lstat().st_size for path in paths_in(run.path / "logs", "rank-*.log")}
         self._rests: dict[Path, bytes] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._copy_until_closed, name="logs", daemon=True)
@@ -51,7 +51,7 @@ class LogCopier:
         has_more = False
         for rank in generation.ranks_of(self._node) if generation else ():
             path = self._run.log_path(rank)
-            with contextlib.suppress(OSError), open(path, "rb") as log:
+            with contextlib.suppress(OSError), open_regular(path) as log:
                 log.seek(self._offsets.get(path, 0))
                 new = log.read(MOST_BYTES)
                 self._offsets[path] = log.tell()

@@ -46,7 +46,7 @@ from craton.orchestration.slurm.starts import may_start_again, next_start, read_
 from craton.orchestration.slurm.step import HYPERPOD, IMAGE_SECONDS, Step, agents_command, complaint_of, end_step
 from craton.orchestration.slurm.tools import ask, patiently, read_jobs, read_nodes, read_switches
 from craton.orchestration.state import stopped_by_user, write_whole
-from craton.telemetry import LineWriter, RunDirectory, read_json, summarize
+from craton.telemetry import LineWriter, RunDirectory, read_json, read_regular, summarize
 
 LEAVE = "leaving for Slurm:"
 LOOK_SECONDS = 0.5
@@ -270,7 +270,7 @@ class Batch:
     def _printed(self) -> bytes:
         """What this job has printed so far, over all its starts (script.py)."""
         with contextlib.suppress(OSError):
-            return (self._run.path / "logs" / f"slurm-{self._job_id.partition('_')[0]}.out").read_bytes()
+            return read_regular(self._run.path / "logs" / f"slurm-{self._job_id.partition('_')[0]}.out")
         return b""
 
     def _needed_nodes(self, launch: Launch) -> int:

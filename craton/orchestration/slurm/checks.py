@@ -22,7 +22,7 @@ from craton.orchestration.preflight_selftest import COMPUTE_SECONDS
 from craton.orchestration.slurm.script import SCRIPT_FILE
 from craton.orchestration.slurm.step import IMAGE_SECONDS, Step, doctor_command, end_step
 from craton.orchestration.slurm.tools import cancel_steps
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, paths_in, read_regular
 
 CHECK_SECONDS = 120.0
 EARLIER = "earlier"  # the folder of the reports of the start before
@@ -72,14 +72,14 @@ def check_seconds(step: Step, compute: bool) -> float:
 
 def documents_of(run: RunDirectory) -> list[dict[str, Any]]:
     """What the nodes of the newest start said; one that is torn or empty says nothing."""
-    return _read((run.path / "preflight").glob("*.json"))
+    return _read(paths_in(run.path / "preflight", "*.json"))
 
 
 def _read(reports: Iterable[Path]) -> list[dict[str, Any]]:
     found = []
     for path in sorted(reports):
-        with contextlib.suppress(OSError, ValueError):
-            document = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            document = json.loads(read_regular(path).decode(errors="replace"))
             if isinstance(document, dict) and document.get("nodes") and "findings" in document:
                 found.append(document)
     return found

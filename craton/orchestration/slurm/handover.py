@@ -19,7 +19,7 @@ from craton.orchestration.errors import NoAnswerError, RunStateError, SchedulerE
 from craton.orchestration.slurm.records import JobRecord
 from craton.orchestration.slurm.script import SCRIPT_FILE, nonce_of
 from craton.orchestration.slurm.tools import ANSWER_SECONDS, read_jobs_of, submit
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, read_regular_text
 
 NONCE = "nonce"
 TASK = "task"  # of a run that is one of an array
@@ -159,14 +159,14 @@ def _number(job: str, submission: Submission) -> str:
 
 def _script_nonce(run: RunDirectory) -> str:
     try:
-        return nonce_of((run.path / SCRIPT_FILE).read_text(encoding="utf-8"))
+        return nonce_of(read_regular_text(run.path / SCRIPT_FILE))
     except OSError:
         return ""
 
 
 def _record_text(run: RunDirectory) -> str | None:
     try:
-        return (run.path / BACKEND_FILE).read_text(encoding="utf-8")
+        return read_regular_text(run.path / BACKEND_FILE)
     except OSError:
         return None
 

@@ -174,3 +174,26 @@ def test_best_fit_loses_nothing_and_overfills_nothing() -> None:
     filled = np.add.reduceat(lengths[order], starts[:-1])
     assert filled.max() <= 100
     assert len(filled) <= 1.02 * lengths.sum() / 100 + 1
+
+
+@pytest.mark.parametrize(
+    ("template", "begin", "turn_end"),
+    [
+        (CHATML, "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"),
+        (HEADERS, "<|begin|>[user]\n\nhello<|eot|>[assistant]\n\n", "<"),
+    ],
+)
+def test_a_message_is_asked_as_chats_were_learnt(
+    bpe: Path, tmp_path: Path, template: str, begin: str, turn_end: str
+) -> None:
+    from craton.ml.sample import SampleError, chat_row
+
+    folder = with_template(bpe, tmp_path / "chat", template)
+    row, end = chat_row(folder, "hello", None)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode(row, skip_special_tokens=False) == begin
+    assert end is not None
+    assert tokenizer.decode([end], skip_special_tokens=False) == turn_end
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(SampleError, match="has no chat template"):
+        chat_row(folder, "hello", None)

@@ -1,0 +1,51 @@
+"""`craton rm RUN...`: remove runs that do not run, with their records, logs and checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+
+def rm(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or folders of runs.", show_default=False)],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was removed and what stays as JSON.")] = False,
+) -> None:
+    """Remove runs with their records, logs and checkpoints. Live runs are refused; tiers elsewhere stay."""
+    import json
+
+    from craton import figures
+    from craton.cli.live import make_console
+    from craton.cli.outcome import shown
+    from craton.digits import counted
+    from craton.orchestration import StartError, plan_removal, remove_run
+    from craton.telemetry import find_run
+
+    console = make_console(as_json)
+    found = list(dict.fromkeys(find_run(run) for run in runs))
+    removals = [plan_removal(run) for run in found]  # all are looked at before the first is removed
+    for each in removals:
+        text = f"{each.run.name}: {figures.size(each.size_bytes)} in {shown(each.run.path)}"
+        steps = f", {counted(each.num_checkpoints, 'checkpoint')} with it" if each.num_checkpoints else ""
+        console.print(f"{text}{steps}", markup=False, soft_wrap=True)
+        for place in each.stays:
+            console.print(f"  stays: {place}", markup=False, soft_wrap=True, style="dim")
+    if not yes:
+        what = removals[0].run.name if len(removals) == 1 else counted(len(removals), "run")
+        if not sys.stdin.isatty():
+            raise StartError(f"{what}: there is no terminal to ask on; give --yes to remove")
+        if not typer.confirm(f"Remove {what} for good?", err=True):
+            typer.echo("nothing was removed", err=True)
+            raise typer.Abort
+    for each in removals:
+        remove_run(each.run)
+    if as_json:
+        told = [
+            {"name": each.run.name, "path": str(each.run.path), "bytes": each.size_bytes, "stays": list(each.stays)}
+            for each in removals
+        ]
+        print(json.dumps(told))
+        return
+    console.print(f"removed {', '.join(each.run.name for each in removals)}", markup=False, soft_wrap=True)

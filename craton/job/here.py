@@ -1,0 +1,131 @@
+"""What a job needs of the machine that runs it: files, a user's own functions, packages of trackers.
+
+Asked only where the ranks run here: a job may be checked and planned on a laptop that has none of it. A user's code is
+found and read, never imported: a check must not start what a module does when it is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import os.path
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from craton.job.data import STANDARD_LIBRARY
+from craton.job.errors import ContentError, did_you_mean
+from craton.job.jobfile import Job
+from craton.job.modelspec import is_function
+from craton.remote import is_url
+
+# Tracker → (module, what installs it).
+TRACKER_PACKAGES = {
+    "wandb": ("wandb", "pip install wandb"),
+    "mlflow": ("mlflow", "pip install mlflow"),
+    "tensorboard": ("tensorboard", "pip install 'craton[tensorboard]'"),
+}
+
+
+def check_here(job: Job, folder: Path | None = None) -> None:
+    """ContentError with everything that this machine lacks to run the job. `folder`: where the user's functions are,
+    if not beside the job file."""
+    problems = [*_files(job), *_functions(job, folder or job.folder), *_trackers(job)]
+    if problems:
+        raise ContentError(problems)
+
+
+def check_trackers(job: Job) -> None:
+    """Only the trackers: for nodes that share this machine's environment but not its files."""
+    if problems := list(_trackers(job)):
+        raise ContentError(problems)
+
+
+def _files(job: Job) -> Iterator[str]:
+    for key, mixture in (("path", job.data.mixture), ("validation", job.data.validation_mixture)):
+        for path, _ in mixture:
+            if path != STANDARD_LIBRARY and not is_url(path) and not Path(path).exists():
+                yield f"{job.where('data', key)}data.{key}: {path} does not exist{_near(path)}"
+    tokenizer = job.data.tokenizer
+    if tokenizer is not None and os.path.isabs(tokenizer) and not Path(tokenizer).exists():
+        yield (
+            f"{job.where('data', 'tokenizer')}data.tokenizer: {tokenizer} does not exist{_near(tokenizer)}; give a "
+            "folder with a tokenizer.json, a Hub id, or bpe:4096 to train one"
+        )
+
+
+def _near(path: str) -> str:
+    """A name beside it that may have been meant."""
+    parent = Path(path).parent
+    try:
+        return did_you_mean(Path(path).name, [each.name for each in parent.iterdir()])
+    except OSError:
+        return f"; nor does the folder {parent}" if not parent.exists() else ""
+
+
+def _trackers(job: Job) -> Iterator[str]:
+    for tracker in job.track:
+        module, install = TRACKER_PACKAGES[tracker]
+        if find_spec(module) is None:
+            yield (
+                f"{job.where('track')}track: {tracker} is not installed here; `{install}`, or remove {tracker} from "
+                "`track:`"
+            )
+
+
+def _functions(job: Job, folder: Path) -> Iterator[str]:
+    model = job.model if isinstance(job.model, str) and is_function(job.model) else None
+    named = {("model",): model, ("data", "source"): job.data.source, ("objective",): job.objective}
+    for location, function in {**named, ("reward",): job.reward}.items():
+        if function is not None and (problem := _function_problem(function, folder)):
+            yield f"{job.where(*location)}{'.'.join(location)}: {problem}"
+
+
+def _function_problem(function: str, folder: Path) -> str:
+    """Why `package.module:function` cannot be found; empty where it can, or where only an import could tell."""
+    module, _, name = function.partition(":")
+    try:
+        spec = _spec_of(module, folder)
+    except (ImportError, ValueError, OSError) as error:
+        return f"{module} cannot be looked for: {error}"
+    if spec is None:
+        beside = [each.stem for each in folder.glob("*.py")] if folder.is_dir() else []
+        return (
+            f"there is no module {module!r}, neither in {folder.absolute()} nor among the installed ones"
+            f"{did_you_mean(module, beside)}"
+        )
+    names = _top_names(spec)
+    if names is None or name in names:
+        return ""
+    return f"{spec.origin} has no {name!r} at its top{did_you_mean(name, names)}"
+
+
+def _spec_of(module: str, folder: Path) -> ModuleSpec | None:
+    """As ranks find it, the job's folder first, without importing any package on the way."""
+    first, *others = module.split(".")
+    spec = PathFinder.find_spec(first, [str(folder.absolute())]) or find_spec(first)
+    for number, part in enumerate(others):
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(".".join([first, *others[:number], part]), spec.submodule_search_locations)
+    return spec
+
+
+def _top_names(spec: ModuleSpec) -> set[str] | None:
+    """What a module's source defines at its top; None where that cannot be told by reading it."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None  # the import says it better
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.ImportFrom(names=imported) | ast.Import(names=imported):
+                names |= {(each.asname or each.name).partition(".")[0] for each in imported}
+    return None if names & {"*", "__getattr__"} else names

@@ -1,0 +1,193 @@
+"""Read the files of a run directory that another user may have written.
+
+On a shared root anyone can plant a FIFO, a device, a link to a private file or a terabyte of zeros where a run has a
+file. Every reader of run directories opens its files here, and then:
+- no reader waits: a FIFO, a socket, a device or a folder in the place of a file is an `UnsafeFileError`;
+- no reader leaves the run: links below the run directory are not followed. The run directory itself may be a link;
+- no reader fills the memory: a document, a line and a list of names have a maximum.
+
+`UnsafeFileError` is an OSError, so a reader that goes on without a file does so here too; `noting_unread` notes them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from fnmatch import fnmatchcase
+from io import BufferedReader
+from pathlib import Path
+
+MAX_DOCUMENT_BYTES = 64 << 20  # launch.json of 10,000 nodes has 2 MiB
+MAX_NAMES = 200_000  # in one folder: twice as many as a run of 100,000 ranks has logs
+# Folders of a run whose files are opened by path: below these and below the run itself no link is followed.
+RUN_FOLDERS = frozenset(
+    {"events", "metrics", "ledger", "logs", "traces", "heartbeat", "status", "generations", "plans", "chaos", "track"}
+    | {"hosts", "preflight", "unfit"}
+)
+_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_FOLDER_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a symbolic link",
+}
+_unread: ContextVar[dict[Path, OSError] | None] = ContextVar("unread", default=None)
+
+
+class UnsafeFileError(OSError):
+    """Something other than a regular file of reasonable size stands where a file of a run belongs."""
+
+    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
+        super().__init__(errno.EINVAL, reason, os.fspath(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename} {self.strerror}"
+
+
+@contextmanager
+def noting_unread() -> Iterator[dict[Path, OSError]]:
+    """Inside, a file that cannot be read has no lines, and is noted: path → why. For who must say something of a run
+    even while its file system fails."""
+    noted: dict[Path, OSError] = {}
+    token = _unread.set(noted)
+    try:
+        yield noted
+    finally:
+        _unread.reset(token)
+
+
+def note_unread(path: Path, error: OSError) -> bool:
+    """Note a file that cannot be read; False where no caller collects such notes."""
+    noted = _unread.get()
+    if noted is None:
+        return False
+    noted[path] = error
+    return True
+
+
+def open_regular(path: str | os.PathLike[str], below: str | os.PathLike[str] | None = None) -> BufferedReader:
+    """Open a regular file of a run for reading, without waiting and without following a link below the run directory.
+
+    `below` is the run directory; without it, the parent of `path`, or the parent of one of RUN_FOLDERS.
+    """
+    descriptor = _open(path, below, _FILE_FLAGS)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise UnsafeFileError(path, f"is {_kind(mode)}, not a regular file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(
+    path: str | os.PathLike[str],
+    max_bytes: int = MAX_DOCUMENT_BYTES,
+    below: str | os.PathLike[str] | None = None,
+) -> bytes:
+    """The content of a regular file of a run; UnsafeFileError where it has more than `max_bytes`."""
+    with open_regular(path, below) as file:
+        # A size of 0 is what files of /proc and some network file systems report: the read decides.
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise UnsafeFileError(path, f"has more than {max_bytes:,} bytes, the maximum for this file")
+    return content
+
+
+def read_regular_text(path: str | os.PathLike[str], below: str | os.PathLike[str] | None = None) -> str:
+    """The same as text; ValueError where it is not UTF-8."""
+    return read_regular(path, below=below).decode()
+
+
+def names_in(
+    folder: str | os.PathLike[str], pattern: str = "*", below: str | os.PathLike[str] | None = None
+) -> list[str]:
+    """Sorted names in a folder of a run that match a pattern; none where there is no folder.
+
+    The folder itself is not a link, unless it is the run directory. More than MAX_NAMES are an UnsafeFileError.
+    """
+    try:
+        descriptor = _open(folder, below or os.path.dirname(folder), _FOLDER_FLAGS)
+    except FileNotFoundError:
+        return []
+    try:
+        found = []
+        with os.scandir(descriptor) as entries:
+            for count, entry in enumerate(entries):
+                if count >= MAX_NAMES:
+                    raise UnsafeFileError(
+                        folder, f"has more than {MAX_NAMES:,} files, the maximum for a folder of a run"
+                    )
+                if fnmatchcase(entry.name, pattern):
+                    found.append(entry.name)
+    finally:
+        os.close(descriptor)
+    return sorted(found)
+
+
+def paths_in(folder: Path, pattern: str = "*") -> list[Path]:
+    """The same as paths. A folder that cannot be listed is noted where notes are collected."""
+    try:
+        return [folder / name for name in names_in(folder, pattern)]
+    except OSError as error:
+        if not note_unread(folder, error):
+            raise
+        return []
+
+
+def _open(path: str | os.PathLike[str], below: str | os.PathLike[str] | None, flags: int) -> int:
+    """A descriptor of `path`. Each component below the run directory is opened by itself, so that none is a link."""
+    base, parts = _split(os.fspath(path), below)
+    if not parts or ".." in parts:
+        raise UnsafeFileError(path, f"is not below {base}")
+    if len(parts) == 1:
+        return _open_at(os.path.join(base, parts[0]), None, flags, path)
+    here = _open_at(os.path.join(base, parts[0]), None, _FOLDER_FLAGS, path)
+    try:
+        for folder in parts[1:-1]:
+            inner = _open_at(folder, here, _FOLDER_FLAGS, path)
+            os.close(here)
+            here = inner
+        return _open_at(parts[-1], here, flags, path)
+    finally:
+        os.close(here)
+
+
+def _split(path: str, below: str | os.PathLike[str] | None) -> tuple[str, list[str]]:
+    """The run directory, and the components below it."""
+    if below is None:
+        folder, name = os.path.split(path)
+        run, inner = os.path.split(folder)
+        return (run, [inner, name]) if inner in RUN_FOLDERS else (folder, [name])
+    base = os.fspath(below)
+    inside = path.removeprefix(base.rstrip(os.sep) + os.sep)
+    return base, [] if inside == path else [part for part in inside.split(os.sep) if part not in ("", ".")]
+
+
+def _open_at(name: str, folder: int | None, flags: int, path: str | os.PathLike[str]) -> int:
+    try:
+        return os.open(name, flags, dir_fd=folder)
+    except OSError as error:
+        # ELOOP and, for a folder, ENOTDIR: a link; ENXIO: a socket; ENODEV: a device without a driver.
+        if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.ENXIO, errno.ENODEV):
+            raise
+        try:
+            mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        except OSError:
+            raise error from None
+        here = os.path.basename(name)
+        what = "" if here == os.path.basename(path) else f"lies in {here}, which "
+        wanted = "a regular file" if not flags & os.O_DIRECTORY else "a folder"
+        raise UnsafeFileError(path, f"{what}is {_kind(mode)}, not {wanted}") from None
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "a regular file" if stat.S_ISREG(mode) else "something else")

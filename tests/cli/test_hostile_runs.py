@@ -1,0 +1,131 @@
+"""Runs on a root that others write to: what they plant makes no verb wait, die, leave the run or obey."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_verbs import Verbs
+
+from craton.printable import printable, printable_line
+from craton.telemetry import RunDirectory
+
+PLANTED = [
+    *("job.yaml", "plan.json", "launch.json", "agents.json", "backend.json", "summary.json", "STOP", "FATAL"),
+    *("events/node-0.jsonl", "metrics/node-0.jsonl", "ledger/node-0.jsonl", "heartbeat/node-0", "status/node-0.json"),
+    *("generations/000000.json", "logs/rank-00000.log", "logs/times-node-0.jsonl", "logs/agent-node-0.log"),
+]
+CLEAR_SCREEN = "\x1b[2J\x1b]0;title\x07"
+
+
+def make_run(root: Path, name: str) -> RunDirectory:
+    run = RunDirectory.create(root, name)
+    launch = {"generation": 0, "nodes": ["node-0"], "ranks_per_node": 1, "command": ["true"]}
+    run.launch_path.write_text(json.dumps(launch))
+    run.plan_path.write_text(json.dumps({"steps": 3, "kind": "pretrain"}))
+    run.job_path.write_text("name: x\nkind: command\ncommand: ['true']\ncluster: local x 1\n")
+    run.log_path(0).write_text("hello\n")
+    run.metrics_path("node-0").write_text('{"time": 1, "rank": 0, "step": 1, "generation": 0, "run_loss": 2.5}\n')
+    return run
+
+
+def craton(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As a process of its own, so that one that waits can be ended."""
+    environment = {**os.environ, "CRATON_RUNS": str(root)}
+    command = [sys.executable, "-m", "craton", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("plant", ["FIFO", "link", "folder", "nested", "terabyte"])
+def test_ps_goes_past_whatever_is_planted(tmp_path: Path, plant: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text('{"steps": 987654321}\n')
+    make_run(tmp_path / "runs", "good")
+    for number, name in enumerate(PLANTED):
+        path = make_run(tmp_path / "runs", f"bad-{number}").path / name
+        path.unlink(missing_ok=True)
+        match plant:
+            case "FIFO":
+                os.mkfifo(path)
+            case "link":
+                path.symlink_to(secret)
+            case "folder":
+                path.mkdir()
+            case "nested":
+                path.write_text('{"a":' * 50_000)
+            case "terabyte":
+                with open(path, "wb") as file:
+                    file.truncate(1 << 40)
+    listed = craton(tmp_path / "runs", "ps")
+    assert listed.returncode == 0, listed.stderr
+    rows = [line.split()[0] for line in listed.stdout.splitlines() if line.startswith(("good ", "bad-"))]
+    assert {"good", *(f"bad-{number}" for number in range(len(PLANTED)))} <= {row.rstrip(":") for row in rows}
+    assert "987,654,321" not in listed.stdout
+    if plant == "FIFO":
+        assert f"{PLANTED.index('events/node-0.jsonl')}/events/node-0.jsonl is a FIFO, not a regular" in listed.stdout
+    if plant == "link":
+        assert f"bad-{PLANTED.index('plan.json')}/plan.json is a symbolic link, not a regular file" in listed.stdout
+
+
+def test_what_was_passed_over_is_told_in_json_too(verbs: Verbs) -> None:
+    run = make_run(verbs.root, "bad")
+    os.mkfifo(run.events_path("node-0"))
+    [told] = verbs.json("ps")
+    assert told["unread"] == [f"{run.events_path('node-0')} is a FIFO, not a regular file"]
+
+
+def test_logs_stay_inside_the_run(verbs: Verbs, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("the key is 4711\n")
+    run = make_run(verbs.root, "linked")
+    run.log_path(1).symlink_to(tmp_path / "secret")
+    os.mkfifo(run.log_path(2))
+    said = verbs("logs", "linked")
+    assert said.returncode == 0
+    assert said.stdout.splitlines() == [
+        "rank-00000  hello",
+        f"rank-00001  (this log cannot be read: {run.log_path(1)} is a symbolic link, not a regular file)",
+        f"rank-00002  (this log cannot be read: {run.log_path(2)} is a FIFO, not a regular file)",
+    ]
+    for path in (run.path / "logs").iterdir():
+        path.unlink()
+    (run.path / "logs").rmdir()
+    (run.path / "logs").symlink_to(tmp_path)
+    (tmp_path / "rank-00000.log").write_text("the key is 4711\n")
+    refused = verbs("logs", "linked")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "logs is a symbolic link, not a folder" in refused.stderr
+
+
+@pytest.mark.parametrize("verb", ["resume", "stop", "why"])
+def test_verbs_of_one_run_do_not_wait_for_a_pipe(tmp_path: Path, verb: str) -> None:
+    run = make_run(tmp_path / "runs", "piped")
+    for name in ("job.yaml", "launch.json", "plan.json", "agents.json", "backend.json", "STOP", "logs/rank-00000.log"):
+        (run.path / name).unlink(missing_ok=True)
+        os.mkfifo(run.path / name)
+    said = craton(tmp_path / "runs", verb, "piped")
+    assert "Traceback" not in said.stderr
+    assert said.returncode in (0, 2)
+
+
+def test_escape_sequences_are_written_out(verbs: Verbs) -> None:
+    run = make_run(verbs.root, "plain")
+    run.log_path(0).write_text(f"{CLEAR_SCREEN}\x1b[32mgreen\x1b[0m\rover\n")
+    run.mark("FATAL", f"it {CLEAR_SCREEN} failed")
+    run.path.rename(verbs.root / f"odd{CLEAR_SCREEN}\udcff")
+    listed, logs = verbs("ps"), verbs("logs", f"odd{CLEAR_SCREEN}\udcff", "--rank", "0")
+    why = verbs("why", f"odd{CLEAR_SCREEN}\udcff")
+    missing = verbs("logs", f"missing{CLEAR_SCREEN}")
+    for said in (listed.stdout, why.stdout, missing.stderr):
+        assert "\x1b" not in said
+        assert "\\x1b[2J\\x1b]0;title" in said
+    assert logs.stdout.splitlines() == ["\\x1b[2J\\x1b]0;title\\x07\x1b[32mgreen\x1b[0m\x1b[0m", "over"]
+
+
+def test_text_without_control_characters_stays_as_it_is() -> None:
+    for text in ("plain", "naïve – 測試 ✓", "tab\tand\nline"):
+        assert printable(text) == printable_line(text) == text
+    assert printable("a\u202eb\ud800\x9b") == "a\\u202eb\\ud800\\x9b"
