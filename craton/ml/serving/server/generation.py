@@ -209,10 +209,9 @@ class Answers(ABC, Generic[AnyChoice]):
         }
 
 
-async def respond(http: Request, answers: Answers[Any]) -> Response:
-    """The answers as a body, or as a stream once the first of them begins."""
+async def respond(http: Request, answers: Answers[Any], ignored: list[str]) -> Response:
+    """The answers as a body, or as a stream once the first of them begins. `ignored`: fields to warn the client of."""
     exchange = answers.exchange
-    ignored = answers.request.ignored()
     headers = {"X-Ignored-Fields": ", ".join(map(_header_text, ignored[:20]))} if ignored else {}
     watch = asyncio.create_task(_watch(http.receive, answers))
     is_handed_on = False

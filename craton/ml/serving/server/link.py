@@ -101,9 +101,9 @@ class EngineLink:
         finally:
             self._answers.pop(number, None)
 
-    def note_state(self, state: str) -> None:
+    def note_state(self, state: str, refusal: str | None = None) -> None:
         """The state after a control that has changed it, until the engine's next report."""
-        self.stats = replace(self.stats, state=state)
+        self.stats = replace(self.stats, state=state, refusal=self.stats.refusal if refusal is None else refusal)
 
     def note_adapters(self, adapters: Iterable[str]) -> None:
         assert self.ready is not None
