@@ -46,7 +46,7 @@ class _Bounded:
     cycle: Any
     flow: Any
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[misc]
         self.waits_since = time.monotonic()
         self._timer = self.loop.call_later(self.limits.head_seconds, self._look)
@@ -111,7 +111,7 @@ class BoundedH11(_Bounded, H11Protocol):
 class BoundedHttpTools(_Bounded, HttpToolsProtocol):
     """Several times faster than h11 for streams of many small chunks, which is what a model server sends."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._head_bytes = 0
         self._is_in_head = True
         super().connection_made(transport)

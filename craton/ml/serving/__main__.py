@@ -88,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tell_failure(front.line, f"the engine failed: {type(error).__name__}: {error}")
         return 1
     finally:
+        gc.unfreeze()  # what stays frozen is not collected at exit, and extension modules report it as leaked
         if front is not None:
             _end(front)
 
@@ -145,7 +146,6 @@ def serve(
     gang.close()
     if grammars is not None:
         grammars.close()
-    gc.unfreeze()  # what stays frozen is not collected at exit, and extension modules report it as leaked
     return _status(front)
 
 

@@ -73,7 +73,7 @@ class AccessCheck:
     def check(self, method: str, path: str, headers: Mapping[str, str]) -> None:
         """Raises why the request is refused. Names of headers are in lower case."""
         name = host_name(headers.get("host", ""))
-        if name is None or (self._is_local and not is_loopback(name)):
+        if self._is_local and (name is None or not is_loopback(name)):
             raise ForbiddenError(
                 "this server listens at loopback and the Host header names another machine; use localhost, or have a "
                 "proxy set Host to localhost",

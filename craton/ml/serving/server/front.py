@@ -34,10 +34,15 @@ BACKLOG = 2048
 logger = logging.getLogger("craton.serving")
 
 
-class ClientConnection(BoundedHttpTools):
-    """All clients of a proxy are one peer, so that one peer may have most connections."""
+def connections_for(client_seconds: float) -> type[BoundedHttpTools]:
+    """Connections of clients that have so long for a request's head, and more for its body and to take an answer. All
+    clients of a proxy are one peer, so one peer may have most connections."""
+    bounds = Limits(client_seconds, 6 * client_seconds, 3 * client_seconds, per_peer=6144, total=8192)
 
-    limits = Limits(head_seconds=10.0, body_seconds=60.0, write_seconds=30.0, per_peer=6144, total=8192)
+    class ClientConnection(BoundedHttpTools):
+        limits = bounds
+
+    return ClientConnection
 
 
 class FrontEnd(uvicorn.Server):
@@ -101,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     config = uvicorn.Config(
         make_app(service),
-        http=ClientConnection,
+        http=connections_for(options.client_seconds),
         ws="none",
         log_level="warning",
         access_log=False,
@@ -137,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-waiting", type=int, default=default.max_waiting, help="requests without a token; one more gets 429")
     add("--max-body", type=int, default=default.max_body_bytes, metavar="BYTES", help="0: by the context")
     add("--request-timeout", type=float, default=default.request_seconds, metavar="SECONDS", help="0: never")
+    add("--client-seconds", type=float, default=10.0, help="for the head of a request; 6 times that for all of it")
     add("--silent-seconds", type=float, default=default.silent_seconds, help="of an engine that hangs, for /health")
     add("--drain-seconds", type=float, default=default.drain_seconds)
     return parser

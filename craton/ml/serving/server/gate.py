@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from craton.ml.serving.server.access import AccessCheck
 from craton.ml.serving.server.errors import ApiError, BusyError, TooLargeError
 
+MAX_DISCARDED_BYTES = 64 << 20
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -51,15 +52,27 @@ class Gate:
                 raise _too_large(limits)
             if scope["path"] in GENERATION_PATHS and scope["method"] == "POST":
                 self._check_taken()
-        except BusyError as error:  # whoever comes again may use the same connection
-            while (await receive()).get("more_body"):
-                pass
-            await _send_error(send, error, is_last=False)
+        except (BusyError, TooLargeError) as error:
+            # A client that is still sending when the connection closes gets no answer. Whoever comes again to a busy
+            # server may use the same connection.
+            is_whole = await _discard(receive)
+            await _send_error(send, error, is_last=not is_whole)
             return
         except ApiError as error:
             await _send_error(send, error)
             return
         await self._app(scope, _counted(receive, limits), send)
+
+
+async def _discard(receive: Receive) -> bool:
+    """Reads a body and keeps nothing of it; whether it ended within reason."""
+    num_bytes = 0
+    while num_bytes < MAX_DISCARDED_BYTES:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if not message.get("more_body"):
+            return True
+    return False
 
 
 def _counted(receive: Receive, limits: BodyLimits) -> Receive:

@@ -33,6 +33,8 @@ from craton.ml.serving.messages import (
 from craton.ml.serving.server.errors import ApiError, ClientGoneError, TooSlowError, UnavailableError
 from craton.ml.serving.server.wire import Wire
 
+MAX_HELD_VALUES = 1 << 18  # tokens and alternatives of one request that its client has not taken; about 10 MB
+
 logger = logging.getLogger("craton.serving")
 
 
@@ -192,6 +194,7 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, set[int]] = {}  # copies that have not ended, by submit
         self._pieces: list[Piece] = []
+        self._num_held = 0  # tokens and alternatives among these
         self._waiter: asyncio.Future[None] | None = None
         self._problem: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -222,6 +225,7 @@ class Exchange:
             self._waiter = self._loop.create_future()
             await self._waiter
         pieces, self._pieces = self._pieces, []
+        self._num_held = 0
         return pieces
 
     def end(self, number: int, index: int) -> None:
@@ -255,6 +259,10 @@ class Exchange:
             self.has_begun = True
             self._link._begun(self)
         self._pieces.append(piece)
+        self._num_held += sum(len(each.tokens) for each in piece.alternatives) + len(piece.tokens)
+        if self._num_held > MAX_HELD_VALUES:
+            self._link._abort(piece.id, None)
+            self.fail(TooSlowError("the client does not take its answer; it was given up", code="slow_client"))
         if piece.finish is not None:
             self._ended(piece.id, piece.index)
         self._wake()

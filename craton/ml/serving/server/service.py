@@ -24,7 +24,7 @@ from craton.ml.serving.server.errors import BadRequestError, BusyError, NotFound
 from craton.ml.serving.server.gate import BodyLimits
 from craton.ml.serving.server.link import EngineLink, Exchange
 from craton.ml.serving.server.metrics import Metrics
-from craton.ml.serving.server.protocol import GenerationRequest, Message, Tool
+from craton.ml.serving.server.protocol import MAX_CHOICES, GenerationRequest, Message, Tool
 from craton.ml.serving.server.settings import ServerSettings, ToolStyle
 from craton.ml.serving.server.templates import ChatTemplate, load_template
 from craton.ml.serving.server.tools import guess_style
@@ -34,9 +34,11 @@ LONG_CHARACTERS = 4_000  # a text that takes longer to render and encode than ot
 ENCODERS = 2  # threads for long texts; one more core would be taken from the engine
 # Of a body: OpenAI's fields beside the prompt, and the prompt's tokens as JSON with every letter escaped.
 BODY_BYTES, BODY_BYTES_PER_TOKEN, MAX_BODY_BYTES = 2 << 20, 64, 16 << 20
-BODY_VALUES = 400_000  # parsed and checked in less than 100 ms, during which nobody else is answered
+# Values of a body: the most are parsed and checked in less than 100 ms, during which no other client is answered.
+BODY_VALUES, MAX_BODY_VALUES = 100_000, 400_000
 TOOL_CHARACTERS, MESSAGE_CHARACTERS = 200, 20  # what rendering one costs beside its content
 TOO_LONG = "context_length_exceeded"
+MAX_PROMPT_LOGPROBS = 1 << 17  # values, of one prompt
 MAX_RETRY_SECONDS = 60
 ADVISED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of a generation_config.json
 
@@ -106,7 +108,8 @@ class Service:
         """A body has the tokens of its prompts, as texts or as numbers, and little else."""
         length = 0 if self.link.ready is None else self.link.ready.max_length
         by_context = min(BODY_BYTES + BODY_BYTES_PER_TOKEN * length, MAX_BODY_BYTES)
-        return BodyLimits(self.settings.max_body_bytes or by_context, max(BODY_VALUES, 2 * length))
+        values = max(BODY_VALUES, min(MAX_CHOICES * length, MAX_BODY_VALUES), 2 * length)
+        return BodyLimits(self.settings.max_body_bytes or by_context, values)
 
     def check_taken(self) -> None:
         """Raises why no request is taken now, if none is."""
@@ -184,7 +187,6 @@ class Service:
         ready = self.link.working()
         if not prompt:
             raise BadRequestError("the prompt has no tokens; it needs at least one", "prompt")
-        self.check_tokens(prompt, "prompt")
         if len(prompt) >= ready.max_length:
             raise BadRequestError(
                 f"the prompt has {len(prompt)} tokens; the model's context is {ready.max_length} tokens, of which the "
@@ -192,6 +194,7 @@ class Service:
                 "prompt",
                 TOO_LONG,
             )
+        self.check_tokens(prompt, "prompt")
 
     def check_tokens(self, tokens: Sequence[int], parameter: str) -> None:
         vocabulary = self.link.working().vocabulary
@@ -221,6 +224,12 @@ class Service:
                 f"{ready.max_length} tokens; ask for at most {room}",
                 "max_tokens",
                 TOO_LONG,
+            )
+        if prompt_logprobs is not None and prompt_tokens * (prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
+            raise BadRequestError(
+                f"log-probs of {prompt_logprobs} alternatives for the prompt's {prompt_tokens} tokens are more than "
+                f"{MAX_PROMPT_LOGPROBS:,} values; ask for fewer, or shorten the prompt",
+                "prompt_logprobs",
             )
         if request.min_tokens > max_tokens:
             raise BadRequestError(f"min_tokens {request.min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
