@@ -200,7 +200,7 @@ def test_fuzzed_requests_leave_the_server_alive(server: Server, path: str, mode:
     described = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
 
     @settings(
-        max_examples=12,
+        max_examples=8,
         phases=[Phase.generate],
         deadline=None,
         derandomize=True,

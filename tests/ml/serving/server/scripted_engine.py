@@ -35,7 +35,7 @@ from craton.ml.serving.messages import (
     Submit,
 )
 
-SECONDS = 20.0
+SECONDS = 120.0  # generous: a busy machine takes 50 s to import the front end
 VOCABULARY = 320
 MAX_LENGTH = 1024
 NEVER = 1 << 30
