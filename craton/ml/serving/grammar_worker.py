@@ -196,10 +196,15 @@ def _limit_this_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    room = _memory_bytes()[0] + MAX_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (room, room))
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    wanted = {
+        resource.RLIMIT_AS: _memory_bytes()[0] + MAX_BYTES,
+        resource.RLIMIT_CPU: MAX_SECONDS,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, limit in wanted.items():
+        hard = resource.getrlimit(kind)[1]
+        lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (lower, lower))
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)  # the last words of one that runs out of memory are not for the run's log
 
