@@ -91,9 +91,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             text = await service.render(
                 request.messages, request.tools, request.add_generation_prompt, request.chat_template_kwargs
             )
-            tokens = await service.encode(text, with_special_tokens=False)
+            tokens = await service.encode(text, with_special_tokens=False, must_fit=False)
         else:
-            tokens = await service.encode(request.prompt or "", request.add_special_tokens)
+            tokens = await service.encode(request.prompt or "", request.add_special_tokens, must_fit=False)
         body = {"count": len(tokens), "max_model_len": ready.max_length, "tokens": tokens}
         if request.return_token_strs:
             vocabulary = service.texts("return_token_strs")

@@ -146,10 +146,11 @@ class Service:
         known = ", ".join(repr(name) for name in (self.name, *adapters))
         raise NotFoundError(f"the model {model!r} does not exist; there is {known}", "model", "model_not_found")
 
-    async def encode(self, text: str, with_special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, with_special_tokens: bool, must_fit: bool = True) -> list[int]:
+        """`must_fit`: more tokens than the context has are refused; else they are counted."""
         vocabulary = self.texts("prompt")
         self._check_fits(len(text))
-        limit = self.link.working().max_length
+        limit = self.link.working().max_length if must_fit else None
         return await self._aside(len(text), lambda: _encode(vocabulary, text, with_special_tokens, limit))
 
     async def render(
@@ -292,13 +293,13 @@ def generation_defaults(folder: Path) -> dict[str, float]:
     return found
 
 
-def _encode(vocabulary: Vocabulary, text: str, with_special_tokens: bool, max_tokens: int) -> list[int]:
+def _encode(vocabulary: Vocabulary, text: str, with_special_tokens: bool, max_tokens: int | None) -> list[int]:
     try:
         return vocabulary.encode(text, with_special_tokens, max_tokens)
     except TextTooLongError as error:
         raise BadRequestError(
-            f"the text has {error.num_tokens} tokens; the model's context is {max_tokens} tokens, of which an answer "
-            "needs at least one",
+            f"the prompt has {error.num_tokens} tokens; the model's context is {max_tokens} tokens, of which the "
+            "answer needs at least one",
             "prompt",
             TOO_LONG,
         ) from None
