@@ -20,7 +20,12 @@ def serve(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server, such as http://localhost:8000.")],
     model: Annotated[str | None, typer.Option(help="Model; default: the first that the server names.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Chat completions instead of completions.")] = False,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as bearer token.")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OPENAI_API_KEY", help="Sent as bearer token; process lists show it, so prefer the variable."
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which a request has failed.")] = 600.0,
     concurrency: Annotated[
         int | None,

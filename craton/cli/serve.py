@@ -49,7 +49,13 @@ def serve(
     api_keys: Annotated[
         str | None, typer.Option(help="Environment variable that holds the keys.", show_default=False)
     ] = None,
-    admin: Annotated[bool, typer.Option("--admin", help="Allow requests that pause it or change weights.")] = False,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Allow requests that pause it or change weights, with a key of their own.")
+    ] = False,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(help="Environment variable that holds the admin key \\[default: make one].", show_default=False),
+    ] = None,
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Serve a preset without weights, to measure.")
     ] = False,
@@ -94,7 +100,8 @@ def serve(
         "adapters": _adapters(adapter) if adapter else None,
         "tool_parser": tool_parser,
         "api_keys": api_keys,
-        "admin": admin or None,
+        "admin": admin or admin_key is not None or None,
+        "admin_key": admin_key,
         "initialize": "random" if random_weights else None,
     }
     wanted = serve_job(

@@ -47,7 +47,7 @@ def follow_server(
         try:
             view = _wait_until_ready(server, stages, follower, console, quiet=as_json)
             if view.is_moving:
-                ready = ready_json(draft.job, draft.serving, stages.newest)
+                ready = ready_json(draft.job, draft.serving, stages.newest, run)
                 if not as_json:
                     print_ready(draft.job, draft.serving, ready, console)
                 if detach:
@@ -74,14 +74,18 @@ def way_back(name: str) -> str:
     return f"`craton logs {name} -f` follows it, `craton stop {name}` drains and stops it"
 
 
-def ready_json(job: Job, plan: ServePlan | None, stage: dict[str, Any]) -> dict[str, Any]:
+def ready_json(job: Job, plan: ServePlan | None, stage: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
     """What a server that answers is, for people and scripts; what the engine measured wins over what was planned."""
     from craton.orchestration import address_of
 
     planned = {} if plan is None else {"kv_tokens": plan.kv_tokens, "max_length": plan.max_length}
     measured = {key: stage[key] for key in planned if isinstance(stage.get(key), int)}
     speeds = {} if plan is None else _speeds(plan)
-    return {"name": job.name, "url": address_of(job).url, "model": job.served_name, **planned, **measured, **speeds}
+    assert job.serve is not None
+    has_file = job.serve.admin and job.serve.admin_key is None
+    admin = {"admin_key_file": shown(run.admin_key_path)} if has_file else {}
+    named = {"name": job.name, "url": address_of(job).url, "model": job.served_name}
+    return {**named, **admin, **planned, **measured, **speeds}
 
 
 def print_ready(job: Job, plan: ServePlan | None, ready: dict[str, Any], console: Console) -> None:
@@ -98,6 +102,8 @@ def print_ready(job: Job, plan: ServePlan | None, ready: dict[str, Any], console
         print_field(console, "room", room)
         single, best = (figures.amount(ready[f"plan_{name}_tokens_per_second"]) for name in ("single", "best"))
         print_field(console, "predicted", f"{single} tokens/s for one request, {best} for {plan.best_batch} together")
+    if "admin_key_file" in ready:
+        print_field(console, "admin", f"POST with the key in {ready['admin_key_file']}, as a bearer token")
     console.print(f"try:  {curl_line(job, ready['url'])}", soft_wrap=True, markup=False)
 
 

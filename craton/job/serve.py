@@ -128,18 +128,28 @@ class Serve(Section):
     reasoning_parser: ReasoningParser = "off"
     api_keys: Variable | None = None  # whose value in the caller's environment holds them, separated by commas
     admin: bool = False  # whether requests may pause, put to sleep and change what is served
+    admin_key: Variable | None = None  # whose value such requests have to carry; None: a key is made for the run
     drain: Wait = 30.0  # seconds that a stop leaves for the requests under way
     initialize: Literal["auto", "random"] = "auto"  # random: to measure, not to talk to
     seed: Whole = 0  # of random weights
 
     @model_validator(mode="after")
-    def _adapters_have_room(self) -> Self:
+    def _is_consistent(self) -> Self:
         if self.max_adapters is not None and self.max_adapters < len(self.adapters):
             raise ConflictError(
                 f"serve: {len(self.adapters)} adapters are named and max_adapters is {self.max_adapters}; give it "
                 f"{len(self.adapters)} or more",
                 ("max_adapters",),
                 ("adapters",),
+            )
+        if self.admin_key is not None and not self.admin:
+            raise ConflictError("serve: admin_key is given and admin is not; write admin: true", ("admin_key",))
+        if self.admin_key is not None and self.admin_key == self.api_keys:
+            raise ConflictError(
+                f"serve: {self.admin_key} cannot hold both the API keys and the admin key; give the admin key another "
+                "variable",
+                ("admin_key",),
+                ("api_keys",),
             )
         if self.served_name in self.adapters:
             raise ConflictError(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from craton.agent import Launch
 from craton.digits import counted
+from craton.http_guard import is_loopback
 from craton.infrastructure import resolve_cluster, visible_accelerators
 from craton.job import (
     TRAINING_KINDS,
@@ -132,6 +133,7 @@ def draft_run(
     check_weights(job)
     check_tiers(job, run)
     check_needs(job, backend, Path(job_folder))
+    check_is_closed(job)
     if backend != "kubernetes":  # where the cluster may hold what this shell does not have
         check_secrets(job, os.environ)
     if stop_at is not None:
@@ -437,11 +439,23 @@ def check_secrets(job: Job, environment: Mapping[str, str]) -> None:
             f"{job.where('run', 'secrets')}run.secrets names {', '.join(missing)}, which this shell does not have; "
             f"`export {missing[0]}=...` and start again"
         )
-    keys = job.serve.api_keys if job.serve else None
-    if keys is not None and not environment.get(keys, "").strip():
+    for key, several in (("api_keys", " (several with commas)"), ("admin_key", "")):
+        name = getattr(job.serve, key, None)
+        if name is not None and not environment.get(name, "").strip():
+            raise StartError(
+                f"{job.where('serve', key)}serve.{key} names {name}, which this shell does not have or is empty; "
+                f"`export {name}=KEY`{several} and start again"
+            )
+
+
+def check_is_closed(job: Job) -> None:
+    """Refuse a server that other machines could use without a key."""
+    serve = job.serve
+    if serve is not None and serve.api_keys is None and not is_loopback(serve.host):
         raise StartError(
-            f"{job.where('serve', 'api_keys')}serve.api_keys names {keys}, which this shell does not have or is empty; "
-            f"`export {keys}=KEY` (several with commas) and start again"
+            f"{job.where('serve', 'host')}serve.host {serve.host} can be reached from other machines, so clients need "
+            "an API key: `export SERVE_KEYS=$(openssl rand -hex 24)` and give `api_keys: SERVE_KEYS` (--api-keys "
+            "SERVE_KEYS), or listen at 127.0.0.1"
         )
 
 

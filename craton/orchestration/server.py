@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import http.client
-import ipaddress
 import re
 import socket
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.agent import free_port
+from craton.http_guard import is_loopback
 from craton.job import CratonError, Job, is_name, load_job, make_job
 from craton.orchestration.backend import read_submission
 from craton.orchestration.errors import RunStateError, StartError
@@ -101,7 +101,7 @@ def server_of(run: RunDirectory) -> ServerAddress:
         raise RunStateError("its server cannot be asked: none of its nodes is known to live")
     if alive is None or alive.host in ("", socket.gethostname()):
         return listens
-    if _is_loopback(listens.host):
+    if is_loopback(listens.host):
         raise RunStateError(
             f"its server listens at {listens.host} of {alive.host} alone and cannot be reached from here; "
             "`serve: {host: 0.0.0.0}` in its job file opens it to the network"
@@ -109,14 +109,7 @@ def server_of(run: RunDirectory) -> ServerAddress:
     if listens.host not in EVERYWHERE:
         return listens
     node = alive.address.rpartition(":")[0].strip("[]")
-    return ServerAddress(alive.host if not node or _is_loopback(node) else node, listens.port)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return ServerAddress(alive.host if not node or is_loopback(node) else node, listens.port)
 
 
 def check_port(job: Job) -> None:

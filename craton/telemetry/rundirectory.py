@@ -11,6 +11,7 @@
     plans/N.json                                     plans of other sizes
     code/  code.json                                 what a command runs in, and the sums of its files
     secret                                           what the run's agents know each other by; readable by its owner
+    admin.key                                        what admin requests to its server need; readable by its owner
     checkpoints/TIER/step-N/
     summary.json                                     what `ps` keeps of a run that has ended
     STOP  DONE  FATAL                                markers
@@ -116,6 +117,10 @@ class RunDirectory:
 
     def generation_path(self, number: int) -> Path:
         return self.path / "generations" / f"{number:06d}.json"
+
+    @property
+    def admin_key_path(self) -> Path:
+        return self.path / "admin.key"
 
     @property
     def secret_path(self) -> Path:

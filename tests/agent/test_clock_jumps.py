@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_gang import Gang, wait_until
+from agent_gang import Gang
+from waiting import wait_until
 
 from craton.telemetry import LedgerReader, read_heartbeat, read_lines, summarize
 

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from agent_gang import Gang, wait_until
+from agent_gang import Gang
+from waiting import wait_until
 
 from craton.agent.cpuwait import AGENT_PAUSE_SECONDS, MAX_SHARE, CpuWait
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_gang import DEADLINE_SECONDS, Gang, is_alive, wait_until
+from agent_gang import Gang, is_alive
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.telemetry import LedgerReader, read_heartbeat, read_lines, summarize
 
@@ -96,7 +97,7 @@ def test_a_run_outlives_a_full_disk_and_its_record_is_whole_afterwards(full: Ful
     assert agent.poll() is None
     full.make_room()
     (full.beside / "go").touch()
-    assert agent.wait(DEADLINE_SECONDS) == 0
+    assert agent.wait(PATIENCE_SECONDS) == 0
     assert full.run.has("DONE")
     last = int((full.beside / "last-0").read_text())
     assert full.steps() == list(range(1, last + 1))
@@ -121,7 +122,7 @@ def test_a_run_that_ends_on_a_full_disk_is_done_once_there_is_room(full: FullDis
     wait_until(lambda: full.run.has("DONE"), "the marker needs no room")
     assert agent.poll() is None, "its last records wait"
     full.make_room()
-    assert agent.wait(DEADLINE_SECONDS) == 0
+    assert agent.wait(PATIENCE_SECONDS) == 0
     assert full.gang.event_names()[-2:] == ["agent_ended", "storage_restored"]
     assert full.steps() == list(range(1, int((full.beside / "last-0").read_text()) + 1))
     assert summarize(full.run).state == "done"
@@ -135,7 +136,7 @@ def test_an_agent_that_waits_for_room_in_vain_ends_when_asked_and_says_what_was_
     (full.beside / "go").touch()
     wait_until(lambda: full.run.has("DONE"), "the run is done")
     full.gang.agents[0].send_signal(signal.SIGTERM)
-    agent.wait(DEADLINE_SECONDS)
+    agent.wait(PATIENCE_SECONDS)
     summary = summarize(full.run)
     assert summary.state == "done"
     assert f"the file system of {full.run.path} is full" in summary.storage
@@ -156,7 +157,7 @@ def test_a_failure_on_a_full_disk_is_recovered_from_once_there_is_room(full: Ful
     full.said("stepped", "10")
     assert full.run.generation_path(2).exists()
     (full.beside / "go").touch()
-    assert agent.wait(DEADLINE_SECONDS) == 0
+    assert agent.wait(PATIENCE_SECONDS) == 0
     assert "generation_unwritten" in full.gang.event_names()
     assert not list(full.run.path.glob("generations/.*")), "nothing half-written is left"
 
@@ -176,7 +177,7 @@ def test_a_read_only_run_directory_does_not_end_a_run(full: FullDisk) -> None:
     assert "is read-only: make its file system writable again" in summary.storage
     assert agent.poll() is None
     subprocess.run(["umount", run], check=True)
-    assert agent.wait(DEADLINE_SECONDS) == 0
+    assert agent.wait(PATIENCE_SECONDS) == 0
     assert summarize(full.run).state == "done"
 
 
@@ -186,7 +187,7 @@ def test_another_run_in_the_place_of_a_vanished_one_is_left_alone(gang: Gang) ->
     pid = int(gang.said("ready", 0))
     shutil.rmtree(gang.run.path)
     gang.run.path.mkdir()
-    assert agent.wait(DEADLINE_SECONDS) == 1
+    assert agent.wait(PATIENCE_SECONDS) == 1
     assert not is_alive(pid)
     assert list(gang.run.path.iterdir()) == []
     assert f"the run directory {gang.run.path} is gone" in gang.errors()
@@ -201,6 +202,6 @@ def test_the_log_of_an_agent_may_be_on_the_full_disk_too(full: FullDisk) -> None
     full.wait_for_trouble()
     full.make_room()
     (full.beside / "go").touch()
-    assert agent.wait(DEADLINE_SECONDS) == 0
+    assert agent.wait(PATIENCE_SECONDS) == 0
     said = full.gang.errors()
     assert said.index("is full") < said.index("takes records again")

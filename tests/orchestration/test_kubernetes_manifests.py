@@ -315,7 +315,8 @@ def test_a_server_takes_a_share_of_a_node_and_is_closed_unless_it_listens_for_ot
     assert int(requests["cpu"]) == int(192 * 0.9 / 4)
     assert [each["kind"] for each in documents] == ["LeaderWorkerSet", "ConfigMap", "NetworkPolicy"]
     assert "readinessProbe" not in container_of(documents)
-    opened = manifests(target(job("serve", place("none", nodes=1), serve={"host": "0.0.0.0", "initialize": "random"})))
+    serve = {"host": "0.0.0.0", "initialize": "random", "api_keys": "KEYS"}
+    opened = manifests(target(job("serve", place("none", nodes=1), serve=serve)))
     assert [each["kind"] for each in opened] == ["LeaderWorkerSet", "ConfigMap", "Service", "NetworkPolicy"]
     assert opened[-1]["spec"]["ingress"][1]["ports"] == [{"port": 29400}, {"port": 8000}]
     assert container_of(opened)["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}

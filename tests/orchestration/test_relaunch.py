@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from counting import counting_job, start, wait_for, wait_for_state
+from counting import counting_job, start, wait_for_state
+from waiting import wait_until
 
 from craton.agent import LaunchError, read_launch
 from craton.orchestration import (
@@ -23,7 +24,7 @@ from craton.telemetry import RunDirectory, summarize
 
 def stopped_run(root: Path) -> RunDirectory:
     run = start(root, counting_job(STEPS=100_000))
-    wait_for(lambda: summarize(run).step >= 2)
+    wait_until(lambda: summarize(run).step >= 2)
     stop_run(run)
     wait_for_state(run, "stopped")
     wait_for_agents(run)
@@ -45,7 +46,7 @@ def test_a_run_is_resumed_from_a_torn_an_empty_and_a_missing_launch_file(root: P
         assert (draft.launch.nodes, draft.launch.env) == (before.nodes, before.env)
     step = summarize(run).step
     resume_run(run, draft)
-    wait_for(lambda: summarize(run).step > step)
+    wait_until(lambda: summarize(run).step > step)
     assert json.loads(run.launch_path.read_text())["generation"] == 1
     run.launch_path.write_text("")
     kill_run(run)  # nor does it keep a run from being ended
@@ -68,6 +69,6 @@ def test_an_empty_secret_and_a_torn_job_file_are_refused_with_the_remedy(root: P
         draft_resume(run, resumed_job(run))
     run.secret_path.unlink()
     resume_run(run, draft_resume(run, resumed_job(run)))
-    wait_for(run.secret_path.exists)
+    wait_until(run.secret_path.exists)
     assert len(run.secret_path.read_bytes()) == 64
     assert run.secret_path.read_bytes() != secret

@@ -95,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tell_failure(front.line, f"the engine failed: {type(error).__name__}: {error}")
         return 1
     finally:
+        gc.unfreeze()  # what stays frozen is not collected at exit, and extension modules report it as leaked
         if front is not None:
             _end(front)
 
@@ -153,6 +154,8 @@ def serve(
     Service(job.served_name, engine, gang, front.line, pulse, _recording(recorder, run)).run()
     gang.close()
     leave_group()
+    if grammars is not None:
+        grammars.close()
     return _status(front)
 
 
@@ -192,9 +195,14 @@ def start_front(job: Job, run: RunDirectory) -> Front:
         command += ["--model-folder", str(tokenizer)]
     if serve.max_waiting is not None:
         command += ["--max-waiting", str(serve.max_waiting)]
+    environment = dict(os.environ)
     if serve.admin:
         command.append("--admin")
-    environment = dict(os.environ)
+        if serve.admin_key is None:
+            command += ["--admin-key-file", str(run.admin_key_path)]
+        else:
+            environment["CRATON_ADMIN_KEY"] = os.environ.get(serve.admin_key, "")
+            command += ["--admin-key-of", serve.admin_key]
     if serve.api_keys is not None:
         environment["CRATON_API_KEYS"] = os.environ.get(serve.api_keys, "")
         command += ["--keys-of", serve.api_keys]

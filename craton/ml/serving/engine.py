@@ -295,6 +295,7 @@ class Engine:
             tokens_per_second=self._rates.tokens_per_second,
             weights_version=self.version,
             state=self.state,
+            refusal=self.refusal,
         )
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -528,6 +529,8 @@ class Engine:
         for compiled, sequence in list(self._compiling):
             if sequence.finish is not None:
                 self._compiling.remove((compiled, sequence))
+                assert self._grammars is not None
+                self._grammars.cancel(compiled)
             elif compiled.done():
                 self._compiling.remove((compiled, sequence))
                 if (error := compiled.exception()) is not None:

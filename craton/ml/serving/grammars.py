@@ -1,42 +1,59 @@
 """Structured output: which tokens may come next, so that an answer fits a JSON schema, a regular expression, a grammar.
 
-llguidance (https://github.com/guidance-ai/llguidance) does the parsing. A grammar is compiled on a thread, once for all
-requests that ask for it; what a request has written so far is a `GrammarState`, cheap to copy and to take back. Nothing
-here needs torch.
+llguidance (https://github.com/guidance-ai/llguidance) does the parsing. A client's grammar is tried out in another
+process first, within limits (`grammar_worker`), and compiled here, on a thread, only if it passed: once for all who ask
+for it at a time, and kept while there is room. What a request has written so far is a `GrammarState`, cheap to copy and
+to take back. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from craton.errors import CratonError
+from craton.ml.serving.grammar_check import Cost, GrammarChecker
+from craton.ml.serving.grammar_limits import (
+    CACHE_BYTES,
+    MAX_MASK_SECONDS,
+    QUICK_SECONDS,
+    GrammarError,
+    check_size,
+    parser_limits,
+    source_of,
+)
 from craton.ml.serving.messages import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-KEPT = 256  # compiled grammars
-COMPILERS = 2  # threads, so that one slow grammar does not hold up the others
 WORD = 32  # tokens in one number of a mask
-# Between the parts of a JSON text: room for a line break and ten levels of indentation. Without a bound a model that
-# has lost its way writes blanks until it runs out of tokens.
-_BLANKS = r"[\x20\x0A\x0D\x09]{1,41}"
-
-
-class GrammarError(CratonError):
-    """A grammar that cannot be compiled, or a token that it does not allow."""
+MIN_COST_BYTES = 16 << 10  # of a compiled grammar, however little its compilation was seen to take
+NICENESS = 10  # of the threads that compile: the engine's steps come first
 
 
 def mask_words(vocabulary: int) -> int:
     """Numbers in the mask of one request."""
     return -(-vocabulary // WORD)
+
+
+@dataclass
+class _Compilation:
+    """A grammar on its way, and the requests that wait for it."""
+
+    grammar: Grammar
+    waiting: list[Future[GrammarState]] = field(default_factory=list)
+    check: int | None = None  # the number of its trial
 
 
 class Grammars:
@@ -47,15 +64,49 @@ class Grammars:
         self.vocabulary = vocabulary
         self._folder = Path(tokenizer_folder)
         self._stop_tokens = tuple(stop_tokens)
-        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
-        self._compiled = lru_cache(KEPT)(self._compile)
+        self._checker = GrammarChecker(self._folder, vocabulary, self._stop_tokens)
+        self._preparer, self._quick, self._slow = (
+            ThreadPoolExecutor(1, f"grammar-{name}", _be_nice) for name in ("preparer", "quick", "slow")
+        )
+        self._lock = threading.Lock()
+        self._numbers = count(1)
+        self._compilations: dict[Grammar, _Compilation] = {}
+        self._kept: OrderedDict[Grammar, tuple[LLMatcher, int]] = OrderedDict()
+        self._kept_bytes = 0
         # Takes about a second for 128k tokens; whoever asks for the first grammar waits for it, the engine's start not.
-        self._tokenizer = self._compilers.submit(self._read_tokenizer)
+        self._tokenizer = self._preparer.submit(self._read_tokenizer)
         self._executor: LLExecutor | None = None
+        self._is_suspicious = False  # whether the last masks took so long that each is timed on its own
 
     def start(self, grammar: Grammar) -> Future[GrammarState]:
         """The state before the first token of an answer; the future raises GrammarError where there can be none."""
-        return self._compilers.submit(self._start, grammar)
+        future: Future[GrammarState] = Future()
+        with self._lock:
+            compilation = self._compilations.get(grammar)
+            if compilation is not None:
+                compilation.waiting.append(future)
+                return future
+            compilation = self._compilations[grammar] = _Compilation(grammar, [future])
+        self._preparer.submit(self._prepare, compilation)
+        return future
+
+    def cancel(self, future: Future[GrammarState]) -> None:
+        """The request that waits for it has ended. A grammar that no request waits for is given up."""
+        with self._lock:
+            found = next((each for each in self._compilations.values() if future in each.waiting), None)
+            if found is None:
+                return
+            found.waiting.remove(future)
+            if found.waiting or found.check is None:
+                return
+            del self._compilations[found.grammar]
+        # After its trial was asked for, which may take a while: the process may have to start.
+        self._preparer.submit(self._checker.cancel, found.check)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the compiled grammars that are kept take, as far as was measured."""
+        return self._kept_bytes
 
     def fill(self, states: Mapping[int, GrammarState], masks: np.ndarray) -> dict[int, str]:
         """Writes what each state allows next into its row of `masks`, int32 [rows, words], on several threads; other
@@ -66,35 +117,99 @@ class Grammars:
         assert masks.dtype == np.int32
         assert masks.flags.c_contiguous
         failed = {}
-        if len(states) > 1:
+        began = time.perf_counter()
+        is_timed = self._is_suspicious or len(states) == 1  # for one, waking threads would cost more than it saves
+        if not is_timed:
             if self._executor is None:
                 self._executor = LLExecutor()
             rows = [(state.matcher, row) for row, state in states.items()]
             self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(masks))
         for row, state in states.items():
             try:
-                if len(states) == 1:  # waking threads would cost more than it saves
+                if is_timed:
                     state.fill(masks[row])
                 state.check()
             except GrammarError as error:
                 failed[row] = str(error)
+        self._is_suspicious = time.perf_counter() - began > MAX_MASK_SECONDS
         return failed
 
     def close(self) -> None:
-        """Ends the threads; what is being compiled is waited for."""
-        self._compilers.shutdown(cancel_futures=True)
+        """Ends the threads and the process; what is being compiled here is waited for, which takes seconds at most."""
+        self._checker.close()
+        for pool in (self._preparer, self._quick, self._slow):
+            pool.shutdown(cancel_futures=True)
+        self._kept.clear()
 
-    def _start(self, grammar: Grammar) -> GrammarState:
-        return GrammarState(self._compiled(grammar).deep_copy(), self._stop_tokens, self.vocabulary)
+    def _prepare(self, compilation: _Compilation) -> None:
+        """What is cheap; then it is tried out, unless it is kept or our own."""
+        grammar = compilation.grammar
+        try:
+            check_size(grammar)
+            with self._lock:
+                kept = self._kept.get(grammar)
+            if kept is not None:
+                self._finish(compilation, *kept)
+                return
+            self._tokenizer.result()
+            source = source_of(grammar)
+            if grammar.kind == "json_object":
+                self._compile(compilation, source, Cost(0.0, 0))
+                return
+            with self._lock:
+                if not compilation.waiting:
+                    self._compilations.pop(grammar, None)
+                    return
+                number = compilation.check = next(self._numbers)
+            self._checker.check(number, source, lambda found: self._checked(compilation, source, found))
+        except GrammarError as error:
+            self._fail(compilation, error)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, those who wait must hear of it
+            self._fail(compilation, GrammarError(f"{type(error).__name__}: {error}"))
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
+    def _checked(self, compilation: _Compilation, source: str, found: Cost | GrammarError) -> None:
+        if isinstance(found, GrammarError):
+            self._fail(compilation, GrammarError(f"the {compilation.grammar.kind} cannot be used: {found}"))
+            return
+        with self._lock:
+            if not compilation.waiting:
+                return
+            compilation.check = None  # from here on it cannot be stopped
+        pool = self._quick if found.seconds < QUICK_SECONDS else self._slow
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            pool.submit(self._compile, compilation, source, found)
 
-        limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer.result(), _source(grammar), log_level=0, limits=limits)
+    def _compile(self, compilation: _Compilation, source: str, cost: Cost) -> None:
+        from llguidance import LLMatcher
+
+        grammar = compilation.grammar
+        matcher = LLMatcher(self._tokenizer.result(), source, log_level=0, limits=parser_limits())
         if matcher.is_error():
-            raise GrammarError(f"the {grammar.kind} cannot be used: {matcher.get_error().strip()}")
-        return matcher
+            error = f"the {grammar.kind} cannot be used: {matcher.get_error().strip()[:2000]}"
+            self._fail(compilation, GrammarError(error))
+            return
+        self._finish(compilation, matcher, max(cost.num_bytes, 4 * len(grammar.text), MIN_COST_BYTES))
+
+    def _finish(self, compilation: _Compilation, matcher: LLMatcher, num_bytes: int) -> None:
+        """Hands states out, and keeps the grammar: those used least recently leave for it."""
+        with self._lock:
+            self._compilations.pop(compilation.grammar, None)
+            if self._kept.pop(compilation.grammar, None) is None:
+                self._kept_bytes += num_bytes
+            self._kept[compilation.grammar] = (matcher, num_bytes)
+            while self._kept_bytes > CACHE_BYTES:
+                self._kept_bytes -= self._kept.popitem(last=False)[1][1]
+            waiting = list(compilation.waiting)
+        for future in waiting:
+            future.set_result(GrammarState(matcher.deep_copy(), self._stop_tokens, self.vocabulary))
+
+    def _fail(self, compilation: _Compilation, error: GrammarError) -> None:
+        """Nothing is kept of a grammar that is refused."""
+        with self._lock:
+            self._compilations.pop(compilation.grammar, None)
+            waiting = list(compilation.waiting)
+        for future in waiting:
+            future.set_exception(error)
 
     def _read_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -125,8 +240,14 @@ class GrammarState:
         assert mask.shape == (mask_words(self._vocabulary),)
         assert mask.dtype == np.int32
         assert mask.flags.c_contiguous
+        began = time.thread_time()
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self.check()
+        if (seconds := time.thread_time() - began) > MAX_MASK_SECONDS:
+            raise GrammarError(
+                f"the grammar cannot be followed further: finding its next tokens took {seconds * 1e3:.0f} ms, and may "
+                f"take {MAX_MASK_SECONDS * 1e3:.0f}"
+            )
 
     def accept(self, token: int) -> None:
         """One token further. A token that is not allowed raises GrammarError and leaves the state as it was."""
@@ -163,20 +284,7 @@ class GrammarState:
             raise GrammarError(f"the grammar cannot be followed further: {self.matcher.get_error().strip()}")
 
 
-def _source(grammar: Grammar) -> str:
-    """What llguidance takes."""
-    from llguidance import LLMatcher
-
-    if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(grammar.text)
-    if grammar.kind == "lark":
-        return LLMatcher.grammar_from_lark(grammar.text)
-    schema = {"type": "object"}
-    if grammar.kind == "json_schema":
-        try:
-            schema = json.loads(grammar.text)
-        except ValueError as error:
-            raise GrammarError(f"the json_schema is not JSON: {error}") from None
-        if not isinstance(schema, dict):
-            raise GrammarError(f"the json_schema is {grammar.text.strip()[:40]!r}; it must be a JSON object")
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": _BLANKS})
+def _be_nice() -> None:
+    """Of the calling thread alone, on Linux."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

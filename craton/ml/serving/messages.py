@@ -156,6 +156,7 @@ class Stats:
     tokens_per_second: float = 0.0  # generated, over the last seconds
     weights_version: int = 0
     state: str = "running"  # or paused, asleep
+    refusal: str = ""  # why no request is taken, though it runs: its weights are not whole
 
 
 Request = Submit | Abort | Control

@@ -32,6 +32,10 @@ COMPILING_SECONDS = 0.002  # and when all there is waits for its grammar
 BUSY_SECONDS = 0.005  # and while the ranks do what a control asks for
 STATS_SECONDS = 0.5
 PARTS = ("weights", "kv_cache")  # of what sleeps
+NO_WEIGHTS = (
+    "sleep level 2 discarded the weights; send new ones with POST /update_weights (a folder, or the address of a "
+    "trainer that sends them), or restart the server"
+)
 
 
 @dataclass(frozen=True)
@@ -232,9 +236,10 @@ class Service:
         engine.state = "asleep"
         self._awake.clear()
         if level > 1:
-            self._send(engine.refuse("the weights were let go in a deep sleep; update them first"))
+            self._send(engine.refuse(NO_WEIGHTS))
 
     def _wake(self, tags: Sequence[str] = PARTS) -> Steps:
+        """What is still missing afterwards, by name, and what to do about it."""
         if self._engine.state != "asleep":
             raise ServingError(f"the engine is {self._engine.state}, not asleep")
         if unknown := set(tags) - set(PARTS):
@@ -243,6 +248,10 @@ class Service:
         self._awake.update(tags)
         if self._awake == set(PARTS):
             self._engine.state = self._before_sleep
+        missing = {part: f"asleep; POST /wake_up?tags={part}" for part in PARTS if part not in self._awake}
+        if self._engine.refusal:
+            missing["weights"] = self._engine.refusal
+        return {"state": self._engine.state, "missing": missing}
 
     def _forget(self) -> None:
         if self._engine.state == "asleep":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import loader
 
 if TYPE_CHECKING:
-    from craton.observability.web.access import Access, AccessError, read_token
+    from craton.observability.web.access import Access
     from craton.observability.web.application import make_app
     from craton.observability.web.queries import prometheus_address
     from craton.observability.web.serve import can_open, serve_page
@@ -19,7 +19,7 @@ else:
     __getattr__ = loader(
         __name__,
         {
-            "access": ("Access", "AccessError", "read_token"),
+            "access": ("Access",),
             "application": ("make_app",),
             "queries": ("prometheus_address",),
             "serve": ("can_open", "serve_page"),
@@ -29,14 +29,12 @@ else:
 
 __all__ = [
     "Access",
-    "AccessError",
     "TopView",
     "can_open",
     "frame",
     "frame_json",
     "make_app",
     "prometheus_address",
-    "read_token",
     "serve_page",
     "show_top",
 ]

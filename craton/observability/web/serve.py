@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from craton.http_guard import AccessError, is_loopback, read_token
 from craton.limits import name_limit, raise_file_limit
-from craton.observability.web.access import Access, AccessError, is_loopback, public_origin, read_token
+from craton.observability.web.access import Access, public_origin
 from craton.observability.web.queries import prometheus_address
 
 SWITCH_SECONDS = 0.0005

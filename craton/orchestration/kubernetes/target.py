@@ -378,7 +378,8 @@ def check_can_be_made(near: Near, scheduler: Scheduler, where: str) -> None:
 
 def secrets_of(job: Job, given: Collection[str]) -> dict[str, str]:
     """Variable → the Secret that holds it: the run's own for what the caller has, else the cluster's."""
-    wanted = [*job.run.secrets, *([job.serve.api_keys] if job.serve and job.serve.api_keys else [])]
+    of_server = [job.serve.api_keys, job.serve.admin_key] if job.serve else []
+    wanted = [*job.run.secrets, *(name for name in of_server if name)]
     own = f"{object_name(job.name)}-secrets"
     return {name: own if name in given else CLUSTER_SECRET for name in wanted}
 

@@ -52,7 +52,9 @@ class Server:
             return False
 
     def admin(self, path: str, **body: Any) -> Any:
-        response = requests.post(f"{self.url}{path}", json=body, timeout=SECONDS)
+        key = self.run.admin_key_path.read_text(encoding="ascii").strip()
+        headers = {"Authorization": f"Bearer {key}"}
+        response = requests.post(f"{self.url}{path}", json=body, timeout=SECONDS, headers=headers)
         assert response.status_code == 200, response.text
         return response.json()
 

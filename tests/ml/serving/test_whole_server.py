@@ -16,10 +16,13 @@ import jsonschema
 import openai
 import pytest
 import requests
+import schemathesis
 import torch
 from hung_rank import IDLE_REPORTS
+from hypothesis import HealthCheck, Phase, given, settings
 from listeners import LOOPBACK, listeners_of, processes_with
 from live_server import SECONDS, Server, make_model, serving
+from schemathesis import GenerationMode
 from transformers import LlamaForCausalLM
 from waiting import PATIENCE_SECONDS, wait_until
 
@@ -204,6 +207,47 @@ def test_sleep_and_wake(server: Server, theirs: tuple[LlamaForCausalLM, Path]) -
     expect_like_theirs(theirs[0], prompt, server.complete(prompt))
 
 
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+def test_fuzzed_requests_leave_the_server_alive(server: Server, path: str, mode: GenerationMode) -> None:
+    """The same requests each time; the front end's own tests have more of them, with a scripted engine."""
+    described = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+    @settings(
+        max_examples=8,
+        phases=[Phase.generate],
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=described[path]["POST"].as_strategy(mode))
+    def answers(case: schemathesis.Case) -> None:
+        status = case.call(timeout=SECONDS).status_code
+        assert status < 500 or status == 503
+
+    answers()
+    assert server.is_ready()
+    assert len(server.complete([5, 6, 7], 3)) == 3
+
+
+def test_a_deep_sleep_is_not_ready_and_waking_says_what_is_missing(
+    server: Server, theirs: tuple[LlamaForCausalLM, Path]
+) -> None:
+    server.admin("/sleep?level=2")
+    health = requests.get(f"{server.url}/health", timeout=SECONDS)
+    assert (health.status_code, health.json()["status"]) == (503, "asleep")
+    woken = server.admin("/wake_up")
+    assert woken["status"] == "without weights"
+    assert "POST /update_weights" in woken["missing"]["weights"]
+    health = requests.get(f"{server.url}/health", timeout=SECONDS)
+    assert (health.status_code, health.json()["status"]) == (503, "without weights")
+    assert requests.get(f"{server.url}/live", timeout=SECONDS).status_code == 200
+    server.admin("/update_weights", folder=str(theirs[1]))
+    assert server.is_ready()
+    assert len(server.complete([5, 6, 7], 3)) == 3
+
+
 def test_a_stop_drains(server: Server) -> None:
     """The last test of the server that all before it share."""
     chunks = server.client().completions.create(
@@ -215,6 +259,8 @@ def test_a_stop_drains(server: Server) -> None:
     assert received[-1].choices[0].finish_reason == "length"
     wait_until(lambda: not living_agents(server.run), "the agents end")
     assert not server.run.has("FATAL"), server.run.marker_text("FATAL")
+    log = (server.run.path / "logs" / "rank-00000.log").read_text(encoding="utf-8")
+    assert "leaked" not in log, "nothing is left to be complained of at a normal stop"
 
 
 def test_a_step_that_never_returns_is_ended_and_an_idle_engine_is_not(hung: RunDirectory) -> None:

@@ -13,6 +13,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from simulated_runs import write_run
 from waiting import PATIENCE_SECONDS
 
 from craton.cli.ui import ui
-from craton.observability.web import Access, AccessError, application, connections, read_token
+from craton.http_guard import AccessError, read_token
+from craton.observability.web import Access, application
 from craton.observability.web.access import SESSION_SECONDS, public_origin
 from craton.observability.web.actions import Outcome
 from craton.observability.web.application import Site
+from craton.observability.web.connections import PageConnection
 from craton.observability.web.queries import Answered
 from craton.observability.web.run_page import Shown
 from craton.observability.web.static_files import address_of_file
@@ -306,7 +309,8 @@ HALF = "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 def test_who_does_not_send_or_take_is_not_waited_for(
     page: PageServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "WAIT_SECONDS", 0.1)
+    brief = replace(PageConnection.limits, head_seconds=0.1, body_seconds=0.1, write_seconds=0.1)
+    monkeypatch.setattr(PageConnection, "limits", brief)
     monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
     login = f"POST /login HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nOrigin: {page.address[:-1]}\r\n"
     login += 'Content-Type: application/json\r\nContent-Length: 40\r\n\r\n{"token": '
@@ -326,7 +330,7 @@ def test_who_does_not_send_or_take_is_not_waited_for(
 
 
 def test_many_half_sent_requests_make_room_for_whole_ones(page: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MOST_OF_A_PEER", 4)
+    monkeypatch.setattr(PageConnection, "limits", replace(PageConnection.limits, per_peer=4))
     with contextlib.ExitStack() as opened:
         halves = [opened.enter_context(begun(page, HALF)) for _ in range(12)]
         assert page.ask("GET", "/")[0] == 200

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from browser import Browser, Tab
-from page_server import PageServer, wait_until
+from page_server import PageServer
 from rich.console import Console
 from simulated_runs import write_run
+from waiting import wait_until
 
 from craton.observability.web import TopView, application, frame, frame_json
 from craton.observability.web.history import MAX_OWN_METRICS, History

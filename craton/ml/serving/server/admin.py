@@ -50,11 +50,11 @@ def admin_routes(service: Service) -> APIRouter:
 
     @routes.post("/wake_up")
     async def wake_up(tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None) -> dict[str, Any]:
-        """Takes the memory back: all of it, or that of the tags."""
+        """Takes the memory back: all of it, or that of the tags. `missing` says what it cannot serve without yet."""
         result = await control("wake", {"tags": tags} if tags else None)
-        if not tags:
-            link.note_state("running")
-        return {"status": link.stats.state, "result": result}
+        missing = result["missing"]
+        link.note_state(result["state"], missing.get("weights", "") if result["state"] != "asleep" else None)
+        return {"status": service.readiness().status, "missing": missing, "result": result}
 
     @routes.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
@@ -90,7 +90,9 @@ def admin_routes(service: Service) -> APIRouter:
             arguments |= {"folder": request.folder, "version": request.version}
         else:
             arguments |= {"address": request.address, "wait_seconds": request.wait_seconds}
-        return {"result": await control("update_weights", arguments, BadRequestError)}
+        result = await control("update_weights", arguments, BadRequestError)
+        link.note_state(link.stats.state, "")
+        return {"result": result}
 
     @routes.get("/weights_version")
     async def weights_version() -> dict[str, Any]:

@@ -7,20 +7,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from craton.ml.serving.server.access import AccessCheck
 from craton.ml.serving.server.admin import admin_routes
 from craton.ml.serving.server.chat import chat
 from craton.ml.serving.server.completions import complete
 from craton.ml.serving.server.errors import ApiError, BadRequestError, ClientGoneError
 from craton.ml.serving.server.gate import Gate
 from craton.ml.serving.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from craton.ml.serving.server.service import Service
+from craton.ml.serving.server.service import TOO_LONG, Service
 from craton.version import VERSION
 
 CLIENT_GONE = 499  # nginx's; nobody reads it but logs
@@ -37,7 +39,7 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-_STATUSES = (400, 401, 404, 409, 413, 429, 500, 503, 504)
+_STATUSES = (400, 401, 403, 404, 409, 413, 429, 500, 503, 504)
 _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in _STATUSES}
 
 _GENERATED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
@@ -53,10 +55,12 @@ def make_app(service: Service) -> FastAPI:
         service.link.close()
 
     app = FastAPI(title="Craton", version=VERSION, lifespan=lifespan, responses=_ERRORS)
+    admin = admin_routes(service) if service.settings.access.admin_key is not None else APIRouter()
+    admin_paths = [route.path for route in admin.routes if isinstance(route, APIRoute)]
     app.add_middleware(
         Gate,
-        api_keys=service.settings.api_keys,
-        max_body_bytes=service.settings.max_body_bytes,
+        access=AccessCheck(service.settings.access, admin_paths),
+        limits=service.body_limits,
         check_taken=service.check_taken,
     )
     app.add_exception_handler(ApiError, _api_error)
@@ -65,8 +69,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(ClientGoneError, _client_gone)
     _add_generation(app, service)
     _add_information(app, service)
-    if service.settings.is_admin:
-        app.include_router(admin_routes(service))
+    app.include_router(admin)
     return app
 
 
@@ -82,14 +85,15 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         ready = service.link.working()
+        request.ignored()
         service.adapter(request.model)
         if request.messages is not None:
             text = await service.render(
                 request.messages, request.tools, request.add_generation_prompt, request.chat_template_kwargs
             )
-            tokens = await service.encode(text, with_special_tokens=False)
+            tokens = await service.encode(text, with_special_tokens=False, must_fit=False)
         else:
-            tokens = await service.encode(request.prompt or "", request.add_special_tokens)
+            tokens = await service.encode(request.prompt or "", request.add_special_tokens, must_fit=False)
         body = {"count": len(tokens), "max_model_len": ready.max_length, "tokens": tokens}
         if request.return_token_strs:
             vocabulary = service.texts("return_token_strs")
@@ -98,7 +102,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
-        service.link.working()
+        length = service.link.working().max_length
+        request.ignored()
+        if len(request.tokens) > length:
+            raise BadRequestError(
+                f"there are {len(request.tokens)} tokens; the model's context is {length} tokens", "tokens", TOO_LONG
+            )
         service.adapter(request.model)
         vocabulary = service.texts("tokens")
         service.check_tokens(request.tokens, "tokens")
@@ -108,22 +117,36 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 def _add_information(app: FastAPI, service: Service) -> None:
     started = int(time.time())
 
+    def card(name: str) -> dict[str, Any]:
+        ready = service.link.working()
+        is_adapter = name != service.name
+        of = {"root": name if is_adapter else ready.model, "parent": service.name if is_adapter else None}
+        named = {"id": name, "object": "model", "created": started, "owned_by": "craton"}
+        return {**named, **of, "max_model_len": ready.max_length}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        ready = service.link.working()
-        cards = []
-        for name in (service.name, *ready.adapters):
-            card = {"id": name, "object": "model", "created": started, "owned_by": "craton"}
-            is_adapter = name != service.name
-            card |= {"root": name if is_adapter else ready.model, "parent": service.name if is_adapter else None}
-            cards.append(card | {"max_model_len": ready.max_length})
-        return {"object": "list", "data": cards}
+        names = (service.name, *service.link.working().adapters)
+        return {"object": "list", "data": [card(name) for name in names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """Names of models may have slashes."""
+        service.adapter(name)
+        return card(name)
 
     @app.get("/health")
     @app.get("/ping")
     async def health() -> Response:
-        status = service.status()
-        return JSONResponse({"status": status}, 200 if status == "ready" else 503)
+        """Whether requests are taken now: for readiness probes and load balancers."""
+        state = service.readiness()
+        return JSONResponse(state.body(), 200 if state.is_ready else 503)
+
+    @app.get("/live")
+    async def live() -> Response:
+        """Whether a restart would help: for liveness probes. A server that loads, drains, sleeps or pauses is alive."""
+        state = service.readiness()
+        return JSONResponse(state.body(), 503 if state.status in ("failed", "silent") else 200)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

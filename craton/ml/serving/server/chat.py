@@ -13,7 +13,7 @@ from craton.ml.serving.server.answer import Addition, AnswerReader
 from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.generation import Answers, Choice, Prompt, respond, to_json
 from craton.ml.serving.server.logprobs import chat_logprobs, prompt_logprobs
-from craton.ml.serving.server.protocol import ChatRequest, NamedTool
+from craton.ml.serving.server.protocol import ChatRequest, NamedTool, check_grammar
 from craton.ml.serving.server.service import Service
 from craton.ml.serving.server.tools import (
     CallPart,
@@ -30,9 +30,10 @@ from craton.ml.serving.server.tools import (
 
 
 async def chat(service: Service, http: Request, request: ChatRequest) -> Response:
+    ignored = request.ignored(request.n)
     with service.admitted():
         answers = await _submit(service, request)
-    return await respond(http, answers)
+    return await respond(http, answers, ignored)
 
 
 async def _submit(service: Service, request: ChatRequest) -> ChatAnswers:
@@ -231,4 +232,6 @@ def _grammar(service: Service, request: ChatRequest, choice: ToolChoice, schemas
             "tool_choice makes the answer a tool call, and another form is asked for as well; ask for one",
             "tool_choice",
         )
+    if called is not None:
+        check_grammar(called, "tools")
     return called or grammar

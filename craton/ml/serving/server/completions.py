@@ -18,9 +18,10 @@ DEFAULT_TOKENS = 16  # OpenAI's
 
 
 async def complete(service: Service, http: Request, request: CompletionRequest) -> Response:
+    ignored = request.ignored(request.n)
     with service.admitted():
         answers = await _submit(service, request)
-    return await respond(http, answers)
+    return await respond(http, answers, ignored)
 
 
 async def _submit(service: Service, request: CompletionRequest) -> CompletionAnswers:

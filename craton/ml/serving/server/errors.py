@@ -4,6 +4,7 @@ ServingError (ValueError)
 └── ApiError               an HTTP status, a type, and a message that says what was given and what is allowed
     ├── BadRequestError    400  the request itself is wrong
     ├── KeyRefusedError    401  no key, or one that is not known
+    ├── ForbiddenError     403  a page of another site sent it, or it names another host
     ├── NotFoundError      404  no such model
     ├── ConflictError      409  not in the state the engine is in
     ├── TooLargeError      413  more bytes than a body may have
@@ -60,6 +61,11 @@ class KeyRefusedError(ApiError):
 
     def headers(self) -> dict[str, str]:
         return {"WWW-Authenticate": "Bearer"}
+
+
+class ForbiddenError(ApiError):
+    status = 403
+    kind = "invalid_request_error"
 
 
 class NotFoundError(ApiError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import socket
 import sys
@@ -20,7 +19,9 @@ from typing import get_args
 import uvicorn
 
 from craton.errors import CratonError
+from craton.http_guard.connections import BoundedHttpTools, Limits
 from craton.limits import file_shortage, name_limit, raise_file_limit
+from craton.ml.serving.server.access import ADMIN_VARIABLE, KEYS_VARIABLE, ServerAccess, read_admin_key, read_api_keys
 from craton.ml.serving.server.app import make_app
 from craton.ml.serving.server.errors import UnavailableError
 from craton.ml.serving.server.link import EngineLink
@@ -28,13 +29,23 @@ from craton.ml.serving.server.service import Service
 from craton.ml.serving.server.settings import ReasoningStyle, ServerSettings, ToolStyle
 from craton.ml.serving.server.wire import Wire
 
-KEYS_VARIABLE = "CRATON_API_KEYS"  # one a line, or with commas between
 FLUSH_SECONDS = 5  # that clients have to take the end of their answers
 BACKLOG = 2048
 FILES_TICKS = 100  # between two looks at how many files are open
 RESERVED_FILES = 128  # beside a connection for every request that may wait
 
 logger = logging.getLogger("craton.serving")
+
+
+def connections_for(client_seconds: float) -> type[BoundedHttpTools]:
+    """Connections of clients that have so long for a request's head, and more for its body and to take an answer. All
+    clients of a proxy are one peer, so one peer may have most connections."""
+    bounds = Limits(client_seconds, 6 * client_seconds, 3 * client_seconds, per_peer=6144, total=8192)
+
+    class ClientConnection(BoundedHttpTools):
+        limits = bounds
+
+    return ClientConnection
 
 
 class FrontEnd(uvicorn.Server):
@@ -81,8 +92,11 @@ def main(arguments: list[str] | None = None) -> int:
         settings = ServerSettings(
             served_name=options.served_name,
             model_folder=options.model_folder,
-            api_keys=_api_keys(options.api_key_file, options.keys_of),
-            is_admin=options.admin,
+            access=ServerAccess(
+                options.host,
+                read_api_keys(options.api_key_file, options.keys_of),
+                read_admin_key(options.admin_key_file, options.admin_key_of) if options.admin else None,
+            ),
             tool_style=options.tool_parser,
             reasoning_style=options.reasoning_parser,
             max_waiting=options.max_waiting,
@@ -100,6 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     config = uvicorn.Config(
         make_app(service),
+        http=connections_for(options.client_seconds),
+        ws="none",
         log_level="warning",
         access_log=False,
         lifespan="on",
@@ -126,31 +142,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--model-folder", type=Path, help="with the tokenizer; without it only tokens are taken")
     add("--api-key-file", type=Path, help=f"one key a line; else ${KEYS_VARIABLE}, else everybody may ask")
     add("--keys-of", metavar="NAME", help=f"the variable that ${KEYS_VARIABLE} was taken from; it must hold a key")
-    add("--admin", action="store_true", help="serve the endpoints that change the engine")
+    add("--admin", action="store_true", help="serve the endpoints that change the engine, which need the admin key")
+    add("--admin-key-file", type=Path, help=f"made where there is none; else ${ADMIN_VARIABLE}")
+    add("--admin-key-of", metavar="NAME", help=f"the variable that ${ADMIN_VARIABLE} was taken from")
     add("--tool-parser", choices=get_args(ToolStyle), default=default.tool_style)
     add("--reasoning-parser", choices=get_args(ReasoningStyle), default=default.reasoning_style)
     add("--max-waiting", type=int, default=default.max_waiting, help="requests without a token; one more gets 429")
-    add("--max-body", type=int, default=default.max_body_bytes, metavar="BYTES")
+    add("--max-body", type=int, default=default.max_body_bytes, metavar="BYTES", help="0: by the context")
     add("--request-timeout", type=float, default=default.request_seconds, metavar="SECONDS", help="0: never")
+    add("--client-seconds", type=float, default=10.0, help="for the head of a request; 6 times that for all of it")
     add("--silent-seconds", type=float, default=default.silent_seconds, help="of an engine that hangs, for /health")
     add("--drain-seconds", type=float, default=default.drain_seconds)
     return parser
-
-
-def _api_keys(file: Path | None, variable: str | None) -> tuple[str, ...]:
-    """A file or variable that was to have keys and has none is refused: it would open the server to everybody."""
-    if file is None:
-        keys = _split(os.environ.get(KEYS_VARIABLE, ""))
-        if variable is not None and not keys:
-            raise CratonError(
-                f"serve.api_keys names {variable}, which holds no key; put one in it, or some with commas"
-            )
-        return keys
-    keys = _split(file.read_text(encoding="utf-8"))
-    if not keys:
-        raise CratonError(f"{file} has no API key; put one in each line, or leave --api-key-file out")
-    return keys
-
-
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(key for line in text.splitlines() for key in (part.strip() for part in line.split(",")) if key)

@@ -1,87 +1,104 @@
-"""What every request passes before it is understood: its API key, how large it may be, whether one is taken now.
+"""What every request passes before it is understood: who may send it, how large it may be, whether one is taken now.
 
-/health, /ping and /metrics need no key, since those who watch a server have none. A server that is asked for far more
-than it can do must be able to say no for next to nothing, or saying no is all it does.
+A server that is asked for far more than it can do must be able to say no for next to nothing, or saying no is all it
+does. So a body is bounded by its bytes and by its values: a JSON parser takes far longer for a megabyte of numbers than
+for a megabyte of text, and no other client is answered meanwhile.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from craton.ml.serving.server.errors import ApiError, BusyError, KeyRefusedError, TooLargeError
+from craton.ml.serving.server.access import AccessCheck
+from craton.ml.serving.server.errors import ApiError, BusyError, TooLargeError
 
-FREE_PATHS = ("/health", "/ping", "/metrics")
+MAX_DISCARDED_BYTES = 64 << 20
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
+@dataclass(frozen=True)
+class BodyLimits:
+    """Values are counted as commas, before anything is parsed; those of texts count too."""
+
+    max_bytes: int
+    max_values: int
+
+
 class Gate:
-    """In front of the app. `check_taken` raises why no answer is begun now."""
+    """In front of the app. `check_taken` raises why no answer is begun now, `limits` says how large a body may be."""
 
     def __init__(
-        self, app: ASGIApp, api_keys: Collection[str], max_body_bytes: int, check_taken: Callable[[], None]
+        self, app: ASGIApp, access: AccessCheck, limits: Callable[[], BodyLimits], check_taken: Callable[[], None]
     ) -> None:
         self._app = app
+        self._access = access
+        self._limits = limits
         self._check_taken = check_taken
-        self._digests = [_digest(key.encode()) for key in api_keys]
-        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        limits = self._limits()
         try:
-            if scope["path"] not in FREE_PATHS:
-                self._check_key(headers.get(b"authorization", b""))
-            length = headers.get(b"content-length", b"0")
-            if length.isdigit() and int(length) > self._max_body_bytes:
-                raise self._too_large()
+            self._access.check(scope["method"], scope["path"], headers)
+            length = headers.get("content-length", "0")
+            if length.isdigit() and int(length) > limits.max_bytes:
+                raise _too_large(limits)
             if scope["path"] in GENERATION_PATHS and scope["method"] == "POST":
                 self._check_taken()
-        except BusyError as error:  # whoever comes again may use the same connection
-            while (await receive()).get("more_body"):
-                pass
-            await _send_error(send, error, is_last=False)
+        except (BusyError, TooLargeError) as error:
+            # A client that is still sending when the connection closes gets no answer. Whoever comes again to a busy
+            # server may use the same connection.
+            is_whole = await _discard(receive)
+            await _send_error(send, error, is_last=not is_whole)
             return
         except ApiError as error:
             await _send_error(send, error)
             return
-        await self._app(scope, self._counted(receive), send)
+        await self._app(scope, _counted(receive, limits), send)
 
-    def _check_key(self, given: bytes) -> None:
-        if not self._digests:
-            return
-        scheme, _, key = given.partition(b" ")
-        # Digests of equal length, all of them compared: how long it takes says nothing about any key.
-        digest = _digest(key.strip())
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() != b"bearer" or not any(matches):
-            raise KeyRefusedError(
-                "the API key is missing or not known; send it as `Authorization: Bearer KEY`", code="invalid_api_key"
-            )
 
-    def _counted(self, receive: Receive) -> Receive:
-        """A body may come without saying its length."""
-        received = 0
+async def _discard(receive: Receive) -> bool:
+    """Reads a body and keeps nothing of it; whether it ended within reason."""
+    num_bytes = 0
+    while num_bytes < MAX_DISCARDED_BYTES:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if not message.get("more_body"):
+            return True
+    return False
 
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_body_bytes:
-                error = self._too_large()
-                raise HTTPException(error.status, error.message)  # FastAPI lets no other kind through
-            return message
 
-        return counted
+def _counted(receive: Receive, limits: BodyLimits) -> Receive:
+    """A body may come without saying its length."""
+    num_bytes = num_values = 0
 
-    def _too_large(self) -> TooLargeError:
-        return TooLargeError(f"the body is larger than {self._max_body_bytes:,} bytes", code="body_too_large")
+    async def counted() -> Message:
+        nonlocal num_bytes, num_values
+        message = await receive()
+        body = message.get("body", b"")
+        num_bytes += len(body)
+        num_values += body.count(b",")
+        if num_bytes > limits.max_bytes or num_values > limits.max_values:
+            error = _too_large(limits)
+            raise HTTPException(error.status, error.message)  # FastAPI lets no other kind through
+        return message
+
+    return counted
+
+
+def _too_large(limits: BodyLimits) -> TooLargeError:
+    return TooLargeError(
+        f"the body is larger than {limits.max_bytes:,} bytes, or has more than {limits.max_values:,} values; send less "
+        "in one request",
+        code="body_too_large",
+    )
 
 
 async def _send_error(send: Send, error: ApiError, is_last: bool = True) -> None:
@@ -92,7 +109,3 @@ async def _send_error(send: Send, error: ApiError, is_last: bool = True) -> None
     encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": encoded})
     await send({"type": "http.response.body", "body": body})
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

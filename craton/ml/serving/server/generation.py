@@ -76,6 +76,7 @@ class Answers(ABC, Generic[AnyChoice]):
         self._service = service
         self._prompts: dict[int, Prompt] = {}
         self._num_open = 0
+        self.has_logprobs = False
         self.unsent = b""  # events of a stream that came together with what broke it
         self._envelope = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
@@ -110,6 +111,7 @@ class Answers(ABC, Generic[AnyChoice]):
             choices.append(choice)
         number = self.exchange.submit(tokens, sampling, request.n, request.priority, adapter)
         self._prompts[number] = prompt
+        self.has_logprobs |= sampling.logprobs is not None or sampling.prompt_logprobs is not None
         self._num_open += request.n
         self.choices.update({(number, copy): choice for copy, choice in enumerate(choices)})
 
@@ -209,10 +211,9 @@ class Answers(ABC, Generic[AnyChoice]):
         }
 
 
-async def respond(http: Request, answers: Answers[Any]) -> Response:
-    """The answers as a body, or as a stream once the first of them begins."""
+async def respond(http: Request, answers: Answers[Any], ignored: list[str]) -> Response:
+    """The answers as a body, or as a stream once the first of them begins. `ignored`: fields to warn the client of."""
     exchange = answers.exchange
-    ignored = answers.request.ignored()
     headers = {"X-Ignored-Fields": ", ".join(map(_header_text, ignored[:20]))} if ignored else {}
     watch = asyncio.create_task(_watch(http.receive, answers))
     is_handed_on = False
@@ -223,7 +224,9 @@ async def respond(http: Request, answers: Answers[Any]) -> Response:
             return EventStream(answers, events, watch, headers)
         while not answers.is_done:
             answers.read(await exchange.pieces())
-        return Response(answers.whole(), media_type="application/json", headers=headers)
+        # Log-probs of a long text are megabytes of JSON, which others should not wait for.
+        body = await asyncio.to_thread(answers.whole) if answers.has_logprobs else answers.whole()
+        return Response(body, media_type="application/json", headers=headers)
     finally:
         if not is_handed_on:
             watch.cancel()

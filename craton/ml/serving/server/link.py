@@ -34,6 +34,8 @@ from craton.ml.serving.packing import WireError
 from craton.ml.serving.server.errors import ApiError, ClientGoneError, TooSlowError, UnavailableError
 from craton.ml.serving.server.wire import Wire
 
+MAX_HELD_VALUES = 1 << 18  # tokens and alternatives of one request that its client has not taken; about 10 MB
+
 logger = logging.getLogger("craton.serving")
 
 
@@ -102,9 +104,9 @@ class EngineLink:
         finally:
             self._answers.pop(number, None)
 
-    def note_state(self, state: str) -> None:
+    def note_state(self, state: str, refusal: str | None = None) -> None:
         """The state after a control that has changed it, until the engine's next report."""
-        self.stats = replace(self.stats, state=state)
+        self.stats = replace(self.stats, state=state, refusal=self.stats.refusal if refusal is None else refusal)
 
     def note_adapters(self, adapters: Iterable[str]) -> None:
         assert self.ready is not None
@@ -195,6 +197,7 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, set[int]] = {}  # copies that have not ended, by submit
         self._pieces: list[Piece] = []
+        self._num_held = 0  # tokens and alternatives among these
         self._waiter: asyncio.Future[None] | None = None
         self._problem: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -225,6 +228,7 @@ class Exchange:
             self._waiter = self._loop.create_future()
             await self._waiter
         pieces, self._pieces = self._pieces, []
+        self._num_held = 0
         return pieces
 
     def end(self, number: int, index: int) -> None:
@@ -258,6 +262,10 @@ class Exchange:
             self.has_begun = True
             self._link._begun(self)
         self._pieces.append(piece)
+        self._num_held += sum(len(each.tokens) for each in piece.alternatives) + len(piece.tokens)
+        if self._num_held > MAX_HELD_VALUES:
+            self._link._abort(piece.id, None)
+            self.fail(TooSlowError("the client does not take its answer; it was given up", code="slow_client"))
         if piece.finish is not None:
             self._ended(piece.id, piece.index)
         self._wake()

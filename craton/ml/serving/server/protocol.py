@@ -1,7 +1,7 @@
 """What clients send, checked: OpenAI's fields, and the ones that vLLM has beside them.
 
-A field that is not known is not an error, since clients send many that mean nothing here; it is named in the response's
-header `X-Ignored-Fields`.
+Everything that has a length is bounded, and a list is given up at its first wrong entry: a body may have as many as fit
+into its bytes, and each would be reported. What is done with fields that are not known is in `fields`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from craton.ml.serving.grammar_limits import GrammarError, check_size
 from craton.ml.serving.messages import Grammar
 from craton.ml.serving.server.errors import BadRequestError
+from craton.ml.serving.server.fields import unknown_fields
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOPS = 64
-# Fields of OpenAI's that are bookkeeping of its own service: nothing is lost by doing nothing.
-HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+MAX_TOOLS = 512
+MAX_MESSAGES = 8192
+MAX_PARTS = 1024  # of a message's content, and calls in it
+MAX_BIASED = 1024  # tokens of a logit_bias; OpenAI allows 300
+MAX_STOP_TOKENS = 1024
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
@@ -30,8 +37,9 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
-    def ignored(self) -> list[str]:
-        return sorted(set(self.model_extra or ()) - HARMLESS)
+    def ignored(self, n: int = 1) -> list[str]:
+        """Fields that are not known and were ignored. A BadRequestError for one that must not be."""
+        return unknown_fields(self.model_extra or {}, type(self).model_fields, n)
 
 
 class StreamOptions(Body):
@@ -74,9 +82,9 @@ class GenerationRequest(Body):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float = Field(default=1.0, gt=0, le=100)
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASED)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS)] | None = None
     min_tokens: int = Field(default=0, ge=0, lt=1 << 31)
     ignore_eos: bool = False
     prompt_logprobs: LogprobCount | None = None
@@ -131,11 +139,15 @@ class GenerationRequest(Body):
         if len(found) > 1:
             names = " and ".join(name for name, _ in found)
             raise BadRequestError(f"{names} are given; an answer can follow only one of them", found[1][0])
-        return found[0][1] if found else None
+        if not found:
+            return None
+        name, grammar = found[0]
+        check_grammar(grammar, name)
+        return grammar
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(min_length=1, max_length=2048)]
+    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=2048, fail_fast=True)]
     echo: bool = False
     logprobs: LogprobCount | None = None
     add_special_tokens: bool = True
@@ -159,10 +171,10 @@ class ContentPart(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
 
@@ -186,13 +198,17 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
 class ChatRequest(GenerationRequest):
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages
     max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
     logprobs: bool = False
     top_logprobs: LogprobCount | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
@@ -210,8 +226,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -226,7 +242,7 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class LoadAdapterRequest(Body):
@@ -252,6 +268,14 @@ class UpdateWeightsRequest(Body):
         if (self.folder is None) == (self.address is None):
             raise ValueError("give either folder or address")
         return self
+
+
+def check_grammar(grammar: Grammar, name: str) -> None:
+    """Refuses one that the engine would refuse for its size, before it is sent there."""
+    try:
+        check_size(grammar)
+    except GrammarError as error:
+        raise BadRequestError(str(error), name, "grammar_too_large") from None
 
 
 def _schema_text(schema: dict[str, Any] | str, name: str) -> str:

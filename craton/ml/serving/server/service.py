@@ -11,7 +11,9 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,21 +21,45 @@ from pydantic import ValidationError
 
 from craton.ml.serving.messages import Grammar, Sampling
 from craton.ml.serving.server.errors import BadRequestError, BusyError, NotFoundError, UnavailableError
+from craton.ml.serving.server.gate import BodyLimits
 from craton.ml.serving.server.link import EngineLink, Exchange
 from craton.ml.serving.server.metrics import Metrics
-from craton.ml.serving.server.protocol import GenerationRequest, Message, Tool
+from craton.ml.serving.server.protocol import MAX_CHOICES, GenerationRequest, Message, Tool
 from craton.ml.serving.server.settings import ServerSettings, ToolStyle
 from craton.ml.serving.server.templates import ChatTemplate, load_template
 from craton.ml.serving.server.tools import guess_style
-from craton.ml.serving.server.vocabulary import Vocabulary
+from craton.ml.serving.server.vocabulary import TextTooLongError, Vocabulary
 
-LONG_CHARACTERS = 20_000  # a text that takes longer to encode than others should wait for
+LONG_CHARACTERS = 4_000  # a text that takes longer to render and encode than others should wait for
+ENCODERS = 2  # threads for long texts; one more core would be taken from the engine
+# Of a body: OpenAI's fields beside the prompt, and the prompt's tokens as JSON with every letter escaped.
+BODY_BYTES, BODY_BYTES_PER_TOKEN, MAX_BODY_BYTES = 2 << 20, 64, 16 << 20
+# Values of a body: the most are parsed and checked in less than 100 ms, during which no other client is answered.
+BODY_VALUES, MAX_BODY_VALUES = 100_000, 400_000
+TOOL_CHARACTERS, MESSAGE_CHARACTERS = 200, 20  # what rendering one costs beside its content
+TOO_LONG = "context_length_exceeded"
+MAX_PROMPT_LOGPROBS = 1 << 17  # values, of one prompt
 MAX_RETRY_SECONDS = 60
 ADVISED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of a generation_config.json
 
 logger = logging.getLogger("craton.serving")
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """`reason` says why it is not ready, and what to do where there is something."""
+
+    status: Literal["loading", "ready", "draining", "failed", "silent", "asleep", "paused", "without weights"]
+    reason: str = ""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.status == "ready"
+
+    def body(self) -> dict[str, str]:
+        return {"status": self.status, **({"reason": self.reason} if self.reason else {})}
 
 
 class Service:
@@ -45,6 +71,7 @@ class Service:
         self.metrics = Metrics(link, settings.served_name)
         self.is_draining = False
         self._num_preparing = 0
+        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
         folder = settings.model_folder
         self.vocabulary: Vocabulary | None = None if folder is None else Vocabulary(folder)
         self.template: ChatTemplate | None = None if folder is None else load_template(folder)
@@ -58,14 +85,31 @@ class Service:
         """Under which the model is served."""
         return self.settings.served_name or self.link.working().model
 
-    def status(self) -> Literal["loading", "ready", "draining", "failed", "silent"]:
-        if self.link.failure is not None:
-            return "failed"
+    def readiness(self) -> Readiness:
+        """Whether requests are taken and computed now."""
+        link = self.link
+        if link.failure is not None:
+            return Readiness("failed", link.failure)
         if self.is_draining:
-            return "draining"
-        if self.link.silent_seconds > self.settings.silent_seconds:
-            return "silent"
-        return "loading" if self.link.ready is None else "ready"
+            return Readiness("draining", "the server is shutting down")
+        if link.silent_seconds > self.settings.silent_seconds:
+            return Readiness("silent", f"the engine has said nothing for {link.silent_seconds:.0f} s")
+        if link.ready is None:
+            return Readiness("loading", "the model is being loaded")
+        if link.stats.state == "asleep":
+            return Readiness("asleep", "the engine is asleep; POST /wake_up")
+        if link.stats.refusal:
+            return Readiness("without weights", link.stats.refusal)
+        if link.stats.state == "paused":
+            return Readiness("paused", "the engine is paused; POST /resume")
+        return Readiness("ready")
+
+    def body_limits(self) -> BodyLimits:
+        """A body has the tokens of its prompts, as texts or as numbers, and little else."""
+        length = 0 if self.link.ready is None else self.link.ready.max_length
+        by_context = min(BODY_BYTES + BODY_BYTES_PER_TOKEN * length, MAX_BODY_BYTES)
+        values = max(BODY_VALUES, min(MAX_CHOICES * length, MAX_BODY_VALUES), 2 * length)
+        return BodyLimits(self.settings.max_body_bytes or by_context, values)
 
     def check_taken(self) -> None:
         """Raises why no request is taken now, if none is."""
@@ -102,9 +146,12 @@ class Service:
         known = ", ".join(repr(name) for name in (self.name, *adapters))
         raise NotFoundError(f"the model {model!r} does not exist; there is {known}", "model", "model_not_found")
 
-    async def encode(self, text: str, with_special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, with_special_tokens: bool, must_fit: bool = True) -> list[int]:
+        """`must_fit`: more tokens than the context has are refused; else they are counted."""
         vocabulary = self.texts("prompt")
-        return await self._aside(text, lambda: _encode(vocabulary, text, with_special_tokens))
+        self._check_fits(len(text))
+        limit = self.link.working().max_length if must_fit else None
+        return await self._aside(len(text), lambda: _encode(vocabulary, text, with_special_tokens, limit))
 
     async def render(
         self,
@@ -123,7 +170,14 @@ class Service:
             )
         plain = [_plain_message(message, "developer" in template.source) for message in messages]
         plain_tools = [tool.model_dump(exclude_unset=True) for tool in tools or ()]
-        return template.render(plain, plain_tools, add_generation_prompt, options)
+        characters = sum(len(message["content"]) for message in plain)
+        self._check_fits(characters)
+        if len(plain) > (length := self.link.working().max_length):
+            raise BadRequestError(
+                f"there are {len(plain)} messages; the model's context is {length} tokens", "messages", TOO_LONG
+            )
+        size = characters + TOOL_CHARACTERS * len(plain_tools) + MESSAGE_CHARACTERS * len(plain)
+        return await self._aside(size, lambda: template.render(plain, plain_tools, add_generation_prompt, options))
 
     def texts(self, parameter: str) -> Vocabulary:
         if self.vocabulary is None:
@@ -134,14 +188,14 @@ class Service:
         ready = self.link.working()
         if not prompt:
             raise BadRequestError("the prompt has no tokens; it needs at least one", "prompt")
-        self.check_tokens(prompt, "prompt")
         if len(prompt) >= ready.max_length:
             raise BadRequestError(
                 f"the prompt has {len(prompt)} tokens; the model's context is {ready.max_length} tokens, of which the "
                 "answer needs at least one",
                 "prompt",
-                "context_length_exceeded",
+                TOO_LONG,
             )
+        self.check_tokens(prompt, "prompt")
 
     def check_tokens(self, tokens: Sequence[int], parameter: str) -> None:
         vocabulary = self.link.working().vocabulary
@@ -170,7 +224,13 @@ class Service:
                 f"the prompt's {prompt_tokens} tokens and max_tokens {max_tokens} are more than the model's context of "
                 f"{ready.max_length} tokens; ask for at most {room}",
                 "max_tokens",
-                "context_length_exceeded",
+                TOO_LONG,
+            )
+        if prompt_logprobs is not None and prompt_tokens * (prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
+            raise BadRequestError(
+                f"log-probs of {prompt_logprobs} alternatives for the prompt's {prompt_tokens} tokens are more than "
+                f"{MAX_PROMPT_LOGPROBS:,} values; ask for fewer, or shorten the prompt",
+                "prompt_logprobs",
             )
         if request.min_tokens > max_tokens:
             raise BadRequestError(f"min_tokens {request.min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
@@ -196,10 +256,22 @@ class Service:
             grammar=grammar,
         )
 
-    @staticmethod
-    async def _aside(text: str, work: Callable[[], Result]) -> Result:
-        """Long texts are encoded in a thread, so that answers go on streaming meanwhile."""
-        return await asyncio.to_thread(work) if len(text) > LONG_CHARACTERS else work()
+    def _check_fits(self, characters: int) -> None:
+        """Refuses, before it costs anything, a text that cannot fit whatever its tokens are."""
+        length, longest = self.link.working().max_length, self.texts("prompt").longest_token_bytes
+        if characters > length * longest:
+            raise BadRequestError(
+                f"the text has {characters:,} characters; the model's context of {length:,} tokens, of which the "
+                f"longest has {longest} bytes, holds at most {length * longest:,}",
+                "prompt",
+                TOO_LONG,
+            )
+
+    async def _aside(self, characters: int, work: Callable[[], Result]) -> Result:
+        """Long texts are rendered and encoded in a thread, so that answers go on streaming meanwhile."""
+        if characters <= LONG_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, work)
 
 
 def generation_defaults(folder: Path) -> dict[str, float]:
@@ -221,9 +293,16 @@ def generation_defaults(folder: Path) -> dict[str, float]:
     return found
 
 
-def _encode(vocabulary: Vocabulary, text: str, with_special_tokens: bool) -> list[int]:
+def _encode(vocabulary: Vocabulary, text: str, with_special_tokens: bool, max_tokens: int | None) -> list[int]:
     try:
-        return vocabulary.encode(text, with_special_tokens)
+        return vocabulary.encode(text, with_special_tokens, max_tokens)
+    except TextTooLongError as error:
+        raise BadRequestError(
+            f"the prompt has {error.num_tokens} tokens; the model's context is {max_tokens} tokens, of which the "
+            "answer needs at least one",
+            "prompt",
+            TOO_LONG,
+        ) from None
     except (UnicodeEncodeError, TypeError):
         raise BadRequestError("the text has half a surrogate pair, which no encoding can hold", "prompt") from None
 

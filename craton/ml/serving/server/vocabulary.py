@@ -19,16 +19,31 @@ CONTEXT_TOKENS = 5  # of the prompt: some tokenizers drop the space before the f
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
+class TextTooLongError(ValueError):
+    """A text of more tokens than the caller can use."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"{num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
 class Vocabulary:
-    """The tokenizer of a model folder."""
+    """The tokenizer of a model folder. Several threads may encode at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = load_tokenizer(folder)
         self._bytes: dict[int, bytes] = {}
+        # The name of a token has at least one letter for each of its bytes, or for each character.
+        self.longest_token_bytes = max((len(name.encode()) for name in self.tokenizer.get_vocab()), default=1)
 
-    def encode(self, text: str, with_special_tokens: bool) -> list[int]:
-        """`with_special_tokens`: with those that the tokenizer puts around every text, as the beginning of one."""
-        return list(self.tokenizer.encode(text, add_special_tokens=with_special_tokens).ids)
+    def encode(self, text: str, with_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
+        """`with_special_tokens`: with those that the tokenizer puts around every text, as the beginning of one. A
+        TextTooLongError instead of more than `max_tokens`."""
+        # `encode` holds Python's lock for as long as it takes; the call for batches gives it up.
+        (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=with_special_tokens)
+        if max_tokens is not None and len(found) > max_tokens:
+            raise TextTooLongError(len(found))
+        return list(found.ids)
 
     def decode(self, tokens: list[int], keep_special: bool = False) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=not keep_special))

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that the tests find the scripted engine
 
-from scripted_engine import Script, ScriptedEngine, Served, tokens_of
+from scripted_engine import Script, ScriptedEngine, Served, controlled, tokens_of
 
 from craton.ml.data.tokenizer import load_tokenizer, train_bpe
 
@@ -79,4 +79,5 @@ def served(shared: Served) -> Served:
     """The shared one, with nothing of the last test left in its engine."""
     shared.engine.forget()
     shared.engine.answer = lambda _: Script()
+    shared.engine.control = controlled
     return shared

@@ -41,6 +41,8 @@ SECONDS = PATIENCE_SECONDS
 VOCABULARY = 320
 MAX_LENGTH = 1024
 NEVER = 1 << 30
+ADMIN_KEY = "the-admin-key-of-these-tests"
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 Kind = TypeVar("Kind", Submit, Abort, Control)
 
@@ -69,7 +71,7 @@ class ScriptedEngine:
         self, answer: Callable[[Submit], Script], adapters: tuple[str, ...] = (), is_ready: bool = True
     ) -> None:
         self.answer = answer
-        self.control: Callable[[Control], Answer] = lambda control: Answer(control.id, {"name": control.name})
+        self.control: Callable[[Control], Answer] = controlled
         self.received: list[Request] = []
         self.is_held = True
         self.ready = Ready("scripted", VOCABULARY, MAX_LENGTH, adapters, page=16, kv_precision="fp8", memory=0.8)
@@ -186,11 +188,24 @@ def beside(token: int, count: int) -> Alternatives:
     return Alternatives((token, *others), (-0.5, *(-0.25 * place for place in range(1, count + 1))))
 
 
+def controlled(control: Control) -> Answer:
+    """All controls succeed; a wake says what is still asleep."""
+    result: dict[str, Any] = {"name": control.name}
+    if control.name == "wake":
+        missing = {
+            part: "asleep" for part in ("weights", "kv_cache") if part not in control.arguments.get("tags", (part,))
+        }
+        result |= {"state": "asleep" if missing else "running", "missing": missing}
+    return Answer(control.id, result)
+
+
 class Served:
     """A real front end on a real port, with a scripted engine behind it."""
 
     def __init__(self, engine: ScriptedEngine, *options: str, environment: dict[str, str] | None = None) -> None:
         self.engine = engine
+        if "--admin" in options:
+            environment = {"CRATON_ADMIN_KEY": ADMIN_KEY, **(environment or {})}
         arguments = ["--connection", str(engine.far_end), "--port", "0", *options]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "craton.ml.serving.server", *arguments],

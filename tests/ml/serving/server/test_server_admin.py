@@ -11,7 +11,7 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from scripted_engine import SECONDS, Script, Served
+from scripted_engine import ADMIN, SECONDS, Script, Served
 from waiting import wait_until
 
 from craton.ml.serving.messages import Answer, Control, Stats, Submit
@@ -21,11 +21,11 @@ ASK: Any = [{"role": "user", "content": "hello"}]
 
 
 def post(served: Served, path: str, body: Any = None) -> requests.Response:
-    return requests.post(served.url + path, json=body, timeout=SECONDS)
+    return requests.post(served.url + path, json=body, timeout=SECONDS, headers=ADMIN)
 
 
 def get(served: Served, path: str) -> Any:
-    return requests.get(served.url + path, timeout=SECONDS).json()
+    return requests.get(served.url + path, timeout=SECONDS, headers=ADMIN).json()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def get(served: Served, path: str) -> Any:
     ],
 )
 def test_controls_reach_the_engine(served: Served, path: str, body: Any, name: str, arguments: dict[str, Any]) -> None:
-    assert post(served, path, body).json()["result"] == {"name": name}
+    assert post(served, path, body).json()["result"]["name"] == name
     (control,) = served.engine.wait_for(Control)
     assert (control.name, control.arguments) == (name, arguments)
 

@@ -151,10 +151,10 @@ def test_sampling_reaches_the_engine(served: Served) -> None:
 
 
 def test_nulls_are_defaults_and_unknown_fields_are_named(served: Served) -> None:
-    body = {"prompt": [5], "temperature": None, "n": None, "stop": None, "top_k": -1, "temprature": 0, "user": "me"}
+    body = {"prompt": [5], "temperature": None, "n": None, "stop": None, "top_k": -1, "heat": 0, "user": "me"}
     answer = requests.post(served.url + "/v1/completions", json={**body, "\x05\r\nä": 1}, timeout=SECONDS)
     assert answer.status_code == 200
-    assert answer.headers["x-ignored-fields"] == "????, temprature"
+    assert answer.headers["x-ignored-fields"] == "????, heat"
     (submit,) = served.engine.wait_for(Submit)
     assert (submit.sampling.temperature, submit.sampling.top_k, submit.sampling.max_tokens) == (1.0, 0, 16)
 

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 import requests
-from scripted_engine import MAX_LENGTH, SECONDS, VOCABULARY, Script, Served
+from scripted_engine import ADMIN, MAX_LENGTH, SECONDS, VOCABULARY, Script, Served
 
 from craton.ml.serving.messages import Abort, Submit
 
@@ -24,7 +24,7 @@ TOOL: Any = {"type": "function", "function": {"name": "f"}}
 def refused(served: Served, path: str, body: Any, status: int = 400) -> dict[str, Any]:
     """The error, which must have OpenAI's form."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", **ADMIN}
     answer = requests.post(served.url + path, data=data, headers=headers, timeout=SECONDS)
     assert answer.status_code == status, answer.text
     error: dict[str, Any] = answer.json()["error"]
@@ -151,7 +151,7 @@ def test_a_body_that_is_too_large(start: Callable[..., Served]) -> None:
     body = {"prompt": "x" * 2000}
     assert "1,000 bytes" in refused(served, COMPLETION, body, 413)["message"]
     chunks = (json.dumps(body).encode()[at : at + 100] for at in range(0, 3000, 100))
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", **ADMIN}
     answer = requests.post(served.url + COMPLETION, data=chunks, headers=headers, timeout=SECONDS)
     assert (answer.status_code, "1,000 bytes" in answer.json()["error"]["message"]) == (413, True)
     assert requests.post(served.url + COMPLETION, json={"prompt": "x"}, timeout=SECONDS).status_code == 200

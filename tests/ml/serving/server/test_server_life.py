@@ -19,7 +19,7 @@ import openai
 import psutil
 import pytest
 import requests
-from scripted_engine import SECONDS, Script, ScriptedEngine, Served
+from scripted_engine import ADMIN_KEY, SECONDS, Script, ScriptedEngine, Served
 from waiting import wait_until
 
 from craton.ml.serving.messages import Abort, Submit
@@ -44,7 +44,8 @@ def open_stream(served: Served, body: dict[str, Any]) -> socket.socket:
     """A request on a bare socket, which can be closed at any moment."""
     host, port = served.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     connection = socket.create_connection((host, int(port)), timeout=SECONDS)
     connection.sendall(head.encode() + data)
     return connection
@@ -159,7 +160,9 @@ def test_keys(start: Start, tmp_path: Path, encode: Encode) -> None:
         answer = served.client("second").chat.completions.create(model="scripted", messages=ASK)
         assert answer.choices[0].message.content == "hello"
     assert _with_key(by_file, "POST", "/pause", "third")[0] == 401
-    assert _with_key(by_file, "POST", "/pause", "second")[0] == 200
+    assert _with_key(by_file, "POST", "/pause", "second")[0] == 401, "an API key opens no admin endpoint"
+    assert _with_key(by_file, "POST", "/pause", ADMIN_KEY)[0] == 200
+    assert _with_key(by_file, "GET", "/v1/models", ADMIN_KEY)[0] == 401
 
 
 def _with_key(served: Served, method: str, path: str, key: str) -> tuple[int, str]:
@@ -167,7 +170,9 @@ def _with_key(served: Served, method: str, path: str, key: str) -> tuple[int, st
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
         value = key.replace("\n", " ")
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {value}\r\n\r\n"
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer {value}\r\n\r\n"
+        )
         connection.sendall(head.encode())
         said = b""
         while part := connection.recv(65536):

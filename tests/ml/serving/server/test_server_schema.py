@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
-from scripted_engine import SECONDS, Script, Served
+from scripted_engine import ADMIN, SECONDS, Script, Served
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 NUM_EXAMPLES = 8
@@ -22,7 +22,9 @@ TAKING = [
     "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/update_weights", "/pause", "/sleep", "/wake_up",
 ]  # fmt: skip
-GIVING = ["/v1/models", "/health", "/ping", "/metrics", "/version", "/is_paused", "/is_sleeping", "/weights_version"]
+GIVING = [
+    "/v1/models", "/live", "/health", "/ping", "/metrics", "/version", "/is_paused", "/is_sleeping", "/weights_version",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +52,18 @@ def test_what_is_sent(described: schemathesis.BaseSchema, fuzzed: Served, path: 
     )
     @given(case=described[path]["POST"].as_strategy(mode))
     def answers(case: schemathesis.Case) -> None:
-        case.call_and_validate(checks=CHECKS, session=session, timeout=SECONDS)
+        case.call_and_validate(checks=CHECKS, session=session, timeout=SECONDS, headers=ADMIN)
 
     answers()
-    assert requests.get(f"{fuzzed.url}/health", timeout=SECONDS).status_code == 200
+    assert requests.get(f"{fuzzed.url}/live", timeout=SECONDS).status_code == 200
 
 
 def test_what_is_asked_for(described: schemathesis.BaseSchema) -> None:
+    described["/v1/models/{name}"]["GET"].Case(path_parameters={"name": "scripted"}).call_and_validate(
+        checks=CHECKS, timeout=SECONDS, headers=ADMIN
+    )
     for path in GIVING:
-        described[path]["GET"].Case().call_and_validate(checks=CHECKS, timeout=SECONDS)
+        described[path]["GET"].Case().call_and_validate(checks=CHECKS, timeout=SECONDS, headers=ADMIN)
     paths = {path for path, operations in described.items() for _ in operations}
-    assert paths == {*TAKING, *GIVING, "/resume", "/reset_prefix_cache"}, "every endpoint is tested here or too simple"
+    others = {"/v1/models/{name}", "/resume", "/reset_prefix_cache"}
+    assert paths == {*TAKING, *GIVING, *others}, "every endpoint is tested here or too simple"

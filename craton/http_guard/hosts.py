@@ -1,0 +1,50 @@
+"""Host and Origin headers: which name a request was sent to, and whether a browser sent it for a page of another site.
+
+A website can point its own name at 127.0.0.1 (DNS rebinding): its requests then carry that name in Host. And any page
+can make a browser POST to loopback: then Origin or Sec-Fetch-Site names the other site. Programs (curl, SDKs) send
+neither of the two.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
+# A name or an address, and a port; whatever else stands there (a path, a question mark) would end up in addresses.
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a host's name or address is this machine and no other."""
+    if name.lower().rstrip(".") in LOOPBACK_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def host_name(host: str) -> str | None:
+    """The name in a Host header, in lower case and without port and brackets; None when the header is malformed."""
+    found = _HOST.fullmatch(host)
+    return None if found is None else found[1].strip("[]").lower()
+
+
+def is_foreign(headers: Mapping[str, str]) -> bool:
+    """Whether a browser says that a page of another origin sent this request. Names of headers are in lower case."""
+    if headers.get("sec-fetch-site", "same-origin") != "same-origin":
+        return True
+    if (given := headers.get("origin")) is None:
+        return False
+    try:
+        origin = urlsplit(given)
+    except ValueError:
+        return True
+    if origin.scheme not in _DEFAULT_PORTS or not origin.netloc:  # also "null", of a page without an origin
+        return True
+    port = _DEFAULT_PORTS[origin.scheme]
+    return origin.netloc.lower().removesuffix(port) != headers.get("host", "").lower().removesuffix(port)

@@ -1,0 +1,58 @@
+"""Keys and tokens: compared in constant time, and kept in files that only their owner may read."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from craton.errors import CratonError
+
+MIN_TOKEN_CHARACTERS = 16
+
+
+class AccessError(CratonError):
+    """A key file that cannot be used, or an address that must not be listened at."""
+
+
+def is_same_key(given: str, right: str) -> bool:
+    return hmac.compare_digest(key_bytes(given), key_bytes(right))
+
+
+def key_bytes(text: str) -> bytes:
+    """Also of what is no text at all, as JSON can write it (half a surrogate pair)."""
+    return text.encode(errors="surrogatepass")
+
+
+def read_token(path: Path | None) -> str:
+    """The token in a file that only its owner may read; a new one is written there where there is no file, and made up
+    where no file is named."""
+    if path is None:
+        return secrets.token_urlsafe(32)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return _existing_token(path)
+    except OSError as error:
+        raise AccessError(f"the token file {path} cannot be written: {error.strerror}") from None
+    token = secrets.token_urlsafe(32)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(token + "\n")
+    return token
+
+
+def _existing_token(path: Path) -> str:
+    try:
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            raise AccessError(f"others can read the token file {path}; `chmod 600 {path}` keeps it to you")
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AccessError(f"the token file {path} cannot be read: {error}") from None
+    if len(token) < MIN_TOKEN_CHARACTERS:
+        raise AccessError(
+            f"the token in {path} has {len(token)} characters and needs {MIN_TOKEN_CHARACTERS}; remove the file to "
+            "get a new one"
+        )
+    return token

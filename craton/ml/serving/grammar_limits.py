@@ -1,0 +1,72 @@
+"""How much a client's grammar may cost. Each bound is on bytes or time, whatever the number of requests.
+
+A grammar is a small program of a stranger's: its text says little about what compiling it takes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from craton.errors import CratonError
+from craton.ml.serving.messages import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
+MAX_GRAMMAR_BYTES = 256 << 10  # of its text; OpenAI allows a schema 120,000 characters
+MAX_SECONDS = 3  # of CPU time, to compile it and follow it for TRIED_TOKENS
+MAX_WAIT_SECONDS = 60.0  # for these, on a busy machine
+QUICK_SECONDS = 0.5  # after which a grammar gives way to others and is compiled among the slow ones
+MAX_BYTES = 256 << 20  # of memory while it is compiled
+MAX_MASK_SECONDS = 0.1  # of CPU time for the tokens that may come next; all requests wait for them
+TRIED_TOKENS = 24
+CACHE_BYTES = 128 << 20  # of compiled grammars that are kept
+# Between the parts of a JSON text: room for a line break and ten levels of indentation. Without a bound a model that
+# has lost its way writes blanks until it runs out of tokens.
+_BLANKS = r"[\x20\x0A\x0D\x09]{1,41}"
+
+
+class GrammarError(CratonError):
+    """A grammar that cannot be compiled or costs too much, or a token that it does not allow."""
+
+
+def parser_limits() -> LLParserLimits:
+    """llguidance's own. Its defaults allow a step of seconds and lexers of hundreds of MB."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        verbose_errors=False,
+        max_grammar_size=200_000,
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=100_000,
+        step_max_items=25_000,
+        max_items_in_row=2_000,
+        max_lexer_states=50_000,
+    )
+
+
+def check_size(grammar: Grammar) -> None:
+    """Before anything is done with it."""
+    size = len(grammar.text.encode(errors="surrogatepass"))
+    if size > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"the {grammar.kind} has {size:,} bytes; at most {MAX_GRAMMAR_BYTES:,} are allowed")
+
+
+def source_of(grammar: Grammar) -> str:
+    """What llguidance takes."""
+    from llguidance import LLMatcher
+
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.kind == "lark":
+        return LLMatcher.grammar_from_lark(grammar.text)
+    schema = {"type": "object"}
+    if grammar.kind == "json_schema":
+        try:
+            schema = json.loads(grammar.text)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"the json_schema is not JSON: {error}") from None
+        if not isinstance(schema, dict):
+            raise GrammarError(f"the json_schema is {grammar.text.strip()[:40]!r}; it must be a JSON object")
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": _BLANKS})
