@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_gang import DEADLINE_SECONDS, Gang
+from agent_gang import Gang
+from waiting import PATIENCE_SECONDS
 
 from craton.agent.launch import read_launch
 from craton.agent.process import WAITING_POLICY, common_environment, waiting_policy
@@ -90,7 +91,7 @@ def test_a_rank_that_the_kernel_kills_names_the_memory_limit(gang: Gang, cgroup:
     agent = [sys.executable, "-m", "craton.agent", str(gang.run.path), "--node", "0"]
     entering = ["/bin/sh", "-c", f'echo $$ > {cgroup}/cgroup.procs && exec "$@"', "sh", *agent]
     with open(gang.folder / "agent-0.err", "ab") as errors:
-        code = subprocess.run(entering, stderr=errors, timeout=4 * DEADLINE_SECONDS).returncode
+        code = subprocess.run(entering, stderr=errors, timeout=PATIENCE_SECONDS).returncode
     if oom_kills() == before:
         pytest.skip("this kernel does not count the processes that it kills for memory")
     assert code == 1

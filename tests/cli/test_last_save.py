@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from run_verbs import Verbs
+from waiting import wait_until
 
 from craton.telemetry import summarize
 
@@ -59,7 +60,7 @@ def test_a_state_that_no_disk_takes_is_reported_kept_and_found_again(
         assert verbs.json("stop", "words", code=1)["unsaved"]
     finally:
         subprocess.run(["umount", str(rescue)], check=True)
-    verbs.wait_for(lambda: summarize(run).state == "stopped")
+    wait_until(lambda: summarize(run).state == "stopped")
     step = summarize(run).step
     assert [path.name for path in rescue.iterdir()] == [f"step-{step:08d}"]
 
@@ -72,7 +73,7 @@ def test_a_state_that_no_disk_takes_is_reported_kept_and_found_again(
 
     (small_disk / "other").unlink()
     assert verbs("resume", "words", "--detach").returncode == 0
-    verbs.wait_for(lambda: (small_disk / "words" / f"step-{step:08d}" / "COMPLETE").exists())
+    wait_until(lambda: (small_disk / "words" / f"step-{step:08d}" / "COMPLETE").exists())
     verbs.wait_for_step(step + 2, "words")
     stopped = verbs("stop", "words")
     assert stopped.returncode == 0
