@@ -37,7 +37,7 @@ class RunStore(dist.Store):
         _call(lambda: self._client.set([key], [_bytes(value)]))
 
     def get(self, key: str) -> bytes:
-        return _call(lambda: self._client.get([key], self.timeout.total_seconds()))[0]
+        return _call(lambda: self._client.get([key], self._limit_seconds()))[0]
 
     def add(self, key: str, value: int) -> int:
         return _call(lambda: self._client.add(key, value))
@@ -58,13 +58,14 @@ class RunStore(dist.Store):
         return _call(self._client.count)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return _call(lambda: self._client.get(keys, self.timeout.total_seconds()))
+        return _call(lambda: self._client.get(keys, self._limit_seconds()))
 
     def multi_set(self, keys: list[str], values: list[str] | list[bytes]) -> None:
         _call(lambda: self._client.set(keys, [_bytes(value) for value in values]))
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
-        _call(lambda: self._client.wait(keys, (timeout or self.timeout).total_seconds()))
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._limit_seconds() if timeout is None else timeout.total_seconds()
+        _call(lambda: self._client.wait(keys, seconds))
 
     def has_extended_api(self) -> bool:
         return True
@@ -75,6 +76,10 @@ class RunStore(dist.Store):
 
     def close(self) -> None:
         self._client.close()
+
+    def _limit_seconds(self) -> float:
+        """How long a call waits for a key: what `set_timeout` set, or torch's default."""
+        return float(self.timeout.total_seconds())  # type: ignore[attr-defined]  # torch's stubs lack it
 
     # C++ asks for these two under the names they have there.
     deleteKey = delete_key  # noqa: N815

@@ -54,13 +54,12 @@ def _metadata(root: Mapping[str, Any], files: Mapping[str, FileSum]) -> Metadata
 
 def _place(index: Any, place: Any, files: Mapping[str, FileSum]) -> tuple[MetadataIndex, _StorageInfo]:
     fields, where = _state(index, names.INDEX), _state(place, names.PLACE)
-    name, offset, hint = fields.get("fqn"), fields.get("offset"), fields.get("index")
-    _check_name(name)
+    name, offset, hint = _checked_name(fields.get("fqn")), fields.get("offset"), fields.get("index")
     if type(offset) is not torch.Size or not (hint is None or type(hint) is int):
         raise CheckpointError(f"{name} is not a tensor, or its place in the tensor is missing")
     path, begin, length = where.get("relative_path"), where.get("offset"), where.get("length")
-    file = files.get(path) if type(path) is str else None
-    if file is None:
+    file = files.get(path) if isinstance(path, str) else None
+    if not isinstance(path, str) or file is None:
         raise CheckpointError(f"{name} lies in {shown(path)}, which is not in checksums.json")
     if type(begin) is not int or type(length) is not int or begin < 0 or length <= 0 or begin + length > file.bytes:
         raise CheckpointError(f"{name} lies at bytes {begin} to {begin}+{length} of {path}, which has {file.bytes}")
@@ -78,7 +77,7 @@ def _num_chunks(entry: Any) -> int:
 
 def _tensor(name: Any, entry: Record, lengths: Mapping[tuple[str, torch.Size | None], int]) -> TensorStorageMetadata:
     """`lengths`: bytes of each part in its file, by its name and offset."""
-    _check_name(name)
+    name = _checked_name(name)
     state = _state(entry, names.TENSOR)
     size, properties = state.get("size"), state.get("properties")
     if type(size) is not torch.Size:
@@ -123,10 +122,11 @@ def _state(record: Any, name: Name) -> dict[str, Any]:
     return record.state
 
 
-def _check_name(name: Any) -> None:
+def _checked_name(name: Any) -> str:
     """A text that may be printed."""
     if type(name) is not str or not 0 < len(name) <= MAX_NAME_LETTERS or not name.isprintable():
         raise CheckpointError(f"{shown(name)} is not a name of a tensor")
+    return name
 
 
 @contextmanager
