@@ -98,6 +98,14 @@ REFUSED = {
         BIG.replace("random", "random, api_keys: NO_SUCH_KEYS"),
         ["serve.api_keys names NO_SUCH_KEYS", "export NO_SUCH_KEYS=KEY"],
     ),
+    "an admin key that is not there": (
+        BIG.replace("random", "random, admin: true, admin_key: NO_SUCH_KEY"),
+        ["serve.admin_key names NO_SUCH_KEY", "export NO_SUCH_KEY=KEY"],
+    ),
+    "an open server without keys": (
+        BIG.replace("random", "random, host: 0.0.0.0"),
+        ["serve.host 0.0.0.0 can be reached from other machines", "api_keys: SERVE_KEYS", "listen at 127.0.0.1"],
+    ),
     "more than a node": (BIG.replace("x 1", "x 2"), ["job.yaml:5", "more than this machine"]),
 }
 
