@@ -26,7 +26,7 @@ from craton.agent.launch import Launch
 from craton.agent.output import CommandOutput
 from craton.job import PLACEHOLDERS
 from craton.limits import MORE_MEMORY, limit_hint, memory_text, oom_kills
-from craton.telemetry import STEADY, RankPage, RunDirectory, open_regular
+from craton.telemetry import STEADY, RankPage, RunDirectory, append_regular, open_regular
 
 EXIT_FINAL = 3  # of a rank: the job itself is at fault, and another try would fail as well
 PIPE_BYTES = 1 << 20
@@ -303,9 +303,9 @@ def start(
 def open_log(path: Path) -> BinaryIO:
     """A log to append to. On storage that does not open it, output goes nowhere: the process matters more."""
     try:
-        return open(path, "ab", buffering=0)
+        return os.fdopen(append_regular(path), "ab", buffering=0)
     except OSError as error:
-        print(f"craton agent: {path} cannot be opened ({error.strerror}): this output is lost", file=sys.stderr)
+        print(f"craton: {path} cannot be opened ({error.strerror}): this output is lost", file=sys.stderr)
         return open(os.devnull, "ab", buffering=0)
 
 

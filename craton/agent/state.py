@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 
 from craton.agent.records import NodeRecords
+from craton.digits import counted
 from craton.telemetry import (
     JUMP_SECONDS,
     Heartbeat,
@@ -51,11 +52,11 @@ class StateWriter:
         """What is wrong with the disk of the run, or what that has cost; "" when nothing is and it has cost nothing."""
         lost, waiting = self._records.lost_lines, self._records.waiting_lines
         error = self._records.error or self._error
-        dropped = f"{lost:,} lines of the run's records were dropped"
+        dropped = f"{counted(lost, 'line')} of the run's records were dropped"
         if error is None:
             return f"{dropped} while its disk took none" if lost else ""
         why = storage_problem(self._run.path) or f"{self._run.path} cannot be written ({error.strerror})"
-        kept = f"{waiting:,} lines of the run's records wait in memory" + (f", {dropped}" if lost else "")
+        kept = f"{counted(waiting, 'line')} of the run's records wait in memory" + (f", {dropped}" if lost else "")
         return f"{why}; the run goes on, {kept}"
 
     def has(self, marker: Marker) -> bool:
@@ -119,7 +120,8 @@ class StateWriter:
         elif not is_failing and self._failing_since is not None:
             seconds, self._failing_since = time.monotonic() - self._failing_since, None
             lost = self._records.lost_lines
-            text = f"{self._run.path} takes records again after {seconds:.0f} s; {lost:,} lines of them were dropped"
+            dropped = f"{counted(lost, 'line')} of them were dropped"
+            text = f"{self._run.path} takes records again after {seconds:.0f} s; {dropped}"
             print(f"craton agent: {text}", file=sys.stderr, flush=True)
             self._records.event("storage_restored", message=text, seconds=seconds, lost_lines=lost)
 

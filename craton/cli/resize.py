@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from craton.digits import counted
+
 LOOK_SECONDS = 0.2
 
 
@@ -47,7 +49,7 @@ def resize(
             while not (is_done := has_resized(found, nodes, since)) and follower.look().is_moving:
                 time.sleep(LOOK_SECONDS)
     except KeyboardInterrupt:
-        console.print(f"\nnot waiting any longer; {found.name} goes to {nodes} nodes by itself")
+        console.print(f"\nnot waiting any longer; {found.name} goes to {counted(nodes, 'node')} by itself")
         raise typer.Exit(130) from None
     summary = follower.look().summary
     if as_json:
@@ -56,5 +58,7 @@ def resize(
         took = f"{time.monotonic() - began:.1f} s"
         console.print(f"{found.name} goes on at step {summary.step:,} on {many.partition(' to ')[2]}, {took} later")
     else:
-        console.print(f"{found.name} is {summary.state}, not on {nodes} nodes: {summary.message}", style="red")
+        console.print(
+            f"{found.name} is {summary.state}, not on {counted(nodes, 'node')}: {summary.message}", style="red"
+        )
     raise typer.Exit(0 if is_done else 1)

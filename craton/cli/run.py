@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from craton.cli.outcome import shown
+from craton.digits import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -201,7 +202,7 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
         print_field(console, "elastic", f"goes on with fewer nodes when some are lost: {counts}")
     left = _share_left(plan, begin)
     low, middle, high = (figures.duration(left * seconds) for seconds in _run_seconds(plan))
-    steps = f"{plan.steps - begin.step:,} of {plan.steps:,} steps" if begin else f"{plan.steps:,} steps"
+    steps = f"{plan.steps - begin.step:,} of {plan.steps:,} steps" if begin else counted(plan.steps, "step")
     stop_at = draft.launch.env.get(STOP_AT)
     stop = f"; stops with a checkpoint after step {stop_at}" if stop_at else ""
     print_field(console, "to do", f"{steps} in {middle} ({low} – {high}){stop}")
@@ -366,7 +367,7 @@ def stop_step(text: str | None, job: Job) -> int | None:
 def _ranks(draft: Draft) -> str:
     launch = draft.launch
     count, spares = launch.working_nodes, draft.num_spares
-    ranks, nodes = f"{draft.num_ranks} ranks", f"{count} nodes"
+    ranks, nodes = counted(draft.num_ranks, "rank"), counted(count, "node")
     each = f"{launch.threads_per_rank} thread{'s' if launch.threads_per_rank > 1 else ''} each"
     beside = f" and {spares} spare{'s' if spares > 1 else ''}" if spares else ""
     return f"{ranks if draft.num_ranks > 1 else '1 rank'} on {nodes if count > 1 else '1 node'}{beside}, {each}"

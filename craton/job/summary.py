@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from craton.digits import counted
 from craton.job.command import processes_per_node
 from craton.job.errors import ContentError, LayoutError
 from craton.job.jobfile import Job
@@ -48,7 +49,7 @@ class JobSummary:
                 f"{short_count(self.global_batch_tokens)} tokens a step"
             )
         if self.steps and self.total_tokens:
-            parts.append(f"{self.steps:,} steps, {short_count(self.total_tokens)} tokens")
+            parts.append(f"{counted(self.steps, 'step')}, {short_count(self.total_tokens)} tokens")
         return " · ".join([*parts, f"layout {self.layout}"])
 
 

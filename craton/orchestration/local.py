@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from craton.agent import Launch, write_launch
+from craton.agent import Launch, open_log, write_launch
 from craton.digits import counted
 from craton.infrastructure import visible_accelerators
 from craton.orchestration.backend import Standing, Submission
@@ -114,7 +114,7 @@ def start_agents(run: RunDirectory, launch: Launch, nodes: Iterable[int] | None 
     agents = []
     for number in range(len(launch.nodes)) if nodes is None else nodes:
         node = launch.nodes[number]
-        with open(run.path / agent_log(node), "ab") as log:
+        with open_log(run.path / agent_log(node)) as log:
             process = subprocess.Popen(
                 agent_command(run.path, number),
                 stdin=subprocess.DEVNULL,

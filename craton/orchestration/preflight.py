@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.agent import Launch, read_launch
+from craton.digits import counted
 from craton.infrastructure import (
     CatalogError,
     Instance,
@@ -240,5 +241,5 @@ def check_tested(devices: list[dict[str, Any]], num_gpus: int, root: NodeRoot) -
     if seen >= num_gpus:
         return []
     remedy = "python -c 'import torch; torch.zeros(1, device=\"cuda\")' tells why; reboot the node if it is the driver"
-    said = f"nvidia-smi shows {num_gpus} GPUs, and torch could use {seen}"
+    said = f"nvidia-smi shows {counted(num_gpus, 'GPU')}, and torch could use {seen}"
     return [Finding("infrastructure", "compute", "fail", said, remedy)]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
+from craton.digits import counted
 from craton.infrastructure import (
     HEALTH_ACTIONS,
     CatalogError,
@@ -72,7 +73,11 @@ def check_driver(report: NodeReport, expected: Expected) -> list[Finding]:
         return [_finding("gpu_driver", "ok", said)]
     if gpus.on_bus or gpus.driver_loaded:
         remedy = "`dmesg | grep -i nvrm` tells why; reboot the node, or install the driver again"
-        return [_finding("gpu_driver", "fail", f"{len(gpus.on_bus)} GPUs on the PCI bus, but {gpus.error}", remedy)]
+        return [
+            _finding(
+                "gpu_driver", "fail", f"{counted(len(gpus.on_bus), 'GPU')} on the PCI bus, but {gpus.error}", remedy
+            )
+        ]
     remedy = "start the container with its GPUs (nvidia.com/gpu, --gres=gpu:N), or leave this node out"
     return [_finding("gpu_driver", "fail", f"no GPU is visible: {gpus.error}", remedy)] if expected.gpus else []
 
@@ -86,7 +91,7 @@ def check_count(report: NodeReport, expected: Expected) -> list[Finding]:
         remedy = "reboot the node, have it replaced when the card stays away; give a container all its GPUs"
         return [_finding("gpu_count", "fail", f"{seen} of {wanted} GPUs ({expected.name}){bus}", remedy)]
     if wanted and seen > wanted and expected.instance is not None and not expected.num_gpus:
-        said = f"{seen} GPUs, {expected.name} has {wanted}"
+        said = f"{counted(seen, 'GPU')}, {expected.name} has {wanted}"
         return [_finding("gpu_count", "warn", said, "name the right instance in the cluster file")]
     if bus and not wanted and not report.host.is_container and not report.gpus.error:
         remedy = "reboot the node; have it replaced when the card stays away"

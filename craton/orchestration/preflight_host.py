@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from craton.digits import digits
+from craton.digits import counted, digits
 from craton.infrastructure import UNLIMITED, NodeReport, lustre_interfaces
 from craton.orchestration.preflight_finding import Expected, Finding, Severity, lowered
 
@@ -70,7 +70,9 @@ def check_shared_memory(report: NodeReport) -> list[Finding]:
         severity: Severity = "fail" if has_gpus else "warn"
         return [_finding("shared_memory", severity, f"{said}: data loaders and snapshots need more", remedy)]
     if size < GOOD_SHARED_BYTES * len(report.gpus.cards):
-        return [_finding("shared_memory", "warn", f"{said}, little for {len(report.gpus.cards)} ranks", remedy)]
+        return [
+            _finding("shared_memory", "warn", f"{said}, little for {counted(len(report.gpus.cards), 'rank')}", remedy)
+        ]
     return [_finding("shared_memory", "ok", said)]
 
 
@@ -220,7 +222,7 @@ def check_group(report: NodeReport) -> list[Finding]:
         )
     short = group.cpus is not None and len(report.gpus.cards) > group.cpus
     if short:
-        said = f"{group.cpus:g} processors for {len(report.gpus.cards)} GPUs"
+        said = f"{group.cpus:g} processors for {counted(len(report.gpus.cards), 'GPU')}"
         findings.append(_finding("control_group", "warn", said, "ask for more: --cpus-per-task, or cpu in the pod"))
     if group.processes is not None and group.processes < LEAST_PROCESSES:
         said = f"the control group may have {group.processes:,} processes; loaders and threads need more"

@@ -25,7 +25,7 @@ from craton.orchestration.preflight_gang import GANG_CHECKS, check_bandwidth, ch
 from craton.orchestration.preflight_selftest import SECRET_VARIABLE, bandwidth_command
 from craton.orchestration.slurm.tools import own_environment, read_nodes
 from craton.planning import pair_bytes_per_second
-from craton.telemetry import runs_root
+from craton.telemetry import read_regular, runs_root
 
 LIMIT_SECONDS = 600.0
 LIMIT = f"--time={int(LIMIT_SECONDS / 60)}"
@@ -181,7 +181,7 @@ def _last_line(text: str) -> str:
 
 def _document(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and "findings" in found else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from craton.digits import counted
 from craton.infrastructure import NodeReport, bad_pairs, gpus
 from craton.orchestration.preflight_finding import Expected, Finding, Severity
 from craton.orchestration.preflight_gpus import is_model
@@ -37,7 +38,11 @@ def check_torch(report: NodeReport) -> list[Finding]:
         return [_finding("torch", "note", "torch is not installed in this environment", "pip install craton[train]")]
     if "+cpu" in version:
         remedy = "install the build of torch for this driver's CUDA"
-        return [_finding("torch", "fail", f"torch {version} cannot use the {len(report.gpus.cards)} GPUs here", remedy)]
+        return [
+            _finding(
+                "torch", "fail", f"torch {version} cannot use the {counted(len(report.gpus.cards), 'GPU')} here", remedy
+            )
+        ]
     return [_finding("torch", "ok", f"torch {version}")]
 
 

@@ -48,7 +48,7 @@ def draft_resize(run: RunDirectory, num_nodes: int) -> Resize:
     newest = newest_generation(run)
     before = len(newest.nodes) if newest else launch.working_nodes
     if num_nodes == before and resized_nodes(run) in (None, before):
-        raise RunStateError(f"{run.name} runs on {before} node{'s' if before > 1 else ''} already")
+        raise RunStateError(f"{run.name} runs on {counted(before, 'node')} already")
     is_local = read_submission(run).on == "local"
     check_is_seen(
         run,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from craton.digits import counted
 from craton.infrastructure import Cluster, resized_cluster
 from craton.job import TRAINING_KINDS, CratonError, Job, JobError, Layout, LayoutError, checked_layout
 from craton.orchestration.errors import StartError
@@ -74,7 +75,7 @@ def elastic_sizes(
     found, refused = [], {}
     for done, count in enumerate(counts):
         if progress:
-            progress(done, len(counts), f"{count} nodes")
+            progress(done, len(counts), counted(count, "node"))
         try:
             found.append(plan_size(job, count, ranks_per_node, cluster))
         except CratonError as error:

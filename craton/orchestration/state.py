@@ -7,6 +7,7 @@ queue to go on, and one whose last word was "running" may be on no machine any m
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pathlib import Path
 from craton.orchestration.backend import Standing, is_elsewhere, read_submission
 from craton.orchestration.backends import backend_of
 from craton.orchestration.errors import RunStateError, SchedulerError
-from craton.telemetry import RunDirectory, RunState, RunSummary, read_json, replace_text, summarize
+from craton.telemetry import RunDirectory, RunState, RunSummary, append_regular, read_json, replace_text, summarize
 
 MOVING: tuple[RunState, ...] = ("waiting", "starting", "running", "stopping")  # not at its end, whichever that is
 GOES_ON = ("waiting", "running")
@@ -149,7 +150,7 @@ def check_not_running(run: RunDirectory) -> None:
 @contextmanager
 def launching(run: RunDirectory) -> Iterator[None]:
     """One command at a time starts processes for a run."""
-    with open(run.path / "launch.lock", "w") as lock:
+    with os.fdopen(append_regular(run.path / "launch.lock"), "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

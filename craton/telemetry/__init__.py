@@ -28,6 +28,7 @@ from craton.telemetry.page import BESIDE, LEDGER_KINDS, RankPage, TrapError, goi
 from craton.telemetry.recorder import Recorder
 from craton.telemetry.regular_files import (
     UnsafeFileError,
+    append_regular,
     names_in,
     noting_unread,
     open_regular,
@@ -82,6 +83,7 @@ __all__ = [
     "Summarizer",
     "TrapError",
     "UnsafeFileError",
+    "append_regular",
     "find_run",
     "going_on",
     "list_runs",

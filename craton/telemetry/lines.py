@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from craton.telemetry.regular_files import UnsafeFileError, note_unread, open_regular
+from craton.telemetry.regular_files import UnsafeFileError, append_regular, note_unread, open_regular
 
 WAITING_BYTES = 8 << 20  # of lines that one file has not taken: hours of a node's records
 CHUNK_BYTES = 256 << 10  # written in one call
@@ -173,7 +173,7 @@ class LineWriter:
             self.lost_lines += 1
 
     def _open(self) -> int:
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = append_regular(self.path, os.O_RDWR)
         size = os.fstat(descriptor).st_size
         try:
             # An earlier writer may have been killed in the middle of a line.

@@ -88,6 +88,24 @@ def open_regular(path: str | os.PathLike[str], below: str | os.PathLike[str] | N
         raise
 
 
+def append_regular(path: str | os.PathLike[str], flags: int = os.O_WRONLY) -> int:
+    """A descriptor that appends to a regular file of a run, made where it is missing: a writer does not wait for the
+    reader of a planted FIFO, nor write through a link."""
+    flags |= os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENODEV, errno.EISDIR):
+            raise
+        raise UnsafeFileError(path, f"is {_kind(os.lstat(path).st_mode)}, not a regular file") from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise UnsafeFileError(path, f"is {_kind(mode)}, not a regular file")
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
 def read_regular(
     path: str | os.PathLike[str],
     max_bytes: int = MAX_DOCUMENT_BYTES,

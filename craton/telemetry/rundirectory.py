@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from craton.telemetry.errors import RunError, RunExistsError, RunNotFoundError
-from craton.telemetry.regular_files import UnsafeFileError, note_unread, read_regular
+from craton.telemetry.regular_files import UnsafeFileError, append_regular, note_unread, read_regular
 
 Marker = Literal["STOP", "DONE", "FATAL"]
 MARKERS: tuple[Marker, ...] = get_args(Marker)
@@ -150,7 +150,7 @@ class RunDirectory:
 
         OSError when the disk does not take it; on a full one the marker may be set without its text, never with half
         of it."""
-        descriptor = os.open(self._marker_path(marker), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        descriptor = append_regular(self._marker_path(marker))
         try:
             if text:
                 before = os.fstat(descriptor).st_size

@@ -103,12 +103,24 @@ def test_logs_stay_inside_the_run(verbs: Verbs, tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", ["resume", "stop", "why"])
 def test_verbs_of_one_run_do_not_wait_for_a_pipe(tmp_path: Path, verb: str) -> None:
     run = make_run(tmp_path / "runs", "piped")
-    for name in ("job.yaml", "launch.json", "plan.json", "agents.json", "backend.json", "STOP", "logs/rank-00000.log"):
+    for name in ("job.yaml", "launch.json", "plan.json", "agents.json", "backend.json", "STOP", "launch.lock"):
         (run.path / name).unlink(missing_ok=True)
         os.mkfifo(run.path / name)
     said = craton(tmp_path / "runs", verb, "piped")
     assert "Traceback" not in said.stderr
     assert said.returncode in (0, 2)
+
+
+def test_a_run_starts_past_pipes_in_the_place_of_its_logs(verbs: Verbs) -> None:
+    """What would go there is lost, and the run is not."""
+    run = make_run(verbs.root, "piped")
+    (run.path / "code").mkdir()  # what its command runs in
+    for name in ("rank-00000.log", "agent-node-0.log"):
+        (run.path / "logs" / name).unlink(missing_ok=True)
+        os.mkfifo(run.path / "logs" / name)
+    said = craton(verbs.root, "resume", "piped")
+    assert "Traceback" not in said.stderr
+    assert run.has("DONE"), said.stdout + said.stderr
 
 
 def test_escape_sequences_are_written_out(verbs: Verbs) -> None:

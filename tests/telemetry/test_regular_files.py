@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from craton.telemetry import (
+    LineWriter,
     RunDirectory,
     UnsafeFileError,
+    append_regular,
     names_in,
     noting_unread,
     open_regular,
@@ -60,6 +62,18 @@ def test_only_regular_files_are_opened(run: RunDirectory, kind: str) -> None:
         assert read_lines(path) == ([], 0)
         assert tail_lines(path, 1 << 20) == []
     assert list(unread) == [path]
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_writers_append_to_regular_files_only(run: RunDirectory, kind: str) -> None:
+    path = run.events_path("node-0")
+    PLANTS[kind](path)
+    expected = "a symbolic link" if kind == "a device" else kind
+    with pytest.raises(UnsafeFileError, match=f"node-0.jsonl is {expected}, not a regular file"):
+        append_regular(path)
+    writer = LineWriter(path)
+    assert not writer.append([b"{}"])
+    assert isinstance(writer.error, UnsafeFileError)
 
 
 def test_a_device_is_not_read(run: RunDirectory) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from craton.digits import counted
 from craton.observability.diagnosis.examining import finding, named
 from craton.observability.diagnosis.snapshot import LogMatch, Rank, Snapshot
 from craton.observability.diagnosis.tables import log_pattern, threshold
@@ -210,7 +211,7 @@ def _them(ranks: list[Rank]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0].rank} on {ranks[0].node}"
     nodes = list(dict.fromkeys(rank.node for rank in ranks))
-    return f"{len(ranks)} ranks on {named(nodes)}"
+    return f"{counted(len(ranks), 'rank')} on {named(nodes)}"
 
 
 def _stands(ranks: list[Rank], snapshot: Snapshot) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from craton.digits import counted
 from craton.observability.diagnosis.examining import finding
 from craton.observability.diagnosis.places import is_used
 from craton.observability.diagnosis.snapshot import Mount, Node, Snapshot, Tier
@@ -144,7 +145,7 @@ def _slowness(mount: Mount) -> str:
 def _tier(tier: Tier, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     if tier.failures >= threshold("failures_in_a_row"):
         why = f": {tier.reason}" if tier.reason else ""
-        told = f"the last {tier.failures} checkpoints of tier {tier.tier} failed{why}"
+        told = f"the last {counted(tier.failures, 'checkpoint')} of tier {tier.tier} failed{why}"
         return finding(symptoms, "checkpoint_failing", told, ("dead",), base=0.9, is_risk=True)
     ratio = threshold("checkpoint_ratio")
     took, usual = tier.last_seconds, tier.usual_seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from craton.digits import counted
 from craton.observability.diagnosis.snapshot import Snapshot
 from craton.observability.diagnosis.verdict import RESTARTS, Finding, Symptom, Symptoms, Verdict
 
@@ -74,7 +75,7 @@ def _opening(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
     if verdict.condition == "healthy":
         pace = next((f", {rank.recent['step']:.3g} s a step" for rank in snapshot.ranks if "step" in rank.recent), "")
         served = snapshot.serving
-        queue = f", computes {served.running} requests and lets {served.waiting} wait" if served else ""
+        queue = f", computes {counted(served.running, 'request')} and lets {served.waiting} wait" if served else ""
         but = ", but something may cost it" if verdict.cause else ""
         return f"{run.name} runs well{pace}{queue}{but}.{_restarts(snapshot)}"
     if verdict.condition == "starting":

@@ -12,6 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from craton.digits import counted
 from craton.observability.diagnosis.phases import Straggling, find_slowness, find_straggling, is_on_processors
 from craton.observability.diagnosis.restarts import LOST, find_loop
 from craton.observability.diagnosis.snapshot import Rank, Snapshot
@@ -415,7 +416,7 @@ def _overloaded(snapshot: Snapshot) -> list[Symptom]:
     if serving is None or not serving.least_waiting or serving.waiting <= serving.running:
         return []
     first = serving.first_token_seconds
-    text = f"lets {serving.waiting} requests wait while it computes {serving.running}"
+    text = f"lets {counted(serving.waiting, 'request')} wait while it computes {serving.running}"
     evidence = (text, *([f"the median request has its first token after {first:.3g} s"] if first else []))
     return [Symptom("slow", text, evidence, phase="queue", sign=OVERLOAD)]
 
@@ -460,7 +461,7 @@ def _who(ranks: Sequence[Rank]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0].rank} on {ranks[0].node}"
     if len(nodes) == 1:
-        return f"{len(ranks)} ranks of {nodes[0]}"
+        return f"{counted(len(ranks), 'rank')} of {nodes[0]}"
     return f"{len(ranks)} ranks of {', '.join(nodes[:3])}" + (
         f" and {len(nodes) - 3} more nodes" if len(nodes) > 3 else ""
     )

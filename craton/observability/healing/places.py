@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from craton.agent import avoid_node
 from craton.errors import CratonError
@@ -24,9 +25,10 @@ from craton.orchestration import (
     settled_summaries,
     working_nodes,
 )
-from craton.telemetry import RunDirectory, RunSummary, list_runs, paths_in, runs_root, summarize
+from craton.telemetry import RunDirectory, RunSummary, list_runs, open_regular, paths_in, runs_root, summarize
 
 DEFAULT_MODE, DEFAULT_SHARE = "advise", 0.1
+MAX_REPORT_BYTES = 64 << 20  # of what a doctor wrote of thousands of nodes
 AGENT_ERRORS = (CratonError, OSError)  # a run that cannot be read hides no other
 
 
@@ -78,7 +80,8 @@ def look(place: Place, prometheus: str | None = None, notes: list[str] | None = 
         try:
             found += of_verdict(diagnose(take_snapshot(run, prometheus)), hosts_of(run), run.name, ended)
             for path in paths_in(run.path / "preflight", "*.json"):
-                found += _of_report(path, told)
+                with open_regular(path) as file:
+                    found += _of_report(file, path, told)
         except Exception as error:  # noqa: BLE001 - whatever it is, it hides no other run, and it is told
             told.append(f"{run.name} could not be examined: {str(error) or type(error).__name__}")
     return found
@@ -87,7 +90,8 @@ def look(place: Place, prometheus: str | None = None, notes: list[str] | None = 
 def read_report(path: Path, notes: list[str] | None = None) -> list[Trouble]:
     """What `craton doctor NODES --json` printed, saved."""
     try:
-        return _of_report(path, notes if notes is not None else [])
+        with open(path, "rb") as file:
+            return _of_report(file, path, notes if notes is not None else [])
     except OSError as error:
         raise CratonError(f"--report {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -96,10 +100,10 @@ def read_report(path: Path, notes: list[str] | None = None) -> list[Trouble]:
         ) from None
 
 
-def _of_report(path: Path, notes: list[str]) -> list[Trouble]:
+def _of_report(file: BinaryIO, path: Path, notes: list[str]) -> list[Trouble]:
     """The troubles in a file that a doctor wrote, unless that was too long ago: nodes are mended meanwhile."""
-    measured = path.stat().st_mtime
-    document = json.loads(path.read_text(encoding="utf-8"))
+    measured = os.fstat(file.fileno()).st_mtime
+    document = json.loads(file.read(MAX_REPORT_BYTES))
     if not isinstance(document, dict):
         raise CratonError(f"{path} holds no object; `craton doctor NODES --json > FILE` writes it")
     found = of_doctor(document, measured)

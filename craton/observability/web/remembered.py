@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.infrastructure import cache_root
-from craton.telemetry import RunSummary
+from craton.telemetry import RunSummary, read_regular
 
 FIELDS = [each.name for each in fields(RunSummary)]  # another version of Craton may have others
 
@@ -34,7 +34,7 @@ class Remembered:
 def recall(root: Path) -> dict[str, Remembered]:
     """Run's name → what is remembered of it."""
     try:
-        document = json.loads(_path(root).read_text(encoding="utf-8"))
+        document = json.loads(read_regular(_path(root)))
         if document["fields"] != FIELDS or document["root"] != str(root):
             return {}
         return {name: _from_json(each) for name, each in document["runs"].items()}

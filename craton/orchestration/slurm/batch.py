@@ -194,7 +194,7 @@ class Batch:
             return
         aside = self._run.path / ".STOP.before"
         os.replace(self._run.path / "STOP", aside)
-        if since := aside.read_text(encoding="utf-8", errors="replace").removeprefix(self._left_over):
+        if since := read_regular(aside).decode(errors="replace").removeprefix(self._left_over):
             self._run.mark("STOP", since)
         aside.unlink()
 

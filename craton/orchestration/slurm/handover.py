@@ -36,7 +36,7 @@ def hand_over(runs: Sequence[RunDirectory], restarts: int, is_array: bool = Fals
     """Submits the script in the first of these runs, for all of them. SchedulerError: refused, and all is as it was.
     RunStateError: nobody answered, and the runs stay as they may be started yet."""
     script = runs[0].path / SCRIPT_FILE
-    details = {NONCE: nonce_of(script.read_text(encoding="utf-8")), RESTARTS: str(restarts)}
+    details = {NONCE: nonce_of(read_regular_text(script)), RESTARTS: str(restarts)}
     tasks = [{TASK: str(number)} if is_array else {} for number in range(1, len(runs) + 1)]
     before = {run: _record_text(run) for run in runs}
     pending = {run: Submission("slurm", "", details | task) for run, task in zip(runs, tasks, strict=True)}
