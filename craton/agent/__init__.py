@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from craton.agent.errors import KeeperError, LaunchError
     from craton.agent.generation import Generation, newest_generation, next_number
     from craton.agent.keeper import Keeper
-    from craton.agent.launch import Launch, read_launch, write_launch
+    from craton.agent.launch import Launch, parse_launch, read_launch, write_launch
     from craton.agent.network import address_towards, pin_interfaces
     from craton.agent.nursery import NURSERY_VARIABLE, answer_requests
     from craton.agent.ports import free_port
@@ -32,7 +32,7 @@ else:
             "errors": ("KeeperError", "LaunchError"),
             "generation": ("Generation", "newest_generation", "next_number"),
             "keeper": ("Keeper",),
-            "launch": ("Launch", "read_launch", "write_launch"),
+            "launch": ("Launch", "parse_launch", "read_launch", "write_launch"),
             "network": ("address_towards", "pin_interfaces"),
             "nursery": ("NURSERY_VARIABLE", "answer_requests"),
             "ports": ("free_port",),
@@ -72,6 +72,7 @@ __all__ = [
     "newest_generation",
     "next_number",
     "open_log",
+    "parse_launch",
     "pin_interfaces",
     "read_avoided",
     "read_launch",

@@ -1,7 +1,8 @@
 """For how long a rank was kept from running since it last showed progress: no CPU for its threads, or a machine that
 stood still as a whole.
 
-Linux counts for every thread the time it was ready to run and waited for a CPU (`schedstat`, proc_pid_schedstat(5)).
+Linux counts for every thread the time it was ready to run and waited for a CPU (`schedstat`, proc_pid_schedstat(5)),
+and adds it when the thread gets one. A thread that is ready to run and got none since the last look waited all along.
 A rank that hangs, is stopped or waits for another one is not ready to run, so nothing is counted for it; on an idle
 machine nothing is counted for anybody. Threads often take turns, so their waits are added up; as a bound, at most
 MAX_SHARE of the observed time counts, which lets a rank that spins forever on a busy machine be noticed too.
@@ -11,12 +12,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 MAX_SHARE = 0.9  # of the observed time
 LOOK_SECONDS = 0.5  # between two looks at the threads of a rank
 LOOK_SHARE = 0.25  # of a rank's limit that passes before its threads are looked at: most steps end before
 AGENT_PAUSE_SECONDS = 1.5  # an agent that is asked several times a second has not run for this long
+
+
+@dataclass(frozen=True)
+class ThreadTimes:
+    ran_ns: int
+    waited_ns: int
+    is_ready: bool  # it runs, or waits for a CPU
+
+    def waited_since(self, before: ThreadTimes | None, seconds: float) -> float:
+        """Seconds without a CPU since a look so long ago."""
+        if before is None:
+            return self.waited_ns / 1e9
+        if self.is_ready and (self.ran_ns, self.waited_ns) == (before.ran_ns, before.waited_ns):
+            return seconds if before.is_ready else 0.0
+        return (self.waited_ns - before.waited_ns) / 1e9
 
 
 class CpuWait:
@@ -30,7 +47,7 @@ class CpuWait:
         self._looked: float | None = None
         self._begun = 0.0
         self._waited_seconds = 0.0
-        self._by_thread: dict[str, int] = {}  # thread → nanoseconds
+        self._by_thread: dict[str, ThreadTimes] = {}
 
     def seconds(self, pid: int, progress: float, limit: float, now: float) -> float:
         """Since the progress at the monotonic moment `progress`, of a rank that hangs after `limit` seconds."""
@@ -51,16 +68,20 @@ class CpuWait:
         if self._looked is None:
             self._begun = now
         else:
-            waited = sum(total - self._by_thread.get(thread, 0) for thread, total in by_thread.items())
-            self._waited_seconds += waited / 1e9
+            since = now - self._looked
+            self._waited_seconds += sum(
+                times.waited_since(self._by_thread.get(thread), since) for thread, times in by_thread.items()
+            )
         self._looked, self._by_thread = now, by_thread
 
-    def _threads(self, pid: int) -> Iterator[tuple[str, int]]:
-        """(thread, nanoseconds it has waited for a CPU) of a process and its descendants."""
+    def _threads(self, pid: int) -> Iterator[tuple[str, ThreadTimes]]:
+        """Of a process and its descendants."""
         with contextlib.suppress(OSError):  # it has ended
             for task in (self._proc / str(pid) / "task").iterdir():
                 with contextlib.suppress(OSError, IndexError, ValueError):
-                    yield task.name, int((task / "schedstat").read_text().split()[1])
+                    ran, waited, *_ = (task / "schedstat").read_text().split()
+                    state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                    yield task.name, ThreadTimes(int(ran), int(waited), state == "R")
                 with contextlib.suppress(OSError, ValueError):
                     for child in (task / "children").read_text().split():
                         yield from self._threads(int(child))

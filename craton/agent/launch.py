@@ -90,12 +90,23 @@ def write_launch(run: RunDirectory, launch: Launch) -> None:
 
 def read_launch(run: RunDirectory) -> Launch:
     """LaunchError names the file and everything that is wrong in it."""
+    try:
+        content = read_regular(run.launch_path)
+    except FileNotFoundError as error:
+        raise LaunchError(f"{run.launch_path} does not exist; `craton resume {run.name}` rebuilds it") from error
+    except OSError as error:
+        raise LaunchError(
+            f"{run.launch_path} cannot be read ({error}); `craton resume {run.name}` rebuilds it"
+        ) from error
+    return parse_launch(run, content)
+
+
+def parse_launch(run: RunDirectory, content: bytes) -> Launch:
+    """What a launch.json says; LaunchError as above."""
     path = run.launch_path
     try:
-        document = json.loads(read_regular(path))
-    except FileNotFoundError as error:
-        raise LaunchError(f"{path} does not exist; `craton resume {run.name}` rebuilds it") from error
-    except (OSError, ValueError, RecursionError) as error:
+        document = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise LaunchError(f"{path} cannot be read ({error}); `craton resume {run.name}` rebuilds it") from error
     if not isinstance(document, dict):
         what = type(document).__name__

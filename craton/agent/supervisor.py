@@ -62,6 +62,7 @@ from craton.telemetry import (
     NodeState,
     RunDirectory,
     monotonic_of,
+    storage_problem,
 )
 
 TURN_SECONDS = 0.2  # between two looks at everything, when nothing happens
@@ -123,7 +124,11 @@ class Supervisor:
         except LaunchError as error:
             self.fail(str(error))
         except OSError as error:
-            self.fail(f"{self._node} cannot listen for the other agents at {self._host}: {explain(error)}")
+            if error.errno in STORAGE_ERRORS:  # of the secret, which the other agents are known by
+                problem = storage_problem(self._run.path) or f"{self._run.secret_path} cannot be written: {error}"
+                self.fail(f"{self._node} cannot join the other agents: {problem}")
+            else:
+                self.fail(f"{self._node} cannot listen for the other agents at {self._host}: {explain(error)}")
         else:
             self._face.address = council.address
             self._membership = Membership(self._run, self._launch, self._node, council, self._records, self)

@@ -325,5 +325,8 @@ def _part_of_cluster(file: ClusterFile, nodes: object, name: str) -> ClusterRef:
     """Some of a cluster's nodes, or all when `nodes` is None."""
     min_nodes, num_nodes = parse_nodes(nodes) if nodes is not None else (file.nodes.min_nodes, file.nodes.num_nodes)
     if num_nodes > file.nodes.num_nodes:
-        raise ValueError(f"{counted(num_nodes, 'node')} asked for, but {name} has {file.nodes.num_nodes}")
+        raise ValueError(
+            f"{counted(num_nodes, 'node')} {'is' if num_nodes == 1 else 'are'} asked for, "
+            f"but {name} has {file.nodes.num_nodes}"
+        )
     return ClusterRef(instance=file.machine, num_nodes=num_nodes, min_nodes=min_nodes, file=file)

@@ -86,7 +86,7 @@ Flops = Annotated[float, PlainValidator(parse_flops)]
 
 def whole_number(at_least: int = 1, at_most: int | None = None) -> Callable[[object], int]:
     """A validator of small integers, where `4k` would be a slip rather than a wish."""
-    allowed = f"a whole number from {at_least}" + (f" to {at_most:,}" if at_most is not None else "")
+    allowed = f"a whole number from {at_least}" + (f" to {at_most}" if at_most is not None else "")
 
     def parse(value: object) -> int:
         number = value

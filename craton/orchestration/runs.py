@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,6 +58,7 @@ from craton.telemetry import (
     paths_in,
     read_json,
     read_regular,
+    storage_problem,
     summarize,
 )
 
@@ -163,7 +164,12 @@ def stop_run(run: RunDirectory) -> None:
     """Ask the ranks to checkpoint, or to finish the requests under way, and leave; returns at once. A run that still
     waits for its nodes is taken back."""
     standing = check_running(run, may_wait=True)
-    run.mark("STOP", USER_STOP)
+    _mark_stop(run, USER_STOP)
+    if not run.has("STOP"):
+        raise RunStateError(
+            f"{run.name} cannot be told to stop: {storage_problem(run.path) or f'{run.path} cannot be written'}; then "
+            f"stop it again, or end it without saving: `craton stop {run.name} --now`"
+        )
     backend = backend_of_run(run)
     if standing.condition == "waiting":
         backend.kill(run)
@@ -174,8 +180,14 @@ def stop_run(run: RunDirectory) -> None:
 def kill_run(run: RunDirectory) -> None:
     """End every process of the run at once, without a checkpoint."""
     check_running(run, may_wait=True)
-    run.mark("STOP", f"{USER_STOP} --now")  # first: an agent that comes up now ends by itself
+    _mark_stop(run, f"{USER_STOP} --now")  # first: an agent that comes up now ends by itself
     backend_of_run(run).kill(run)
+
+
+def _mark_stop(run: RunDirectory, text: str) -> None:
+    """On a full disk the marker is set without its text, which is enough to stop; on a read-only one it is not set."""
+    with suppress(OSError):
+        run.mark("STOP", text)
 
 
 def release_run(run: RunDirectory) -> bool:

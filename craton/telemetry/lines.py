@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +24,12 @@ WAITING_BYTES = 8 << 20  # of lines that one file has not taken: hours of a node
 CHUNK_BYTES = 256 << 10  # written in one call
 # NaN and infinity are not JSON, but Python's own writer lets them through: read as null, like those we write.
 _decode = json.JSONDecoder(parse_constant=lambda name: None).decode
+# An integer that is no 64-bit number is no measurement either, and no float holds it: null as well.
+_decode_long = json.JSONDecoder(
+    parse_constant=lambda name: None, parse_int=lambda digits: int(digits) if len(digits) < MAX_DIGITS else None
+).decode
+MAX_DIGITS = 19
+_LONG_NUMBER = re.compile(rb"\d{%d}" % MAX_DIGITS)
 MAX_READ_BYTES = 64 << 20  # of one call; the rest of a longer file is read by the next
 MAX_LINE_BYTES = 4 << 20  # an agent takes lines of up to 1 MiB; a sparse file of zeros is one endless line
 
@@ -92,7 +99,8 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     if not line.startswith(b"{"):
         return None
     try:
-        document = _decode(line.decode())
+        decode = _decode_long if _LONG_NUMBER.search(line) else _decode
+        document = decode(line.decode())
     except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None

@@ -249,8 +249,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
+def is_plain_name(node: str) -> bool:
+    """Whether a node's name can be part of a file's name: it comes from files that others may have written."""
+    return os.sep not in node and node not in ("", ".", "..")
+
+
 def _plain(node: str) -> str:
-    """A node's name as part of a file's name. It comes from files that others may have written: it leads nowhere."""
-    if os.sep in node or node in ("", ".", ".."):
+    if not is_plain_name(node):
         raise UnsafeFileError(node, "is the name of a node that leads out of the run directory")
     return node

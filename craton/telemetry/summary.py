@@ -17,7 +17,7 @@ from craton.telemetry.heartbeat import Heartbeat, read_heartbeat
 from craton.telemetry.ledger import LedgerReader, spread
 from craton.telemetry.lines import tail_lines
 from craton.telemetry.regular_files import paths_in
-from craton.telemetry.rundirectory import RunDirectory, read_json
+from craton.telemetry.rundirectory import RunDirectory, is_plain_name, read_json
 from craton.telemetry.status import read_status
 from craton.telemetry.steadyclock import monotonic_clock_id
 from craton.telemetry.storage import storage_problem
@@ -100,9 +100,8 @@ class Summarizer:
         launch, plan = read_json(self.run.launch_path), read_json(self.run.plan_path)
         started = int(launch.get("generation") or 0) if launch else _last_started(self.run)
         newest = _newest_generation(self.run, started)
-        nodes = [
-            str(node) for node in newest.get("nodes") or (launch.get("nodes") or [])[: launch.get("num_nodes") or None]
-        ]
+        named = newest.get("nodes") or (launch.get("nodes") or [])[: launch.get("num_nodes") or None]
+        nodes = [node for node in map(str, named) if is_plain_name(node)]
         recent = _Recent(self.run, nodes[:1], self._most_nodes)
         heartbeats = {node: read_heartbeat(self.run, node) for node in nodes}
         if now is None:
@@ -302,7 +301,9 @@ def _storage(run: RunDirectory, state: RunState, generation: int, heartbeats: di
     told = [beat.trouble for beat in heartbeats.values() if beat and beat.generation == generation and beat.trouble]
     if told:
         return told[0]
-    return storage_problem(run.path) if state in ("starting", "running", "stopping", "lost") else ""
+    is_open = state in ("starting", "running", "stopping", "lost")
+    has_no_reason = state == "failed" and not run.marker_text("FATAL")  # which a full disk has not taken
+    return storage_problem(run.path) if is_open or has_no_reason else ""
 
 
 def _is_productive(run: RunDirectory, first_node: str, generation: int) -> bool:

@@ -247,7 +247,7 @@ def test_a_bad_launch_file_fails_the_run_at_once(gang: Gang, text: str, said: st
 def test_a_node_that_the_launch_does_not_name(gang: Gang) -> None:
     gang.launch("")
     assert gang.finish(node=1) == 2
-    assert "names 1 nodes, counted from 0" in gang.errors(1)
+    assert "names 1 node, counted from 0" in gang.errors(1)
     assert not gang.run.has("FATAL")
 
 

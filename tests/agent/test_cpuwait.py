@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from agent_gang import Gang
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent.cpuwait import AGENT_PAUSE_SECONDS, MAX_SHARE, CpuWait
 
@@ -70,11 +70,12 @@ def test_seconds_in_which_the_agent_itself_did_not_run_count(tmp_path: Path) -> 
 def test_waits_of_threads_and_of_children_add_up(tmp_path: Path) -> None:
     """Files as the kernel writes them: a process with two threads, and a child of it."""
 
-    def write(*nanoseconds: int) -> None:
+    def write(*nanoseconds: int, is_ready: bool = False) -> None:
         for pid, thread, total in zip((1, 1, 2), (1, 11, 2), nanoseconds, strict=True):
             task = tmp_path / str(pid) / "task" / str(thread)
             task.mkdir(parents=True, exist_ok=True)
             (task / "schedstat").write_text(f"5 {total} 7\n")
+            (task / "stat").write_text(f"{thread} (a b) {'R' if is_ready else 'S'} 1 1\n")
             (task / "children").write_text("2 " if thread == 11 else "")
 
     wait = CpuWait(tmp_path)
@@ -85,6 +86,19 @@ def test_waits_of_threads_and_of_children_add_up(tmp_path: Path) -> None:
     assert wait.seconds(1, 10.0, 4.0, 12.2) == pytest.approx(0.35)
     write(5_000_000_000, 5_000_000_000, 5_000_000_000)
     assert wait.seconds(1, 10.0, 4.0, 13.2) == pytest.approx(MAX_SHARE * 2.0)
+
+
+def test_a_thread_that_is_ready_and_gets_no_cpu_at_all_waits_all_along(tmp_path: Path) -> None:
+    """The kernel adds a wait when it ends: until then nothing changes but the clock."""
+    task = tmp_path / "1" / "task" / "1"
+    task.mkdir(parents=True)
+    (task / "schedstat").write_text("5 0 7\n")
+    (task / "stat").write_text("1 (rank) R 1 1\n")
+    wait = CpuWait(tmp_path)
+    assert wait.seconds(1, 10.0, 4.0, 11.1) == 0.0
+    assert wait.seconds(1, 10.0, 4.0, 12.1) == pytest.approx(MAX_SHARE * 1.0)
+    (task / "stat").write_text("1 (rank) S 1 1\n")
+    assert wait.seconds(1, 10.0, 4.0, 13.1) == pytest.approx(1.0), "one that sleeps does not wait for a CPU"
 
 
 STARVES = """
@@ -115,7 +129,7 @@ def test_a_slow_step_of_a_rank_that_gets_no_cpu_is_no_hang(gang: Gang, schedstat
         assert hog.stdout.readline() == b"ready\n"
         os.sched_setaffinity(hog.pid, {min(os.sched_getaffinity(0))})
         gang.tell("busy")
-        assert agent.wait(60) == 0, gang.run.marker_text("FATAL")
+        assert agent.wait(PATIENCE_SECONDS) == 0, gang.run.marker_text("FATAL")
     finally:
         hog.kill()
         hog.wait()

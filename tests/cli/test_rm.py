@@ -100,7 +100,7 @@ def test_a_start_that_failed_before_anything_ran_gives_its_name_back(verbs: Verb
 
 
 def test_a_run_that_failed_after_a_step_keeps_its_name(verbs: Verbs) -> None:
-    job = verbs.job(nodes=1, STEPS=1000, FAIL_RANK=0)
+    job = verbs.job(nodes=1, STEPS=1000, STEP_SECONDS=1.5, FAIL_RANK=0)
     job.write_text(job.read_text() + "recover: {tries: 0}\n")
     assert verbs("run", job).returncode == 1
     assert verbs("run", job).returncode == 2

@@ -129,6 +129,7 @@ def test_a_root_that_cannot_be_written_is_one_line(verbs: Verbs) -> None:
 def test_money_is_not_spent_without_a_yes(verbs: Verbs) -> None:
     job = verbs.folder / "priced.yaml"
     job.write_text(PRICED)
+    (verbs.folder / "text.txt").write_text("words\n")
     result = verbs("run", job)
     assert result.returncode == 2
     assert "cost" in result.stdout

@@ -73,8 +73,12 @@ def test_a_job_that_is_not_elastic_has_one_size() -> None:
     assert (draft.launch.min_nodes, draft.launch.num_nodes, draft.launch.layouts, draft.note) == (0, 4, {}, "")
 
 
-def test_a_model_that_is_a_function_shrinks_to_what_shares_its_batch() -> None:
-    text = JOB.replace("{name: tiny, layers: 2, hidden: 32, ffn_hidden: 64, heads: 2, vocab: 300}", "my.models:build")
+def test_a_model_that_is_a_function_shrinks_to_what_shares_its_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_models.py").write_text("def build() -> None: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = JOB.replace("{name: tiny, layers: 2, hidden: 32, ffn_hidden: 64, heads: 2, vocab: 300}", "my_models:build")
     draft = draft_run(parse_job(text), RUN)
     assert {count: layout["fsdp"] for count, layout in draft.launch.layouts.items()} == {"2": 2, "4": 4, "8": 8}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import fields
 from multiprocessing.connection import Connection
 from typing import Any, get_args
 
@@ -75,8 +76,9 @@ _OTHERS: dict[type, tuple[int, tuple[Check, ...]]] = {
         6,
         (is_text, is_integer, is_integer, list_of(is_text), is_integer, is_integer, is_text, is_real),
     ),
-    Stats: (7, (*(is_integer,) * 15, list_of(is_integer), *(is_real,) * 4, is_integer, is_text)),
+    Stats: (7, (*(is_integer,) * 15, list_of(is_integer), *(is_real,) * 4, is_integer, is_text, is_text)),
 }
+assert all(len(fields(message)) == len(checks) for message, (_, checks) in _OTHERS.items()), "every field is sent"
 _BY_KIND = {kind: (message, checks) for message, (kind, checks) in _OTHERS.items()}
 _WITH_TUPLES = (Ready, Stats)
 
@@ -110,9 +112,8 @@ def encode(message: Message) -> bytes:
     if isinstance(message, Submit):
         rest = [message.id, pack_sampling(message.sampling), message.copies, message.priority, message.adapter]
         return pack(_SUBMIT, rest, [array("q", message.prompt)])
-    kind, checks = _OTHERS[type(message)]
-    names = message.__slots__[: len(checks)]
-    return pack(kind, [getattr(message, name) for name in names])
+    kind, _ = _OTHERS[type(message)]
+    return pack(kind, [getattr(message, field.name) for field in fields(message)])
 
 
 def decode(data: bytes) -> Message:

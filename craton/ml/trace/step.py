@@ -34,6 +34,7 @@ from craton.ml.training.optimizer import AdamW
 from craton.ml.training.parallel import Ranks, make_ranks
 from craton.ml.training.pipeline import Pipeline
 from craton.ml.training.schedule import Schedule
+from craton.telemetry import LedgerClock
 
 MORE_MICRO_BATCHES = 2  # than fill the pipeline: with the first and the last there is one between
 
@@ -68,7 +69,7 @@ def make_trainer(job: Job, ranks: Ranks, model: nn.Module) -> Trainer:
             validation=None,
             checkpointer=absent,
             recorder=absent,
-            clock=absent,
+            clock=LedgerClock(),
             meter=absent,
         )
     )

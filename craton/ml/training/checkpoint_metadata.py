@@ -28,6 +28,7 @@ from craton.ml.training.checkpoint_pickle import Name, Record, read_pickle, show
 from craton.ml.training.checkpoint_sums import METADATA, CheckpointError, FileSum
 
 MAX_NAME_LETTERS = 4096
+MAX_ELEMENTS = 2**60  # of a tensor, dimensions of 0 left out: torch multiplies them in 64 bits
 _PROPERTIES = (torch.dtype, torch.layout, bool, Name, bool)  # the state of TensorProperties
 
 
@@ -103,6 +104,8 @@ def _tensor(name: Any, entry: Record, lengths: Mapping[tuple[str, torch.Size | N
             raise CheckpointError(f"{name}: {length} bytes do not hold {list(sizes)} of {dtype}")
         elements += count
         chunks.append(ChunkStorageMetadata(offsets, sizes))
+    if math.prod(max(1, length) for length in size) > MAX_ELEMENTS:
+        raise CheckpointError(f"{name}: its size {list(size)} is larger than any tensor")
     if elements != math.prod(size):
         raise CheckpointError(
             f"{name}: its parts have {elements} elements, and its size {list(size)} has another number"

@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from craton.infrastructure import EXPORTER_PORTS
 from craton.job import CratonError, load_job
 from craton.orchestration import address_of, is_server
-from craton.telemetry import Heartbeat, RunDirectory, names_in, read_heartbeat, read_json
+from craton.telemetry import Heartbeat, RunDirectory, UnsafeFileError, names_in, read_heartbeat, read_json
 
 AGENTS, SERVERS = "craton", "craton-serve"
 EXPORTERS = {"craton-node": 9500, **EXPORTER_PORTS}  # ours, and those a provisioned cluster has
@@ -190,7 +190,7 @@ def write_targets(folder: Path, targets: Iterable[Target]) -> None:
 def _heartbeats(run: RunDirectory) -> list[tuple[str, Heartbeat]]:
     try:
         nodes = names_in(run.path / "heartbeat", "[!.]*")
-    except OSError:
+    except UnsafeFileError:
         return []
     return [(node, beat) for node in nodes if (beat := read_heartbeat(run, node)) is not None]
 

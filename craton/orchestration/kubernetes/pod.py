@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from craton.agent import Launch, LaunchError, forget_avoided, next_number, read_launch, write_launch
+from craton.agent import Launch, LaunchError, forget_avoided, next_number, parse_launch, read_launch, write_launch
 from craton.orchestration.chaos import disarm
 from craton.orchestration.kubernetes.codepack import unpack_code
 from craton.orchestration.kubernetes.exits import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_FATAL
@@ -242,8 +242,8 @@ def follow(pod: Pod, signals: Signals) -> int | None:
 def take_over(pod: Pod) -> None:
     """A submission that this run directory has not seen: the first of the run, or a resume."""
     run, files = pod.run, pod.files
-    source = RunDirectory(files) if files else run
-    launch = read_launch(source)
+    # The kubelet mounts a ConfigMap as links, which nobody else can write.
+    launch = parse_launch(RunDirectory(files), (files / "launch.json").read_bytes()) if files else read_launch(run)
     exists = run.looks_like_a_run()
     if files is not None and exists and launch.generation == 0:
         raise RunError(

@@ -51,7 +51,7 @@ def noted(run: RunDirectory) -> str:
 
 def test_a_pipe_is_not_waited_for(run: RunDirectory, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "trace_0")
-    assert "trace_0: not a plain file" in noted(run)
+    assert "trace_0 is a FIFO, not a regular file" in noted(run)
 
 
 def test_links_are_not_followed(run: RunDirectory, tmp_path: Path) -> None:

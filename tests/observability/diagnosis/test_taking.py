@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_read_is_noted_and_ends_nothing(root: Path) -> Non
         path.unlink(missing_ok=True)
         path.mkdir()  # open() is refused, as it is by a file system that fails
     snapshot = take_snapshot(run, now=NOW + 1.0)
-    assert snapshot.notes == ("3 files of the run could not be read: metrics/b.jsonl: Is a directory",)
+    assert snapshot.notes == ("3 files of the run could not be read: metrics/b.jsonl: is a folder, not a regular file",)
     assert [rank.num_recent for rank in snapshot.ranks] == [20, 20, 0, 0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from observability.exporter.stand_in_nvml import StandInNvml, eight_cards
 from waiting import wait_until
 
 from craton.infrastructure import NodeRoot
-from craton.observability.exporter import occupants
+from craton.observability.exporter import occupants, runs_here
 from craton.observability.exporter.occupants import NOBODY, Holding, Occupant, Occupants, one_label
 from craton.observability.exporter.runs import RunsCollector
 from craton.observability.exporter.runs_here import TOLD_SECONDS, RankHere, RunsHere
-from craton.telemetry import RunDirectory
+from craton.telemetry import Heartbeat, RunDirectory, read_heartbeat
 
 Start = Callable[..., int]
 
@@ -176,27 +177,23 @@ def test_runs_on_this_node_are_rows_without_any_gpu(tmp_path: Path) -> None:
 def test_a_file_system_that_hangs_takes_no_gpu_s_series_away(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opening a pipe that nobody writes to blocks, as does a file of a server that is gone."""
+    """A stand-in for a file of a server that is gone, which no test can have: whoever reads it waits."""
     monkeypatch.setattr(occupants, "FIRST_LOOK_SECONDS", 0.05)
     run = RunDirectory.create(tmp_path, "zeta")
     card = eight_cards()[0]
     card.processes = [(start(CRATON_RUN=str(run.path), CRATON_NODE="node-0"), 7)]
     status_of(run, "node-0", {3: card.processes[0][0]})
-    heartbeat = run.heartbeat_path("node-0")
-    text = heartbeat.read_bytes()
-    heartbeat.unlink()
-    os.mkfifo(heartbeat)
+    is_back = threading.Event()
+
+    def waits(run: RunDirectory, node: str) -> Heartbeat | None:
+        is_back.wait()
+        return read_heartbeat(run, node)
+
+    monkeypatch.setattr(runs_here, "read_heartbeat", waits)
     with exporting("/", StandInNvml([card]), runs_folder=tmp_path) as exporter:
         exporter._team._answer_seconds = 1.0
         found = scrape(exporter)
-        writer = _opened_by_another(heartbeat)
+        is_back.set()
     assert found.value("craton_exporter_collector_stuck", collector="runs") == 1
     assert found.value("craton_exporter_collector_stuck", collector="gpu") == 0
     assert found.value("DCGM_FI_DEV_GPU_TEMP", gpu="0", run="zeta") == 51
-    os.write(writer, text)
-    os.close(writer)
-
-
-def _opened_by_another(pipe: Path) -> int:
-    """For writing, which is refused until somebody waits to read."""
-    return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)

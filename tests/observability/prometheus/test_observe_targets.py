@@ -223,15 +223,21 @@ def test_a_file_system_that_fails_is_said_and_the_last_targets_stay(
     keeper = TargetKeeper(Settings(), tmp_path / "targets", SearchedExporters({}))
     keeper.refresh()
     before = (tmp_path / "targets/craton.json").read_text()
-    listing = Path.iterdir
+    listing, names = Path.iterdir, targets.names_in
 
     def stale(self: Path) -> Iterator[Path]:
         if self.name == broken:
             raise OSError(errno.ESTALE, "Stale file handle")
         return listing(self)
 
+    def stale_names(folder: Path, pattern: str = "*") -> list[str]:
+        if folder.name == broken:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return names(folder, pattern)
+
     with monkeypatch.context() as patched:
         patched.setattr(Path, "iterdir", stale)
+        patched.setattr(targets, "names_in", stale_names)
         keep_targets(keeper, 0.01, 0.05, make_console(), as_json=False)
     assert len(keeper.targets) == 2
     assert (tmp_path / "targets/craton.json").read_text() == before
