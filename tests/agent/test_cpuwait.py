@@ -49,7 +49,7 @@ def test_a_process_without_a_cpu_is_starved_and_one_that_sleeps_is_not(schedstat
             return waits[starving.pid]._waited_seconds > 1.5 and found[starving.pid] > 0
 
         wait_until(starved, "the process that has no CPU counts as starved")
-        # Of their threads alone: on a busy machine this test itself, in the agent's place, may not have run for a while.
+        # Of their threads alone: on a busy machine this test, in the agent's place, may not have run for a while.
         waited = {pid: wait._waited_seconds for pid, wait in waits.items()}
         assert waited[sleeping.pid] < waited[starving.pid] / 2
         assert waits[starving.pid].seconds(starving.pid, time.monotonic(), 1.0, time.monotonic()) == 0.0
