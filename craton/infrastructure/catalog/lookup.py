@@ -43,6 +43,8 @@ def entry(section: str, name: str, catalog: Catalog | None = None) -> Entry:
     if found is None:
         one = {"gpus": "GPU", "instances": "instance", "storage": "storage service"}.get(section, section)
         spellings = [spelling for known in entries.values() for spelling in (known.name, *known.aliases)]
+        if section == "instances":
+            spellings.append("local")  # `cluster: local x 2` is this machine
         raise CatalogError(
             f"unknown {one} {name!r}; known: {', '.join(entries)}, "
             f"or your own in ~/.config/craton/catalog.toml{did_you_mean(name, spellings)}"
