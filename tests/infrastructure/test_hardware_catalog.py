@@ -114,6 +114,8 @@ def test_unknown_name_gives_the_nearest_and_the_list() -> None:
     ) as error:
         instance("p5en.48xlrage")
     assert "p6-b200.48xlarge" in str(error.value)
+    with pytest.raises(CatalogError, match=r"unknown instance 'lcoal'.*did you mean 'local'"):
+        instance("lcoal")
     with pytest.raises(CatalogError, match="unknown GPU 'TPU'"):
         gpu("TPU")
 
