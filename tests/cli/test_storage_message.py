@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import socket
 import subprocess
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from run_verbs import Verbs
+from waiting import wait_until
 
 from craton.agent import Launch, write_launch
-from craton.telemetry import Heartbeat, NodeState, RunDirectory, process_start, write_heartbeat
+from craton.orchestration import living_agents
+from craton.telemetry import Heartbeat, NodeState, RunDirectory, process_start, summarize, write_heartbeat
 
 TROUBLE = "the file system of /fsx/runs/words is full: 0 bytes are free; remove files or enlarge it; the run goes on"
 
@@ -36,3 +40,20 @@ def check_verbs(verbs: Verbs) -> None:
     told = verbs("why", "words").stdout
     assert TROUBLE in told.replace("\n", " ")
     assert verbs.json("top", "words")["storage"] == TROUBLE
+
+
+def test_stop_now_ends_a_run_whose_disk_is_full(
+    verbs: Verbs, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The marker is set without its text, for which there is no room."""
+    monkeypatch.setenv("CRATON_RUNS", str(small_disk / "runs"))
+    assert verbs("run", verbs.job(nodes=1, STEPS=100_000), "--detach").returncode == 0
+    run = RunDirectory(small_disk / "runs" / "count")
+    wait_until(lambda: summarize(run).step >= 1, "it runs")
+    with open(small_disk / "filler", "wb", buffering=0) as filler, suppress(OSError):
+        while filler.write(bytes(4096)):
+            pass
+    stopped = verbs("stop", "count", "--now")
+    assert stopped.returncode == 0, stopped.stderr
+    assert run.has("STOP")
+    assert not living_agents(run)

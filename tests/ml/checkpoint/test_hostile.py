@@ -155,6 +155,10 @@ HARMS: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     ),
     "no dtype": (lambda m: setattr(_first(m).properties, "dtype", None), "no dtype"),
     "other dtype": (lambda m: setattr(_first(m).properties, "dtype", torch.int32), "is not the torch.int32"),
+    "empty, of sizes that no tensor has": (
+        lambda m: (setattr(_first(m), "size", torch.Size((2**62, 2**62, 0))), _first(m).chunks.clear()),
+        "larger than any tensor",
+    ),
     "negative size": (lambda m: setattr(_first(m), "size", (-1, 32)), "has no size"),
     "name for a terminal": (lambda m: _rename(m, "model.\x1b[2J"), "is not a name of a tensor"),
     "name of 10,000 letters": (lambda m: _rename(m, "a" * 10_000), "is not a name of a tensor"),
