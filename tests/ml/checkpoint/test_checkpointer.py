@@ -234,12 +234,12 @@ checkpointer = Checkpointer([TierFolder("shared", Path(sys.argv[1]))], 0, 1)
 checkpointer.save(1, {"model.a": torch.ones(64, 32), "optimizer.exp_avg.a": torch.ones(64, 32)}, {}, wait=True)
 
 def never_done(descriptor):
-    os.write(1, b"in the middle\n")  # not print: two threads would mix their lines
+    os.write(1, b"in the middle\\n")  # not print: two threads would mix their lines
     threading.Event().wait()
 
 os.fsync = never_done
 checkpointer.save(2, {"model.a": torch.ones(64, 32), "optimizer.exp_avg.a": torch.ones(64, 32)}, {})
-os.write(1, b"training goes on\n")
+os.write(1, b"training goes on\\n")
 signal.pause()
 """
 
