@@ -3,7 +3,7 @@
 How long a connection may keep a server waiting is in `connections`, which needs uvicorn and is imported by name.
 """
 
-from craton.http_guard.hosts import LOOPBACK_NAMES, host_name, is_foreign, is_loopback
+from craton.http_guard.hosts import LOOPBACK_NAMES, host_name, is_foreign, is_loopback, repeated_header
 from craton.http_guard.keys import MIN_TOKEN_CHARACTERS, AccessError, is_same_key, key_bytes, read_token
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "is_same_key",
     "key_bytes",
     "read_token",
+    "repeated_header",
 ]

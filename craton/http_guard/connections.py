@@ -129,8 +129,21 @@ class BoundedHttpTools(_Bounded, HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head, self._head_bytes = False, 0
+        self._take_host_of_target()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._is_in_head = True
+
+    def _take_host_of_target(self) -> None:
+        """A target with a host (`GET http://HOST/path`) counts, and the Host header beside it does not (RFC 9112,
+        3.2.2). h11 passes such a target on as a path, which no server of ours has."""
+        if self.url.startswith(b"/") or b"://" not in self.url:
+            return
+        host = self.url.partition(b"://")[2].partition(b"/")[0]
+        place = next((at for at, (name, _) in enumerate(self.headers) if name == b"host"), None)
+        if place is None:
+            self.headers.append((b"host", host))
+        else:
+            self.headers[place] = (b"host", host)

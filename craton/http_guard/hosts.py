@@ -2,19 +2,21 @@
 
 A website can point its own name at 127.0.0.1 (DNS rebinding): its requests then carry that name in Host. And any page
 can make a browser POST to loopback: then Origin or Sec-Fetch-Site names the other site. Programs (curl, SDKs) send
-neither of the two.
+neither of the two. A request that has one of these headers twice is refused: a proxy may judge by the other one.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
 LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 # A name or an address, and a port; whatever else stands there (a path, a question mark) would end up in addresses.
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+MAX_PORT = 65535
+SINGLE_HEADERS = ("host", "origin", "sec-fetch-site", "authorization")  # what access is decided by
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -31,7 +33,19 @@ def is_loopback(name: str) -> bool:
 def host_name(host: str) -> str | None:
     """The name in a Host header, in lower case and without port and brackets; None when the header is malformed."""
     found = _HOST.fullmatch(host)
-    return None if found is None else found[1].strip("[]").lower()
+    if found is None or int((found[2] or ":0")[1:]) > MAX_PORT:
+        return None
+    return found[1].strip("[]").lower()
+
+
+def repeated_header(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """A sentence about the first of SINGLE_HEADERS that a request has twice (RFC 9112, 3.2); None: it has none twice.
+    Names of headers are in lower case, as ASGI has them."""
+    names = [name for name, _ in headers]
+    for name in SINGLE_HEADERS:
+        if (count := names.count(name.encode())) > 1:
+            return f"the request has {count} {name.title()} headers; send it once"
+    return None
 
 
 def is_foreign(headers: Mapping[str, str]) -> bool:

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from craton.http_guard import repeated_header
 from craton.observability.web.access import SESSION_SECONDS, Access
 from craton.observability.web.rendering import render
 from craton.observability.web.static_files import address_of_file
@@ -54,6 +55,8 @@ class Guard:
     def _refusal(self, request: Request) -> Response | None:
         # What is routed by; `request.url` is put together from the Host header, which anybody may write.
         access, path = self.access, request.scope["path"]
+        if reason := repeated_header(request.headers.raw):
+            return refuse(400, reason)
         headers, cookies = dict(request.headers), request.cookies
         if not access.knows_host(headers.get("host", "")):
             return refuse(

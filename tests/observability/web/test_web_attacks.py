@@ -23,6 +23,7 @@
 | forwarded headers | here |
 | heads and addresses that are too long | here |
 | two lengths of one body (request smuggling) | here |
+| a header that decides, twice; a Host that is odd or folded | here |
 | bytes that are not HTTP; an address of another server | here |
 | addresses that are not text; errors that show the insides | here |
 | a flood of streams | here |
@@ -40,6 +41,7 @@ from pathlib import Path
 import pytest
 from browser import Browser
 from page_server import TOKEN, PageServer
+from raw_http import ambiguous_heads, foreign_heads, raw_answer
 from simulated_runs import write_run
 
 from craton.observability.web import application
@@ -70,14 +72,7 @@ def page(serve: Serve, tmp_path: Path, changes: list[tuple[str, str]]) -> PageSe
 
 
 def raw(page: PageServer, request: bytes, source: str = "127.0.0.1") -> bytes:
-    """The first bytes of the answer to these bytes; empty where the connection was closed without any."""
-    with socket.create_connection(("127.0.0.1", page.port), timeout=30, source_address=(source, 0)) as connection:
-        with contextlib.suppress(ConnectionError):  # refused before all of it was sent
-            connection.sendall(request)
-        try:
-            return connection.recv(4096)
-        except ConnectionError:
-            return b""
+    return raw_answer(page.port, request, source)
 
 
 def is_well(page: PageServer) -> bool:
@@ -271,6 +266,19 @@ def test_a_request_inside_another_is_not_carried_out(page: PageServer, changes: 
     ):
         answer = raw(page, f"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n{lengths}\r\n0\r\n\r\n{inner}".encode())
         assert answer[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 501", b""), lengths
+    assert changes == []
+    assert is_well(page)
+
+
+def test_a_request_is_not_judged_by_half_of_its_headers(page: PageServer, changes: list[tuple[str, str]]) -> None:
+    known = page.log_in()
+    login = f"Cookie: {known['cookie']}\r\nX-Craton-Secret: {known['x-craton-secret']}\r\nContent-Length: 0\r\n"
+    for head in ambiguous_heads(page.port):
+        answer = raw(page, f"POST /runs/one/stop HTTP/1.1\r\n{head}{login}\r\n".encode())
+        assert answer.startswith(b"HTTP/1.1 400"), head
+    for head in foreign_heads(page.port):
+        answer = raw(page, f"GET / HTTP/1.1\r\n{head}\r\n".encode("latin-1"))
+        assert answer[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 403"), head
     assert changes == []
     assert is_well(page)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from craton.http_guard import repeated_header
 from craton.ml.serving.server.access import AccessCheck
-from craton.ml.serving.server.errors import ApiError, BusyError, TooLargeError
+from craton.ml.serving.server.errors import ApiError, BadRequestError, BusyError, TooLargeError
 
 MAX_DISCARDED_BYTES = 64 << 20
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -46,6 +47,8 @@ class Gate:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         limits = self._limits()
         try:
+            if reason := repeated_header(scope["headers"]):
+                raise BadRequestError(reason, code="repeated_header")
             self._access.check(scope["method"], scope["path"], headers)
             length = headers.get("content-length", "0")
             if length.isdigit() and int(length) > limits.max_bytes:

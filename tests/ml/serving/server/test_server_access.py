@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import requests
+from raw_http import ambiguous_heads, foreign_heads, raw_answer
 from scripted_engine import ADMIN, ADMIN_KEY, SECONDS, Served
 from waiting import wait_until
 
@@ -46,6 +47,28 @@ def test_on_loopback_other_names_are_refused_everywhere(served: Served, host: st
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "[::1]:8000"])
 def test_on_loopback_its_own_names_are_known(served: Served, host: str) -> None:
     assert ask(served, "GET", "/v1/models", host=host)[0] == 200
+
+
+def test_a_request_is_not_judged_by_half_of_its_headers(served: Served) -> None:
+    port = urlsplit(served.url).port or 0
+    own, other = f"127.0.0.1:{port}", "attacker.example"
+    key = f"Authorization: {ADMIN['Authorization']}\r\nContent-Length: 0\r\n"
+    for head in ambiguous_heads(port):
+        answer = raw_answer(port, f"POST /pause HTTP/1.1\r\n{head}{key}\r\n".encode())
+        assert answer.startswith(b"HTTP/1.1 400"), head
+    for head in [*foreign_heads(port), ""]:
+        answer = raw_answer(port, f"POST /pause HTTP/1.1\r\n{head}{key}\r\n".encode("latin-1"))
+        assert answer[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 403"), head
+    for target, host, status in (
+        (f"http://{other}/pause", own, 403),  # the target counts, as RFC 9112 has it
+        (f"http://{own}@{other}/pause", own, 403),
+        (f"HTTP://{other}?/pause", own, 400),
+        (f"http://{own}/live", other, 200),
+    ):
+        method = "GET" if status == 200 else "POST"
+        answer = raw_answer(port, f"{method} {target} HTTP/1.1\r\nHost: {host}\r\n{key}\r\n".encode())
+        assert answer.startswith(f"HTTP/1.1 {status}".encode()), target
+    assert not [message for message in served.engine.received if isinstance(message, Control)]
 
 
 FOREIGN: list[dict[str, str]] = [
