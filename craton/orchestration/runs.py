@@ -6,6 +6,7 @@ a resume changes only the files that say how the next generation runs.
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -54,6 +55,7 @@ from craton.telemetry import (
     MARKERS,
     RunDirectory,
     RunExistsError,
+    first_link,
     names_in,
     paths_in,
     read_json,
@@ -63,6 +65,7 @@ from craton.telemetry import (
 )
 
 START_PRODUCTIVE_SECONDS = 1.0  # of a command that failed at once: it is productive from its first moment
+_STEP = re.compile(r"step-([0-9]{8,15})")
 CHECK_SECONDS = 20.0  # how long a service is waited for that a run would write to
 
 
@@ -291,7 +294,7 @@ def newest_checkpoint(run: RunDirectory, job: Job | None = None) -> SavedStep | 
     places = {tier.to: place_of(tier, storage, run.path) for tier in job.checkpoint.places}
     for name, located in {**places, RESCUE: rescue_place(run.path)}.items():
         try:
-            found += _saved_objects(name, located) if located.is_url else _saved_folders(name, located)
+            found += _saved_objects(name, located) if located.is_url else _saved_folders(name, located, run.path)
         except StorageError as error:
             failed = error
     if failed is not None and not found:
@@ -336,23 +339,21 @@ def check_server(job: Job) -> None:
         )
 
 
-def _saved_folders(name: str, located: TierPlace) -> list[SavedStep]:
+def _saved_folders(name: str, located: TierPlace, run: Path) -> list[SavedStep]:
+    if located.is_inside_run and first_link(located.place, run) is not None:
+        return []
     pattern = "*/step-*/COMPLETE" if located.is_node_local else "step-*/COMPLETE"
+    base = Path(located.place)
     return [
-        SavedStep(int(marker.parent.name.removeprefix("step-")), name, marker.parent)
-        for marker in sorted(Path(located.place).glob(pattern))
-        if marker.parent.name.removeprefix("step-").isdecimal() and not _is_linked(marker)
+        SavedStep(int(step[1]), name, marker.parent)
+        for marker in sorted(base.glob(pattern))
+        if (step := _STEP.fullmatch(marker.parent.name)) and marker.is_file() and first_link(marker, base) is None
     ]
-
-
-def _is_linked(marker: Path) -> bool:
-    """A checkpoint that is a link, or whose marker is one, leads to files that are not the run's."""
-    return marker.is_symlink() or marker.parent.is_symlink()
 
 
 def _saved_objects(name: str, located: TierPlace) -> list[SavedStep]:
     store = open_store(located.place)
-    folders = [each for each in store.folders() if each.removeprefix("step-").isdecimal()]
+    folders = [each for each in store.folders() if _STEP.fullmatch(each)]
     for folder in sorted(folders, key=lambda each: -int(each.removeprefix("step-"))):
         if store.exists(f"{folder}/COMPLETE"):
             return [SavedStep(int(folder.removeprefix("step-")), name, store.where(folder))]

@@ -29,6 +29,7 @@ from craton.telemetry.recorder import Recorder
 from craton.telemetry.regular_files import (
     UnsafeFileError,
     append_regular,
+    first_link,
     names_in,
     noting_unread,
     open_regular,
@@ -85,6 +86,7 @@ __all__ = [
     "UnsafeFileError",
     "append_regular",
     "find_run",
+    "first_link",
     "going_on",
     "list_runs",
     "monotonic_clock_id",

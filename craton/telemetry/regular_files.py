@@ -161,6 +161,16 @@ def paths_in(folder: Path, pattern: str = "*") -> list[Path]:
         return []
 
 
+def first_link(path: str | os.PathLike[str], below: str | os.PathLike[str]) -> str | None:
+    """The first component of `path` below the run directory that is a link; None: it has none, or is not there."""
+    here, parts = _split(os.fspath(path), below)
+    for part in parts:
+        here = os.path.join(here, part)
+        if os.path.islink(here):
+            return here
+    return None
+
+
 def _open(path: str | os.PathLike[str], below: str | os.PathLike[str] | None, flags: int) -> int:
     """A descriptor of `path`. Each component below the run directory is opened by itself, so that none is a link."""
     base, parts = _split(os.fspath(path), below)

@@ -260,6 +260,7 @@ def tier_folders(job: Job, run: RunDirectory, node: str = "node-0", writes: bool
                 tier.keep,
                 node if found.is_node_local else None,
                 run_identity(run) if writes and not found.is_inside_run else None,
+                run.path if found.is_inside_run else None,
             )
         )
     rescue = rescue_folder(run)
@@ -268,7 +269,7 @@ def tier_folders(job: Job, run: RunDirectory, node: str = "node-0", writes: bool
 
 def rescue_folder(run: RunDirectory) -> TierFolder:
     """Where the run's last state goes when no lasting tier takes it."""
-    return TierFolder(RESCUE, Path(rescue_place(run.path).place), keep=1)
+    return TierFolder(RESCUE, Path(rescue_place(run.path).place), keep=1, run=run.path)
 
 
 def run_identity(run: RunDirectory) -> str:

@@ -226,12 +226,17 @@ class Checkpointer:
         return self._peer.notes() if self._peer is not None else []
 
     def restore(
-        self, tensors: Mapping[str, Tensor], before: int | None = None, trust_peer: bool = True
+        self,
+        tensors: Mapping[str, Tensor],
+        before: int | None = None,
+        trust_peer: bool = True,
+        needed: Sequence[str] = (),
     ) -> dict[str, Any] | None:
         """Fills the tensors in place and returns the counters they were saved with, and `step`; None when no tier
         holds a checkpoint. `restored` says where they came from. The nodes' memory, which has only the newest steps, is
         asked for one `before` the given step; without `trust_peer` not at all, from here on, nor any tier for what was
-        saved since its state was taken: that is removed.
+        saved since its state was taken: that is removed. A step of a tier without one of the `needed` counters is
+        passed over.
 
         CheckpointError when there are checkpoints and none can be used: to begin anew is for a person to decide.
         """
@@ -253,6 +258,9 @@ class Checkpointer:
                 continue
             tier = tiers[index]
             saved, problems = open_together(self._ranks, self.rank, tier, step)
+            missing = [name for name in needed if saved is not None and name not in saved.seal.about["counters"]]
+            if missing:
+                saved, problems = None, [f"COMPLETE has no counter {', '.join(missing)}"]
             if saved is not None:
                 check_names(self._ranks, saved, tensors)
                 problems = load_together(self._ranks, tier, saved, tensors)

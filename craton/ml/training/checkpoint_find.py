@@ -120,7 +120,7 @@ def joined_parts(tier: Tier, step: int) -> tuple[list[tuple[StepFiles, Seal]], l
     try:
         for part in tier.open(step):
             try:
-                seal = read_seal(part)
+                seal = read_seal(part, step)
                 by_save.setdefault(seal.save, ([], seal))[0].append(part)
             except CheckpointError as error:
                 problems.append(str(error))

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from craton.errors import CratonError
+from craton.ml.training.checkpoint_about import check_about
 
 COMPLETE = "COMPLETE"
 CHECKSUMS = "checksums.json"
@@ -99,32 +100,37 @@ class Seal:
         return {CHECKSUMS: checksums, COMPLETE: json.dumps({**about, "crc32": _sum_of(about)}, indent=1).encode()}
 
     @classmethod
-    def parse(cls, texts: Mapping[str, bytes]) -> Seal:
-        """From the contents of the two files; CheckpointError when one is missing, changed or not ours."""
+    def parse(cls, texts: Mapping[str, bytes], step: int) -> Seal:
+        """Of this step, from the contents of the two files; CheckpointError when one is missing or not right."""
         for name in (COMPLETE, CHECKSUMS):
             if name not in texts:
                 raise CheckpointError(f"{name} is missing, so it was never finished")
         name = COMPLETE
         try:
-            about = json.loads(texts[COMPLETE])
+            about = _object(texts[COMPLETE])
             if about.pop("crc32") != _sum_of(about):
                 raise ValueError("it has another checksum than when it was written")
             name = CHECKSUMS
             if about.pop("checksums") != zlib.crc32(texts[CHECKSUMS]):
                 raise ValueError("it has another checksum than when it was written")
-            table = json.loads(texts[CHECKSUMS])
+            table = _object(texts[CHECKSUMS])
             if table["block_bytes"] != BLOCK_BYTES:
-                raise ValueError(f"its blocks have {table['block_bytes']!r} bytes instead of {BLOCK_BYTES}")
+                raise ValueError(f"its blocks have {ascii(table['block_bytes'])[:20]} bytes instead of {BLOCK_BYTES}")
             files = {each: _file_sum(each, file) for each, file in table["files"].items()}
             name = COMPLETE
-            about["step"], about["counters"] = int(about["step"]), dict(about["counters"])
-            if not isinstance(about["save"], str) or not isinstance(about["tiers"], list):
-                raise ValueError("its save or its tiers are not named")
+            check_about(about, step)
         except KeyError as error:
             raise CheckpointError(f"{name} cannot be used: {error} is missing") from error
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{name} cannot be used: {error}") from error
         return cls(about, files)
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    found = json.loads(text)
+    if type(found) is not dict:
+        raise ValueError("it is not a JSON object")
+    return found
 
 
 def _file_sum(name: str, entry: Any) -> FileSum:

@@ -4,11 +4,13 @@ TIER/step-00000200 holds DCP's shards and `.metadata`, `checksums.json` and, wri
 step is written as `step-N.partial`, synced, and renamed when it is whole; it leaves by a rename to `step-N.removed`. So
 whatever ends in .partial or .removed was cut off and can go. S3 has no rename: there a step without COMPLETE was cut
 off, and COMPLETE is the first thing to go. Steps are ordered by their number, never by a clock.
+
+Others may write to the same file system: no link is followed inside a tier's folder, nor on the way to it from the run
+directory where it lies in there. A tier's folder elsewhere may be a link itself.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -23,12 +25,14 @@ from typing import Any, Protocol
 import torch
 
 from craton.infrastructure import GrowingFile, sync_folder
+from craton.ml.training.checkpoint_about import MAX_STEP
 from craton.ml.training.checkpoint_sums import CHECKSUMS, COMPLETE, MAX_SEAL_BYTES, CheckpointError, Seal
 from craton.remote import is_url
+from craton.telemetry import first_link, open_regular
 
 OWNER = "OWNER"  # the run that a tier's folder belongs to, where it lies outside the run directory
-_STEP = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"step-\d{8,}\.(partial|removed)")
+_STEP = re.compile(r"step-([0-9]{8,})")
+_LEFTOVER = re.compile(r"step-[0-9]{8,}\.(partial|removed)")
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class TierFolder:
     keep: int | None = None
     node: str | None = None  # this rank's node, where the folder is that node's own; None: all ranks see it
     owner: str | None = None  # who may write there; None: anyone
+    run: Path | None = None  # the run directory, where the folder lies in it
 
 
 class StepFiles(Protocol):
@@ -116,19 +121,21 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
+    """None where it is not the name of a step, as `step_name` writes it."""
     match = _STEP.fullmatch(name)
-    return int(match[1]) if match else None
+    step = int(match[1]) if match else None
+    return step if step is not None and step <= MAX_STEP and step_name(step) == name else None
 
 
-def read_seal(files: StepFiles) -> Seal:
-    """What the step says of itself; CheckpointError when it was never finished or is not ours."""
+def read_seal(files: StepFiles, step: int) -> Seal:
+    """What the step says of itself; CheckpointError when it was never finished, is not ours or is another step."""
     texts = {}
     for name in (COMPLETE, CHECKSUMS):
         if (size := files.size(name)) is not None:
             if size > MAX_SEAL_BYTES[name]:
                 raise CheckpointError(f"{name} has {size:,} bytes; at most {MAX_SEAL_BYTES[name]:,} are read")
             texts[name] = bytes(files.read(name, 0, size))
-    return Seal.parse(texts)
+    return Seal.parse(texts, step)
 
 
 def check_owner(folder: TierFolder, there: str | None) -> bool:
@@ -166,7 +173,7 @@ def make_room(tier: Tier, newest: int, missing_bytes: int) -> list[str]:
 
 def _step_bytes(tier: Tier, step: int) -> int:
     with suppress(CheckpointError):
-        return sum(file.bytes for files in tier.open(step)[:1] for file in read_seal(files).files.values())
+        return sum(file.bytes for files in tier.open(step)[:1] for file in read_seal(files, step).files.values())
     return 0  # its seal is damaged: what it would free is not known
 
 
@@ -178,8 +185,10 @@ class FolderTier:
         self.folder = folder
         self._base = Path(folder.path)
         self._root = self._base / folder.node if folder.node else self._base
+        self._below = folder.run or self._base  # no link is followed below it
 
     def prepare(self) -> None:
+        self._check_links()
         self._root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self._root) as file:
             file.write(b"\0")
@@ -189,18 +198,20 @@ class FolderTier:
                 _write_synced(path, self.folder.owner.encode())
 
     def steps(self) -> list[int]:
-        found = {step_of(entry.name) for root in self._roots() for entry in root.iterdir() if entry.is_dir()}
+        """Links too: whoever opens one is told."""
+        found = {step_of(entry.name) for root in self._roots() for entry in os.scandir(root) if _is_step(entry)}
         return sorted((step for step in found if step is not None), reverse=True)
 
     def complete_steps(self) -> list[int]:
-        return [
-            step
-            for step in self.steps()
-            if any((root / step_name(step) / COMPLETE).is_file() for root in self._roots())
-        ]
+        return [step for step in self.steps() if any(files.size(COMPLETE) is not None for files in self._parts(step))]
 
     def open(self, step: int) -> list[StepFiles]:
-        return [FolderFiles(path) for root in self._roots() if (path := root / step_name(step)).is_dir()]
+        parts = self._parts(step)
+        if not parts:
+            for root in self._roots():
+                if (path := root / step_name(step)).is_symlink():
+                    raise CheckpointError(f"{path} is a symbolic link, which is not followed; move the folder there")
+        return list(parts)
 
     def write(self, step: int) -> StepWriter:
         return FolderWriter(self._root / step_name(step), all_seen=self.folder.node is None)
@@ -223,19 +234,41 @@ class FolderTier:
             shutil.rmtree(entry, ignore_errors=True)
         return sorted({entry.name for entry in left})
 
+    def _parts(self, step: int) -> list[FolderFiles]:
+        paths = [root / step_name(step) for root in self._roots()]
+        return [FolderFiles(path, self._below) for path in paths if _is_folder(path)]
+
     def _roots(self) -> list[Path]:
-        if self.folder.node is None:
-            return [self._root] if self._root.is_dir() else []
+        """CheckpointError where a link would lead elsewhere."""
+        self._check_links()
         mine = [self._root] if self._root.is_dir() else []
+        if self.folder.node is None:
+            return mine
         others = sorted(self._base.iterdir()) if self._base.is_dir() else []
-        return mine + [root for root in others if root.is_dir() and root != self._root]
+        return mine + [root for root in others if _is_folder(root) and root != self._root]
+
+    def _check_links(self) -> None:
+        if (link := first_link(self._root, self._below)) is not None:
+            raise CheckpointError(
+                f"{link} is a symbolic link, which is not followed; move the folder there, or name the place that it "
+                "leads to as a tier of its own"
+            )
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_step(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir() or entry.is_symlink()
 
 
 class FolderFiles:
-    """The finished files of one folder: regular files, neither links nor pipes."""
+    """The finished files of one folder: regular files, neither links nor pipes, and no folder `below` is a link."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, below: Path) -> None:
         self.path, self.where = path, str(path)
+        self._below = below
 
     def size(self, name: str) -> int | None:
         try:
@@ -246,7 +279,8 @@ class FolderFiles:
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> Any:
         try:
-            with open(self.path / name, "rb", buffering=0, opener=_open_regular) as file:
+            with open_regular(self.path / name, self._below) as buffered:
+                file = buffered.raw
                 length = (os.fstat(file.fileno()).st_size if end is None else end) - begin
                 view, count = memoryview(torch.empty(length, dtype=torch.uint8).numpy().data), 0  # not zeroed first
                 file.seek(begin)
@@ -266,11 +300,13 @@ class FolderWriter:
 
     def begin(self, leads: bool) -> None:
         # The tier's own folder is not made anew: where it has gone, so has the file system it was on.
+        if self._partial.is_symlink():
+            raise CheckpointError(f"{self._partial} is a symbolic link, which is not followed; remove it")
         self._partial.mkdir(exist_ok=True)
 
     @contextmanager
     def create(self, name: str) -> Iterator[GrowingFile]:
-        with (self._partial / name).open("wb", buffering=0) as file:
+        with open(self._partial / name, "wb", buffering=0, opener=_open_new) as file:
             yield GrowingFile(file.fileno())
             os.fsync(file.fileno())
 
@@ -318,13 +354,9 @@ class JoinedFiles:
         return part.read(name, begin, end)
 
 
-def _open_regular(path: str, flags: int) -> int:
-    """Without waiting for whoever writes to a pipe, and without following a link."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file")
-    return descriptor
+def _open_new(path: str, flags: int) -> int:
+    """Not through a link, nor waiting for the reader of a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
 
 
 def _write_synced(path: Path, text: bytes) -> None:

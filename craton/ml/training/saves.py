@@ -72,7 +72,7 @@ class Saves:
     def restore(self, before: int | None = None, trust_peer: bool = True) -> dict[str, Any] | None:
         """The counters of the newest checkpoint that can be used, whose state model and optimizer then have."""
         with self.parts.clock.kind("restore"):
-            counters = self.parts.checkpointer.restore(self.tensors(), before, trust_peer)
+            counters = self.parts.checkpointer.restore(self.tensors(), before, trust_peer, ("next_sample",))
             if counters is not None:
                 self.parts.optimizer.loaded(counters["step"])
                 report = self.parts.checkpointer.restored

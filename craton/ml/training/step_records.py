@@ -81,8 +81,8 @@ def record_missing(run: RunDirectory, recorder: Recorder, records: list[Record])
     wanted = {int(record["step"]): record for record in records}
     for path in sorted((run.path / "metrics").glob("*.jsonl")) if wanted else ():
         for line in tail_lines(path, SEARCHED_BYTES):
-            if "run_loss" in line:
-                wanted.pop(int(line.get("step") or 0), None)
+            if "run_loss" in line and type(step := line.get("step")) is int:
+                wanted.pop(step, None)
     for step, record in sorted(wanted.items()):
         recorder.metrics(step, **{f"run_{name}": value for name, value in record.items() if name != "step"})
     return sorted(wanted)

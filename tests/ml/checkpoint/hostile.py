@@ -32,13 +32,14 @@ def reseal(step: Path) -> None:
     seal(step, table)
 
 
-def seal(step: Path, table: dict[str, Any]) -> None:
-    checksums = json.dumps(table).encode()
-    about = json.loads((step / COMPLETE).read_bytes()) | {"checksums": zlib.crc32(checksums)}
+def seal(folder: Path, table: dict[str, Any] | None = None, /, **changes: Any) -> None:
+    """Writes the two files of the seal with this table of files, and these values in COMPLETE."""
+    checksums = (folder / CHECKSUMS).read_bytes() if table is None else json.dumps(table).encode()
+    about = json.loads((folder / COMPLETE).read_bytes()) | {"checksums": zlib.crc32(checksums), **changes}
     about.pop("crc32")
     about["crc32"] = zlib.crc32(json.dumps(about, sort_keys=True).encode())
-    (step / CHECKSUMS).write_bytes(checksums)
-    (step / COMPLETE).write_text(json.dumps(about))
+    (folder / CHECKSUMS).write_bytes(checksums)
+    (folder / COMPLETE).write_text(json.dumps(about))
 
 
 def replace(step: Path, name: str, content: bytes) -> None:

@@ -28,6 +28,7 @@ from craton.ml.serving.models import load_served
 from craton.ml.training.checkpoint import TierFolder, find_checkpoint
 from craton.ml.training.checkpoint_metadata import parse_metadata
 from craton.ml.training.checkpoint_sums import CheckpointError, FileSum, Seal
+from craton.ml.training.checkpoint_tiers import open_tier
 
 FIRST, SECOND = 1, 2
 SHARD = "__0_0_0.distcp"
@@ -64,7 +65,7 @@ def passed_over(tier: Path) -> str:
     checkpointer = single([TierFolder("shared", tier)])
     tensors = {name: torch.zeros_like(tensor) for name, tensor in numbers(FIRST).items()}
     with pytest.warns(UserWarning, match="step 2 cannot be used"):
-        counters = checkpointer.restore(tensors)
+        counters = checkpointer.restore(tensors, needed=("next_sample",))
     checkpointer.close()
     assert counters == {"next_sample": FIRST, "step": FIRST}
     assert equal(tensors, numbers(FIRST))
@@ -180,7 +181,7 @@ def test_no_change_of_a_byte_gives_anything_but_metadata_or_its_error(saved: Pat
     """Of 3,000 files with changed, cut or repeated bytes."""
     step = newest(saved)
     whole = (step / METADATA).read_bytes()
-    sums = Seal.parse({name: (step / name).read_bytes() for name in ("COMPLETE", "checksums.json")}).files
+    sums = Seal.parse({name: (step / name).read_bytes() for name in ("COMPLETE", "checksums.json")}, SECOND).files
     chance = random.Random(0)
     refused = 0
     for _ in range(3000):
@@ -230,6 +231,63 @@ def test_a_size_and_its_checksums_belong_together(tier: Path, entry: Any) -> Non
     table["files"][SHARD] = entry
     seal(newest(tier), table)
     assert "checksums.json cannot be used" in passed_over(tier)
+
+
+ABOUT: list[dict[str, Any]] = [
+    *({"step": step} for step in (10**30, -1, 1, "2", 2.0, True, None, [])),
+    *({"world": world} for world in (-3, 0, 10**30, "1", 1.5)),
+    *({"tiers": tiers} for tiers in ("shared", [3], ["\x1b[2J"], ["x" * 5000], ["shared"] * 1000, None)),
+    *({"counters": counters} for counters in ([], None, {"next_sample": -1}, {"next_sample": "0"}, {"step": 7})),
+    *({"counters": {"records": records}} for records in ("x", [1], [{}], [{"step": 9}], [{"step": 1, "loss": []}])),
+    *({"save": save} for save in (7, "", "a\nb")),
+    *({"time": seconds} for seconds in ("now", float("nan"), -1)),
+    {"bytes": -1},
+]
+
+
+@pytest.mark.parametrize("changes", ABOUT, ids=lambda changes: repr(changes)[:40])
+def test_a_seal_that_says_nonsense_is_passed_over(tier: Path, changes: dict[str, Any]) -> None:
+    seal(newest(tier), **changes)
+    assert "COMPLETE cannot be used: it" in passed_over(tier)
+
+
+def test_a_counter_that_training_needs_is_missed_in_one_line(tier: Path) -> None:
+    seal(newest(tier), counters={})
+    assert "COMPLETE has no counter next_sample" in passed_over(tier)
+
+
+def test_a_seal_of_16_gigabytes_is_not_read(tier: Path) -> None:
+    with open(newest(tier) / "COMPLETE", "r+b") as file:
+        file.truncate(16 << 30)
+    assert "COMPLETE has 17,179,869,184 bytes" in passed_over(tier)
+
+
+def test_a_step_or_a_tier_that_is_a_link_is_not_followed(tier: Path, tmp_path: Path) -> None:
+    newest(tier).rename(tmp_path / "elsewhere")
+    newest(tier).symlink_to(tmp_path / "elsewhere")
+    assert "step-00000002 is a symbolic link, which is not followed" in passed_over(tier)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    inside = run / "checkpoints" / "shared"
+    inside.symlink_to(tier)
+    with pytest.raises(CheckpointError, match="shared is a symbolic link, which is not followed"):
+        find_checkpoint([TierFolder("shared", inside, run=run)])
+    with pytest.raises(CheckpointError, match="shared is a symbolic link, which is not followed"):
+        open_tier(TierFolder("shared", inside, run=run)).prepare()
+    with pytest.warns(UserWarning, match="step 2 cannot be used"):
+        assert find_checkpoint([TierFolder("shared", inside)]).step == FIRST  # a place elsewhere may be a link
+
+
+def test_a_step_is_not_written_through_a_link(tier: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tier / "step-00000003.partial").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match="partial is a symbolic link"):
+        open_tier(TierFolder("shared", tier)).write(3).begin(leads=True)
+    (tier / "step-00000004.partial").mkdir()
+    (tier / "step-00000004.partial" / SHARD).symlink_to(tmp_path / "new")
+    with pytest.raises(OSError, match="symbolic"), open_tier(TierFolder("shared", tier)).write(4).create(SHARD):
+        pass
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_seal_that_is_nested_without_end_is_passed_over(tier: Path) -> None:
