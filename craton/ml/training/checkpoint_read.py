@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,13 +24,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from craton.ml.training.checkpoint_archive import read_archive
 from craton.ml.training.checkpoint_staging import Ranks
 from craton.ml.training.checkpoint_sums import BLOCK_BYTES, METADATA, CheckpointError, FileSum, changed_block
 from craton.ml.training.checkpoint_tiers import StepFiles
 
 SPAN_BYTES = 2 * BLOCK_BYTES
 READS_IN_FLIGHT = 8  # of one rank, which does nothing else meanwhile
-_ARCHIVE = b"PK\x03\x04"  # a zip file's first bytes
 
 
 @dataclass(frozen=True, order=True)
@@ -294,6 +293,9 @@ def fill(saved: SavedItem, planner: LoadPlanner) -> None:
     item = saved.item
     target: Tensor = planner.resolve_tensor(item).detach()
     tensor = _raw_tensor(saved, saved.raw) if saved.raw else _archived_tensor(saved)
+    reach = [first + count for first, count in zip(item.storage_offsets, item.lengths, strict=True)]
+    if len(reach) != tensor.dim() or any(end > size for end, size in zip(reach, tensor.size(), strict=True)):
+        raise CheckpointError(f"{item.storage_index.fqn} is {list(tensor.size())}, less than {METADATA} says")
     for dimension, (first, count) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(dimension, first, count)
     if target.size() != tensor.size():
@@ -303,19 +305,13 @@ def fill(saved: SavedItem, planner: LoadPlanner) -> None:
 
 
 def _archived_tensor(saved: SavedItem) -> Tensor:
-    """From an archive of torch.save, by torch's reader that runs no code. Older forms than the archive are refused:
-    DCP never wrote them."""
-    file, name = _SpansFile(saved), saved.item.storage_index.fqn
-    if file.read(len(_ARCHIVE)) != _ARCHIVE:
-        raise CheckpointError(f"{saved.name}: {name} is not an archive of torch.save")
-    file.seek(0)
+    """From an archive of torch.save. Older forms than the archive are refused: DCP never wrote them."""
+    name = saved.item.storage_index.fqn
     try:
-        tensor = torch.load(cast("IO[bytes]", file), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's words are many lines, and advise to run what is there
-        asked = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"it asks for {ascii(asked[1])[1:81]}, which was not run" if asked else type(error).__name__
-        raise CheckpointError(f"{saved.name}: {name} cannot be read as a tensor: {what}") from error
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype is not saved.dtype:
+        tensor = read_archive(cast("IO[bytes]", _SpansFile(saved)), saved.length)
+    except CheckpointError as error:
+        raise CheckpointError(f"{saved.name}: {name} cannot be read as a tensor: {error}") from None
+    if tensor.dtype is not saved.dtype:
         raise CheckpointError(f"{saved.name}: {name} is not the {saved.dtype} that {METADATA} says")
     return tensor
 

@@ -157,13 +157,37 @@ def inert_attacks() -> dict[str, bytes]:
     }
 
 
-def hostile_archive(marker: Path) -> bytes:
-    """What torch.save writes, with another pickle in it."""
+def archive_of(tensor: torch.Tensor) -> bytes:
     stream = io.BytesIO()
-    torch.save(torch.zeros(4), stream)
+    torch.save(tensor, stream)
+    return stream.getvalue()
+
+
+def changed_archive(archive: bytes, compression: int = zipfile.ZIP_STORED, **contents: bytes) -> bytes:
+    """What torch.save wrote, packed again with other contents; `data_pkl` stands for data.pkl."""
     changed = io.BytesIO()
-    with zipfile.ZipFile(stream) as old, zipfile.ZipFile(changed, "w", zipfile.ZIP_STORED) as new:
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(changed, "w", compression) as new:
         for entry in old.namelist():
-            evil = pickle.dumps(Call(os.system, (f"touch {marker}",)), protocol=2)
-            new.writestr(entry, evil if entry.endswith("data.pkl") else old.read(entry))
+            short = entry.partition("/")[2].replace(".", "_")
+            new.writestr(entry, contents.get(short, old.read(entry)))
     return changed.getvalue()
+
+
+def hostile_archives(marker: Path) -> dict[str, bytes]:
+    """Shards that run something, expand, or keep torch's reader busy: why each is refused, and its bytes."""
+    plain = archive_of(torch.zeros(4))
+    described = zipfile.ZipFile(io.BytesIO(plain)).read("archive/data.pkl")
+    tuples = b")q\x00" + b"".join(
+        b"h" + bytes([at]) + b"h" + bytes([at]) + b"\x86q" + bytes([at + 1]) for at in range(60)
+    )
+    shell = pickle.dumps(Call(os.system, (f"touch {marker}",)), protocol=2)
+    return {
+        "asks for posix.system, which no tensor needs and which was not run": changed_archive(plain, data_pkl=shell),
+        "compressed or encrypted": changed_archive(archive_of(torch.zeros(2**20)), zipfile.ZIP_DEFLATED),
+        "has the opcode EMPTY_DICT": changed_archive(plain, data_pkl=b"\x80\x02}" + tuples + b"Ns."),
+        "larger than its 16 bytes": changed_archive(
+            plain, data_pkl=described.replace(b"K\x04\x85", b"J\xff\xff\xff\x7f\x85")
+        ),
+        "not an archive": b"\x80\x02" + bytes(100),
+        "at most 65,536 are read": changed_archive(plain, data_pkl=bytes(2**17)),
+    }

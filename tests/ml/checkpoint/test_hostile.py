@@ -4,6 +4,7 @@ read. Each attack is shown to work on Python's own unpickler first."""
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hostile import METADATA, attacks, hostile_archive, inert_attacks, replace, seal
+from hostile import METADATA, archive_of, attacks, hostile_archives, inert_attacks, replace, seal
 from states import equal, numbers, single
 from test_export import a_run, data, decoder, save, weights  # noqa: F401 - `data` is a fixture
 from torch import Tensor
@@ -26,6 +27,7 @@ from craton.job import parse_job
 from craton.ml import export, sample
 from craton.ml.serving.models import load_served
 from craton.ml.training.checkpoint import TierFolder, find_checkpoint
+from craton.ml.training.checkpoint_archive import read_archive
 from craton.ml.training.checkpoint_metadata import parse_metadata
 from craton.ml.training.checkpoint_sums import CheckpointError, FileSum, Seal
 from craton.ml.training.checkpoint_tiers import open_tier
@@ -102,17 +104,31 @@ def test_the_name_that_was_asked_for_is_said_without_letters_that_a_terminal_obe
     assert r"it asks for 'os.sys\x1b[2Jtem\n', which no checkpoint needs" in passed_over(tier)
 
 
-def test_a_shard_that_asks_for_more_than_a_tensor_is_passed_over(tier: Path, tmp_path: Path) -> None:
+def test_a_shard_that_holds_more_than_a_tensor_is_passed_over(tier: Path, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
-    evil = hostile_archive(marker)
+    shard = (newest(tier) / SHARD).read_bytes()
     metadata: Metadata = pickle.loads((newest(tier) / METADATA).read_bytes())
-    begin = (newest(tier) / SHARD).stat().st_size
-    for place in metadata.storage_data.values():
-        place.offset, place.length = begin, 2**14
-    (newest(tier) / SHARD).write_bytes((newest(tier) / SHARD).read_bytes() + evil + bytes(2**14))
-    replace(newest(tier), METADATA, pickle.dumps(metadata))
-    assert "cannot be read as a tensor" in passed_over(tier)
+    for said, archive in hostile_archives(marker).items():
+        padded = bytes(max(0, 2**14 - len(archive))) + archive  # a zip file is read from its end
+        for place in metadata.storage_data.values():
+            place.offset, place.length = len(shard), len(padded)
+        (newest(tier) / SHARD).write_bytes(shard + padded)
+        replace(newest(tier), METADATA, pickle.dumps(metadata))
+        reason = passed_over(tier)
+        assert "cannot be read as a tensor" in reason
+        assert said in reason
     assert not marker.exists()
+
+
+def test_archives_of_tensors_are_read_as_torch_reads_them() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn):
+        for shape in ((3, 4), (), (0, 4)):
+            whole = torch.arange(24).reshape(6, 4)[: shape[0] if shape else 1].to(dtype)
+            tensor = whole.T if shape else whole[0, 1]
+            archive = archive_of(tensor)
+            found = read_archive(io.BytesIO(archive), len(archive))
+            assert (found.dtype, found.shape) == (dtype, tensor.shape)
+            assert torch.equal(found.float(), tensor.float())
 
 
 def _first(metadata: Metadata) -> Any:
