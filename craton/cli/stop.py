@@ -31,7 +31,7 @@ def stop(
         stop_run,
         wait_for_agents,
     )
-    from craton.telemetry import find_run, summarize
+    from craton.telemetry import find_run, noting_unread, summarize
 
     console = make_console(as_json)
     found = find_run(run)
@@ -49,7 +49,8 @@ def stop(
             raise typer.Exit(130) from None
     if not unsaved:
         wait_for_agents(found)
-    summary = settled_summaries([summarize(found)])[0]
+    with noting_unread():
+        summary = settled_summaries([summarize(found)])[0]
     if as_json:
         print(json.dumps(outcome_json(found, summary)))
         raise typer.Exit(1 if summary.state == "failed" or unsaved else 0)

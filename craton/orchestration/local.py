@@ -29,6 +29,7 @@ from craton.orchestration.preflight_local import check_local
 from craton.telemetry import (
     Heartbeat,
     RunDirectory,
+    UnsafeFileError,
     names_in,
     read_heartbeat,
     read_json,
@@ -187,8 +188,12 @@ def with_cards(launch: Launch) -> Launch:
 
 
 def _beating_agents(run: RunDirectory) -> list[AgentProcess]:
+    try:
+        nodes = names_in(run.path / "heartbeat", "[!.]*")
+    except UnsafeFileError:  # no agent can beat there
+        nodes = []
     found = []
-    for node in names_in(run.path / "heartbeat", "[!.]*"):
+    for node in nodes:
         beat = read_heartbeat(run, node)
         if beat is not None and beat.host and beat.started:
             found.append(AgentProcess(node, beat.pid, beat.started, beat.host))

@@ -17,7 +17,16 @@ from pathlib import Path
 from craton.orchestration.backend import Standing, is_elsewhere, read_submission
 from craton.orchestration.backends import backend_of
 from craton.orchestration.errors import RunStateError, SchedulerError
-from craton.telemetry import RunDirectory, RunState, RunSummary, append_regular, read_json, replace_text, summarize
+from craton.telemetry import (
+    RunDirectory,
+    RunState,
+    RunSummary,
+    append_regular,
+    noting_unread,
+    read_json,
+    replace_text,
+    summarize,
+)
 
 MOVING: tuple[RunState, ...] = ("waiting", "starting", "running", "stopping")  # not at its end, whichever that is
 GOES_ON = ("waiting", "running")
@@ -122,7 +131,8 @@ def check_running(run: RunDirectory, what: str = "stop", may_wait: bool = False)
         raise RunStateError(f"{run.name} waits for its nodes, so that there is nothing to {what}: {standing.sentence}")
     if standing.condition == "unknown":
         raise RunStateError(f"whether {run.name} runs cannot be told: {standing.sentence}")
-    state = settled(summarize(run), standing).state
+    with noting_unread():  # files that cannot be read keep no one from stopping or resizing it
+        state = settled(summarize(run), standing).state
     if state == "done":
         raise RunStateError(f"{run.name} is done already: there is nothing to {what}")
     raise RunStateError(

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked_verbs import ForkedVerbs
+from planting import KINDS, SECRET, plant, tree
 from run_verbs import Verbs
 
+from craton.observability.web import TopView, frame_json
+from craton.observability.web.verdicts import Answer
 from craton.printable import printable, printable_line
 from craton.telemetry import RunDirectory
 
@@ -109,6 +114,59 @@ def test_verbs_of_one_run_do_not_wait_for_a_pipe(tmp_path: Path, verb: str) -> N
     said = craton(tmp_path / "runs", verb, "piped")
     assert "Traceback" not in said.stderr
     assert said.returncode in (0, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rest_is_shown_and_removed_past_whatever_is_planted(verbs: Verbs, tmp_path: Path, kind: str) -> None:
+    """For top, rm and export, with the files that `ps` is not tested with; in one run each."""
+    for name in ("metrics", "metrics/node-0.jsonl", "ledger/node-0.jsonl", "generations", "heartbeat", "checkpoints"):
+        run = make_run(verbs.root, "planted")
+        run.generation_path(0).write_text("{}")
+        (run.path / "checkpoints" / "shared").mkdir(parents=True, exist_ok=True)
+        outside = tmp_path / "outside" / name.replace("/", "-")
+        outside.mkdir(parents=True)
+        plant(run.path / name, kind, outside)
+        before = tree(outside)
+        view = TopView(run, examine=lambda run, prometheus: Answer("unknown", "not examined"))
+        shown = json.dumps(frame_json(view.look()))
+        view.close()
+        assert SECRET not in shown
+        if kind in ("FIFO", "link") and name.startswith("metrics"):
+            assert f"{name} is a" in shown
+        assert verbs("rm", "planted", "--yes").returncode == 0
+        assert not run.path.exists()
+        assert tree(outside) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_verb_waits_dies_or_leaves_the_run_whatever_is_planted(verbs: Verbs, tmp_path: Path, kind: str) -> None:
+    """Every file and folder of a run in turn, each verb in a process of its own. It takes minutes."""
+    template = make_run(tmp_path / "template", "planted")
+    template.generation_path(0).write_text("{}")
+    template.ledger_path("node-0").write_text("{}\n")
+    template.events_path("node-0").write_text('{"time": 1, "event": "started"}\n')
+    (template.path / "checkpoints" / "shared" / "step-00000002").mkdir(parents=True)
+    (template.path / "checkpoints" / "shared" / "step-00000002" / "COMPLETE").write_text("{}")
+    (template.path / "DONE").touch()
+    names = sorted(str(path.relative_to(template.path)) for path in template.path.rglob("*"))
+    commands = [("ps",), ("why", "planted"), ("top", "planted", "--once"), ("logs", "planted"), ("stop", "planted")]
+    commands += [("resize", "planted", "1"), ("export", "planted", "out"), ("sample", "planted", "--prompt", "a")]
+    commands += [("rm", "planted", "--yes")]
+    with ForkedVerbs() as forked:
+        for number, name in enumerate([*names, "STOP", "FATAL", "backend.json", "agents.json", "launch.lock"]):
+            root, outside = tmp_path / f"runs-{number}", tmp_path / f"outside-{number}"
+            shutil.copytree(template.path, root / "planted")
+            plant(root / "planted" / name, kind, outside)
+            before = tree(outside)
+            for command in commands:
+                said = forked(root, *command)
+                case = f"{command[0]} with {name}: {said}"
+                assert said.code in (0, 1, 2), case
+                assert "Traceback" not in said.output, case
+                assert SECRET not in said.output, case
+                assert said.max_bytes < 2 << 30, case
+                assert tree(outside) == before, case
 
 
 def test_a_run_starts_past_pipes_in_the_place_of_its_logs(verbs: Verbs) -> None:

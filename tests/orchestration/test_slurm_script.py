@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from craton.orchestration import Draft, StartError, draft_run
 from craton.orchestration.slurm import ScriptOptions, SlurmBackend, sbatch_script
 from craton.orchestration.slurm.batch import MOST_EXCLUDED, avoided_hosts
 from craton.orchestration.slurm.mounts import _whole_snapshot, image_of, mounts_of
+from craton.orchestration.slurm.node import open_log
 from craton.orchestration.slurm.script import duration, nonce_of, signal_seconds
 from craton.orchestration.slurm.step import Step, agents_command, doctor_command
 from craton.telemetry import RunDirectory
@@ -292,3 +294,30 @@ def test_what_a_user_excludes_is_never_forgotten_for_what_a_run_learns() -> None
     assert avoided[:40] == own
     assert avoided[40:] == learned[-MOST_EXCLUDED:], "the newest of the others"
     assert avoided_hosts([], ["g1", "g2", "g1"]) == ["g1", "g2"]
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "link", "folder", "linked folder"])
+def test_the_log_of_a_node_is_a_regular_file_or_slurms_own(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs, outside = tmp_path / "logs", tmp_path / "outside"
+    outside.mkdir()
+    log = logs / "agent-node-0.log"
+    if kind == "linked folder":
+        logs.symlink_to(outside)
+    else:
+        logs.mkdir()
+        plants = {"FIFO": os.mkfifo, "link": lambda path: path.symlink_to(outside / "file"), "folder": os.mkdir}
+        plants[kind](log)
+    assert open_log(log) is None
+    assert f"{log} " in capsys.readouterr().err
+    assert list(outside.iterdir()) == []
+
+
+def test_the_log_of_a_node_is_appended_to(tmp_path: Path) -> None:
+    for line in (b"one\n", b"two\n"):
+        descriptor = open_log(tmp_path / "agent.log")
+        assert descriptor is not None
+        os.write(descriptor, line)
+        os.close(descriptor)
+    assert (tmp_path / "agent.log").read_bytes() == b"one\ntwo\n"

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,8 @@ from craton.observability.web.stragglers import finding, straggler
 from craton.observability.web.summaries import EXAMINED, MOST_NODES
 from craton.observability.web.verdicts import Answer, Verdicts, examine, not_examined
 from craton.orchestration import MOVING, Standing, is_server, settled_summaries, standings_of
-from craton.telemetry import RankStatus, RunDirectory, RunSummary, Summarizer
+from craton.printable import printable_line
+from craton.telemetry import RankStatus, RunDirectory, RunSummary, Summarizer, noting_unread
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -83,6 +84,7 @@ class TopLook:
     gpus: dict[str, dict[str, float]] = field(default_factory=dict)  # node → family → its worst card
     trouble: str = ""  # what could not be asked
     own_metrics: dict[str, float] = field(default_factory=dict)  # the job's own, with their newest values
+    unread: tuple[str, ...] = ()  # files of the run that were passed over, and why
 
 
 class TopView:
@@ -112,7 +114,12 @@ class TopView:
 
     def look(self, wait_for_verdict: bool = False) -> TopLook:
         """What is known now. Schedulers, Prometheus and `craton why` are asked in the background, unless the verdict is
-        waited for, and with it everything else."""
+        waited for, and with it everything else. Files that cannot be read are named, and the rest is shown."""
+        with noting_unread() as unread:
+            look = self._look(wait_for_verdict)
+        return replace(look, unread=tuple(dict.fromkeys(str(error) for error in unread.values())))
+
+    def _look(self, wait_for_verdict: bool) -> TopLook:
         ask = standings_of if wait_for_verdict else self._last_said
         summary = settled_summaries([self._summarizer.summary()], ask)[0]
         member = read_member(self.run)
@@ -243,6 +250,7 @@ def frame_json(look: TopLook) -> dict[str, Any]:
         "goodput": summary.goodput,
         "cost_dollars": summary.cost_dollars,
         "storage": summary.storage,
+        "unread": list(look.unread),
         "verdict": asdict(look.verdict) if look.verdict else None,
         "nodes": [{**asdict(each), "gpus": look.gpus.get(each.node, {})} for each in look.nodes],
         "ranks": [asdict(each) for each in look.ranks],
@@ -418,7 +426,8 @@ def _below(look: TopLook, has_color: bool = True) -> list[Text]:
     legend = Text("phases: ", style="dim")
     for phase, style in figures.PHASE_STYLES.items():
         legend.append("█ " if has_color else f"{PHASE_LETTERS[phase]} ", style=style).append(f"{phase}  ", style="dim")
-    return [*([Text(look.trouble, style="red")] if look.trouble else []), legend]
+    troubles = [*([look.trouble] if look.trouble else []), *map(printable_line, look.unread)]
+    return [*(Text(trouble, style="red") for trouble in troubles), legend]
 
 
 def _verdict_lines(look: TopLook) -> list[Text]:

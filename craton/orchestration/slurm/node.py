@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -69,10 +70,14 @@ class Agent:
         self._starts.append(time.monotonic())
         words = [sys.executable, "-m", "craton.agent", str(self._run), "--node", str(self._number)]
         environment = {**os.environ, "CRATON_ADDRESS": self._address}
-        with open(self._run / "logs" / f"agent-{self._name}.log", "ab") as log:
+        log = open_log(self._run / "logs" / f"agent-{self._name}.log")
+        try:
             self._process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
             )
+        finally:
+            if log is not None:
+                os.close(log)
         if self._is_told:  # while it was being started
             self._process.terminate()
         return self._process.wait()
@@ -81,6 +86,27 @@ class Agent:
         self._is_told = True
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
+
+
+def open_log(path: Path) -> int | None:
+    """To append to. None, which is Slurm's own log: it is not a regular file of this folder, or cannot be written.
+    Another user may have put a pipe there, which would be waited for, or a link to a file of this user."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            log = os.open(path.name, flags, 0o644, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        print(f"craton: {path} cannot be written ({error.strerror}): the agent's log is here", file=sys.stderr)
+        return None
+    if not stat.S_ISREG(os.fstat(log).st_mode):
+        os.close(log)
+        print(f"craton: {path} is not a regular file: the agent's log is here", file=sys.stderr)
+        return None
+    os.set_blocking(log, True)
+    return log
 
 
 def own_address(stated: str, all_addresses: list[Any]) -> str:
