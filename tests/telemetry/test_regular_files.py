@@ -51,13 +51,19 @@ PLANTS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("kind", PLANTS)
-def test_only_regular_files_are_opened(run: RunDirectory, kind: str) -> None:
+def check_refused(run: RunDirectory, kind: str, use: Callable[[Path], object]) -> Path:
+    """Where something was planted that `use` refuses by its name."""
     path = run.events_path("node-0")
     PLANTS[kind](path)
     expected = "a symbolic link" if kind == "a device" else kind
     with pytest.raises(UnsafeFileError, match=f"node-0.jsonl is {expected}, not a regular file"):
-        open_regular(path)
+        use(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_only_regular_files_are_opened(run: RunDirectory, kind: str) -> None:
+    path = check_refused(run, kind, open_regular)
     with noting_unread() as unread:
         assert read_lines(path) == ([], 0)
         assert tail_lines(path, 1 << 20) == []
@@ -66,11 +72,7 @@ def test_only_regular_files_are_opened(run: RunDirectory, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", PLANTS)
 def test_writers_append_to_regular_files_only(run: RunDirectory, kind: str) -> None:
-    path = run.events_path("node-0")
-    PLANTS[kind](path)
-    expected = "a symbolic link" if kind == "a device" else kind
-    with pytest.raises(UnsafeFileError, match=f"node-0.jsonl is {expected}, not a regular file"):
-        append_regular(path)
+    path = check_refused(run, kind, append_regular)
     writer = LineWriter(path)
     assert not writer.append([b"{}"])
     assert isinstance(writer.error, UnsafeFileError)

@@ -16,18 +16,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from craton.agent.store.wire import (
-    DONE,
-    GREETING,
-    HEAD_BYTES,
-    HELLO_BYTES,
-    MAC_BYTES,
-    NONCE_BYTES,
-    Session,
-    StoreError,
-    StoreTimeoutError,
-    body_bytes,
-)
+from craton.agent.store import wire
+from craton.agent.store.wire import StoreError, StoreTimeoutError
 
 HANDSHAKE_SECONDS = 5.0
 RECONNECT_SECONDS = 2.0  # for connections after the first one
@@ -100,7 +90,7 @@ class StoreClient:
             channel.close()
             raise
         self._put(channel)
-        if answer[0] != DONE:
+        if answer[0] != wire.DONE:
             raise StoreError(f"the rendezvous store at {self.address} refused: {answer[1].decode(errors='replace')}")
         return answer[1:]
 
@@ -154,14 +144,14 @@ class _Channel:
             self._socket.setblocking(False)
             self._poll = select.poll()
             self._poll.register(self._socket, select.POLLIN)
-            nonce = secrets.token_bytes(NONCE_BYTES)
-            self._send(GREETING + nonce, deadline)
-            hello = self._read(HELLO_BYTES, deadline)
-            if not hello.startswith(GREETING):
+            nonce = secrets.token_bytes(wire.NONCE_BYTES)
+            self._send(wire.GREETING + nonce, deadline)
+            hello = self._read(wire.HELLO_BYTES, deadline)
+            if not hello.startswith(wire.GREETING):
                 raise ValueError("a server of another kind listens there")
-            self._session = Session(secret, nonce, hello[len(GREETING) :], is_client=True)
+            self._session = wire.Session(secret, nonce, hello[len(wire.GREETING) :], is_client=True)
             self._send(self._session.own_proof, deadline)
-            if not hmac.compare_digest(self._read(MAC_BYTES, deadline), self._session.expected_proof):
+            if not hmac.compare_digest(self._read(wire.MAC_BYTES, deadline), self._session.expected_proof):
                 raise ValueError("the server does not know the secret")
         except BaseException:
             self._socket.close()
@@ -171,8 +161,8 @@ class _Channel:
         """TimeoutError when no answer comes in time; the connection is of no use after any error."""
         deadline = time.monotonic() + seconds
         self._send(self._session.frame(fields), deadline)
-        head = self._read(HEAD_BYTES, deadline)
-        return self._session.open(head[-MAC_BYTES:], self._read(body_bytes(head), deadline))
+        head = self._read(wire.HEAD_BYTES, deadline)
+        return self._session.open(head[-wire.MAC_BYTES :], self._read(wire.body_bytes(head), deadline))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

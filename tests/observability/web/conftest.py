@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM, Browser, Tab
 from page_server import PageServer
+from simulated_runs import write_run
+
+from craton.observability.web.actions import Outcome
+from craton.telemetry import RunDirectory
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +43,33 @@ def browser() -> Iterator[Browser]:
         pytest.skip("no chromium on this machine: the page is not opened in a browser")
     with Browser() as opened:
         yield opened
+
+
+@pytest.fixture
+def changes() -> list[tuple[str, str]]:
+    """(action, run) of each change that `page` was asked for."""
+    return []
+
+
+@pytest.fixture
+def page(serve: Callable[..., PageServer], tmp_path: Path, changes: list[tuple[str, str]]) -> PageServer:
+    """A page whose changes are only noted."""
+    write_run(tmp_path / "runs", "one", steps=3)
+
+    def note(action: str, run: RunDirectory) -> Outcome:
+        changes.append((action, run.name))
+        return Outcome(True, "noted")
+
+    return serve(do=note)
+
+
+@pytest.fixture
+def tab(browser: Browser) -> Iterator[Tab]:
+    """A page at a desk; at the end its console must be silent."""
+    opened = browser.open()
+    opened.resize(1400, 1000)
+    opened.prefer("light")
+    yield opened
+    errors = opened.errors
+    opened.close()
+    assert errors == []

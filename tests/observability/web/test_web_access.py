@@ -40,23 +40,6 @@ from craton.telemetry import RunDirectory
 Serve = Callable[..., PageServer]
 
 
-@pytest.fixture
-def changes() -> list[tuple[str, str]]:
-    return []
-
-
-@pytest.fixture
-def page(serve: Serve, tmp_path: Path, changes: list[tuple[str, str]]) -> PageServer:
-    """A page whose changes are only noted."""
-    write_run(tmp_path / "runs", "one", steps=3)
-
-    def note(action: str, run: RunDirectory) -> Outcome:
-        changes.append((action, run.name))
-        return Outcome(True, "noted")
-
-    return serve(do=note)
-
-
 def test_anybody_on_this_machine_may_look_and_nobody_may_change_without_the_token(
     page: PageServer, changes: list[tuple[str, str]]
 ) -> None:

@@ -45,30 +45,12 @@ from raw_http import ambiguous_heads, foreign_heads, raw_answer
 from simulated_runs import write_run
 
 from craton.observability.web import application
-from craton.observability.web.actions import Outcome
 from craton.observability.web.verdicts import Answer, Verdicts
 from craton.telemetry import RunDirectory
 
 Serve = Callable[..., PageServer]
 SCRIPT = "</script><script>alert(1)</script><img src=x onerror=alert(1)>'\"&{{7*7}}"
 STREAMS_OF_ONE_ADDRESS = 128  # as docs/ui.md says
-
-
-@pytest.fixture
-def changes() -> list[tuple[str, str]]:
-    return []
-
-
-@pytest.fixture
-def page(serve: Serve, tmp_path: Path, changes: list[tuple[str, str]]) -> PageServer:
-    """A page whose changes are only noted."""
-    write_run(tmp_path / "runs", "one", steps=3)
-
-    def note(action: str, run: RunDirectory) -> Outcome:
-        changes.append((action, run.name))
-        return Outcome(True, "noted")
-
-    return serve(do=note)
 
 
 def raw(page: PageServer, request: bytes, source: str = "127.0.0.1") -> bytes:

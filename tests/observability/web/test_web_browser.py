@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, Tab
+from browser import Tab
 from page_server import TOKEN, PageServer
 from simulated_runs import metrics_line, write_run, write_runs
 from waiting import PATIENCE_SECONDS
@@ -29,18 +29,6 @@ Serve = Callable[..., PageServer]
 RANK = Path(__file__).parents[2] / "orchestration" / "rank.py"
 HOSTILE = "<img src=x onerror=alert(1)>"
 NAMES = "[...document.querySelectorAll('#runs tbody tr:not([hidden]) a')].map((link) => link.textContent)"
-
-
-@pytest.fixture
-def tab(browser: Browser) -> Iterator[Tab]:
-    """A page at a desk; at the end its console must be silent."""
-    opened = browser.open()
-    opened.resize(1400, 1000)
-    opened.prefer("light")
-    yield opened
-    errors = opened.errors
-    opened.close()
-    assert errors == []
 
 
 def test_runs_are_listed_filtered_sorted_and_opened_by_keyboard(serve: Serve, tmp_path: Path, tab: Tab) -> None:

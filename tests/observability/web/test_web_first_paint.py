@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, Tab
+from browser import Tab
 from page_server import PageServer
 from rich.console import Console
 from simulated_runs import write_run
@@ -32,17 +32,6 @@ BAD_COLOR = "rgb(192, 50, 31)"  # --bad in light
 def _waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page waits for its data however slow this machine is; the limit has a test of its own."""
     monkeypatch.setattr(application, "FIRST_SECONDS", 120.0)
-
-
-@pytest.fixture
-def tab(browser: Browser) -> Iterator[Tab]:
-    opened = browser.open()
-    opened.resize(1400, 1000)
-    opened.prefer("light")
-    yield opened
-    errors = opened.errors
-    opened.close()
-    assert errors == []
 
 
 def record(run: RunDirectory, lines: list[dict[str, Any]]) -> None:
