@@ -290,10 +290,10 @@ def _unsaved(run: RunDirectory, first_node: list[str], generation: int) -> str:
     events = tail_lines(run.events_path(status.node), TAIL_BYTES)
     told: dict[str, Any] = next((line for line in reversed(events) if line.get("event") == "state_unsaved"), {})
     seconds = f" within {told['retry_seconds']:.0f} s" if _is_number(told.get("retry_seconds")) else ""
-    reason = f" ({told['reason']})" if told.get("reason") else ""
+    reason = f": {told['reason']}" if told.get("reason") else ""
     return (
-        f"the state of step {step:,} is only in memory, because no disk takes it; make room or repair a tier, and it "
-        f"is saved{seconds}; `craton stop {run.name} --now` gives it up{reason}"
+        f"the state of step {step:,} is only in memory{reason}; once there is room it is saved{seconds}, "
+        f"`craton stop {run.name} --now` gives it up"
     )
 
 
