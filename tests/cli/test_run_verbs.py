@@ -84,7 +84,7 @@ def test_what_failed_says_why_and_how_to_go_on(verbs: Verbs) -> None:
     failed = verbs("run", verbs.job(nodes=1, STEPS=1000, FAIL_RANK=0))
     assert failed.returncode == 1
     assert "rank 0 on node-0 exited with code 1 (generation 0): the reward function broke" in failed.stdout
-    assert "next: mend the cause (the job is runs/count/job.yaml), then craton resume count" in failed.stdout
+    assert "next: fix the cause (the job is runs/count/job.yaml), then craton resume count" in failed.stdout
     assert "count: rank 0 on node-0 exited with code 1 (generation 0): the reward" in verbs("ps").stdout
 
 
