@@ -71,10 +71,13 @@ def remaining(seconds: float | None) -> str:
 
 
 def size(num_bytes: float | None) -> str:
-    """1.73 GiB, 512 MiB."""
+    """1.73 GiB, 512 MiB, 306 KiB, 0 bytes."""
     if num_bytes is None or not math.isfinite(num_bytes):
         return NONE
-    return f"{digits(num_bytes / 2**30)} GiB" if num_bytes >= 2**30 else f"{digits(num_bytes / 2**20)} MiB"
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= scale:
+            return f"{digits(num_bytes / scale)} {unit}"
+    return f"{digits(num_bytes)} bytes"
 
 
 def percent(share: float | None) -> str:
@@ -130,10 +133,12 @@ def bar(share: float, width: int) -> str:
 
 def event_fields(event: Mapping[str, Any]) -> str:
     """The fields of an event as they are: `tier shared · 20 GiB · took 210 ms`."""
+    reason = str(event.get("reason") or "")
     words = [
         _event_field(key, value)
         for key, value in event.items()
         if key not in _STAMP and isinstance(value, int | float | str) and not isinstance(value, bool)
+        if not (key == "tier" and f"tier {value}" in reason) and not (key == "bytes" and not value)
     ]
     return " · ".join(word for word in words if word)
 

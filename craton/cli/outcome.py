@@ -14,7 +14,7 @@ from craton.remote import is_url
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from craton.orchestration import Recovery
+    from craton.orchestration import Recovery, SavedStep
     from craton.telemetry import RunDirectory, RunSummary
 
 _TITLES = {"tokens_per_second": "tokens/s", "mfu": "MFU", "memory_bytes": "memory", "cost_dollars": "cost"}
@@ -48,7 +48,7 @@ def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> N
         console.print(recoveries_text(recoveries), style="yellow", markup=False)
     is_gone = not run.path.is_dir()
     saved = None if is_gone else newest_checkpoint(run)
-    at = f"; checkpoint of step {saved.step:,} in {shown(saved.path)}" if saved else ""
+    at = f"; checkpoint of step {saved.step:,} in {shown(saved.path)}{not_in_tier(run, saved)}" if saved else ""
     name = summary.name
     if summary.state == "done":
         took = f" in {figures.duration(summary.wall_seconds)}" if summary.wall_seconds else ""
@@ -66,6 +66,15 @@ def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> N
         print_failure(run, summary, console, at, "" if saved else ", from the beginning")
 
 
+def not_in_tier(run: RunDirectory, saved: SavedStep) -> str:
+    """`, not in its tier: ...` where the run directory has the newest state because no tier took it."""
+    from craton.job import RESCUE
+    from craton.orchestration import find_rescue
+
+    rescue = find_rescue(run) if saved.tier == RESCUE else None
+    return f", not in its tier: {rescue.reason}" if rescue else ""
+
+
 def print_failure(run: RunDirectory, summary: RunSummary, console: Console, at: str = "", begin: str = "") -> None:
     """That a run failed or is lost, its last words, and what to do. `at`: what is saved; `begin`: where it goes on."""
     from rich.text import Text
@@ -75,7 +84,7 @@ def print_failure(run: RunDirectory, summary: RunSummary, console: Console, at: 
     console.print(Text(summary.message or "it left no message"))
     console.print(f"logs: {shown(run.path / 'logs')} · craton logs {name}", style="dim", soft_wrap=True)
     job = shown(run.job_path)
-    console.print(f"next: mend the cause (the job is {job}), then craton resume {name}{begin}", style="dim")
+    console.print(f"next: fix the cause (the job is {job}), then craton resume {name}{begin}", style="dim")
 
 
 def ledger_text(summary: RunSummary) -> str:
@@ -139,6 +148,7 @@ def outcome_json(run: RunDirectory, summary: RunSummary) -> dict[str, Any]:
         **summary_json(summary),
         **recoveries_json(read_recoveries(run)),
         "checkpoint_step": saved.step if saved else None,
+        "checkpoint_path": str(saved.path) if saved else None,
         "comparison": [{**asdict(each), "ratio": each.ratio, "is_inside": each.is_inside} for each in rows],
     }
 

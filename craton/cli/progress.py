@@ -1,15 +1,35 @@
-"""A progress bar on stderr for what takes longer than a moment; nothing where stderr is not a terminal."""
+"""Progress on stderr of what takes longer than a moment: a bar in a terminal, elsewhere a line after PLAIN_SECONDS and
+one at the end. stdout is for results."""
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from craton import figures
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PLAIN_SECONDS = 2.0
 
 
 @contextmanager
 def progress(title: str, in_bytes: bool = False) -> Iterator[Callable[..., None]]:
     """Yields a function (done, total, what) that moves the bar."""
     from rich.console import Console
+
+    console = Console(stderr=True)
+    with _bar(title, in_bytes, console) if console.is_terminal else _lines(title, in_bytes) as report:
+        yield report
+
+
+@contextmanager
+def _bar(title: str, in_bytes: bool, console: Console) -> Iterator[Callable[..., None]]:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -20,7 +40,6 @@ def progress(title: str, in_bytes: bool = False) -> Iterator[Callable[..., None]
         TimeRemainingColumn,
     )
 
-    console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -30,7 +49,6 @@ def progress(title: str, in_bytes: bool = False) -> Iterator[Callable[..., None]
         TextColumn("{task.fields[what]}"),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task(title, total=None, what="")
 
@@ -38,3 +56,32 @@ def progress(title: str, in_bytes: bool = False) -> Iterator[Callable[..., None]
             bar.update(task, completed=done, total=total, what=what)
 
         yield report
+
+
+@contextmanager
+def _lines(title: str, in_bytes: bool) -> Iterator[Callable[..., None]]:
+    """For a log: nothing of what is quick, and never more than two lines."""
+    began = time.monotonic()
+    newest = ""
+    is_told = False
+
+    def report(done: int, total: int, what: str = "") -> None:
+        nonlocal newest
+        counts = (figures.size(done), figures.size(total)) if in_bytes else (f"{done:,}", f"{total:,}")
+        newest = f": {counts[0]} of {counts[1]} {what}".rstrip()
+
+    def tell() -> None:
+        nonlocal is_told
+        is_told = True
+        print(f"{title} takes a while{newest}", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(PLAIN_SECONDS, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield report
+    finally:
+        timer.cancel()
+        timer.join()
+    if is_told:
+        print(f"{title} took {figures.duration(time.monotonic() - began)}", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from craton.orchestration import Recovery
-    from craton.telemetry import RunDirectory, RunSummary
+    from craton.telemetry import RunDirectory, RunState, RunSummary
 
 VERSUS = "vs PLAN"
 TITLES = ("RUN", "STATE", "GEN", "STEP", "%", "ETA", "LOSS", "TOK/S", VERSUS, "GOODPUT", "$")
@@ -178,7 +178,7 @@ def _notes(summary: RunSummary, found: Listing) -> list[Text]:
     if summary.ledger and (back or summary.state in MOVING):
         lines.append(Text(f"{name}: {ledger_text(summary)} · {goodput_text(summary)}"))
     if summary.state in ("starting", "running", "stopping"):
-        lines += _server_lines(find_run(summary.path))
+        lines += _server_lines(find_run(summary.path), summary.state)
     if back:
         lines.append(Text(f"{name}: {recoveries_text(back)}", style="yellow"))
     if summary.unsaved:
@@ -210,7 +210,7 @@ def _waiting_lines(summaries: Sequence[RunSummary]) -> list[str]:
     return lines
 
 
-def _server_lines(run: RunDirectory) -> list[Text]:
+def _server_lines(run: RunDirectory, state: RunState) -> list[Text]:
     """Where a server is, and how it does now; nothing for other runs."""
     from craton.orchestration import is_server
 
@@ -226,7 +226,7 @@ def _server_lines(run: RunDirectory) -> list[Text]:
         address = server_of(run)
     except CratonError as error:
         return [Text(f"{run.name}: {error}", style="yellow")]
-    return [Text(f"{state_line(run.name, ServerWatch(address).look())} · {address.url}")]
+    return [Text(f"{state_line(run.name, ServerWatch(address).look(), state)} · {address.url}")]
 
 
 def _table(summaries: list[RunSummary], width: int) -> list[Text]:

@@ -25,8 +25,10 @@ def resume(
 ) -> None:
     """Go on with a run that stopped, failed or was lost: plan it again and start from the newest checkpoint."""
     from craton.cli.live import make_console
+    from craton.cli.outcome import shown
     from craton.cli.progress import progress
     from craton.cli.run import confirm, follow, prepare, print_field, print_plan, stop_step, warn_of_place
+    from craton.job import RESCUE
     from craton.orchestration import (
         backend_of,
         check_places,
@@ -53,7 +55,8 @@ def resume(
         print_plan(draft, console, saved)
     if not as_json and not job.serve:
         none = "what its command has saved" if job.kind == "command" else "the beginning: there is no checkpoint"
-        at = f"step {saved.step:,} in {saved.tier}" if saved else none
+        where = "" if saved is None else shown(saved.path) if saved.tier == RESCUE else saved.tier
+        at = f"step {saved.step:,} in {where}" if saved else none
         print_field(console, "from", at)
     warn_of_place(draft, found.path.parent, console)
     confirm(draft, yes, saved)

@@ -9,7 +9,7 @@ import typer
 
 
 def rm(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or folders of runs.", show_default=False)],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Names or folders of runs.", show_default=False)],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was removed and what stays as JSON.")] = False,
 ) -> None:

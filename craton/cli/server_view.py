@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from craton.job import Job
     from craton.orchestration import Draft, Follower, ServerState, ServerWatch, Stages, View
     from craton.planning import ServePlan
-    from craton.telemetry import RunDirectory, RunSummary
+    from craton.telemetry import RunDirectory, RunState, RunSummary
 
 LOOK_SECONDS = 0.5
 PLAIN_SECONDS = 5.0
@@ -118,12 +118,12 @@ def curl_line(job: Job, url: str) -> str:
     return line if job.serve.api_keys is None else f'{line} -H "Authorization: Bearer ${job.serve.api_keys}"'
 
 
-def state_line(name: str, state: ServerState | None, view: View | None = None) -> str:
+def state_line(name: str, state: ServerState | None, run_state: RunState, view: View | None = None) -> str:
     """`serve-llama: 12 running, 3 waiting · 4.2k tokens/s · first token after 38 ms`"""
     if view is not None and view.recovering is not None:
         return f"{name}: RECOVERING  {view.recovering.text}"
-    if state is None:
-        return f"{name}: does not answer"
+    if state is None:  # which is as it should be while it starts or stops
+        return f"{name}: {run_state if run_state in ('starting', 'stopping') else 'does not answer'}"
     return (
         f"{name}: {state.running} running, {state.waiting} waiting · "
         f"{figures.amount(state.tokens_per_second)} tokens/s · "
@@ -143,7 +143,7 @@ def print_server_outcome(run: RunDirectory, summary: RunSummary, console: Consol
     if exit_code(summary):
         print_failure(run, summary, console)
         return
-    console.print(Text(f"{run.name} {summary.state}", style="bold yellow"))
+    console.print(Text(f"{run.name} {summary.state}", style="bold"))
     console.print(f"next: craton resume {run.name}", style="dim")
 
 
@@ -188,10 +188,11 @@ def _watch(run: RunDirectory, server: ServerWatch, follower: Follower, console: 
     printed, printed_at = "", -PLAIN_SECONDS
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
-            view = follower.look()
+            state = server.look()
+            view = follower.look()  # after it: a server that was asked to stop meanwhile is no longer there
             if not view.is_moving:
                 return view
-            text = state_line(run.name, server.look(), view)
+            text = state_line(run.name, state, view.summary.state, view)
             if console.is_terminal and not quiet:
                 live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
             elif not quiet and text != printed and time.monotonic() - printed_at >= PLAIN_SECONDS:

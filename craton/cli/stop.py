@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from craton.telemetry import RunDirectory, RunSummary
 
 NOT_SEEN = "what it saved is in the run directory of its pods, which is not seen from here"
 
@@ -20,9 +25,10 @@ def stop(
     import json
 
     from craton.cli.live import make_console, wait_for_stop
-    from craton.cli.outcome import outcome_json, shown
+    from craton.cli.outcome import not_in_tier, outcome_json, shown
     from craton.job import RESCUE, load_job
     from craton.orchestration import (
+        RunEndedError,
         is_elsewhere,
         is_server,
         kill_run,
@@ -38,10 +44,11 @@ def stop(
     serves = is_server(found)
     before = None if serves else newest_checkpoint(found)
     unsaved = ""
-    if now:
-        kill_run(found)
-    else:
-        stop_run(found)
+    try:
+        kill_run(found) if now else stop_run(found)
+    except RunEndedError as ended:
+        _tell_ended(found, ended.summary, console, as_json)
+    if not now:
         try:
             unsaved = wait_for_stop(found, console, serves).summary.unsaved
         except KeyboardInterrupt:
@@ -64,8 +71,7 @@ def stop(
         console.print(f"{found.name} still stops: {summary.message}", markup=False)
         raise typer.Exit(1)
     if summary.state == "done":
-        console.print(f"{found.name} was done before it could be stopped")
-        return
+        _tell_ended(found, summary, console, as_json)
     if serves:
         console.print(f"{found.name} stopped")
         console.print(f"next: craton resume {found.name}", style="dim")
@@ -86,7 +92,42 @@ def stop(
     else:
         text = f"checkpoint of step {saved.step:,} saved"
     if saved is not None and saved.tier == RESCUE:
-        text += f" in {shown(saved.path)}, because no lasting tier took it"
+        text += f" in {shown(saved.path)}{not_in_tier(found, saved)}"
     console.print(f"{found.name} stopped after step {summary.step:,}; {text}")
     begin = "" if saved or is_foreign else " (from the beginning)"
     console.print(f"next: craton resume {found.name}{begin}", style="dim")
+
+
+def _tell_ended(run: RunDirectory, summary: RunSummary, console: Console, as_json: bool) -> NoReturn:
+    """There is nothing left to stop: how the run ended and where its state is. Exit code 1: it failed or is lost."""
+    import json
+
+    from craton.cli.outcome import exit_code, not_in_tier, outcome_json, print_failure, shown
+    from craton.job import load_job
+    from craton.orchestration import is_elsewhere, is_server, newest_checkpoint
+
+    code = exit_code(summary)
+    if as_json:
+        print(json.dumps(outcome_json(run, summary)))
+        raise typer.Exit(code)
+    name, serves = run.name, is_server(run)
+    saved = None if serves else newest_checkpoint(run)
+    if code:
+        at = f"; checkpoint of step {saved.step:,} in {shown(saved.path)}{not_in_tier(run, saved)}" if saved else ""
+        print_failure(run, summary, console, at, "" if saved or serves else ", from the beginning")
+        raise typer.Exit(code)
+    if serves:
+        told = ""
+    elif saved is not None:
+        of = "" if saved.step == summary.step else f" of step {saved.step:,}"
+        told = f"; its state{of} is saved at {shown(saved.path)}{not_in_tier(run, saved)}"
+    elif is_elsewhere(run):
+        told = f"; {NOT_SEEN}"
+    else:
+        is_foreign = load_job(run.job_path).kind == "command"
+        told = "; what its command has saved is not known here" if is_foreign else "; there is no checkpoint"
+    after = f" after step {summary.step:,}" if summary.step and not serves else ""
+    resume = f"; `craton resume {name}` {'starts it again' if serves else 'goes on'}"
+    state, next_text = ("is already done", "") if summary.state == "done" else ("already stopped", resume)
+    console.print(f"{name} {state}{after}{told}{next_text}", markup=False, soft_wrap=True)
+    raise typer.Exit(0)

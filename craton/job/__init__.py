@@ -60,7 +60,7 @@ from craton.job.layout import (
 from craton.job.layout_check import FP8_MULTIPLE, check_layout, check_served_layout, layout_is_valid
 from craton.job.layoutspec import LayoutSpec
 from craton.job.model import MlaShape, ModelShape
-from craton.job.names import is_name
+from craton.job.names import check_name, is_name
 from craton.job.nearest_layout import divisors, layout_line, nearest_layout
 from craton.job.presets import model_preset, model_presets
 from craton.job.recover import RandomChaos, RecoverSection, faults_of
@@ -146,6 +146,7 @@ __all__ = [
     "check_here",
     "check_job",
     "check_layout",
+    "check_name",
     "check_served_layout",
     "check_trackers",
     "checked_layout",

@@ -19,6 +19,7 @@ from craton.job.jobfile import Job
 from craton.job.modelspec import is_function
 from craton.remote import is_url
 
+DATA_ADVICE = f"; give a file or a folder of text or token shards, an s3:// URL, or {STANDARD_LIBRARY}"
 # Tracker → (module, what installs it).
 TRACKER_PACKAGES = {
     "wandb": ("wandb", "pip install wandb"),
@@ -45,7 +46,9 @@ def _files(job: Job) -> Iterator[str]:
     for key, mixture in (("path", job.data.mixture), ("validation", job.data.validation_mixture)):
         for path, _ in mixture:
             if path != STANDARD_LIBRARY and not is_url(path) and not Path(path).exists():
-                yield f"{job.where('data', key)}data.{key}: {path} does not exist{_near(path)}"
+                near = _near(path)
+                advice = "" if near.endswith("?") else DATA_ADVICE
+                yield f"{job.where('data', key)}data.{key}: {path} does not exist{near}{advice}"
     tokenizer = job.data.tokenizer
     if tokenizer is not None and os.path.isabs(tokenizer) and not Path(tokenizer).exists():
         yield (
@@ -90,10 +93,9 @@ def _function_problem(function: str, folder: Path) -> str:
         return f"{module} cannot be looked for: {error}"
     if spec is None:
         beside = [each.stem for each in folder.glob("*.py")] if folder.is_dir() else []
-        return (
-            f"there is no module {module!r}, neither in {folder.absolute()} nor among the installed ones"
-            f"{did_you_mean(module, beside)}"
-        )
+        file = f"{module.replace('.', '/')}.py"
+        advice = did_you_mean(module, beside) or f"; write {file} beside the job file, or install the package"
+        return f"there is no module {module!r} in {folder.absolute()}, nor an installed one{advice}"
     names = _top_names(spec)
     if names is None or name in names:
         return ""

@@ -29,7 +29,8 @@ def is_credential(variable: str, value: str) -> bool:
     return name.endswith(_CREDENTIALS) and not name.endswith(_VOCABULARY) and not _NO_CREDENTIAL.fullmatch(value)
 
 
-def _check_name(value: str) -> str:
+def check_name(value: str) -> str:
+    """ValueError with what is allowed where a job may not be called this."""
     if not is_name(value):
         shown = value if len(value) <= 63 else f"{value[:60]}…"
         raise ValueError(f"{shown!r} is not a name; use up to 63 letters, digits, '.', '_' and '-', e.g. llama-8b")
@@ -42,5 +43,5 @@ def _check_variable(value: str) -> str:
     return value
 
 
-Name = Annotated[str, AfterValidator(_check_name)]
+Name = Annotated[str, AfterValidator(check_name)]
 Variable = Annotated[str, AfterValidator(_check_variable)]

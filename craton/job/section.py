@@ -16,6 +16,7 @@ from craton.job.document import Document, Location
 from craton.job.errors import ContentError, did_you_mean, nearest_name
 
 MAX_PROBLEMS = 10
+_LIMITS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}  # as pydantic names them
 
 
 class Section(BaseModel):
@@ -124,6 +125,8 @@ def _unknown_key(root: type[Section], location: Location, prefix: Location) -> s
     near = did_you_mean(key, allowed)
     if homes and not parent:
         near = f"; it belongs under {homes[0]}"
+    elif parent and not near and not prefix and key in root.model_fields:
+        near = f"; it belongs at the top of the file, not under {parent}"
     return f"key {key!r} is not known {under}; allowed: {', '.join(allowed)}{near}"
 
 
@@ -177,6 +180,9 @@ def _plain_words(finding: Any) -> str:
     }.get(finding["type"])
     if wanted:
         return f"{shown} is not {wanted}"
+    limits = [f"{words} {finding['ctx'][name]:g}" for name, words in _LIMITS.items() if name in finding.get("ctx", {})]
+    if limits:
+        return f"{shown} is not allowed; give a number {' and '.join(limits)}"
     message = str(finding["msg"])
     return f"{shown}: {message[:1].lower()}{message[1:]}"
 

@@ -133,9 +133,9 @@ def _number(match: re.Match[str]) -> float:
 
 def _positive(number: float, value: object, how: str) -> float:
     if math.isnan(number) or number <= 0:
-        raise ValueError(f"{_shown(value)} is not above zero; needed is {how}")
+        raise ValueError(f"{_shown(value)} is not above zero, so it is not {how}")
     if number > MAX_NUMBER:
-        raise ValueError(f"{_shown(value)} is too large, at most {MAX_NUMBER:.0e} is possible; needed is {how}")
+        raise ValueError(f"{_shown(value)} is too large (maximum {MAX_NUMBER:.0e}) to be {how}")
     return number
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         named_job,
         with_chaos,
     )
-    from craton.orchestration.errors import NoAnswerError, RunStateError, SchedulerError, StartError
+    from craton.orchestration.errors import NoAnswerError, RunEndedError, RunStateError, SchedulerError, StartError
     from craton.orchestration.evacuation import (
         Evacuation,
         come_back,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         check_places,
         check_server,
         draft_resume,
+        find_rescue,
         kill_run,
         newest_checkpoint,
         prepare_data,
@@ -98,7 +99,7 @@ else:
             "comparison": ("Compared", "compare"),
             "copies": ("check_copies", "copy_names", "first_copy", "start_copies"),
             "draft": ("STOP_AT", "Draft", "agent_command", "check_needs", "draft_run", "named_job", "with_chaos"),
-            "errors": ("NoAnswerError", "RunStateError", "SchedulerError", "StartError"),
+            "errors": ("NoAnswerError", "RunEndedError", "RunStateError", "SchedulerError", "StartError"),
             "evacuation": (
                 "Evacuation",
                 "come_back",
@@ -126,6 +127,7 @@ else:
                 "check_places",
                 "check_server",
                 "draft_resume",
+                "find_rescue",
                 "free_port",
                 "kill_run",
                 "newest_checkpoint",
@@ -190,6 +192,7 @@ __all__ = [
     "Recovery",
     "Removal",
     "Resize",
+    "RunEndedError",
     "RunStateError",
     "SavedStep",
     "SchedulerError",
@@ -232,6 +235,7 @@ __all__ = [
     "evacuate",
     "examine",
     "faults_for",
+    "find_rescue",
     "fired_faults",
     "first_copy",
     "free_port",

@@ -19,17 +19,19 @@ from craton.digits import counted
 from craton.http_guard import is_loopback
 from craton.infrastructure import resolve_cluster, visible_accelerators
 from craton.job import (
+    STANDARD_LIBRARY,
     TRAINING_KINDS,
+    ContentError,
     FaultError,
     Job,
     JobError,
     check_here,
+    check_name,
     check_trackers,
     did_you_mean,
     dump_job,
     faults_of,
     parse_fault,
-    parse_job,
     place_of,
 )
 from craton.limits import cpu_quota
@@ -39,6 +41,7 @@ from craton.orchestration.command import command_environment, command_fields, pr
 from craton.orchestration.errors import StartError
 from craton.orchestration.sizes import Size, check_memory, check_offload, elastic_sizes
 from craton.planning import Plan, ServePlan, billed_instances, plan, plan_serving, plan_to_json, serving_to_json
+from craton.remote import is_url
 
 KINDS = ("pretrain", "sft", "serve", "command")
 IMAGE_PYTHON = "python3"  # as images have it
@@ -95,9 +98,11 @@ def named_job(job: Job, name: str | None) -> Job:
     """The job under another name."""
     if name is None:
         return job
-    renamed = job.model_copy(update={"name": name})
-    parse_job(dump_job(renamed), "--name")  # a copy is not checked
-    return renamed
+    try:
+        check_name(name)  # a copy is not checked
+    except ValueError as error:
+        raise StartError(f"--name: {error}") from None
+    return job.model_copy(update={"name": name})
 
 
 def with_chaos(job: Job, faults: Sequence[str]) -> Job:
@@ -348,8 +353,28 @@ def check_needs(job: Job, backend: str | None = None, job_folder: Path | None = 
     chosen = backend_name(job, backend)
     if chosen == "local" and (job.cluster.is_local or backend is not None):
         check_here(job, job_folder)
+        check_data(job)
     elif chosen == "slurm" and not job.run.image:
         check_trackers(job)
+
+
+def check_data(job: Job) -> None:
+    """Refuse what holds no text, by its beginning; token shards and URLs are opened when the data is prepared."""
+    if job.kind not in TRAINING_KINDS or not job.data.mixture:
+        return
+    from craton.ml import data
+
+    problems = []
+    for key, mixture in (("path", job.data.mixture), ("validation", job.data.validation_mixture)):
+        for path, _ in mixture:
+            if path == STANDARD_LIBRARY or is_url(path) or data.is_shard_folder(Path(path)):
+                continue
+            try:
+                data.check_text(Path(path), is_chat=job.kind == "sft")
+            except data.DataError as error:
+                problems.append(f"{job.where('data', key)}data.{key}: {error}")
+    if problems:
+        raise ContentError(problems)
 
 
 def check_backend(job: Job, backend: str) -> None:

@@ -3,13 +3,14 @@
 craton.telemetry.RunError
 ├── StartError          the job cannot be started: where it should run, memory, layout, secrets
 ├── RunStateError       the verb does not fit the state the run is in
+│   └── RunEndedError   it has ended, however it did
 └── SchedulerError      Slurm or Kubernetes cannot be asked, or refuses
     └── NoAnswerError   whether it did what it was asked is not known
 """
 
 from __future__ import annotations
 
-from craton.telemetry import RunError
+from craton.telemetry import RunError, RunSummary
 
 
 class StartError(RunError):
@@ -18,6 +19,14 @@ class StartError(RunError):
 
 class RunStateError(RunError):
     """The verb does not fit the state the run is in."""
+
+
+class RunEndedError(RunStateError):
+    """The verb is for runs that run, and this one has ended."""
+
+    def __init__(self, message: str, summary: RunSummary) -> None:
+        super().__init__(message)
+        self.summary = summary
 
 
 class SchedulerError(RunError):

@@ -62,10 +62,12 @@ from craton.telemetry import (
     read_regular,
     storage_problem,
     summarize,
+    tail_lines,
 )
 
 START_PRODUCTIVE_SECONDS = 1.0  # of a command that failed at once: it is productive from its first moment
 _STEP = re.compile(r"step-([0-9]{8,15})")
+EVENT_BYTES = 256 << 10  # of the end of a node's events, in which a last save is told
 CHECK_SECONDS = 20.0  # how long a service is waited for that a run would write to
 
 
@@ -76,6 +78,15 @@ class SavedStep:
     step: int
     tier: str
     path: Path | str  # a folder or an s3:// prefix
+
+
+@dataclass(frozen=True)
+class Rescue:
+    """A state that the run directory has because no lasting tier took it."""
+
+    step: int
+    path: Path
+    reason: str  # what kept it from the tiers
 
 
 def check_name_is_free(root: Path, name: str) -> None:
@@ -300,6 +311,21 @@ def newest_checkpoint(run: RunDirectory, job: Job | None = None) -> SavedStep | 
     if failed is not None and not found:
         raise failed
     return max(found, key=lambda saved: saved.step, default=None)
+
+
+def find_rescue(run: RunDirectory) -> Rescue | None:
+    """The state in the run directory that no tier has; None where there is none, as it goes when a tier has it."""
+    saved = max(_saved_folders(RESCUE, rescue_place(run.path)), key=lambda saved: saved.step, default=None)
+    if saved is None:
+        return None
+    reasons: dict[str, str] = {}  # by tier, its last words
+    for path in paths_in(run.path / "events", "*.jsonl"):
+        for event in tail_lines(path, EVENT_BYTES):
+            if event.get("event") == "checkpoint_failed" and event.get("step") == saved.step:
+                reasons[str(event.get("tier"))] = str(event.get("reason") or "")
+    prefix = f"step {saved.step} was not saved: "
+    told = [text.removeprefix(prefix) for tier, text in reasons.items() if tier != RESCUE and text]
+    return Rescue(saved.step, Path(saved.path), "; ".join(told) or "no tier took it")
 
 
 def check_places(job: Job, run: Path, on: str = "local") -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from craton.orchestration.backend import Standing, is_elsewhere, read_submission
 from craton.orchestration.backends import backend_of
-from craton.orchestration.errors import RunStateError, SchedulerError
+from craton.orchestration.errors import RunEndedError, RunStateError, SchedulerError
 from craton.telemetry import (
     RunDirectory,
     RunState,
@@ -132,12 +132,12 @@ def check_running(run: RunDirectory, what: str = "stop", may_wait: bool = False)
     if standing.condition == "unknown":
         raise RunStateError(f"whether {run.name} runs cannot be told: {standing.sentence}")
     with noting_unread():  # files that cannot be read keep no one from stopping or resizing it
-        state = settled(summarize(run), standing).state
-    if state == "done":
-        raise RunStateError(f"{run.name} is done already: there is nothing to {what}")
-    raise RunStateError(
-        f"{run.name} does not run here ({'lost' if state in MOVING else state}); `craton resume {run.name}` goes on"
-    )
+        summary = settled(summarize(run), standing)
+    if summary.state in MOVING:
+        summary = replace(summary, state="lost", message=summary.message or "none of its agents runs", eta_seconds=None)
+    if summary.state == "done":
+        raise RunEndedError(f"{run.name} is done already: there is nothing to {what}", summary)
+    raise RunEndedError(f"{run.name} does not run here ({summary.state}); `craton resume {run.name}` goes on", summary)
 
 
 def check_not_running(run: RunDirectory) -> None:

@@ -64,17 +64,11 @@ def plan(
     except CatalogError as error:
         raise PlanError(f"{job.where('cluster')}cluster: {error}") from None
     setting = setting_of(job, cluster)
-    if progress:
-        progress(0, 3, f"layouts on {setting.cluster.name}")
-    found = search(setting.model, setting.machine, setting.profile, setting.world, job.precision)
+    found = _search(setting, progress)
     chosen = chosen_layout(setting, found)
-    if progress:
-        progress(1, 3, "other sizes and other hardware")
     outcome = outcome_of(setting, chosen)
     scaling = scaling_outcomes(setting, chosen)
     others = other_hardware(setting, chosen)
-    if progress:
-        progress(2, 3, "the whole run")
     front = [cluster_alternative(other, outcome) for other in by_run_time([outcome, *scaling, *others])]
     runner_up = min(others, key=lambda other: preference(other, "cost"), default=None)
     return _plan(
@@ -106,10 +100,8 @@ def plan_clusters(
     searches: dict[str, Search] = {}
     problems: list[str] = []
     for done, cluster in enumerate(clusters):
-        if progress:
-            progress(done, len(clusters), cluster.name)
         setting = setting_of(job, cluster)
-        found = search(setting.model, setting.machine, setting.profile, setting.world, job.precision)
+        found = _search(setting, progress, f"cluster {done + 1} of {len(clusters)}, ")
         try:
             candidate = chosen_layout(setting, found)
         except PlanError as error:
@@ -148,6 +140,18 @@ def plan_clusters(
         front=[cluster_alternative(outcome, best) for outcome in by_run_time(outcomes)],
         runner_up=cluster_alternative(runner_up, best) if runner_up else None,
         more_warnings=problems,
+    )
+
+
+def _search(setting: Setting, progress: Progress | None, prefix: str = "") -> Search:
+    """All layouts on the cluster; looking at them is what a plan takes its time for."""
+
+    def report(done: int, total: int) -> None:
+        if progress:
+            progress(done, total, f"{prefix}layouts on {setting.cluster.name}")
+
+    return search(
+        setting.model, setting.machine, setting.profile, setting.world, setting.job.precision, progress=report
     )
 
 

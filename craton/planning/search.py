@@ -8,7 +8,7 @@ and 65,536 tokens. Recompute and offload only cost time, so each layout gets the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,8 +60,10 @@ def search(
     world: int,
     precision: Precision,
     like: Layout | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Search:
-    """All layouts of the space on `world` GPUs; `like` keeps that layout's tp, cp and ep (for scaling curves)."""
+    """All layouts of the space on `world` GPUs; `like` keeps that layout's tp, cp and ep (for scaling curves).
+    `progress` is called with how many layouts of how many have been looked at."""
     limit = SAFE_SHARE * machine.gpu.memory_bytes
     fitting: list[tuple[Layout, float]] = []
     larger: list[tuple[Layout, float]] = []
@@ -70,7 +72,10 @@ def search(
     bases = layouts(shape, world, batch, sequence, precision, machine, like, model.traits.zero_bubble)
     if model.traits.own_layers:  # what cannot be trained is not chosen
         bases = (base for base in bases if layout_is_valid(base, shape, world, batch, sequence, trained=True))
-    for base in bases:
+    listed = list(bases)
+    for done, base in enumerate(listed):
+        if progress:
+            progress(done, len(listed))
         for recompute in RECOMPUTES:
             layout = base if recompute == "none" else replace(base, recompute=recompute)
             evaluated += 1

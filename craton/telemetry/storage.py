@@ -1,7 +1,7 @@
 """Files of a run on storage that fails: whole replacements, what is wrong with it, and output that never raises.
 
 A run must outlive the disk of its directory. `replace_text` leaves the old or the new text and no third thing.
-`storage_problem` says what is full, read-only or gone, how many bytes are free and what to do. `protect_output` makes
+`storage_problem` says what is full, read-only or gone, how much is free and what to do. `protect_output` makes
 this process's own prints safe: text that a full disk does not take waits in bounded memory, in order.
 """
 
@@ -15,6 +15,8 @@ import secrets
 import sys
 import threading
 from pathlib import Path
+
+from craton import figures
 
 # What storage says when it takes nothing now and may again later.
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
@@ -66,9 +68,9 @@ def storage_problem(path: Path) -> str:
         return f"{path} is read-only: make its file system writable again (`mount -o remount,rw`)"
     free_bytes = mount.f_bavail * mount.f_frsize
     if free_bytes < FULL_BYTES:
-        return f"the file system of {path} is full: {free_bytes:,} bytes are free; remove files or enlarge it"
+        return f"the file system of {path} is full: {figures.size(free_bytes)} are free; remove files or enlarge it"
     if mount.f_files and not mount.f_favail:
-        return f"the file system of {path} has no free inodes ({free_bytes:,} bytes are free); remove files"
+        return f"the file system of {path} has no free inodes ({figures.size(free_bytes)} are free); remove files"
     return ""
 
 

@@ -119,6 +119,7 @@ class Summarizer:
                 measured["cost_dollars"] = dollars_per_day / SECONDS_PER_DAY * wall_seconds
         step_seconds = measured.get("step_seconds")
         is_moving = state in ("starting", "running", "stopping")
+        will_go_on = is_moving and state != "stopping"
         unsaved = _unsaved(self.run, nodes[:1], started) if is_moving else ""
         return RunSummary(
             name=self.run.name,
@@ -131,7 +132,7 @@ class Summarizer:
             step_seconds=step_seconds,
             tokens_per_second=measured.get("tokens_per_second"),
             mfu=measured.get("mfu"),
-            eta_seconds=max(0, steps - recent.step) * step_seconds if steps and step_seconds and is_moving else None,
+            eta_seconds=max(0, steps - recent.step) * step_seconds if steps and step_seconds and will_go_on else None,
             goodput=measured.get("goodput"),
             cost_dollars=measured.get("cost_dollars"),
             dollars_per_day=dollars_per_day,
@@ -289,10 +290,10 @@ def _unsaved(run: RunDirectory, first_node: list[str], generation: int) -> str:
     events = tail_lines(run.events_path(status.node), TAIL_BYTES)
     told: dict[str, Any] = next((line for line in reversed(events) if line.get("event") == "state_unsaved"), {})
     seconds = f" within {told['retry_seconds']:.0f} s" if _is_number(told.get("retry_seconds")) else ""
-    reason = f" ({told['reason']})" if told.get("reason") else ""
+    reason = f": {told['reason']}" if told.get("reason") else ""
     return (
-        f"the state of step {step:,} is only in memory, because no disk takes it; make room or repair a tier, and it "
-        f"is saved{seconds}; `craton stop {run.name} --now` gives it up{reason}"
+        f"the state of step {step:,} is only in memory{reason}; once there is room it is saved{seconds}, "
+        f"`craton stop {run.name} --now` gives it up"
     )
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from run_verbs import Verbs
 
+from craton.cli import progress
 from craton.orchestration import kill_run, living_agents
 from craton.telemetry import list_runs
+
+
+@pytest.fixture(autouse=True)
+def _no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a verb prints does not depend on how long a plan takes on this machine."""
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", threading.TIMEOUT_MAX)
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_detach_returns_while_the_run_goes_on(verbs: Verbs) -> None:
     [
         (["--on", "slurm"], "sbatch"),
         (["--on", "moon"], "local, slurm, kubernetes"),
-        (["--name", "two words"], "is not a name"),
+        (["--name", "two words"], "error: --name: 'two words' is not a name; use up to 63 letters"),
         (["--stop-at", "soon"], "such as 120, or a share such as 60%"),
         (["--stop-at", "5"], "has no steps"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from run_verbs import Verbs
 from waiting import wait_until
 
+from craton.orchestration import living_agents
 from craton.telemetry import summarize
 
 JOB = """\
@@ -52,7 +53,10 @@ def test_a_state_that_no_disk_takes_is_reported_kept_and_found_again(
         stopped = verbs("stop", "words")
         assert stopped.returncode == 1, stopped.stdout
         assert "words is not stopped: the state of step" in stopped.stdout
-        assert "make room or repair a tier" in stopped.stdout
+        assert f"tier {small_disk} is full: the save needs " in stopped.stdout
+        assert f"the run directory ({rescue}) is full: the save needs " in stopped.stdout
+        assert "once there is room it is saved within 10 s" in stopped.stdout
+        assert stopped.stdout.count("free space there") == 1
         assert "craton stop words --now" in stopped.stdout
         assert "only in memory" in verbs("ps").stdout
         why = verbs.json("why", "words")
@@ -63,6 +67,16 @@ def test_a_state_that_no_disk_takes_is_reported_kept_and_found_again(
     wait_until(lambda: summarize(run).state == "stopped")
     step = summarize(run).step
     assert [path.name for path in rescue.iterdir()] == [f"step-{step:08d}"]
+
+    place, reason = rescue / f"step-{step:08d}", f"not in its tier: tier {small_disk} is full: the save needs "
+    wait_until(lambda: not living_agents(run))
+    again = verbs("stop", "words")
+    assert again.returncode == 0
+    at = f"its state is saved at {place.relative_to(verbs.folder)}"
+    assert f"words already stopped after step {step:,}; {at}, {reason}" in again.stdout
+    assert again.stdout.endswith("; `craton resume words` goes on\n")
+    why = verbs("why", "words").stdout
+    assert f"; its state of step {step:,} is in {place}, {reason}" in why
 
     exported = verbs("export", "words", tmp_path / "model")
     assert exported.returncode == 0, exported.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def test_what_failed_says_why_and_how_to_go_on(verbs: Verbs) -> None:
     failed = verbs("run", verbs.job(nodes=1, STEPS=1000, FAIL_RANK=0))
     assert failed.returncode == 1
     assert "rank 0 on node-0 exited with code 1 (generation 0): the reward function broke" in failed.stdout
-    assert "next: mend the cause (the job is runs/count/job.yaml), then craton resume count" in failed.stdout
+    assert "next: fix the cause (the job is runs/count/job.yaml), then craton resume count" in failed.stdout
     assert "count: rank 0 on node-0 exited with code 1 (generation 0): the reward" in verbs("ps").stdout
 
 
@@ -176,7 +177,17 @@ def test_the_wrong_verb_for_a_state_says_the_right_one(verbs: Verbs) -> None:
     assert "count is running" in running.stderr
     verbs("stop", "count", "--now")
     again = verbs("stop", "count")
-    assert again.returncode == 2
-    assert "does not run here (stopped)" in again.stderr
+    assert again.returncode == 0, "there is nothing left to do"
+    assert re.fullmatch(
+        r"count already stopped( after step \d+)?; what its command has saved is not known here; `craton resume count` "
+        r"goes on\n",
+        again.stdout,
+    )
+    assert verbs.json("stop", "count", "--now")["state"] == "stopped"
+    verbs.run().unmark("STOP")
+    verbs.run().mark("FATAL", "rank 0 was killed")
+    failed = verbs("stop", "count")
+    assert failed.returncode == 1
+    assert failed.stdout.startswith("count failed\nrank 0 was killed\n")
     assert verbs("resume", "count", "--cluster", "local x many").returncode == 2
     assert verbs("resume", "count", "--steps", "9").returncode == 2

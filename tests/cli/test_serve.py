@@ -95,6 +95,11 @@ def test_in_the_foreground_until_it_is_told_to_end(
     assert living_agents(run) == []
 
 
+def test_silence_is_only_worth_a_word_while_a_server_should_answer() -> None:
+    assert server_view.state_line("srv", None, "running") == "srv: does not answer"
+    assert server_view.state_line("srv", None, "stopping") == "srv: stopping"
+
+
 def test_a_second_ctrl_c_does_not_wait(verbs: Verbs, serve: Callable[..., Result]) -> None:
     run = verbs.run(NAME)
 

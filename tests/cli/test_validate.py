@@ -20,6 +20,14 @@ train: {global_batch_sequences: 64, steps: 10}
 cluster: p5.48xlarge x 8
 """
 
+LOCAL = """\
+kind: pretrain
+model: {{layers: 1, hidden: 32, heads: 2, ffn_hidden: 32, vocab: 300}}
+data: {{path: {path}, tokenizer: "bpe:300", sequence: 16}}
+train: {{global_batch_sequences: 6, steps: 40}}
+cluster: local x 1
+"""
+
 BAD = {
     "duplicate key": (JOB + "kind: sft\n").encode(),
     "tab": JOB.encode() + b"layout:\n\ttp: 8\n",
@@ -130,3 +138,45 @@ def test_a_local_job_is_checked_without_measuring_the_machine(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "local x 2 = 2 ranks" in validate(EXAMPLES / "quickstart.yaml")[1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_data_without_text_is_refused_by_its_beginning(validate: Command, tmp_path: Path) -> None:
+    for name, content in {
+        "program": b"\x7fELF\x02\x01\0\0" * 100,
+        "zeros.txt": b"text\0",
+        "latin.txt": "café".encode("latin-1"),
+        "lines.jsonl": b"no JSON\n",
+        "other.jsonl": b'{"body": "text"}\n',
+        "torn.parquet": b"PAR1 and no more",
+        "torn.txt.gz": b"no gzip",
+        "empty.txt": b"",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"\xff\xd8\xff")
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "latin.txt").write_bytes("café".encode("latin-1"))
+    (tmp_path / "good" / "text.txt").write_bytes(b"x" * 65535 + "é".encode())  # cut within a character
+    wrong = {
+        "program": "is not text (a zero byte at 6)",
+        "zeros.txt": "is not text (a zero byte at 4)",
+        "latin.txt": "is not UTF-8 text (byte 0xe9 at 3)",
+        "lines.jsonl": "is not JSON",
+        "other.jsonl": "has no field 'text'; its fields are 'body'",
+        "torn.parquet": "cannot be read as Parquet",
+        "torn.txt.gz": "cannot be read",
+        "empty.txt": "holds no text",
+        "photos": "holds no text",
+    }
+    job = tmp_path / "job.yaml"
+    for name in (*wrong, "good"):
+        job.write_text(LOCAL.format(path=tmp_path / name))
+        code, output, errors = validate(job)
+        if name == "good":
+            assert (code, errors) == (0, "")
+            continue
+        assert (code, output) == (2, ""), name
+        assert errors.startswith(f"error: {job}:3: data.path: {tmp_path / name}")
+        assert wrong[name] in errors
+        assert "; allowed: UTF-8 text files (.txt" in errors
+        assert errors.count("\n") == 1

@@ -37,7 +37,7 @@ def test_data_that_is_not_there(tmp_path: Path) -> None:
     [problem] = problems(tmp_path, JOB.replace("stdlib", "./tokns"))
     assert problem == f"3: data.path: {tmp_path / 'tokns'} does not exist; did you mean 'tokens'?"
     [problem] = problems(tmp_path, JOB.replace("stdlib", "/absent/folder/tokens"))
-    assert "does not exist; nor does the folder /absent/folder" in problem
+    assert "does not exist; nor does the folder /absent/folder; give a file or a folder of text or token" in problem
     mixed = JOB.replace("stdlib", "[{path: ./tokens}, {path: ./absent}], validation: ./other")
     assert [problem.partition(":")[2].split()[0] for problem in problems(tmp_path, mixed)] == [
         "data.path:",
@@ -57,7 +57,10 @@ def test_functions_are_found_without_being_imported(tmp_path: Path) -> None:
         problem == f"6: objective: {tmp_path / 'mine/losses.py'} has no 'wieghted' at its top; did you mean 'weighted'?"
     )
     [problem] = problems(tmp_path, f"{JOB}objective: mine.loss:weighted\n")
-    assert problem.startswith("6: objective: there is no module 'mine.loss', neither in")
+    assert problem == (
+        f"6: objective: there is no module 'mine.loss' in {tmp_path}, nor an installed one; write mine/loss.py beside "
+        "the job file, or install the package"
+    )
     assert problems(tmp_path, f"{JOB}objective: json:dumps\n") == []
     (tmp_path / "mine" / "losses.py").write_text("from other import *\n")
     assert problems(tmp_path, f"{JOB}objective: mine.losses:anything\n") == [], "only an import could tell"

@@ -55,7 +55,7 @@ def test_written_numbers(parse, written, expected) -> None:
     [
         (parse_count, "8X", "'8X' is not a count; write e.g. 4096, 4k, 8M or 15T"),
         (parse_count, "1.0001k", "not a whole number"),
-        (parse_count, -3, "above zero"),
+        (parse_count, -3, "-3 is not above zero, so it is not a count; write e.g. 4096"),
         (parse_count, True, "True is not a count"),
         (parse_count, None, "nothing is not a count"),
         (parse_count, "nan", "'nan' is not a count"),

@@ -73,6 +73,8 @@ def test_numbers_of_a_running_run(run: RunDirectory) -> None:
     assert summary.plan["data_seconds"] == 0.1
     assert summary.plan["cost_dollars"] == 12.0
     assert summary.measured["memory_bytes"] == 5e8
+    run.mark("STOP")
+    assert (summarize(run).state, summarize(run).eta_seconds) == ("stopping", None)  # the rest is not trained
     assert summary.metrics_ports == {"x": 9100, "y": 9100}
 
 

@@ -2,6 +2,7 @@
 (seed, global sample index). Nothing here needs torch."""
 
 from craton.ml.data.conversations import ChatSource
+from craton.ml.data.documents import check_text
 from craton.ml.data.errors import DataError, DiskFullError
 from craton.ml.data.function import FunctionSource
 from craton.ml.data.loader import Loader
@@ -27,6 +28,7 @@ __all__ = [
     "TokenSource",
     "Tokenized",
     "TokenizerMark",
+    "check_text",
     "collate",
     "copy_tokenizer",
     "default_cache",

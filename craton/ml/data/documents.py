@@ -13,6 +13,7 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -21,6 +22,13 @@ from craton.ml.data.errors import DataError, first_problems
 STANDARD_LIBRARY = "stdlib"  # as an input: the running interpreter's own Python sources
 LEFT_OUT = ("site-packages", "dist-packages", "encodings")  # of those: other people's, and tables that are no text
 PIECE_BYTES = 1 << 20
+LOOK_BYTES = 64 << 10  # of a file, for a first look at what it holds
+LOOK_FILES = 8  # of a folder, for the same
+LOOK_NAMES = 10_000  # names in a folder that are looked at to find those
+EXPECTED = (
+    f"UTF-8 text files (.txt .md .py …), .jsonl or .parquet with a field `text`, the first two also as .gz or .zst, "
+    f"folders of them, or `{STANDARD_LIBRARY}`"
+)
 
 # fmt: off
 _TEXT = frozenset((
@@ -64,12 +72,20 @@ def find_files(inputs: Sequence[str | Path]) -> list[InputFile]:
     for given in inputs:
         files = _standard_library() if str(given) == STANDARD_LIBRARY else _files_of(Path(given).expanduser())
         if not any(file.size for file in files):
-            raise DataError(
-                f"{given}: holds no text; allowed: text files (.txt .md .py …), .jsonl, .parquet, the first two also "
-                f"as .gz or .zst, folders of them, or `{STANDARD_LIBRARY}`"
-            )
+            raise DataError(f"{given}: holds no text; allowed: {EXPECTED}")
         found += files
     return found
+
+
+def check_text(path: Path, is_chat: bool = False) -> None:
+    """DataError where the beginning of the data is no text, or no chats: a file's first LOOK_BYTES, a folder's first
+    LOOK_FILES. Of a folder one file of text is enough, as files that are not UTF-8 are left out."""
+    files = list(islice(_some_files(path), LOOK_FILES)) if path.is_dir() else _files_of(path)
+    problems = [problem for file in files if (problem := _problem_of(file, is_chat))]
+    if not any(file.size for file in files):
+        problems = [f"{path}: holds no text"]
+    if problems and len(problems) >= len(files):
+        raise DataError(f"{problems[0]}; allowed: {EXPECTED}")
 
 
 def pieces_of(files: Iterable[InputFile], field: str) -> Iterator[Piece]:
@@ -168,6 +184,47 @@ def _walk(root: Path, leave_out: Sequence[str] = ()) -> list[InputFile]:
             if not name.startswith(".") and (kind := _kind(path)) and path.is_file():
                 found.append(InputFile(path, kind, path.stat().st_size))
     return sorted(found, key=lambda file: file.path.relative_to(root).as_posix())
+
+
+def _some_files(root: Path) -> Iterator[InputFile]:
+    """Files of a folder in whatever order it has them; not all where there are many other ones."""
+    names = ((folder, name) for folder, _, found in os.walk(root) for name in found)
+    for folder, name in islice(names, LOOK_NAMES):
+        path = Path(folder, name)
+        if not name.startswith(".") and (kind := _kind(path)) and path.is_file():
+            yield InputFile(path, kind, path.stat().st_size)
+
+
+def _problem_of(file: InputFile, is_chat: bool) -> str:
+    """Why the beginning of a file cannot be used; "" where it can, or where its first line is longer than that."""
+    if file.kind == "parquet":
+        try:
+            next(_row_groups(file, "text"), None)
+        except DataError as error:
+            return str(error)
+        return ""
+    try:
+        with _open(file.path) as stream:
+            data = stream.read(LOOK_BYTES)
+    except (OSError, EOFError) as error:
+        return f"{file.path}: cannot be read ({error})"
+    if len(data) == LOOK_BYTES:
+        data = data[: len(data) - len(_half_character(data))]
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"{file.path}: is not UTF-8 text (byte 0x{data[error.start]:02x} at {error.start:,})"
+    if (zero := data.find(b"\0")) >= 0:
+        return f"{file.path}: is not text (a zero byte at {zero:,})"
+    line = data.lstrip().partition(b"\n")[0]
+    if file.kind != "jsonl" or len(line) >= LOOK_BYTES // 2 or not line:
+        return ""
+    first = Piece("jsonl", str(file.path), 0, line, number=1)
+    try:
+        list(records(first)) if is_chat else texts_of(first, "text")
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def _kind(path: Path) -> PieceKind | None:

@@ -12,7 +12,7 @@ import time
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass, replace
@@ -22,7 +22,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from craton import figures
 from craton.errors import CratonError
+from craton.job import RESCUE
 from craton.ml.training.checkpoint_read import checked_spans
 from craton.ml.training.checkpoint_staging import LocalDataPlanner, Ranks, forget_plan
 from craton.ml.training.checkpoint_sums import METADATA, FileSum, Seal
@@ -77,7 +79,7 @@ class Lane:
         self.tier, self.rank = tier, rank
         self.is_local = tier.folder.node is not None
         self._leads = rank == (nodes.index(nodes[rank]) if self.is_local else 0)  # seals, removes and retains
-        self._world = len(nodes)
+        self._nodes, self._world = tuple(nodes), len(nodes)
         self._ranks = Ranks(self._world)
         self._writer = CheckedWriter(threads, tier.folder.name)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -270,6 +272,13 @@ class Lane:
     def _explain(self, target: StepWriter, errors: Mapping[int, BaseException]) -> Problem:
         """Rank 0's words, where it has any, are the ones that all ranks say."""
         step = target.where.rpartition("step-")[2].lstrip("0") or "0"
+        numbers = {error.errno for error in errors.values() if isinstance(error, OSError)}
+        needed, free = self._writer.needed_bytes, self._writer.free_bytes
+        is_short = free is not None and needed > free
+        if is_short or numbers & {errno.ENOSPC, errno.EDQUOT}:
+            return Problem(
+                f"step {step} was not saved: {self._full(target, is_short, errors)}{self._kept()}", lacks_room=True
+            )
         told = {
             rank: str(error) if isinstance(error, CratonError) else f"{type(error).__name__}: {error}"
             for rank, error in sorted(errors.items())
@@ -279,25 +288,37 @@ class Lane:
             ranks.setdefault(text, []).append(rank)
         what = f"tier {self.name}: step {step} was not saved to {target.where}: "
         what += "; ".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items())
-        numbers = {error.errno for error in errors.values() if isinstance(error, OSError)}
-        needed, free = self._writer.needed_bytes, self._writer.free_bytes
-        lacks_room = bool(numbers & {errno.ENOSPC, errno.EDQUOT}) or (free is not None and needed > free)
-        if lacks_room:
-            room = f"the save needs {needed:,} bytes and {free:,} were free when it began: " if free is not None else ""
-            what += f"; {room}make room there, keep fewer checkpoints or give the tier another folder"
-        elif errno.ENOENT in numbers:
+        if errno.ENOENT in numbers:
             what += "; the tier's folder is gone: is its file system mounted?"
         elif errno.EROFS in numbers:
             what += "; make it writable again, or give the tier another folder"
-        return Problem(f"{what}. {self._kept()}", lacks_room)
+        return Problem(f"{what}{self._kept()}")
+
+    def _full(self, target: StepWriter, is_short: bool, ranks: Iterable[int]) -> str:
+        """Which place is full, what the save needs there and what to do; `is_short`: that was seen before it wrote."""
+        folder = target.where.rpartition("/step-")[0]
+        where = "the run directory" if self.name == RESCUE else f"tier {self.name}"
+        if not folder.startswith(self.name):
+            where += f" ({folder})"
+        if self.is_local:
+            where += f" on {', '.join(sorted({str(self._nodes[rank]) for rank in ranks}))}"
+        needed, free = figures.size(self._writer.needed_bytes), figures.size(self._writer.free_bytes)
+        if is_short:
+            room = f"is full: the save needs {needed}, {free} are free"
+        else:
+            before = f", {free} were free when it began" if self._writer.free_bytes is not None else ""
+            room = f"became full during the save, which needs {needed}{before}"
+        advice = (
+            "" if self.name == RESCUE else "; free space there, keep fewer checkpoints or give the tier another folder"
+        )
+        return f"{where} {room}{advice}"
 
     def _kept(self) -> str:
         try:
             complete = self.tier.complete_steps()
         except (OSError, CratonError):
-            return "What the tier holds cannot be seen now; an unfinished step is removed at the next start"
-        kept = f"the checkpoint of step {complete[0]} is intact" if complete else "it holds no earlier checkpoint"
-        return f"The unfinished files are removed; {kept}"
+            return "; what the tier holds cannot be seen now"
+        return f"; the checkpoint of step {complete[0]} is intact" if complete else ""
 
 
 def _share(rank: int, held: Sequence[set[str]], files: Mapping[str, FileSum]) -> list[str]:

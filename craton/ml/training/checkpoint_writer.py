@@ -81,7 +81,7 @@ class CheckedWriter(FileSystemWriter):
                 self._rank_bytes[rank] = sum(_item_bytes(item) for item in plan.items)
         self.free_bytes = self._target.free_bytes()
         if self.free_bytes is not None and self.needed_bytes > self.free_bytes:
-            raise CheckpointError("there is not enough room; nothing was written")
+            raise CheckpointError("there is not enough room")
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -43,8 +43,8 @@ def _hold(saves: Saves, counters: Mapping[str, int], problem: str | None, check:
             told_at = time.monotonic()
             saves.event("state_unsaved", step, reason=problem, retry_seconds=RETRY_SECONDS)
             saves.say(
-                f"step {step}: the state is only in memory, and the ranks stay up with it. Make room or repair a tier: "
-                f"it is saved within {RETRY_SECONDS:.0f} s. {problem}"
+                f"step {step}: the state is only in memory, and the ranks stay up with it until a disk takes it; it is "
+                f"tried again every {RETRY_SECONDS:.0f} s, and at once when there is room. {problem}"
             )
         _wait_for_room(saves, check)
         problem = _save(saves, counters, is_quiet=True)
@@ -74,7 +74,7 @@ def _rescue(saves: Saves, counters: Mapping[str, int], reason: str, is_quiet: bo
         return "; ".join([reason, *str(error).splitlines()])
     finally:
         saves.report(is_quiet)
-    saves.say(f"step {counters['step']}: saved to tier {RESCUE} of the run directory instead, because {reason}")
+    saves.say(f"step {counters['step']}: saved in the run directory instead (checkpoints/{RESCUE}): {reason}")
     return None
 
 

@@ -88,7 +88,7 @@ class Saves:
             with self.parts.clock.kind("checkpoint"):
                 self.parts.checkpointer.save(step, self.tensors(), counters)
         except CheckpointError as error:
-            self.say(f"step {step}: {error}; training goes on")
+            self.say(f"step {step}: {error}; training goes on, and the next save tries again")
 
     def save_for_good(self, counters: Mapping[str, Any], check: Callable[[], None]) -> None:
         """A state after which nothing is trained: returns when it is on a disk. `check` raises when this generation is

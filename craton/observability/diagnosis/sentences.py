@@ -29,7 +29,7 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
         return f"{run.name}: {symptoms.first.sentence}"
     if condition in ("done", "stopped"):
         reason = f": {run.message.splitlines()[0]}" if run.message else ""
-        return f"{run.name} is {condition}{reason}"
+        return f"{run.name} is {condition}{reason}" + (f"; {run.rescued}" if run.rescued else "")
     parts = [_opening(snapshot, symptoms, verdict)]
     if verdict.cause == "cannot_tell":
         parts.append(

@@ -47,6 +47,7 @@ class RunFacts:
     state: str = "running"  # of telemetry.RunState
     message: str = ""  # why it failed, was lost or stopped
     unsaved: str = ""  # that its last state is on no disk yet, and why
+    rescued: str = ""  # of a run that has ended: where its last state lies instead of its tier, and why
     storage: str = ""  # what is or was wrong with the disk of its directory
     nodes: tuple[str, ...] = ()  # in the order of ranks
     ranks_per_node: int = 0

@@ -50,6 +50,7 @@ from craton.observability.diagnosis.taking_records import (
 from craton.observability.diagnosis.taking_scheduler import scheduler_of
 from craton.orchestration import (
     ServerWatch,
+    find_rescue,
     hosts_of,
     living_agents,
     read_nccl_log,
@@ -300,6 +301,7 @@ def _facts(
         state=summary.state,
         message=summary.message,
         unsaved=summary.unsaved,
+        rescued=_rescued(run) if summary.state in ("done", "stopped") else "",
         storage=summary.storage,
         nodes=tuple(str(node) for node in nodes),
         ranks_per_node=newest.ranks_per_node if newest else int(launch.get("ranks_per_node") or 0),
@@ -321,6 +323,12 @@ def _facts(
         dollars_per_hour=float(daily) / 24.0 if isinstance(daily, int | float) else None,
         has_ended=summary.state in ("done", "failed", "stopped", "lost"),
     )
+
+
+def _rescued(run: RunDirectory) -> str:
+    """Where the last state of a run lies that no tier took."""
+    rescue = find_rescue(run)
+    return f"its state of step {rescue.step:,} is in {rescue.path}, not in its tier: {rescue.reason}" if rescue else ""
 
 
 def _ranks(

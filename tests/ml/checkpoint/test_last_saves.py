@@ -57,7 +57,7 @@ def test_the_last_step_before_is_never_given_up_for_a_new_one(small_disk: Path, 
     checkpointer = single([TierFolder("shared", small_disk, keep=keep)])
     checkpointer.save(1, large(1), {}, wait=True)
     (small_disk / "other").write_bytes(bytes(400_000))
-    with pytest.raises(CheckpointError, match=r"not enough room.*step 1 is intact"):
+    with pytest.raises(CheckpointError, match=r"is full.*step 1 is intact"):
         checkpointer.save(2, large(2), {}, wait=True)
     assert steps_of(small_disk) == ["step-00000001"]
 
@@ -66,7 +66,7 @@ def test_steps_stay_when_giving_them_up_would_not_make_enough_room(small_disk: P
     checkpointer = single([TierFolder("shared", small_disk, keep=2)])
     for step in (1, 2):
         checkpointer.save(step, numbers(step), {}, wait=True)
-    with pytest.raises(CheckpointError, match=r"not enough room.*step 2 is intact"):
+    with pytest.raises(CheckpointError, match=r"is full.*step 2 is intact"):
         checkpointer.save(3, {**numbers(3), "model.more": torch.zeros(400_000)}, {}, wait=True)
     assert steps_of(small_disk) == ["step-00000001", "step-00000002"]
 

@@ -220,6 +220,7 @@ def test_a_server_that_does_not_answer_or_never_computed_says_so(serve: Serve, t
     body = page.ask("GET", "/runs/silent")[2]
     assert "It does not answer at http://127.0.0.1:1 yet." in body
     assert charts_of(body)["requests"]["series"][0]["values"] == [1, 3]
+    assert "last step" not in body  # a server has none
     assert "It does not serve now, and has computed nothing." in page.ask("GET", "/runs/idle")[2]
 
 
