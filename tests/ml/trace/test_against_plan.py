@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from warm_processes import warm_context
 
 from craton.job import Layout, load_job, parse_job
 from craton.ml.trace import trace
@@ -99,7 +99,7 @@ def compared(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Compar
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.module is request.module and "case" in item.fixturenames
     }
-    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, warm_context()) as pool:
         found = {case: pool.submit(comparison, case) for case in asked}
         yield lambda case: found[case].result()
 
