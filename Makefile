@@ -11,9 +11,13 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 TRAIN_STAMP := $(VENV)/.trains
+WORKERS ?= 2
 CRATON := $(VENV)/bin/craton
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PLANNED_JOBS := $(filter-out $(wildcard examples/custom-*.yaml examples/command-*.yaml), $(wildcard examples/*.yaml))
+
+# Containers often set this variable. Without bytecode each of the suite's thousand processes compiles Craton again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install browser slurm observers validators demo plans test test-all chaos bench clean
 
@@ -116,8 +120,15 @@ test:
 	$(VENV)/bin/mypy --no-error-summary && $(VENV)/bin/lint-imports --no-logo || exit 1; \
 	{ set +x; } 2>/dev/null; \
 	echo "checks took $$(($$(date +%s) - installed)) s; now the tests"; \
-	exec $(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_FLAGS)
+	exec $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_FLAGS)
 
+# `make test` keeps one case of each kind. These run here only, marked `slow`:
+# - the same behaviour with another layout, size, tier, signal, schedule, alert severity or Slurm feature;
+# - removed collectives: that a layout test fails without them, beyond one case for each kind of parallelism;
+# - whole runs whose parts have tests of their own: strangers dial every port of a run, a rank is killed in its last
+#   save, a stop outlasts its grace period, pods are killed and drained, a webhook receives an alert, 200 clients stream;
+# - scored benches: the diagnosis on all scenarios drawn from the date (`make test` has a sixth with a fixed seed),
+#   200 random ways to serve a model (`make test` has every pair of options), a plan for each of 15 clusters.
 test-all:
 	@seed=$${SEED:-$$(date +%s)}; \
 	echo "property tests draw new cases with seed $$seed; 'make test-all SEED=$$seed' draws these again"; \

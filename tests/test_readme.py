@@ -116,7 +116,14 @@ def run_in(folder: Path, *arguments: str) -> str:
 SAID = {"validate": "ok: llama-8b", "catalog": "p5en.48xlarge", "plan": "FITS", "calibrate": "wrote profile.json"}
 
 
-@pytest.mark.parametrize("command", [command for command in readme_commands() if command.split()[1] in SAID])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=pytest.mark.slow if "--gpus" in command else ())  # a search for each of 15 clusters
+        for command in readme_commands()
+        if command.split()[1] in SAID
+    ],
+)
 def test_a_command_of_the_readme_runs(command: str, checkout: Path) -> None:
     """Those that train are run by `tests/cli/test_run_training.py` and by `make demo`."""
     verb, *arguments = shlex.split(command)[1:]

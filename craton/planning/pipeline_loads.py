@@ -34,10 +34,17 @@ class Load(NamedTuple):
         return self.kind == other.kind and all(mine >= its for mine, its in zip(self[1:], other[1:], strict=True))
 
 
-@lru_cache(maxsize=4096)
 def pipeline_loads(schedule: Schedule, pp: int, vpp: int, micro_batches: int, rank: int) -> tuple[Load, ...]:
     """The loads of a step that no other one covers."""
-    micro_batches = min(micro_batches, ROUNDS * pp)
+    return _loads(schedule, pp, vpp, min(micro_batches, ROUNDS * pp), rank)
+
+
+# A search asks for several ranks of one schedule; the order of all ranks is found at once.
+_cached_actions = lru_cache(maxsize=64)(schedule_actions)
+
+
+@lru_cache(maxsize=4096)
+def _loads(schedule: Schedule, pp: int, vpp: int, micro_batches: int, rank: int) -> tuple[Load, ...]:
     last = micro_batches - 1
     with_tables = {0: 0, pp - 1: vpp - 1}.get(rank)  # the chunk with the embedding, or that with the head
     loads: list[Load] = []
@@ -51,7 +58,7 @@ def pipeline_loads(schedule: Schedule, pp: int, vpp: int, micro_batches: int, ra
         if not any(known.covers(load) for known in loads):
             loads[:] = [known for known in loads if not load.covers(known)] + [load]
 
-    for action in schedule_actions(schedule, pp, vpp, micro_batches)[rank]:
+    for action in _cached_actions(schedule, pp, vpp, micro_batches)[rank]:
         gives, reduces = action.kind in ("backward", "weight"), action.micro_batch == last
         if action.kind == "forward":
             passes += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from urllib.error import URLError
@@ -12,6 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 from keepers import SECRET, Keepers, fill, keepers, manifest_of
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent.strangers import MAX_STRANGERS, Strangers
 from craton.agent.wire import Link, Listener, dial
@@ -20,14 +20,13 @@ from craton.telemetry import MetricsEndpoint, endpoint
 __all__ = ["keepers"]
 
 IDLE = 300
-LIMIT_SECONDS = 60.0
 
 
 @contextmanager
 def idle_connections(port: int, count: int = IDLE) -> Iterator[None]:
     with ExitStack() as held:
         for _ in range(count):
-            held.enter_context(socket.create_connection(("127.0.0.1", port), LIMIT_SECONDS))
+            held.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_SECONDS))
         yield
 
 
@@ -35,7 +34,7 @@ def test_the_oldest_stranger_leaves_when_there_are_too_many() -> None:
     strangers = Strangers(limit=2)
     pairs = [socket.socketpair() for _ in range(3)]
     for ours, theirs in pairs:
-        theirs.settimeout(LIMIT_SECONDS)
+        theirs.settimeout(PATIENCE_SECONDS)
         strangers.add(ours)
     assert pairs[0][1].recv(1) == b"", "the first one is shut down"
     assert len(strangers) == 2
@@ -60,12 +59,12 @@ def test_an_agent_answers_beside_idle_strangers() -> None:
     listener = Listener("127.0.0.1", SECRET, welcome)
     try:
         with idle_connections(listener.port):
-            link = dial(f"127.0.0.1:{listener.port}", SECRET, LIMIT_SECONDS)
+            link = dial(f"127.0.0.1:{listener.port}", SECRET, PATIENCE_SECONDS)
             assert link is not None
-            assert is_welcome.wait(LIMIT_SECONDS)
+            assert is_welcome.wait(PATIENCE_SECONDS)
             assert len(listener._strangers) <= MAX_STRANGERS
             assert link.send({"is": "who"})
-            assert welcomed[0].receive(LIMIT_SECONDS) == {"is": "who"}
+            assert welcomed[0].receive(PATIENCE_SECONDS) == {"is": "who"}
             link.close()
     finally:
         listener.close()
@@ -82,22 +81,23 @@ def test_a_keeper_takes_copies_beside_idle_strangers(keepers: Keepers) -> None:
         assert committed.replicated
 
 
+def is_served(port: int) -> bool:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_SECONDS) as answer:
+            return bool(answer.status == 200)
+    except (URLError, ConnectionError):
+        return False
+
+
 def test_metrics_are_served_again_when_idle_strangers_were_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(endpoint, "MAX_CONNECTIONS", 8)
     served = MetricsEndpoint("run", "node-0")
     port = served.serve(0, "127.0.0.1")
     try:
         threads = threading.active_count()
         with idle_connections(port, endpoint.MAX_CONNECTIONS + 10):
             assert threading.active_count() <= threads + endpoint.MAX_CONNECTIONS
-            deadline = time.monotonic() + LIMIT_SECONDS
-            while True:
-                try:
-                    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT_SECONDS) as answer:
-                        assert answer.status == 200
-                    break
-                except (URLError, ConnectionError):
-                    assert time.monotonic() < deadline
-                    time.sleep(0.05)
+            wait_until(lambda: is_served(port), "the metrics are served")
     finally:
         served.close()

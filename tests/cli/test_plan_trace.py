@@ -51,6 +51,7 @@ def test_json_holds_plan_trace_and_comparison(craton: Any) -> None:
     assert document["trace"]["findings"] == []
 
 
+@pytest.mark.slow
 def test_the_rank_that_is_asked_for_is_traced(craton: Any) -> None:
     code, output, errors = craton("--json", "--ranks", "8")
     assert (code, errors) == (0, "")

@@ -87,6 +87,7 @@ def test_chaos_breaks_and_the_run_comes_back_and_goes_on_with_another_size(verbs
         assert min(step for generation, step in steps if generation == number) == kept + 1, "and leaves none out"
 
 
+@pytest.mark.slow
 def test_a_size_that_the_named_layout_does_not_fit_gets_another_layout(verbs: Verbs, words: Path) -> None:
     words.write_text(JOB.replace("cluster: local x 2", "cluster: local x 2\nlayout: {fsdp: 2, micro_batch: 1}"))
     started = verbs("run", words, "--detach")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,12 @@ def test_from_a_job_file_to_a_sample(verbs: Verbs, monkeypatch: pytest.MonkeyPat
     assert loss[24] < loss[13]
     assert "is at step 24 of 24 already" in verbs("resume", "words").stderr
 
-    assert verbs("export", "words", verbs.folder / "model").returncode == 0
+    exported = verbs("export", "words", verbs.folder / "model")
+    assert exported.returncode == 0, exported.stderr
+    assert "step 24 of words" in exported.stdout
     assert (verbs.folder / "model" / "model.safetensors").is_file()
+    usual = (verbs.folder / "model" / "config.json").stat().st_mode
+    modes = {path.name: stat.filemode(path.stat().st_mode) for path in (verbs.folder / "model").iterdir()}
+    assert set(modes.values()) == {stat.filemode(usual)}, modes
     sampled = verbs.json("sample", verbs.folder / "model", "--prompt", "a cat", "--max-tokens", "4")
     assert sampled["samples"][0]["tokens"] == 4

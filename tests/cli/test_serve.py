@@ -66,7 +66,7 @@ def signalled(number: signal.Signals, *conditions: Callable[[], object]) -> thre
     return thread
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_in_the_foreground_until_it_is_told_to_end(
     verbs: Verbs, serve: Callable[..., Result], number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""A gang of live ranks: four processes that import torch once and then run one layout after another.
+"""A gang of live ranks: four processes with one import of torch that run one layout after another.
 
 `gang.run(function, *arguments, ranks=2)` calls an importable module-level function on the first `ranks` processes under
 a fresh gloo process group and returns their results in order of rank. A rank that raises is shown with its traceback;
@@ -7,7 +7,6 @@ one that hangs is ended at the deadline, and the gang starts anew at the next ca
 
 from __future__ import annotations
 
-import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
@@ -23,7 +22,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 180.0  # four imports of torch on two busy cores
+from warm_processes import warm_context
+
+START_SECONDS = 180.0  # an import of torch on two busy cores
 GRACE_SECONDS = 5.0  # for the other ranks, once one has raised: they may wait in a collective forever
 
 
@@ -73,7 +74,7 @@ class Gang:
 
     def _start(self) -> None:
         self._stores.mkdir(parents=True, exist_ok=True)
-        context = multiprocessing.get_context("spawn")
+        context = warm_context()
         threads = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
         try:

@@ -145,6 +145,7 @@ def test_a_pod_that_is_told_to_end_while_it_loads_its_program_ends() -> None:
     assert subprocess.run([sys.executable, "-c", EARLY, "/no/run"], check=False).returncode == EXIT_AGAIN
 
 
+@pytest.mark.slow
 def test_a_killed_pod_comes_back_and_a_drained_one_takes_all_along_and_they_go_on(
     tmp_path: Path, pods: Callable[..., subprocess.Popen[str]]
 ) -> None:

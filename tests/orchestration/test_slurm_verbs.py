@@ -133,6 +133,7 @@ def test_a_running_run_stops_with_a_checkpoint_and_resumes(craton: Craton, slurm
     assert found == {step: losses(max(found))[step] for step in found}
 
 
+@pytest.mark.slow
 def test_copies_are_an_array_and_each_is_a_run(slurm: SlurmLab, root: Path) -> None:
     job = chain_job("copied", 1, 10, run="copies: 3")
     runs = start_copies(draft_run(job, root / job.name), root)
@@ -167,6 +168,7 @@ def job_questions(slurm: SlurmLab) -> int:
     return sum(int(word.removeprefix("count:")) for words in counted for word in words if word.startswith("count:"))
 
 
+@pytest.mark.slow
 def test_small_jobs_fill_the_gaps(slurm: SlurmLab, root: Path) -> None:
     """Slurm's backfill: a short run starts before a large one that waits, a long one does not."""
     slurm.occupy(*LEAVES["leaf1"], *LEAVES["leaf2"][:3], minutes=10)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from listeners import LOOPBACK, listeners_of
 from rehearsed import events, finish, losses, processes_of, wait_until
 
 from craton.agent import write_launch
@@ -54,6 +55,7 @@ def held(run: RunDirectory, generation: int = 0) -> bool:
     return bool(found) and bool(summarize(run).unsaved)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_a_last_save_that_fails_costs_nothing(tmp_path: Path, small_disk: Path) -> None:
     chaos = (f"kill rank=1@step={STEPS},during=saving",)
     run, launch = write_rehearsal(tmp_path / "runs", rehearsal("killed", small_disk, chaos=chaos))
@@ -79,6 +81,10 @@ def test_a_state_that_no_disk_takes_stays_up_and_outlives_a_rank(tmp_path: Path,
         assert f"step {STEPS} is only in memory" in summary.unsaved
         assert f"{small_disk}" in summary.unsaved, "it says which tier"
         assert "craton stop full --now" in summary.unsaved
+        if Path("/proc/net/tcp").exists():
+            seen = listeners_of(processes_of(run))
+            assert len(seen) >= 10, "2 agents, metrics, stores, keepers, and gloo of 2 ranks"
+            assert {address for address, _ in seen} <= LOOPBACK, seen
         status = read_status(run, "node-1")
         assert status is not None
         os.kill(status.ranks[0].pid, signal.SIGKILL)
@@ -90,6 +96,7 @@ def test_a_state_that_no_disk_takes_stays_up_and_outlives_a_rank(tmp_path: Path,
         assert sorted(path.name for path in (small_disk / "full").glob("step-*")) == [f"step-{STEPS:08d}"]
 
 
+@pytest.mark.slow
 def test_a_stop_does_not_kill_ranks_whose_state_no_disk_takes(tmp_path: Path, small_disk: Path) -> None:
     grace = 8.0
     with running_without_rescue(tmp_path / "runs", rehearsal("stopped", small_disk, nodes=1), grace) as run:

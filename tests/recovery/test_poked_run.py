@@ -100,6 +100,7 @@ class Stranger:
             self._over.wait(0.1)
 
 
+@pytest.mark.slow
 def test_a_local_run_listens_on_the_loopback_only_and_strangers_do_not_disturb_it(runs: Path) -> None:
     with running(runs, Rehearsal("unseen", ranks_per_node=1, steps=STEPS)) as run:
         finish(run)

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.ml.data.tokenizer import load_tokenizer, train_bpe
 from craton.ml.serving import grammars as grammars_module
 from craton.ml.serving.grammar_limits import MAX_GRAMMAR_BYTES, GrammarError
 from craton.ml.serving.grammars import Grammars, mask_words
 from craton.ml.serving.messages import Grammar
-
-SECONDS = 120.0
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -55,24 +45,24 @@ def children(process: int) -> list[int]:
 def test_a_large_text_is_refused_before_anything_is_done_with_it(grammars: Grammars) -> None:
     for _ in range(10):
         with pytest.raises(GrammarError, match="at most 262,144 are allowed"):
-            grammars.start(Grammar("regex", "a" * 10_000_000)).result(SECONDS)
+            grammars.start(Grammar("regex", "a" * 10_000_000)).result(PATIENCE_SECONDS)
     assert grammars.kept_bytes == 0
     assert MAX_GRAMMAR_BYTES == 262_144
 
 
 def test_quick_grammars_do_not_wait_for_slow_ones_and_who_leaves_ends_theirs(grammars: Grammars) -> None:
-    grammars.start(Grammar("regex", "a+")).result(SECONDS)
+    grammars.start(Grammar("regex", "a+")).result(PATIENCE_SECONDS)
     worker = grammars._checker._process
     assert worker is not None
     waiting = [grammars.start(slow(number)) for number in range(4)]
     wait_until(lambda: children(worker.pid))
-    grammars.start(Grammar("regex", "b+")).result(SECONDS)
+    grammars.start(Grammar("regex", "b+")).result(PATIENCE_SECONDS)
     assert not any(future.done() for future in waiting), "the slow ones take more than a minute together"
     for future in waiting:
         grammars.cancel(future)
     wait_until(lambda: not children(worker.pid))
     assert not grammars._compilations
-    grammars.start(Grammar("regex", "c+")).result(SECONDS)
+    grammars.start(Grammar("regex", "c+")).result(PATIENCE_SECONDS)
     assert not any(future.done() for future in waiting)
 
 
@@ -89,39 +79,39 @@ def test_a_grammar_that_several_wait_for_ends_with_the_last_of_them(grammars: Gr
 def test_too_much_time_or_memory_is_said_and_not_kept(grammars: Grammars) -> None:
     before = grammars.kept_bytes
     with pytest.raises(GrammarError, match=r"compiling it takes more than .*; simplify it"):
-        grammars.start(slow(1)).result(SECONDS)
+        grammars.start(slow(1)).result(PATIENCE_SECONDS)
     with pytest.raises(GrammarError, match="simplify it"):
-        grammars.start(Grammar("regex", "a" * 250_000)).result(SECONDS)
+        grammars.start(Grammar("regex", "a" * 250_000)).result(PATIENCE_SECONDS)
     assert grammars.kept_bytes == before
 
 
 def test_what_is_kept_is_bounded_by_its_bytes(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars.start(Grammar("regex", "x1")).result(SECONDS)
-    grammars.start(Grammar("regex", "x2")).result(SECONDS)
+    grammars.start(Grammar("regex", "x1")).result(PATIENCE_SECONDS)
+    grammars.start(Grammar("regex", "x2")).result(PATIENCE_SECONDS)
     sizes = [size for _, size in grammars._kept.values()]
     assert grammars.kept_bytes == sum(sizes)
     monkeypatch.setattr(grammars_module, "CACHE_BYTES", sizes[-1])
-    grammars.start(Grammar("regex", "x3")).result(SECONDS)
+    grammars.start(Grammar("regex", "x3")).result(PATIENCE_SECONDS)
     assert grammars.kept_bytes == sum(size for _, size in grammars._kept.values()) <= sizes[-1]
     assert Grammar("regex", "x1") not in grammars._kept
 
 
 def test_a_checker_that_is_lost_is_started_again(grammars: Grammars) -> None:
-    grammars.start(Grammar("regex", "d+")).result(SECONDS)
+    grammars.start(Grammar("regex", "d+")).result(PATIENCE_SECONDS)
     lost = grammars._checker._process
     assert lost is not None
     waiting = grammars.start(slow(2))
     wait_until(lambda: children(lost.pid))
     os.kill(lost.pid, signal.SIGKILL)
     with pytest.raises(GrammarError, match="ask again"):
-        waiting.result(SECONDS)
-    grammars.start(Grammar("regex", "e+")).result(SECONDS)
+        waiting.result(PATIENCE_SECONDS)
+    grammars.start(Grammar("regex", "e+")).result(PATIENCE_SECONDS)
 
 
 def test_a_grammar_that_becomes_slow_is_given_up_and_others_go_on(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = {row: grammars.start(Grammar("regex", f"f{row}+")).result(SECONDS) for row in range(2)}
+    states = {row: grammars.start(Grammar("regex", f"f{row}+")).result(PATIENCE_SECONDS) for row in range(2)}
     masks = np.zeros((2, mask_words(grammars.vocabulary)), np.int32)
     assert grammars.fill(states, masks) == {}
     expected = masks.copy()

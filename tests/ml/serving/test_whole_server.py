@@ -125,6 +125,7 @@ def test_a_prefix_is_found_again(server: Server) -> None:
     assert (again.usage.prompt_tokens_details.cached_tokens or 0) >= 16
 
 
+@pytest.mark.slow
 def test_two_hundred_clients_at_once(server: Server) -> None:
     found: list[int] = []
 
@@ -208,7 +209,13 @@ def test_sleep_and_wake(server: Server, theirs: tuple[LlamaForCausalLM, Path]) -
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/chat/completions",
+        *(pytest.param(path, marks=pytest.mark.slow) for path in ("/v1/completions", "/tokenize", "/detokenize")),
+    ],
+)
 def test_fuzzed_requests_leave_the_server_alive(server: Server, path: str, mode: GenerationMode) -> None:
     """The same requests each time; the front end's own tests have more of them, with a scripted engine."""
     described = schemathesis.openapi.from_url(f"{server.url}/openapi.json")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
+
+from warm_processes import warm_context
 
 CASE_SECONDS = 120.0
 
@@ -17,7 +18,7 @@ def two_ranks() -> Iterator[Connection]:
     """A line to the first of them: send a case, receive what `run_case` returns, or a text with what went wrong."""
     from craton.agent import free_port
 
-    context = multiprocessing.get_context("spawn")
+    context = warm_context()
     port = free_port()
     to_first, of_first = context.Pipe()
     first_side, second_side = context.Pipe()

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from warm_processes import warm_context
 
 from craton.job import Layout, load_job, parse_job
 from craton.ml.trace import trace
@@ -26,9 +26,9 @@ CASES: list[Case] = [
     (DENSE_8B, 8192, 1, Layout(pp=2, fsdp=4, tp=2, recompute="full")),
     (DENSE_8B, 8192, 3, Layout(pp=2, fsdp=4, schedule="zero-bubble")),
     (QWEN, 4096, 1, Layout(pp=2, fsdp=8, ep=8)),
-    (DEEPSEEK, 4096, 1, Layout(fsdp=128, tp=4, ep=64, recompute="full")),
 ]
 MORE_CASES: list[Case] = [
+    (DEEPSEEK, 4096, 1, Layout(fsdp=128, tp=4, ep=64, recompute="full")),
     (DENSE_70B, 32768, 1, Layout(fsdp=32, cp=4, tp=8, recompute="full")),
     (DENSE_8B, 8192, 2, Layout(fsdp=8, zero=2)),
     (DENSE_8B, 32768, 1, Layout(fsdp=8, cp=4, recompute="selective")),
@@ -99,7 +99,7 @@ def compared(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Compar
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.module is request.module and "case" in item.fixturenames
     }
-    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, warm_context()) as pool:
         found = {case: pool.submit(comparison, case) for case in asked}
         yield lambda case: found[case].result()
 

@@ -91,13 +91,14 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "cp 2, window": ("sliding", {"cp": 2, "micro_batch": 2, "recompute": "full"}, True),
     "latent, cp 2 · tp 2": ("latent", {"cp": 2, "tp": 2, "micro_batch": 2, "recompute": "selective"}, True),
 }
+SLOW = ("cp 2, one document a row", "narrow values, cp 2")
 
 
 # Layouts of four ranks are also tried, each with a deeper model, by test_every_layout.
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if Layout(**sizes).world > 2 else ())
+        pytest.param(name, marks=pytest.mark.slow if Layout(**sizes).world > 2 or name in SLOW else ())
         for name, (_, sizes, _) in CASES.items()
     ],
 )
@@ -109,7 +110,7 @@ def test_a_context_group_trains_as_one_process_does(gang: Gang, name: str) -> No
     assert_equal(found, expected(model, packed))
 
 
-@pytest.mark.parametrize("operation", ["start_gather", "start_scatter_sum"])
+@pytest.mark.parametrize("operation", ["start_gather", pytest.param("start_scatter_sum", marks=pytest.mark.slow)])
 def test_without_the_other_ranks_it_goes_wrong(gang: Gang, operation: str) -> None:
     found = gang.run(curve, "grouped", {"cp": 2, "micro_batch": 2}, True, operation)[0]
     with pytest.raises(AssertionError):

@@ -82,15 +82,17 @@ class Case:
 CASES = {
     "fsdp 4": Case({"fsdp": 4}, "reduce over shards"),
     "replicate 2 · fsdp 2": Case({"replicate": 2, "fsdp": 2}, "reduce over replicas", slow=True),
-    "fsdp 2 · tp 2": Case({"fsdp": 2, "tp": 2, "recompute": "selective"}, "tensor.start_gather"),
+    "fsdp 2 · tp 2": Case({"fsdp": 2, "tp": 2, "recompute": "selective"}, "tensor.start_gather", slow=True),
     "fsdp 2 · tp 2, adapters": Case({"fsdp": 2, "tp": 2}, "tensor.start_scatter_sum", train=LORA, slow=True),
     "replicate 2 · tp 2": Case({"replicate": 2, "tp": 2}, "tensor.start_sum", slow=True),
     "tp 2 · cp 2": Case({"cp": 2, "tp": 2}, "context.start_scatter_sum", slow=True),
     "cp 2 · fsdp 2": Case({"cp": 2, "fsdp": 2, "recompute": "full"}, "context.start_gather", slow=True),
-    "pp 2 · fsdp 2": Case({"pp": 2, "fsdp": 2}, "sends"),
+    "pp 2 · fsdp 2": Case({"pp": 2, "fsdp": 2}, "sends", slow=True),
     "pp 2 · fsdp 2, adapters": Case({"pp": 2, "fsdp": 2, "recompute": "full"}, "sends", train=LORA, slow=True),
     "pp 2 · fsdp 2, interleaved": Case({"pp": 2, "fsdp": 2, "vpp": 2, "schedule": "interleaved"}, "sends"),
-    "pp 2 · fsdp 2, zero-bubble": Case({"pp": 2, "fsdp": 2, "schedule": "zero-bubble"}, "reduce over shards"),
+    "pp 2 · fsdp 2, zero-bubble": Case(
+        {"pp": 2, "fsdp": 2, "schedule": "zero-bubble"}, "reduce over shards", slow=True
+    ),
     "pp 2 · tp 2": Case({"pp": 2, "tp": 2, "recompute": "selective"}, "tensor.start_scatter_sum", slow=True),
     "pp 2 · cp 2": Case({"pp": 2, "cp": 2}, "context.start_gather", slow=True),
     "fsdp 4 · ep 2": Case({"fsdp": 4, "ep": 2}, "experts.start_exchange", "experts", slow=True),

@@ -146,8 +146,8 @@ def test_experts_on_several_ranks_train_as_those_of_one(gang: Gang, name: str, a
     ("name", "removed"),
     [
         ("fsdp 2 · ep 2", "experts.start_exchange"),
-        ("fsdp 2 · ep 2", "stage.start_sum"),
-        ("cp 2 · ep 2", "rows.start_sum"),
+        pytest.param("fsdp 2 · ep 2", "stage.start_sum", marks=pytest.mark.slow),
+        pytest.param("cp 2 · ep 2", "rows.start_sum", marks=pytest.mark.slow),
     ],
 )
 def test_it_goes_wrong_without_a_collective(

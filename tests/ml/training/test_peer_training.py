@@ -161,7 +161,7 @@ def train_or_tell(nodes: Nodes, folder: Path | None) -> list[tuple[str, int, dic
     return records.events
 
 
-@pytest.mark.parametrize(("has_disk", "stay"), [(True, 2), (True, 4), (False, 2)])
+@pytest.mark.parametrize(("has_disk", "stay"), [(True, 2), pytest.param(True, 4, marks=pytest.mark.slow), (False, 2)])
 def test_a_planned_shrink_loses_nothing(
     gang: Gang, keepers: Keepers, tmp_path: Path, has_disk: bool, stay: int
 ) -> None:

@@ -109,13 +109,14 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     "pp 2 · tp 2, zero-bubble": ({"pp": 2, "tp": 2, **ZERO_BUBBLE}, "plain", {}),
     "pp 2 · cp 2": ({"pp": 2, "cp": 2}, "plain", {}),
 }
+SLOW = ("pp 2, one micro-batch", "zero-bubble, two chunks", "zero-bubble, a stage without adapters")
 
 
 # Layouts of four ranks are also tried, each with a deeper model, by test_every_layout.
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if Layout(**sizes).world > 2 else ())
+        pytest.param(name, marks=pytest.mark.slow if Layout(**sizes).world > 2 or name in SLOW else ())
         for name, (sizes, _, _) in CASES.items()
     ],
 )
@@ -131,7 +132,7 @@ def test_a_pipeline_trains_as_one_process_does(gang: Gang, name: str) -> None:
     ("name", "removed"),
     [
         ("pp 2", "sends"),
-        ("interleaved", "sends"),
+        pytest.param("interleaved", "sends", marks=pytest.mark.slow),
         ("interleaved", "sum of the tied embedding"),
         ("zero-bubble", "weight gradients"),
     ],

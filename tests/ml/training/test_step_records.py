@@ -32,7 +32,7 @@ def trainer_of(run: RunDirectory, steps: int, recorder: Recorder) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("lost", [1, 5])
+@pytest.mark.parametrize("lost", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_a_restore_records_the_steps_whose_lines_were_lost(tmp_path: Path, lost: int) -> None:
     """The rank is killed in step 9, right after the checkpoint of step 8 is safe; the lines of the `lost` steps before
     were still on their way to the agent."""

@@ -138,7 +138,10 @@ def test_it_trains_as_one_process_does(gang: Gang, case: Case) -> None:
     assert_equal(found, case)
 
 
-@pytest.mark.parametrize("removed", ["start_gather", "start_scatter_sum", "start_sum"])
+@pytest.mark.parametrize(
+    "removed",
+    ["start_gather", *(pytest.param(name, marks=pytest.mark.slow) for name in ("start_scatter_sum", "start_sum"))],
+)
 def test_it_goes_wrong_without_one_of_its_collectives(gang: Gang, removed: str) -> None:
     case = CASES[0]
     found = gang.run(curve, case, removed, ranks=2)[0]

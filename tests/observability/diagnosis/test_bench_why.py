@@ -15,6 +15,7 @@ from craton.observability.diagnosis import (
     LIVE,
     Outcome,
     Verdict,
+    bench,
     bench_live,
     live_outcomes,
     score,
@@ -29,12 +30,24 @@ from craton.observability.diagnosis.scenarios_world import World
 from craton.observability.diagnosis.tables import LAYERS
 from craton.telemetry import RunDirectory
 
+FIXED_SEED = 1
+ONE_IN = 6  # scenarios in `make test`; all of them, drawn from the date, in `make test-all`
+
 
 @pytest.fixture(scope="module")
 def today() -> list[Outcome]:
     return simulated_outcomes(seed_of_today())
 
 
+def test_the_bars_hold_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "draw_scenarios", lambda *drawn: draw_scenarios(*drawn)[::ONE_IN])
+    found = score(simulated_outcomes(FIXED_SEED))
+    assert found.num_scenarios >= 10
+    assert {"single", "quiet"} <= set(found.groups)
+    assert found.is_good, "\n".join(found.misses)
+
+
+@pytest.mark.slow
 def test_the_bars_hold_today(today: list[Outcome]) -> None:
     found = score(today)
     assert found.is_good, "\n".join(found.misses)
@@ -42,6 +55,7 @@ def test_the_bars_hold_today(today: list[Outcome]) -> None:
     assert found.brier < 0.1
 
 
+@pytest.mark.slow
 def test_there_are_enough_of_every_kind(today: list[Outcome]) -> None:
     found = score(today)
     live = [case for case in LIVE if case.layers]
@@ -132,6 +146,7 @@ def test_faults_of_one_rank_have_a_victim() -> None:
     assert [case.name for case in LIVE if case.layers and not case.has_victim] == ["throttled input", "not a number"]
 
 
+@pytest.mark.slow
 def test_live_processes(tmp_path: Path) -> None:
     chosen = [case for case in LIVE if case.name in ("raises", "stopped (SIGSTOP)")]
     found = score(live_outcomes(seed_of_today(), tmp_path, chosen))

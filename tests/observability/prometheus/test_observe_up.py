@@ -35,6 +35,7 @@ DCGM_EXP_XID_ERRORS_COUNT{gpu="0",UUID="u0",Hostname="g1",hpc_job="812",xid="79"
 """
 
 
+@pytest.mark.slow
 def test_a_fault_reaches_the_webhook_with_what_to_do(
     live_run: LiveRun, served: Served, exporter: Served, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
