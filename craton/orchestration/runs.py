@@ -315,7 +315,7 @@ def newest_checkpoint(run: RunDirectory, job: Job | None = None) -> SavedStep | 
 
 def find_rescue(run: RunDirectory) -> Rescue | None:
     """The state in the run directory that no tier has; None where there is none, as it goes when a tier has it."""
-    saved = max(_saved_folders(RESCUE, rescue_place(run.path)), key=lambda saved: saved.step, default=None)
+    saved = max(_saved_folders(RESCUE, rescue_place(run.path), run.path), key=lambda saved: saved.step, default=None)
     if saved is None:
         return None
     reasons: dict[str, str] = {}  # by tier, its last words

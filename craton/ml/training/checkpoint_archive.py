@@ -126,7 +126,7 @@ def _made(data: bytes) -> Any:
     """What the pickle leaves on its stack: a call is a pair of its name and arguments, and is not made."""
     stack: list[Any] = []
     marks: list[int] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
     for opcode, argument, _ in pickletools.genops(data):
         name = opcode.name
         if name in _PUSHES:

@@ -19,8 +19,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -280,7 +281,7 @@ class FolderFiles:
     def read(self, name: str, begin: int = 0, end: int | None = None) -> Any:
         try:
             with open_regular(self.path / name, self._below) as buffered:
-                file = buffered.raw
+                file = cast(FileIO, buffered.raw)
                 length = (os.fstat(file.fileno()).st_size if end is None else end) - begin
                 view, count = memoryview(torch.empty(length, dtype=torch.uint8).numpy().data), 0  # not zeroed first
                 file.seek(begin)
