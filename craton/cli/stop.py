@@ -52,12 +52,15 @@ def stop(
     summary = settled_summaries([summarize(found)])[0]
     if as_json:
         print(json.dumps(outcome_json(found, summary)))
-        raise typer.Exit(1 if summary.state == "failed" or unsaved else 0)
+        raise typer.Exit(1 if summary.state in ("failed", "lost") or unsaved else 0)
     if summary.state == "failed":
         console.print(f"{found.name} failed while it stopped:\n{summary.message}", style="red", markup=False)
         raise typer.Exit(1)
     if unsaved:
         console.print(f"{found.name} is not stopped: {unsaved}", style="red", markup=False)
+        raise typer.Exit(1)
+    if summary.state == "lost":
+        console.print(f"{found.name} is not stopped: {summary.message}", style="red", markup=False)
         raise typer.Exit(1)
     if summary.state == "stopping":
         console.print(f"{found.name} still stops: {summary.message}", markup=False)
