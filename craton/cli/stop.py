@@ -65,7 +65,7 @@ def stop(
             f"{found.name} is ended, but `craton ps` shows it as lost: {problem}", style="yellow", markup=False
         )
         return
-    if summary.state == "lost":
+    if summary.state == "lost" and not now:
         console.print(f"{found.name} is not stopped: {summary.message}", style="red", markup=False)
         raise typer.Exit(1)
     if summary.state == "stopping":
