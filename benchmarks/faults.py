@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from craton.orchestration import newest_checkpoint
+from craton.agent import newest_generation
+from craton.job import parse_fault
+from craton.orchestration import arm_faults, newest_checkpoint
 from craton.orchestration.local import start_agents
 from craton.orchestration.rehearsal import Rehearsal, end_rehearsal, running, write_rehearsal
 from craton.telemetry import RunDirectory, read_lines, summarize
@@ -47,17 +49,33 @@ def broken_by(*chaos: str, **more: Any) -> Callable[[Path], Row]:
     def measure(root: Path) -> Row:
         wanted = Rehearsal("run", ranks_per_node=1, steps=STEPS, chaos=chaos, **more)
         with running(root, wanted) as run:
-            wait_for(lambda: run.has("DONE") or run.has("FATAL"), run)
-            if run.has("FATAL"):
-                return Row("FATAL: " + run.marker_text("FATAL").splitlines()[0], None, repeated_steps(run))
-            recovered = events(run, "recovered")
-            if not events(run, "chaos_fired") or not recovered:
-                raise BenchmarkError(f"{', '.join(chaos)}: it did not happen, or nothing was recovered from it")
-            seconds = max(each["seconds"] for each in recovered)
-            tiers = ", ".join(dict.fromkeys(str(each["restored_from"]) for each in recovered))
-            return Row(f"restored from {tiers}, done", seconds, repeated_steps(run))
+            return recovery(run, chaos)
 
     return measure
+
+
+def node_lost(root: Path) -> Row:
+    """A node that has ranks is lost: which one is the spare is known only when the first generation has begun."""
+    with running(root, Rehearsal("run", ranks_per_node=1, steps=STEPS, spares=1)) as run:
+        generation = wait_for(lambda: newest_generation(run), run)
+        node = next(node for node in generation.nodes if node != generation.by)
+        fault = parse_fault(f"lose-node {node}@step={BREAK_AT}")
+        arm_faults(run, [fault])
+        return recovery(run, [fault.text])
+
+
+def recovery(run: RunDirectory, chaos: Sequence[str]) -> Row:
+    """What became of a run that its own chaos broke."""
+    wait_for(lambda: run.has("DONE") or run.has("FATAL"), run)
+    if run.has("FATAL"):
+        return Row("FATAL: " + run.marker_text("FATAL").splitlines()[0], None, repeated_steps(run))
+    fired, recovered = events(run, "chaos_fired"), events(run, "recovered")
+    if not fired or not recovered:
+        what = "nothing was recovered from it" if fired else "it did not happen"
+        raise BenchmarkError(f"{', '.join(chaos)}: {what}")
+    seconds = max(each["seconds"] for each in recovered)
+    tiers = ", ".join(dict.fromkeys(str(each["restored_from"]) for each in recovered))
+    return Row(f"restored from {tiers}, done", seconds, repeated_steps(run))
 
 
 def tier_full_on_the_way(root: Path) -> Row:
@@ -129,7 +147,7 @@ FAULTS = {
     "kill-agent": Fault("an agent is killed", broken_by(f"kill agent=node-1@step={BREAK_AT}")),
     "kill-coordinator": Fault("the coordinating agent is killed", broken_by(f"kill coordinator@step={BREAK_AT}")),
     "kill-keeper": Fault("a keeper is killed", broken_by(f"kill keeper=node-1@step={BREAK_AT}")),
-    "lose-node": Fault("a node is lost, a spare takes over", broken_by(f"lose-node node-1@step={BREAK_AT}", spares=1)),
+    "lose-node": Fault("a node is lost, a spare takes over", node_lost),
     "full-tier": Fault("a tier is full on the way", tier_full_on_the_way, needs_root=True),
     "full-tier-end": Fault("the only tier is full at the end", tier_at_the_end(is_read_only=False), needs_root=True),
     "read-only-end": Fault(

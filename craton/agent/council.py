@@ -137,7 +137,9 @@ class Council:
             beat = read_heartbeat(self._run, node)
             if beat is None or beat.generation != self._launch.generation or not beat.address:
                 continue
-            if beat.state not in ("running", "spare") or (link := dial(beat.address, self._secret, 1.0)) is None:
+            if beat.state not in ("running", "spare") or beat.is_stopped_here:  # one that is stopped answers nothing
+                continue
+            if (link := dial(beat.address, self._secret, 1.0)) is None:
                 continue
             link.node = node
             answer = link.receive(ANSWER_SECONDS) if link.send({"is": "who", "node": self._node}) else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -34,12 +35,22 @@ from craton.agent.launch import Launch, LaunchError, read_launch
 from craton.agent.process import open_log
 from craton.agent.records import NodeRecords
 from craton.agent.wire import Link, Message
-from craton.telemetry import STEADY, Marker, RunDirectory, process_start, read_heartbeat, read_json, read_regular_text
+from craton.telemetry import (
+    STEADY,
+    Heartbeat,
+    Marker,
+    RunDirectory,
+    process_start,
+    read_heartbeat,
+    read_json,
+    read_regular_text,
+)
 
 STATUS_SECONDS = 0.15  # between two words to whoever coordinates
 ALIVE_SECONDS = 3.0  # a heartbeat that has not changed for this long has stopped
 UNHURRIED_SECONDS = 10.0  # before an agent is started again that nobody waits for
 RESTART_SECONDS = 3.0  # between two starts of another node's agent
+FENCE_SECONDS = 30.0  # an agent that lives and has been silent for so long is ended; one that is stopped, earlier
 
 
 class NodeItself(Protocol):
@@ -78,6 +89,7 @@ class Membership:
         self._next_status = 0.0
         self._agents_started: dict[str, float] = {}
         self._agents_seen: dict[str, float] = {}
+        self._fenced: set[tuple[int, str]] = set()  # pid and start of agents that were killed
         self._resize_seen = 0.0
         self._seen_beats: dict[str, tuple[float, float]] = {}  # node → its last heartbeat, and when it was new here
         self.is_released = self.is_finished = False  # this node is needed no more; the run is done
@@ -151,7 +163,7 @@ class Membership:
     def _lives(self, node: str) -> bool:
         """Whether a node's heartbeat goes on, by this machine's own clock."""
         beat, now = read_heartbeat(self._run, node), time.monotonic()
-        if beat is None or beat.state not in ("running", "spare"):
+        if beat is None or beat.state not in ("running", "spare") or beat.is_stopped_here:
             return False
         if beat.host == socket.gethostname() and process_start(beat.pid) != beat.started:
             return False
@@ -301,7 +313,8 @@ class Membership:
             link.send(message)
 
     def _restart_agents(self, now: float) -> None:
-        """Where all nodes are this machine, nobody else would start an agent again that was killed."""
+        """Where all nodes are this machine, no one else would start an agent again that was killed, or end one that is
+        stopped: its node is lost to the run, and its ranks and keeper must not live on."""
         if self._coordinator is None:  # it has just stepped down
             return
         if not self._launch.agent_command or self._run.has("STOP") or self._run.has("FATAL"):
@@ -311,14 +324,19 @@ class Membership:
         for index, node in enumerate(self._launch.nodes):
             if node in members:
                 self._agents_seen[node] = now
-            if not is_short and now - self._agents_seen.get(node, now) < UNHURRIED_SECONDS:
-                continue  # a spare has its place: what starts now would only slow down the others
-            if node in members or (self._run.path / "heartbeat" / f".{node}.lost").exists():
                 continue
             beat = read_heartbeat(self._run, node)
             if beat is None or beat.generation != self._launch.generation or beat.state not in ("running", "spare"):
                 continue
-            if process_start(beat.pid) == beat.started or now - self._agents_started.get(node, -1e9) < RESTART_SECONDS:
+            silent_seconds = now - self._agents_seen.setdefault(node, now)
+            if beat.is_alive_here:
+                self._fence(node, beat, silent_seconds)
+                continue
+            if not is_short and silent_seconds < UNHURRIED_SECONDS:
+                continue  # a spare has its place: what starts now would only slow down the others
+            if (self._run.path / "heartbeat" / f".{node}.lost").exists():
+                continue
+            if now - self._agents_started.get(node, -1e9) < RESTART_SECONDS:
                 continue
             self._agents_started[node] = now
             self._node_itself.warn("agent_restarted", f"the agent of {node} is gone; starting it again")
@@ -333,6 +351,24 @@ class Membership:
                     )
             except OSError as error:
                 self._node_itself.warn("agent_not_started", f"the agent of {node} cannot be started: {error}")
+
+    def _fence(self, node: str, beat: Heartbeat, silent_seconds: float) -> None:
+        """Kills an agent that lives on this machine and is out of the run, and so every process that it started. Its
+        heartbeat is the second witness: one that still beats was only slow to find this coordinator."""
+        is_stopped = beat.is_stopped_here and beat.age_seconds() > SILENT_SECONDS
+        is_silent = min(silent_seconds, beat.age_seconds()) > FENCE_SECONDS
+        if not (is_stopped or is_silent) or (beat.pid, beat.started) in self._fenced:
+            return
+        self._fenced.add((beat.pid, beat.started))
+        why = "is stopped by a signal" if is_stopped else f"has been silent for {beat.age_seconds():.0f} s"
+        text = f"the agent of {node} (process {beat.pid}) {why}: it is killed, and its ranks and keeper with it"
+        self._node_itself.warn("agent_fenced", text)
+        try:
+            os.kill(beat.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # it has ended by itself
+        except PermissionError as error:
+            self._node_itself.warn("agent_not_fenced", f"the agent of {node} cannot be killed: {error}")
 
     def look_for_wishes(self) -> None:
         """`craton resize` or `craton heal` has left word."""

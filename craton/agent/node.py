@@ -448,10 +448,13 @@ class NodeProcesses:
         now = time.monotonic()
         for _, place, process in self._running():
             progress = _progress(place, process, now)
-            is_writing = progress.kind == "checkpoint" and progress.age <= progress.limit
-            if is_writing or "unsaved" in place.page.beside:
+            if progress.kind == "checkpoint" and progress.age <= progress.limit:
                 return True
-        return False
+        return self.holds_state()
+
+    def holds_state(self) -> bool:
+        """Whether a rank that runs holds a state because no disk has taken it."""
+        return any("unsaved" in place.page.beside for _, place, _ in self._running())
 
     def book(self, ended: str | None = None) -> None:
         """Writes the ledger of every place."""

@@ -87,7 +87,8 @@ class StateWriter:
 
     @property
     def _wanted_beat(self) -> Heartbeat | None:
-        return replace(self._beat, trouble=self.trouble) if self._beat else None
+        missing = self._records.lost_lines + self._records.waiting_lines
+        return replace(self._beat, trouble=self.trouble, missing_lines=missing) if self._beat else None
 
     def _write_marks(self) -> None:
         while self._marks and not self.is_gone:

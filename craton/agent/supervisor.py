@@ -7,7 +7,8 @@ has ended and is reaped, the node's heartbeat says what became of it, and the le
 - All ranks exit with 0: the run is done once all nodes say so (whoever coordinates writes DONE), or stopped when the
   STOP marker is set.
 - The STOP marker or SIGTERM to the agent: SIGTERM to the ranks, which checkpoint and exit; SIGKILL after the grace,
-  which does not pass while they write their state, or hold it because no disk takes it.
+  which does not pass while they write their state, or hold it because no disk takes it. A rank that dies while they
+  hold it is a failure like any other: the next generation restores the state, and is stopped in its turn.
 - A rank ends otherwise, raises or hangs: the next generation. The survivors stay alive and enter it; a rank that does
   not leave the old one in its grace is ended here, for it may be blocked for ever, and started again. That goes for a
   planned generation too, for which ranks first finish what they do: one that dies before it is there is a failure.
@@ -103,6 +104,7 @@ class Supervisor:
         self._chaos = Chaos(run, launch, self._node, self._records, self._processes, self._coordinates)
         self._ending: str | None = None  # why the ranks were told to end
         self._is_failure = self._is_done = False
+        self._left_generation: int | None = None  # that broke while a stop held its state: the next one is stopped
         self._kill_at = float("inf")
         self._stop_signal: signal.Signals | None = None
         self._started = self._seen_directory = time.monotonic()
@@ -186,7 +188,7 @@ class Supervisor:
                 key.data()
         self._progress.look()
         # Before the reaping: a scheduler signals the ranks too, and one that dies of that has not failed.
-        if self._stop_signal is not None and self._ending is None:
+        if self._stop_signal is not None and self._ending is None and self._can_stop():
             self._stop_all_nodes(self._stop_signal)
             self._stop_signal = None  # another one is for the end, which may wait for a disk
         self._reap()
@@ -199,7 +201,7 @@ class Supervisor:
         if self._ending is None:
             self._tend()
         if self._membership is not None:
-            self._membership.confer(now, is_ending=self._ending is not None)
+            self._membership.confer(now, is_ending=self._ending is not None and not self._holds_state())
         self._processes.watch(now)
         self._chaos.turn()
         self._poll(now)
@@ -247,7 +249,7 @@ class Supervisor:
             return
         if not self._is_failure and self._run.has("FATAL"):
             self._end_ranks("FATAL of another node", is_failure=True)
-        if self._ending is None and self._run.has("STOP"):
+        if self._ending is None and self.has("STOP") and self._can_stop():
             self._end_ranks("STOP", is_failure=False)
         if self._run.has("DONE"):
             self._is_done = True
@@ -298,9 +300,12 @@ class Supervisor:
         else:
             place.page.break_off("detect", monotonic_of(rank.ended or STEADY.now()))
             for what in BESIDE:
-                place.page.set_beside(what, False)
+                if what != "unsaved":  # the process that takes its place has that state to save
+                    place.page.set_beside(what, False)
             if any(each is place for _, each in self._processes.ranks):  # otherwise its books are closed
                 self._records.book(id(place), rank.rank, place.page, died_in=died_in)
+        if self._ending is not None and not ended_well and self._holds_state():
+            self._put_off_stop(generation)
         if self._ending is not None:
             if not ended_well and not self._is_failure:
                 self._face.mark_fatal(failure_text(rank, self._node, self._records.generation))
@@ -352,14 +357,20 @@ class Supervisor:
         if self._ending is None:
             event = "keeper_ended" if helper == "keeper" else "nursery_ended"
             self.warn(event, f"{child.name} {how_ended(child.code)}: {told}; a new one starts")
-        if helper == "keeper" and self._processes.generation is not None and self._processes.ranks:
+        is_missed = helper == "keeper" and self._processes.generation is not None and self._processes.ranks
+        # Ranks that hold a state which no disk takes may be the last that have it: they do not leave for a new keeper.
+        if is_missed and not self._processes.holds_state():
             self._report(Fault(f"{child.name} {how_ended(child.code)}", child.ended or STEADY.now()))
 
     # -- among agents ---------------------------------------------------------------------------------------------
 
     def enter(self, generation: Generation, end: tuple[int, ...]) -> None:
         present = self._processes.generation
-        if self._ending is not None or (present is not None and generation.number <= present.number):
+        if present is not None and generation.number <= present.number:
+            return
+        if self._ending is not None and present is not None and self._holds_state():
+            self._put_off_stop(present)
+        if self._ending is not None:
             return
         try:
             self._processes.enter(generation, end)
@@ -410,6 +421,27 @@ class Supervisor:
             if place.process is not None:
                 place.process.send(signal.SIGTERM)
                 place.process.send(signal.SIGCONT)
+
+    def _holds_state(self) -> bool:
+        """Whether the run stops, and a rank holds or held the state that no disk takes; others have copies of it."""
+        is_held = any("unsaved" in place.page.beside for _, place in self._processes.ranks)
+        return is_held and not self._is_failure and bool(self._launch.nursery)
+
+    def _put_off_stop(self, broken: Generation) -> None:
+        """The generation broke while it held the state: the next one restores it, and is stopped then."""
+        self._records.event("stop_put_off", reason=f"the state is only in memory, and generation {broken.number} broke")
+        self._ending, self._kill_at, self._left_generation = None, float("inf"), broken.number
+
+    def _can_stop(self) -> bool:
+        """Whether the ranks hear a stop: those of a generation after one that broke with its state unsaved do once they
+        have entered it. Before that SIGTERM would end a process that has only begun."""
+        present = self._processes.generation
+        if self._left_generation is None or present is None:
+            return True
+        entered = all(
+            place.is_running and place.page.generation == present.number for _, place in self._processes.ranks
+        )
+        return present.number > self._left_generation and entered
 
     def _kill_ranks(self) -> None:
         """The grace is over."""

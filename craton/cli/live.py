@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.5
 PLAIN_SECONDS = 5.0
+STORAGE_SECONDS = 15.0  # that a stop waits for a disk which does not take what the run has to write
 STATE_STYLES = {
     "waiting": "cyan",
     "starting": "cyan",
@@ -61,7 +62,8 @@ def watch(run: RunDirectory, console: Console, steps: int | None = None, quiet: 
 
 
 def wait_for_stop(run: RunDirectory, console: Console, serves: bool = False) -> View:
-    """Until the run has ended, or cannot save its state; with a sign that something is going on."""
+    """Until the run has ended, or cannot save its state, or its disk has not taken its last words for a while; with a
+    sign that something is going on."""
     from rich.markup import escape
     from rich.status import Status
 
@@ -69,10 +71,18 @@ def wait_for_stop(run: RunDirectory, console: Console, serves: bool = False) -> 
 
     follower = Follower(run)
     what = "draining: requests under way are answered" if serves else "stopping: the ranks save a checkpoint"
+    failing_since: float | None = None
     with Status(what, console=console) as status:
         while (view := follower.look()).is_moving and not view.summary.unsaved:
-            if view.summary.state == "stopping" and view.summary.message:
-                status.update(f"stopping: {escape(view.summary.message)}")
+            reason = view.summary.message or view.summary.storage
+            if view.summary.state == "stopping" and reason:
+                status.update(f"stopping: {escape(reason)}")
+            if not view.summary.storage:
+                failing_since = None
+            elif failing_since is None:
+                failing_since = time.monotonic()
+            elif time.monotonic() - failing_since > STORAGE_SECONDS:
+                break
             time.sleep(LOOK_SECONDS)
     return view
 

@@ -37,7 +37,7 @@ def stop(
         stop_run,
         wait_for_agents,
     )
-    from craton.telemetry import find_run, noting_unread, summarize
+    from craton.telemetry import find_run, noting_unread, storage_problem, summarize
 
     console = make_console(as_json)
     found = find_run(run)
@@ -60,15 +60,25 @@ def stop(
         summary = settled_summaries([summarize(found)])[0]
     if as_json:
         print(json.dumps(outcome_json(found, summary)))
-        raise typer.Exit(1 if summary.state == "failed" or unsaved else 0)
+        raise typer.Exit(1 if summary.state == "failed" or (summary.state == "lost" and not now) or unsaved else 0)
     if summary.state == "failed":
         console.print(f"{found.name} failed while it stopped:\n{summary.message}", style="red", markup=False)
         raise typer.Exit(1)
     if unsaved:
         console.print(f"{found.name} is not stopped: {unsaved}", style="red", markup=False)
         raise typer.Exit(1)
+    if now and not found.has("STOP"):
+        problem = storage_problem(found.path) or f"{found.path} cannot be written"
+        console.print(
+            f"{found.name} is ended, but `craton ps` shows it as lost: {problem}", style="yellow", markup=False
+        )
+        return
+    if summary.state == "lost" and not now:
+        console.print(f"{found.name} is not stopped: {summary.message}", style="red", markup=False)
+        raise typer.Exit(1)
     if summary.state == "stopping":
-        console.print(f"{found.name} still stops: {summary.message}", markup=False)
+        reason = "; ".join(filter(None, [summary.message, summary.storage]))
+        console.print(f"{found.name} still stops: {reason}", markup=False)
         raise typer.Exit(1)
     if summary.state == "done":
         _tell_ended(found, summary, console, as_json)

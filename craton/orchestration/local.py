@@ -27,6 +27,7 @@ from craton.orchestration.draft import Draft, agent_command
 from craton.orchestration.errors import StartError
 from craton.orchestration.preflight_local import check_local
 from craton.telemetry import (
+    STORAGE_ERRORS,
     Heartbeat,
     RunDirectory,
     UnsafeFileError,
@@ -94,14 +95,19 @@ class LocalBackend:
         """The agents see the marker."""
 
     def kill(self, run: RunDirectory) -> None:
-        """Agents that are killed cannot say how they ended any more."""
+        """Agents that are killed cannot say how they ended any more. Nor can this command on a disk that takes nothing:
+        the run is ended all the same, and is shown as lost."""
         for agent in kill_agents(run):
             before = read_heartbeat(run, agent.node)
             generation = before.generation if before else int(read_json(run.launch_path).get("generation") or 0)
             ended = Heartbeat(generation, "stopped", agent.pid, metrics_port=0)
             if before is not None:  # its ledger goes on with the same clock when the run is resumed
                 ended = replace(ended, clock=before.clock, steady_offset=before.steady_offset)
-            write_heartbeat(run, agent.node, ended)
+            try:
+                write_heartbeat(run, agent.node, ended)
+            except OSError as error:
+                if error.errno not in STORAGE_ERRORS:
+                    raise
 
 
 def agent_log(node: str) -> str:

@@ -52,6 +52,7 @@ class Heartbeat:
         return (time.time() if now is None else now) - self.moment
 
     trouble: str = ""  # why the agent cannot write to the run directory, or could not for a while
+    missing_lines: int = 0  # of its records: dropped, or in its memory only
 
     def is_lost(self, now: float | None = None) -> bool:
         return self.state in ("running", "spare") and self.age_seconds(now) > LOST_SECONDS
@@ -61,22 +62,39 @@ class Heartbeat:
         """Whether the agent is a process of this machine that lives, however old its heartbeat is."""
         return bool(self.started) and self.host == socket.gethostname() and process_start(self.pid) == self.started
 
+    @property
+    def is_gone_here(self) -> bool:
+        """Whether the agent was a process of this machine and has ended, whatever its last word was."""
+        return bool(self.started) and self.host == socket.gethostname() and not self.is_alive_here
+
+    @property
+    def is_stopped_here(self) -> bool:
+        """Whether the agent is a process of this machine that a signal (SIGSTOP, say) has stopped."""
+        is_here = bool(self.started) and self.host == socket.gethostname()
+        return is_here and _state_and_start(self.pid) == ("T", self.started)
+
 
 def process_start(pid: int) -> str:
     """When a process began, by the system's own clock; "" when there is none. A number that was given to another
     process since has another one."""
+    state, started = _state_and_start(pid)
+    return "" if state in ("Z", "X") else started
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """The state letter of a process (proc(5)) and when it began; ("", "") when there is none."""
     try:
         # The name in brackets may hold spaces and brackets itself: fields are counted from the last one (proc(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[0] in ("Z", "X") else fields[19]
+        return fields[0], fields[19]
     except FileNotFoundError:
         if Path("/proc/self/stat").exists():
-            return ""
+            return "", ""
     except ProcessLookupError:
-        return ""
+        return "", ""
     listed = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
     state, _, started = listed.stdout.strip().partition(" ")
-    return "" if state[:1] in ("", "Z", "X") else started.strip()
+    return state[:1], started.strip()
 
 
 def write_heartbeat(run: RunDirectory, node: str, heartbeat: Heartbeat) -> float:
@@ -125,6 +143,7 @@ def read_heartbeat(run: RunDirectory, node: str) -> Heartbeat | None:
             clock_offset=float(document.get("clock_offset", 0.0)),
             steady_offset=float(document.get("steady_offset", 0.0)),
             trouble=str(document.get("trouble", "")),
+            missing_lines=int(document.get("missing_lines", 0)),
         )
     except UnsafeFileError as error:
         note_unread(path, error)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, get_args
 
+from craton.digits import counted
 from craton.telemetry.heartbeat import Heartbeat, read_heartbeat
 from craton.telemetry.ledger import LedgerReader, spread
 from craton.telemetry.lines import tail_lines
@@ -107,7 +108,7 @@ class Summarizer:
         if now is None:
             heartbeats = {node: beat and self._by_change(node, beat) for node, beat in heartbeats.items()}
         state, message = _state(self.run, started, heartbeats, recent.generation, now)
-        storage = _storage(self.run, state, started, heartbeats)
+        storage = _storage(self.run, state, started, heartbeats, now)
         ledger = self._ledger.totals()
         wall_seconds = sum(ledger.values())
         steps = int(plan["steps"]) if isinstance(plan.get("steps"), int | float) else recent.steps
@@ -255,11 +256,14 @@ def _state(
     lost = [node for node, beat in beats.items() if beat.is_lost(now)]
     if lost and storage_problem(run.path):  # which may be why heartbeats are old: processes of this machine are seen
         lost = [node for node in lost if not beats[node].is_alive_here]
+    killed = [node for node in lost if wants_stop and beats[node].is_gone_here]
+    if lost and lost == killed:  # it stops all the same: what it should have said last is known
+        if any(beat.state == "running" for node, beat in beats.items() if node not in killed):
+            return "stopping", ""
+        text = f"the agent of {', '.join(killed)} ended without a word while the run stopped"
+        return "stopped", "; ".join(filter(None, [run.marker_text("STOP").strip(), text]))
     if lost:
-        return (
-            "lost",
-            f"no sign of life from {', '.join(lost)} for {max(beats[n].age_seconds(now) for n in lost):.0f} s",
-        )
+        return "lost", _why_lost({node: beats[node] for node in lost}, now)
     if any(beat.state == "running" for beat in beats.values()):
         if wants_stop:
             return "stopping", ""
@@ -277,6 +281,20 @@ def _state(
             return "stopped", run.marker_text("STOP").strip()
         return "lost", f"no agent was ever seen on {', '.join(missing)}"
     return ("stopping" if wants_stop else "starting"), ""
+
+
+def _why_lost(beats: dict[str, Heartbeat], now: float | None) -> str:
+    """Why these nodes are silent, as far as it can be seen from here, and what to do about it."""
+    stopped = {node: beat.pid for node, beat in beats.items() if beat.is_stopped_here}
+    silent = [node for node in beats if node not in stopped]
+    sentences = [
+        f"the agent of {node} (process {pid}) is stopped by a signal: `kill -CONT {pid}` lets it go on"
+        for node, pid in stopped.items()
+    ]
+    if silent:
+        seconds = max(beats[node].age_seconds(now) for node in silent)
+        sentences.append(f"no sign of life from {', '.join(silent)} for {seconds:.0f} s")
+    return "; ".join(sentences)
 
 
 def _unsaved(run: RunDirectory, first_node: list[str], generation: int) -> str:
@@ -297,14 +315,23 @@ def _unsaved(run: RunDirectory, first_node: list[str], generation: int) -> str:
     )
 
 
-def _storage(run: RunDirectory, state: RunState, generation: int, heartbeats: dict[str, Heartbeat | None]) -> str:
-    """What its agents say of the disk under the run directory; while it runs, also what is seen from here."""
-    told = [beat.trouble for beat in heartbeats.values() if beat and beat.generation == generation and beat.trouble]
-    if told:
-        return told[0]
+def _storage(
+    run: RunDirectory, state: RunState, generation: int, heartbeats: dict[str, Heartbeat | None], now: float | None
+) -> str:
+    """What is wrong with the disk under the run directory now, or what that has cost: by the agents that live, and of a
+    run that is not at its end, or has words that were not taken, by a look from here."""
+    beats = [beat for beat in heartbeats.values() if beat and beat.generation == generation]
+    troubled = [beat for beat in beats if beat.trouble]
+    for beat in troubled:
+        if beat.state in ("running", "spare") and not beat.is_gone_here and not beat.is_lost(now):
+            return beat.trouble
     is_open = state in ("starting", "running", "stopping", "lost")
     has_no_reason = state == "failed" and not run.marker_text("FATAL")  # which a full disk has not taken
-    return storage_problem(run.path) if is_open or has_no_reason else ""
+    problem = storage_problem(run.path) if is_open or has_no_reason or troubled else ""
+    missing = sum(beat.missing_lines for beat in troubled)
+    return problem or (
+        f"{counted(missing, 'line')} of the run's records were dropped while its disk took none" if missing else ""
+    )
 
 
 def _is_productive(run: RunDirectory, first_node: str, generation: int) -> bool:

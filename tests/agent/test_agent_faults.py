@@ -12,6 +12,7 @@ import pytest
 from agent_gang import Gang, is_alive
 from waiting import PATIENCE_SECONDS, wait_until
 
+from craton.observability.diagnosis import diagnose, take_snapshot
 from craton.telemetry import read_lines, summarize
 
 STUBBORN = """
@@ -94,6 +95,25 @@ def test_ranks_die_with_a_killed_agent_and_a_new_one_can_start_at_once(gang: Gan
     assert summary.message.startswith("no sign of life from node-0")
     gang.launch("", generation=2)
     assert gang.finish() == 0
+    assert summarize(gang.run).state == "done"
+
+
+def test_a_stopped_agent_is_named_with_the_remedy(gang: Gang) -> None:
+    gang.launch('say("ready"); wait_for("go")')
+    agent = gang.start()
+    gang.said("ready", 0)
+    agent.send_signal(signal.SIGSTOP)
+    later = time.time() + 11
+    wait_until(lambda: "is stopped" in summarize(gang.run, now=later).message, "the signal has arrived")
+    remedy = f"the agent of node-0 (process {agent.pid}) is stopped by a signal: `kill -CONT {agent.pid}` lets it go on"
+    summary = summarize(gang.run, now=later)
+    assert (summary.state, summary.message) == ("lost", remedy)
+    verdict = diagnose(take_snapshot(gang.run, now=later))
+    assert (verdict.cause, verdict.node) == ("agent_stopped", "node-0")
+    assert remedy in verdict.sentence
+    agent.send_signal(signal.SIGCONT)
+    gang.tell("go")
+    assert agent.wait(PATIENCE_SECONDS) == 0
     assert summarize(gang.run).state == "done"
 
 

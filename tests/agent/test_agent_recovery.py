@@ -144,6 +144,52 @@ def test_the_second_node_takes_over_when_the_first_agent_is_killed(gang: Gang) -
     assert "agent_restarted" in gang.event_names("b")
 
 
+def test_a_stopped_coordinator_is_a_lost_node_and_cannot_come_back(gang: Gang) -> None:
+    agents = start(gang)
+    first = met(gang, 1)
+    agents[0].send_signal(signal.SIGSTOP)
+    met(gang, 2)
+    agents[0].send_signal(signal.SIGCONT)
+    assert agents[0].wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    assert not any(is_alive(rank["pid"]) for rank in first.values()), "its ranks ended with it"
+    newest = newest_generation(gang.run)
+    assert newest is not None
+    assert (newest.number, newest.by, newest.nodes) == (2, "b", ["a", "b"])
+    gang.tell("go-2")
+    assert agents[1].wait(PATIENCE_SECONDS) == 0
+    assert_done(gang, generations=2)
+    (fenced,) = [line for line in gang.events("b") if line["event"] == "agent_fenced"]
+    assert f"the agent of a (process {agents[0].pid}) is stopped by a signal" in fenced["message"]
+
+
+@pytest.mark.slow
+def test_a_stopped_agent_that_cannot_be_killed_from_here_comes_back_as_a_spare(gang: Gang) -> None:
+    gang.launch(MEET, nodes=["a", "b", "c"], num_nodes=2, master_port=free_port(), failure_grace_seconds=0.5)
+    agents = {node: gang.start(index) for index, node in enumerate("abc")}
+    first = met(gang, 1)
+    before = newest_generation(gang.run)
+    assert before is not None
+    stopped = next(node for node in before.nodes if node != before.by)
+    agents[stopped].send_signal(signal.SIGSTOP)
+    second = met(gang, 2)
+    agents[stopped].send_signal(signal.SIGCONT)
+
+    def is_spare() -> bool:
+        beat = read_heartbeat(gang.run, stopped)
+        return beat is not None and beat.state == "spare"
+
+    wait_until(is_spare, "it has no part any more")
+    wait_until(lambda: not any(is_alive(rank["pid"]) for rank in first.values()), "its rank has ended")
+    assert all(is_alive(rank["pid"]) for rank in second.values())
+    newest = newest_generation(gang.run)
+    assert newest is not None
+    assert newest.number == 2
+    assert stopped not in newest.nodes
+    gang.tell("go-2")
+    assert [agent.wait(PATIENCE_SECONDS) for agent in agents.values()] == [0, 0, 0]
+    assert gang.run.has("DONE")
+
+
 def test_a_command_that_breaks_again_and_again_ends_with_what_broke(gang: Gang) -> None:
     agents = start(gang, tries=2)
     met(gang, 1)

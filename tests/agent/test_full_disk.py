@@ -13,6 +13,7 @@ import pytest
 from agent_gang import Gang, is_alive
 from waiting import PATIENCE_SECONDS, wait_until
 
+from craton.observability.diagnosis import diagnose, take_snapshot
 from craton.telemetry import LedgerReader, read_heartbeat, read_lines, summarize
 
 # A rank that records and prints steps until it is told to end; it dies of the first error, as most programs do. What it
@@ -140,6 +141,29 @@ def test_an_agent_that_waits_for_room_in_vain_ends_when_asked_and_says_what_was_
     summary = summarize(full.run)
     assert summary.state == "done"
     assert f"the file system of {full.run.path} is full" in summary.storage
+
+
+def test_what_a_killed_agent_said_of_its_disk_is_not_repeated_once_there_is_room(full: FullDisk) -> None:
+    agent = full.start()
+    full.said("stepped", "10")
+    full.fill()
+    full.wait_for_trouble()
+    full.run.mark("STOP")  # its text finds no room
+    agent.kill()
+    agent.wait()
+    later = os.stat(full.run.heartbeat_path("node-0")).st_mtime + 3600.0
+    summary = summarize(full.run, now=later)
+    assert summary.state == "stopped"
+    assert summary.message == "the agent of node-0 ended without a word while the run stopped"
+    assert f"the file system of {full.run.path} is full" in summary.storage
+    full.make_room()
+    for now in (None, later):
+        told = summarize(full.run, now=now).storage
+        assert "of the run's records were dropped while its disk took none" in told
+        assert "full" not in told
+        assert "goes on" not in told
+    verdict = diagnose(take_snapshot(full.run, now=later))
+    assert "full" not in verdict.sentence, verdict.sentence
 
 
 def test_a_failure_on_a_full_disk_is_recovered_from_once_there_is_room(full: FullDisk) -> None:

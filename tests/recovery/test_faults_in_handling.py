@@ -61,14 +61,13 @@ def test_two_ranks_at_once_and_then_everything_that_holds_a_copy(runs: Path) -> 
 
 
 @pytest.mark.slow
-def test_an_agent_that_is_stopped_for_longer_than_its_heartbeat(runs: Path) -> None:
+def test_an_agent_that_is_stopped_is_replaced(runs: Path) -> None:
     expected, before = undisturbed(runs, "fsdp", STEPS), shared_memory()
     with running(runs, Rehearsal("stopped-agent", steps=STEPS, **FSDP)) as run:
         wait_until(lambda: max(losses(run), default=0) >= 8, "8 steps", run)
         agent = next(event["pid"] for event in events(run, "agent_started") if event["node"] == "node-1")
         os.kill(agent, signal.SIGSTOP)
-        wait_until(lambda: events(run, "waiting_for_nodes"), "the other agent misses it", run)
-        os.kill(agent, signal.SIGCONT)
+        wait_until(lambda: events(run, "agent_fenced"), "the other agent misses it", run)
         expect_same_end(run, expected, before)
         assert "node-1 is lost: no sign of life" in events(run, "generation_started")[-1]["reason"]
 

@@ -19,7 +19,7 @@ from craton.agent import write_launch
 from craton.orchestration import newest_checkpoint
 from craton.orchestration.local import start_agents
 from craton.orchestration.rehearsal import Rehearsal, end_rehearsal, write_rehearsal
-from craton.telemetry import RunDirectory, read_status, summarize
+from craton.telemetry import RunDirectory, process_start, read_status, summarize
 
 STEPS = 6
 ROOM = "64m"  # more than the state needs; the small disk has less
@@ -107,12 +107,37 @@ def test_a_stop_does_not_kill_ranks_whose_state_no_disk_takes(tmp_path: Path, sm
         summary = summarize(run)
         assert (summary.state, bool(summary.unsaved)) == ("stopping", True)
         assert not events(run, "rank_killed")
+        kill_rank(run)
+        wait_until(lambda: held(run, generation=1), "the next generation holds it too", run)
+        assert summarize(run).state == "stopping"
         make_room(small_disk)
         wait_until(lambda: not processes_of(run), "it stops", run)
         assert not run.has("FATAL"), run.marker_text("FATAL")
         saved = newest_checkpoint(run)
         assert saved is not None
         assert (saved.step, saved.tier) == (STEPS, str(small_disk))
+
+
+@pytest.mark.slow
+def test_a_stop_fails_when_the_last_copy_of_its_state_is_gone(tmp_path: Path, small_disk: Path) -> None:
+    with running_without_rescue(tmp_path / "runs", rehearsal("gone", small_disk, nodes=1)) as run:
+        wait_until(lambda: held(run), "the rank holds the state", run)
+        run.mark("STOP", "craton stop")
+        wait_until(lambda: events(run, "ranks_told_to_end"), "the agent sees the marker", run)
+        keeper, before = events(run, "keeper_ready")[-1]["pid"], agent_time(run)
+        os.kill(keeper, signal.SIGKILL)
+        wait_until(lambda: not process_start(keeper) and agent_time(run) > before, "the agent goes on without it", run)
+        assert summarize(run).unsaved, "the rank has the state still"
+        kill_rank(run)
+        wait_until(lambda: not processes_of(run), "it ends", run)
+        assert f"the state of step {STEPS} was only in memory, and no copy of it is left" in run.marker_text("FATAL")
+        assert "`craton resume gone` goes on from the beginning" in run.marker_text("FATAL")
+
+
+def kill_rank(run: RunDirectory) -> None:
+    status = read_status(run, "node-0")
+    assert status is not None
+    os.kill(status.ranks[0].pid, signal.SIGKILL)
 
 
 def agent_time(run: RunDirectory) -> float:

@@ -2,7 +2,8 @@
 
 It goes to the job's tiers, then to the run directory (`checkpoints/rescue`). When nothing takes it, all ranks stay up
 with it, say what to do, and try again: at once when there is room, and every RETRY_SECONDS for whatever else was wrong.
-Until then the rank's page says `unsaved`: the agent does not end such a rank, and `ps` and `stop` say what to do.
+Until then the rank's page says `unsaved`: the agent does not end such a rank, and `ps` and `stop` say what to do. It
+goes on to say so when a rank dies meanwhile, until the next generation has restored a copy and saved it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from craton.job import RESCUE
 from craton.ml.training.checkpoint import CheckpointError
-from craton.telemetry import going_on
 
 if TYPE_CHECKING:
     from craton.ml.training.saves import Saves
@@ -25,14 +25,17 @@ REMIND_SECONDS = 600.0  # between two reports of the same failure
 
 def save_for_good(saves: Saves, counters: Mapping[str, int], check: Callable[[], None]) -> None:
     """Returns when a tier or the run directory has the state. `check` raises when this generation is over."""
+    page = saves.parts.clock.page
     problem = _save(saves, counters)
-    if problem is None:
-        return
-    # A rank that dies from here on takes nothing with it where the nodes' memory is used.
-    saves.parts.checkpointer.keep(counters["step"], saves.tensors(), counters, ())
-    if (problem := _rescue(saves, counters, problem)) is not None:
-        with going_on("unsaved"):
-            _hold(saves, counters, problem, check)
+    if problem is not None:
+        # A rank that dies from here on takes nothing with it where the nodes' memory is used.
+        saves.parts.checkpointer.keep(counters["step"], saves.tensors(), counters, ())
+        problem = _rescue(saves, counters, problem)
+    if problem is not None:
+        page.set_beside("unsaved", True)
+        page.spring()
+        _hold(saves, counters, problem, check)
+    page.set_beside("unsaved", False)
 
 
 def _hold(saves: Saves, counters: Mapping[str, int], problem: str | None, check: Callable[[], None]) -> None:

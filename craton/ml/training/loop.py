@@ -138,6 +138,7 @@ class Trainer:
     def _fit(self) -> Outcome:
         parts = self.parts
         counters = self._restore()
+        self.saves.check_kept(counters)
         self._begin(counters)
         self.saves.complete_records(counters)
         self._first_step = self.step + 1
@@ -148,6 +149,8 @@ class Trainer:
         self.timer.begin()
         while self.step < self.last_step and not stopping:
             stopping = self._train_step()
+            if not stopping:  # a state that no disk took is trained on
+                parts.clock.page.set_beside("unsaved", False)
             if stopping or self.step == self.last_step:
                 self._read_late(None)  # the numbers of the last step may still send the training back
         if stopping and self._leaves and self.step < self.last_step:

@@ -81,6 +81,19 @@ class Saves:
                 self.event("restored", counters["step"], tier=self.restored_tier, next_sample=counters["next_sample"])
         return counters
 
+    def check_kept(self, counters: Mapping[str, Any] | None) -> None:
+        """CheckpointError where a stop could not save its state and every copy in memory is gone: to stop with an older
+        one would look as if nothing was lost."""
+        page, directory = self.parts.clock.page, self.parts.directory
+        step = counters["step"] if counters else 0
+        if "unsaved" in page.beside and directory is not None and directory.has("STOP") and step < self._reached:
+            page.set_beside("unsaved", False)
+            source = f"step {step:,}" if step else "the beginning"
+            raise CheckpointError(
+                f"the state of step {self._reached:,} was only in memory, and no copy of it is left; "
+                f"`craton resume {directory.name}` goes on from {source}"
+            )
+
     def save(self, counters: Mapping[str, Any]) -> None:
         """A checkpoint in the background, whose failure costs that checkpoint."""
         step = counters["step"]

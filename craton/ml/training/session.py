@@ -89,12 +89,13 @@ class Session:
             self._leave()
 
     def _next_order(self, orders: Orders) -> Order | None:
-        """None when none came in time, or a stop was asked for while there was nothing to save."""
+        """None when none came in time, or a stop was asked for while there was nothing to save. A state that no disk
+        has taken is in the memory of the nodes: the next generation saves it."""
         deadline = time.monotonic() + ORDER_SECONDS
         while time.monotonic() < deadline:
             if (order := orders.next(LOOK_SECONDS)) is not None:
                 return order
-            if self.stop_asked:
+            if self.stop_asked and "unsaved" not in self.clock.page.beside:
                 print("stopped while the run was broken: it goes on from the last checkpoint", flush=True)
                 return None
         return None

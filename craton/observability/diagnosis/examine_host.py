@@ -50,6 +50,8 @@ def _lost(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         and ((node.heartbeat_age_seconds or 0.0) > limit or node.agent_is_alive is False)
         and not (snapshot.run.storage and node.agent_is_alive)  # a disk that takes no heartbeat makes all of them old
     ]
+    if stopped := [node for node in lost if node.stopped_agent is not None]:
+        return [each for node in stopped for each in _stopped_agent(node, symptoms)]
     words = lost_by_word(snapshot) if symptoms.condition == "dead" else {}
     if not lost and not words and symptoms.condition == "dead" and snapshot.run.state == "lost":
         told = snapshot.run.message.splitlines()[0] if snapshot.run.message else "no node shows a sign of life"
@@ -71,6 +73,14 @@ def _lost(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         if all(node.name != name for node in lost):
             found += finding(symptoms, "node_lost", f"{name} was lost: {how}", ("dead",), node=name, base=0.97)
     return found
+
+
+def _stopped_agent(node: Node, symptoms: Symptoms) -> list[Finding]:
+    told = (
+        f"the agent of {node.name} (process {node.stopped_agent}) is stopped by a signal: "
+        f"`kill -CONT {node.stopped_agent}` lets it go on"
+    )
+    return finding(symptoms, "agent_stopped", told, ("dead", "hung"), node=node.name, base=1.0)
 
 
 def _lost_spares(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:

@@ -245,6 +245,7 @@ class Node:
     heartbeat_age_seconds: float | None = None
     heartbeat_state: str = ""  # of telemetry.NodeState; "": none was seen
     agent_is_alive: bool | None = None  # where its process can be looked at
+    stopped_agent: int | None = None  # the process of its agent, where a signal has stopped it
     gpus: tuple[Gpu, ...] = ()
     gpus_known: bool = False  # whether anybody told of the cards
     expected_gpus: int | None = None

@@ -152,6 +152,7 @@ def _lost_nodes(snapshot: Snapshot) -> list[str]:
         if node.heartbeat_state in ("running", "spare")
         and ((node.heartbeat_age_seconds or 0.0) > limit or node.agent_is_alive is False)
         and node.name in (snapshot.run.nodes or (node.name,))
+        and not (snapshot.run.storage and node.agent_is_alive)  # a disk that takes no heartbeat makes all of them old
     ]
 
 

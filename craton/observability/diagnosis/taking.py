@@ -125,7 +125,9 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
     )
     for name in facts.nodes:
         node = _node(name, beats[name], hosts.get(name, ""), facts, launch, plan, moment)
-        if name in here:
+        beat = beats[name]
+        if beat is not None and name in here:
+            node = replace(node, stopped_agent=beat.pid if beat.is_stopped_here else None)
             node = replace(node, agent_is_alive=name in alive if node.heartbeat_state == "running" else None)
             if machine is not None:
                 node = machine.onto(node)

@@ -267,6 +267,7 @@ def storage_cases() -> Iterator[Case]:
 def host_cases() -> Iterator[Case]:
     silent = with_run(with_node(healthy(4), NODE, heartbeat_age_seconds=60.0), state="lost", message="no sign of life")
     yield Case("lost", "node_lost", "dead", silent, rank=None)
+    yield Case("stopped agent", "agent_stopped", "dead", with_node(silent, NODE, stopped_agent=4711), rank=None)
     gone = with_nodes(healthy(4), lambda node: replace(node, heartbeat_age_seconds=300.0))
     yield Case("all", "agents_gone", "dead", with_run(gone, state="lost", message="no sign of life"), "", None)
     yield Case("killed", "rank_killed", "dead", dead(-9))

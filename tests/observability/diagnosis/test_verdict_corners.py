@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from craton.observability.diagnosis import Snapshot, diagnose
-from craton.observability.diagnosis.building import MOMENT, healthy, slowed, with_host, with_rank, with_run
+from craton.observability.diagnosis.building import (
+    MOMENT,
+    healthy,
+    slowed,
+    with_host,
+    with_nodes,
+    with_rank,
+    with_run,
+)
 from craton.observability.diagnosis.snapshot import LogMatch
 
 
@@ -89,3 +97,10 @@ def test_two_groups_of_slow_ranks_are_two_symptoms() -> None:
     verdict = diagnose(run)
     assert verdict.rank == 11
     assert [(each.cause, each.node) for each in verdict.others] == [("processor_stolen", "node-3")]
+
+
+def test_agents_that_live_on_a_disk_that_takes_no_heartbeat_are_not_lost() -> None:
+    old = with_nodes(healthy(2), lambda node: replace(node, heartbeat_age_seconds=60.0, agent_is_alive=True))
+    assert diagnose(old).condition == "dead"
+    verdict = diagnose(with_run(old, storage="/fsx/runs/words is read-only: make its file system writable again"))
+    assert (verdict.condition, verdict.cause) == ("healthy", "storage_read_only")
