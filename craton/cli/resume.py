@@ -24,10 +24,11 @@ def resume(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")] = False,
 ) -> None:
     """Go on with a run that stopped, failed or was lost: plan it again and start from the newest checkpoint."""
+    from craton.cli.fields import print_field
     from craton.cli.live import make_console
     from craton.cli.outcome import shown
     from craton.cli.progress import progress
-    from craton.cli.run import confirm, follow, prepare, print_field, print_plan, stop_step, warn_of_place
+    from craton.cli.run import confirm, follow, prepare, print_plan, stop_step, warn_of_place
     from craton.job import RESCUE
     from craton.orchestration import (
         backend_of,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from craton.cli.fields import print_field
 from craton.cli.outcome import shown
 from craton.digits import counted
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from craton.orchestration import Draft, SavedStep
     from craton.planning import CostPlan, Plan, ServePlan
     from craton.telemetry import RunDirectory
-
-TITLE_WIDTH = 11
 
 
 def run(
@@ -234,18 +233,6 @@ def print_serving(plan: ServePlan, console: Console, copies: int = 1) -> None:
         print_field(console, "cost", f"{dollars} an hour{_for_copies(copies)}")
     for warning in plan.warnings:
         print_field(console, "!", warning)
-
-
-def print_field(console: Console, title: str, text: str) -> None:
-    """`title       text`, the lines of a long text below one another."""
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table.grid(padding=(0, 1, 0, 0))
-    grid.add_column(min_width=TITLE_WIDTH, no_wrap=True)
-    grid.add_column()
-    grid.add_row(Text(title, style="dim"), Text(text))
-    console.print(grid)
 
 
 def _for_copies(copies: int) -> str:

@@ -36,7 +36,7 @@ def follow_server(
     run: RunDirectory, draft: Draft, console: Console, *, detach: bool, as_json: bool, owns: bool = False
 ) -> None:
     """Until the server answers, and with `detach` no longer; else until it has ended, whose exit code is this one's."""
-    from craton.cli.run import print_field
+    from craton.cli.fields import print_field
     from craton.orchestration import Follower, ServerWatch, Stages, address_of, wait_for_agents
 
     server, stages, follower = ServerWatch(address_of(draft.job)), Stages(run), Follower(run)
@@ -92,7 +92,7 @@ def print_ready(job: Job, plan: ServePlan | None, ready: dict[str, Any], console
     """Where it is, what it is called, what it holds, what it should reach, and a line to try."""
     from rich.text import Text
 
-    from craton.cli.run import print_field
+    from craton.cli.fields import print_field
 
     assert job.serve is not None
     console.print(Text.assemble((job.name, "bold"), " serves at ", (ready["url"], "bold green")))

@@ -74,7 +74,8 @@ if TYPE_CHECKING:
         server_name,
         server_of,
     )
-    from craton.orchestration.service import NodeService, ServiceNode, service_of
+    from craton.orchestration.service import NodeService, ServiceNode
+    from craton.orchestration.backends import service_of
     from craton.orchestration.sizes import Size
     from craton.orchestration.snapshot import code_summary
     from craton.orchestration.start import run
@@ -85,9 +86,9 @@ if TYPE_CHECKING:
         settled_summaries,
         standing_of,
         standings_of,
-        stopped_by_user,
         wait_for_agents,
     )
+    from craton.orchestration.run_files import stopped_by_user
     from craton.orchestration.watch import Follower, View
 else:
     __getattr__ = loader(
@@ -150,7 +151,7 @@ else:
                 "server_name",
                 "server_of",
             ),
-            "service": ("NodeService", "ServiceNode", "service_of"),
+            "service": ("NodeService", "ServiceNode"),
             "sizes": ("Size",),
             "snapshot": ("code_summary",),
             "start": ("run",),

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 Condition = Literal["waiting", "running", "ended", "unknown"]
 Outcome = Literal["", "done", "failed"]
-BACKENDS = ("local", "slurm", "kubernetes")
 BACKEND_FILE = "backend.json"
 
 

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from functools import cache
 from typing import cast
 
-from craton.orchestration.backend import BACKENDS, Backend, is_elsewhere, read_submission
+from craton.job import Scheduler
+from craton.orchestration.backend import Backend, is_elsewhere, read_submission
+from craton.orchestration.draft import BACKENDS
 from craton.orchestration.errors import StartError
+from craton.orchestration.service import NodeService
 from craton.telemetry import RunDirectory
 
 
@@ -41,3 +44,19 @@ def pod_lines(run: RunDirectory, follow: bool = False, tail: int | None = None) 
     from craton.orchestration.kubernetes import KubernetesBackend
 
     return KubernetesBackend().logs(run, follow=follow, tail=tail)
+
+
+def service_of(scheduler: Scheduler) -> NodeService:
+    """StartError for a cluster whose nodes nobody schedules."""
+    if scheduler.kind == "slurm":
+        from craton.orchestration.slurm.service import SlurmService
+
+        return SlurmService(scheduler)
+    if scheduler.kind == "kubernetes":
+        from craton.orchestration.kubernetes.service import KubernetesService
+
+        return KubernetesService(scheduler)
+    raise StartError(
+        f"nodes of `scheduler: {{kind: {scheduler.kind}}}` cannot be taken out of service, only those of slurm and "
+        "kubernetes; give a run instead of the cluster, and it is moved off its bad node"
+    )

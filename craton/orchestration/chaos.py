@@ -27,7 +27,8 @@ from craton.job import (
     random_faults,
 )
 from craton.orchestration.draft import tier_names
-from craton.orchestration.state import check_is_seen, check_running, write_whole
+from craton.orchestration.run_files import write_whole
+from craton.orchestration.state import check_is_seen, check_running
 from craton.telemetry import RunDirectory, paths_in, read_lines, summarize
 
 SOON_STEPS = 2  # the first random fault is at least so far ahead: an order takes half a second to arrive
@@ -76,12 +77,6 @@ def arm_faults(run: RunDirectory, faults: Sequence[Fault]) -> Path:
     order = {"faults": [fault.text for fault in faults], "by": getpass.getuser(), "time": time.time()}
     write_whole(path, json.dumps(order, indent=1) + "\n")
     return path
-
-
-def disarm(run: RunDirectory) -> None:
-    """Forget the orders of earlier generations: whoever resumes a run wants it whole."""
-    for path in paths_in(run.chaos_folder, "*.json"):
-        path.unlink(missing_ok=True)
 
 
 def fired_faults(run: RunDirectory, since: float = 0.0) -> dict[str, float]:

@@ -11,10 +11,10 @@ from craton.agent import free_port
 from craton.orchestration.backend import BACKEND_FILE
 from craton.orchestration.draft import COPY, Draft, named_job, nursery_command, python_of, rank_command
 from craton.orchestration.errors import StartError
+from craton.orchestration.run_files import write_whole
 from craton.orchestration.runs import check_name_is_free
 from craton.orchestration.slurm import SCRIPT_FILE, ScriptOptions, sbatch_script, submit_array
 from craton.orchestration.snapshot import code_folder, find_code, keep_code
-from craton.orchestration.state import write_whole
 from craton.telemetry import RunDirectory
 
 

@@ -36,13 +36,13 @@ from craton.job import (
 )
 from craton.limits import cpu_quota
 from craton.ml import TRAINED_PRECISIONS
-from craton.orchestration.backend import BACKENDS
 from craton.orchestration.command import command_environment, command_fields, processes_of
 from craton.orchestration.errors import StartError
 from craton.orchestration.sizes import Size, check_memory, check_offload, elastic_sizes
 from craton.planning import Plan, ServePlan, billed_instances, plan, plan_serving, plan_to_json, serving_to_json
 from craton.remote import is_url
 
+BACKENDS = ("local", "slurm", "kubernetes")
 KINDS = ("pretrain", "sft", "serve", "command")
 IMAGE_PYTHON = "python3"  # as images have it
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment of the ranks: where a user's own functions are looked for

@@ -20,8 +20,9 @@ from craton.orchestration.draft import plan_text
 from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import check_machine, living_agents, start_agents, with_cards
 from craton.orchestration.preflight_local import check_local
+from craton.orchestration.run_files import write_whole
 from craton.orchestration.sizes import Size, nearest_sizes, plan_size, with_fitting_layout
-from craton.orchestration.state import check_is_seen, check_running, launching, write_whole
+from craton.orchestration.state import check_is_seen, check_running, launching
 from craton.telemetry import RunDirectory, read_json, read_regular_text, tail_lines
 
 TAIL_BYTES = 64 << 10

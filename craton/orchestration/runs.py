@@ -32,25 +32,19 @@ from craton.job import (
 )
 from craton.orchestration.backend import BACKEND_FILE, read_submission, write_submission
 from craton.orchestration.backends import backend_of, backend_of_run
-from craton.orchestration.chaos import disarm, faults_left
+from craton.orchestration.chaos import faults_left
+from craton.orchestration.chaos_orders import disarm
 from craton.orchestration.draft import COPY, JOB_FOLDER, Draft, Progress, draft_run
 from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import kill_agents, living_agents
 from craton.orchestration.relaunch import last_launch
 from craton.orchestration.removal import remove_run
 from craton.orchestration.resize import resized_nodes
+from craton.orchestration.run_files import USER_STOP, write_whole
 from craton.orchestration.server import check_port
 from craton.orchestration.sizes import with_chosen_layout, with_fitting_layout
 from craton.orchestration.snapshot import check_code, find_code, keep_code
-from craton.orchestration.state import (
-    GOES_ON,
-    USER_STOP,
-    check_not_running,
-    check_running,
-    launching,
-    standing_of,
-    write_whole,
-)
+from craton.orchestration.state import GOES_ON, check_not_running, check_running, launching, standing_of
 from craton.telemetry import (
     MARKERS,
     RunDirectory,

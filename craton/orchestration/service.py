@@ -9,9 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from craton.job import Scheduler
-from craton.orchestration.errors import StartError
-
 MARK = "craton:"  # and the number of the deed
 
 
@@ -46,19 +43,3 @@ class NodeService(Protocol):
     def give_back(self, node: str, mark: str) -> str:
         """Undoes `take_out`. Why not, where the node does not bear the mark any more; empty: done."""
         ...
-
-
-def service_of(scheduler: Scheduler) -> NodeService:
-    """StartError for a cluster whose nodes nobody schedules."""
-    if scheduler.kind == "slurm":
-        from craton.orchestration.slurm.service import SlurmService
-
-        return SlurmService(scheduler)
-    if scheduler.kind == "kubernetes":
-        from craton.orchestration.kubernetes.service import KubernetesService
-
-        return KubernetesService(scheduler)
-    raise StartError(
-        f"nodes of `scheduler: {{kind: {scheduler.kind}}}` cannot be taken out of service, only those of slurm and "
-        "kubernetes; give a run instead of the cluster, and it is moved off its bad node"
-    )

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from craton.orchestration.backend import Standing, is_elsewhere, read_submission
 from craton.orchestration.backends import backend_of
@@ -24,13 +23,11 @@ from craton.telemetry import (
     append_regular,
     noting_unread,
     read_json,
-    replace_text,
     summarize,
 )
 
 MOVING: tuple[RunState, ...] = ("waiting", "starting", "running", "stopping")  # not at its end, whichever that is
 GOES_ON = ("waiting", "running")
-USER_STOP = "craton stop"  # how the STOP marker of a user begins; agents and schedulers set it too
 LOOK_SECONDS = {"local": 0.02}  # between two looks at a run while one waits for its end
 SCHEDULER_LOOK_SECONDS = 2.0  # the same where a scheduler is asked, which has others to answer
 
@@ -100,10 +97,6 @@ def is_server(run: RunDirectory) -> bool:
     return read_json(run.plan_path).get("kind") == "serve"
 
 
-def stopped_by_user(run: RunDirectory) -> bool:
-    return any(line.startswith(USER_STOP) for line in run.marker_text("STOP").splitlines())
-
-
 def wait_for_agents(run: RunDirectory, seconds: float = 10.0) -> None:
     """Until the agents of a run that has ended are gone too, so that it may be resumed at once."""
     pause = LOOK_SECONDS.get(read_submission(run).on, SCHEDULER_LOOK_SECONDS)
@@ -166,9 +159,3 @@ def launching(run: RunDirectory) -> Iterator[None]:
         except BlockingIOError:
             raise RunStateError(f"{run.name} is being started by another command; `craton ps` shows it") from None
         yield
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file as a whole, so that a reader sees the old or the new one, also after a power loss."""
-    path.parent.mkdir(exist_ok=True)
-    replace_text(path, text)

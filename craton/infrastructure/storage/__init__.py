@@ -13,8 +13,8 @@ from craton.infrastructure.storage.store import (
     ObjectInfo,
     ObjectWriter,
     Store,
-    open_store,
 )
+from craton.infrastructure.storage.opening import open_store
 
 __all__ = [
     "CachedFolder",

@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from craton.infrastructure.errors import ObjectMissingError, StorageError
-from craton.infrastructure.storage.store import ObjectInfo, Store, checked_name, open_store
+from craton.infrastructure.storage.opening import open_store
+from craton.infrastructure.storage.store import ObjectInfo, Store, checked_name
 
 FREE_SHARE = 0.1  # of the disk, where CRATON_CACHE_BYTES does not say how much may be used
 _STATE = ".state"

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from craton.infrastructure.errors import StorageError
-from craton.infrastructure.storage.store import ObjectInfo, Store, open_store
+from craton.infrastructure.storage.opening import open_store
+from craton.infrastructure.storage.store import ObjectInfo, Store
 
 FILES_IN_FLIGHT = 4
 

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, Protocol
 
 from craton.infrastructure.errors import ObjectMissingError, StorageError
-from craton.remote import is_url
 
 Bytes = Any  # whatever has the buffer protocol: bytes, memoryview, an array of bytes
 STREAM_BYTES = 16 * 2**20
@@ -136,21 +135,6 @@ class Store(ABC):
         if info is None:
             raise ObjectMissingError(f"{self.where(name)} is not there")
         return info
-
-
-def open_store(place: str | Path) -> Store:
-    """A folder, or `s3://bucket/prefix` with credentials and endpoint from the usual AWS environment. Opening asks
-    nothing of the network and makes no folder; `check_writable` finds out whether it can be used."""
-    if not is_url(place):
-        from craton.infrastructure.storage.folder import FolderStore
-
-        return FolderStore(Path(place))
-    scheme = str(place).partition("://")[0]
-    if scheme != "s3":
-        raise StorageError(f"{place}: {scheme}:// is not a store; give a folder or s3://bucket/prefix")
-    from craton.infrastructure.storage.s3 import S3Store
-
-    return S3Store(str(place))
 
 
 def checked_name(name: str) -> str:

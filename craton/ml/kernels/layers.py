@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from craton.ml.collectives import Peers, like, local
-from craton.ml.kernels import swiglu, swiglu_backward
+from craton.ml.kernels.elementwise import swiglu, swiglu_backward
 from craton.ml.kernels.weight_gradients import weight_gradient
 
 

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
-from craton.ml import kernels
-from craton.ml.kernels import reference
+from craton.ml.kernels import elementwise, reference
+from craton.ml.kernels.sampling_hash import LEAST_TEMPERATURE, MULTIPLIERS, ROW_KEYS
 
 FEW_ROWS = 8  # above which a product is no longer bound by reading its weight, and is the library's
-LEAST_TEMPERATURE = 1e-5  # below which the likeliest token is chosen: dividing by less leaves the range of fp32
 
 
 def store_rotated(
@@ -44,7 +43,7 @@ def store_rotated(
     weight [head_dim]. `slots` [tokens] is block · page + place of each token.
     """
     head_dim = cache.shape[-1]
-    if kernels.is_fused(qkv) and 2 * cosine.shape[-1] == head_dim and head_dim & (head_dim - 1) == 0:
+    if elementwise.is_fused(qkv) and 2 * cosine.shape[-1] == head_dim and head_dim & (head_dim - 1) == 0:
         from craton.ml.kernels import triton_paged_store
 
         return triton_paged_store.store_rotated(
@@ -61,7 +60,7 @@ def store_rotated(
 
 def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Writes keys and values [tokens, kv_heads, head_dim] where `slots` [tokens] says: block · page + place."""
-    if kernels.is_fused(key):
+    if elementwise.is_fused(key):
         from craton.ml.kernels import triton_paged_store
 
         triton_paged_store.store(key, value, cache, slots)
@@ -93,7 +92,7 @@ def decode_attention(
     `longest` is an upper bound of the lengths. A query before its request's first token (a padded request has one
     token, whatever `queries` is) gives zeros.
     """
-    if kernels.is_fused(query):
+    if elementwise.is_fused(query):
         from craton.ml.kernels import triton_paged_decode
 
         return triton_paged_decode.attention(query, cache, table, rows, lengths, queries, scale, window, longest)
@@ -117,7 +116,7 @@ def prefill_attention(
     Request b's are query[offsets[b] : offsets[b + 1]], `longest_query` at most. What follows the last offset is
     padding, whose result means nothing.
     """
-    if kernels.is_fused(query):
+    if elementwise.is_fused(query):
         from craton.ml.kernels import triton_paged_prefill
 
         return triton_paged_prefill.attention(query, cache, table, rows, lengths, offsets, longest_query, scale, window)
@@ -172,7 +171,7 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: 
 
     Meant for up to FEW_ROWS rows, whose time is that of reading the weight; for more it is right, but not fast.
     """
-    if kernels.is_fused(x) and x.shape[0] <= FEW_ROWS:
+    if elementwise.is_fused(x) and x.shape[0] <= FEW_ROWS:
         from craton.ml.kernels import triton_skinny
 
         return triton_skinny.linear(x, weight, bias, scale)
@@ -183,7 +182,7 @@ def skinny_gated(
     x: Tensor, gate: Tensor, up: Tensor, gate_scale: Tensor | None = None, up_scale: Tensor | None = None
 ) -> Tensor:
     """silu(x · gateᵀ) · (x · upᵀ) for x [rows, in] and weights [features, in], with scales where they are in fp8."""
-    if kernels.is_fused(x) and x.shape[0] <= FEW_ROWS:
+    if elementwise.is_fused(x) and x.shape[0] <= FEW_ROWS:
         from craton.ml.kernels import triton_skinny
 
         return triton_skinny.gated(x, gate, up, gate_scale, up_scale)
@@ -199,7 +198,7 @@ def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
     for the same seed and position. The log-probability is that of the logits as they are. A row that has a NaN, or
     whose largest logit is not finite, gives token -1 and log-probability NaN.
     """
-    if kernels.is_fused(logits):
+    if elementwise.is_fused(logits):
         from craton.ml.kernels import triton_choose
 
         return triton_choose.choose(logits, temperature, seeds, positions)
@@ -215,7 +214,7 @@ def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 
 def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     """The noise that `choose` adds, [rows, vocabulary] in fp32: Gumbel, a function of seed, position and token."""
-    if kernels.is_fused(seeds):
+    if elementwise.is_fused(seeds):
         from craton.ml.kernels import triton_choose
 
         return triton_choose.gumbel(seeds, positions, vocabulary)
@@ -227,10 +226,6 @@ def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     return -(-torch.log1p(-uniform)).log()
 
 
-# The hash behind the noise is 32 bits wide, the cheapest that a GPU has: steps of `_mix` over seed, position and token,
-# with two keys for a row. Multipliers: https://github.com/skeeto/hash-prospector ("lowbias32").
-MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
-ROW_KEYS = (0x9E3779B9, 0x3C6EF372)
 WORD = 0xFFFFFFFF
 
 

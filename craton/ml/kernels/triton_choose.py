@@ -11,15 +11,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.libdevice import fast_logf
 
-from craton.ml.kernels import paged
+from craton.ml.kernels import sampling_hash
 from craton.ml.kernels.triton_launch import launch_options, processors, wait_for_inputs
 
 LANES, WIDTH, WARPS = 128, 8, 4  # of a tile: WIDTH tokens for each of LANES
 PROGRAMS_PER_PROCESSOR = 16
 # As the kernels want them: constants of the hash and of the temperature, once for both twins.
-FIRST_MULTIPLIER, SECOND_MULTIPLIER = (tl.constexpr(number) for number in paged.MULTIPLIERS)
-FIRST_KEY, SECOND_KEY = (tl.constexpr(number) for number in paged.ROW_KEYS)
-LEAST_TEMPERATURE = tl.constexpr(paged.LEAST_TEMPERATURE)
+FIRST_MULTIPLIER, SECOND_MULTIPLIER = (tl.constexpr(number) for number in sampling_hash.MULTIPLIERS)
+FIRST_KEY, SECOND_KEY = (tl.constexpr(number) for number in sampling_hash.ROW_KEYS)
+LEAST_TEMPERATURE = tl.constexpr(sampling_hash.LEAST_TEMPERATURE)
 
 
 @triton.jit

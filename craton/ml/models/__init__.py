@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     )
     from craton.ml.models.moe import MoE
     from craton.ml.models.rope import RopeConfig
-    from craton.ml.models.weights import WeightsError, has_weights, load_weights, save_folder
+    from craton.ml.models.model_files import has_weights
+    from craton.ml.models.weights import WeightsError, load_weights, save_folder
 
 _HOMES = {
     "Block": "decoder",
@@ -31,7 +32,7 @@ _HOMES = {
     "config_from_huggingface": "huggingface",
     "config_from_shape": "huggingface",
     "config_to_huggingface": "huggingface",
-    "has_weights": "weights",
+    "has_weights": "model_files",
     "huggingface_family": "huggingface",
     "load_weights": "weights",
     "model_folder": "huggingface",

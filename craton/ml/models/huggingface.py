@@ -143,7 +143,7 @@ def model_folder(model: str | Path) -> Path:
 
     HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to huggingface_hub.
     """
-    from craton.ml.models.weights import has_weights
+    from craton.ml.models.model_files import has_weights
 
     if is_url(str(model)):
         from craton.infrastructure import mirror

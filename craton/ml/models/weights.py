@@ -25,9 +25,9 @@ from craton.ml.collectives import local, own_slices
 from craton.ml.models.config import DecoderConfig
 from craton.ml.models.decoder import Decoder
 from craton.ml.models.huggingface import config_to_huggingface, huggingface_family
+from craton.ml.models.model_files import INDEX
 from craton.ml.models.weight_names import Entry, experts_named, their_shapes, weight_entries
 
-INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -47,18 +47,6 @@ _SHOWN = 8  # names in one message
 
 class WeightsError(CratonError):
     """Weights do not fit the model, or cannot be read or written."""
-
-
-def has_weights(folder: str | Path) -> bool:
-    """Whether a folder holds all the safetensors files it speaks of."""
-    folder = Path(folder)
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        return all((folder / file).is_file() for file in set(index["weight_map"].values()))
-    except FileNotFoundError:
-        return any(folder.glob("*.safetensors"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
 
 
 @torch.no_grad()

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from craton.ml.collectives import Peers
 from craton.ml.serving.sampler import Chosen
-
-if TYPE_CHECKING:
-    from craton.ml.serving.runner import Runner
-    from craton.ml.serving.work import Work
+from craton.ml.serving.upload import Upload
+from craton.ml.serving.work import Work
 
 WARM_UPS = 2
 MOST_DRAFTED = 256  # tokens of a step with drafts: with more, computing costs more than reading the weights does
@@ -35,10 +34,23 @@ def graph_sizes(largest: int, multiple: int = 1) -> list[int]:
     return sorted({-(-size // multiple) * multiple for size in wanted})
 
 
+class DecodeRunner(Protocol):
+    """What graphs need of the runner whose steps they capture."""
+
+    device: torch.device
+    dtype: torch.dtype
+    peers: Peers | None
+    rows: int
+    upload: Upload
+    vocabulary: int
+
+    def decode_body(self, rows: Tensor, lengths: Tensor, logits: Tensor, tokens: Tensor | None) -> Outputs: ...
+
+
 class DecodeGraphs:
     """One for each number of requests, made when `capture` is called; until then no step is taken."""
 
-    def __init__(self, runner: Runner, largest: int, draft_tokens: int = 0) -> None:
+    def __init__(self, runner: DecodeRunner, largest: int, draft_tokens: int = 0) -> None:
         self._runner = runner
         multiple = 1 if runner.peers is None else runner.peers.size
         self.sizes = {1: graph_sizes(largest, multiple)}

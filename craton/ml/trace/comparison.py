@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from craton import planning
 from craton.job import Job, Layout
 from craton.ml.trace.records import CollectiveTotal, Finding, RankTrace, Trace
-from craton.planning import STACKS, UNKNOWN, Memory, StageInventory, Workload
+from craton.planning import STACKS, UNKNOWN, Memory, StageInventory, Workload, inventory, memory
 
 BYTES_TOLERANCE = 0.01  # of collectives and FLOPs
 MEMORY_TOLERANCE = 0.05
@@ -78,9 +77,9 @@ def compare(job: Job, layout: Layout, trace: Trace) -> Comparison:
         weights=job.train.weights,
     )
     traits = STACKS[UNKNOWN]
-    stages = planning.inventory(work, traits)
+    stages = inventory(work, traits)
     ranks = tuple(compare_rank(rank, stages.of_rank(rank.stage)) for rank in trace.ranks)
-    of_memory = compare_memory(trace.worst, planning.memory(work, traits))
+    of_memory = compare_memory(trace.worst, memory(work, traits))
     findings = [finding for rank, traced in zip(ranks, trace.ranks, strict=True) for finding in _findings(rank, traced)]
     findings += _memory_findings(of_memory, trace.worst)
     agrees = of_memory[0].agrees and all(row.agrees for rank in ranks for row in (*rank.collectives, *rank.flops))

@@ -28,11 +28,13 @@ from craton.ml.trace.watch import NO_BLOCK, StepWatch
 from craton.ml.training import loop
 from craton.ml.training.batch import Batch
 from craton.ml.training.build import build_decoder, build_optimizer
-from craton.ml.training.loop import Parts, Trainer
+from craton.ml.training.loop import Trainer
 from craton.ml.training.objectives import objective_of
 from craton.ml.training.optimizer import AdamW
-from craton.ml.training.parallel import Ranks, make_ranks
+from craton.ml.training.parallel import make_ranks
+from craton.ml.training.parts import Parts
 from craton.ml.training.pipeline import Pipeline
+from craton.ml.training.ranks import Ranks
 from craton.ml.training.schedule import Schedule
 from craton.telemetry import LedgerClock
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from craton.ml.training.batch import Batch
     from craton.ml.training.build import build_model, tier_folders
     from craton.ml.training.checkpoint import Checkpointer, TierFolder
-    from craton.ml.training.loop import Parts, Trainer
+    from craton.ml.training.loop import Trainer
+    from craton.ml.training.parts import Parts
     from craton.ml.training.lora import add_adapters, merge_adapters
     from craton.ml.training.objectives import Objective
 
@@ -20,7 +21,7 @@ _HOMES = {
     "Batch": "batch",
     "Checkpointer": "checkpoint",
     "Objective": "objectives",
-    "Parts": "loop",
+    "Parts": "parts",
     "TierFolder": "checkpoint",
     "Trainer": "loop",
     "add_adapters": "lora",

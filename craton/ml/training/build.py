@@ -29,14 +29,15 @@ from craton.ml.models import Decoder, DecoderConfig, config_from_shape, load_wei
 from craton.ml.training import float8
 from craton.ml.training.checkpoint import Checkpointer, PeerSetup, TierFolder
 from craton.ml.training.checkpoint_tiers import OWNER
-from craton.ml.training.loop import Parts
 from craton.ml.training.lora import add_adapters, base_only, initialize_adapters
 from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
 from craton.ml.training.meter import Meter, Prediction
 from craton.ml.training.objectives import objective_of
 from craton.ml.training.optimizer import AdamW
 from craton.ml.training.orders import Order, connect
-from craton.ml.training.parallel import Ranks, make_ranks, parallelize, parameter_dtype
+from craton.ml.training.parallel import make_ranks, parallelize, parameter_dtype
+from craton.ml.training.parts import Parts
+from craton.ml.training.ranks import Ranks
 from craton.ml.training.schedule import Schedule
 from craton.telemetry import LedgerClock, Recorder, RunDirectory, read_regular, read_regular_text
 

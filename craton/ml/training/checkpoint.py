@@ -30,10 +30,11 @@ from craton.errors import CratonError
 from craton.job import RESCUE
 from craton.ml.training.checkpoint_find import SavedStep, find_checkpoint, read_tensors, some
 from craton.ml.training.checkpoint_lane import Lane, Save, SaveReport
+from craton.ml.training.checkpoint_open import open_tier
 from craton.ml.training.checkpoint_restore import check_names, find_together, load_together, open_together
 from craton.ml.training.checkpoint_staging import Ranks, Staging, file_threads, local_data, synchronize
 from craton.ml.training.checkpoint_sums import CheckpointError, DifferentModelError, RanksLostError
-from craton.ml.training.checkpoint_tiers import Tier, TierFolder, open_tier
+from craton.ml.training.checkpoint_tiers import Tier, TierFolder
 from craton.ml.training.peer import PEER, Note, PeerMemory, PeerSetup
 from craton.ml.training.peer_restore import PeerSave, find_saves, load_save
 

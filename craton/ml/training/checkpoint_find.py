@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from craton.errors import CratonError
 from craton.ml.training.checkpoint_metadata import parse_metadata
+from craton.ml.training.checkpoint_open import open_tier
 from craton.ml.training.checkpoint_pickle import MAX_BYTES
 from craton.ml.training.checkpoint_read import CheckedReader, checked_read, damage, shapes_of
 from craton.ml.training.checkpoint_sums import METADATA, CheckpointError, DifferentModelError, Seal
-from craton.ml.training.checkpoint_tiers import JoinedFiles, StepFiles, Tier, TierFolder, open_tier, read_seal
+from craton.ml.training.checkpoint_tiers import JoinedFiles, StepFiles, Tier, TierFolder, read_seal
 from craton.ml.training.checkpoint_writer import ignore_single_process_warning
 
 LISTED_NAMES = 8  # of a different model; the rest are counted

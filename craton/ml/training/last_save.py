@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from craton.job import RESCUE
 from craton.ml.training.checkpoint import CheckpointError
-
-if TYPE_CHECKING:
-    from craton.ml.training.saves import Saves
+from craton.ml.training.saves import Saves
 
 RETRY_SECONDS = 10.0
 LOOK_SECONDS = 0.5  # between two looks for room, which are signs of life too

@@ -14,33 +14,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from craton.job import Job
-from craton.ml.data import Loader, Source
+from craton.ml.data import Loader
 from craton.ml.training.batch import Batch
-from craton.ml.training.checkpoint import Checkpointer
 from craton.ml.training.evaluate import evaluate
 from craton.ml.training.guard import Fault, Guard, TrainingStoppedError
+from craton.ml.training.last_save import save_for_good
 from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
-from craton.ml.training.meter import Meter
-from craton.ml.training.objectives import Objective, batch_loss
-from craton.ml.training.optimizer import AdamW
-from craton.ml.training.parallel import Ranks, accumulate_gradients
+from craton.ml.training.objectives import batch_loss
+from craton.ml.training.parallel import accumulate_gradients
+from craton.ml.training.parts import Parts
 from craton.ml.training.peer import PEER
 from craton.ml.training.pipeline import Pipeline
 from craton.ml.training.readout import HostCopy, Readout
 from craton.ml.training.saves import Saves
-from craton.ml.training.schedule import Schedule
 from craton.ml.training.step_records import StepRecords
 from craton.ml.training.tensor import sum_uncut_gradients
 from craton.ml.training.timing import StepTimer
-from craton.telemetry import LedgerClock, Recorder, RunDirectory
 
 DISTRUST_STEPS = 5  # after a restore from memory, in which a loss that is not finite is laid to it
 
@@ -49,25 +44,6 @@ COLLECT_STEPS = 100  # between two garbage collections, the same on every rank s
 LEDGER_SECONDS = 1.0  # between two lines of the ledger: what a crash may lose
 
 Outcome = Literal["done", "stopped", "left"]  # left: for another generation that nobody died for
-
-
-@dataclass
-class Parts:
-    """All that a training is made of."""
-
-    job: Job
-    ranks: Ranks
-    model: nn.Module
-    optimizer: AdamW
-    objective: Objective
-    schedule: Schedule
-    open_loader: Callable[[int], Loader]  # from a global sample on
-    validation: Source | None
-    checkpointer: Checkpointer
-    recorder: Recorder
-    clock: LedgerClock
-    meter: Meter
-    directory: RunDirectory | None = None  # where the lines of earlier generations are
 
 
 class Trainer:
@@ -155,7 +131,9 @@ class Trainer:
                 self._read_late(None)  # the numbers of the last step may still send the training back
         if stopping and self._leaves and self.step < self.last_step:
             self._doing = "checkpoint"
-            self.saves.keep(self.counters(), self._next_nodes, self.check)
+            if not self.saves.keep(self.counters(), self._next_nodes):
+                save_for_good(self.saves, self.counters(), self.check)
+            self.saves.report()
             return "left"
         outcome: Outcome = "done" if self.step >= parts.schedule.steps else "stopped"
         self.saves.tell_recovery(self.step)  # of a generation that broke after the last step
@@ -360,7 +338,7 @@ class Trainer:
 
     def _save_for_good(self) -> None:
         self._doing = "checkpoint"
-        self.saves.save_for_good(self.counters(), self.check)
+        save_for_good(self.saves, self.counters(), self.check)
 
     def _keep_house(self) -> None:
         """What is done beside the steps, at its own pace."""

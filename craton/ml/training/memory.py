@@ -7,7 +7,7 @@ import torch
 from craton.errors import CratonError
 from craton.job import Train
 from craton.ml.training.meter import Prediction, peak_memory_bytes
-from craton.ml.training.parallel import Ranks
+from craton.ml.training.ranks import Ranks
 
 GIB = 2**30
 

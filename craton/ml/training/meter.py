@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from craton.ml.training.parallel import Ranks
+from craton.ml.training.ranks import Ranks
 from craton.telemetry import Recorder, plan_twins, read_json
 
 LOG_SECONDS = 5.0  # between two lines in the log of rank 0

@@ -29,7 +29,7 @@ from craton.ml.kernels.weight_gradients import LateGradients, put_off
 from craton.ml.models import Decoder
 from craton.ml.training.batch import Batch
 from craton.ml.training.objectives import Objective, hidden_loss
-from craton.ml.training.parallel import Ranks
+from craton.ml.training.ranks import Ranks
 
 RECEIVES_AHEAD = 2  # actions, the one in work included
 

@@ -6,18 +6,15 @@ What happens to all ranks is recorded and said once, by rank 0.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from craton.ml.training.checkpoint import CheckpointError
-from craton.ml.training.last_save import save_for_good
+from craton.ml.training.parts import Parts
 from craton.ml.training.step_records import record_missing
-
-if TYPE_CHECKING:
-    from craton.ml.training.loop import Parts
 
 SAVE_EVENTS = {
     "saved": "checkpoint_saved",
@@ -103,18 +100,10 @@ class Saves:
         except CheckpointError as error:
             self.say(f"step {step}: {error}; training goes on, and the next save tries again")
 
-    def save_for_good(self, counters: Mapping[str, Any], check: Callable[[], None]) -> None:
-        """A state after which nothing is trained: returns when it is on a disk. `check` raises when this generation is
-        over."""
-        save_for_good(self, counters, check)
-
-    def keep(self, counters: Mapping[str, Any], nodes: Sequence[str], check: Callable[[], None]) -> None:
-        """The state of this very step, for the next generation, which has these nodes."""
+    def keep(self, counters: Mapping[str, Any], nodes: Sequence[str]) -> bool:
+        """Keep the state of this very step in memory for the next generation, of these nodes; False where it cannot."""
         with self.parts.clock.kind("checkpoint"):
-            is_kept = self.parts.checkpointer.keep(counters["step"], self.tensors(), counters, nodes)
-        if not is_kept:
-            self.save_for_good(counters, check)
-        self.report()
+            return self.parts.checkpointer.keep(counters["step"], self.tensors(), counters, nodes)
 
     def report(self, is_quiet: bool = False) -> None:
         """Tells of the saves that ended; quietly, only of those that went well."""

@@ -7,7 +7,6 @@ finds the gradient of its own tokens or heads only: those shares are summed once
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +18,7 @@ from craton.ml.collectives import local
 from craton.ml.models.attention import Attention
 from craton.ml.models.mla import LatentAttention
 from craton.ml.models.moe import Experts
-
-if TYPE_CHECKING:
-    from craton.ml.training.parallel import Ranks
+from craton.ml.training.ranks import Ranks
 
 DIMENSION = "tp"
 

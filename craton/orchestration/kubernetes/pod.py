@@ -31,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 
 from craton.agent import Launch, LaunchError, forget_avoided, next_number, parse_launch, read_launch, write_launch
-from craton.orchestration.chaos import disarm
+from craton.orchestration.chaos_orders import disarm
 from craton.orchestration.kubernetes.codepack import unpack_code
 from craton.orchestration.kubernetes.exits import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_FATAL
 from craton.orchestration.kubernetes.gathering import answer, gather, in_order, node_of, sentences, tell

@@ -35,6 +35,7 @@ from craton.infrastructure import expand_hosts, resolve_cluster
 from craton.job import CratonError, Job, load_job
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.placement import Audit, audit, layout_of
+from craton.orchestration.run_files import stopped_by_user, write_whole
 from craton.orchestration.slurm.allocation import Allocation, allocate, write_allocation
 from craton.orchestration.slurm.checks import failed_hosts, gang_in_words, software_failure
 from craton.orchestration.slurm.handover import claim
@@ -45,7 +46,6 @@ from craton.orchestration.slurm.script import signal_seconds
 from craton.orchestration.slurm.starts import may_start_again, next_start, read_starts, write_starts
 from craton.orchestration.slurm.step import HYPERPOD, IMAGE_SECONDS, Step, agents_command, complaint_of, end_step
 from craton.orchestration.slurm.tools import ask, patiently, read_jobs, read_nodes, read_switches
-from craton.orchestration.state import stopped_by_user, write_whole
 from craton.telemetry import LineWriter, RunDirectory, read_json, read_regular, summarize
 
 LEAVE = "leaving for Slurm:"

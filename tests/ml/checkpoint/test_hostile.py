@@ -29,8 +29,8 @@ from craton.ml.serving.models import load_served
 from craton.ml.training.checkpoint import TierFolder, find_checkpoint
 from craton.ml.training.checkpoint_archive import read_archive
 from craton.ml.training.checkpoint_metadata import parse_metadata
+from craton.ml.training.checkpoint_open import open_tier
 from craton.ml.training.checkpoint_sums import CheckpointError, FileSum, Seal
-from craton.ml.training.checkpoint_tiers import open_tier
 
 FIRST, SECOND = 1, 2
 SHARD = "__0_0_0.distcp"

@@ -21,7 +21,7 @@ from craton.job import dump_job, load_job, parse_job
 from craton.ml.training import Trainer
 from craton.ml.training.build import Place, build
 from craton.ml.training.checkpoint import CheckpointError
-from craton.ml.training.checkpoint_tiers import FolderTier
+from craton.ml.training.checkpoint_folder import FolderTier
 from craton.telemetry import LedgerClock, RunDirectory
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

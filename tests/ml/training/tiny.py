@@ -20,10 +20,11 @@ from craton.ml.data.sample import window
 from craton.ml.models.config import DecoderConfig, RoutingConfig
 from craton.ml.training.build import build_decoder, build_optimizer
 from craton.ml.training.checkpoint import Checkpointer, PeerSetup, TierFolder
-from craton.ml.training.loop import Parts, Trainer
+from craton.ml.training.loop import Trainer
 from craton.ml.training.meter import Meter
 from craton.ml.training.objectives import CROSS_ENTROPY, Objective
 from craton.ml.training.parallel import make_ranks, parallelize, parameter_dtype
+from craton.ml.training.parts import Parts
 from craton.ml.training.schedule import Schedule
 from craton.telemetry import LedgerClock
 

@@ -1,0 +1,64 @@
+"""Element-wise operations of a decoder: fused Triton kernels on CUDA, plain PyTorch elsewhere and when compiled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from craton.ml.kernels import reference
+
+
+def is_fused(x: Tensor) -> bool:
+    """Whether the Triton kernels take this tensor."""
+    return x.is_cuda and not torch.compiler.is_compiling()
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, root-mean-square norm of it); x alone when there is no delta."""
+    if is_fused(x) and not torch.is_grad_enabled():
+        from craton.ml.kernels import triton_serving_norm
+
+        return triton_serving_norm.add_norm(x, delta, weight, epsilon)
+    if is_fused(x):
+        from craton.ml.kernels.triton_norm import AddNorm
+
+        return AddNorm.apply(x, delta, weight, epsilon)  # type: ignore[no-any-return]
+    return reference.add_norm(x, delta, weight, epsilon)
+
+
+def split_and_rotate(
+    qkv: Tensor, cosine: Tensor, sine: Tensor, heads: int, kv_heads: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The fused projection [rows, sequence, …] → rotated query and key, and value, [rows, sequence, heads, head_dim].
+
+    Tables are [rows, sequence, turning dimensions / 2].
+    """
+    turning = 2 * cosine.shape[-1]
+    if is_fused(qkv) and turning == head_dim and head_dim & (head_dim - 1) == 0:
+        from craton.ml.kernels.fused import SplitAndRotate
+
+        flat = (qkv.flatten(0, 1), cosine.flatten(0, 1), sine.flatten(0, 1))
+        parts = SplitAndRotate.apply(*flat, heads, kv_heads)
+        query, key, value = (part.unflatten(0, qkv.shape[:2]) for part in parts)
+        return query, key, value
+    query, key, value = reference.split_heads(qkv, heads, kv_heads, head_dim)
+    return reference.rotate(query, cosine, sine), reference.rotate(key, cosine, sine), value
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, for autograd functions that write their own backward pass."""
+    if is_fused(gate):
+        from craton.ml.kernels import triton_swiglu
+
+        return triton_swiglu.swiglu(gate, up)
+    return reference.swiglu(gate, up)
+
+
+def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(silu(gate) · up once more, gradient of gate, gradient of up). The fused kernel writes them over its inputs."""
+    if is_fused(gate):
+        from craton.ml.kernels import triton_swiglu
+
+        triton_swiglu.swiglu_backward_(gate, up, gradient)
+        return gradient, gate, up
+    return reference.swiglu_backward(gate, up, gradient)

@@ -1,0 +1,37 @@
+"""Everything a training is made of, handed to the loop and to what saves its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from craton.job import Job
+from craton.ml.data import Loader, Source
+from craton.ml.training.checkpoint import Checkpointer
+from craton.ml.training.meter import Meter
+from craton.ml.training.objectives import Objective
+from craton.ml.training.optimizer import AdamW
+from craton.ml.training.ranks import Ranks
+from craton.ml.training.schedule import Schedule
+from craton.telemetry import LedgerClock, Recorder, RunDirectory
+
+
+@dataclass
+class Parts:
+    """All that a training is made of."""
+
+    job: Job
+    ranks: Ranks
+    model: nn.Module
+    optimizer: AdamW
+    objective: Objective
+    schedule: Schedule
+    open_loader: Callable[[int], Loader]  # from a global sample on
+    validation: Source | None
+    checkpointer: Checkpointer
+    recorder: Recorder
+    clock: LedgerClock
+    meter: Meter
+    directory: RunDirectory | None = None  # where the lines of earlier generations are

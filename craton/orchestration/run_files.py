@@ -1,0 +1,22 @@
+"""Files of a run that commands write: whole replacements, and whose STOP it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from craton.telemetry import (
+    RunDirectory,
+    replace_text,
+)
+
+USER_STOP = "craton stop"  # how the STOP marker of a user begins; agents and schedulers set it too
+
+
+def stopped_by_user(run: RunDirectory) -> bool:
+    return any(line.startswith(USER_STOP) for line in run.marker_text("STOP").splitlines())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file as a whole, so that a reader sees the old or the new one, also after a power loss."""
+    path.parent.mkdir(exist_ok=True)
+    replace_text(path, text)
