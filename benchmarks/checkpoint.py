@@ -36,7 +36,7 @@ from craton.infrastructure.storage.s3 import PART_BYTES, PARTS_IN_FLIGHT
 from craton.infrastructure.storage.store import READS_IN_FLIGHT, STREAM_BYTES
 from craton.job import load_job
 from craton.ml.data import prepare
-from craton.ml.training.build import Place, build
+from craton.ml.training.build import RankIdentity, build
 from craton.ml.training.checkpoint import Checkpointer, TierFolder
 from craton.ml.training.loop import Trainer
 from craton.telemetry import LedgerClock, Recorder, RunDirectory
@@ -198,7 +198,7 @@ def rank(number: int, path: str, queue: multiprocessing.SimpleQueue) -> None:
     os.environ |= {name: str(value) for name, value in names.items()}
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     run = RunDirectory(path)
-    place = Place(number, RANKS, 0, JOB.parent, node=f"node-{number}")
+    place = RankIdentity(number, RANKS, 0, JOB.parent, node=f"node-{number}")
     trainer = Trainer(build(run, place, Recorder.from_environment(run), LedgerClock()))
     staged_save, blocked, ended = trainer.parts.checkpointer.save, [], [0.0]
 

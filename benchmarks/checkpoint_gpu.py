@@ -29,7 +29,7 @@ from checkpoint import start_server
 
 from craton.job import load_job
 from craton.ml.data import prepare
-from craton.ml.training.build import Place, build
+from craton.ml.training.build import RankIdentity, build
 from craton.ml.training.loop import Trainer
 from craton.telemetry import LedgerClock, Recorder, RunDirectory, read_lines
 
@@ -108,7 +108,7 @@ def train(folder: Path, name: str, document: dict[str, Any], tiers: Sequence[Any
     events = run.events_path("node-0")
     _, events_offset = read_lines(events) if events.is_file() else ([], 0)
     began = time.perf_counter()
-    place = Place(0, 1, 0, folder)
+    place = RankIdentity(0, 1, 0, folder)
     trainer = Trainer(build(run, place, Recorder.from_environment(run), LedgerClock()), stop_at=stop_at)
     trainer.fit()
     checkpointer = trainer.parts.checkpointer

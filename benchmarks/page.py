@@ -41,7 +41,7 @@ from browser import Browser, Tab  # noqa: E402 - lies beside the tests
 from simulated_runs import STEP_SECONDS, metrics_line, write_run, write_runs  # noqa: E402
 
 from craton.observability.web import TopView  # noqa: E402
-from craton.observability.web.verdicts import Answer  # noqa: E402
+from craton.observability.web.verdicts import CachedVerdict  # noqa: E402
 from craton.telemetry import RunDirectory  # noqa: E402
 
 USABLE = {
@@ -144,7 +144,7 @@ class Steps:
 
 def measure_looks(run: RunDirectory, steps: Steps) -> dict[str, float]:
     """Medians, in milliseconds."""
-    view = TopView(run, examine=lambda run, prometheus: Answer("healthy", "all is well"))
+    view = TopView(run, examine=lambda run, prometheus: CachedVerdict("healthy", "all is well"))
     for _ in range(2):  # the second one reads what the first leaves for later
         view.look()
     seconds, of_cpu = [], []

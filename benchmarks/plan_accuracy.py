@@ -14,8 +14,17 @@ from pathlib import Path
 import numpy as np
 
 from craton.job import Layout, ModelShape
-from craton.planning.bench import Bench, Result, Statistics, bench_plan, decisions, family_median, statistics, tables
-from craton.planning.cases import Case, Machine
+from craton.planning.bench import (
+    Bench,
+    CaseResult,
+    Statistics,
+    bench_plan,
+    decisions,
+    family_median,
+    statistics,
+    tables,
+)
+from craton.planning.cases import Case, CaseMachine
 from craton.planning.corpus import corpus, corpus_path, row_of
 from craton.planning.fitting import Fit
 from craton.planning.software import Traits
@@ -153,7 +162,7 @@ def vtrain_case(entry: dict[str, float], identity: str) -> Case:
     )
     traits = Traits(attention="unfused", compiled=False, sequence_parallel=False, gradient_overlap=False)
     node = min(8, gpus)
-    machine = Machine("A100-80-SXM", gpus, node, node, 12.5e9, 0)  # 800 Gb/s InfiniBand a node
+    machine = CaseMachine("A100-80-SXM", gpus, node, node, 12.5e9, 0)  # 800 Gb/s InfiniBand a node
     batch, sequence = int(entry["gbs"]), int(entry["s"])
     return Case(
         identity,
@@ -179,12 +188,12 @@ def line(name: str, entry: Statistics | None) -> str:
     return f"| {name} | {entry.n} | {numbers} | {entry.width:.2f} |"
 
 
-def _results(fit: Fit, cases: list[Case]) -> list[Result]:
+def _results(fit: Fit, cases: list[Case]) -> list[CaseResult]:
     rows = [(case, row_of(case)) for case in cases]
-    return [Result(case, fit.predict(row.terms, row.labels, row.prior_log, row.noise)) for case, row in rows]
+    return [CaseResult(case, fit.predict(row.terms, row.labels, row.prior_log, row.noise)) for case, row in rows]
 
 
-def _same_job(results: list[Result]) -> list[list[Result]]:
+def _same_job(results: list[CaseResult]) -> list[list[CaseResult]]:
     groups = defaultdict(list)
     for result in results:
         case = result.case
@@ -192,13 +201,13 @@ def _same_job(results: list[Result]) -> list[list[Result]]:
     return list(groups.values())
 
 
-def _loss(members: list[Result]) -> float:
+def _loss(members: list[CaseResult]) -> float:
     best = min(result.case.measured_step_seconds for result in members)
     chosen = min(members, key=lambda result: result.prediction.seconds)
     return chosen.case.measured_step_seconds / best - 1.0
 
 
-def _median(results: list[Result]) -> float:
+def _median(results: list[CaseResult]) -> float:
     entry = statistics(results)
     assert entry
     return entry.median

@@ -30,7 +30,7 @@ import torch
 
 from craton.agent import Generation, Keeper, Launch, write_launch
 from craton.job import Layout, dump_job, parse_job
-from craton.ml.training.build import Place, build
+from craton.ml.training.build import RankIdentity, build
 from craton.ml.training.loop import Trainer
 from craton.ml.training.orders import Order
 from craton.orchestration.local import start_agents
@@ -182,7 +182,8 @@ def profile(root: Path, given: argparse.Namespace, out: Path) -> dict[str, Any]:
     layout = asdict(Layout(micro_batch=given.batch, precision="bf16"))
     order = Order(Generation(0, ["node-0"], 1, "", {}, layout), 0, "node-0", name)
     trainer = Trainer(
-        build(run, Place(0, 1, 0, root), Recorder.from_environment(run), LedgerClock(), order), stop_at=WARMUP + 6
+        build(run, RankIdentity(0, 1, 0, root), Recorder.from_environment(run), LedgerClock(), order),
+        stop_at=WARMUP + 6,
     )
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     wanted = torch.profiler.schedule(wait=WARMUP, warmup=1, active=4)

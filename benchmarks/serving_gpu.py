@@ -30,7 +30,7 @@ from craton.ml.serving.build import build_engine, build_runner, join_engine
 from craton.ml.serving.engine import Engine
 from craton.ml.serving.float8 import quantize_model
 from craton.ml.serving.messages import Sampling, Submit
-from craton.ml.serving.runner import Result
+from craton.ml.serving.runner import StepResult
 from craton.ml.serving.settings import EngineSettings
 
 DEVICE = torch.device("cuda")
@@ -91,20 +91,20 @@ def answer(engine: Engine, requests: list[Submit]) -> tuple[dict[int, list[int]]
 def waiting() -> Iterator[list[float]]:
     """Seconds that the host waits for the device: where there are none, the host is what is slow."""
     seconds = [0.0]
-    read = Result.read
+    read = StepResult.read
 
-    def timed(result: Result) -> tuple[list[int], list[float]]:
+    def timed(result: StepResult) -> tuple[list[int], list[float]]:
         began = time.perf_counter()
         if result.done is not None:
             result.done.synchronize()
         seconds[0] += time.perf_counter() - began
         return read(result)
 
-    Result.read = timed  # type: ignore[assignment,method-assign]
+    StepResult.read = timed  # type: ignore[assignment,method-assign]
     try:
         yield seconds
     finally:
-        Result.read = read  # type: ignore[method-assign]
+        StepResult.read = read  # type: ignore[method-assign]
 
 
 def profile(engine: Engine, vocabulary: int, requests: int, length: int) -> list[str]:

@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 
 from craton.ml.serving.message_bytes import decode, encode
-from craton.ml.serving.messages import Piece, Sampling, Stats, Submit
+from craton.ml.serving.messages import OutputDelta, Sampling, Stats, Submit
 from craton.ml.serving.order_bytes import decode_order, encode_order
-from craton.ml.serving.work import Start, Work
+from craton.ml.serving.work import RowStart, StepInput
 
 ROUNDS, SECONDS = 7, 0.05
 
 
-def pieces(count: int) -> list[Piece]:
-    return [Piece(number, 0, [number * 17], [-0.123 * number], versions=[0]) for number in range(count)]
+def pieces(count: int) -> list[OutputDelta]:
+    return [OutputDelta(number, 0, [number * 17], [-0.123 * number], versions=[0]) for number in range(count)]
 
 
-def work(count: int, started: int = 0) -> Work:
+def work(count: int, started: int = 0) -> StepInput:
     numbers = np.arange(count, dtype=np.int32)
-    return Work(
+    return StepInput(
         numbers,
         np.ones(count, np.int32),
         numbers + 300,
@@ -37,7 +37,7 @@ def work(count: int, started: int = 0) -> Work:
         numbers,
         numbers,
         table=[(row, 5, row * 7) for row in range(count // 16)],
-        starts=[Start(row, 12345, -1, Sampling(max_tokens=256, temperature=0.7)) for row in range(started)],
+        starts=[RowStart(row, 12345, -1, Sampling(max_tokens=256, temperature=0.7)) for row in range(started)],
         next_tokens=[(row, 17) for row in range(started)],
     )
 

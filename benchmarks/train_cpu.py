@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 
 from craton.job import Job, ModelShape, load_job
 from craton.ml.data import prepare
-from craton.ml.training.build import Place, build
+from craton.ml.training.build import RankIdentity, build
 from craton.ml.training.loop import Trainer
 from craton.telemetry import LedgerClock, Recorder, RunDirectory
 
@@ -73,7 +73,7 @@ def rank(number: int, run: str, rounds: int, steps: int, queue: multiprocessing.
     os.environ |= {"RANK": str(number), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(number)}
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     directory = RunDirectory(run)
-    place = Place(number, RANKS, number, JOB.parent)
+    place = RankIdentity(number, RANKS, number, JOB.parent)
     trainer = Trainer(build(directory, place, Recorder.from_environment(directory), LedgerClock()))
     trainer._begin(None)
     trainer.timer.begin()

@@ -75,7 +75,7 @@ class Rank:
 
 def serve_steps(job: Path) -> None:
     """In a rank: trains as many steps as each line of standard input says."""
-    from craton.ml.training.build import Place, build
+    from craton.ml.training.build import RankIdentity, build
     from craton.ml.training.loop import Trainer
     from craton.telemetry import LedgerClock, Recorder, RunDirectory
 
@@ -83,7 +83,7 @@ def serve_steps(job: Path) -> None:
     with tempfile.TemporaryDirectory() as root:
         run = RunDirectory.create(Path(root), "waiting")
         run.job_path.write_text(job.read_text(encoding="utf-8"), encoding="utf-8")
-        place = Place(0, 1, 0, job.parent)
+        place = RankIdentity(0, 1, 0, job.parent)
         trainer = Trainer(build(run, place, Recorder.from_environment(run), LedgerClock()))
         trainer._begin(None)
         trainer.timer.begin()

@@ -13,7 +13,7 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "plan.ipynb"
-MOST_BYTES = 30_000  # of a notebook that people read in a diff
+MAX_BYTES = 30_000  # of a notebook that people read in a diff
 
 
 def printed(notebook: nbformat.NotebookNode) -> list[str]:
@@ -72,4 +72,4 @@ def test_it_shows_what_it_prints_now(executed: nbformat.NotebookNode, request: p
 
 
 def test_it_stays_small() -> None:
-    assert NOTEBOOK.stat().st_size < MOST_BYTES
+    assert NOTEBOOK.stat().st_size < MAX_BYTES

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from craton.agent.errors import KeeperError
 from craton.agent.launch import Launch
-from craton.agent.node import NodeProcesses, Place
+from craton.agent.node import NodeProcesses, RankSlot
 from craton.agent.records import NodeRecords
 from craton.agent.slots import KeeperClient
 from craton.errors import CratonError
-from craton.job import Fault, load_job, parse_fault, place_of
+from craton.job import InjectedFault, load_job, parse_fault, place_of
 from craton.telemetry import BESIDE, RunDirectory, paths_in, read_regular
 
 LOOK_SECONDS = 0.5
@@ -36,8 +36,8 @@ class Armed:
     """A fault that has been asked for and has not happened yet."""
 
     name: str  # of its file
-    fault: Fault
-    place: Place | None = None  # where a trap was set
+    fault: InjectedFault
+    place: RankSlot | None = None  # where a trap was set
     sprung: int = 0  # how many traps had sprung there before
 
 
@@ -173,7 +173,7 @@ class Chaos:
         elif fault.rank is not None:
             self._waiting.remove(armed)  # another node's affair
 
-    def _corrupt_file(self, fault: Fault) -> str:
+    def _corrupt_file(self, fault: InjectedFault) -> str:
         """Flips a bit in the middle of the largest file of the newest step; nothing while there is none."""
         job = load_job(self._run.job_path)
         tier = next((tier for tier in job.checkpoint.places if tier.to == fault.tier), None)

@@ -52,7 +52,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Fault:
+class RankFailure:
     """Why a generation cannot go on."""
 
     text: str
@@ -106,7 +106,7 @@ class Coordinator:
         self.launch, self.me, self.current = launch, me, current
         self.members: dict[str, Member] = {}
         self._next_number = next_number
-        self._faults: list[Fault] = []
+        self._faults: list[RankFailure] = []
         self._failures = current.failures if current else 0
         self._failed_at = current.failed_at if current else -1  # the step of the last failure
         self._reached = current.reached if current else 0
@@ -135,7 +135,7 @@ class Coordinator:
         self.joined(node, now)
         member = self.members[node]
         if is_new and self.current and node in self.current.nodes and status.get("generation", -1) < 0:
-            self._faults.append(Fault(f"{node} is lost: its agent was started anew", self._clock))
+            self._faults.append(RankFailure(f"{node} is lost: its agent was started anew", self._clock))
         member.is_ready = bool(status.get("ready"))
         member.keeper, member.store = str(status.get("keeper", "")), str(status.get("store", ""))
         member.generation, member.done_with = int(status.get("generation", -1)), int(status.get("done_with", -1))
@@ -149,7 +149,7 @@ class Coordinator:
         if (member := self.members.get(node)) is not None and member.gone_since is None:
             member.gone_since = now
 
-    def fault(self, fault: Fault) -> None:
+    def fault(self, fault: RankFailure) -> None:
         """What an agent saw of its own ranks; of an earlier generation it is old news, unless ranks are still in it."""
         if self.current is None:
             return
@@ -217,12 +217,12 @@ class Coordinator:
                 if self.current is not None and (node in self.current.nodes or self._leaving(member)):
                     since = now - (member.gone_since if broke and member.gone_since is not None else member.heard)
                     how = "its agent is gone" if broke else f"no sign of life for {SILENT_SECONDS:.0f} s"
-                    self._faults.append(Fault(f"{node} is lost: {how}", clock - since))
+                    self._faults.append(RankFailure(f"{node} is lost: {how}", clock - since))
         if self.current is not None and now - self._began > SILENT_SECONDS:
             # after a change of coordinator: nodes that never came over
             for node in self.current.nodes:
                 if node not in self.members and not self._faults:
-                    self._faults.append(Fault(f"{node} is lost: its agent is gone", clock))
+                    self._faults.append(RankFailure(f"{node} is lost: its agent is gone", clock))
 
     def _look_for_hangs(self, now: float, clock: float) -> None:
         assert self.current is not None
@@ -253,7 +253,7 @@ class Coordinator:
             name, end, last = found[hanging]
             doing = "is stopped by a signal" if last.is_stopped else f"hangs in {last.kind}"
             text = f"{name} {doing} at step {last.step}: no progress for {last.age:.1f} s"
-            self._faults.append(Fault(text, clock - last.age, end))
+            self._faults.append(RankFailure(text, clock - last.age, end))
 
     def _has_entered(self) -> bool:
         """Whether all ranks are in the present generation, or have ended well there."""
@@ -379,7 +379,7 @@ class Coordinator:
         self._entered_at = self._moving_since = None
         return [Start(generation, tuple(rank for fault in faults for rank in fault.ranks))]
 
-    def _gave_up(self, faults: Sequence[Fault]) -> str:
+    def _gave_up(self, faults: Sequence[RankFailure]) -> str:
         text = "; ".join(dict.fromkeys(fault.text for fault in faults))
         if self.launch.tries == 0:
             return text

@@ -50,7 +50,7 @@ class Claimed:
 News = Heard | Followed | Claimed
 
 
-class Council:
+class LeaderElection:
     """`wake` is called from threads when there is news."""
 
     def __init__(

@@ -35,7 +35,7 @@ SINK_GRACE_SECONDS = 30.0  # MLflow takes ten of them to make its first database
 SEARCHED_BYTES = 1 << 20  # of a node's events, for the newest save of each tier
 
 
-class NodeFace:
+class NodePublisher:
     def __init__(
         self, run: RunDirectory, launch: Launch, node: str, endpoint: MetricsEndpoint, records: NodeRecords
     ) -> None:

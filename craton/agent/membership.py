@@ -23,13 +23,13 @@ from craton.agent.coordinator import (
     Action,
     Coordinator,
     Fail,
-    Fault,
     Finish,
     Notice,
+    RankFailure,
     Release,
     Start,
 )
-from craton.agent.council import Claimed, Council, Followed, Heard
+from craton.agent.council import Claimed, Followed, Heard, LeaderElection
 from craton.agent.generation import Generation, create_generation, newest_generation, next_number
 from craton.agent.launch import Launch, LaunchError, read_launch
 from craton.agent.process import open_log
@@ -76,7 +76,13 @@ class NodeItself(Protocol):
 
 class Membership:
     def __init__(
-        self, run: RunDirectory, launch: Launch, node: str, council: Council, records: NodeRecords, itself: NodeItself
+        self,
+        run: RunDirectory,
+        launch: Launch,
+        node: str,
+        council: LeaderElection,
+        records: NodeRecords,
+        itself: NodeItself,
     ) -> None:
         self._run, self._launch, self._node, self._council = run, launch, node, council
         self._records, self._node_itself = records, itself
@@ -85,7 +91,7 @@ class Membership:
         self._links: dict[str, Link] = {}  # node → link, when this agent coordinates
         self._leader: Link | None = None  # otherwise the link to the one that does
         self._leader_heard = 0.0
-        self._untold: list[Fault] = []  # since the present generation began
+        self._untold: list[RankFailure] = []  # since the present generation began
         self._next_status = 0.0
         self._agents_started: dict[str, float] = {}
         self._agents_seen: dict[str, float] = {}
@@ -217,7 +223,7 @@ class Membership:
         elif message["is"] == "fault":
             fields = {name: value for name, value in message.items() if name not in ("is", "age")}
             moment = STEADY.now() - max(0.0, float(message["age"]))  # clocks of machines differ, ages do not
-            self._coordinator.fault(Fault(**{**fields, "time": moment, "ranks": tuple(fields.get("ranks", ()))}))
+            self._coordinator.fault(RankFailure(**{**fields, "time": moment, "ranks": tuple(fields.get("ranks", ()))}))
 
     def _obey(self, message: Message) -> None:
         if message["is"] == "generation":
@@ -229,7 +235,7 @@ class Membership:
         elif message["is"] == "finish":
             self.is_finished = True
 
-    def report(self, fault: Fault) -> None:
+    def report(self, fault: RankFailure) -> None:
         """Tells whoever coordinates, and whoever does so next while nothing came of it."""
         print(f"craton agent: {fault.text.splitlines()[0]}", file=sys.stderr, flush=True)
         if fault.generation is None and (present := self._node_itself.generation) is not None:
@@ -396,6 +402,6 @@ def _labelled(generation: Generation) -> Generation:
     return replace(generation, time=STEADY.to_wall(generation.time), broke_at=broke_at)
 
 
-def _told(fault: Fault) -> Message:
+def _told(fault: RankFailure) -> Message:
     """A fault as it is sent: how long ago it was, and not when."""
     return {"is": "fault", **asdict(fault), "age": STEADY.now() - fault.time}

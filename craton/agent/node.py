@@ -29,11 +29,11 @@ from craton.telemetry import STEADY, RankPage, RankStatus, RunDirectory, monoton
 
 PLANNED_SECONDS = 1000.0  # without progress, on the way into a planned generation; the coordinator has less patience
 NURSERY_SECONDS = 120.0  # imports on a cold file system take their time
-MOST_STARTS = 3  # of one place in one generation, without ever entering it
+MAX_STARTS = 3  # of one place in one generation, without ever entering it
 
 
 @dataclass
-class Place:
+class RankSlot:
     """Where a rank is on its node."""
 
     page: RankPage
@@ -67,7 +67,7 @@ class NodeProcesses:
         self._records, self._selector = records, selector
         self.generation: Generation | None = None
         self.broke_at = 0.0  # monotonic: when the generation before stopped moving; 0: it did not
-        self.places: list[Place] = []
+        self.places: list[RankSlot] = []
         self._outputs: list[CommandOutput] = []  # that are not all in their logs yet
         self._first_ranks = range(0)  # whose books are kept before there is a generation
         self.nursery: Nursery | None = None
@@ -89,7 +89,7 @@ class NodeProcesses:
         return not self._launch.nursery or bool(self.store_address)
 
     @property
-    def ranks(self) -> list[tuple[int, Place]]:
+    def ranks(self) -> list[tuple[int, RankSlot]]:
         """(rank, place) of the present generation, or of the first one to come."""
         ranks = self.generation.ranks_of(self._node) if self.generation else self._first_ranks
         return list(zip(ranks, self.places, strict=False))
@@ -98,7 +98,7 @@ class NodeProcesses:
     def is_done(self) -> bool:
         return self.generation is not None and bool(self.ranks) and all(place.is_done for _, place in self.ranks)
 
-    def is_leaving(self, place: Place) -> bool:
+    def is_leaving(self, place: RankSlot) -> bool:
         """Whether a rank is still in the generation before a planned one, where others may wait for it."""
         present = self.generation
         return present is not None and present.is_planned and place.page.generation == present.number - 1
@@ -112,7 +112,7 @@ class NodeProcesses:
             page = RankPage.make()
             if rank in ended:
                 page.begin("detect", monotonic_of(ended[rank]))
-            self.places.append(Place(page))
+            self.places.append(RankSlot(page))
 
     # -- nursery and keeper ---------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class NodeProcesses:
                 place.page.begin("start", now)
                 place.page.generation = -1
             self._records.skip(id(place), place.page)
-        self.places += [Place(RankPage.make()) for _ in range(wanted - len(self.places))]
+        self.places += [RankSlot(RankPage.make()) for _ in range(wanted - len(self.places))]
         if self.broke_at:  # in the place of a node that was lost
             for place in self.places:
                 if not place.is_running:
@@ -260,7 +260,7 @@ class NodeProcesses:
                 )
                 place.process.send(signal.SIGKILL)
 
-    def ended(self, rank: RankProcess) -> Place:
+    def ended(self, rank: RankProcess) -> RankSlot:
         """Notes the end of a rank, and keeps its books until another takes its place."""
         place = next(place for place in self.places if place.process is rank)
         while self._records.read(rank) and _has_more(rank.records):
@@ -275,7 +275,7 @@ class NodeProcesses:
         self._outputs = [each for each in self._outputs if not each.flush()]
         return not any(each.waiting_bytes for each in self._outputs)
 
-    def start_again(self, place: Place) -> bool:
+    def start_again(self, place: RankSlot) -> bool:
         """A rank that has left, or never came into, the present generation gets a new process. False: it has had too
         many."""
         for rank, each in self.ranks:
@@ -284,11 +284,11 @@ class NodeProcesses:
                 return self._start_rank(rank, place)
         return True
 
-    def _start_rank(self, rank: int, place: Place) -> bool:
+    def _start_rank(self, rank: int, place: RankSlot) -> bool:
         assert self.generation is not None
         place.enter_by = place.kill_at = float("inf")
         place.page.beat()
-        if place.starts >= MOST_STARTS:
+        if place.starts >= MAX_STARTS:
             return False
         if not self._launch.nursery:
             place.page.generation = self.generation.number
@@ -309,7 +309,7 @@ class NodeProcesses:
             self._records.event("rank_started", rank, pid=place.process.pid)
         return True
 
-    def _fork_rank(self, rank: int, place: Place) -> RankProcess | None:
+    def _fork_rank(self, rank: int, place: RankSlot) -> RankProcess | None:
         """None while the nursery is being made anew; `tend_ranks` tries again."""
         assert self.generation is not None
         if self.nursery is None or not self.nursery.is_ready:
@@ -359,7 +359,7 @@ class NodeProcesses:
                 self._start_rank(rank, place)
         return given_up
 
-    def _tell(self, rank: int, place: Place, generation: Generation) -> None:
+    def _tell(self, rank: int, place: RankSlot, generation: Generation) -> None:
         assert place.process is not None
         order = {
             "generation": generation.to_message(),
@@ -385,7 +385,7 @@ class NodeProcesses:
             return
         self.store_address = f"{self._host}:{free_port(self._host)}"
 
-    def _end(self, place: Place) -> None:
+    def _end(self, place: RankSlot) -> None:
         assert place.process is not None
         place.page.break_off("regroup")
         place.process.send(signal.SIGTERM)
@@ -431,14 +431,14 @@ class NodeProcesses:
             )
         return found
 
-    def _running(self) -> list[tuple[int, Place, RankProcess]]:
+    def _running(self) -> list[tuple[int, RankSlot, RankProcess]]:
         return [
             (rank, place, place.process)
             for rank, place in self.ranks
             if place.process is not None and place.process.is_running
         ]
 
-    def _parted(self) -> list[tuple[Place, RankProcess]]:
+    def _parted(self) -> list[tuple[RankSlot, RankProcess]]:
         """Ranks that have no part in the present generation and finish their work in the one before."""
         parted = self.places[len(self.ranks) :]
         return [(place, place.process) for place in parted if place.process is not None and place.process.is_running]
@@ -467,7 +467,7 @@ class NodeProcesses:
                 child.send(signal.SIGKILL)
 
 
-def _progress(place: Place, process: RankProcess, now: float) -> RankProgress:
+def _progress(place: RankSlot, process: RankProcess, now: float) -> RankProgress:
     """What the rank is doing; one that never told of any progress has just made some."""
     page, progress = place.page, place.page.progress  # read once: the rank may beat meanwhile
     told = RankProgress(

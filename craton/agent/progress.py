@@ -27,7 +27,7 @@ from typing import Any
 
 from craton.agent.errors import LaunchError
 from craton.agent.hangs import HANG_STEPS
-from craton.agent.node import NodeProcesses, Place
+from craton.agent.node import NodeProcesses, RankSlot
 from craton.agent.process import RankProcess, fill
 from craton.agent.records import NodeRecords
 from craton.telemetry import STEADY, monotonic_of, open_regular
@@ -36,10 +36,10 @@ LINE_BYTES = 4096  # what is longer is cut: it may be a matrix, or a file withou
 LOOK_BYTES = 256 << 10  # of a log at one look; what comes faster is skipped, but for its end
 MATCH_SECONDS = 0.1  # of processor time for all lines of a look
 SLOW_LOOKS = 3  # that may take longer before the patterns are given up
-MOST_RECORDS = 100  # of a look
+MAX_RECORDS = 100  # of a look
 USUAL_OF = 20  # signs of progress whose median distance is the usual one
 UNSEEN_SECONDS, UNSEEN_LINES = 60.0, 20  # after which it is told that no line has matched
-LEAST_PATIENCE_SECONDS = 4.0  # a node may be so busy that its agent looks late
+MIN_PATIENCE_SECONDS = 4.0  # a node may be so busy that its agent looks late
 NEVER_SECONDS = 1e9  # a job that never hangs, or whose pace is not known yet
 ANSWER_BYTES = 4 << 20
 ANSWER_SECONDS = 2.0
@@ -140,7 +140,7 @@ class Scraper:
 
     def __init__(self, address: str, names: Mapping[str, str], seconds: float) -> None:
         self._address, self._names, self._seconds = address, dict(names), seconds
-        self._found: deque[Reading] = deque(maxlen=MOST_RECORDS)
+        self._found: deque[Reading] = deque(maxlen=MAX_RECORDS)
         self._counters: dict[str, tuple[float, float]] = {}  # ours → (total, moment) of the last answer
         self._closed = threading.Event()
         self.error = ""  # why the last one failed
@@ -213,7 +213,7 @@ class _Course:
     was_warned: bool = False
 
 
-class Progress:
+class CommandProgress:
     """Of the process that a launch says is watched, while this node has it."""
 
     def __init__(
@@ -250,7 +250,7 @@ class Progress:
             place.page.beat()  # what it prints is not in its log while the disk is full: that is no hang
         lines = course.tail.read(to_the_end=not process.is_running)
         found = self._matcher.find(lines)
-        readings = _timed(found[-MOST_RECORDS:], before, course.tail.written_at, STEADY.now())
+        readings = _timed(found[-MAX_RECORDS:], before, course.tail.written_at, STEADY.now())
         if course.scraper is not None:
             readings = sorted([*readings, *course.scraper.take()], key=lambda each: each.moment)
         course.num_lines += len(lines)
@@ -285,7 +285,7 @@ class Progress:
             course.step_seconds.append((moment - course.at) / (last - course.step))
             course.intervals.append((moment - course.at) / len(stepping))
 
-    def _take(self, place: Place, course: _Course, reading: Reading) -> None:
+    def _take(self, place: RankSlot, course: _Course, reading: Reading) -> None:
         values = dict(reading.values)
         step = values.pop("step", None)
         self._steps = int(values.pop("steps", self._steps))
@@ -301,7 +301,7 @@ class Progress:
         at = course.step if course.step is not None else 0
         self._records.measured(self._rank, at, STEADY.to_wall(reading.moment), named)
 
-    def _advance(self, place: Place, course: _Course, step: int, moment: float) -> None:
+    def _advance(self, place: RankSlot, course: _Course, step: int, moment: float) -> None:
         """The process has done a step."""
         generation, page = self._processes.generation, place.page
         assert generation is not None
@@ -353,9 +353,9 @@ def _patience(times: float, least: float, intervals: Sequence[float]) -> float:
     if (not times and not least) or (times and not intervals):
         return NEVER_SECONDS
     if not times:
-        return max(least, LEAST_PATIENCE_SECONDS)  # a fixed time
+        return max(least, MIN_PATIENCE_SECONDS)  # a fixed time
     followed = max(times * statistics.median(intervals), HANG_STEPS * max(intervals))
-    return max(followed, least, LEAST_PATIENCE_SECONDS)
+    return max(followed, least, MIN_PATIENCE_SECONDS)
 
 
 def _timed(found: Sequence[dict[str, float]], before: float, written: float, now: float) -> list[Reading]:

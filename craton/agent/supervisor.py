@@ -29,16 +29,16 @@ from typing import Any
 
 from craton.agent.chaos import Chaos
 from craton.agent.clockwork import continue_clock
-from craton.agent.coordinator import Fault
-from craton.agent.council import Council
+from craton.agent.coordinator import RankFailure
+from craton.agent.council import LeaderElection
 from craton.agent.errors import LaunchError
-from craton.agent.face import NodeFace
+from craton.agent.face import NodePublisher
 from craton.agent.generation import Generation, newest_generation
 from craton.agent.launch import Launch
 from craton.agent.lock import NodeLock
 from craton.agent.membership import Membership
 from craton.agent.network import address_towards, pin_interfaces
-from craton.agent.node import NodeProcesses, Place
+from craton.agent.node import NodeProcesses, RankSlot
 from craton.agent.process import (
     EXIT_FINAL,
     ChildProcess,
@@ -48,7 +48,7 @@ from craton.agent.process import (
     how_ended,
     reap,
 )
-from craton.agent.progress import Progress
+from craton.agent.progress import CommandProgress
 from craton.agent.records import NodeRecords
 from craton.agent.state import directory_identity
 from craton.agent.wire import check_secret, run_secret
@@ -74,7 +74,7 @@ STATUS_SECONDS = 2.0
 SUMMARY_SECONDS = 30.0  # goodput and cost, as metrics of the first node
 GONE_SECONDS = 5.0  # a run directory that stays away this long is gone
 SETTLE_SECONDS = 600.0  # that the end of a run waits for a disk that does not take its outcome
-MOST_NURSERIES = 3  # that may end before they are ready
+MAX_NURSERIES = 3  # that may end before they are ready
 STOPPED_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -94,11 +94,11 @@ class Supervisor:
         number = max(launch.generation, present.number if present else 0)
         self._records = NodeRecords(run, self._node, number, endpoint, self._on_rank_event)
         continue_clock(run, launch, self._node, self._records.last_moment())
-        self._face = NodeFace(run, launch, self._node, endpoint, self._records)
+        self._face = NodePublisher(run, launch, self._node, endpoint, self._records)
         self._log_times = LogTimes(run, self._node)
         self._selector = selectors.DefaultSelector()
         self._processes = NodeProcesses(run, launch, self._node, self._host, self._records, self._selector)
-        self._progress = Progress(launch.progress, self._processes, self._records, self.warn)
+        self._progress = CommandProgress(launch.progress, self._processes, self._records, self.warn)
         self._first_ranks = _first_ranks(launch, node, present)
         self._membership: Membership | None = None
         self._chaos = Chaos(run, launch, self._node, self._records, self._processes, self._coordinates)
@@ -122,7 +122,9 @@ class Supervisor:
         self._processes.open_books(self._first_ranks)
         self._face.serve_metrics(self._host)
         try:
-            council = Council(self._run, self._launch, self._index, run_secret(self._run), self._host, self._wake)
+            council = LeaderElection(
+                self._run, self._launch, self._index, run_secret(self._run), self._host, self._wake
+            )
         except LaunchError as error:
             self.fail(str(error))
         except OSError as error:
@@ -211,7 +213,9 @@ class Supervisor:
             self._processes.tend()
             for rank in self._processes.tend_ranks():
                 self._report(
-                    Fault(f"rank {rank} on {self._node} cannot be started: its nursery does not come", STEADY.now())
+                    RankFailure(
+                        f"rank {rank} on {self._node} cannot be started: its nursery does not come", STEADY.now()
+                    )
                 )
         except OSError as error:
             self.fail(f"{self._node} cannot start its processes: {explain(error)}")
@@ -272,7 +276,7 @@ class Supervisor:
             self.mark("STOP", str(line.get("reason", "")))
         if line["event"] == "broken":
             self._report(
-                Fault(
+                RankFailure(
                     f"{rank.name} on {self._node} broke off at step {line['step']}: {line.get('reason', '')}",
                     STEADY.now(),  # not its label: a clock may have jumped since
                     generation=line.get("generation"),
@@ -321,7 +325,7 @@ class Supervisor:
         else:  # on its way into the present generation, or ended by us because it did not get there
             self._again(place, rank)
 
-    def _again(self, place: Place, rank: RankProcess) -> None:
+    def _again(self, place: RankSlot, rank: RankProcess) -> None:
         """A rank that was on its way into the present generation."""
         place.process = None
         try:
@@ -333,12 +337,12 @@ class Supervisor:
             assert self._processes.generation is not None
             self._report(self._fault_of(rank, self._processes.generation))
 
-    def _fault_of(self, rank: RankProcess, generation: Generation) -> Fault:
+    def _fault_of(self, rank: RankProcess, generation: Generation) -> RankFailure:
         text = failure_text(rank, self._node, self._records.generation)
         is_early = not self._launch.nursery and time.monotonic() - self._started < self._launch.early_seconds
         is_first = generation.number == self._launch.generation and generation.reached == 0
         is_final = rank.code in (EXIT_FINAL, 126, 127)
-        return Fault(
+        return RankFailure(
             text,
             rank.ended or STEADY.now(),
             generation=generation.number,
@@ -351,7 +355,7 @@ class Supervisor:
         told = "; ".join([*child.last_lines(3), *([hint] if hint else [])])
         if helper == "unborn nursery":
             self._failed_nurseries += 1
-            if self._failed_nurseries >= MOST_NURSERIES and self._ending is None:
+            if self._failed_nurseries >= MAX_NURSERIES and self._ending is None:
                 self.fail(f"{child.name} {how_ended(child.code)} before it was ready: {told}")
                 return
         if self._ending is None:
@@ -360,7 +364,7 @@ class Supervisor:
         is_missed = helper == "keeper" and self._processes.generation is not None and self._processes.ranks
         # Ranks that hold a state which no disk takes may be the last that have it: they do not leave for a new keeper.
         if is_missed and not self._processes.holds_state():
-            self._report(Fault(f"{child.name} {how_ended(child.code)}", child.ended or STEADY.now()))
+            self._report(RankFailure(f"{child.name} {how_ended(child.code)}", child.ended or STEADY.now()))
 
     # -- among agents ---------------------------------------------------------------------------------------------
 
@@ -398,7 +402,7 @@ class Supervisor:
     def _coordinates(self) -> bool:
         return self._membership is not None and self._membership.coordinates
 
-    def _report(self, fault: Fault) -> None:
+    def _report(self, fault: RankFailure) -> None:
         if self._membership is not None:
             self._membership.report(fault)
 

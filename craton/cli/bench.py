@@ -15,7 +15,7 @@ from craton.cli.bench_why import why
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from craton.orchestration import Case
+    from craton.orchestration import RecoveryCase
 
 app = typer.Typer(help="Benchmarks of Craton itself.", no_args_is_help=True)
 app.command("serve")(serve)
@@ -105,7 +105,7 @@ def recover(
     _print_recoveries(Console(), found)
 
 
-def _print_recoveries(console: Console, found: list[Case]) -> None:
+def _print_recoveries(console: Console, found: list[RecoveryCase]) -> None:
     from statistics import median
 
     from rich.table import Table

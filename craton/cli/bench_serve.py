@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from craton.loadtest import Closed, Limit, Open, Settings, Sweep, Timed, Workload
+    from craton.loadtest import Closed, Limit, LoadSettings, LoadWorkload, Open, Sweep, Timed
 
 DEFAULT_CONCURRENCY = 16
 DEFAULT_REQUESTS = 100
@@ -101,7 +101,15 @@ def serve(
     from craton.job import CratonError
 
     try:
-        from craton.loadtest import Prefixes, Settings, Target, Workload, load_trace, parse_lengths, parse_objectives
+        from craton.loadtest import (
+            LoadSettings,
+            LoadTarget,
+            LoadWorkload,
+            Prefixes,
+            load_trace,
+            parse_lengths,
+            parse_objectives,
+        )
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise
@@ -112,7 +120,7 @@ def serve(
     if trace is not None and sweep is not None:
         raise CratonError("--sweep needs new prompts for every rate; a --trace has only its own")
     output = parse_lengths(output_lengths, "--output")
-    workload = Workload(
+    workload = LoadWorkload(
         input=parse_lengths(input_lengths or "512", "--input"),
         output=output,
         prefixes=Prefixes(prefix_tokens, prefix_groups, prefix_share),
@@ -120,8 +128,8 @@ def serve(
         trace=tuple(load_trace(trace, output, seed)) if trace is not None else (),
     )
     load = _load(concurrency, rate, burstiness, sweep, workload)
-    settings = Settings(
-        target=Target(url, model, chat, api_key or None, ignore_eos, timeout),
+    settings = LoadSettings(
+        target=LoadTarget(url, model, chat, api_key or None, ignore_eos, timeout),
         workload=workload,
         load=load,
         limit=_limit(requests, duration, load, workload),
@@ -133,7 +141,7 @@ def serve(
 
 
 def _load(
-    concurrency: int | None, rate: float | None, burstiness: float, sweep: str | None, workload: Workload
+    concurrency: int | None, rate: float | None, burstiness: float, sweep: str | None, workload: LoadWorkload
 ) -> Closed | Open | Timed | Sweep:
     from craton.job import CratonError
     from craton.loadtest import Closed, Open, Timed, parse_sweep
@@ -152,7 +160,7 @@ def _load(
 
 
 def _limit(
-    requests: int | None, duration: float | None, load: Closed | Open | Timed | Sweep, workload: Workload
+    requests: int | None, duration: float | None, load: Closed | Open | Timed | Sweep, workload: LoadWorkload
 ) -> Limit:
     from craton.job import CratonError
     from craton.loadtest import Limit, Sweep
@@ -168,7 +176,7 @@ def _limit(
     return Limit(requests=requests or DEFAULT_REQUESTS)
 
 
-def _run(settings: Settings, html: Path | None, as_json: bool) -> None:
+def _run(settings: LoadSettings, html: Path | None, as_json: bool) -> None:
     import json
 
     from rich.console import Console

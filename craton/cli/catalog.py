@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from craton.infrastructure import Entry, Instance, Price
+    from craton.infrastructure import CatalogEntry, Instance, Price
     from craton.job import ModelShape
 
 SECTIONS = ("gpus", "instances", "storage", "models", "local")
@@ -232,7 +232,7 @@ def _storage() -> tuple[Any, Parts]:
     return [_document(entry) for entry in entries], [grid, *notes]
 
 
-def _node_rate(entry: Entry, direction: str) -> str:
+def _node_rate(entry: CatalogEntry, direction: str) -> str:
     """What one node gets, however the catalog states it."""
     if "network_share" in entry.facts:
         return f"{entry.number('network_share'):.0%} of network"
@@ -347,7 +347,7 @@ def _local(measure: bool) -> tuple[Any, Parts]:
     return document, [grid, f"Remembered in {cache_path()}; `craton catalog local --measure` measures again."]
 
 
-def _document(entry: Entry) -> dict[str, Any]:
+def _document(entry: CatalogEntry) -> dict[str, Any]:
     from craton.infrastructure import KEYS
 
     units = KEYS[entry.section]
@@ -408,7 +408,7 @@ def _table(grid: Grid, dropped: list[str]) -> Table:
     return table
 
 
-def _fact(entry: Entry, key: str) -> str:
+def _fact(entry: CatalogEntry, key: str) -> str:
     return _plain(entry.number(key)) if key in entry.facts else "-"
 
 

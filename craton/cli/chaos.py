@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from craton.job import Fault
+    from craton.job import InjectedFault
     from craton.orchestration import Recovery, View
     from craton.telemetry import RunDirectory
 
@@ -86,7 +86,7 @@ def chaos(
         raise typer.Exit(1)
 
 
-def print_faults(run: RunDirectory, faults: list[Fault], console: Console) -> None:
+def print_faults(run: RunDirectory, faults: list[InjectedFault], console: Console) -> None:
     from rich.text import Text
 
     from craton.orchestration import what_happens
@@ -111,7 +111,7 @@ def confirm(run: RunDirectory, yes: bool) -> None:
     typer.confirm(f"Do this to {run.name}?", abort=True)
 
 
-def follow(run: RunDirectory, faults: list[Fault], since: float, console: Console) -> dict[str, Any]:
+def follow(run: RunDirectory, faults: list[InjectedFault], since: float, console: Console) -> dict[str, Any]:
     """Print each fault as it happens and each recovery as it ends, until the last one or the end of the run."""
     from dataclasses import asdict
 
@@ -144,7 +144,7 @@ def follow(run: RunDirectory, faults: list[Fault], since: float, console: Consol
     }
 
 
-def _awaited(faults: list[Fault], fired: dict[str, float], view: View) -> bool:
+def _awaited(faults: list[InjectedFault], fired: dict[str, float], view: View) -> bool:
     """Whether the last fault that breaks a run has not been recovered from yet. A rank that died before its first step
     is started again without a recovery: then the run just moves on."""
     breaking = [fired[each.text] for each in faults if each.kind in _BREAKING and each.target != "keeper"]

@@ -20,7 +20,7 @@ from craton.job import CratonError, did_you_mean, parse_seconds, parse_share
 from craton.observability.healing import MODES, Healing, Ledger, heal, lemons, look, read_report
 
 if TYPE_CHECKING:
-    from craton.observability.healing import Decision, Place
+    from craton.observability.healing import Decision, HealingScope
 
 STYLES = {"observe": "dim", "restart": "cyan", "reset": "yellow", "reboot": "yellow", "replace": "red"}
 SHOWN_ENTRIES = 50
@@ -35,7 +35,9 @@ class Options:
     asks: bool
 
 
-def options_of(place: Place, mode: str | None, share: str | None, every: str, can_ask: bool, asks: bool) -> Options:
+def options_of(
+    place: HealingScope, mode: str | None, share: str | None, every: str, can_ask: bool, asks: bool
+) -> Options:
     """What the command line says, else the cluster file. Acting without --yes needs somebody to ask."""
     chosen = mode or place.mode
     if chosen not in MODES:
@@ -54,7 +56,7 @@ def options_of(place: Place, mode: str | None, share: str | None, every: str, ca
     return options
 
 
-def check_node(place: Place, node: str) -> None:
+def check_node(place: HealingScope, node: str) -> None:
     """CratonError where the scheduler has no node of that name: a slip must not read as a node that does well."""
     names = [each.name for each in place.service.nodes()]
     if node not in names:
@@ -64,7 +66,7 @@ def check_node(place: Place, node: str) -> None:
 
 
 def one_pass(
-    place: Place,
+    place: HealingScope,
     options: Options,
     node: str | None,
     report: Path | None,
@@ -93,7 +95,7 @@ def one_pass(
 
 
 def watch(
-    place_now: Callable[[], Place],
+    place_now: Callable[[], HealingScope],
     options: Options,
     node: str | None,
     report: Path | None,
@@ -144,7 +146,7 @@ def show(healing: Healing, console: Console, notes: Sequence[str] = ()) -> None:
         console.print("nothing was done: `--mode act` does it", style="dim", markup=False)
 
 
-def show_history(place: Place, console: Console, as_json: bool) -> None:
+def show_history(place: HealingScope, console: Console, as_json: bool) -> None:
     ledger = Ledger(place.root)
     entries = ledger.entries()
     worst = lemons(entries, time.time())

@@ -129,10 +129,10 @@ def up(
     from craton.cli.live import make_console
     from craton.cli.observe_view import ended_by_signal, keep_targets, show_until
     from craton.job import load_cluster
-    from craton.observability.prometheus import Observer, Settings, TargetKeeper
+    from craton.observability.prometheus import Observer, ObserverSettings, TargetKeeper
     from craton.telemetry import find_run
 
-    settings = Settings(
+    settings = ObserverSettings(
         runs=(find_run(run),) if run is not None else (),
         cluster=load_cluster(cluster) if cluster is not None else None,
         host=listen,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HEALTH_STYLES = {"up": "green", "down": "bold red", "unknown": "cyan"}
 SEVERITY_STYLES = {"page": "bold red", "ticket": "yellow", "info": "cyan"}
-MOST_TARGETS = 40  # shown one by one; more are counted by job
+MAX_TARGETS = 40  # shown one by one; more are counted by job
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def _picture(seen: Observed) -> RenderableType:
     from rich.text import Text
 
     targets = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    if len(seen.targets) > MOST_TARGETS:
+    if len(seen.targets) > MAX_TARGETS:
         for column in ("JOB", "UP", "TARGETS"):
             targets.add_column(column, justify="left" if column == "JOB" else "right")
         counted = Counter(each["job"] for each in seen.targets)

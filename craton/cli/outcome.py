@@ -25,7 +25,7 @@ _WRITERS = {
     "goodput": figures.percent,
     "cost_dollars": figures.dollars,
 }
-LEAST_SHARE = 0.0005  # of the time, below which a ledger kind is not worth a word
+MIN_SHARE = 0.0005  # of the time, below which a ledger kind is not worth a word
 
 
 def exit_code(summary: RunSummary) -> int:
@@ -93,7 +93,7 @@ def ledger_text(summary: RunSummary) -> str:
     return " · ".join(
         f"{kind} {figures.duration(seconds)} ({figures.percent(seconds / total)})"
         for kind, seconds in summary.ledger.items()
-        if total and seconds / total >= LEAST_SHARE
+        if total and seconds / total >= MIN_SHARE
     )
 
 

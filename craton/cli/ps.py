@@ -23,7 +23,7 @@ VERSUS = "vs PLAN"
 TITLES = ("RUN", "STATE", "GEN", "STEP", "%", "ETA", "LOSS", "TOK/S", VERSUS, "GOODPUT", "$")
 NUM_WORDS = 2  # columns before those of numbers
 GAPS = ("   ", "  ")  # between two columns; the narrow one where the terminal is
-LEAST_NAME = 12  # characters of a name in one line, however narrow the terminal
+MIN_NAME = 12  # characters of a name in one line, however narrow the terminal
 RECENT_RUNS = 20  # that have ended, listed without --all
 WATCH_SECONDS = 2.0
 MAX_UNREAD = 5  # files of a run that are named
@@ -238,10 +238,10 @@ def _table(summaries: list[RunSummary], width: int) -> list[Text]:
 
     rows = [_cells(each) for each in summaries]
     widths = [max(map(len, column)) for column in zip(TITLES, *rows, strict=True)]
-    least = min(widths[0], LEAST_NAME) + sum(widths[1:]) + 1
+    least = min(widths[0], MIN_NAME) + sum(widths[1:]) + 1
     gap = GAPS[0] if least + len(GAPS[0]) * (len(widths) - 1) <= width else GAPS[1]
     others = sum(widths[1:]) + len(gap) * (len(widths) - 1)
-    widths[0] = min(widths[0], max(LEAST_NAME, width - others - 1))
+    widths[0] = min(widths[0], max(MIN_NAME, width - others - 1))
     # rich's own table takes three times as long as all the rest of this verb when there are hundreds of rows
     lines = [Text(_line(TITLES, widths, gap), style="bold"), Text("─" * (widths[0] + others))]
     for summary, (name, state, *rest) in zip(summaries, rows, strict=True):

@@ -18,7 +18,7 @@ MAX_HEAD_BYTES = 64 << 10  # of a request line and its headers; h11 has such a l
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConnectionLimits:
     """Seconds that a peer may keep the server waiting, and connections that may be open."""
 
     head_seconds: float  # for a request line and its headers, from the connection or the last answer on
@@ -37,7 +37,7 @@ class Limits:
 class _Bounded:
     """What both of uvicorn's protocols get; it stands before them in the order of classes."""
 
-    limits: ClassVar[Limits]
+    limits: ClassVar[ConnectionLimits]
     # Uvicorn's:
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from craton.infrastructure.catalog import (
         KEYS,
         Catalog,
-        Entry,
+        CatalogEntry,
         Fact,
         Key,
         entry,
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
         open_store,
         sync_folder,
     )
-    from craton.infrastructure.topology import Place, Topology, level_names, natural
+    from craton.infrastructure.topology import TopologyPath, Topology, level_names, natural
     from craton.infrastructure.topology_hostlist import expand as expand_hosts
     from craton.infrastructure.topology_read import read_instance_names, read_topology
     from craton.infrastructure.topology_sources import SOURCES as TOPOLOGY_SOURCES
@@ -209,7 +209,7 @@ __all__ = [
     "Catalog",
     "CatalogError",
     "Cluster",
-    "Entry",
+    "CatalogEntry",
     "Fact",
     "Gpu",
     "GpuState",
@@ -224,7 +224,7 @@ __all__ = [
     "ObjectInfo",
     "ObjectMissingError",
     "ObjectWriter",
-    "Place",
+    "TopologyPath",
     "Price",
     "ProvisionError",
     "Provisioning",

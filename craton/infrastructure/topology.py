@@ -18,7 +18,7 @@ _UPWARDS = ("leaf", "spine", "core")
 
 
 @dataclass(frozen=True)
-class Place:
+class TopologyPath:
     """One node: its switch on every level, broadest first. "": it hangs below no switch of that level."""
 
     node: str
@@ -31,7 +31,7 @@ class Topology:
     """Nodes below switches. `levels` names the entries of every path."""
 
     levels: tuple[str, ...]  # broadest first, the last is the leaf: ("spine", "leaf")
-    places: tuple[Place, ...]
+    places: tuple[TopologyPath, ...]
     kind: Literal["tree", "block"] = "tree"
     labels: Mapping[str, str] = field(default_factory=dict)  # level → the Kubernetes label it was read from
     unplaced: tuple[str, ...] = ()  # nodes that say nothing of where they are
@@ -113,7 +113,7 @@ def tree_of(
         path = ("",) * (depth - len(found[node])) + found[node]
         if zones:
             path = (zones.get(node, ""), *path)
-        places.append(Place(node, path, (domains or {}).get(node, "")))
+        places.append(TopologyPath(node, path, (domains or {}).get(node, "")))
     return _with_unique_names(Topology(levels, tuple(places), **facts))
 
 
@@ -153,7 +153,7 @@ def _with_unique_names(topology: Topology) -> Topology:
         return "-".join(part for part in path[: index + 1] if part)
 
     places = tuple(
-        Place(place.node, tuple(unique(place.path, index) for index in range(len(place.path))), place.domain)
+        TopologyPath(place.node, tuple(unique(place.path, index) for index in range(len(place.path))), place.domain)
         for place in topology.places
     )
     return replace(topology, places=places, renamed=places != topology.places)

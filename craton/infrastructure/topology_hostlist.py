@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from craton.infrastructure.errors import TopologyError
 from craton.infrastructure.topology import natural
 
-MOST_NAMES = 200_000
+MAX_NAMES = 200_000
 _NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<digits>[0-9]+)")
 
 
@@ -23,8 +23,8 @@ def expand(text: str) -> list[str]:
         found = [""]
         for literal, ranges in re.findall(r"([^\[\]]*)(?:\[([^\[\]]*)\])?", part):
             endings = _numbers(ranges, text) if ranges else [""]
-            if len(found) * len(endings) + len(names) > MOST_NAMES:
-                raise TopologyError(f"{text[:60]!r} stands for more than {MOST_NAMES} names; is that a slip?")
+            if len(found) * len(endings) + len(names) > MAX_NAMES:
+                raise TopologyError(f"{text[:60]!r} stands for more than {MAX_NAMES} names; is that a slip?")
             found = [name + literal + ending for name in found for ending in endings]
         names += found
     return names
@@ -79,7 +79,7 @@ def _numbers(ranges: str, text: str) -> list[str]:
         if match is None:
             raise TopologyError(f"{text[:60]!r} is not a list of hosts; {part!r} is not a number or a range of numbers")
         first, last = match[1], match[2] or match[1]
-        if int(last) - int(first) >= MOST_NAMES:
-            raise TopologyError(f"{text[:60]!r} stands for more than {MOST_NAMES} names; is that a slip?")
+        if int(last) - int(first) >= MAX_NAMES:
+            raise TopologyError(f"{text[:60]!r} stands for more than {MAX_NAMES} names; is that a slip?")
         found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return found

@@ -9,7 +9,7 @@ from craton.job.clusterfile import (
     GpuNumbers,
     HardwareNumbers,
     PriceNumbers,
-    Scheduler,
+    SchedulerSettings,
     StorageNumbers,
     load_cluster,
 )
@@ -38,14 +38,14 @@ from craton.job.faults import (
     EXAMPLES,
     FAULT_KINDS,
     RANDOM_KINDS,
-    Fault,
+    InjectedFault,
     check_fault,
     parse_fault,
     random_faults,
 )
 from craton.job.here import check_here, check_trackers
 from craton.job.huggingface import load_config, model_from_config
-from craton.job.jobfile import TRAINING_KINDS, Job, Placement, Run, load_job, make_job, parse_job
+from craton.job.jobfile import TRAINING_KINDS, Job, Placement, RunSection, load_job, make_job, parse_job
 from craton.job.layout import (
     OFFLOADS,
     PRECISIONS,
@@ -105,7 +105,7 @@ __all__ = [
     "CratonError",
     "Data",
     "Evaluate",
-    "Fault",
+    "InjectedFault",
     "FaultError",
     "FaultPolicy",
     "FileError",
@@ -130,9 +130,9 @@ __all__ = [
     "RandomChaos",
     "Recompute",
     "RecoverSection",
-    "Run",
+    "RunSection",
     "Schedule",
-    "Scheduler",
+    "SchedulerSettings",
     "Serve",
     "Speculate",
     "Spike",

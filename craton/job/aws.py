@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, model_validator
 
-from craton.job.section import ConflictError, Section
+from craton.job.section import KeyConflictError, Section
 
 _ROLE = r"arn:aws[a-z-]*:iam::[0-9]{12}:role/[\w+=,.@/-]+"
 
@@ -115,15 +115,15 @@ class Aws(Section):
     def _one_kind_of_capacity(self) -> Self:
         kinds = [key for key in ("capacity_block", "capacity_reservation", "training_plan") if getattr(self, key)]
         if len(kinds) > 1:
-            raise ConflictError(
+            raise KeyConflictError(
                 f"aws: {' and '.join(kinds)} are different ways to have capacity; keep one", *((key,) for key in kinds)
             )
         if self.capacity_block and self.placement_group:
-            raise ConflictError(
+            raise KeyConflictError(
                 "aws: a capacity block is placed by EC2 and takes no placement group; remove placement_group",
                 ("placement_group",),
                 ("capacity_block",),
             )
         if self.zone and self.region and not self.zone.startswith(self.region):
-            raise ConflictError(f"aws: zone {self.zone} is not in {self.region}", ("zone",), ("region",))
+            raise KeyConflictError(f"aws: zone {self.zone} is not in {self.region}", ("zone",), ("region",))
         return self

@@ -12,7 +12,7 @@ from pydantic import PlainValidator, model_validator
 from craton.job.clusterfile import Storage
 from craton.job.document import Location
 from craton.job.errors import JobError, did_you_mean
-from craton.job.section import ConflictError, Section
+from craton.job.section import KeyConflictError, Section
 from craton.job.units import Seconds, Size, parse_seconds
 from craton.remote import is_url
 
@@ -30,15 +30,15 @@ class CheckpointTier(Section):
     @model_validator(mode="after")
     def _place_is_known(self) -> Self:
         if self.to not in ("nvme", "shared", "object") and not self.to.startswith(("s3://", "/")):
-            raise ConflictError(
+            raise KeyConflictError(
                 f"checkpoint: {self.to!r} is not a tier; allowed: nvme, shared, object, an s3:// prefix or an "
                 f"absolute path{did_you_mean(self.to, ('nvme', 'shared', 'object'))}",
                 ("to",),
             )
         if self.to.startswith("s3://") and not self.to.removeprefix("s3://").partition("/")[0]:
-            raise ConflictError(f"checkpoint: {self.to!r} names no bucket; write s3://bucket/prefix", ("to",))
+            raise KeyConflictError(f"checkpoint: {self.to!r} names no bucket; write s3://bucket/prefix", ("to",))
         if self.every is not None and self.every_steps is not None:
-            raise ConflictError(
+            raise KeyConflictError(
                 "checkpoint: every and every_steps are both given; keep one", ("every",), ("every_steps",)
             )
         return self
@@ -72,7 +72,7 @@ class Checkpoint(Section):
             if place in places[:index]:
                 first: Location = ("tiers", places.index(place), "to")
                 second: Location = ("tiers", index, "to")
-                raise ConflictError(f"checkpoint: tier {place!r} is given twice; keep one", first, second)
+                raise KeyConflictError(f"checkpoint: tier {place!r} is given twice; keep one", first, second)
         return self
 
     @property

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from craton.digits import counted
 from craton.job.aws import Aws
 from craton.job.document import read_document
-from craton.job.section import ConflictError, Section, parse_section
+from craton.job.section import KeyConflictError, Section, parse_section
 from craton.job.units import Bytes, BytesPerSecond, Flops, Size, Whole, parse_share
 
 PurchaseKind = Literal["on-demand", "capacity-block", "spot", "own"]
@@ -103,7 +103,7 @@ class Levels(Section):
         sizes = [(name, level.nodes) for name in LEVELS if (level := getattr(self, name)) and level.nodes]
         for (inner, inner_nodes), (outer, outer_nodes) in pairwise(sizes):
             if outer_nodes < inner_nodes:
-                raise ConflictError(
+                raise KeyConflictError(
                     f"levels: {outer} has {counted(outer_nodes, 'node')}, fewer than the {inner_nodes} of {inner} "
                     "inside it",
                     (outer, "nodes"),
@@ -128,7 +128,7 @@ class StorageNumbers(Section):
     @model_validator(mode="after")
     def _class_has_a_capacity(self) -> Self:
         if self.megabytes_per_second_per_tib and not self.capacity_bytes:
-            raise ConflictError(
+            raise KeyConflictError(
                 "storage: megabytes_per_second_per_tib needs capacity_bytes, for their product is the throughput",
                 ("megabytes_per_second_per_tib",),
             )
@@ -143,7 +143,7 @@ class Storage(Section):
     object: StorageNumbers | None = None
 
 
-class Scheduler(Section):
+class SchedulerSettings(Section):
     """Who starts the job; the defaults of `run:`."""
 
     kind: SchedulerKind
@@ -174,14 +174,14 @@ class Scheduler(Section):
         foreign = {"slurm": of_kubernetes, "kubernetes": of_slurm}.get(self.kind, (*of_slurm, *of_kubernetes, "image"))
         for key in foreign:
             if getattr(self, key) != type(self).model_fields[key].default:
-                raise ConflictError(f"scheduler: {key} does not exist on {self.kind}", (key,), ("kind",))
+                raise KeyConflictError(f"scheduler: {key} does not exist on {self.kind}", (key,), ("kind",))
         for name in self.resources:
             if name in _COUNTED:
-                raise ConflictError(
+                raise KeyConflictError(
                     f"scheduler.resources: {name} is counted from the machine; leave it out", ("resources", name)
                 )
             if not _RESOURCE.fullmatch(name):
-                raise ConflictError(
+                raise KeyConflictError(
                     f"scheduler.resources: {name!r} is not a resource of a device plugin; write its whole name, e.g. "
                     "rdma/hca_shared_devices_a: 1 (`kubectl describe node` lists them under Allocatable)",
                     ("resources", name),
@@ -235,7 +235,7 @@ class ClusterFile(Section):
     nodes: Annotated[NodeCount, BeforeValidator(_parse_node_count)]
     levels: Levels = Levels()
     storage: Storage = Storage()
-    scheduler: Scheduler | None = None
+    scheduler: SchedulerSettings | None = None
     prices: tuple[PriceNumbers, ...] = ()
     spares: Whole = 0
     health: Health = Health()
@@ -245,13 +245,15 @@ class ClusterFile(Section):
     @model_validator(mode="after")
     def _one_kind_of_machine(self) -> Self:
         if self.instance is None and self.hardware is None:
-            raise ConflictError(
+            raise KeyConflictError(
                 "cluster: give `instance:` (a catalog name) or `hardware:` (the numbers of your machines)"
             )
         if self.instance is not None and self.hardware is not None:
-            raise ConflictError("cluster: instance and hardware are both given; keep one", ("instance",), ("hardware",))
+            raise KeyConflictError(
+                "cluster: instance and hardware are both given; keep one", ("instance",), ("hardware",)
+            )
         if self.spares >= self.nodes.num_nodes:
-            raise ConflictError(
+            raise KeyConflictError(
                 f"cluster: {counted(self.spares, 'spare')} leave none of {self.nodes} nodes to work",
                 ("spares",),
             )

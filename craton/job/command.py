@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, PlainValidator, ValidationInfo, model_validator
 
 from craton.job.errors import did_you_mean, nearest_name
-from craton.job.section import ConflictError, Section
+from craton.job.section import KeyConflictError, Section
 from craton.job.units import Bytes, Seconds, Size, Whole, parse_seconds, whole_number
 
 # What `{name}` in a command given as a list, and in `run.env`, is replaced by for each process.
@@ -90,7 +90,7 @@ def check_processes(command: Sequence[str], processes: Processes | None) -> None
     if processes is not None or starts_own_ranks(command):
         return
     if launcher := named_launcher(command):
-        raise ConflictError(
+        raise KeyConflictError(
             f"command: whether {launcher} in it starts the ranks cannot be told; write `processes: node` if it does, "
             "`processes: gpu` if not",
             ("command",),
@@ -103,14 +103,14 @@ def check_placeholders(command: Sequence[str]) -> None:
     is_text = len(command) == 1 or tuple(command[:2]) == ("/bin/sh", "-c")
     for name in (found for word in command for found in _PLACEHOLDER.findall(word)):
         if is_text and name in PLACEHOLDERS:
-            raise ConflictError(
+            raise KeyConflictError(
                 f"command: {{{name}}} is not replaced in a text for the shell; write $CRATON_{name.upper()}, or the "
                 "command as a list of words",
                 ("command",),
             )
         near = None if is_text or name in PLACEHOLDERS else nearest_name(name, PLACEHOLDERS)
         if near:
-            raise ConflictError(
+            raise KeyConflictError(
                 f"command: {{{name}}} is not replaced by anything; did you mean {{{near}}}? known are "
                 + ", ".join(f"{{{each}}}" for each in PLACEHOLDERS),
                 ("command",),
@@ -199,7 +199,7 @@ def _parse_patterns(value: object) -> object:
         try:
             found.append(parse_pattern(text))
         except ValueError as error:
-            raise ConflictError(f"progress.pattern: {error}", () if isinstance(value, str) else (index,)) from None
+            raise KeyConflictError(f"progress.pattern: {error}", () if isinstance(value, str) else (index,)) from None
     return tuple(found)
 
 
@@ -231,7 +231,7 @@ def _parse_address(value: object) -> str:
 def _parse_names(value: object) -> object:
     for there, ours in value.items() if isinstance(value, Mapping) else ():
         if not isinstance(ours, str) or not _METRIC.fullmatch(ours):
-            raise ConflictError(
+            raise KeyConflictError(
                 f"progress.prometheus.names: {ours!r} cannot be the name of a metric; use e.g. step, loss or "
                 "tokens_per_second",
                 (there,),
@@ -259,9 +259,9 @@ class ProgressSection(Section):
     @model_validator(mode="after")
     def _tells_of_steps(self) -> Self:
         if not self.pattern and self.prometheus is None:
-            raise ConflictError("progress: give `pattern:`, `prometheus:` or both", ())
+            raise KeyConflictError("progress: give `pattern:`, `prometheus:` or both", ())
         if self.pattern and not self.has_steps:
-            raise ConflictError(
+            raise KeyConflictError(
                 "progress.pattern: nothing in it is called step, so that nobody can tell how far the job is; write "
                 "{step} in a template, or (?P<step>\\d+) in a regular expression",
                 ("pattern",),

@@ -1,6 +1,6 @@
 """Faults made on purpose: one line of text each, the same in a job file and behind `craton chaos`.
 
-`parse_fault` turns a line into a `Fault` or says which words are allowed. `check_fault` says what cannot happen in a
+`parse_fault` turns a line into a `InjectedFault` or says which words are allowed. `check_fault` says what cannot happen in a
 given run. `random_faults` draws faults from a seed: the same arguments give the same faults, in the order of steps.
 """
 
@@ -48,7 +48,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Fault:
+class InjectedFault:
     """Something that breaks, and when. Without `step` and `during` at once; with both in the first such phase from that
     step on."""
 
@@ -70,7 +70,7 @@ class Fault:
         return self.kind in ("fail", "corrupt", "slow-disk") or self.during is not None or self.target == "keeper"
 
 
-def parse_fault(text: str) -> Fault:
+def parse_fault(text: str) -> InjectedFault:
     """`kill rank=3@step=40` and the like; FaultError names what is allowed and the nearest word."""
     kind, _, rest = " ".join(str(text).split()).partition(" ")
     if kind not in TARGETS:
@@ -104,7 +104,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def check_fault(
-    fault: Fault,
+    fault: InjectedFault,
     *,
     world: int,
     nodes: Sequence[str],
@@ -143,7 +143,7 @@ def random_faults(
     tiers: Sequence[str],
     kinds: Iterable[str] = RANDOM_KINDS,
     first: int = 1,
-) -> list[Fault]:
+) -> list[InjectedFault]:
     """`count` faults, one in each equal part of the steps from `first` on; kinds that need a tier are left out where
     there is none. A fault inside a recovery is followed by one that causes a recovery, or it would never happen."""
     wanted = tuple(kinds)
@@ -165,7 +165,7 @@ def random_faults(
         raise FaultError(f"{count} faults do not fit into steps {first:,} to {steps:,}; ask for fewer")
     draw = random.Random(f"craton {seed}")
     edges = [first + index * (steps - first + 1) // count for index in range(count)] + [steps + 1]
-    faults: list[Fault] = []
+    faults: list[InjectedFault] = []
     for index in range(count):
         step = draw.randrange(edges[index], edges[index + 1])
         before = faults[-1] if faults else None
@@ -226,7 +226,7 @@ def _bare_word(kind: str, word: str, position: int, text: str) -> tuple[str, str
     )
 
 
-def _fault(kind: str, target: str, given: Mapping[str, str], text: str) -> Fault:
+def _fault(kind: str, target: str, given: Mapping[str, str], text: str) -> InjectedFault:
     node = given[target] if target in ("agent", "keeper", "node") else None
     if target != "coordinator" and not given[target]:
         raise FaultError(f"{text!r}: {target} has no value; write e.g. {kind} {EXAMPLES[kind]}")
@@ -248,7 +248,7 @@ def _fault(kind: str, target: str, given: Mapping[str, str], text: str) -> Fault
         how = _one_of(given.get("how", "stop"), "how", HANGS, text)
     elif kind == "corrupt" and tier == "peer":
         how = _one_of(given.get("whose", "all"), "whose", WHOSE, text)
-    return Fault(
+    return InjectedFault(
         kind=kind,
         target=target,
         text=text,

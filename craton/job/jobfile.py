@@ -32,7 +32,7 @@ from craton.job.model import ModelShape
 from craton.job.modelspec import ModelNumbers, ModelSpec, is_function, model_shape, run_folder, weights_folder
 from craton.job.names import Name, Variable, is_credential, is_name
 from craton.job.recover import ChaosSpec, RecoverSection
-from craton.job.section import ConflictError, Section, parse_section
+from craton.job.section import KeyConflictError, Section, parse_section
 from craton.job.serve import DEFAULT_LENGTH, NOT_OF_A_SERVER, Serve
 from craton.job.train import Float8Recipe, Train
 from craton.job.units import Seconds, Size, Whole
@@ -105,7 +105,7 @@ PreflightCheck = Literal[
 ]  # fmt: skip
 
 
-class Run(Section):
+class RunSection(Section):
     """Where and under what the job is started; the cluster file supplies defaults."""
 
     on: SchedulerKind | None = None
@@ -134,12 +134,12 @@ class Run(Section):
     def _secrets_are_not_written_down(self) -> Self:
         for name in self.secrets:
             if name in self.env:
-                raise ConflictError(
+                raise KeyConflictError(
                     f"run: {name} is both a secret and in env; remove it from env", ("env", name), ("secrets",)
                 )
         for name, value in self.env.items():
             if is_credential(name, value):
-                raise ConflictError(
+                raise KeyConflictError(
                     f"run.env: {name} looks like a secret, and the job file is copied into every run, where others may "
                     f"read it; remove it there, `export {name}=...` and write run: {{secrets: [{name}]}}",
                     ("env", name),
@@ -162,7 +162,7 @@ class Job(Section):
     checkpoint: Checkpoint = Checkpoint()
     recover: RecoverSection = RecoverSection()
     chaos: ChaosSpec = ()
-    run: Run = Run()
+    run: RunSection = RunSection()
     track: Annotated[tuple[Tracker, ...], BeforeValidator(_one_or_many)] = ()
     command: Annotated[tuple[Text, ...], BeforeValidator(_one_or_many)] = ()  # a single text is run by the shell
     processes: ProcessesSpec = None  # of a command, on each node; None: as the command needs it
@@ -203,21 +203,21 @@ class Job(Section):
         }[self.kind]
         missing = [key for key in needed if key not in self.model_fields_set or not getattr(self, key)]
         if missing:
-            raise ConflictError(f"kind {self.kind} needs {' and '.join(f'`{key}:`' for key in missing)}", ("kind",))
+            raise KeyConflictError(f"kind {self.kind} needs {' and '.join(f'`{key}:`' for key in missing)}", ("kind",))
         if self.reward and self.kind != "grpo":
-            raise ConflictError(f"reward belongs to kind grpo, not {self.kind}", ("reward",), ("kind",))
+            raise KeyConflictError(f"reward belongs to kind grpo, not {self.kind}", ("reward",), ("kind",))
         if self.train and self.kind not in TRAINING_KINDS:
-            raise ConflictError(f"kind {self.kind} does not train; remove `train:`", ("train",), ("kind",))
+            raise KeyConflictError(f"kind {self.kind} does not train; remove `train:`", ("train",), ("kind",))
         return self
 
     @model_validator(mode="after")
     def _command_goes_together(self) -> Self:
         for key in ("processes", "workdir", "progress"):
             if getattr(self, key) is not None and self.kind != "command":
-                raise ConflictError(f"{key} belongs to kind command, not {self.kind}", (key,), ("kind",))
+                raise KeyConflictError(f"{key} belongs to kind command, not {self.kind}", (key,), ("kind",))
         for key, why in NOT_OF_A_COMMAND.items() if self.kind == "command" else ():
             if getattr(self, key) != type(self).model_fields[key].default:
-                raise ConflictError(f"{key} is not for kind command: {why}; remove `{key}:`", (key,), ("kind",))
+                raise KeyConflictError(f"{key} is not for kind command: {why}; remove `{key}:`", (key,), ("kind",))
         check_placeholders(self.command)
         check_processes(self.command, self.processes)
         return self
@@ -227,15 +227,15 @@ class Job(Section):
         if self.train is None:
             return self
         if self.train.global_batch_tokens is None and self.train.global_batch_sequences is None:
-            raise ConflictError("train: give global_batch_tokens or global_batch_sequences", ("train",))
+            raise KeyConflictError("train: give global_batch_tokens or global_batch_sequences", ("train",))
         try:
             sequence = self.sequence
         except JobError as error:
-            raise ConflictError(str(error), ("data",)) from None
+            raise KeyConflictError(str(error), ("data",)) from None
         tokens = self.train.global_batch_tokens
         if tokens is not None and tokens % sequence:
             nearest = max(1, round(tokens / sequence)) * sequence
-            raise ConflictError(
+            raise KeyConflictError(
                 f"train: global_batch_tokens {tokens:,} is not a multiple of the sequence {sequence:,}; nearest: "
                 f"{nearest:,} = global_batch_sequences {nearest // sequence:,} (8M means 8 · 1024 · 1024 here)",
                 ("train", "global_batch_tokens"),
@@ -247,7 +247,7 @@ class Job(Section):
         tokenizer, shape = self.data.tokenizer or "", self.model_shape
         size = int(tokenizer.removeprefix("bpe:")) if tokenizer.startswith("bpe:") else 0
         if shape is not None and size > shape.vocab:
-            raise ConflictError(
+            raise KeyConflictError(
                 f"data: a tokenizer of {size:,} tokens (bpe:{size}) does not fit a model with vocab {shape.vocab:,}; "
                 f"write {f'bpe:{shape.vocab}, or ' if shape.vocab >= MIN_BPE_VOCABULARY else ''}vocab: {size}",
                 ("data", "tokenizer"),
@@ -261,23 +261,23 @@ class Job(Section):
         if train is None:
             return self
         if train.fp8 is not None and self.precision != "fp8":
-            raise ConflictError(
+            raise KeyConflictError(
                 f"train: fp8 {train.fp8} needs precision fp8, not {self.precision}",
                 ("train", "fp8"),
                 ("train", "precision"),
             )
         if train.weights == "bf16" and self.precision in ("fp32", "fp16"):
-            raise ConflictError(
+            raise KeyConflictError(
                 f"train: weights bf16 cannot be computed with in {self.precision}; use precision bf16 or fp8, or "
                 "weights fp32",
                 ("train", "weights"),
                 ("train", "precision"),
             )
         if train.evaluate and not (self.data.validation or self.data.source):
-            raise ConflictError("train: evaluate needs `validation:` under data", ("train", "evaluate"))
+            raise KeyConflictError("train: evaluate needs `validation:` under data", ("train", "evaluate"))
         steps = self.steps
         if steps is not None and train.warmup_steps is not None and train.warmup_steps > steps:
-            raise ConflictError(
+            raise KeyConflictError(
                 f"train: {train.warmup_steps:,} warmup_steps are more than the {steps:,} steps of the job",
                 ("train", "warmup_steps"),
             )
@@ -287,39 +287,41 @@ class Job(Section):
     def _serving_goes_together(self) -> Self:
         if self.kind != "serve":
             if self.serve:
-                raise ConflictError(f"serve belongs to kind serve, not {self.kind}", ("serve",), ("kind",))
+                raise KeyConflictError(f"serve belongs to kind serve, not {self.kind}", ("serve",), ("kind",))
             if self.kind in TRAINING_KINDS and self.trained_run is not None:
-                raise ConflictError(
+                raise KeyConflictError(
                     f"model: {self.model} is a run, which can be served; to train on from it, `craton export` it and "
                     "give the folder",
                     ("model",),
                 )
             return self
         if isinstance(self.model, str) and is_function(self.model):
-            raise ConflictError(
+            raise KeyConflictError(
                 f"kind serve needs a model that Craton builds itself, and {self.model} is a function; give a preset, a "
                 "folder, a Hub id or a run",
                 ("model",),
                 ("kind",),
             )
         if self.data != Data():
-            raise ConflictError("kind serve reads no data; remove `data:`", ("data",), ("kind",))
+            raise KeyConflictError("kind serve reads no data; remove `data:`", ("data",), ("kind",))
         for key in self.layout.model_fields_set if self.layout else ():
             if key in NOT_OF_A_SERVER:
-                raise ConflictError(f"layout: {key} is not for a server: {NOT_OF_A_SERVER[key]}", ("layout", key))
+                raise KeyConflictError(f"layout: {key} is not for a server: {NOT_OF_A_SERVER[key]}", ("layout", key))
         if self.recover.spares:
-            raise ConflictError("recover: a server runs on one node, without spares", ("recover", "spares"), ("kind",))
+            raise KeyConflictError(
+                "recover: a server runs on one node, without spares", ("recover", "spares"), ("kind",)
+            )
         assert self.serve is not None
         shape = self.model_shape
         longest = shape.max_sequence if shape else 0
         if longest and self.served_length > longest:
-            raise ConflictError(
+            raise KeyConflictError(
                 f"serve: max_length {self.served_length:,} is more than the {longest:,} tokens that the model was made "
                 "for",
                 ("serve", "max_length"),
             )
         if self.served_name in self.serve.adapters:
-            raise ConflictError(
+            raise KeyConflictError(
                 f"serve.adapters: {self.served_name!r} is the model's own name; give serve.served_name, or rename the "
                 "adapter",
                 ("serve", "adapters"),

@@ -18,7 +18,7 @@ from craton.job.errors import ModelError, did_you_mean
 from craton.job.huggingface import cached_config, read_config
 from craton.job.model import MlaShape, ModelShape
 from craton.job.presets import find_preset, preset_names
-from craton.job.section import ConflictError, Section
+from craton.job.section import KeyConflictError, Section
 from craton.job.units import Size, Whole
 from craton.remote import is_url, remote_config, remote_weights
 from craton.telemetry import RunDirectory, runs_root
@@ -82,7 +82,7 @@ class ModelNumbers(Section):
     def _numbers_are_possible(self) -> ModelNumbers:
         for key, largest in MAX_MODEL_NUMBERS.items():
             if (getattr(self, key) or 0) > largest:
-                raise ConflictError(
+                raise KeyConflictError(
                     f"model: {key} {getattr(self, key):,} is too large; at most {largest:,} is possible", (key,)
                 )
         return self
@@ -90,21 +90,21 @@ class ModelNumbers(Section):
     @model_validator(mode="after")
     def _numbers_agree(self) -> ModelNumbers:
         if self.head_dim is None and self.mla is None and self.hidden % self.heads:
-            raise ConflictError(
+            raise KeyConflictError(
                 f"model: heads {self.heads} does not divide hidden {self.hidden}; give head_dim", ("heads",)
             )
         if self.kv_heads and self.heads % self.kv_heads:
-            raise ConflictError(f"model: kv_heads {self.kv_heads} does not divide heads {self.heads}", ("kv_heads",))
+            raise KeyConflictError(f"model: kv_heads {self.kv_heads} does not divide heads {self.heads}", ("kv_heads",))
         if self.experts and not (self.moe_ffn_hidden and 0 < self.top_k <= self.experts):
-            raise ConflictError("model: experts need moe_ffn_hidden and a top_k from 1 to experts", ("experts",))
+            raise KeyConflictError("model: experts need moe_ffn_hidden and a top_k from 1 to experts", ("experts",))
         if not self.experts and (self.top_k or self.moe_ffn_hidden or self.shared_experts or self.dense_layers):
-            raise ConflictError("model: top_k, moe_ffn_hidden, shared_experts and dense_layers need experts")
+            raise KeyConflictError("model: top_k, moe_ffn_hidden, shared_experts and dense_layers need experts")
         if self.ffn_hidden is None and (not self.experts or self.dense_layers):
-            raise ConflictError("model: ffn_hidden is missing; it is needed for the layers without experts")
+            raise KeyConflictError("model: ffn_hidden is missing; it is needed for the layers without experts")
         if max(self.dense_layers, self.sliding_layers) > self.layers:
-            raise ConflictError(f"model: dense_layers and sliding_layers cannot be more than layers {self.layers}")
+            raise KeyConflictError(f"model: dense_layers and sliding_layers cannot be more than layers {self.layers}")
         if self.sliding_layers and not self.sliding_window:
-            raise ConflictError("model: sliding_layers needs sliding_window", ("sliding_layers",))
+            raise KeyConflictError("model: sliding_layers needs sliding_window", ("sliding_layers",))
         return self
 
     def shape(self) -> ModelShape:

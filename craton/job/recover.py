@@ -8,8 +8,8 @@ from typing import Annotated
 from pydantic import BeforeValidator, PlainValidator, ValidationInfo
 
 from craton.job.errors import FaultError
-from craton.job.faults import FAULT_KINDS, RANDOM_KINDS, Fault, check_fault, parse_fault, random_faults
-from craton.job.section import ConflictError, Section
+from craton.job.faults import FAULT_KINDS, RANDOM_KINDS, InjectedFault, check_fault, parse_fault, random_faults
+from craton.job.section import KeyConflictError, Section
 from craton.job.units import Size, Whole, parse_seconds
 
 
@@ -62,7 +62,7 @@ def parse_chaos(value: object, info: ValidationInfo) -> RandomChaos | tuple[str,
         try:
             parse_fault(text)
         except FaultError as error:
-            raise ConflictError(f"chaos: {error}", (index,)) from None
+            raise KeyConflictError(f"chaos: {error}", (index,)) from None
     return tuple(texts)
 
 
@@ -78,7 +78,7 @@ def faults_of(
     tiers: Sequence[str],
     steps: int | None,
     trains: bool,
-) -> list[Fault]:
+) -> list[InjectedFault]:
     """The faults of a job on its nodes, each checked to be able to happen there; random ones leave the last `spares` of
     the nodes alone."""
     if isinstance(chaos, tuple):

@@ -43,7 +43,7 @@ class SectionError(ValueError):
         super().__init__(str(error))
 
 
-class ConflictError(ValueError):
+class KeyConflictError(ValueError):
     """A problem between keys; `keys` are named relative to the section and their lines are told."""
 
     def __init__(self, message: str, *keys: Location) -> None:
@@ -107,7 +107,7 @@ def _problem(
         parent = dotted(location[:-1])
         under = f"under {parent}" if parent else "at the top"
         return document.line(location[:-1]), f"key {location[-1]!r} is missing {under}"
-    if isinstance(cause, ConflictError):
+    if isinstance(cause, KeyConflictError):
         lines = sorted({document.line((*location, *key)) for key in cause.keys})
         told = f" (lines {' and '.join(map(str, lines))})" if len(lines) > 1 else ""
         return (lines[0] if lines else line), f"{cause}{told}"

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, mod
 from craton.job.errors import did_you_mean
 from craton.job.names import Variable
 from craton.job.recover import Wait
-from craton.job.section import ConflictError, Section
+from craton.job.section import KeyConflictError, Section
 from craton.job.units import Size, Whole, parse_bytes, parse_token_count, whole_number
 
 ServedPrecision = Literal["bf16", "fp8", "fp32"]
@@ -75,10 +75,12 @@ def _parse_adapters(value: object, info: ValidationInfo) -> object:
     found = {}
     for name, folder in value.items():
         if not isinstance(folder, str) or not folder.strip():
-            raise ConflictError(f"serve.adapters: {folder!r} is not a folder; write name: folder", (name,))
+            raise KeyConflictError(f"serve.adapters: {folder!r} is not a folder; write name: folder", (name,))
         path = (start / Path(folder).expanduser()).resolve()
         if not (path / ADAPTER_CONFIG).is_file():
-            raise ConflictError(f"serve.adapters: {folder!r} holds no adapter ({ADAPTER_CONFIG} is missing)", (name,))
+            raise KeyConflictError(
+                f"serve.adapters: {folder!r} holds no adapter ({ADAPTER_CONFIG} is missing)", (name,)
+            )
         found[name] = str(path)
     return found
 
@@ -136,23 +138,23 @@ class Serve(Section):
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if self.max_adapters is not None and self.max_adapters < len(self.adapters):
-            raise ConflictError(
+            raise KeyConflictError(
                 f"serve: {len(self.adapters)} adapters are named and max_adapters is {self.max_adapters}; give it "
                 f"{len(self.adapters)} or more",
                 ("max_adapters",),
                 ("adapters",),
             )
         if self.admin_key is not None and not self.admin:
-            raise ConflictError("serve: admin_key is given and admin is not; write admin: true", ("admin_key",))
+            raise KeyConflictError("serve: admin_key is given and admin is not; write admin: true", ("admin_key",))
         if self.admin_key is not None and self.admin_key == self.api_keys:
-            raise ConflictError(
+            raise KeyConflictError(
                 f"serve: {self.admin_key} cannot hold both the API keys and the admin key; give the admin key another "
                 "variable",
                 ("admin_key",),
                 ("api_keys",),
             )
         if self.served_name in self.adapters:
-            raise ConflictError(
+            raise KeyConflictError(
                 f"serve: an adapter and the model are both called {self.served_name!r}; rename one of them",
                 ("served_name",),
                 ("adapters",),

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from craton.job.errors import did_you_mean
 from craton.job.layout import Precision
-from craton.job.section import ConflictError, Section
+from craton.job.section import KeyConflictError, Section
 from craton.job.units import Count, Size, TokenCount, Whole
 
 LearningRateSchedule = Literal["cosine", "linear", "constant", "wsd"]
@@ -87,13 +87,13 @@ class Train(Section):
     def _never_both_of_a_pair(self) -> Self:
         for first, second in (("global_batch_tokens", "global_batch_sequences"), ("tokens", "steps")):
             if getattr(self, first) is not None and getattr(self, second) is not None:
-                raise ConflictError(f"train: {first} and {second} are both given; keep one", (first,), (second,))
+                raise KeyConflictError(f"train: {first} and {second} are both given; keep one", (first,), (second,))
         return self
 
     @model_validator(mode="after")
     def _schedule_has_an_end(self) -> Self:
         if self.schedule == "constant" and self.final_learning_rate is not None:
-            raise ConflictError(
+            raise KeyConflictError(
                 "train: a constant schedule has no final_learning_rate; remove one of the two",
                 ("final_learning_rate",),
                 ("schedule",),

@@ -1,7 +1,7 @@
 """Load tests of servers that speak OpenAI's protocol: what is asked, how fast, and what the answers took."""
 
-from craton.loadtest.benchmark import Level, Report, Settings, Workload, bench_serve
-from craton.loadtest.endpoint import Target
+from craton.loadtest.benchmark import Level, Report, LoadSettings, LoadWorkload, bench_serve
+from craton.loadtest.endpoint import LoadTarget
 from craton.loadtest.errors import EndpointError, LoadTestError, WorkloadError
 from craton.loadtest.lengths import Lengths, parse_lengths
 from craton.loadtest.load import Closed, Limit, Open, Sweep, Timed, parse_sweep
@@ -9,7 +9,7 @@ from craton.loadtest.objectives import Objectives, parse_objectives
 from craton.loadtest.report import print_report
 from craton.loadtest.report_html import report_page
 from craton.loadtest.requests import Prefixes, Request
-from craton.loadtest.samples import Sample
+from craton.loadtest.samples import RequestSample
 from craton.loadtest.saturation import Saturation
 from craton.loadtest.summary import Distribution, Failure, Summary, summarize, timeline
 from craton.loadtest.trace import load_trace
@@ -28,14 +28,14 @@ __all__ = [
     "Prefixes",
     "Report",
     "Request",
-    "Sample",
+    "RequestSample",
     "Saturation",
-    "Settings",
+    "LoadSettings",
     "Summary",
     "Sweep",
-    "Target",
+    "LoadTarget",
     "Timed",
-    "Workload",
+    "LoadWorkload",
     "WorkloadError",
     "bench_serve",
     "load_trace",

@@ -20,7 +20,7 @@ _SHOWN_CHARACTERS = 200
 EMPTY = "empty answer"
 
 
-class Answer:
+class StreamedResponse:
     """One streamed answer. After its end: `error` is empty when it was whole."""
 
     __slots__ = (

@@ -11,13 +11,13 @@ from itertools import cycle
 from typing import Any
 
 from craton.loadtest.driving import Progress, drive
-from craton.loadtest.endpoint import Endpoint, Target, connect
+from craton.loadtest.endpoint import Endpoint, LoadTarget, connect
 from craton.loadtest.errors import WorkloadError
 from craton.loadtest.lengths import Lengths
 from craton.loadtest.load import Closed, Limit, Open, Sweep, Timed
 from craton.loadtest.objectives import Objectives
 from craton.loadtest.requests import FIRST_LEVEL, WARM_UP, Prefixes, RandomRequests, Request, Words
-from craton.loadtest.samples import Sample
+from craton.loadtest.samples import RequestSample
 from craton.loadtest.saturation import Saturation, next_rate, saturation, too_short, why_not
 from craton.loadtest.summary import Summary, summarize
 
@@ -30,7 +30,7 @@ _UNEXPECTED_CACHED = 0.2  # of the prompt tokens; a chat's template is shared by
 
 
 @dataclass(frozen=True)
-class Workload:
+class LoadWorkload:
     """What is asked for: random prompts of given lengths, or the requests of a trace."""
 
     input: Lengths
@@ -41,11 +41,11 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoadSettings:
     """Everything that decides what is measured."""
 
-    target: Target
-    workload: Workload
+    target: LoadTarget
+    workload: LoadWorkload
     load: Closed | Open | Timed | Sweep
     limit: Limit
     seed: int = 0
@@ -58,7 +58,7 @@ class Level:
     """One load and what came of it. `trouble`: why, in a sweep, it did not go well; empty otherwise."""
 
     load: Closed | Open | Timed
-    samples: tuple[Sample, ...]
+    samples: tuple[RequestSample, ...]
     summary: Summary
     busy: float
     trouble: str = ""
@@ -68,7 +68,7 @@ class Level:
 class Report:
     """What was measured. A sweep has several levels in the order of their rates, any other load has one."""
 
-    settings: Settings
+    settings: LoadSettings
     model: str
     prompts: str  # what they are made of
     levels: tuple[Level, ...]
@@ -126,12 +126,12 @@ class Report:
         }
 
 
-def bench_serve(settings: Settings, progress: Bar | None = None) -> Report:
+def bench_serve(settings: LoadSettings, progress: Bar | None = None) -> Report:
     """Tries the server, warms it up and drives it. `progress(title)` opens a bar, as `craton.cli.progress` does."""
     return asyncio.run(_bench(settings, progress or _no_bar))
 
 
-async def _bench(settings: Settings, bar: Bar) -> Report:
+async def _bench(settings: LoadSettings, bar: Bar) -> Report:
     started = datetime.now(UTC)
     async with connect(settings.target) as endpoint:
         await endpoint.find_model()
@@ -151,7 +151,7 @@ async def _bench(settings: Settings, bar: Bar) -> Report:
     return replace(report, notes=report.notes + tuple(_notes(report)))
 
 
-async def _sweep(endpoint: Endpoint, settings: Settings, sweep: Sweep, source: Source, bar: Bar) -> list[Level]:
+async def _sweep(endpoint: Endpoint, settings: LoadSettings, sweep: Sweep, source: Source, bar: Bar) -> list[Level]:
     levels: list[Level] = []
     while (rate := next_rate(sweep, _went_well(levels))) is not None:
         load = Open(rate, sweep.burstiness)
@@ -162,7 +162,7 @@ async def _sweep(endpoint: Endpoint, settings: Settings, sweep: Sweep, source: S
 
 async def _level(
     endpoint: Endpoint,
-    settings: Settings,
+    settings: LoadSettings,
     load: Closed | Open | Timed,
     source: Source,
     stream: int,
@@ -176,7 +176,7 @@ async def _level(
     return Level(load, driven.samples, summarize(driven.samples, settings.objectives), driven.busy)
 
 
-async def _source(endpoint: Endpoint, settings: Settings) -> tuple[Source, str, str]:
+async def _source(endpoint: Endpoint, settings: LoadSettings) -> tuple[Source, str, str]:
     """Where the requests of a load come from, what their prompts are, and what is to be said about them."""
     workload = settings.workload
     if not workload.trace:

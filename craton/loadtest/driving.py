@@ -15,11 +15,11 @@ from time import perf_counter
 
 import numpy as np
 
-from craton.loadtest.answer import Answer
+from craton.loadtest.answer import StreamedResponse
 from craton.loadtest.endpoint import Endpoint
 from craton.loadtest.load import Closed, Limit, Open, Timed
 from craton.loadtest.requests import Request
-from craton.loadtest.samples import Sample
+from craton.loadtest.samples import RequestSample
 
 Progress = Callable[[int, int, str], None]
 
@@ -31,7 +31,7 @@ _RATE_SECONDS = 2.0  # over which the tokens/s of the progress bar are counted
 class Driven:
     """The samples of a load, and which share of one core the client took meanwhile."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[RequestSample, ...]
     busy: float
 
 
@@ -65,8 +65,8 @@ class _Work:
     def __init__(self, endpoint: Endpoint, start: float, seconds: float | None) -> None:
         self.endpoint, self.start = endpoint, start
         self.deadline = float("inf") if seconds is None else start + seconds
-        self.samples: list[Sample] = []
-        self.running: set[Answer] = set()
+        self.samples: list[RequestSample] = []
+        self.running: set[StreamedResponse] = set()
         self.ended_chunks = 0
         self.ended_tokens = 0
 
@@ -95,7 +95,7 @@ class _Work:
             group.create_task(self.send(request, body, due))
 
     async def send(self, request: Request, body: bytes, due: float) -> None:
-        answer = Answer()
+        answer = StreamedResponse()
         self.running.add(answer)
         sent = perf_counter()
         await self.endpoint.stream(body, answer)
@@ -113,12 +113,14 @@ class _Work:
         return self.ended_tokens / self.ended_chunks if self.ended_chunks else 1.0
 
 
-def _sample(request: Request, answer: Answer, start: float, due: float, sent: float, ended: float) -> Sample:
+def _sample(
+    request: Request, answer: StreamedResponse, start: float, due: float, sent: float, ended: float
+) -> RequestSample:
     prompt_tokens = answer.prompt_tokens
     if prompt_tokens is None and not isinstance(request.prompt, str):
         prompt_tokens = len(request.prompt)
     has_usage = answer.output_tokens is not None
-    return Sample(
+    return RequestSample(
         due_seconds=due - start,
         sent_seconds=sent - start,
         end_seconds=(ended if answer.error or answer.end_time is None else answer.end_time) - start,

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from craton.job import did_you_mean
-from craton.loadtest.answer import EMPTY, Answer
+from craton.loadtest.answer import EMPTY, StreamedResponse
 from craton.loadtest.errors import EndpointError
 from craton.loadtest.requests import Ids, Request, Words, trial_prompt
 
@@ -32,7 +32,7 @@ _SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """Where to send requests, and what to ask beside the prompt."""
 
     url: str
@@ -54,7 +54,7 @@ class Target:
 class Endpoint:
     """An open connection pool to one server. `model` is known after `find_model`."""
 
-    def __init__(self, target: Target, session: aiohttp.ClientSession) -> None:
+    def __init__(self, target: LoadTarget, session: aiohttp.ClientSession) -> None:
         self.target = target
         self.model = target.model or ""
         self._session = session
@@ -97,7 +97,7 @@ class Endpoint:
         per_word = (many - few) / (_TRIAL_WORDS[1] - _TRIAL_WORDS[0])
         return Words(per_word, max(0.0, few - per_word * _TRIAL_WORDS[0])), note
 
-    async def try_out(self, request: Request) -> Answer:
+    async def try_out(self, request: Request) -> StreamedResponse:
         """One request before the load. Errors that every request would have are raised."""
         answer = await self._try(request)
         # A model may find that nothing is to be said; the server is all right.
@@ -118,7 +118,7 @@ class Endpoint:
             body["ignore_eos"] = True
         return json.dumps(body, separators=(",", ":")).encode()
 
-    async def stream(self, body: bytes, answer: Answer) -> None:
+    async def stream(self, body: bytes, answer: StreamedResponse) -> None:
         """Sends one request and feeds the answer until its end; never raises for what the network or server does."""
         try:
             async with self._session.post(self._address, data=body) as response:
@@ -139,8 +139,8 @@ class Endpoint:
             answer.error, answer.error_detail = "connection lost", str(error) or type(error).__name__
         answer.close()
 
-    async def _try(self, request: Request) -> Answer:
-        answer = Answer()
+    async def _try(self, request: Request) -> StreamedResponse:
+        answer = StreamedResponse()
         try:
             async with self._session.post(self._address, data=self.encode(request)) as response:
                 self._check_key(response.status)
@@ -173,7 +173,7 @@ class Endpoint:
 
 
 @contextlib.asynccontextmanager
-async def connect(target: Target) -> AsyncIterator[Endpoint]:
+async def connect(target: LoadTarget) -> AsyncIterator[Endpoint]:
     """As many connections as requests run; the load alone decides how many that are."""
     if not target.url.startswith(("http://", "https://")):
         raise EndpointError(f"{target.url}: a server's address begins with http:// or https://")

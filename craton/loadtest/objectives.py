@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from craton.loadtest.errors import WorkloadError
-from craton.loadtest.samples import Sample
+from craton.loadtest.samples import RequestSample
 
 NAMES = ("ttft", "itl", "tpot", "e2e")
 _LIMIT = re.compile(r"\s*(\w+)\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*")
@@ -27,7 +27,7 @@ class Objectives:
             f"{name} ≤ {limit:g} s" if limit >= 1 else f"{name} ≤ {1e3 * limit:g} ms" for name, limit in self.seconds
         )
 
-    def met_by(self, sample: Sample) -> bool:
+    def met_by(self, sample: RequestSample) -> bool:
         measured = (getattr(sample, f"{name}_seconds") for name, _ in self.seconds)
         return not sample.error and all(
             value is None or value <= limit for value, (_, limit) in zip(measured, self.seconds, strict=True)

@@ -15,7 +15,7 @@ from craton.loadtest.benchmark import Level
 from craton.loadtest.load import Open
 from craton.loadtest.objectives import Objectives
 from craton.loadtest.quantities import digits, duration
-from craton.loadtest.samples import Sample
+from craton.loadtest.samples import RequestSample
 from craton.loadtest.summary import timeline
 from craton.page import Figure, axis_name, axis_title, label, log_axis, log_range, plain_layout, vertical_line
 
@@ -27,7 +27,7 @@ _SCATTER_POINTS = 2000
 _SHORTEST_SECONDS = 1e-5
 
 
-def distribution_figure(samples: Sequence[Sample], objectives: Objectives | None) -> Figure:
+def distribution_figure(samples: Sequence[RequestSample], objectives: Objectives | None) -> Figure:
     """Which share of first tokens and of gaps came within which time; objectives as dashed lines."""
     answered = [sample for sample in samples if not sample.error]
     firsts = np.array([sample.ttft_seconds for sample in answered])
@@ -67,7 +67,7 @@ def distribution_figure(samples: Sequence[Sample], objectives: Objectives | None
     return {"data": traces, "layout": layout}
 
 
-def timeline_figure(samples: Sequence[Sample]) -> Figure:
+def timeline_figure(samples: Sequence[RequestSample]) -> Figure:
     """Requests that run, and below them tokens that arrive, over the same time."""
     course = timeline(samples)
     layout = plain_layout(390, _LEFT_PIXELS)
@@ -98,7 +98,7 @@ def timeline_figure(samples: Sequence[Sample]) -> Figure:
     }
 
 
-def prompt_figure(samples: Sequence[Sample]) -> Figure:
+def prompt_figure(samples: Sequence[RequestSample]) -> Figure:
     """One point a request: the longer its prompt, the later its first token."""
     answered = [sample for sample in samples if not sample.error and sample.prompt_tokens is not None]
     points = answered[:: math.ceil(len(answered) / _SCATTER_POINTS)]
@@ -191,7 +191,7 @@ def _curve(
     }
 
 
-def _hover(sample: Sample) -> str:
+def _hover(sample: RequestSample) -> str:
     cached = f", {sample.cached_tokens:,} cached" if sample.cached_tokens else ""
     when = f"TTFT {duration(sample.ttft_seconds)}<br>due at {sample.due_seconds:.1f} s"
     return f"{sample.prompt_tokens:,} tokens{cached}<br>{when}"

@@ -14,7 +14,7 @@ _NO_TIMES = np.empty(0)
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class RequestSample:
     """One request, from due to its end. `chunk_seconds`: when each piece with tokens arrived."""
 
     due_seconds: float

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from statistics import median
 
 from craton.loadtest.load import Sweep
-from craton.loadtest.samples import Sample
+from craton.loadtest.samples import RequestSample
 from craton.loadtest.summary import Summary
 
-MOST_FAILED = 0.01  # of the requests of a level that went well
-LEAST_GOOD = 0.9  # of the requests of a level that went well must meet the objectives, where there are any
+MAX_FAILED = 0.01  # of the requests of a level that went well
+MIN_GOOD = 0.9  # of the requests of a level that went well must meet the objectives, where there are any
 _CLOSE_ENOUGH = 1.1
 
 
@@ -48,18 +48,18 @@ def saturation(went_well: Mapping[float, bool]) -> Saturation:
     return Saturation(max(below, default=None), too_much)
 
 
-def why_not(samples: Sequence[Sample], summary: Summary) -> str:
+def why_not(samples: Sequence[RequestSample], summary: Summary) -> str:
     """Why a level of a sweep did not go well, in two or three words for a table; empty when it did."""
-    if summary.failed > MOST_FAILED * summary.requests:
+    if summary.failed > MAX_FAILED * summary.requests:
         return f"{summary.failed} of {summary.requests} failed"
     if not keeps_up(samples):
         return "piles up"
-    if summary.good_share is not None and summary.good_share < LEAST_GOOD:
+    if summary.good_share is not None and summary.good_share < MIN_GOOD:
         return f"{100 * summary.good_share:.0f} % good"
     return ""
 
 
-def keeps_up(samples: Sequence[Sample]) -> bool:
+def keeps_up(samples: Sequence[RequestSample]) -> bool:
     """Whether requests ended as fast as they came, in the second half of the time in which they came.
 
     How many are inside of the server varies by chance: the number is about Poisson, so the difference of two of them
@@ -76,7 +76,7 @@ def keeps_up(samples: Sequence[Sample]) -> bool:
     return came - ended <= 2.5 * math.sqrt(2 * inside) + 0.05 * came + 2
 
 
-def too_short(samples: Sequence[Sample], summary: Summary) -> bool:
+def too_short(samples: Sequence[RequestSample], summary: Summary) -> bool:
     """Whether requests took longer than half of the time in which they came: then nothing became steady."""
     last = max((sample.due_seconds for sample in samples), default=0.0)
     return summary.e2e_seconds is not None and summary.e2e_seconds.p50 > last / 2

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from craton.loadtest.objectives import Objectives
-from craton.loadtest.samples import Sample
+from craton.loadtest.samples import RequestSample
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Timeline:
     tokens_per_second: np.ndarray
 
 
-def summarize(samples: Sequence[Sample], objectives: Objectives | None = None) -> Summary:
+def summarize(samples: Sequence[RequestSample], objectives: Objectives | None = None) -> Summary:
     answered = [sample for sample in samples if not sample.error]
     duration = _span(samples)
     output_tokens = sum(sample.output_tokens for sample in answered)
@@ -107,7 +107,7 @@ def summarize(samples: Sequence[Sample], objectives: Objectives | None = None) -
     )
 
 
-def timeline(samples: Sequence[Sample], bins: int = 200) -> Timeline:
+def timeline(samples: Sequence[RequestSample], bins: int = 200) -> Timeline:
     """Tokens of a request are spread evenly over its pieces; those of failed requests are left out."""
     start = min((sample.due_seconds for sample in samples), default=0.0)
     edges = np.linspace(start, start + max(_span(samples), 1e-9), bins + 1)
@@ -124,7 +124,7 @@ def timeline(samples: Sequence[Sample], bins: int = 200) -> Timeline:
     return Timeline((edges[:-1] + edges[1:]) / 2, np.diff(until) / width, tokens / width)
 
 
-def _span(samples: Sequence[Sample]) -> float:
+def _span(samples: Sequence[RequestSample]) -> float:
     if not samples:
         return 0.0
     return max(sample.end_seconds for sample in samples) - min(sample.due_seconds for sample in samples)
@@ -142,7 +142,7 @@ def _distribution(values: Sequence[float | None] | np.ndarray) -> Distribution |
     return Distribution(float(known.mean()), p50, p95, p99)
 
 
-def _failures(samples: Sequence[Sample]) -> tuple[Failure, ...]:
+def _failures(samples: Sequence[RequestSample]) -> tuple[Failure, ...]:
     counts = Counter(sample.error for sample in samples if sample.error)
     examples = {sample.error: sample.error_detail for sample in reversed(samples)}
     return tuple(Failure(kind, number, examples[kind]) for kind, number in counts.most_common())

@@ -33,7 +33,7 @@ from craton.ml.models import (
     model_folder,
     save_folder,
 )
-from craton.ml.training.checkpoint import SavedStep, find_checkpoint, read_tensors
+from craton.ml.training.checkpoint import FoundStep, find_checkpoint, read_tensors
 from craton.remote import is_url
 from craton.telemetry import RunDirectory, find_run, read_json
 
@@ -53,7 +53,7 @@ class RunModel:
     run: RunDirectory
     job: Job
     step: int
-    checkpoint: SavedStep
+    checkpoint: FoundStep
 
     @property
     def config(self) -> DecoderConfig:
@@ -260,7 +260,7 @@ def _object_place(opened: RunModel) -> str | None:
 class _SavedWeights(Mapping[str, Tensor]):
     """The weights in a checkpoint, each read when it is asked for."""
 
-    def __init__(self, checkpoint: SavedStep) -> None:
+    def __init__(self, checkpoint: FoundStep) -> None:
         self._checkpoint = checkpoint
         saved = checkpoint.shapes.items()
         self._shapes = {name.removeprefix(_PREFIX): shape for name, shape in saved if name.startswith(_PREFIX)}

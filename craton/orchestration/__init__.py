@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from craton.orchestration.local import AgentProcess, agent_log, check_machine, living_agents, read_agents
     from craton.orchestration.placement import Audit, audit, order_nodes
     from craton.orchestration.preflight import Diagnosis, diagnose, examine
-    from craton.orchestration.preflight_finding import Expected, Finding, Severity, worst
+    from craton.orchestration.preflight_finding import Expected, PreflightFinding, Severity, worst
     from craton.orchestration.preflight_nccl_log import check_nccl_log, diagnose_nccl_log, read_nccl_log
     from craton.orchestration.preflight_slurm import diagnose_nodes
     from craton.orchestration.recoveries import Recoveries, Recovery, read_recoveries
     from craton.orchestration.recovery_bench import CASES as RECOVERY_CASES
     from craton.orchestration.recovery_bench import SHOWN_KINDS as RECOVERY_KINDS
-    from craton.orchestration.recovery_bench import Case, bench_recover
+    from craton.orchestration.recovery_bench import RecoveryCase, bench_recover
     from craton.orchestration.removal import Removal, plan_removal, remove_run
     from craton.orchestration.resize import Resize, draft_resize, has_resized, resize_run, resized_nodes
     from craton.orchestration.roots import linking, root_of, sharing_doubt
@@ -178,13 +178,13 @@ __all__ = [
     "STOP_AT",
     "AgentProcess",
     "Audit",
-    "Case",
+    "RecoveryCase",
     "Compared",
     "Diagnosis",
     "Draft",
     "Evacuation",
     "Expected",
-    "Finding",
+    "PreflightFinding",
     "Follower",
     "Glance",
     "NoAnswerError",

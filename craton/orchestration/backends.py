@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import cast
 
-from craton.job import Scheduler
+from craton.job import SchedulerSettings
 from craton.orchestration.backend import Backend, is_elsewhere, read_submission
 from craton.orchestration.draft import BACKENDS
 from craton.orchestration.errors import StartError
@@ -46,7 +46,7 @@ def pod_lines(run: RunDirectory, follow: bool = False, tail: int | None = None) 
     return KubernetesBackend().logs(run, follow=follow, tail=tail)
 
 
-def service_of(scheduler: Scheduler) -> NodeService:
+def service_of(scheduler: SchedulerSettings) -> NodeService:
     """StartError for a cluster whose nodes nobody schedules."""
     if scheduler.kind == "slurm":
         from craton.orchestration.slurm.service import SlurmService

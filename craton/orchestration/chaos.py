@@ -18,8 +18,8 @@ from craton.agent import Launch, newest_generation, read_launch
 from craton.job import (
     RANDOM_KINDS,
     TRAINING_KINDS,
-    Fault,
     FaultError,
+    InjectedFault,
     Job,
     check_fault,
     load_job,
@@ -39,7 +39,7 @@ def check_can_break(run: RunDirectory) -> None:
     check_is_seen(run, "`kubectl exec POD -- craton chaos …` is heard, in any of its pods")
 
 
-def faults_for(run: RunDirectory, texts: Sequence[str]) -> list[Fault]:
+def faults_for(run: RunDirectory, texts: Sequence[str]) -> list[InjectedFault]:
     """The faults of these lines, each one possible in this run as it is now."""
     check_can_break(run)
     job, launch = load_job(run.job_path), read_launch(run)
@@ -59,7 +59,9 @@ def faults_for(run: RunDirectory, texts: Sequence[str]) -> list[Fault]:
     return faults
 
 
-def random_faults_for(run: RunDirectory, count: int, seed: int, kinds: Iterable[str] = RANDOM_KINDS) -> list[Fault]:
+def random_faults_for(
+    run: RunDirectory, count: int, seed: int, kinds: Iterable[str] = RANDOM_KINDS
+) -> list[InjectedFault]:
     """Faults drawn from a seed, spread over the steps that are left."""
     check_can_break(run)
     job = load_job(run.job_path)
@@ -70,7 +72,7 @@ def random_faults_for(run: RunDirectory, count: int, seed: int, kinds: Iterable[
     return random_faults(count, seed, job.steps, world, nodes, tier_names(job), kinds, first)
 
 
-def arm_faults(run: RunDirectory, faults: Sequence[Fault]) -> Path:
+def arm_faults(run: RunDirectory, faults: Sequence[InjectedFault]) -> Path:
     """Write the order; the agents of the run carry it out."""
     check_can_break(run)
     path = run.chaos_folder / f"{time.time_ns()}-{os.getpid()}.json"
@@ -112,7 +114,7 @@ def faults_left(run: RunDirectory, job: Job, before: Launch, launch: Launch, ste
     return left
 
 
-def what_happens(fault: Fault) -> str:
+def what_happens(fault: InjectedFault) -> str:
     """A fault in words: `at step 40, rank 3 is killed (SIGKILL)`."""
     when = "at once"
     if fault.during is not None:

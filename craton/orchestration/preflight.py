@@ -31,7 +31,7 @@ from craton.infrastructure import (
 )
 from craton.job import ClusterFile, ClusterRef, Job, StorageNumbers, load_cluster, load_job
 from craton.orchestration.errors import StartError
-from craton.orchestration.preflight_finding import Expected, Finding, for_job, ordered, worst
+from craton.orchestration.preflight_finding import Expected, PreflightFinding, for_job, ordered, worst
 from craton.orchestration.preflight_gang import check_bandwidth, check_compute
 from craton.orchestration.preflight_gpus import check_gpus
 from craton.orchestration.preflight_host import check_host
@@ -42,7 +42,7 @@ from craton.planning import pair_bytes_per_second
 from craton.telemetry import LineWriter, RunDirectory
 
 SCHEMA = 1
-MOST_LINKS = 8  # one behind the other, in a path of storage
+MAX_LINKS = 8  # one behind the other, in a path of storage
 MEASURED_BYTES = 256 * 2**20  # what the bandwidth test moves on GPUs
 
 
@@ -50,7 +50,7 @@ MEASURED_BYTES = 256 * 2**20  # what the bandwidth test moves on GPUs
 class Diagnosis:
     """What `craton doctor` found on one node, or on several together."""
 
-    findings: list[Finding]
+    findings: list[PreflightFinding]
     nodes: list[dict[str, Any]] = field(default_factory=list)  # node, instance, report, compute, compute_failed
     bandwidth: dict[str, Any] | None = None
 
@@ -67,14 +67,14 @@ class Diagnosis:
 
 def examine(
     root: NodeRoot, expected: Expected | None = None, environment: Mapping[str, str] | None = None
-) -> tuple[NodeReport, list[Finding]]:
+) -> tuple[NodeReport, list[PreflightFinding]]:
     """Reads a node and judges it, the gravest first. Without expectations a node is what it says it is."""
     report = probe_node(root)
     wanted = followed(expected, root, report) if expected is not None else Expected(instance_of(report))
     return report, judge(report, wanted, root.environment if environment is None else environment)
 
 
-def judge(report: NodeReport, expected: Expected, environment: Mapping[str, str]) -> list[Finding]:
+def judge(report: NodeReport, expected: Expected, environment: Mapping[str, str]) -> list[PreflightFinding]:
     return ordered(
         [
             *check_gpus(report, expected),
@@ -106,7 +106,7 @@ def expected_of(cluster: str | None) -> Expected | None:
     return with_storage(Expected(machine), file)
 
 
-def preflight(run: RunDirectory, launch: Launch, node: str, root: NodeRoot | None = None) -> list[Finding]:
+def preflight(run: RunDirectory, launch: Launch, node: str, root: NodeRoot | None = None) -> list[PreflightFinding]:
     """The quick checks of one of a run's nodes, on that node, before its agent starts; recorded as an event.
 
     Whoever launches decides: a `fail` is a node to leave out. Nothing is measured, so a healthy node is through in
@@ -150,7 +150,7 @@ def followed(expected: Expected, root: NodeRoot, report: NodeReport) -> Expected
     whose server is gone would not answer."""
 
     def real(path: str) -> str:
-        for _ in range(MOST_LINKS):
+        for _ in range(MAX_LINKS):
             mount = report.disks.mount_of(path)
             parts = path.split("/") if mount is not None and mount.path == "/" else []
             above = ["/".join(parts[:count]) for count in range(2, len(parts) + 1)]
@@ -163,7 +163,9 @@ def followed(expected: Expected, root: NodeRoot, report: NodeReport) -> Expected
     return replace(expected, nvme_path=real(expected.nvme_path), shared_path=real(expected.shared_path))
 
 
-def record_preflight(run: RunDirectory, generation: int, node: str, findings: list[Finding], seconds: float) -> None:
+def record_preflight(
+    run: RunDirectory, generation: int, node: str, findings: list[PreflightFinding], seconds: float
+) -> None:
     """One event: how it went, how long it took, and everything that is not fine."""
     told = [finding.to_json() for finding in findings if finding.severity != "ok"]
     line = {
@@ -209,7 +211,7 @@ def diagnose(
     name = node_name(report, place)
     machine = wanted.instance if wanted is not None else instance_of(report)
     devices: list[dict[str, Any]] = []
-    untested: list[Finding] = []
+    untested: list[PreflightFinding] = []
     measured = None
     count = len(report.gpus.cards)
     if compute:
@@ -233,7 +235,7 @@ def diagnose(
     return Diagnosis(found, [node], measured)
 
 
-def check_tested(devices: list[dict[str, Any]], num_gpus: int, root: NodeRoot) -> list[Finding]:
+def check_tested(devices: list[dict[str, Any]], num_gpus: int, root: NodeRoot) -> list[PreflightFinding]:
     """A self-test that quietly went to the processor has tested no card."""
     if not num_gpus or not devices or "CUDA_VISIBLE_DEVICES" in root.environment:
         return []
@@ -242,4 +244,4 @@ def check_tested(devices: list[dict[str, Any]], num_gpus: int, root: NodeRoot) -
         return []
     remedy = "python -c 'import torch; torch.zeros(1, device=\"cuda\")' tells why; reboot the node if it is the driver"
     said = f"nvidia-smi shows {counted(num_gpus, 'GPU')}, and torch could use {seen}"
-    return [Finding("infrastructure", "compute", "fail", said, remedy)]
+    return [PreflightFinding("infrastructure", "compute", "fail", said, remedy)]

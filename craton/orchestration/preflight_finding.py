@@ -17,7 +17,7 @@ NETWORK_LIBRARIES = ("libfabric", "nccl_plugin")
 
 
 @dataclass(frozen=True)
-class Finding:
+class PreflightFinding:
     """`fail`: a run here would fail, or lie, or crawl. `warn`: it costs something. `note`: worth knowing."""
 
     layer: Layer
@@ -56,11 +56,11 @@ class Expected:
         return self.instance.name if self.instance else "this run"
 
 
-def worst(findings: Iterable[Finding]) -> Severity:
+def worst(findings: Iterable[PreflightFinding]) -> Severity:
     return max((finding.severity for finding in findings), key=SEVERITIES.index, default="ok")
 
 
-def lowered(findings: Iterable[Finding], why: str, severity: Severity = "note") -> list[Finding]:
+def lowered(findings: Iterable[PreflightFinding], why: str, severity: Severity = "note") -> list[PreflightFinding]:
     """The same without a `fail`: what does not matter here is worth knowing and no more."""
     return [
         replace(finding, severity=severity, evidence=f"{finding.evidence} ({why})")
@@ -70,7 +70,7 @@ def lowered(findings: Iterable[Finding], why: str, severity: Severity = "note") 
     ]
 
 
-def for_job(findings: Sequence[Finding], job: Job) -> list[Finding]:
+def for_job(findings: Sequence[PreflightFinding], job: Job) -> list[PreflightFinding]:
     """The findings of a node for a job, which may overrule some. A command need not run in the Python that Craton runs
     in, nor with torch: also an image may have several environments. But all that run in an image have its libraries for
     the network."""
@@ -86,6 +86,6 @@ def for_job(findings: Sequence[Finding], job: Job) -> list[Finding]:
     return ordered([*others, *lowered(ours, "a command may have an environment of its own")])
 
 
-def ordered(findings: Iterable[Finding]) -> list[Finding]:
+def ordered(findings: Iterable[PreflightFinding]) -> list[PreflightFinding]:
     """The gravest first, otherwise as they came."""
     return sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity))

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from craton.digits import digits
-from craton.orchestration.preflight_finding import Finding
+from craton.orchestration.preflight_finding import PreflightFinding
 
 SLOW_DEVICE = 0.9  # of the median of its kind
 GANG_CHECKS = ("compute", "compute_speed", "bandwidth")  # judged anew over all nodes
@@ -36,7 +36,7 @@ class Device:
         return self.result["name"], self.result["torch"], self.result["cuda"]
 
 
-def check_compute(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Finding]:
+def check_compute(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[PreflightFinding]:
     """Node → what `selftest compute` said of its devices, over the whole gang."""
     devices = [Device(node, result) for node, found in results.items() for result in found]
     findings = [finding for device in devices for finding in _alone(device)]
@@ -52,10 +52,10 @@ def check_compute(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Fi
     hashes = " ".join(f"{name} {value[:8]}" for name, value in sorted(devices[0].result["hashes"].items()))
     several = "all alike" if len(devices) > 1 else "compare the hashes with those of another node"
     said = f"{len(devices)} device{'s' if len(devices) > 1 else ''}, {repeats:,} results: {hashes}; {several}"
-    return [Finding("infrastructure", "compute", "ok", said), *slow]
+    return [PreflightFinding("infrastructure", "compute", "ok", said), *slow]
 
 
-def _alone(device: Device) -> Iterator[Finding]:
+def _alone(device: Device) -> Iterator[PreflightFinding]:
     result = device.result
     if result["error"]:
         said = f"{device.label}: {result['error']}"
@@ -69,7 +69,7 @@ def _alone(device: Device) -> Iterator[Finding]:
         yield _compute(device, said, "drain the node and have it replaced: this card computes wrong")
 
 
-def _odd_ones(alike: Sequence[Device]) -> Iterator[Finding]:
+def _odd_ones(alike: Sequence[Device]) -> Iterator[PreflightFinding]:
     """Of devices of one kind, those that are not of the majority's opinion."""
     named: dict[str, list[str]] = defaultdict(list)
     undecided = []
@@ -92,10 +92,10 @@ def _odd_ones(alike: Sequence[Device]) -> Iterator[Finding]:
         who = ", ".join(device.label for device in alike)
         said = f"{', '.join(undecided)} differs between {who}, and there is no majority"
         remedy = "test at least three devices of the kind; until then leave all of these out"
-        yield Finding("infrastructure", "compute", "fail", said, remedy)
+        yield PreflightFinding("infrastructure", "compute", "fail", said, remedy)
 
 
-def _slow_ones(alike: Sequence[Device]) -> Iterator[Finding]:
+def _slow_ones(alike: Sequence[Device]) -> Iterator[PreflightFinding]:
     """Of GPUs: a processor has other things to do beside the test."""
     if len(alike) < FEW_DEVICES or alike[0].result["device"] == "cpu":
         return
@@ -106,22 +106,22 @@ def _slow_ones(alike: Sequence[Device]) -> Iterator[Finding]:
             if rate < SLOW_DEVICE * usual:
                 said = f"{device.label}: {name} at {digits(rate)} TFLOP/s, the others at {digits(usual)}"
                 remedy = "look at clocks, heat and power of the card; it slows every rank down"
-                yield Finding("infrastructure", "compute_speed", "warn", said, remedy, device.node)
+                yield PreflightFinding("infrastructure", "compute_speed", "warn", said, remedy, device.node)
 
 
-def check_bandwidth(found: Mapping[str, Any]) -> list[Finding]:
+def check_bandwidth(found: Mapping[str, Any]) -> list[PreflightFinding]:
     """What `selftest bandwidth` measured: who is slow with everybody, and whether all are slow."""
     names, expected = found["names"], float(found["expected_bytes_per_second"])
     labels = _unit_labels(names)
     rates = {tuple(each["pair"]): each["bytes_per_second"] for one in found["rounds"] for each in one}
     if not rates:
-        return [Finding("infrastructure", "bandwidth", "note", "one unit alone has no pair to measure", "")]
+        return [PreflightFinding("infrastructure", "bandwidth", "note", "one unit alone has no pair to measure", "")]
     usual = median(rates.values())
     against = f", the measured curve says {_rate(expected)}" if expected else ""
     guilty = list(found["slow_units"])
     if guilty and len(guilty) < len(labels):
         return [
-            Finding(
+            PreflightFinding(
                 "infrastructure",
                 "bandwidth",
                 "fail",
@@ -136,16 +136,16 @@ def check_bandwidth(found: Mapping[str, Any]) -> list[Finding]:
     if expected and usual < SLOW_PAIR * expected:
         said = f"all pairs are slow: {_rate(usual)} in the middle{against}"
         remedy = "look at what they have in common: NCCL's network (NCCL_DEBUG=INFO), the plugin, the placement"
-        return [Finding("infrastructure", "bandwidth", "fail", said, remedy)]
+        return [PreflightFinding("infrastructure", "bandwidth", "fail", said, remedy)]
     if slow:
         told = ", ".join(f"{labels[a]} with {labels[b]} {_rate(rate)}" for (a, b), rate in slow)
         said = f"{told}; the middle is {_rate(usual)}{against}"
         remedy = "each of them is fast with others, so it is the path between them; measure again"
         if len(labels) == 2:
             remedy = "two alone do not tell which: measure with a third"
-        return [Finding("infrastructure", "bandwidth", "warn", said, remedy)]
+        return [PreflightFinding("infrastructure", "bandwidth", "warn", said, remedy)]
     said = f"{len(rates)} pairs of {len(labels)}, {_rate(usual)} in the middle{against} ({found['backend']})"
-    return [Finding("infrastructure", "bandwidth", "ok", said)]
+    return [PreflightFinding("infrastructure", "bandwidth", "ok", said)]
 
 
 def _unit_labels(names: Sequence[str]) -> list[str]:
@@ -164,5 +164,5 @@ def _rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:,.3g} GB/s"
 
 
-def _compute(device: Device, evidence: str, remedy: str) -> Finding:
-    return Finding("infrastructure", "compute", "fail", evidence, remedy, device.node)
+def _compute(device: Device, evidence: str, remedy: str) -> PreflightFinding:
+    return PreflightFinding("infrastructure", "compute", "fail", evidence, remedy, device.node)

@@ -20,7 +20,7 @@ from craton.infrastructure import (
     recovery_action,
     xid_facts,
 )
-from craton.orchestration.preflight_finding import Expected, Finding, Severity
+from craton.orchestration.preflight_finding import Expected, PreflightFinding, Severity
 
 SAME_MEMORY = 0.05  # how far a card's memory may be from the catalog's: less is a slice of it, more another card
 OLD_XID_SECONDS = 3600.0
@@ -45,7 +45,7 @@ ACTION_REMEDY: dict[HealthAction, str] = {
 }
 
 
-def check_gpus(report: NodeReport, expected: Expected) -> list[Finding]:
+def check_gpus(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     """Everything about the cards; nothing for a node that has none and should have none."""
     gpus = report.gpus
     if not gpus.on_bus and not gpus.cards and not expected.gpus and not gpus.driver_loaded:
@@ -66,7 +66,7 @@ def check_gpus(report: NodeReport, expected: Expected) -> list[Finding]:
     ]
 
 
-def check_driver(report: NodeReport, expected: Expected) -> list[Finding]:
+def check_driver(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     gpus = report.gpus
     if not gpus.error:
         said = f"driver {gpus.driver_version}, CUDA up to {gpus.cuda_version}"
@@ -82,7 +82,7 @@ def check_driver(report: NodeReport, expected: Expected) -> list[Finding]:
     return [_finding("gpu_driver", "fail", f"no GPU is visible: {gpus.error}", remedy)] if expected.gpus else []
 
 
-def check_count(report: NodeReport, expected: Expected) -> list[Finding]:
+def check_count(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     """Seven of eight: the driver's count against what a run needs, the catalog says and the bus shows."""
     seen, on_bus, wanted = len(report.gpus.cards), len(report.gpus.on_bus), expected.gpus
     missing = sorted(set(report.gpus.on_bus) - {card.bus_id for card in report.gpus.cards})
@@ -100,7 +100,7 @@ def check_count(report: NodeReport, expected: Expected) -> list[Finding]:
     return [_finding("gpu_count", "ok", f"{seen}{of} GPUs")]
 
 
-def check_model(cards: Iterable[GpuState], expected: Expected) -> list[Finding]:
+def check_model(cards: Iterable[GpuState], expected: Expected) -> list[PreflightFinding]:
     names = Counter(card.name for card in cards)
     if len(names) > 1:
         said = ", ".join(f"{count} x {name}" for name, count in names.most_common())
@@ -129,7 +129,7 @@ def is_model(name: str, wanted: Gpu) -> bool:
         return wanted.name.upper().split("-")[0] in words
 
 
-def check_recovery(cards: Iterable[GpuState]) -> list[Finding]:
+def check_recovery(cards: Iterable[GpuState]) -> list[PreflightFinding]:
     asked = [card for card in cards if card.recovery_action not in ("", "None")]
     if not asked:
         return [_finding("gpu_recovery", "ok", "the driver asks for no recovery")]
@@ -145,17 +145,19 @@ def check_recovery(cards: Iterable[GpuState]) -> list[Finding]:
     ]
 
 
-def check_memory(cards: Iterable[GpuState]) -> list[Finding]:
+def check_memory(cards: Iterable[GpuState]) -> list[PreflightFinding]:
     """ECC errors and rows: what is lost now, what is repaired at the next reset, what can no longer be."""
     findings = [finding for card in cards for finding in _memory_faults(card)]
     return findings or [_finding("gpu_memory", "ok", "no uncorrectable ECC errors, no rows pending or failed")]
 
 
-def _memory_faults(card: GpuState) -> Iterator[Finding]:
-    def fault(what: str, severity: Severity, text: str, remedy: str, action: HealthAction = "observe") -> Finding:
+def _memory_faults(card: GpuState) -> Iterator[PreflightFinding]:
+    def fault(
+        what: str, severity: Severity, text: str, remedy: str, action: HealthAction = "observe"
+    ) -> PreflightFinding:
         return _finding(what, severity, f"{card.label}: {text}", remedy.replace("INDEX", str(card.index)), action)
 
-    def asks(what: str, severity: Severity, text: str, action: HealthAction) -> Finding:
+    def asks(what: str, severity: Severity, text: str, action: HealthAction) -> PreflightFinding:
         return fault(what, severity, text, ACTION_REMEDY[action], action)
 
     if card.remap_failed:
@@ -179,7 +181,7 @@ def _memory_faults(card: GpuState) -> Iterator[Finding]:
         yield fault("gpu_memory", "warn", "ECC is switched off", remedy)
 
 
-def check_throttle(cards: Iterable[GpuState]) -> list[Finding]:
+def check_throttle(cards: Iterable[GpuState]) -> list[PreflightFinding]:
     findings = []
     for card in cards:
         hardware = [reason for reason in card.throttle if reason in HARDWARE_THROTTLE]
@@ -202,7 +204,7 @@ def check_throttle(cards: Iterable[GpuState]) -> list[Finding]:
     return findings or [_finding("gpu_throttle", "ok", "no card is slowed by heat or power")]
 
 
-def check_settings(cards: Iterable[GpuState]) -> list[Finding]:
+def check_settings(cards: Iterable[GpuState]) -> list[PreflightFinding]:
     off = [card for card in cards if card.persistence is False]
     sliced = [card for card in cards if card.mig]
     findings = []
@@ -215,7 +217,7 @@ def check_settings(cards: Iterable[GpuState]) -> list[Finding]:
     return findings or [_finding("gpu_persistence", "ok", "persistence mode is on")]
 
 
-def check_pcie(cards: Iterable[GpuState]) -> list[Finding]:
+def check_pcie(cards: Iterable[GpuState]) -> list[PreflightFinding]:
     """Fewer lanes are always a fault; a lower generation may be an idle card saving power."""
     findings = []
     for card in cards:
@@ -231,7 +233,7 @@ def check_pcie(cards: Iterable[GpuState]) -> list[Finding]:
     return findings or [_finding("gpu_pcie", "ok", "every card has all its lanes")]
 
 
-def check_nvlink(report: NodeReport, expected: Expected) -> list[Finding]:
+def check_nvlink(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     cards = report.gpus.cards
     findings = []
     for card in cards:
@@ -264,7 +266,7 @@ def check_nvlink(report: NodeReport, expected: Expected) -> list[Finding]:
     return findings or [_finding("nvlink", "ok", f"{most} NVLinks up on each of {len(cards)} cards")]
 
 
-def check_xids(report: NodeReport) -> list[Finding]:
+def check_xids(report: NodeReport) -> list[PreflightFinding]:
     """The gravest of every card that is not over; what XID 154 said last wins over the table."""
     log = report.kernel_log
     if not log.is_readable:
@@ -275,7 +277,7 @@ def check_xids(report: NodeReport) -> list[Finding]:
     return [_of_card(report, bus, [xid for xid in log.xids if xid.bus_id == bus]) for bus in _buses(log.xids)]
 
 
-def _of_card(report: NodeReport, bus: str, every: list[Xid]) -> Finding:
+def _of_card(report: NodeReport, bus: str, every: list[Xid]) -> PreflightFinding:
     card = next((card for card in report.gpus.cards if card.bus_id.startswith(bus)), None)
     # nvidia-smi tells nothing of a switch but what its cards see of it.
     beside = (card,) if card is not None else report.gpus.cards if every[0].is_switch else ()
@@ -337,5 +339,5 @@ def _mib(size_bytes: float) -> str:
 
 def _finding(
     what: str, severity: Severity, evidence: str, remedy: str = "", action: HealthAction | Literal[""] = ""
-) -> Finding:
-    return Finding("infrastructure", what, severity, evidence, remedy, action=action)
+) -> PreflightFinding:
+    return PreflightFinding("infrastructure", what, severity, evidence, remedy, action=action)

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 from craton.digits import counted, digits
 from craton.infrastructure import UNLIMITED, NodeReport, lustre_interfaces
-from craton.orchestration.preflight_finding import Expected, Finding, Severity, lowered
+from craton.orchestration.preflight_finding import Expected, PreflightFinding, Severity, lowered
 
 GIBIBYTE = 2**30
 SAME_CAPACITY = 0.95  # of the catalog's, which drives must have together: it is rounded on both sides
-LEAST_SHARED_BYTES = 1 * GIBIBYTE  # a container without --shm-size has 64 MiB, and data loaders die in it
+MIN_SHARED_BYTES = 1 * GIBIBYTE  # a container without --shm-size has 64 MiB, and data loaders die in it
 GOOD_SHARED_BYTES = 2 * GIBIBYTE  # for every GPU: loaders' workers, NCCL, and snapshots in memory
-LEAST_OPEN_FILES = 8192
+MIN_OPEN_FILES = 8192
 GOOD_HUGEPAGE_BYTES = 1 * GIBIBYTE
-LEAST_PROCESSES = 4096
+MIN_PROCESSES = 4096
 GOOD_CLOCK_SOURCES = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
 LOCAL_KINDS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "rootfs", "squashfs", "vfat")
 SHARED_KINDS = ("lustre", "nfs", "nfs4", "efs", "beegfs", "gpfs", "ceph", "wekafs")
@@ -22,7 +22,7 @@ KIND_NAMES = {"nfs": ("nfs", "nfs4", "efs")}  # in the mount table
 SCALING_DRIVERS = ("intel_pstate", "amd-pstate-epp")  # whose `powersave` still runs as fast as it can under load
 
 
-def check_host(report: NodeReport, expected: Expected, environment: Mapping[str, str]) -> list[Finding]:
+def check_host(report: NodeReport, expected: Expected, environment: Mapping[str, str]) -> list[PreflightFinding]:
     return [
         *check_drives(report, expected),
         *check_shared_memory(report),
@@ -36,7 +36,7 @@ def check_host(report: NodeReport, expected: Expected, environment: Mapping[str,
     ]
 
 
-def check_drives(report: NodeReport, expected: Expected) -> list[Finding]:
+def check_drives(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     """Local NVMe is a checkpoint tier and a cache: absent, it is quietly the root disk."""
     drives, instance = report.disks.drives, expected.instance
     wanted_bytes = instance.nvme_bytes if instance and instance.name != "local" else 0.0
@@ -60,13 +60,13 @@ def check_drives(report: NodeReport, expected: Expected) -> list[Finding]:
     return [_finding("nvme", "ok", said)]
 
 
-def check_shared_memory(report: NodeReport) -> list[Finding]:
+def check_shared_memory(report: NodeReport) -> list[PreflightFinding]:
     size, has_gpus = report.disks.shared_memory_bytes, bool(report.gpus.cards)
     if size is None:
         return [_finding("shared_memory", "warn", "/dev/shm is not mounted", "mount -t tmpfs tmpfs /dev/shm")]
     said = f"/dev/shm has {digits(size / GIBIBYTE)} GiB"
     remedy = "--shm-size=64g for a container, an emptyDir with medium: Memory for a pod"
-    if size < LEAST_SHARED_BYTES:
+    if size < MIN_SHARED_BYTES:
         severity: Severity = "fail" if has_gpus else "warn"
         return [_finding("shared_memory", severity, f"{said}: data loaders and snapshots need more", remedy)]
     if size < GOOD_SHARED_BYTES * len(report.gpus.cards):
@@ -76,7 +76,7 @@ def check_shared_memory(report: NodeReport) -> list[Finding]:
     return [_finding("shared_memory", "ok", said)]
 
 
-def check_lustre(report: NodeReport, expected: Expected) -> list[Finding]:
+def check_lustre(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     """A mount that works over TCP looks like one that works, at a tenth of the rate."""
     lustre = report.disks.lustre
     if not lustre.mounts:
@@ -111,13 +111,13 @@ def check_lustre(report: NodeReport, expected: Expected) -> list[Finding]:
     return [*findings, _finding("lustre_network", "ok", said)]
 
 
-def check_storage(report: NodeReport, expected: Expected) -> list[Finding]:
+def check_storage(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     """Storage is where the cluster file says: a path that nothing is mounted at is quietly the root disk."""
     found = [*_shared_storage(report, expected), *_local_storage(report, expected)]
     return lowered(found, "a container may not see the mounts of its node") if report.host.is_container else found
 
 
-def _shared_storage(report: NodeReport, expected: Expected) -> list[Finding]:
+def _shared_storage(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     path, wanted = expected.shared_path, expected.shared_kind
     mount = report.disks.mount_of(path) if path else None
     if mount is None or mount.kind == "autofs":  # which mounts when somebody comes
@@ -126,7 +126,7 @@ def _shared_storage(report: NodeReport, expected: Expected) -> list[Finding]:
         there = ", ".join(each.path for each in report.disks.mounts if each.kind in SHARED_KINDS)
         said = f"{path}, storage.shared of the cluster file, is on {mount.source} ({mount.kind}), its own disk"
         remedy = f"mount the shared file system at {path}, or correct the path; there is {there or 'none here'}"
-        found = [Finding("orchestration", "storage_shared", "fail", said, remedy)]
+        found = [PreflightFinding("orchestration", "storage_shared", "fail", said, remedy)]
         if any(each.kind == "nfsd" for each in report.disks.mounts):
             return lowered(found, "this node serves NFS itself")
         return found if expected.needs_network else lowered(found, "this run stays on one node")
@@ -136,7 +136,7 @@ def _shared_storage(report: NodeReport, expected: Expected) -> list[Finding]:
     return [_finding("storage_shared", "ok", f"{path} is {mount.kind}")]
 
 
-def _local_storage(report: NodeReport, expected: Expected) -> list[Finding]:
+def _local_storage(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     path, drives = expected.nvme_path, report.disks.drives
     mount = report.disks.mount_of(path) if path else None
     if mount is None:
@@ -148,19 +148,19 @@ def _local_storage(report: NodeReport, expected: Expected) -> list[Finding]:
         return [_finding("storage_nvme", "note", f"{said}, and no NVMe drive is beside it")]
     there = ", ".join(sorted({place for drive in drives for place in drive.mounted_at})) or "mounted nowhere"
     remedy = f"mount the NVMe drives at {path}, or correct the path; they are {there}"
-    return [Finding("orchestration", "storage_nvme", "fail", said, remedy)]
+    return [PreflightFinding("orchestration", "storage_nvme", "fail", said, remedy)]
 
 
-def check_limits(report: NodeReport) -> list[Finding]:
+def check_limits(report: NodeReport) -> list[PreflightFinding]:
     files = report.host.limits.open_files
-    if files is None or files == UNLIMITED or files >= LEAST_OPEN_FILES:
+    if files is None or files == UNLIMITED or files >= MIN_OPEN_FILES:
         return [_finding("open_files", "ok", f"{'unlimited' if files in (None, UNLIMITED) else files} open files")]
     said = f"a process may open {files:,} files; ranks with many shards and sockets need more"
     remedy = "`* - nofile 65536` in /etc/security/limits.conf; LimitNOFILE=65536 for slurmd or containerd"
     return [_finding("open_files", "warn", said, remedy)]
 
 
-def check_hugepages(report: NodeReport, environment: Mapping[str, str]) -> list[Finding]:
+def check_hugepages(report: NodeReport, environment: Mapping[str, str]) -> list[PreflightFinding]:
     """EFA takes its buffers from huge pages, unless it is told not to."""
     if not report.fabric.efa:
         return []
@@ -174,7 +174,7 @@ def check_hugepages(report: NodeReport, environment: Mapping[str, str]) -> list[
     return [_finding("hugepages", "ok", said)]
 
 
-def check_clock(report: NodeReport) -> list[Finding]:
+def check_clock(report: NodeReport) -> list[PreflightFinding]:
     clock, findings = report.host.clock, []
     if clock.source and clock.source not in GOOD_CLOCK_SOURCES:
         said = f"the clock source is {clock.source}: every look at the time is a slow call"
@@ -189,7 +189,7 @@ def check_clock(report: NodeReport) -> list[Finding]:
     return findings or [_finding("clock_sync", "ok", f"clock {clock.source}, synchronised ({clock.told_by})")]
 
 
-def check_processors(report: NodeReport, expected: Expected) -> list[Finding]:
+def check_processors(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     host, findings = report.host, []
     if host.governor == "powersave" and host.governor_driver not in SCALING_DRIVERS:
         said = f"the processors run with the governor powersave ({host.governor_driver or 'unknown driver'})"
@@ -206,7 +206,7 @@ def check_processors(report: NodeReport, expected: Expected) -> list[Finding]:
     return findings or [_finding("processors", "ok", f"{host.processors} processors, {nodes}")]
 
 
-def check_group(report: NodeReport) -> list[Finding]:
+def check_group(report: NodeReport) -> list[PreflightFinding]:
     """What the scheduler or container left of the machine."""
     group, host = report.host.group, report.host
     told = []
@@ -224,11 +224,13 @@ def check_group(report: NodeReport) -> list[Finding]:
     if short:
         said = f"{group.cpus:g} processors for {counted(len(report.gpus.cards), 'GPU')}"
         findings.append(_finding("control_group", "warn", said, "ask for more: --cpus-per-task, or cpu in the pod"))
-    if group.processes is not None and group.processes < LEAST_PROCESSES:
+    if group.processes is not None and group.processes < MIN_PROCESSES:
         said = f"the control group may have {group.processes:,} processes; loaders and threads need more"
         findings.append(_finding("control_group", "warn", said, "TasksMax=infinity, or a higher pod pid limit"))
     return findings
 
 
-def _finding(what: str, severity: Severity, evidence: str, remedy: str = "") -> Finding:
-    return Finding("orchestration" if what == "control_group" else "infrastructure", what, severity, evidence, remedy)
+def _finding(what: str, severity: Severity, evidence: str, remedy: str = "") -> PreflightFinding:
+    return PreflightFinding(
+        "orchestration" if what == "control_group" else "infrastructure", what, severity, evidence, remedy
+    )

@@ -15,7 +15,7 @@ from craton.infrastructure import NodeReport, NodeRoot, probe_node
 from craton.job import Job
 from craton.orchestration.errors import StartError
 from craton.orchestration.preflight import expected_by, followed, judge, record_preflight
-from craton.orchestration.preflight_finding import Expected, Finding, for_job
+from craton.orchestration.preflight_finding import Expected, PreflightFinding, for_job
 from craton.orchestration.preflight_host import check_group, check_limits, check_processors, check_shared_memory
 from craton.telemetry import RunDirectory
 
@@ -59,7 +59,7 @@ def used_cards(report: NodeReport, visible: str) -> NodeReport:
     return replace(report, gpus=replace(report.gpus, cards=used), kernel_log=replace(report.kernel_log, xids=xids))
 
 
-def _of_node(report: NodeReport, job: Job, launch: Launch, node: str, root: NodeRoot) -> list[Finding]:
+def _of_node(report: NodeReport, job: Job, launch: Launch, node: str, root: NodeRoot) -> list[PreflightFinding]:
     environment = {**root.environment, **launch.env}
     visible = launch.cards.get(node, environment.get(VISIBLE, ""))
     # All nodes are here, however many there are: nothing goes over a network.
@@ -68,7 +68,7 @@ def _of_node(report: NodeReport, job: Job, launch: Launch, node: str, root: Node
     return for_job(findings, job)
 
 
-def _by_files(report: NodeReport) -> list[Finding]:
+def _by_files(report: NodeReport) -> list[PreflightFinding]:
     nothing = Expected()
     return [
         *check_shared_memory(report),

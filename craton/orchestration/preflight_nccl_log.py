@@ -14,7 +14,7 @@ from craton.agent import read_launch
 from craton.job import load_job
 from craton.orchestration.errors import StartError
 from craton.orchestration.preflight import Diagnosis, expected_by, expected_of
-from craton.orchestration.preflight_finding import Expected, Finding, lowered, ordered
+from craton.orchestration.preflight_finding import Expected, PreflightFinding, lowered, ordered
 from craton.telemetry import find_run, open_regular, paths_in
 
 MAX_LINE_CHARACTERS = 1 << 20  # a longer line is read in parts
@@ -72,9 +72,9 @@ def _lines_of(path: Path) -> str:
         return nccl_lines(log)
 
 
-def check_nccl_logs(logs: Mapping[str, str], expected: Expected) -> list[Finding]:
+def check_nccl_logs(logs: Mapping[str, str], expected: Expected) -> list[PreflightFinding]:
     """Name → text; one finding for all logs that say the same, with their names where not all do."""
-    alike: dict[Finding, list[str]] = defaultdict(list)
+    alike: dict[PreflightFinding, list[str]] = defaultdict(list)
     for name, text in logs.items():
         for finding in check_nccl_log(text, expected):
             alike[finding].append(name)
@@ -100,16 +100,20 @@ def read_nccl_log(text: str) -> NcclNetwork:
     )
 
 
-def check_nccl_log(text: str, expected: Expected) -> list[Finding]:
+def check_nccl_log(text: str, expected: Expected) -> list[PreflightFinding]:
     """Whether NCCL took the network that the node has."""
     findings = _judged(text, expected)
     return findings if expected.needs_network else lowered(findings, "this run stays on one node")
 
 
-def _judged(text: str, expected: Expected) -> list[Finding]:
+def _judged(text: str, expected: Expected) -> list[PreflightFinding]:
     found, instance = read_nccl_log(text), expected.instance
     if not found.is_told:
-        return [Finding("ML software", "nccl_network", "note", "the log does not tell", "start with NCCL_DEBUG=INFO")]
+        return [
+            PreflightFinding(
+                "ML software", "nccl_network", "note", "the log does not tell", "start with NCCL_DEBUG=INFO"
+            )
+        ]
     fast = "EFA" if instance and instance.efa_version else "InfiniBand"
     has_fast = instance is not None and instance.gpu.generation != "cpu"
     wanted = "libfabric" if fast == "EFA" else "ib"
@@ -117,18 +121,18 @@ def _judged(text: str, expected: Expected) -> list[Finding]:
     if has_fast and not any(wanted in name.lower() for name in found.networks):
         why = "; it did not find its plugin" if found.plugin_missing else ""
         remedy = "`craton doctor` on the node tells which part is missing; stop the run, it crawls"
-        return [Finding("ML software", "nccl_network", "fail", f"{told} instead of {fast}{why}", remedy)]
+        return [PreflightFinding("ML software", "nccl_network", "fail", f"{told} instead of {fast}{why}", remedy)]
     if found.provider and found.provider != "efa" and fast == "EFA" and has_fast:
         said, remedy = f"{told} by the provider {found.provider}, not efa", "export FI_PROVIDER=efa"
-        return [Finding("ML software", "nccl_network", "fail", said, remedy)]
+        return [PreflightFinding("ML software", "nccl_network", "fail", said, remedy)]
     if found.num_nics and instance and found.num_nics < instance.network_interfaces:
         said = f"{told}, on {found.num_nics} of {instance.network_interfaces} interfaces"
         remedy = "give the container all of its EFA devices"
-        return [Finding("ML software", "nccl_network", "fail", said, remedy)]
+        return [PreflightFinding("ML software", "nccl_network", "fail", said, remedy)]
     if has_fast and _crosses_nodes(text) and not found.gpudirect:
         remedy = "load nvidia_peermem, or NVIDIA's open kernel modules; unset NCCL_NET_GDR_LEVEL"
-        return [Finding("ML software", "nccl_network", "warn", f"{told}, but without GPUDirect RDMA", remedy)]
-    return [Finding("ML software", "nccl_network", "ok", told)]
+        return [PreflightFinding("ML software", "nccl_network", "warn", f"{told}, but without GPUDirect RDMA", remedy)]
+    return [PreflightFinding("ML software", "nccl_network", "ok", told)]
 
 
 def _listed(names: list[str], shown: int = 4) -> str:

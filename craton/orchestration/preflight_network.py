@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from statistics import median
 
 from craton.infrastructure import UNLIMITED, NodeReport, counter_facts, is_in, traps
-from craton.orchestration.preflight_finding import Expected, Finding, Layer, Severity, lowered
+from craton.orchestration.preflight_finding import Expected, Layer, PreflightFinding, Severity, lowered
 
 BUSY_BYTES = 1e12  # below which a device has not carried enough for its share to mean something
 FAIR_SHARE = 0.5  # of the median of its neighbours, which a device should have carried
@@ -17,12 +17,12 @@ ENOUGH_LOCKED_BYTES = 2**34
 GIVE_VERBS = "ask for the RDMA resource of the nodes (rdma/…) in the pod, or give the container its /dev/infiniband"
 
 
-def check_network(report: NodeReport, expected: Expected, environment: Mapping[str, str]) -> list[Finding]:
+def check_network(report: NodeReport, expected: Expected, environment: Mapping[str, str]) -> list[PreflightFinding]:
     """Nothing for a node that has no such network and should have none."""
     instance = expected.instance
     has_gpus = bool(report.gpus.cards or report.gpus.on_bus)
     wants_efa = instance is not None and instance.efa_version > 0
-    findings: list[Finding] = []
+    findings: list[PreflightFinding] = []
     if wants_efa or report.fabric.efa:
         findings += [*check_efa_count(report, expected), *check_foreign_devices(report), *check_libfabric(report)]
         findings += [*check_plugin(report), *check_efa_counters(report)] if has_gpus else check_efa_counters(report)
@@ -38,7 +38,7 @@ def check_network(report: NodeReport, expected: Expected, environment: Mapping[s
     return findings if expected.needs_network else lowered(findings, "this run stays on one node")
 
 
-def check_efa_count(report: NodeReport, expected: Expected) -> list[Finding]:
+def check_efa_count(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     efa, others = report.fabric.efa, report.fabric.infiniband
     wanted = expected.instance.network_interfaces if expected.instance else 0
     beside = f", and {len(others)} that are not EFA ({', '.join(device.name for device in others)})" if others else ""
@@ -67,7 +67,7 @@ def check_efa_count(report: NodeReport, expected: Expected) -> list[Finding]:
     return [_finding("efa_count", "ok", f"{len(efa)}{of} EFA devices active{beside}")]
 
 
-def check_foreign_devices(report: NodeReport) -> list[Finding]:
+def check_foreign_devices(report: NodeReport) -> list[PreflightFinding]:
     """Ten instead of eight: `ibp*` of P6-B200 are no EFA, and libfabric gives up when it cannot open them."""
     others = [device for device in report.fabric.infiniband if device.uverbs in report.fabric.visible_uverbs]
     if not others:
@@ -90,7 +90,7 @@ def check_foreign_devices(report: NodeReport) -> list[Finding]:
     ]
 
 
-def check_libfabric(report: NodeReport) -> list[Finding]:
+def check_libfabric(report: NodeReport) -> list[PreflightFinding]:
     found, efa = report.fabric.libfabric, report.fabric.efa
     if not found.is_there:
         remedy = "install the EFA installer (--skip-kmod in a container)"
@@ -113,7 +113,7 @@ def check_libfabric(report: NodeReport) -> list[Finding]:
     return [_finding("libfabric", "ok", f"libfabric has the provider efa on {len(found.domains)} devices")]
 
 
-def check_plugin(report: NodeReport) -> list[Finding]:
+def check_plugin(report: NodeReport) -> list[PreflightFinding]:
     """Without aws-ofi-nccl NCCL does not know EFA, and says nothing."""
     fabric = report.fabric
     if fabric.plugin_is_found:
@@ -132,7 +132,7 @@ def check_plugin(report: NodeReport) -> list[Finding]:
     return [_finding("nccl_plugin", "fail", said, remedy)]
 
 
-def check_infiniband(report: NodeReport, expected: Expected) -> list[Finding]:
+def check_infiniband(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     """Ports that are up at full rate; slower ones beside them, for storage, do not make up for one that is missing."""
     devices, instance = report.fabric.infiniband, expected.instance
     active = [device for device in devices if device.state == "ACTIVE"]
@@ -162,7 +162,7 @@ def check_infiniband(report: NodeReport, expected: Expected) -> list[Finding]:
     return [_finding("infiniband", "warn", f"{', '.join(slow)} Gb/s where {due:g} are due", remedy)]
 
 
-def check_gpudirect(report: NodeReport) -> list[Finding]:
+def check_gpudirect(report: NodeReport) -> list[PreflightFinding]:
     """A network card reaches GPU memory by nvidia_peermem, or by dma-buf: open kernel modules and kernel 5.12."""
     fabric = report.fabric
     kernel = report.software.versions.get("kernel", "")
@@ -177,7 +177,7 @@ def check_gpudirect(report: NodeReport) -> list[Finding]:
     return [_finding("gpudirect_rdma", "fail", said, remedy)]
 
 
-def check_gdrcopy(report: NodeReport) -> list[Finding]:
+def check_gdrcopy(report: NodeReport) -> list[PreflightFinding]:
     version = report.fabric.versions.get("gdrcopy", "")
     if version and report.fabric.gdrcopy_device:
         return [_finding("gdrcopy", "ok", f"gdrdrv {version}")]
@@ -189,14 +189,14 @@ def check_gdrcopy(report: NodeReport) -> list[Finding]:
     return [_finding("gdrcopy", severity, said, "install GDRCopy 2.5 or later and modprobe gdrdrv")]
 
 
-def check_gpudirect_storage(report: NodeReport) -> list[Finding]:
+def check_gpudirect_storage(report: NodeReport) -> list[PreflightFinding]:
     version = report.fabric.versions.get("nvidia_fs", "")
     if version:
         return [_finding("gpudirect_storage", "ok", f"nvidia-fs {version}")]
     return [_finding("gpudirect_storage", "note", "nvidia-fs is not loaded: files go through host memory", "")]
 
 
-def check_locked_memory(report: NodeReport) -> list[Finding]:
+def check_locked_memory(report: NodeReport) -> list[PreflightFinding]:
     limit = report.host.limits.locked_memory_bytes
     if limit is None or limit == UNLIMITED:
         return [_finding("locked_memory", "ok", "locked memory is not limited")]
@@ -206,7 +206,7 @@ def check_locked_memory(report: NodeReport) -> list[Finding]:
     return [_finding("locked_memory", severity, said, remedy)]
 
 
-def check_efa_counters(report: NodeReport) -> list[Finding]:
+def check_efa_counters(report: NodeReport) -> list[PreflightFinding]:
     findings = []
     for fact in counter_facts():
         hit = {}
@@ -233,7 +233,7 @@ def check_efa_counters(report: NodeReport) -> list[Finding]:
     return findings
 
 
-def check_environment(report: NodeReport, environment: Mapping[str, str]) -> list[Finding]:
+def check_environment(report: NodeReport, environment: Mapping[str, str]) -> list[PreflightFinding]:
     here = {"any"}
     has_gpus = bool(report.gpus.cards or report.gpus.on_bus)
     if report.fabric.efa:
@@ -252,6 +252,10 @@ def check_environment(report: NodeReport, environment: Mapping[str, str]) -> lis
     return findings
 
 
-def _finding(what: str, severity: Severity, evidence: str, remedy: str = "", layer: Layer | None = None) -> Finding:
+def _finding(
+    what: str, severity: Severity, evidence: str, remedy: str = "", layer: Layer | None = None
+) -> PreflightFinding:
     of_software = what in ("environment", "nccl_plugin", "libfabric")
-    return Finding(layer or ("ML software" if of_software else "infrastructure"), what, severity, evidence, remedy)
+    return PreflightFinding(
+        layer or ("ML software" if of_software else "infrastructure"), what, severity, evidence, remedy
+    )

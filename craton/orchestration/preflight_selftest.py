@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from craton.agent import free_port
-from craton.orchestration.preflight_finding import Finding
+from craton.orchestration.preflight_finding import PreflightFinding
 
 SELFTEST = "craton.ml.selftest"
 COMPUTE_SECONDS, BANDWIDTH_SECONDS = 180.0, 180.0  # with the start of torch on a slow file system
@@ -30,24 +30,24 @@ NO_TORCH = 3  # how the self-test ends where torch cannot be imported
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedSelftest:
     """What the processes of a self-test printed, and why they did not all end well."""
 
     printed: list[dict[str, Any]]  # JSON lines of all of them, in the order of the processes
     failure: str = ""
     lacks_torch: bool = False
 
-    def finding(self, what: str, on: str = "") -> Finding:
+    def finding(self, what: str, on: str = "") -> PreflightFinding:
         if self.lacks_torch:
             remedy = "install torch in this environment (pip install craton[train])"
-            return Finding("ML software", what, "fail", self.failure, remedy)
+            return PreflightFinding("ML software", what, "fail", self.failure, remedy)
         remedy = "look for XIDs (`dmesg`), and leave the node out until it passes"
-        return Finding("infrastructure", what, "fail", f"{self.failure}{on}", remedy)
+        return PreflightFinding("infrastructure", what, "fail", f"{self.failure}{on}", remedy)
 
 
 def run_compute(
     seconds: float | None = None, limit_seconds: float = COMPUTE_SECONDS
-) -> tuple[list[dict[str, Any]], list[Finding]]:
+) -> tuple[list[dict[str, Any]], list[PreflightFinding]]:
     """Tests every device of this machine: what those said that came to an end, and what became of the others."""
     asked = [] if seconds is None else ["--seconds", str(seconds)]
     ended = run_processes([[sys.executable, "-m", SELFTEST, "compute", *asked]], [{}], limit_seconds)
@@ -61,7 +61,7 @@ def run_compute(
     return devices, [ended.finding("compute", f"; without a result: {', '.join(left)}" if left else "")]
 
 
-def run_bandwidth(num_gpus: int, expected: float = 0.0) -> tuple[dict[str, Any] | None, list[Finding]]:
+def run_bandwidth(num_gpus: int, expected: float = 0.0) -> tuple[dict[str, Any] | None, list[PreflightFinding]]:
     """Pairs of this machine's GPUs, or of processes where it has none; None with a finding that says why not."""
     ranks, port, secret = num_gpus or CPU_RANKS, free_port(), secrets.token_hex(32)
     command = [sys.executable, "-m", SELFTEST, "bandwidth", "--expected", str(expected)]
@@ -91,7 +91,7 @@ def bandwidth_command(first_node: str, port: int, gpus_per_node: int, expected: 
 
 def run_processes(
     commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], limit_seconds: float
-) -> Ended:
+) -> EndedSelftest:
     """Runs them at the same time and keeps what they printed until their end, or the limit; none outlives this."""
     end = time.monotonic() + limit_seconds
     failure = ""
@@ -117,7 +117,7 @@ def run_processes(
         codes = [process.returncode for process in started]
         if not failure and any(codes):
             failure = f"the self-test {_ending(next(code for code in codes if code))}: {_last_line(errors)}"
-        return Ended([line for output in outputs for line in _lines(output)], failure, NO_TORCH in codes)
+        return EndedSelftest([line for output in outputs for line in _lines(output)], failure, NO_TORCH in codes)
 
 
 def _ending(code: int) -> str:

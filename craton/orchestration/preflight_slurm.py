@@ -20,7 +20,7 @@ from craton.job import ClusterFile, ClusterRef, load_cluster
 from craton.orchestration.draft import gres_gpus
 from craton.orchestration.errors import SchedulerError, StartError
 from craton.orchestration.preflight import MEASURED_BYTES, Diagnosis
-from craton.orchestration.preflight_finding import Finding, ordered
+from craton.orchestration.preflight_finding import PreflightFinding, ordered
 from craton.orchestration.preflight_gang import GANG_CHECKS, check_bandwidth, check_compute
 from craton.orchestration.preflight_selftest import SECRET_VARIABLE, bandwidth_command
 from craton.orchestration.slurm.tools import own_environment, read_nodes
@@ -57,7 +57,7 @@ def diagnose_nodes(nodes: str, cluster: str | None, *, compute: bool = False, ba
             findings += check_bandwidth(measured)
         except StartError as error:  # what the nodes said by themselves is not lost with it
             remedy = "look for a node or a GPU that hangs; measure in two halves to find it"
-            findings.append(Finding("infrastructure", "bandwidth", "fail", str(error), remedy))
+            findings.append(PreflightFinding("infrastructure", "bandwidth", "fail", str(error), remedy))
     return Diagnosis(ordered(findings), entries, measured)
 
 
@@ -97,19 +97,21 @@ def srun_words(file: ClusterFile | None, nodes: str, count: int, tasks_per_node:
 
 def joined(
     hosts: Sequence[str], documents: Sequence[dict[str, Any]], said: str = ""
-) -> tuple[list[Finding], list[dict[str, Any]]]:
+) -> tuple[list[PreflightFinding], list[dict[str, Any]]]:
     """The findings of all nodes, and their entries; a node that did not answer is a finding itself."""
     entries = [entry for document in documents for entry in document["nodes"]]
-    told = [Finding(**finding) for document in documents for finding in document["findings"]]
+    told = [PreflightFinding(**finding) for document in documents for finding in document["findings"]]
     findings = [finding for finding in told if finding.what not in GANG_CHECKS]
     for entry in entries:  # a self-test that died on its node leaves too little to judge anew
-        findings += [replace(Finding(**each), node=entry["node"]) for each in entry.get("compute_failed", ())]
+        findings += [replace(PreflightFinding(**each), node=entry["node"]) for each in entry.get("compute_failed", ())]
     answered = {entry["node"] for entry in entries}
     why = f": {said}" if said else ""
     for host in hosts:
         if host not in answered:
             remedy = f"`scontrol show node {host}`; look whether Craton is installed there"
-            findings.append(Finding("orchestration", "answer", "fail", f"{host} did not answer{why}", remedy, host))
+            findings.append(
+                PreflightFinding("orchestration", "answer", "fail", f"{host} did not answer{why}", remedy, host)
+            )
     return findings, sorted(entries, key=lambda entry: natural(entry["node"]))
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from craton.digits import counted
 from craton.infrastructure import NodeReport, bad_pairs, gpus
-from craton.orchestration.preflight_finding import Expected, Finding, Severity
+from craton.orchestration.preflight_finding import Expected, PreflightFinding, Severity
 from craton.orchestration.preflight_gpus import is_model
 
 
-def check_software(report: NodeReport, expected: Expected) -> list[Finding]:
+def check_software(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     return [*check_versions(report, expected), *check_torch(report), *check_libraries(report)]
 
 
-def check_versions(report: NodeReport, expected: Expected) -> list[Finding]:
+def check_versions(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     versions = report.software.versions
     instance = expected.instance.name if expected.instance else report.host.product
     found = [pair for pair in bad_pairs() if pair.holds(versions, _catalog_gpu(report), instance)]
@@ -30,7 +30,7 @@ def check_versions(report: NodeReport, expected: Expected) -> list[Finding]:
     return [_finding("versions", "ok", told)] if told else []
 
 
-def check_torch(report: NodeReport) -> list[Finding]:
+def check_torch(report: NodeReport) -> list[PreflightFinding]:
     version = report.software.libraries.get("torch", "")
     if not report.gpus.cards:
         return []
@@ -46,7 +46,7 @@ def check_torch(report: NodeReport) -> list[Finding]:
     return [_finding("torch", "ok", f"torch {version}")]
 
 
-def check_libraries(report: NodeReport) -> list[Finding]:
+def check_libraries(report: NodeReport) -> list[PreflightFinding]:
     libraries = {name: version for name, version in report.software.libraries.items() if name != "torch"}
     if not report.gpus.cards:
         return []
@@ -71,5 +71,5 @@ def _catalog_gpu(report: NodeReport) -> str:
     return next((known.name for known in gpus() if is_model(report.gpus.cards[0].name, known)), "")
 
 
-def _finding(what: str, severity: Severity, evidence: str, remedy: str = "") -> Finding:
-    return Finding("ML software", what, severity, evidence, remedy)
+def _finding(what: str, severity: Severity, evidence: str, remedy: str = "") -> PreflightFinding:
+    return PreflightFinding("ML software", what, severity, evidence, remedy)

@@ -44,7 +44,7 @@ class RecoveryBenchError(CratonError):
 
 
 @dataclass
-class Case:
+class RecoveryCase:
     """One way to break a run, and what each time took."""
 
     name: str
@@ -81,7 +81,7 @@ def bench_recover(
     rounds: int = 5,
     cases: Sequence[str] = CASES,
     progress: Progress | None = None,
-) -> list[Case]:
+) -> list[RecoveryCase]:
     """Every case for every number of ranks, one after the other; nothing else should run on the machine."""
     unknown = [case for case in cases if case not in CASES]
     if unknown:
@@ -104,8 +104,8 @@ def _quiet(done: int) -> None:
     """Nobody watches."""
 
 
-def _measure(root: Path, name: str, ranks: int, rounds: int, report: Callable[[int], None]) -> Case:
-    case = Case(name, ranks)
+def _measure(root: Path, name: str, ranks: int, rounds: int, report: Callable[[int], None]) -> RecoveryCase:
+    case = RecoveryCase(name, ranks)
     report(0)
     if name == "torchrun":
         _under_torchrun(root, case, rounds, report)
@@ -201,7 +201,7 @@ def _wait_for_step(run: RunDirectory, step: int, generation: int) -> None:
     _wait_for(run, reached, f"step {step} was not reached")
 
 
-def _under_torchrun(root: Path, case: Case, rounds: int, report: Callable[[int], None]) -> None:
+def _under_torchrun(root: Path, case: RecoveryCase, rounds: int, report: Callable[[int], None]) -> None:
     """The same training with torchrun's restart of all workers, from a checkpoint of at most five steps ago."""
     rehearsal = Rehearsal(
         f"torchrun-{case.ranks}",

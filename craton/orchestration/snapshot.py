@@ -42,7 +42,7 @@ SECRETS = (
     *("credentials.json", "kubeconfig", ".aws", ".ssh", ".gnupg", ".kube", ".docker"),
 )
 NO_SECRETS = ("*.example", "*.sample", "*.template", "*.pub")  # .env.example shows what is needed
-MOST_FILES = 50_000
+MAX_FILES = 50_000
 SHOWN = 5  # files that an error names
 TRIES = 3  # to copy a file that changes meanwhile
 CHUNK_BYTES = 1 << 20
@@ -52,7 +52,7 @@ KEEP_SECONDS = 3600.0  # how long such a file stays: a run that is just being ma
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFile:
     """What a snapshot of a folder would hold."""
 
     folder: Path
@@ -73,7 +73,7 @@ def manifest_path(run: Path) -> Path:
     return run / "code.json"
 
 
-def find_code(job: Job, root: Path) -> Found | None:
+def find_code(job: Job, root: Path) -> FoundFile | None:
     """What the working directory of a command holds, or why it cannot be copied; None for other jobs. Reads no file
     but those that say what to ignore. `root` is where runs are, which are nobody's code."""
     if job.kind != "command":
@@ -83,15 +83,15 @@ def find_code(job: Job, root: Path) -> Found | None:
     where = job.where("workdir")
     if not folder.is_dir():
         raise StartError(f"{where}workdir: {folder} is not a folder; give the one that the command runs in")
-    found = Found(folder, {}, {})
+    found = FoundFile(folder, {}, {})
     for path, entry in _walk(folder, {root.resolve(), runs_root().resolve()}, found.withheld):
         if entry.is_symlink():
             found.links[path] = _target(folder, path)
         elif entry.is_file():
             found.files[path] = entry.stat().st_size
-        if len(found.files) > MOST_FILES:
+        if len(found.files) > MAX_FILES:
             raise StartError(
-                f"{where}workdir: {folder} holds more than {MOST_FILES:,} files; name those that the command does not "
+                f"{where}workdir: {folder} holds more than {MAX_FILES:,} files; name those that the command does not "
                 "need in a .cratonignore there (written as a .gitignore), or give another workdir"
             )
     if found.size > workdir.limit:
@@ -105,7 +105,7 @@ def find_code(job: Job, root: Path) -> Found | None:
     return found
 
 
-def keep_code(found: Found, run: RunDirectory) -> str:
+def keep_code(found: FoundFile, run: RunDirectory) -> str:
     """Copies what was found into the run, and returns the hash of it all."""
     store, folder = run.path.parent / STORE, str(found.folder)
     fresh = run.path / f".code.{secrets.token_hex(4)}"

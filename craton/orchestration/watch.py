@@ -28,7 +28,7 @@ from craton.telemetry import (
 
 PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
 RECENT_LINES = 20  # a phase is shown as the mean of so many of the newest measurements
-MOST_POINTS = 4096  # of the loss curve; a longer one is thinned to every second point
+MAX_POINTS = 4096  # of the loss curve; a longer one is thinned to every second point
 SHOWN_EVENTS = 6
 LAST_LINES = 5
 LAST_BYTES = 16 << 10
@@ -150,7 +150,7 @@ class Follower:
             return
         if isinstance(loss := line.get("run_loss"), int | float):
             self._losses[int(line.get("step", 0))] = float(loss)
-            if len(self._losses) > MOST_POINTS:
+            if len(self._losses) > MAX_POINTS:
                 self._losses = {step: self._losses[step] for step in sorted(self._losses)[::2]}
         if isinstance(loss := line.get("run_evaluation_loss"), int | float):
             self._evaluation_loss = float(loss)

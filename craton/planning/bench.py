@@ -35,7 +35,7 @@ MIN_LAYOUTS = 3
 
 
 @dataclass(frozen=True)
-class Result:
+class CaseResult:
     case: Case
     prediction: Prediction
 
@@ -50,7 +50,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Bench:
-    results: list[Result]
+    results: list[CaseResult]
     skipped: list[Skipped]
     holdout: Holdout
     given: int
@@ -68,7 +68,7 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class Decision:
+class LayoutDecision:
     """Several layouts of one model were measured on one cluster: what the planner would take, against the best."""
 
     family: str
@@ -85,7 +85,7 @@ def bench_plan(path: str | Path, holdout: Holdout = "group", given: int = 0, pro
     """Predict every case of a file."""
     cases, skipped = load_cases(path)
     if holdout == "none":
-        return Bench([Result(case, _predict(corpus_fit(), case)) for case in cases], skipped, holdout, given)
+        return Bench([CaseResult(case, _predict(corpus_fit(), case)) for case in cases], skipped, holdout, given)
     if given:
         results, too_few = _with_some_given(cases, given, progress)
         return Bench(results, [*skipped, *too_few], holdout, given)
@@ -103,10 +103,10 @@ def bench_plan(path: str | Path, holdout: Holdout = "group", given: int = 0, pro
         predictions |= {case: _predict(fit, case) for case in members}
         if progress:
             progress(done + 1, len(jobs))
-    return Bench([Result(case, predictions[case]) for case in cases], skipped, holdout, given)
+    return Bench([CaseResult(case, predictions[case]) for case in cases], skipped, holdout, given)
 
 
-def statistics(results: Iterable[Result]) -> Statistics | None:
+def statistics(results: Iterable[CaseResult]) -> Statistics | None:
     chosen = list(results)
     if not chosen:
         return None
@@ -135,7 +135,7 @@ def tables(bench: Bench) -> dict[str, dict[str, Statistics]]:
     }
     report: dict[str, dict[str, Statistics]] = {}
     for view, label in views.items():
-        groups: dict[str, list[Result]] = defaultdict(list)
+        groups: dict[str, list[CaseResult]] = defaultdict(list)
         for result in bench.results:
             groups[label(result.case)].append(result)
         entries = {name: statistics(members) for name, members in sorted(groups.items())}
@@ -143,7 +143,7 @@ def tables(bench: Bench) -> dict[str, dict[str, Statistics]]:
     return report
 
 
-def family_median(results: Sequence[Result]) -> float | None:
+def family_median(results: Sequence[CaseResult]) -> float | None:
     """The median of the families' median errors: no large family hides a small one."""
     groups: dict[str, list[float]] = defaultdict(list)
     for result in results:
@@ -151,9 +151,9 @@ def family_median(results: Sequence[Result]) -> float | None:
     return float(np.median([np.median(errors) for errors in groups.values()])) if groups else None
 
 
-def decisions(results: Sequence[Result]) -> list[Decision]:
+def decisions(results: Sequence[CaseResult]) -> list[LayoutDecision]:
     """Wherever at least three layouts of one model were measured on one cluster."""
-    groups: dict[Hashable, list[Result]] = defaultdict(list)
+    groups: dict[Hashable, list[CaseResult]] = defaultdict(list)
     for result in results:
         case = result.case
         groups[(case.family, case.machine.gpu, case.machine.num_gpus, case.shape.name, case.sequence)].append(result)
@@ -165,7 +165,7 @@ def decisions(results: Sequence[Result]) -> list[Decision]:
         best = min(_per_token(result.case, result.case.measured_step_seconds) for result in members)
         chosen = min(members, key=lambda result: _per_token(result.case, result.prediction.seconds)).case
         found.append(
-            Decision(
+            LayoutDecision(
                 chosen.family,
                 chosen.machine.gpu,
                 chosen.machine.num_gpus,
@@ -231,14 +231,14 @@ def bench_json(bench: Bench) -> dict[str, Any]:
 
 def _with_some_given(
     cases: Sequence[Case], given: int, progress: Progress | None
-) -> tuple[list[Result], list[Skipped]]:
+) -> tuple[list[CaseResult], list[Skipped]]:
     """Leave each family out, `calibrate` with some of its runs on one GPU, predict its others on it; several draws."""
     clusters: dict[tuple[str, str], list[Case]] = defaultdict(list)
     for case in cases:
         clusters[(case.family, case.machine.gpu)].append(case)
     large = {key: members for key, members in clusters.items() if len(members) >= max(SMALLEST_CLUSTER, given + 1)}
     fits: dict[str, Fit] = {}
-    results: list[Result] = []
+    results: list[CaseResult] = []
     for done, ((family, card), members) in enumerate(sorted(large.items())):
         if family not in fits:
             fits[family] = Fit([row_of(case) for case in corpus() if case.family != family])
@@ -255,7 +255,7 @@ def _with_some_given(
             ]
             profile = calibrate_from(start, runs).profile
             others = [case for case in members if case.dup_group not in repeated]
-            results += [Result(case, predict(profile, row_of(case).terms)) for case in others]
+            results += [CaseResult(case, predict(profile, row_of(case).terms)) for case in others]
         if progress:
             progress(done + 1, len(large))
     tested = {result.case for result in results}

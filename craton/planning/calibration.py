@@ -25,12 +25,12 @@ from craton.planning.composition import StepTerms, stack
 from craton.planning.corpus import case_machine, case_terms
 from craton.planning.fitting import DAMPING, ITERATIONS, NOISE, UNSHARED, Array, linearise
 from craton.planning.kernels import attention_seconds, gemm_seconds
-from craton.planning.machine import Machine, machine_of
+from craton.planning.machine import MachineRates, machine_of
 from craton.planning.profiles import find_profile
 from craton.planning.software import CONSTANTS, INDEX, SPREAD, SoftwareProfile
 from craton.planning.training import REAL_IMBALANCE, StepModel
 
-LEAST_RUNS = 3
+MIN_RUNS = 3
 NEW_CLUSTER = 0.5  # share of a constant's spread that a new cluster may add to a shipped profile
 PINNED_DEVIATION = 0.03  # of the logarithm of a measured constant
 IDENTIFIED = 0.8  # a constant counts as told by the data when its deviation shrank below this share
@@ -45,7 +45,7 @@ class CalibrationError(CratonError):
 class LoggedRun:
     name: str
     terms: StepTerms
-    machine: Machine
+    machine: MachineRates
     step_seconds: float
 
 
@@ -64,9 +64,9 @@ def calibrate(
     runs: Sequence[LoggedRun], software: str, name: str = "", pins: Mapping[str, float] | None = None
 ) -> Calibration:
     """Fit a profile of `software` to logged runs of one kind of GPU."""
-    if len(runs) < LEAST_RUNS:
+    if len(runs) < MIN_RUNS:
         raise CalibrationError(
-            f"{len(runs)} run{'s' if len(runs) != 1 else ''} given; a profile needs at least {LEAST_RUNS}, best with "
+            f"{len(runs)} run{'s' if len(runs) != 1 else ''} given; a profile needs at least {MIN_RUNS}, best with "
             "different layouts, models or sizes"
         )
     return calibrate_from(find_profile(software, runs[0].machine.gpu), runs, name, pins)
@@ -149,7 +149,7 @@ def load_runs(path: str | Path, software: str) -> list[LoggedRun]:
     ]
 
 
-def load_pins(path: str | Path, machine: Machine) -> dict[str, float]:
+def load_pins(path: str | Path, machine: MachineRates) -> dict[str, float]:
     """Constants from a microbenchmark file: stated under `constants`, or measured kernels and collectives.
 
     `gemm`: m, n, k, precision, seconds · `attention`: batch, sequence, heads, kv_heads, head_dim, backward, seconds ·
@@ -206,7 +206,7 @@ def load_pins(path: str | Path, machine: Machine) -> dict[str, float]:
     return {**{name: statistics.median(values) for name, values in found.items()}, **pins}
 
 
-def _collective(entry: Mapping[str, Any], machine: Machine) -> tuple[str, float]:
+def _collective(entry: Mapping[str, Any], machine: MachineRates) -> tuple[str, float]:
     network, ranks = machine.network, int(entry["ranks"])
     group = Group(ranks, min(ranks, network.nvlink_domain), min(ranks, network.node_gpus))
     function = {

@@ -21,7 +21,7 @@ from craton.planning.software import Traits
 # For rows that name a model and no vocabulary: Megatron's GPT default; Nemotron's tokenizer has 256,000 entries.
 DEFAULT_VOCAB = 51200
 NEMOTRON_VOCAB = 256000
-LEAST_SECONDS, MOST_SECONDS = 1e-5, 1e6  # of a credible step
+MIN_SECONDS, MAX_SECONDS = 1e-5, 1e6  # of a credible step
 MOST = 10**8  # of any credible size of a model, batch or cluster
 MODEL_SIZES = (
     "layers",
@@ -45,7 +45,7 @@ class CaseFileError(CratonError):
 
 
 @dataclass(frozen=True)
-class Machine:
+class CaseMachine:
     """The hardware of a case, as published."""
 
     gpu: str  # catalog name
@@ -64,7 +64,7 @@ class Case:
     quality: str
     kind: str  # dense | moe
     dup_group: str
-    machine: Machine
+    machine: CaseMachine
     shape: ModelShape
     layout: Layout
     sequence: int
@@ -161,7 +161,7 @@ def step_seconds_of(row: dict[str, Any]) -> float:
         seconds = row["global_batch"] * row["seq_len"] / (rate * gpus)
     if not seconds:
         raise UnrepresentableError("no step time and no throughput published")
-    if isinstance(seconds, bool) or not LEAST_SECONDS < seconds < MOST_SECONDS:
+    if isinstance(seconds, bool) or not MIN_SECONDS < seconds < MAX_SECONDS:
         raise UnrepresentableError(f"a step of {seconds} seconds is not credible")
     return float(seconds)
 
@@ -249,7 +249,7 @@ USUAL_NIC_GBPS: dict[str, float] = {
 }
 
 
-def machine_of(hardware: dict[str, Any]) -> Machine:
+def machine_of(hardware: dict[str, Any]) -> CaseMachine:
     label = str(hardware.get("gpu") or "")
     name = next((name for pattern, name in GPU_NAMES if re.search(pattern, label)), None)
     if name is None:
@@ -267,7 +267,7 @@ def machine_of(hardware: dict[str, Any]) -> Machine:
     gbps = per_node / full_node if per_node else USUAL_NIC_GBPS.get(name, 400)
     amazon = re.search(r"p\d\w*-?\w*\.|EFA", label + link)
     efa = {"A": 1, "H": 2, "B": 4, "G": 4}.get(name[0], 0) if amazon else 0
-    return Machine(name, num_gpus, node_gpus, domain, gbps * 1e9 / 8, efa)
+    return CaseMachine(name, num_gpus, node_gpus, domain, gbps * 1e9 / 8, efa)
 
 
 def layout_of(row: dict[str, Any], num_gpus: int, batch: int) -> tuple[Layout, tuple[str, ...]]:
@@ -350,7 +350,7 @@ def recompute_of(row: dict[str, Any], open_fields: list[str]) -> Any:
     return "none"
 
 
-def traits_of(row: dict[str, Any], family: str, machine: Machine) -> Traits:
+def traits_of(row: dict[str, Any], family: str, machine: CaseMachine) -> Traits:
     """What the row's framework and notes say of the software."""
     text = " ".join(str(row.get(key) or "") for key in ("framework", "notes", "activation_recompute")).lower()
     nvidia = family in ("megatron-bridge", "nemo", "aws-awsome") or "r0.8" in text

@@ -10,7 +10,7 @@ import numpy as np
 from craton.job import Layout
 from craton.planning.composition import compose
 from craton.planning.explain import why_lost
-from craton.planning.outcome import Outcome, outcome_of
+from craton.planning.outcome import RunOutcome, outcome_of
 from craton.planning.result import Alternative, ScalingPoint
 from craton.planning.search import Candidate, Search
 from craton.planning.setting import Setting
@@ -53,7 +53,7 @@ def _kind(layout: Layout) -> tuple[int, ...]:
     return (layout.pp, layout.replicate, layout.fsdp, layout.cp, layout.tp, layout.ep, layout.zero)
 
 
-def cluster_alternative(outcome: Outcome, best: Outcome) -> Alternative:
+def cluster_alternative(outcome: RunOutcome, best: RunOutcome) -> Alternative:
     return Alternative(
         cluster=outcome.setting.cluster.name,
         layout=outcome.candidate.layout,
@@ -67,7 +67,7 @@ def cluster_alternative(outcome: Outcome, best: Outcome) -> Alternative:
     )
 
 
-def _compared(outcome: Outcome, best: Outcome) -> str:
+def _compared(outcome: RunOutcome, best: RunOutcome) -> str:
     if outcome is best:
         return "chosen"
     texts = []
@@ -86,7 +86,7 @@ def _ratio(ratio: float, more: str, less: str, same: str) -> str:
     return f"{100 * abs(ratio - 1):.0f} % {more if ratio > 1 else less}"
 
 
-def scaling_points(outcomes: Sequence[Outcome]) -> list[ScalingPoint]:
+def scaling_points(outcomes: Sequence[RunOutcome]) -> list[ScalingPoint]:
     points = [
         ScalingPoint(
             num_gpus=outcome.setting.world,
@@ -102,12 +102,12 @@ def scaling_points(outcomes: Sequence[Outcome]) -> list[ScalingPoint]:
     return sorted(points, key=lambda point: point.num_gpus)
 
 
-def by_run_time(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def by_run_time(outcomes: Sequence[RunOutcome]) -> list[RunOutcome]:
     """All priced candidates in order of run time, to show which ones nothing beats in both time and cost."""
     return sorted(outcomes, key=lambda outcome: outcome.run_seconds)
 
 
-def preference(outcome: Outcome, by: str) -> tuple[float, float]:
+def preference(outcome: RunOutcome, by: str) -> tuple[float, float]:
     cost = outcome.cost_dollars if outcome.cost_dollars is not None else math.inf
     if by == "time":
         return (outcome.run_seconds, cost)

@@ -15,15 +15,15 @@ import numpy as np
 from craton.job import Layout
 from craton.planning.cases import Case, data_folder, load_cases
 from craton.planning.composition import StepTerms, compose, stack
-from craton.planning.fitting import EXPERT_NOISE, NOISE, OPEN_NOISE, Fit, Row
-from craton.planning.machine import Machine, machine
+from craton.planning.fitting import EXPERT_NOISE, NOISE, OPEN_NOISE, Fit, FitRow
+from craton.planning.machine import MachineRates, machine
 from craton.planning.own_runs import own_runs
 from craton.planning.software import prior_log
 from craton.planning.training import Workload, step_terms
 
 MICRO_BATCHES = (1, 2, 4, 8)
 EXPERT_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
-MOST_STAGES_A_RANK = 12
+MAX_STAGES_A_RANK = 12
 
 
 def corpus_path() -> str:
@@ -37,8 +37,8 @@ def corpus() -> tuple[Case, ...]:
 
 
 @lru_cache(maxsize=4096)
-def row_of(case: Case) -> Row:
-    return Row(
+def row_of(case: Case) -> FitRow:
+    return FitRow(
         case_terms(case),
         math.log(case.measured_step_seconds),
         labels_of(case),
@@ -59,7 +59,7 @@ def corpus_fit() -> Fit:
     return Fit([row_of(case) for case in fitted_cases()])
 
 
-def case_machine(case: Case) -> Machine:
+def case_machine(case: Case) -> MachineRates:
     published = case.machine
     return machine(
         published.gpu,
@@ -138,7 +138,7 @@ def _layouts(case: Case) -> list[Layout]:
         ranks = layout.data_parallel * layout.cp * layout.tp
         expert_parallel = [size for size in EXPERT_PARALLEL if shape.experts % size == 0 and ranks % size == 0]
     if "vpp" in case.open_fields:
-        stages = [v for v in range(1, MOST_STAGES_A_RANK + 1) if v == 1 or shape.layers % (layout.pp * v) == 0]
+        stages = [v for v in range(1, MAX_STAGES_A_RANK + 1) if v == 1 or shape.layers % (layout.pp * v) == 0]
     return [
         dataclasses.replace(layout, micro_batch=micro_batch, ep=ep, vpp=vpp)
         for micro_batch, ep, vpp in product(micro_batches or [1], expert_parallel, stages)

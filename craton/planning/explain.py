@@ -10,7 +10,7 @@ import numpy as np
 from craton.job import Layout
 from craton.planning.composition import StepTimes, compose, stack
 from craton.planning.fitting import linearise
-from craton.planning.machine import Machine
+from craton.planning.machine import MachineRates
 from craton.planning.quantities import percent
 from craton.planning.result import Bottleneck, Sensitivity
 from craton.planning.search import Candidate
@@ -52,7 +52,7 @@ SMALL_EFFECT = 0.002
 def bottleneck(
     times: StepTimes,
     layout: Layout,
-    machine: Machine,
+    machine: MachineRates,
     memory_share: float,
     goodput: float,
     data_share: float,
@@ -109,7 +109,7 @@ def bottleneck(
     return Bottleneck(layer, phase, PARTS[phase][worst], shares[worst], f"{text[0].upper()}{text[1:]}.", relief)
 
 
-def _advice(part: str, layout: Layout, machine: Machine) -> tuple[str, str, str]:
+def _advice(part: str, layout: Layout, machine: MachineRates) -> tuple[str, str, str]:
     """(layer, what is slow, what relieves it)"""
     domain, node = machine.network.nvlink_domain, machine.node_gpus
     across = "across nodes" if layout.tp * layout.cp * layout.data_parallel > domain else "inside the NVLink domain"
@@ -187,7 +187,7 @@ def why_lost(loser: Candidate, winner: Candidate, loser_times: StepTimes, winner
 
 
 def sensitivities(
-    model: StepModel, machine: Machine, profile: SoftwareProfile, candidate: Candidate, most: int = 6
+    model: StepModel, machine: MachineRates, profile: SoftwareProfile, candidate: Candidate, most: int = 6
 ) -> list[Sensitivity]:
     """Inputs that move the step most when each gets 10 % worse, and constants over their own uncertainty."""
     constants = np.exp(np.array(profile.log_constants))

@@ -44,7 +44,7 @@ _BLAS = ThreadpoolController()
 
 
 @dataclass(frozen=True)
-class Row:
+class FitRow:
     """One measured step: its terms, the labels of the effects it shares with others, and where its constants start."""
 
     terms: StepTerms
@@ -73,7 +73,7 @@ class Prediction:
 class Fit:
     """The posterior over all effects, given measured rows."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[FitRow]) -> None:
         self.variance = np.array(SPREAD) ** 2
         self.prior = np.array([row.prior_log for row in rows])
         self.labels = {name: np.array([row.labels.get(name, "") for row in rows]) for name in (*LEVELS, *SCALES)}

@@ -51,7 +51,7 @@ OPERATIONS_OF_PIPELINE: tuple[Operation, ...] = ("send", "recv")
 
 
 @dataclass(frozen=True)
-class Entry:
+class InventoryEntry:
     """All calls of one collective over groups of one size in one step of one rank."""
 
     operation: Operation
@@ -68,7 +68,7 @@ class StageInventory:
     pipeline_rank: int
     dense_layers: int
     moe_layers: int
-    entries: tuple[Entry, ...]
+    entries: tuple[InventoryEntry, ...]
     flops: dict[str, float]  # FLOPS → of a step
 
     def size_bytes(self, operation: Operation, dimension: Dimension) -> float:
@@ -146,7 +146,7 @@ class _Count:
             self._add(Transfer("all_reduce", "all", AGREED_BYTES), 1.0)
             self._add(Transfer("all_reduce", "all", LOSS_BYTES), 1.0)
         entries = tuple(
-            Entry(operation, dimension, ranks, count, size)
+            InventoryEntry(operation, dimension, ranks, count, size)
             for (operation, dimension, ranks), (count, size) in sorted(self.found.items())
         )
         return StageInventory(self.rank, num_dense, len(layers) - num_dense, entries, self.flops)

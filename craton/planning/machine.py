@@ -12,7 +12,7 @@ from craton.planning.kernels import GpuRates, gpu_rates
 
 
 @dataclass(frozen=True, eq=False)
-class Machine:
+class MachineRates:
     gpu: Gpu
     rates: GpuRates
     network: Network
@@ -28,16 +28,16 @@ def machine(
     nvlink_domain: int,
     nic_bytes_per_second: float,
     efa_version: int,
-) -> Machine:
+) -> MachineRates:
     """A machine of catalog GPUs with a given network, as published runs describe theirs."""
     card = catalog_gpu(gpu_name)
     links = network(
         card.generation, card.nvlink_bytes_per_second, nvlink_domain, node_gpus, nic_bytes_per_second, efa_version
     )
-    return Machine(card, rates_of(card), links, node_gpus)
+    return MachineRates(card, rates_of(card), links, node_gpus)
 
 
-def machine_of(cluster: Cluster) -> Machine:
+def machine_of(cluster: Cluster) -> MachineRates:
     """The machine of a resolved cluster."""
     instance = cluster.instance
     links = network(
@@ -50,7 +50,7 @@ def machine_of(cluster: Cluster) -> Machine:
         cluster.leaf_nodes * instance.num_gpus,
         cluster.spine_oversubscription,
     )
-    return Machine(
+    return MachineRates(
         instance.gpu,
         rates_of(instance.gpu),
         links,

@@ -27,7 +27,7 @@ SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """The whole run with one layout on one cluster."""
 
     setting: Setting
@@ -39,7 +39,7 @@ class Outcome:
     cost_dollars: float | None
 
 
-def outcome_of(setting: Setting, candidate: Candidate) -> Outcome:
+def outcome_of(setting: Setting, candidate: Candidate) -> RunOutcome:
     """Run time and cost with failures, for one candidate."""
     prediction = predict(setting.profile, candidate.terms)
     storage = storage_of(setting, candidate, prediction.seconds)
@@ -61,7 +61,7 @@ def outcome_of(setting: Setting, candidate: Candidate) -> Outcome:
     if setting.cluster.price:
         count = billed_instances(setting.cluster.instance, setting.cluster.num_nodes + setting.job.spares)
         cost = setting.cluster.price.dollars_per_hour * count * run_seconds / 3600.0
-    return Outcome(setting, candidate, prediction, productive + blocked, share, run_seconds, cost)
+    return RunOutcome(setting, candidate, prediction, productive + blocked, share, run_seconds, cost)
 
 
 def evaluate_seconds(setting: Setting, candidate: Candidate, step_seconds: float) -> float:
@@ -126,7 +126,7 @@ def stalls(setting: Setting, storage: StoragePlan, step_seconds: float) -> tuple
     return data, blocked
 
 
-def scaling_outcomes(setting: Setting, chosen: Candidate) -> list[Outcome]:
+def scaling_outcomes(setting: Setting, chosen: Candidate) -> list[RunOutcome]:
     """The same layout family on other numbers of nodes."""
     outcomes = []
     for factor in SCALES:
@@ -146,7 +146,7 @@ def _resized(setting: Setting, nodes: int) -> Setting:
     return replace(setting, cluster=replace(setting.cluster, num_nodes=nodes, name=name))
 
 
-def other_hardware(setting: Setting, chosen: Candidate) -> list[Outcome]:
+def other_hardware(setting: Setting, chosen: Candidate) -> list[RunOutcome]:
     """The same number of GPUs of other catalog instances, laid out alike."""
     own = setting.cluster.instance
     if own.gpu.generation == "cpu":

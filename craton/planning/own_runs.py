@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from craton.infrastructure import gpu
 from craton.job import Job, Layout, Precision, Recompute, Weights, parse_job
-from craton.planning.cases import Case, CaseFileError, Machine, data_folder
+from craton.planning.cases import Case, CaseFileError, CaseMachine, data_folder
 from craton.planning.profiles import STACKS, UNKNOWN
 
 NETWORK_BYTES_PER_SECOND = 50e9  # of a GPU to others, where a row has several: the usual rail of its generation
@@ -88,7 +88,7 @@ class OwnRun(BaseModel):
             quality="A",
             kind="moe" if shape.is_moe else "dense",
             dup_group=self.label,
-            machine=Machine(card.name, self.gpus, node_gpus, node_gpus, NETWORK_BYTES_PER_SECOND, 0),
+            machine=CaseMachine(card.name, self.gpus, node_gpus, node_gpus, NETWORK_BYTES_PER_SECOND, 0),
             shape=shape,
             layout=Layout(
                 fsdp=self.gpus, micro_batch=self.micro_batch, recompute=self.recompute, precision=self.precision

@@ -29,7 +29,7 @@ from craton.planning.goodput import goodput_plan
 from craton.planning.memory import memory
 from craton.planning.outcome import (
     DEFAULT_CHECKPOINT_SECONDS,
-    Outcome,
+    RunOutcome,
     durable_tier,
     evaluate_seconds,
     other_hardware,
@@ -96,7 +96,7 @@ def plan_clusters(
     today = today or date.today()
     check_plannable(job)
     clusters = _clusters(job, instances, gpu_counts)
-    outcomes: list[Outcome] = []
+    outcomes: list[RunOutcome] = []
     searches: dict[str, Search] = {}
     problems: list[str] = []
     for done, cluster in enumerate(clusters):
@@ -155,7 +155,7 @@ def _search(setting: Setting, progress: Progress | None, prefix: str = "") -> Se
     )
 
 
-def _nothing_allowed(outcomes: list[Outcome], deadline: float | None, budget: float | None) -> str:
+def _nothing_allowed(outcomes: list[RunOutcome], deadline: float | None, budget: float | None) -> str:
     fastest = min(outcomes, key=lambda outcome: outcome.run_seconds)
     wanted = [f"a deadline of {deadline / SECONDS_PER_DAY:.1f} days"] if deadline else []
     priced = [outcome for outcome in outcomes if outcome.cost_dollars is not None]
@@ -185,11 +185,11 @@ def _clusters(job: Job, instances: Sequence[str], gpu_counts: Sequence[int]) -> 
 
 
 def _plan(
-    outcome: Outcome,
+    outcome: RunOutcome,
     found: Search,
     today: date,
     *,
-    scaling: Sequence[Outcome],
+    scaling: Sequence[RunOutcome],
     front: list[Alternative],
     runner_up: Alternative | None,
     more_warnings: Sequence[str] = (),

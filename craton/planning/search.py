@@ -15,15 +15,15 @@ import numpy as np
 
 from craton.job import Layout, ModelShape, Precision, Recompute, Schedule, divisors, layout_is_valid
 from craton.planning.composition import StepTerms, compose, stack
-from craton.planning.machine import Machine
+from craton.planning.machine import MachineRates
 from craton.planning.memory import memory_bytes
 from craton.planning.software import SoftwareProfile
 from craton.planning.training import StepModel
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 STAGES_A_RANK = (1, 2, 4, 8)
-LEAST_TOKENS_A_RANK = 1024
-MOST_TOKENS_A_RANK = 65536  # of a micro-batch: more fills no matrix unit better
+MIN_TOKENS_A_RANK = 1024
+MAX_TOKENS_A_RANK = 65536  # of a micro-batch: more fills no matrix unit better
 SIMPLER = 0.003  # a layout must beat one with a dimension less by this share of the step
 NEARLY_FITS = 1.5  # layouts up to this share over the card's memory are evaluated too, to say what memory costs
 SAFE_SHARE = 0.95  # of the card's memory: what the memory model may be wrong by is left free
@@ -55,7 +55,7 @@ class Search:
 
 def search(
     model: StepModel,
-    machine: Machine,
+    machine: MachineRates,
     profile: SoftwareProfile,
     world: int,
     precision: Precision,
@@ -107,7 +107,7 @@ def search(
     )
 
 
-def evaluate(model: StepModel, machine: Machine, profile: SoftwareProfile, layout: Layout) -> Candidate:
+def evaluate(model: StepModel, machine: MachineRates, profile: SoftwareProfile, layout: Layout) -> Candidate:
     """One layout, wherever it comes from."""
     need = _need(model, layout, machine)
     constants = np.exp(np.array(profile.log_constants))
@@ -120,7 +120,7 @@ def layouts(
     global_batch_sequences: int,
     sequence: int,
     precision: Precision,
-    machine: Machine,
+    machine: MachineRates,
     like: Layout | None = None,
     zero_bubble: bool = False,
 ) -> Iterator[Layout]:
@@ -136,7 +136,7 @@ def layouts(
                 micro_batches = [
                     size
                     for size in MICRO_BATCHES
-                    if per_rank % size == 0 and (size == 1 or size * sequence <= MOST_TOKENS_A_RANK * cp)
+                    if per_rank % size == 0 and (size == 1 or size * sequence <= MAX_TOKENS_A_RANK * cp)
                 ]
                 pipelines = _pipelines(pp, shape.layers, zero_bubble)
                 experts = (
@@ -161,7 +161,7 @@ def layouts(
                                 )
 
 
-def _need(model: StepModel, layout: Layout, machine: Machine) -> float:
+def _need(model: StepModel, layout: Layout, machine: MachineRates) -> float:
     return memory_bytes(model.workload(layout), model.traits, machine.node_gpus)
 
 
@@ -192,7 +192,7 @@ def _tensor_sizes(shape: ModelShape, sequence: int, most: int) -> list[int]:
 def _context_sizes(sequence: int, tp: int, most: int) -> list[int]:
     sizes = [1]
     cp = 2
-    while cp <= most and sequence % (2 * cp) == 0 and sequence // cp >= LEAST_TOKENS_A_RANK:
+    while cp <= most and sequence % (2 * cp) == 0 and sequence // cp >= MIN_TOKENS_A_RANK:
         if (sequence // cp) % tp == 0:
             sizes.append(cp)
         cp *= 2

@@ -13,7 +13,7 @@ from craton.infrastructure import CatalogError, Cluster, resolve_cluster
 from craton.job import ContentError, Job, Layout, ModelShape, check_job, check_served_layout
 from craton.planning.collectives import Group, all_gather_seconds
 from craton.planning.inference import COLLECTIVES_PER_LAYER, PLAIN_BYTES, Roofline, Roofs, ServedModel, roofs_of
-from craton.planning.machine import Machine, machine_of
+from craton.planning.machine import MachineRates, machine_of
 from craton.planning.setting import PlanError
 
 EFFICIENCY = 0.85  # of the roof, inside kernels; assumed: what decode attention and products should reach on an H200
@@ -133,7 +133,7 @@ def _tensor_sizes(job: Job, shape: ModelShape, cluster: Cluster) -> list[int]:
 class _Candidate:
     """The job on so many ranks."""
 
-    machine: Machine
+    machine: MachineRates
     model: ServedModel
     roofs: Roofs
     memory_bytes: float  # of a rank's device
@@ -142,7 +142,7 @@ class _Candidate:
     needed_tokens: int
 
     @classmethod
-    def of(cls, job: Job, shape: ModelShape, machine: Machine, tp: int) -> _Candidate:
+    def of(cls, job: Job, shape: ModelShape, machine: MachineRates, tp: int) -> _Candidate:
         assert job.serve is not None
         serve, gpu = job.serve, machine.gpu
         is_cpu = gpu.generation == "cpu"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from craton.infrastructure import Cluster
 from craton.job import ContentError, CratonError, Job, ModelShape, checked_layout
-from craton.planning.machine import Machine, machine_of
+from craton.planning.machine import MachineRates, machine_of
 from craton.planning.profiles import check_software, find_profile
 from craton.planning.search import Candidate, Search, evaluate
 from craton.planning.software import SoftwareProfile
@@ -26,7 +26,7 @@ class Setting:
     job: Job
     shape: ModelShape
     cluster: Cluster
-    machine: Machine
+    machine: MachineRates
     profile: SoftwareProfile
     model: StepModel
 

@@ -33,8 +33,8 @@ from craton.telemetry.regular_files import paths_in
 from craton.telemetry.rundirectory import RunDirectory, read_json
 
 CHUNK_BYTES = 4 << 20  # read before what is read is added up, of all files together
-LEAST_CHUNK_BYTES = 8 << 10  # of one file
-LEAST_ENTRIES = 10_000  # that wait before any are added up: to sort a few again and again takes longer
+MIN_CHUNK_BYTES = 8 << 10  # of one file
+MIN_ENTRIES = 10_000  # that wait before any are added up: to sort a few again and again takes longer
 LATE_SECONDS = 10.0  # how much later than another node's a line may become visible
 KEPT_FILE = ".books.json"
 MAX_LINE_SECONDS = 10 * 366 * 86400.0  # of one line; NaN is not below it
@@ -250,9 +250,9 @@ class LedgerReader:
             self._take_up(paths)
         self._has_begun = True
         chosen = spread(paths, self._most_nodes)
-        chunk_bytes = max(LEAST_CHUNK_BYTES, CHUNK_BYTES // max(1, len(chosen)))
+        chunk_bytes = max(MIN_CHUNK_BYTES, CHUNK_BYTES // max(1, len(chosen)))
         unread = [(-math.inf, path) for path in chosen]  # a heap, by the newest moment that was read of a file
-        most_entries = len(self._pending) + LEAST_ENTRIES
+        most_entries = len(self._pending) + MIN_ENTRIES
         while unread:
             newest, path = heappop(unread)
             offset, num_before = self._offsets.get(path, 0), len(self._pending)
@@ -264,7 +264,7 @@ class LedgerReader:
                 heappush(unread, (newest, path))
             if unread and len(self._pending) > most_entries:
                 self._settle(unread[0][0] - LATE_SECONDS)
-                most_entries = 2 * len(self._pending) + LEAST_ENTRIES
+                most_entries = 2 * len(self._pending) + MIN_ENTRIES
 
     def _settle(self, until: float) -> None:
         """Adds up what begins before this moment; nothing that is still to be read does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from craton.agent import Generation, Launch
-from craton.agent.coordinator import Action, Coordinator, Fault, Start
+from craton.agent.coordinator import Action, Coordinator, RankFailure, Start
 
 EPOCH = 1_000_000.0  # the clock of the world is this much ahead of the monotonic one
 Status = dict[str, Any]
@@ -71,7 +71,7 @@ class Agents:
         return start
 
     def fail(self, text: str = "rank 1 exited", **fields: Any) -> None:
-        self.coordinator.fault(Fault(text, EPOCH + self.now, **fields))
+        self.coordinator.fault(RankFailure(text, EPOCH + self.now, **fields))
 
 
 def two_at_work() -> Agents:

@@ -11,7 +11,7 @@ import pytest
 from waiting import wait_until
 
 from craton.agent import Launch, council
-from craton.agent.council import Claimed, Council, Followed, Heard, News
+from craton.agent.council import Claimed, Followed, Heard, LeaderElection, News
 from craton.agent.wire import Link, run_secret
 from craton.telemetry import Heartbeat, NodeState, RunDirectory, write_heartbeat
 
@@ -25,13 +25,13 @@ class Agents:
         self.run = RunDirectory.create(folder, "run")
         self.launch = Launch(1, NODES, 1, ["x"])
         self.secret = run_secret(self.run)
-        self.councils: dict[str, Council] = {}
+        self.councils: dict[str, LeaderElection] = {}
         self.news: dict[str, list[News]] = {node: [] for node in NODES}
         self.woken = threading.Event()
 
-    def start(self, node: str, looks: bool = True) -> Council:
+    def start(self, node: str, looks: bool = True) -> LeaderElection:
         index = NODES.index(node)
-        made = Council(self.run, self.launch, index, self.secret, "127.0.0.1", self.woken.set)
+        made = LeaderElection(self.run, self.launch, index, self.secret, "127.0.0.1", self.woken.set)
         self.councils[node] = made
         self.news[node] = []
         self.beat(node)

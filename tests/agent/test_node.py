@@ -16,9 +16,9 @@ import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import Generation, Launch
-from craton.agent.coordinator import Fault
-from craton.agent.council import Council
-from craton.agent.face import NodeFace
+from craton.agent.coordinator import RankFailure
+from craton.agent.council import LeaderElection
+from craton.agent.face import NodePublisher
 from craton.agent.generation import create_generation
 from craton.agent.lock import NodeLock
 from craton.agent.membership import Membership
@@ -97,7 +97,7 @@ def test_the_first_generation_meets_where_the_launch_says(run: RunDirectory) -> 
 def test_whoever_coordinates_next_is_told_of_faults_that_nothing_came_of(run: RunDirectory) -> None:
     launch = Launch(1, ["a", "b"], 1, IDLER)
     supervisor = Supervisor(run, launch, 1, NodeLock(run, "b"))
-    council = Council(run, launch, 1, b"secret", "127.0.0.1", lambda: None)
+    council = LeaderElection(run, launch, 1, b"secret", "127.0.0.1", lambda: None)
     member = supervisor._membership = Membership(run, launch, "b", council, supervisor._records, supervisor)
     supervisor._processes.generation = Generation(4, ["a", "b"], 1, "")
     links: Queue[Link] = Queue()
@@ -109,7 +109,7 @@ def test_whoever_coordinates_next_is_told_of_faults_that_nothing_came_of(run: Ru
         member._follow(link, time.monotonic())
         return links.get(timeout=PATIENCE_SECONDS)
 
-    member.report(Fault("rank 1 on b exited", 5.0))  # there is nobody to tell
+    member.report(RankFailure("rank 1 on b exited", 5.0))  # there is nobody to tell
     told = {"is": "fault", "text": "rank 1 on b exited", "generation": 4}
     first = follow()
     message = first.receive(10)
@@ -146,7 +146,7 @@ def test_an_agent_that_starts_anew_knows_the_newest_checkpoints(run: RunDirector
             events.write(json.dumps(line) + "\n")
     endpoint = MetricsEndpoint("run", "b", "")
     records = NodeRecords(run, "b", 2, endpoint, lambda rank, line: None)
-    face = NodeFace(run, launch, "b", endpoint, records)
+    face = NodePublisher(run, launch, "b", endpoint, records)
 
     def moments() -> dict[str, float]:
         families = {family.name: family for family in endpoint.collect()}

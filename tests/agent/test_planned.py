@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from craton.agent import Generation, Launch
-from craton.agent.coordinator import Coordinator, Fault
-from craton.agent.council import Council
+from craton.agent.coordinator import Coordinator, RankFailure
+from craton.agent.council import LeaderElection
 from craton.agent.generation import create_generation
 from craton.agent.lock import NodeLock
 from craton.agent.membership import Membership
-from craton.agent.node import NURSERY_SECONDS, PLANNED_SECONDS, NodeProcesses, Place
+from craton.agent.node import NURSERY_SECONDS, PLANNED_SECONDS, NodeProcesses, RankSlot
 from craton.agent.process import RankProcess
 from craton.agent.records import NodeRecords
 from craton.agent.supervisor import Supervisor
@@ -50,7 +50,7 @@ def add_rank(node: NodeProcesses, rank: int, generation: int) -> Rank:
     process = Rank(name, os.getpid(), log, 0, time.time(), rank=rank, records=records, orders=orders)
     page = RankPage.make()
     page.generation = generation
-    node.places.append(Place(page, process))
+    node.places.append(RankSlot(page, process))
     return process
 
 
@@ -121,12 +121,14 @@ def test_a_command_has_as_long_to_leave_as_planned_as_to_stop(
 
 
 @pytest.fixture
-def end_of(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Fault]]:
+def end_of(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[RankFailure]]:
     """The faults that node b's agent reports when its rank ends on the way into a generation."""
 
-    def end(generation: Generation, code: int, entered: int = 1, sent: tuple[signal.Signals, ...] = ()) -> list[Fault]:
+    def end(
+        generation: Generation, code: int, entered: int = 1, sent: tuple[signal.Signals, ...] = ()
+    ) -> list[RankFailure]:
         supervisor = Supervisor(run, TRAINS, 1, NodeLock(run, "b"))
-        faults: list[Fault] = []
+        faults: list[RankFailure] = []
         monkeypatch.setattr(supervisor, "_report", faults.append)
         node = supervisor._processes
         node.generation = Generation(1, ["a", "b"], 1, "")
@@ -142,7 +144,7 @@ def end_of(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 @pytest.mark.parametrize("nodes", [("a", "b"), ("a", "c")])
 def test_a_rank_that_dies_before_it_has_left_as_planned_is_a_fault(
-    end_of: Callable[..., list[Fault]], nodes: tuple[str, ...]
+    end_of: Callable[..., list[RankFailure]], nodes: tuple[str, ...]
 ) -> None:
     for code, sent in ((-signal.SIGKILL, ()), (1, ()), (-signal.SIGKILL, (signal.SIGKILL,))):
         (fault,) = end_of(planned(2, *nodes), code, sent=sent)
@@ -189,7 +191,7 @@ def test_a_node_that_returns_for_a_lost_one_books_since_then(run: RunDirectory) 
 
 
 def test_a_rank_that_dies_when_its_books_are_closed_is_not_booked(
-    run: RunDirectory, end_of: Callable[..., list[Fault]]
+    run: RunDirectory, end_of: Callable[..., list[RankFailure]]
 ) -> None:
     end_of(Generation(2, ["a", "c"], 1, ""), -signal.SIGKILL)
     assert ["ended" in line for line in booked(run)] == [True]
@@ -208,7 +210,7 @@ def test_an_agent_that_is_started_again_where_others_work_hears_of_their_generat
     current = Generation(4, ["a", "c"], 1, "")
     create_generation(run, current)
     supervisor = Supervisor(run, TRAINS, 1, NodeLock(run, "b"))
-    council = Council(run, TRAINS, 1, b"secret", "127.0.0.1", lambda: None)
+    council = LeaderElection(run, TRAINS, 1, b"secret", "127.0.0.1", lambda: None)
     member = supervisor._membership = Membership(run, TRAINS, "b", council, supervisor._records, supervisor)
     member._coordinate(time.monotonic())  # it may coordinate all the same
     assert supervisor.generation == current

@@ -19,7 +19,7 @@ import pytest
 
 from craton.agent import StoreClient, StoreError, StoreServer, StoreTimeoutError
 from craton.agent.store import server as server_module
-from craton.agent.store.wire import GREETING, HELLO_BYTES, MAC_BYTES, NONCE_BYTES, Session
+from craton.agent.store.wire import GREETING, HELLO_BYTES, MAC_BYTES, NONCE_BYTES, StoreSession
 
 SECRET = b"the secret of this run"
 LIMIT_SECONDS = 60.0
@@ -183,7 +183,7 @@ def test_a_recorded_connection_cannot_be_replayed(server: StoreServer, client: S
             connection.sendall(words[:HELLO_BYTES])
             hello = connection.recv(HELLO_BYTES, socket.MSG_WAITALL)
             if len(words) == HELLO_BYTES:
-                session = Session(SECRET, words[len(GREETING) :], hello[len(GREETING) :], is_client=True)
+                session = StoreSession(SECRET, words[len(GREETING) :], hello[len(GREETING) :], is_client=True)
                 words += session.own_proof + session.frame([b"add", b"n", b"1"])
             connection.sendall(words[HELLO_BYTES:])
             connection.shutdown(socket.SHUT_WR)
@@ -202,7 +202,7 @@ def test_a_changed_or_repeated_frame_ends_its_connection(server: StoreServer, cl
             nonce = secrets.token_bytes(NONCE_BYTES)
             connection.sendall(GREETING + nonce)
             hello = connection.recv(HELLO_BYTES, socket.MSG_WAITALL)
-            session = Session(SECRET, nonce, hello[len(GREETING) :], is_client=True)
+            session = StoreSession(SECRET, nonce, hello[len(GREETING) :], is_client=True)
             connection.sendall(session.own_proof + spoil(session.frame([b"add", b"n", b"1"])))
             assert is_closed(connection)
     assert client.get(["n"], LIMIT_SECONDS) == [b"1"], "the first of the repeated frames counts once"

@@ -15,7 +15,7 @@ from planting import KINDS, SECRET, plant, tree
 from run_verbs import Verbs
 
 from craton.observability.web import TopView, frame_json
-from craton.observability.web.verdicts import Answer
+from craton.observability.web.verdicts import CachedVerdict
 from craton.printable import printable, printable_line
 from craton.telemetry import RunDirectory
 
@@ -127,7 +127,7 @@ def test_the_rest_is_shown_and_removed_past_whatever_is_planted(verbs: Verbs, tm
         outside.mkdir(parents=True)
         plant(run.path / name, kind, outside)
         before = tree(outside)
-        view = TopView(run, examine=lambda run, prometheus: Answer("unknown", "not examined"))
+        view = TopView(run, examine=lambda run, prometheus: CachedVerdict("unknown", "not examined"))
         shown = json.dumps(frame_json(view.look()))
         view.close()
         assert SECRET not in shown

@@ -6,8 +6,8 @@ import pytest
 
 from craton.job import (
     FAULT_KINDS,
-    Fault,
     FaultError,
+    InjectedFault,
     JobError,
     check_fault,
     dump_job,
@@ -115,7 +115,7 @@ def test_a_command_can_only_lose_what_it_has() -> None:
             check(text, trains=False)
 
 
-def drawn(count: int = 60, seed: int = 7, **changes: object) -> list[Fault]:
+def drawn(count: int = 60, seed: int = 7, **changes: object) -> list[InjectedFault]:
     run: dict[str, object] = {"steps": 600, "world": 4, "nodes": NODES, "tiers": ["peer", "shared"]}
     return random_faults(count, seed, **{**run, **changes})  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from craton.loadtest.answer import Answer
+from craton.loadtest.answer import StreamedResponse
 
 
 def event(content: dict[str, Any], space: str = "") -> bytes:
@@ -31,9 +31,9 @@ USAGE = event(
 DONE = b"data: [DONE]\n\n"
 
 
-def read(*pieces: bytes) -> Answer:
+def read(*pieces: bytes) -> StreamedResponse:
     """The piece with number n arrives at time n."""
-    answer = Answer()
+    answer = StreamedResponse()
     for now, piece in enumerate(pieces):
         answer.feed(piece, float(now))
     answer.close()

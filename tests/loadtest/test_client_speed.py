@@ -5,7 +5,7 @@ from __future__ import annotations
 from counted_calls import counted_calls
 from fast_server import fast_server
 
-from craton.loadtest import Closed, Lengths, Limit, Settings, Target, Workload, bench_serve
+from craton.loadtest import Closed, Lengths, Limit, LoadSettings, LoadTarget, LoadWorkload, bench_serve
 
 STREAMS, REQUESTS = 8, 16
 
@@ -13,8 +13,8 @@ STREAMS, REQUESTS = 8, 16
 def calls_of(pieces: int) -> int:
     """The calls of a whole load test whose answers have so many pieces, each sent in a write of its own."""
     with fast_server(pieces, ticks_per_second=400) as (_, url):
-        workload = Workload(Lengths("fixed", 16), Lengths("fixed", pieces))
-        settings = Settings(Target(url), workload, Closed(STREAMS), Limit(requests=REQUESTS))
+        workload = LoadWorkload(Lengths("fixed", 16), Lengths("fixed", pieces))
+        settings = LoadSettings(LoadTarget(url), workload, Closed(STREAMS), Limit(requests=REQUESTS))
         with counted_calls(of_threads=True) as calls:
             level = bench_serve(settings).shown
     assert level.summary.failed == 0

@@ -18,33 +18,35 @@ from craton.loadtest import (
     Closed,
     Lengths,
     Limit,
+    LoadSettings,
+    LoadTarget,
+    LoadWorkload,
     Open,
     Prefixes,
     Report,
     Request,
-    Settings,
     Sweep,
-    Target,
     Timed,
-    Workload,
     bench_serve,
     parse_objectives,
 )
 from craton.loadtest.benchmark import _notes
 from craton.loadtest.requests import FIRST_LEVEL
 
-WORKLOAD = Workload(Lengths("fixed", 20), Lengths("fixed", 4))
+WORKLOAD = LoadWorkload(Lengths("fixed", 20), Lengths("fixed", 4))
 TRIALS = 1  # requests before a load, when the server takes token ids
 
 
 FOUR = Closed(4)
 
 
-def drive(server: Server, load: Any = FOUR, requests: int = 8, workload: Workload = WORKLOAD, **changed: Any) -> Report:
+def drive(
+    server: Server, load: Any = FOUR, requests: int = 8, workload: LoadWorkload = WORKLOAD, **changed: Any
+) -> Report:
     of_target = ("chat", "ignore_eos", "timeout_seconds")
-    target = Target(server.url, **{name: changed.pop(name) for name in of_target if name in changed})
+    target = LoadTarget(server.url, **{name: changed.pop(name) for name in of_target if name in changed})
     limit = changed.pop("limit", Limit(requests=requests))
-    return bench_serve(Settings(target, workload, load, limit, **changed))
+    return bench_serve(LoadSettings(target, workload, load, limit, **changed))
 
 
 def bodies(server: Server) -> list[str]:
@@ -222,7 +224,7 @@ def test_a_server_that_dies_is_an_error_and_no_hang() -> None:
 
             yield kill_when_it_streams
 
-        settings = Settings(Target(url), WORKLOAD, Closed(2), Limit(requests=6))
+        settings = LoadSettings(LoadTarget(url), WORKLOAD, Closed(2), Limit(requests=6))
         report = bench_serve(settings, bar)
     assert report.shown.summary.answered == 0
     kinds = {failure.kind: failure.count for failure in report.shown.summary.failures}
@@ -239,8 +241,10 @@ def test_progress_is_told_with_tokens_and_running_requests() -> None:
         yield lambda done, total, what: told.append((title, done, total, what))
 
     with openai_like_server(Behaviour(first_seconds=0.05, gap_seconds=0.05)) as server:
-        bench_serve(Settings(Target(server.url), WORKLOAD, Closed(2), Limit(requests=4), warm_up_requests=1), bar)
-        bench_serve(Settings(Target(server.url), WORKLOAD, Closed(2), Limit(seconds=0.3)), bar)
+        bench_serve(
+            LoadSettings(LoadTarget(server.url), WORKLOAD, Closed(2), Limit(requests=4), warm_up_requests=1), bar
+        )
+        bench_serve(LoadSettings(LoadTarget(server.url), WORKLOAD, Closed(2), Limit(seconds=0.3)), bar)
     assert {title for title, *_ in told} == {"warm-up", "requests", "seconds"}
     assert all(0 <= done <= total for _, done, total, _ in told)
     assert any(what.endswith("2 running") and not what.startswith("0 tokens/s") for *_, what in told)

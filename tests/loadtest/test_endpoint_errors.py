@@ -17,18 +17,18 @@ from craton.loadtest import (
     EndpointError,
     Lengths,
     Limit,
+    LoadSettings,
+    LoadTarget,
+    LoadWorkload,
     Request,
-    Settings,
-    Target,
-    Workload,
     WorkloadError,
     bench_serve,
 )
 
 
 def drive(url: str, trace: tuple[Request, ...] = (), **target: Any) -> None:
-    workload = Workload(Lengths("fixed", 20), Lengths("fixed", 4), trace=trace)
-    report = bench_serve(Settings(Target(url, **target), workload, Closed(1), Limit(requests=1)))
+    workload = LoadWorkload(Lengths("fixed", 20), Lengths("fixed", 4), trace=trace)
+    report = bench_serve(LoadSettings(LoadTarget(url, **target), workload, Closed(1), Limit(requests=1)))
     assert report.shown.summary.answered == 1
 
 

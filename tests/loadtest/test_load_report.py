@@ -21,15 +21,15 @@ from craton.loadtest import (
     Lengths,
     Level,
     Limit,
+    LoadSettings,
+    LoadTarget,
+    LoadWorkload,
     Open,
     Prefixes,
     Report,
-    Sample,
+    RequestSample,
     Saturation,
-    Settings,
     Sweep,
-    Target,
-    Workload,
     parse_objectives,
     print_report,
     report_page,
@@ -39,7 +39,7 @@ from craton.loadtest import (
 OBJECTIVES = parse_objectives("ttft=500ms,itl=50ms")
 
 
-def samples(rate: float, number: int = 300, seed: int = 0) -> list[Sample]:
+def samples(rate: float, number: int = 300, seed: int = 0) -> list[RequestSample]:
     """As a server would answer that gets slower with the rate and with the prompt."""
     generator = np.random.default_rng(seed)
     made = []
@@ -47,17 +47,17 @@ def samples(rate: float, number: int = 300, seed: int = 0) -> list[Sample]:
         prompt = int(generator.integers(100, 1024))
         first = due + 0.05 + prompt * 2e-4 * (1 + rate / 8) * generator.gamma(4, 0.25)
         times = first + np.concatenate([[0.0], np.cumsum(generator.gamma(8, 0.0025, 60))])
-        made.append(Sample(due, due + 2e-4, float(times[-1]), times, prompt, 61, prompt // 4, has_usage=True))
+        made.append(RequestSample(due, due + 2e-4, float(times[-1]), times, prompt, 61, prompt // 4, has_usage=True))
     return made
 
 
-def level(load: Closed | Open, made: list[Sample], trouble: str = "") -> Level:
+def level(load: Closed | Open, made: list[RequestSample], trouble: str = "") -> Level:
     return Level(load, tuple(made), summarize(made, OBJECTIVES), 0.12, trouble)
 
 
 def report(load: Closed | Open | Sweep, *levels: Level, found: Saturation | None = None, **changed: Any) -> Report:
-    workload = Workload(Lengths("uniform", 100, 1024), Lengths("fixed", 61), Prefixes(64, 4, 0.5))
-    settings = Settings(Target("http://localhost:8000"), workload, load, Limit(requests=300), 0, 4, OBJECTIVES)
+    workload = LoadWorkload(Lengths("uniform", 100, 1024), Lengths("fixed", 61), Prefixes(64, 4, 0.5))
+    settings = LoadSettings(LoadTarget("http://localhost:8000"), workload, load, Limit(requests=300), 0, 4, OBJECTIVES)
     made = Report(
         settings, "llama-8b", "random token ids below 32,000", levels, found, (), datetime(2026, 1, 2, tzinfo=UTC)
     )
@@ -67,7 +67,7 @@ def report(load: Closed | Open | Sweep, *levels: Level, found: Saturation | None
 @pytest.fixture(scope="module")
 def single() -> Report:
     made = samples(4)
-    made += [Sample(due, due, due + 1, error="HTTP 429", error_detail="come back later") for due in (1.0, 2.0)]
+    made += [RequestSample(due, due, due + 1, error="HTTP 429", error_detail="come back later") for due in (1.0, 2.0)]
     return report(Open(4), level(Open(4), made), notes=("something to know",))
 
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_plotted_is_said_in_a_line() -> None:
     reader = Reader(report_page(report(Closed(2), level(Closed(2), same))))
     assert reader.plots == ["plot-latency", "plot-timeline"]
     assert "All prompts have 512 tokens" in reader.text
-    broken = [Sample(0.0, 0.0, 1.0, error="timeout")]
+    broken = [RequestSample(0.0, 0.0, 1.0, error="timeout")]
     reader = Reader(report_page(report(Closed(2), level(Closed(2), broken))))
     assert reader.plots == []
     assert "None of 1 requests was answered" in reader.text
@@ -158,7 +158,7 @@ def hostile(shown: Report, words: str) -> Report:
     """The report with every text that a user or a server could supply replaced."""
     failure = replace(shown.shown.summary.failures[0], kind=words, example=words)
     levels = tuple(replace(each, summary=replace(each.summary, failures=(failure,))) for each in shown.levels)
-    settings = replace(shown.settings, target=Target(words, chat=True))
+    settings = replace(shown.settings, target=LoadTarget(words, chat=True))
     return replace(shown, model=words, notes=(words,), levels=levels, settings=settings, prompts=words)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from craton.loadtest import Failure, Sample, WorkloadError, parse_objectives, summarize, timeline
+from craton.loadtest import Failure, RequestSample, WorkloadError, parse_objectives, summarize, timeline
 
 
-def sample(due: float, chunks: list[float], **changed: Any) -> Sample:
+def sample(due: float, chunks: list[float], **changed: Any) -> RequestSample:
     """Sent 0.1 s after it was due, ended with its last piece."""
     settings = {
         "due_seconds": due,
@@ -23,10 +23,10 @@ def sample(due: float, chunks: list[float], **changed: Any) -> Sample:
         "output_tokens": len(chunks),
         "has_usage": True,
     }
-    return Sample(**(settings | changed))
+    return RequestSample(**(settings | changed))
 
 
-def failed(due: float, kind: str, detail: str = "") -> Sample:
+def failed(due: float, kind: str, detail: str = "") -> RequestSample:
     return sample(due, [], error=kind, error_detail=detail)
 
 

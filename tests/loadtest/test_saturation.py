@@ -7,13 +7,13 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from craton.loadtest import Open, Sample, Saturation, Sweep, parse_objectives, summarize
+from craton.loadtest import Open, RequestSample, Saturation, Sweep, parse_objectives, summarize
 from craton.loadtest.saturation import keeps_up, next_rate, saturation, too_short, why_not
 
 
 def queue(
     rate: float, servers: int = 8, service_seconds: float = 0.5, seconds: float = 20.0, seed: int = 0
-) -> list[Sample]:
+) -> list[RequestSample]:
     """What a server with so many places would give: it sustains servers / service_seconds requests/s."""
     free = [0.0] * servers
     samples = []
@@ -22,7 +22,7 @@ def queue(
         start = max(due, free[place])
         free[place] = start + service_seconds
         times = np.array([start + service_seconds / 2, free[place]])
-        samples.append(Sample(due, due, free[place], times, 10, 2))
+        samples.append(RequestSample(due, due, free[place], times, 10, 2))
     return samples
 
 
@@ -80,7 +80,7 @@ def test_why_a_level_did_not_go_well() -> None:
     assert why_not(full, summarize(full)) == "piles up"
     strict = parse_objectives("e2e=400ms")
     assert why_not(good, summarize(good, strict)) == "0 % good"
-    broken = [*good, *(Sample(0.0, 0.0, 1.0, error="HTTP 429") for _ in range(10))]
+    broken = [*good, *(RequestSample(0.0, 0.0, 1.0, error="HTTP 429") for _ in range(10))]
     assert why_not(broken, summarize(broken)) == "10 of 170 failed"
 
 

@@ -10,7 +10,7 @@ import yaml
 from craton.job import Job, parse_job
 from craton.orchestration import Draft
 from craton.orchestration.draft import launch_of
-from craton.orchestration.kubernetes import Target, target_of
+from craton.orchestration.kubernetes import KubernetesTarget, target_of
 
 LAPTOP = Path("/home/ada/runs")
 SHARED = Path("/fsx/runs")
@@ -72,6 +72,6 @@ def draft(wanted: Job, run: Path, generation: int = 0) -> Draft:
     return Draft(wanted, None, launch_of(wanted, None, run, generation, dict(wanted.run.env), 29500, "kubernetes"))
 
 
-def target(wanted: Job, root: Path = LAPTOP, **more: Any) -> Target:
+def target(wanted: Job, root: Path = LAPTOP, **more: Any) -> KubernetesTarget:
     run = root / wanted.name
     return target_of(draft(wanted, run), run, **{"submission": "0123456789abcdef", "user": (1000, 1000), **more})

@@ -21,7 +21,7 @@ from craton.job import parse_job
 from craton.orchestration import RunStateError, Standing, draft_run, start_run
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.kubernetes import KubernetesBackend, manifests
-from craton.orchestration.kubernetes.api import ApiError, Connection, ask
+from craton.orchestration.kubernetes.api import Connection, KubernetesApiError, ask
 from craton.telemetry import RunDirectory
 
 pytestmark = pytest.mark.skipif(
@@ -69,7 +69,7 @@ def test_the_api_server_takes_what_is_emitted(gang: str, kind: str) -> None:
 
     try:
         ask(rehearse)
-    except ApiError as error:
+    except KubernetesApiError as error:
         if error.status == 404:
             pytest.skip(f"this cluster does not have the kinds of {gang}: {error}")
         raise

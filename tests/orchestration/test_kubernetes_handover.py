@@ -28,7 +28,7 @@ from craton.orchestration import (
 )
 from craton.orchestration.backend import BACKEND_FILE
 from craton.orchestration.kubernetes import KubernetesBackend, handover
-from craton.orchestration.kubernetes.api import ApiError, Connection
+from craton.orchestration.kubernetes.api import Connection, KubernetesApiError
 from craton.orchestration.kubernetes.backend import MANIFEST_FILE, read_manifests
 from craton.telemetry import RunDirectory, list_runs, summarize
 
@@ -223,7 +223,7 @@ def test_only_an_answer_that_leaves_it_open_keeps_a_run(
     status: int, is_kept: bool, server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(*_: object) -> None:
-        raise ApiError("no", status)
+        raise KubernetesApiError("no", status)
 
     monkeypatch.setattr(handover, "LOOK_UP_SECONDS", 0.0)
     monkeypatch.setattr(Connection, "create", refuse)

@@ -16,9 +16,9 @@ from kubernetes_jobs import LAPTOP, LEAF, SHARED, cluster, draft, job, target
 from kubernetes_schemas import problems
 
 from craton.orchestration import StartError
-from craton.orchestration.kubernetes import Target, manifests, target_of, to_yaml
-from craton.orchestration.kubernetes.names import MOST_LETTERS, object_name
-from craton.orchestration.kubernetes.target import Mount
+from craton.orchestration.kubernetes import KubernetesTarget, manifests, target_of, to_yaml
+from craton.orchestration.kubernetes.names import MAX_LETTERS, object_name
+from craton.orchestration.kubernetes.target import PodMount
 
 GANGS = ("none", "kueue", "kai", "volcano")
 QUEUED: dict[str, dict[str, Any]] = {
@@ -79,8 +79,8 @@ AXES: list[list[dict[str, Any]]] = [
     ],
     [
         {"mounts": ()},
-        {"mounts": (Mount("shared", "/fsx", "fsx"),)},
-        {"mounts": (Mount("shared", "/fsx"), Mount("nvme", "/scratch"))},
+        {"mounts": (PodMount("shared", "/fsx", "fsx"),)},
+        {"mounts": (PodMount("shared", "/fsx"), PodMount("nvme", "/scratch"))},
     ],
     [
         {"secrets": {}},
@@ -276,7 +276,7 @@ def test_pods_of_a_pool_that_may_be_empty_ask_for_nothing_that_karpenter_cannot_
 
 @pytest.mark.parametrize("gang", GANGS)
 def test_a_place_that_karpenter_cannot_promise_is_a_wish_or_refused(gang: str) -> None:
-    def asked(**placement: str) -> Target:
+    def asked(**placement: str) -> KubernetesTarget:
         return target(job("pretrain", place(gang, scheduler=POOL), placement=placement), SHARED)
 
     if gang == "kueue":
@@ -398,7 +398,7 @@ def test_without_restarts_a_volcano_job_ends_with_its_first_failure() -> None:
 def test_functions_in_a_folder_that_no_pod_sees_are_refused(
     tmp_path: Path, kind: str, key: str, document: dict[str, Any]
 ) -> None:
-    def made(folder: Path, shared: str = "/fsx") -> Target:
+    def made(folder: Path, shared: str = "/fsx") -> KubernetesTarget:
         wanted = job(kind, cluster(storage={"shared": {"path": shared, "claim": "fsx"}}), **document)
         if isinstance(wanted.data.path, str):
             wanted = wanted.model_copy(update={"data": wanted.data.model_copy(update={"path": f"{shared}/tokens"})})
@@ -569,7 +569,7 @@ def test_names_are_ones_that_kubernetes_takes_and_never_meet() -> None:
     assert len(set(names)) == len(given)
     for name in names:
         assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name)
-        assert len(name) <= MOST_LETTERS
+        assert len(name) <= MAX_LETTERS
     wanted = job("command", place("kueue"), name="Llama_8B.v2")
     documents = manifests(target(wanted))
     assert documents[0]["metadata"]["annotations"]["craton/run"] == "Llama_8B.v2"
@@ -579,7 +579,7 @@ def test_names_are_ones_that_kubernetes_takes_and_never_meet() -> None:
 
 
 def test_files_too_large_for_a_config_map_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("craton.orchestration.kubernetes.target.MOST_FILE_BYTES", 100)
+    monkeypatch.setattr("craton.orchestration.kubernetes.target.MAX_FILE_BYTES", 100)
     with pytest.raises(StartError, match="more than the 100 bytes of a ConfigMap; start it where"):
         target(job("command", place("none")), LAPTOP)
     target(job("command", place("none")), SHARED)

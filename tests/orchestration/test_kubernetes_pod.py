@@ -40,7 +40,7 @@ from craton.orchestration.kubernetes.pod import (
     verdict,
 )
 from craton.orchestration.kubernetes.podfile import POD_FILE, TimeLimit, submission_of, used_seconds
-from craton.orchestration.preflight_finding import Finding
+from craton.orchestration.preflight_finding import PreflightFinding
 from craton.orchestration.snapshot import check_code, find_code, keep_code
 from craton.telemetry import Heartbeat, RunDirectory, RunError, read_json, read_lines, summarize, write_heartbeat
 
@@ -411,15 +411,15 @@ def test_a_slow_pod_comes_back_when_the_others_have_gone_on_without_it(tmp_path:
 
 
 @pytest.fixture
-def unfit(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+def unfit(monkeypatch: pytest.MonkeyPatch) -> list[PreflightFinding]:
     """What pre-flight finds in every pod."""
-    found = [Finding("infrastructure", "gpu_count", "fail", "7 of 8 GPUs")]
+    found = [PreflightFinding("infrastructure", "gpu_count", "fail", "7 of 8 GPUs")]
     monkeypatch.setattr(pod_program, "preflight", lambda *told: found)
     return found
 
 
 def test_an_unfit_pod_stands_aside_where_a_spare_can_do_its_work(
-    tmp_path: Path, signals: Signals, unfit: list[Finding]
+    tmp_path: Path, signals: Signals, unfit: list[PreflightFinding]
 ) -> None:
     launch = replace(LAUNCH, nodes=[f"node-{index}" for index in range(4)], num_nodes=3)
     first, second, third = (told(tmp_path, index, launch=launch) for index in (0, 1, 2))
@@ -438,7 +438,7 @@ def test_an_unfit_pod_stands_aside_where_a_spare_can_do_its_work(
 
 
 def test_an_unfit_pod_looks_again_and_fails_where_all_are_needed(
-    tmp_path: Path, signals: Signals, unfit: list[Finding], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, signals: Signals, unfit: list[PreflightFinding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pod = told(tmp_path)
     assert prepare(pod, signals) is None

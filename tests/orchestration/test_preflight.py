@@ -27,7 +27,7 @@ from craton.infrastructure import (
 )
 from craton.job import JobError, load_cluster, parse_job
 from craton.job.jobfile import PreflightCheck
-from craton.orchestration import Expected, Finding, diagnose, diagnose_nodes, examine, preflight_host, worst
+from craton.orchestration import Expected, PreflightFinding, diagnose, diagnose_nodes, examine, preflight_host, worst
 from craton.orchestration.preflight import expected_of, preflight
 from craton.orchestration.preflight_finding import SEVERITIES
 from craton.orchestration.preflight_gpus import is_model
@@ -46,7 +46,7 @@ def lab(tmp_path: Path) -> Path:
     return path
 
 
-def findings_of(base: str, root: Path, lab: Path) -> list[Finding]:
+def findings_of(base: str, root: Path, lab: Path) -> list[PreflightFinding]:
     expected = expected_of(str(lab)) if base == "lab-h100" else None
     return examine(NodeRoot(root), expected)[1]
 
@@ -92,7 +92,7 @@ def test_a_card_that_recovered_is_no_alarm(tmp_path: Path) -> None:
 LOADED = "[ 5000.0] NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  580.95.05"
 
 
-def xid_finding(node: Node, uptime: float, folder: Path) -> Finding:
+def xid_finding(node: Node, uptime: float, folder: Path) -> PreflightFinding:
     node.files["proc/uptime"] = f"{uptime:.2f} 1234.56"
     (found,) = [finding for finding in examine(NodeRoot(node.write(folder)))[1] if finding.what == "xid"]
     return found
@@ -272,7 +272,7 @@ def test_a_container_need_not_be_given_ports_that_the_run_does_not_count(tmp_pat
 STORAGE = "storage: {shared: {path: %s, kind: lustre}, nvme: {path: %s}}\n"
 
 
-def storage_findings(node: Node, shared: str, nvme: str, folder: Path) -> dict[str, Finding]:
+def storage_findings(node: Node, shared: str, nvme: str, folder: Path) -> dict[str, PreflightFinding]:
     file = folder / "cluster.yaml"
     file.write_text("name: train\ninstance: p5.48xlarge\nnodes: 4\n" + STORAGE % (shared, nvme), encoding="utf-8")
     found = examine(NodeRoot(node.write(folder / "node")), expected_of(str(file)))[1]
@@ -478,8 +478,8 @@ def test_without_a_cluster_file_slurm_says_how_many_gpus_to_ask_for(monkeypatch:
 
 def test_a_node_that_does_not_answer_is_a_finding() -> None:
     told = [
-        Finding("infrastructure", "nvlink", "fail", "x", node="g10"),
-        Finding("infrastructure", "compute", "ok", "y"),
+        PreflightFinding("infrastructure", "nvlink", "fail", "x", node="g10"),
+        PreflightFinding("infrastructure", "compute", "ok", "y"),
     ]
     documents = [
         {"findings": [finding.to_json() for finding in told], "nodes": [{"node": "g10"}]},

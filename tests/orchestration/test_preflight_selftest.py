@@ -11,7 +11,7 @@ import pytest
 from infrastructure.node_images import HEALTHY
 
 from craton.infrastructure import NodeRoot
-from craton.orchestration import Finding, diagnose, preflight_selftest
+from craton.orchestration import PreflightFinding, diagnose, preflight_selftest
 from craton.orchestration.preflight import check_tested
 from craton.orchestration.preflight_gang import check_compute
 from craton.orchestration.preflight_selftest import run_compute
@@ -95,7 +95,7 @@ def test_cards_that_torch_does_not_see_are_not_taken_for_tested(tmp_path: Path) 
 
 
 def test_a_self_test_that_died_on_a_node_of_many_is_not_lost() -> None:
-    died = Finding("infrastructure", "compute", "fail", "the self-test did not end within 180 s")
+    died = PreflightFinding("infrastructure", "compute", "fail", "the self-test did not end within 180 s")
     document = {
         "findings": [died.to_json()],
         "nodes": [{"node": "g1", "compute": [], "compute_failed": [died.to_json()]}],

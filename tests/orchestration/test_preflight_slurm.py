@@ -16,9 +16,9 @@ from craton.agent import Launch, write_launch
 from craton.cli.app import app
 from craton.infrastructure import NodeRoot
 from craton.job import load_job
-from craton.orchestration import Finding, diagnose, preflight
+from craton.orchestration import PreflightFinding, diagnose, preflight
 from craton.orchestration.preflight_finding import for_job
-from craton.orchestration.preflight_selftest import Ended
+from craton.orchestration.preflight_selftest import EndedSelftest
 from craton.orchestration.slurm.checks import failures_of, gang_findings, gang_in_words, software_failure
 from craton.telemetry import RunDirectory
 
@@ -31,7 +31,7 @@ def device(number: int, value: str = RIGHT, **more: object) -> dict[str, Any]:
     return {"device": f"cuda:{number}", "hashes": {"matmul_bf16": value}, **usual, **counted, **more}
 
 
-def document(node: str, *devices: dict[str, Any], findings: tuple[Finding, ...] = ()) -> dict[str, Any]:
+def document(node: str, *devices: dict[str, Any], findings: tuple[PreflightFinding, ...] = ()) -> dict[str, Any]:
     return {"findings": [each.to_json() for each in findings], "nodes": [{"node": node, "compute": list(devices)}]}
 
 
@@ -66,11 +66,11 @@ def test_nodes_of_different_kinds_are_not_compared() -> None:
 
 def test_what_a_node_said_itself_counts_and_is_not_told_twice() -> None:
     unsteady = device(0, mismatches={"matmul_bf16": 2})
-    own = Finding(
+    own = PreflightFinding(
         "infrastructure", "compute", "fail", "cuda:0 of g1: matmul_bf16 gave another result 2 of 9 times", "", "g1"
     )
-    count = Finding("infrastructure", "gpu_count", "fail", "7 of 8 GPUs", "", "g1")
-    warned = Finding("infrastructure", "hugepages", "warn", "none", "", "g2")
+    count = PreflightFinding("infrastructure", "gpu_count", "fail", "7 of 8 GPUs", "", "g1")
+    warned = PreflightFinding("infrastructure", "hugepages", "warn", "none", "", "g2")
     found = reasons(document("g1", unsteady, findings=(own, count)), document("g2", device(0), findings=(warned,)))
     assert found == {"g1": [own.evidence, "7 of 8 GPUs"], "g2": []}
 
@@ -159,7 +159,7 @@ def test_a_command_needs_no_torch_to_test_its_cards_with(
     del node.packages["torch"]
     place = NodeRoot(node.write(tmp_path / "node"))
     monkeypatch.setattr(preflight, "NodeRoot", lambda: place)
-    ended = Ended([], "the self-test could not start: No module named 'torch'", lacks_torch=True)
+    ended = EndedSelftest([], "the self-test could not start: No module named 'torch'", lacks_torch=True)
     monkeypatch.setattr(preflight, "run_compute", lambda: ([], [ended.finding("compute")]))
     runs = [run_of("p5 x 2", tmp_path / str(number), 2, more, kind) for number in range(2)]
     said = [diagnose(run=run, compute=True).to_json() for run in runs]
@@ -178,8 +178,8 @@ def test_a_command_needs_no_torch_to_test_its_cards_with(
 def test_libraries_for_the_network_are_those_of_the_image(more: str, severity: str, tmp_path: Path) -> None:
     """Without aws-ofi-nccl a command falls to sockets, silently; outside of an image it may bring a plugin along."""
     findings = [
-        Finding("ML software", "nccl_plugin", "fail", "there is none"),
-        Finding("infrastructure", "efa_count", "fail", "7"),
+        PreflightFinding("ML software", "nccl_plugin", "fail", "there is none"),
+        PreflightFinding("infrastructure", "efa_count", "fail", "7"),
     ]
     found = for_job(findings, load_job(run_of("p5 x 2", tmp_path, 2, more).job_path))
     assert {finding.what: finding.severity for finding in found} == {"nccl_plugin": severity, "efa_count": "fail"}

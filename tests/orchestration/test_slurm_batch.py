@@ -15,11 +15,11 @@ from craton.orchestration import draft_run
 from craton.orchestration.backend import Submission, write_submission
 from craton.orchestration.resize import among_nodes
 from craton.orchestration.slurm import batch
-from craton.orchestration.slurm.batch import Batch
+from craton.orchestration.slurm.batch import SlurmBatch
 from craton.orchestration.slurm.checks import check_seconds
 from craton.orchestration.slurm.records import JobRecord
 from craton.orchestration.slurm.starts import read_starts
-from craton.orchestration.slurm.step import Step, complaint_of
+from craton.orchestration.slurm.step import SlurmStep, complaint_of
 from craton.telemetry import Heartbeat, Recorder, RunDirectory, write_heartbeat
 
 NONCE = "0123456789abcdef"
@@ -58,14 +58,14 @@ class Stage:
 
     def start(
         self,
-        checks: Callable[[Batch], object] = lambda start: None,
-        works: Callable[[Batch], object] = lambda start: None,
+        checks: Callable[[SlurmBatch], object] = lambda start: None,
+        works: Callable[[SlurmBatch], object] = lambda start: None,
         agents: Sequence[str] = ("true",),
         hosts: str = "g1",
     ) -> int:
         """Runs one start: what happens while its nodes are checked, then while its agents work."""
 
-        def unfit(start: Batch, *told: object) -> dict[str, str]:
+        def unfit(start: SlurmBatch, *told: object) -> dict[str, str]:
             checks(start)
             return {}
 
@@ -74,17 +74,17 @@ class Stage:
             works(started)
             return list(agents)
 
-        self._monkeypatch.setattr(Batch, "_unfit", unfit)
+        self._monkeypatch.setattr(SlurmBatch, "_unfit", unfit)
         self._monkeypatch.setattr(batch, "agents_command", command)
-        started = Batch(self.run, NONCE, {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": hosts})
+        started = SlurmBatch(self.run, NONCE, {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": hosts})
         return started.run()
 
 
-def warned(start: Batch) -> None:
+def warned(start: SlurmBatch) -> None:
     start._on_warning(signal.SIGUSR1, None)
 
 
-def ended(start: Batch) -> None:
+def ended(start: SlurmBatch) -> None:
     start._on_end(signal.SIGTERM, None)
 
 
@@ -144,7 +144,7 @@ def test_slurm_ends_a_job_whose_nodes_are_checked(stage: Stage) -> None:
     ids=["server", "silent", "asked", "told"],
 )
 def test_slices_of_what_shows_no_steps_are_not_counted(
-    text: str, given_up: bool, leaves: Callable[[Batch], None], root: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, given_up: bool, leaves: Callable[[SlurmBatch], None], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What nobody can see the progress of may be preempted as often as it takes; what has steps comes on or is given
     up."""
@@ -200,7 +200,7 @@ def test_a_step_that_starts_no_agent_says_why(root: Path, monkeypatch: pytest.Mo
     output = stage.run.path / "logs" / "slurm-812.out"
     output.write_text("srun: error: of a start before\n")
 
-    def complain(start: Batch) -> None:
+    def complain(start: SlurmBatch) -> None:
         with open(output, "a") as file:
             file.write(
                 "srun: unrecognized option '--container-image=a.sqsh'\nTry \"srun --help\" for more information\n"
@@ -213,7 +213,7 @@ def test_a_step_that_starts_no_agent_says_why(root: Path, monkeypatch: pytest.Mo
 
 
 def test_agents_that_began_and_ended_are_not_said_not_to_have_started(stage: Stage) -> None:
-    def beat(start: Batch) -> None:
+    def beat(start: SlurmBatch) -> None:
         write_heartbeat(stage.run, "node-0", Heartbeat(read_launch(stage.run).generation, "failed", 1, 0))
 
     for _ in range(3):
@@ -261,7 +261,7 @@ def test_nodes_are_avoided_for_silence_only_where_others_were_heard(
     monkeypatch.setattr(batch, "SLURM_SEES_SECONDS", 0.0)
     monkeypatch.setattr(batch, "_excluded", lambda number: "")
 
-    def beat(start: Batch) -> None:
+    def beat(start: SlurmBatch) -> None:
         for node in heard:
             write_heartbeat(stage.run, node, Heartbeat(read_launch(stage.run).generation, "running", 1, 0))
 
@@ -283,7 +283,7 @@ def test_with_an_image_nodes_have_long_to_come_and_agents_wait_as_long(
     assert limits[1] > 7 * 60, "what unpacking a large one takes"
     assert read_launch(plain.run).give_up_seconds == 600
     assert read_launch(inside.run).give_up_seconds > limits[1], "or a late node would be the run's end"
-    quick, slow = (check_seconds(Step(stage.run.path, "python", image), True) for image in ("", "/fsx/a.sqsh"))
+    quick, slow = (check_seconds(SlurmStep(stage.run.path, "python", image), True) for image in ("", "/fsx/a.sqsh"))
     assert slow == quick + batch.IMAGE_SECONDS
 
 
@@ -291,7 +291,7 @@ def test_a_run_that_was_resized_needs_fewer_of_its_nodes(root: Path, monkeypatch
     stage = Stage(root, chain_job("chain", 2), monkeypatch)
     before, needed = read_launch(stage.run), []
 
-    def resized(start: Batch) -> None:
+    def resized(start: SlurmBatch) -> None:
         write_launch(stage.run, among_nodes(read_launch(stage.run), 1))
         needed.append(start._needed_nodes(before))
 
@@ -317,7 +317,7 @@ def test_a_run_goes_on_where_its_number_cannot_be_written_down(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("craton.orchestration.slurm.handover.write_submission", full)
-    monkeypatch.setattr(Batch, "run", lambda start: 0)
+    monkeypatch.setattr(SlurmBatch, "run", lambda start: 0)
     monkeypatch.setenv("SLURM_JOB_ID", "812")
     assert batch.main([str(stage.run.path), NONCE]) == 0
     assert "the number 812 cannot be written down" in capsys.readouterr().err

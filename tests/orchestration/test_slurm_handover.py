@@ -251,7 +251,7 @@ def test_a_held_job_is_let_go_as_often_as_run_restarts(
     run, freed = made(root), list[str]()
     listed.append(JobRecord("812", "PENDING", reason="launch_failed_requeued_held"))
     monkeypatch.setattr("craton.orchestration.slurm.backend.release", freed.append)
-    monkeypatch.setattr("craton.orchestration.slurm.backend.read_snapshot", tools.Snapshot)
+    monkeypatch.setattr("craton.orchestration.slurm.backend.read_snapshot", tools.SlurmState)
     write_submission(run, held(2))
     sentences = [SlurmBackend().look([run])["chain"].sentence for _ in range(3)]
     assert freed == ["812", "812"]

@@ -26,7 +26,7 @@ from craton.orchestration.slurm.records import (
     seconds_of,
     switches_of_text,
 )
-from craton.orchestration.slurm.step import Step
+from craton.orchestration.slurm.step import SlurmStep
 from craton.telemetry import RunDirectory
 
 SAMPLES = Path(__file__).with_name("slurm_samples")
@@ -250,7 +250,7 @@ def test_a_node_whose_preflight_fails_is_named_with_what_failed(tool_folder: Pat
         f'for task in 1 2; do cp {tool_folder}/g$task.report "$(dirname "$out")/$task.json"; done'
     )
     stand_in(tool_folder, "srun", leave_reports)
-    step, hosts = Step(run.path, "python"), ["g1", "g2", "g3"]
+    step, hosts = SlurmStep(run.path, "python"), ["g1", "g2", "g3"]
     assert failed_hosts(step, hosts, run) == {"g2": "gpu_count: 7 of 8 GPUs"}
     stand_in(tool_folder, "srun", f"{leave_reports}\nexec sleep 60")
     assert failed_hosts(step, hosts, run, seconds=1.0) == {
@@ -267,7 +267,7 @@ def test_a_preflight_that_hangs_is_ended_on_its_nodes(
     stand_in(tool_folder, "srun", f"trap 'echo INT >> {tool_folder}/told' INT\nwhile :; do sleep 0.05; done")
     stand_in(tool_folder, "squeue", f'echo "$@" >> {tool_folder}/asked\nprintf "812.0\\n812.batch\\n812.extern\\n"')
     stand_in(tool_folder, "scancel", f'echo "$@" >> {tool_folder}/cancelled')
-    assert failed_hosts(Step(run.path, "python"), ["g1", "g2"], run, seconds=0.3, job="812") == {}
+    assert failed_hosts(SlurmStep(run.path, "python"), ["g1", "g2"], run, seconds=0.3, job="812") == {}
     assert "pre-flight ended on no node" in capfd.readouterr().err
     assert (tool_folder / "told").read_text().split() == ["INT", "INT"]
     assert (tool_folder / "cancelled").read_text().split() == ["--quiet", "812.0"]
@@ -292,5 +292,5 @@ def test_jobs_of_a_user_are_asked_for_in_words(tool_folder: Path) -> None:
 def test_a_preflight_that_cannot_run_stops_nobody(tool_folder: Path, tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "checked")
     stand_in(tool_folder, "srun", "exit 1")
-    assert failed_hosts(Step(run.path, "python"), ["g1"], run) == {}
+    assert failed_hosts(SlurmStep(run.path, "python"), ["g1"], run) == {}
     assert subprocess.run(["srun"], check=False).returncode == 1

@@ -15,11 +15,11 @@ import pytest
 from craton.job import ContentError, JobError, parse_job
 from craton.orchestration import Draft, StartError, draft_run
 from craton.orchestration.slurm import ScriptOptions, SlurmBackend, sbatch_script
-from craton.orchestration.slurm.batch import MOST_EXCLUDED, avoided_hosts
+from craton.orchestration.slurm.batch import MAX_EXCLUDED, avoided_hosts
 from craton.orchestration.slurm.mounts import _whole_snapshot, image_of, mounts_of
 from craton.orchestration.slurm.node import open_log
 from craton.orchestration.slurm.script import duration, nonce_of, signal_seconds
-from craton.orchestration.slurm.step import Step, agents_command, doctor_command
+from craton.orchestration.slurm.step import SlurmStep, agents_command, doctor_command
 from craton.telemetry import RunDirectory
 
 RUN = RunDirectory("/fsx/runs/llama")
@@ -192,13 +192,13 @@ def test_durations_are_rounded_up_to_minutes() -> None:
 
 
 STEPS = {
-    "venv": Step(Path("/fsx/runs/llama"), "/fsx/venv/bin/python"),
-    "pyxis": Step(Path("/fsx/runs/llama"), "/fsx/venv/bin/python", "/fsx/train.sqsh", ("/fsx", "/scratch"), True),
-    "apptainer": Step(
+    "venv": SlurmStep(Path("/fsx/runs/llama"), "/fsx/venv/bin/python"),
+    "pyxis": SlurmStep(Path("/fsx/runs/llama"), "/fsx/venv/bin/python", "/fsx/train.sqsh", ("/fsx", "/scratch"), True),
+    "apptainer": SlurmStep(
         Path("/fsx/runs/llama"), "/fsx/venv/bin/python", "/images/train.sif", ("/fsx/runs", "/scratch"), True
     ),
-    "hyperpod": Step(Path("/fsx/runs/llama"), "/fsx/venv/bin/python", gpus=True, auto_resume=True),
-    "shared-nodes": Step(Path("/fsx/runs/llama"), "/fsx/venv/bin/python", cpus_per_task=12),
+    "hyperpod": SlurmStep(Path("/fsx/runs/llama"), "/fsx/venv/bin/python", gpus=True, auto_resume=True),
+    "shared-nodes": SlurmStep(Path("/fsx/runs/llama"), "/fsx/venv/bin/python", cpus_per_task=12),
 }
 
 
@@ -292,7 +292,7 @@ def test_what_a_user_excludes_is_never_forgotten_for_what_a_run_learns() -> None
     learned = [f"g{number}" for number in range(40)]
     avoided = avoided_hosts(own, [*own, *learned, "g3"])
     assert avoided[:40] == own
-    assert avoided[40:] == learned[-MOST_EXCLUDED:], "the newest of the others"
+    assert avoided[40:] == learned[-MAX_EXCLUDED:], "the newest of the others"
     assert avoided_hosts([], ["g1", "g2", "g1"]) == ["g1", "g2"]
 
 

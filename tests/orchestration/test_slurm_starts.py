@@ -17,7 +17,7 @@ from craton.orchestration.slurm import batch, checks
 from craton.orchestration.slurm.checks import software_failure
 from craton.orchestration.slurm.script import SCRIPT_FILE
 from craton.orchestration.slurm.starts import Starts, may_start_again, next_start, read_starts, write_starts
-from craton.orchestration.slurm.step import Step
+from craton.orchestration.slurm.step import SlurmStep
 from craton.telemetry import RunDirectory
 
 NONCE = "0123456789abcdef"
@@ -101,7 +101,7 @@ def test_a_node_that_is_alone_is_borne_out_by_another_or_left(tmp_path: Path, mo
         report = tmp_path / host / "0.json"
         report.write_text(json.dumps({"findings": [found], "nodes": [{"node": host}]}))
         monkeypatch.setattr(checks, "doctor_command", lambda *told: ["cp", str(report), str(run.path / "preflight")])
-        assert checks.failed_hosts(Step(run.path, "python"), [host], run) == {host: "torch: no"}
+        assert checks.failed_hosts(SlurmStep(run.path, "python"), [host], run) == {host: "torch: no"}
         return software_failure(run)
 
     assert check("g1") == ""
@@ -123,8 +123,8 @@ def test_a_job_whose_software_is_unfit_ends_and_no_node_is_blamed(
     monkeypatch.setattr(batch, "read_nodes", lambda hosts: [])
     monkeypatch.setattr(batch, "read_switches", list)
     monkeypatch.setattr(batch.signal, "signal", lambda *told: None)
-    monkeypatch.setattr(batch.Batch, "_unfit", lambda *told: {"g1": "torch: no"})
-    code = batch.Batch(run, NONCE, {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": "g1"}).run()
+    monkeypatch.setattr(batch.SlurmBatch, "_unfit", lambda *told: {"g1": "torch: no"})
+    code = batch.SlurmBatch(run, NONCE, {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": "g1"}).run()
     assert code == 1
     assert "software unfit on every node: torch: no; mend it" in run.marker_text("FATAL"), last_words(run)
     assert asked == [], "neither requeued nor excluded"

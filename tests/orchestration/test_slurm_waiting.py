@@ -11,7 +11,7 @@ from datetime import datetime
 import pytest
 
 from craton.infrastructure import expand_hosts
-from craton.orchestration.slurm import Snapshot, records, why_waiting
+from craton.orchestration.slurm import SlurmState, records, why_waiting
 from craton.orchestration.slurm.records import (
     JobRecord,
     NodeRecord,
@@ -37,7 +37,7 @@ def cluster(
     jobs: tuple[JobRecord, ...] = (),
     flags: dict[str, str] | None = None,
     **more: object,
-) -> Snapshot:
+) -> SlurmState:
     """g1 … g8 in the partition train; those in `free` are idle, those in `away` drained for a reason, and `flags` are
     beside the state."""
     away = away or {}
@@ -58,7 +58,7 @@ def cluster(
         )
         for name in (f"g{number}" for number in range(1, 9))
     )
-    return Snapshot(jobs=jobs, nodes=nodes, switches=LEAVES, **more)  # type: ignore[arg-type]
+    return SlurmState(jobs=jobs, nodes=nodes, switches=LEAVES, **more)  # type: ignore[arg-type]
 
 
 def pending(reason: str, **more: object) -> JobRecord:
@@ -408,7 +408,7 @@ SITUATIONS = {
 }
 
 
-def elsewhere(snapshot: Snapshot) -> Snapshot:
+def elsewhere(snapshot: SlurmState) -> SlurmState:
     """The same with nodes and a reservation of another partition, drained and idle, which no sentence may count."""
     states = {"x1": ("IDLE",), "x2": ("IDLE", "DRAIN"), "x3": ("DOWN",)}
     others = [NodeRecord(name, each, reason="not ours", partitions=("other",)) for name, each in states.items()]
@@ -457,7 +457,7 @@ def test_the_sentence(name: str) -> None:
 def test_every_sentence_of_the_table_can_be_told() -> None:
     table = tomllib.loads(REASONS.read_text())
     for reason in table:
-        told = why_waiting(pending(reason), Snapshot(), NOON)
+        told = why_waiting(pending(reason), SlurmState(), NOON)
         assert "{" not in told
         assert not told.startswith("Slurm says"), reason
     assert set(HELD) <= set(table)
@@ -513,5 +513,5 @@ def test_every_limit_of_slurm_is_put_into_words(names: str, ending: str) -> None
 
 def test_a_later_day_is_told_with_its_date() -> None:
     later = datetime(2026, 11, 18, 9, 30).timestamp()
-    told = why_waiting(pending("Priority", start=later), Snapshot(), NOON)
+    told = why_waiting(pending("Priority", start=later), SlurmState(), NOON)
     assert told == "other jobs come first; Slurm expects to start it 18 Nov 09:30"

@@ -18,9 +18,9 @@ import pytest
 
 from craton.job import Layout
 from craton.planning import Bench, Case, bench, bench_json, bench_plan, corpus_path, decisions, statistics, summary
-from craton.planning.bench import GIVEN_SEEDS, Result, family_median
+from craton.planning.bench import GIVEN_SEEDS, CaseResult, family_median
 from craton.planning.corpus import corpus, row_of
-from craton.planning.fitting import Fit, Prediction, Row
+from craton.planning.fitting import Fit, FitRow, Prediction
 
 ROWS: list[dict[str, Any]] = json.loads(Path(corpus_path()).read_text(encoding="utf-8"))["cases"]
 BY_ID = {row["id"]: row for row in ROWS}
@@ -70,7 +70,7 @@ def three_groups() -> list[str]:
 class Spy:
     """Stands in for a fit and remembers what it was given."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[FitRow]) -> None:
         self.rows = {id(row) for row in rows}
 
     def predict(self, *_: object) -> Prediction:
@@ -240,9 +240,9 @@ def test_a_small_file_is_quick_and_the_fits_use_the_shipped_runs(write_cases: Wr
     assert table.median < 0.25
 
 
-def made_up(seconds: float, predicted: float, **changes: Any) -> Result:
+def made_up(seconds: float, predicted: float, **changes: Any) -> CaseResult:
     case = replace(next(iter(corpus())), measured_step_seconds=seconds, **changes)
-    return Result(case, Prediction(predicted, 0.1))
+    return CaseResult(case, Prediction(predicted, 0.1))
 
 
 def test_statistics_by_hand() -> None:
@@ -288,7 +288,7 @@ def test_decisions_compare_seconds_a_token() -> None:
 
 def test_a_run_without_a_quality_is_not_counted_as_a_or_b() -> None:
     moe = next(case for case in corpus() if case.shape.is_moe)
-    results = [Result(replace(moe, quality=quality), Prediction(1.0, 0.1)) for quality in ("A", "B", "C", "")]
+    results = [CaseResult(replace(moe, quality=quality), Prediction(1.0, 0.1)) for quality in ("A", "B", "C", "")]
     counted = summary(Bench(results, [], "group", 0))["moe quality A and B"]
     assert counted["n"] == 2
 

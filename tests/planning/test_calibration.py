@@ -29,13 +29,13 @@ from craton.planning import (
     plan,
     save_profile,
 )
-from craton.planning.calibration import LEAST_RUNS, PINNED_DEVIATION, LoggedRun
+from craton.planning.calibration import MIN_RUNS, PINNED_DEVIATION, LoggedRun
 from craton.planning.collectives import all_reduce_seconds
 from craton.planning.composition import compose
 from craton.planning.compute import group_of
 from craton.planning.corpus import case_machine, case_terms, corpus
 from craton.planning.kernels import attention_seconds, gemm_seconds
-from craton.planning.machine import Machine, machine_of
+from craton.planning.machine import MachineRates, machine_of
 from craton.planning.profiles import predict
 from craton.planning.software import INDEX, NAMES
 from craton.planning.training import StepModel
@@ -162,7 +162,7 @@ def test_a_pipeline_tells_its_bubble() -> None:
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_fewer_than_three_runs_are_refused(count: int) -> None:
     runs = published("torchtitan", "A100-80-SXM")[:count]
-    with pytest.raises(CalibrationError, match=f"{count} run.* at least {LEAST_RUNS}"):
+    with pytest.raises(CalibrationError, match=f"{count} run.* at least {MIN_RUNS}"):
         calibrate(runs, "craton")
 
 
@@ -203,7 +203,7 @@ def test_a_pin_moves_a_constant_and_holds_it() -> None:
     assert held.after == pytest.approx(free.after, rel=0.03)
 
 
-def pins_of(tmp_path: Path, document: object, machine: Machine = H100) -> dict[str, float]:
+def pins_of(tmp_path: Path, document: object, machine: MachineRates = H100) -> dict[str, float]:
     path = tmp_path / "pins.json"
     path.write_text(json.dumps(document))
     return load_pins(path, machine)

@@ -13,7 +13,7 @@ from craton.infrastructure import cluster_of
 from craton.job import Layout, model_preset
 from craton.planning.composition import StepTerms, compose, stack
 from craton.planning.corpus import corpus, effect_labels, row_of
-from craton.planning.fitting import LEVELS, QUANTILE_80, SCALES, Fit, Prediction, Row, linearise
+from craton.planning.fitting import LEVELS, QUANTILE_80, SCALES, Fit, FitRow, Prediction, linearise
 from craton.planning.machine import machine_of
 from craton.planning.software import INDEX, NAMES, SPREAD, Traits, prior_log
 from craton.planning.training import StepModel
@@ -50,9 +50,11 @@ def seconds_of(terms: Sequence[StepTerms], log_constants: np.ndarray) -> np.ndar
 
 def rows_of(
     family: str, terms: Sequence[StepTerms], seconds: Sequence[float] | np.ndarray, generation: str = "hopper"
-) -> list[Row]:
+) -> list[FitRow]:
     labels = effect_labels(family=family, release="1", gpu="H100-SXM", generation=generation, model="m", moe=False)
-    return [Row(term, math.log(second), labels, prior_log(TRAITS)) for term, second in zip(terms, seconds, strict=True)]
+    return [
+        FitRow(term, math.log(second), labels, prior_log(TRAITS)) for term, second in zip(terms, seconds, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +154,7 @@ def test_one_family_says_little_of_another(h100_terms: list[StepTerms]) -> None:
 def test_an_empty_label_shares_nothing_with_another_empty_label(h100_terms: list[StepTerms]) -> None:
     """Two stacks that name no release, one twice as slow as the other, are not the same release."""
 
-    def unnamed(family: str, terms: Sequence[StepTerms], seconds: np.ndarray) -> list[Row]:
+    def unnamed(family: str, terms: Sequence[StepTerms], seconds: np.ndarray) -> list[FitRow]:
         nothing = {"release": "", "release-kind": ""}
         return [replace(row, labels={**row.labels, **nothing}) for row in rows_of(family, terms, seconds)]
 

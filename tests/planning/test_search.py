@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from craton.infrastructure import cluster_of
 from craton.job import Layout, ModelShape, layout_is_valid, model_preset
 from craton.planning import find_profile
-from craton.planning.machine import Machine, machine_of
+from craton.planning.machine import MachineRates, machine_of
 from craton.planning.search import SAFE_SHARE, Candidate, Search, evaluate, layouts, search
 from craton.planning.training import StepModel
 
@@ -22,26 +22,31 @@ EXPERTS = ModelShape("experts", 8, 1024, 4096, 8, 8, 128, 32000, experts=6, top_
 GIB = 2.0**30
 
 
-def place(instance: str, nodes: int, memory_bytes: float | None = None) -> Machine:
+def place(instance: str, nodes: int, memory_bytes: float | None = None) -> MachineRates:
     machine = machine_of(cluster_of(instance, nodes))
     return replace(machine, gpu=replace(machine.gpu, memory_bytes=memory_bytes)) if memory_bytes else machine
 
 
 def model_on(
-    machine: Machine, shape: ModelShape, batch: int, software: str = "craton", sequence: int = 4096
+    machine: MachineRates, shape: ModelShape, batch: int, software: str = "craton", sequence: int = 4096
 ) -> StepModel:
     profile = find_profile(software, machine.gpu)
     return StepModel(shape, sequence, batch, machine.rates, machine.network, profile.traits)
 
 
 def find(
-    machine: Machine, shape: ModelShape, world: int, batch: int, like: Layout | None = None, software: str = "craton"
+    machine: MachineRates,
+    shape: ModelShape,
+    world: int,
+    batch: int,
+    like: Layout | None = None,
+    software: str = "craton",
 ) -> Search:
     profile = find_profile(software, machine.gpu)
     return search(model_on(machine, shape, batch, software), machine, profile, world, "bf16", like)
 
 
-def by_brute_force(machine: Machine, shape: ModelShape, world: int, batch: int, tight: bool) -> Candidate:
+def by_brute_force(machine: MachineRates, shape: ModelShape, world: int, batch: int, tight: bool) -> Candidate:
     """Every layout of the documented space, found without the search's own loops, where it is tight with every
     recompute."""
     model = model_on(machine, shape, batch)

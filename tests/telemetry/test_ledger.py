@@ -219,7 +219,7 @@ def test_a_reader_adds_up_on_its_way_and_holds_a_stretch_only(tmp_path: Path, mo
             super()._take(line)
             held = max(held, len(self._pending))
 
-    for name, value in {"CHUNK_BYTES": 1, "LEAST_CHUNK_BYTES": 500, "LEAST_ENTRIES": 10}.items():
+    for name, value in {"CHUNK_BYTES": 1, "MIN_CHUNK_BYTES": 500, "MIN_ENTRIES": 10}.items():
         monkeypatch.setattr(ledger, name, value)
     assert Watched(run).totals() == pytest.approx(at_once)
     assert held < 150  # of 700

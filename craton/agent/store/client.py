@@ -149,7 +149,7 @@ class _Channel:
             hello = self._read(wire.HELLO_BYTES, deadline)
             if not hello.startswith(wire.GREETING):
                 raise ValueError("a server of another kind listens there")
-            self._session = wire.Session(secret, nonce, hello[len(wire.GREETING) :], is_client=True)
+            self._session = wire.StoreSession(secret, nonce, hello[len(wire.GREETING) :], is_client=True)
             self._send(self._session.own_proof, deadline)
             if not hmac.compare_digest(self._read(wire.MAC_BYTES, deadline), self._session.expected_proof):
                 raise ValueError("the server does not know the secret")

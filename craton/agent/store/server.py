@@ -28,7 +28,7 @@ from craton.agent.store.wire import (
     MAC_BYTES,
     NONCE_BYTES,
     WRONG,
-    Session,
+    StoreSession,
     body_bytes,
 )
 
@@ -46,7 +46,7 @@ class _Connection:
     socket: socket.socket
     nonce: bytes
     close_at: float
-    session: Session | None = None
+    session: StoreSession | None = None
     is_trusted: bool = False
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytearray = field(default_factory=bytearray)
@@ -203,7 +203,7 @@ class StoreServer:
             if len(incoming) < HELLO_BYTES:
                 return False
             nonce = bytes(incoming[len(GREETING) : HELLO_BYTES])
-            connection.session = Session(self._secret, nonce, connection.nonce, is_client=False)
+            connection.session = StoreSession(self._secret, nonce, connection.nonce, is_client=False)
             self._send(connection, GREETING + connection.nonce)
         if len(incoming) < HELLO_BYTES + MAC_BYTES:
             return False

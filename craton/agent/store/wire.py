@@ -30,7 +30,7 @@ class StoreTimeoutError(StoreError):
     """A key was not set in time."""
 
 
-class Session:
+class StoreSession:
     """One side of an authenticated connection: signs what it sends, checks what it receives."""
 
     def __init__(self, secret: bytes, client_nonce: bytes, server_nonce: bytes, is_client: bool) -> None:

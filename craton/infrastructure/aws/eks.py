@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from craton.infrastructure.aws.nodes import karpenter_role
-from craton.infrastructure.aws.site import Site
+from craton.infrastructure.aws.site import AwsSite
 from craton.infrastructure.aws.stack import (
     Resource,
     file_system,
@@ -27,7 +27,7 @@ SYSTEM_NODES = 2
 GROUPS: list[Any] = [{"Ref": "NodeSecurityGroup"}, {"Fn::GetAtt": ["Cluster", "ClusterSecurityGroupId"]}]
 
 
-def eks_stack(site: Site) -> dict[str, str]:
+def eks_stack(site: AwsSite) -> dict[str, str]:
     resources: dict[str, Resource] = {
         **security_group(site),
         "ClusterRole": _role("eks.amazonaws.com", ("AmazonEKSClusterPolicy",)),
@@ -77,7 +77,7 @@ def eks_stack(site: Site) -> dict[str, str]:
     return {"cluster.yaml": template(f"EKS cluster {site.name}", resources, outputs)}
 
 
-def _node_group(site: Site, name: str, machine: str, count: int, image: str) -> Resource:
+def _node_group(site: AwsSite, name: str, machine: str, count: int, image: str) -> Resource:
     return {
         "Type": "AWS::EKS::Nodegroup",
         "Properties": {

@@ -10,14 +10,14 @@ import json
 from typing import Any
 
 from craton.infrastructure.aws.scripts import NO_HOLD, setup_script, slurm_conf_lines, slurm_hooks
-from craton.infrastructure.aws.site import Site
+from craton.infrastructure.aws.site import AwsSite
 from craton.infrastructure.aws.stack import storage_stack
 
 DEEP_CHECKS = ["InstanceStress", "InstanceConnectivity"]
 ROOT_VOLUME_GB = 500
 
 
-def hyperpod_slurm(site: Site) -> dict[str, str]:
+def hyperpod_slurm(site: AwsSite) -> dict[str, str]:
     controller = _group(site, "controller", f"ml.{site.aws.head_instance}", 1, "on_create_controller.sh")
     controller["SlurmConfig"] = {"NodeType": "Controller"}
     nodes = _nodes(site)
@@ -33,7 +33,7 @@ def hyperpod_slurm(site: Site) -> dict[str, str]:
     }
 
 
-def hyperpod_eks(site: Site) -> dict[str, str]:
+def hyperpod_eks(site: AwsSite) -> dict[str, str]:
     """Deep health checks run before a node takes work; device plugins come with HyperPod's own chart."""
     nodes = _nodes(site)
     nodes["OnStartDeepHealthChecks"] = DEEP_CHECKS
@@ -50,7 +50,7 @@ def hyperpod_eks(site: Site) -> dict[str, str]:
     }
 
 
-def _request(site: Site, groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _request(site: AwsSite, groups: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "ClusterName": site.name,
         "InstanceGroups": groups,
@@ -60,7 +60,7 @@ def _request(site: Site, groups: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _nodes(site: Site) -> dict[str, Any]:
+def _nodes(site: AwsSite) -> dict[str, Any]:
     group = _group(site, site.queue, f"ml.{site.instance.name}", site.num_nodes, "on_create.sh")
     if site.aws.training_plan:
         group["TrainingPlanArn"] = site.aws.training_plan
@@ -69,7 +69,7 @@ def _nodes(site: Site) -> dict[str, Any]:
     return group
 
 
-def _group(site: Site, name: str, machine: str, count: int, script: str) -> dict[str, Any]:
+def _group(site: AwsSite, name: str, machine: str, count: int, script: str) -> dict[str, Any]:
     storage: list[dict[str, Any]] = [{"EbsVolumeConfig": {"VolumeSizeInGB": ROOT_VOLUME_GB}}]
     lustre = site.lustre
     if lustre.file_system:
@@ -91,7 +91,7 @@ def _group(site: Site, name: str, machine: str, count: int, script: str) -> dict
     }
 
 
-def _controller(site: Site) -> str:
+def _controller(site: AwsSite) -> str:
     lines = "\n".join(slurm_conf_lines())
     return f"""\
 {setup_script(site)}

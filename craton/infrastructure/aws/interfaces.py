@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from craton.infrastructure.aws.site import Site, facts
+from craton.infrastructure.aws.site import AwsSite, facts
 from craton.infrastructure.errors import ProvisionError
 
 LAYER_LABEL = "topology.k8s.aws/network-node-layer-{}"
@@ -20,7 +20,7 @@ class Interface:
     kind: str  # "interface" (ENA, has an address) or "efa-only"
 
 
-def interfaces(site: Site) -> list[Interface]:
+def interfaces(site: AwsSite) -> list[Interface]:
     """In the order of cards. The first is the ENA interface; as many EFA follow as the catalog counts."""
     known = facts()["cards"].get(site.instance.name, {})
     efa = site.instance.network_interfaces if site.instance.efa_version else 0
@@ -41,12 +41,12 @@ def interfaces(site: Site) -> list[Interface]:
     return found
 
 
-def network_layers(site: Site) -> int:
+def network_layers(site: AwsSite) -> int:
     known = facts()["layers"]
     return int(known.get(site.instance.name, known["default"]))
 
 
-def level_labels(site: Site) -> dict[str, str]:
+def level_labels(site: AwsSite) -> dict[str, str]:
     """Level → node label, broadest first: what the cluster file says, else the labels that EKS sets by itself."""
     stated = site.file.levels
     labels = {

@@ -8,14 +8,14 @@ from typing import Any
 from craton.infrastructure.aws.interfaces import interfaces
 from craton.infrastructure.aws.queues import EFA, GPU, GPU_TAINT, capacity
 from craton.infrastructure.aws.scripts import CHECK_SECONDS, HEALTH_INTERVAL_SECONDS
-from craton.infrastructure.aws.site import Site, facts
+from craton.infrastructure.aws.site import AwsSite, facts
 from craton.infrastructure.yaml_text import to_yaml
 
 Manifest = dict[str, Any]
 SYSTEM = "kube-system"
 
 
-def device_plugins(site: Site, machine: dict[str, str]) -> dict[str, str]:
+def device_plugins(site: AwsSite, machine: dict[str, str]) -> dict[str, str]:
     """NVIDIA's, and EFA's where the instance has EFA."""
     images = facts()["images"]
     folder = {"name": "plugins", "hostPath": {"path": "/var/lib/kubelet/device-plugins", "type": "Directory"}}
@@ -44,7 +44,7 @@ def device_plugins(site: Site, machine: dict[str, str]) -> dict[str, str]:
     return {"manifests/device-plugins.yaml": to_yaml(*sets)}
 
 
-def karpenter(site: Site) -> dict[str, str]:
+def karpenter(site: AwsSite) -> dict[str, str]:
     """A NodePool and its EC2NodeClass, where the cluster file names a node pool."""
     pool = site.node_pool
     if not pool:
@@ -106,12 +106,12 @@ def karpenter(site: Site) -> dict[str, str]:
     return {"manifests/karpenter.yaml": to_yaml(node_pool, node_class)}
 
 
-def karpenter_role(site: Site) -> str:
+def karpenter_role(site: AwsSite) -> str:
     """Name of the role of Karpenter's nodes."""
     return site.aws.karpenter_role or f"KarpenterNodeRole-{site.name}"
 
 
-def shared_volume(site: Site) -> dict[str, str]:
+def shared_volume(site: AwsSite) -> dict[str, str]:
     """The claim that jobs mount, on a file system that exists; its id is known only then."""
     lustre, shared = site.lustre, site.file.storage.shared
     if not lustre.file_system or shared is None:
@@ -150,7 +150,7 @@ def shared_volume(site: Site) -> dict[str, str]:
     return {"manifests/storage.yaml": to_yaml(volume, wanted)}
 
 
-def health_checks(site: Site, machine: dict[str, str]) -> dict[str, str]:
+def health_checks(site: AwsSite, machine: dict[str, str]) -> dict[str, str]:
     """A pod on every node that asks `craton doctor` every few minutes; with `health.policy` drain or replace it cordons
     a node whose GPUs fail, and only then may it change nodes at all."""
     image = site.file.scheduler.image if site.file.scheduler else None

@@ -10,14 +10,14 @@ from shlex import quote
 from typing import Any
 
 from craton.infrastructure.aws.scripts import HOOKS, NO_HOLD, health_settings, setup_script, slurm_hooks
-from craton.infrastructure.aws.site import Site
+from craton.infrastructure.aws.site import AwsSite
 from craton.infrastructure.aws.stack import EVENTS
 from craton.infrastructure.yaml_text import to_yaml
 
 SCRIPTS = "/opt/slurm/etc/scripts"  # prolog.d and epilog.d in it are ParallelCluster's
 
 
-def parallelcluster(site: Site) -> dict[str, str]:
+def parallelcluster(site: AwsSite) -> dict[str, str]:
     aws = site.aws
     head: dict[str, Any] = {
         "InstanceType": aws.head_instance,
@@ -54,7 +54,7 @@ def parallelcluster(site: Site) -> dict[str, str]:
     }
 
 
-def _queue(site: Site) -> dict[str, Any]:
+def _queue(site: AwsSite) -> dict[str, Any]:
     aws, count = site.aws, site.num_nodes
     resource: dict[str, Any] = {
         "Name": "nodes",
@@ -86,7 +86,7 @@ def _queue(site: Site) -> dict[str, Any]:
     return queue
 
 
-def _shared(site: Site) -> dict[str, Any]:
+def _shared(site: AwsSite) -> dict[str, Any]:
     lustre = site.lustre
     settings: dict[str, Any]
     if lustre.file_system:
@@ -113,12 +113,12 @@ def _shared(site: Site) -> dict[str, Any]:
     return {"Name": "shared", "StorageType": "FsxLustre", "MountDir": lustre.path, "FsxLustreSettings": settings}
 
 
-def _s3(site: Site) -> dict[str, Any]:
+def _s3(site: AwsSite) -> dict[str, Any]:
     bucket, _, prefix = site.scripts.removeprefix("s3://").partition("/")
     return {"BucketName": bucket, "KeyName": f"{prefix}/*" if prefix else "*", "EnableWriteAccess": False}
 
 
-def _setup_head(site: Site) -> str:
+def _setup_head(site: AwsSite) -> str:
     """The head node shares /opt/slurm with all nodes; what lies in its folders runs on them."""
     source = quote(site.scripts + "/hooks")
     lines = [

@@ -7,7 +7,7 @@ from shlex import quote
 from typing import Any
 
 from craton.infrastructure.aws.scripts import HOOKS, setup_script, slurm_hooks
-from craton.infrastructure.aws.site import Site, facts
+from craton.infrastructure.aws.site import AwsSite, facts
 from craton.infrastructure.aws.stack import (
     Resource,
     file_system,
@@ -22,7 +22,7 @@ from craton.infrastructure.aws.stack import (
 GROUPS: list[Any] = [{"Ref": "NodeSecurityGroup"}]
 
 
-def pcs(site: Site) -> dict[str, str]:
+def pcs(site: AwsSite) -> dict[str, str]:
     nodes = launch_template(site, GROUPS, user_data=_user_data(site, "setup.sh"))
     login = {
         "Type": "AWS::EC2::LaunchTemplate",
@@ -64,7 +64,7 @@ def pcs(site: Site) -> dict[str, str]:
     }
 
 
-def _cluster(site: Site) -> Resource:
+def _cluster(site: AwsSite) -> Resource:
     nodes = site.num_nodes + 1  # and the login node
     # PCS takes some of Slurm's settings. SchedulerParameters is not in the lists of its API that could be read, and one
     # it does not take refuses the whole cluster.
@@ -84,7 +84,7 @@ def _cluster(site: Site) -> Resource:
     }
 
 
-def _node_group(site: Site) -> Resource:
+def _node_group(site: AwsSite) -> Resource:
     aws = site.aws
     fewest = site.file.nodes.min_nodes if site.file.nodes.min_nodes and not aws.capacity_block else site.num_nodes
     return _group(
@@ -99,7 +99,7 @@ def _node_group(site: Site) -> Resource:
     )
 
 
-def _login_group(site: Site) -> Resource:
+def _login_group(site: AwsSite) -> Resource:
     return _group(
         name="login",
         machine=site.aws.head_instance,
@@ -142,7 +142,7 @@ def _group(
     }
 
 
-def _roles(site: Site) -> dict[str, Resource]:
+def _roles(site: AwsSite) -> dict[str, Resource]:
     """PCS takes only roles whose name or path says so; nodes may register themselves and read their scripts."""
     bucket, _, prefix = site.scripts.removeprefix("s3://").partition("/")
     objects = f"arn:${{AWS::Partition}}:s3:::{bucket}/{prefix + '/' if prefix else ''}*"
@@ -177,7 +177,7 @@ def _roles(site: Site) -> dict[str, Resource]:
     }
 
 
-def _user_data(site: Site, script: str) -> Any:
+def _user_data(site: AwsSite, script: str) -> Any:
     """MIME, as PCS joins it with its own part; mounts the file system, then runs the node's script."""
     lustre = site.lustre
     system = lustre.file_system or "${FileSystem}"

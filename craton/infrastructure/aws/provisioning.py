@@ -11,7 +11,7 @@ from craton.infrastructure.aws.nodes import device_plugins, health_checks, karpe
 from craton.infrastructure.aws.parallelcluster import parallelcluster
 from craton.infrastructure.aws.pcs import pcs
 from craton.infrastructure.aws.queues import machine_label, namespace_object, queue_objects, topology_name
-from craton.infrastructure.aws.site import SLURM_TARGETS, Site, site_of
+from craton.infrastructure.aws.site import SLURM_TARGETS, AwsSite, site_of
 from craton.job import ClusterFile
 
 ASSET_TAG = "/sys/devices/virtual/dmi/id/board_asset_tag"  # the id of the instance, on Nitro
@@ -36,7 +36,7 @@ def provision(file: ClusterFile, target: str) -> Provisioning:
     return Provisioning(target, files, notes, steps)
 
 
-def _files(site: Site, target: str) -> dict[str, str]:
+def _files(site: AwsSite, target: str) -> dict[str, str]:
     machine = machine_label(site, target)
     files = {
         "parallelcluster": parallelcluster,
@@ -53,7 +53,7 @@ def _files(site: Site, target: str) -> dict[str, str]:
     return files
 
 
-def _notes(site: Site, target: str) -> list[str]:
+def _notes(site: AwsSite, target: str) -> list[str]:
     notes = []
     if target not in SLURM_TARGETS:
         stated = site.file.levels
@@ -91,7 +91,7 @@ def _notes(site: Site, target: str) -> list[str]:
     return notes
 
 
-def _steps(site: Site, target: str, files: dict[str, str]) -> tuple[str, ...]:
+def _steps(site: AwsSite, target: str, files: dict[str, str]) -> tuple[str, ...]:
     region, name = f"--region {site.region}", site.name
     deploy = f"aws cloudformation deploy {region} --stack-name {{}} --template-file {{}} --capabilities CAPABILITY_IAM"
     outputs = f"aws cloudformation describe-stacks {region} --stack-name {{}} --query 'Stacks[0].Outputs'"
@@ -132,7 +132,7 @@ def _steps(site: Site, target: str, files: dict[str, str]) -> tuple[str, ...]:
     return tuple(steps)
 
 
-def _discovery(site: Site, target: str, gang: str) -> list[str]:
+def _discovery(site: AwsSite, target: str, gang: str) -> list[str]:
     """Asks those who know. ParallelCluster and PCS set no topology in Slurm, and EC2 does not know Slurm's names of
     nodes: each tells its own, and on Nitro also its instance. Nodes of a pool are not there yet."""
     if site.node_pool:
@@ -151,7 +151,7 @@ def _discovery(site: Site, target: str, gang: str) -> list[str]:
     return [f"craton cluster discover --from kubernetes --write {form}"]
 
 
-def _readme(site: Site, target: str, notes: tuple[str, ...], steps: tuple[str, ...]) -> str:
+def _readme(site: AwsSite, target: str, notes: tuple[str, ...], steps: tuple[str, ...]) -> str:
     lines = [
         f"# {site.name} for {target}",
         "",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from craton.infrastructure.aws.interfaces import level_labels
-from craton.infrastructure.aws.site import GIB, Site
+from craton.infrastructure.aws.site import GIB, AwsSite
 from craton.infrastructure.topology_write import HOSTNAME_LABEL, kai_topology, kueue_topology
 from craton.infrastructure.yaml_text import to_yaml
 
@@ -23,13 +23,13 @@ UNLIMITED = {"quota": -1, "limit": -1, "overQuotaWeight": 1}
 GPU_TAINT = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}
 
 
-def namespace_object(site: Site) -> dict[str, str]:
+def namespace_object(site: AwsSite) -> dict[str, str]:
     """The namespace of jobs, queue, claim and health pods. kubectl applies files by name: this one goes before all."""
     space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": site.namespace}}
     return {"manifests/00-namespace.yaml": to_yaml(space)}
 
 
-def queue_objects(site: Site, machine: dict[str, str]) -> dict[str, str]:
+def queue_objects(site: AwsSite, machine: dict[str, str]) -> dict[str, str]:
     """Manifests for the cluster file's `scheduler.gang`; nothing for none."""
     gang = site.file.scheduler.gang if site.file.scheduler else "none"
     if gang == "kueue":
@@ -43,11 +43,11 @@ def queue_objects(site: Site, machine: dict[str, str]) -> dict[str, str]:
     return {f"manifests/{gang}.yaml": to_yaml(*objects)}
 
 
-def topology_name(site: Site) -> str:
+def topology_name(site: AwsSite) -> str:
     return (site.file.scheduler and site.file.scheduler.topology) or "fabric"
 
 
-def capacity(site: Site) -> dict[str, str]:
+def capacity(site: AwsSite) -> dict[str, str]:
     """Resource → how much of it the whole cluster has."""
     nodes, instance = site.num_nodes, site.instance
     found = {
@@ -63,13 +63,13 @@ def capacity(site: Site) -> dict[str, str]:
     return found | {name: str(nodes * count) for name, count in stated.items()}
 
 
-def machine_label(site: Site, target: str) -> dict[str, str]:
+def machine_label(site: AwsSite, target: str) -> dict[str, str]:
     """The node label of the instance type; HyperPod's types have a prefix."""
     prefix = "ml." if target.startswith("hyperpod") else ""
     return {"node.kubernetes.io/instance-type": prefix + site.instance.name}
 
 
-def _kueue(site: Site, machine: dict[str, str]) -> list[Manifest]:
+def _kueue(site: AwsSite, machine: dict[str, str]) -> list[Manifest]:
     """With a topology Kueue admits jobs only onto nodes that are there, and Karpenter makes nodes only for pods of
     admitted jobs: a pool that starts empty gets none."""
     flavor = site.instance.name.replace(".", "-")
@@ -117,7 +117,7 @@ def _kueue(site: Site, machine: dict[str, str]) -> list[Manifest]:
     ]
 
 
-def _kai(site: Site) -> list[Manifest]:
+def _kai(site: AwsSite) -> list[Manifest]:
     gpus = int(capacity(site)[GPU])
 
     def queue(name: str, limit: int, parent: str = "") -> Manifest:
@@ -134,7 +134,7 @@ def _kai(site: Site) -> list[Manifest]:
     return [topology, queue(parent, -1), queue(site.queue, gpus, parent)]
 
 
-def _volcano(site: Site) -> list[Manifest]:
+def _volcano(site: AwsSite) -> list[Manifest]:
     """The queue, and HyperNodes that Volcano's controller makes of the nodes' labels and keeps as nodes come and go."""
     levels = [{"nodeLabel": label} for label in (*level_labels(site).values(), HOSTNAME_LABEL)]
     discovery = {
@@ -177,6 +177,6 @@ def _config(name: str, key: str, document: Manifest) -> Manifest:
     }
 
 
-def _priorities(site: Site) -> dict[str, int]:
+def _priorities(site: AwsSite) -> dict[str, int]:
     own = site.file.scheduler.priority if site.file.scheduler else None
     return PRIORITIES | ({own: PRIORITIES["high"]} if own and own not in PRIORITIES else {})

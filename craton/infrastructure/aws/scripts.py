@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from shlex import quote
 
-from craton.infrastructure.aws.site import Site
+from craton.infrastructure.aws.site import AwsSite
 
 HOOKS = "/opt/craton/hooks"
 CHECK_SECONDS = 60
@@ -55,7 +55,7 @@ check() {{
 """
 
 
-def slurm_hooks(site: Site) -> dict[str, str]:
+def slurm_hooks(site: AwsSite) -> dict[str, str]:
     """Name → text of what Slurm runs on a node."""
     return {
         "hooks/prolog.sh": _prolog(site),
@@ -64,7 +64,7 @@ def slurm_hooks(site: Site) -> dict[str, str]:
     }
 
 
-def setup_script(site: Site, *, timer: bool = False, raid: bool = False) -> str:
+def setup_script(site: AwsSite, *, timer: bool = False, raid: bool = False) -> str:
     """What a node runs once, as root. `timer`: the health check runs by systemd, where Slurm may not be told of it;
     `raid`: its local drives are joined and mounted, where nobody else does that."""
     metrics = f"{site.lustre.path}/prometheus"
@@ -112,7 +112,7 @@ def health_settings() -> list[str]:
     ]
 
 
-def _prolog(site: Site) -> str:
+def _prolog(site: AwsSite) -> str:
     keeps = site.file.health.policy != "observe"
     verdict = (
         'echo "craton doctor found this node unfit: $state/doctor.json"; exit 1'
@@ -154,7 +154,7 @@ exit 0
 """
 
 
-def _health(site: Site) -> str:
+def _health(site: AwsSite) -> str:
     policy = site.file.health.policy
     reason = '"craton doctor: $state/doctor.json"'
     if policy == "observe":

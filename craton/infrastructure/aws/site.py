@@ -36,7 +36,7 @@ _WORD = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 @dataclass(frozen=True)
-class Lustre:
+class FsxLustre:
     """The shared file system: one to be made, or one that exists."""
 
     path: str
@@ -49,13 +49,13 @@ class Lustre:
 
 
 @dataclass(frozen=True)
-class Site:
+class AwsSite:
     """Everything an emitter needs, checked."""
 
     file: ClusterFile
     aws: Aws
     instance: Instance
-    lustre: Lustre
+    lustre: FsxLustre
     notes: tuple[str, ...]
 
     @property
@@ -97,7 +97,7 @@ class Site:
         return not (self.aws.capacity_block or self.aws.capacity_reservation or self.aws.placement_group)
 
 
-def site_of(file: ClusterFile, target: str) -> Site:
+def site_of(file: ClusterFile, target: str) -> AwsSite:
     """The site, or a ProvisionError with everything that is missing or wrong for `target`."""
     if target not in TARGETS:
         raise ProvisionError([f"--for {target}: unknown; allowed: {', '.join(TARGETS)}{did_you_mean(target, TARGETS)}"])
@@ -116,7 +116,7 @@ def site_of(file: ClusterFile, target: str) -> Site:
         problems.append(f"nodes is {file.nodes}: PCS manages at most {most} beside a login node")
     problems += [*_names(file, target), *_not_made(file, target)]
     instance: Instance | None = None
-    lustre: Lustre | None = None
+    lustre: FsxLustre | None = None
     notes: list[str] = []
     if file.hardware is not None:
         problems.append(f"hardware: own machines cannot be made in AWS; {target} needs `instance:`")
@@ -144,7 +144,7 @@ def site_of(file: ClusterFile, target: str) -> Site:
     assert lustre is not None
     if aws.capacity_block and file.scheduler and file.nodes.min_nodes:
         notes.append("a capacity block is paid for whole: all its nodes are kept, whatever the smallest number is")
-    return Site(file, aws, instance, lustre, tuple(notes))
+    return AwsSite(file, aws, instance, lustre, tuple(notes))
 
 
 @lru_cache(maxsize=1)
@@ -217,7 +217,7 @@ def _not_made(file: ClusterFile, target: str) -> list[str]:
 
 def _lustre(
     file: ClusterFile, aws: Aws, instance: Instance | None, target: str
-) -> tuple[Lustre, list[str]] | list[str]:
+) -> tuple[FsxLustre, list[str]] | list[str]:
     """The shared file system, or what is wrong about it."""
     shared = file.storage.shared
     known = facts()["lustre"]
@@ -238,7 +238,7 @@ def _lustre(
                 "aws.file_system_mount is missing: the MountName of aws.file_system (describe-file-systems)"
             )
         capacity = math.ceil((shared.capacity_bytes or 0) / GIB)
-        made = Lustre(shared.path, capacity, 0, False, data, aws.file_system, aws.file_system_mount or "")
+        made = FsxLustre(shared.path, capacity, 0, False, data, aws.file_system, aws.file_system_mount or "")
         return problems or (made, [])
     classes = known["throughput_classes"]
     throughput = shared.megabytes_per_second_per_tib
@@ -268,4 +268,4 @@ def _lustre(
             if fast_enough
             else f"Lustre without EFA: that takes capacity x throughput of {known['efa_megabytes_per_second']:,} MB/s"
         )
-    return Lustre(shared.path, capacity, int(throughput), efa, data), notes
+    return FsxLustre(shared.path, capacity, int(throughput), efa, data), notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from craton.infrastructure.aws.interfaces import interfaces
-from craton.infrastructure.aws.site import Site
+from craton.infrastructure.aws.site import AwsSite
 from craton.infrastructure.yaml_text import to_yaml
 
 Resource = dict[str, Any]
@@ -25,7 +25,7 @@ def template(description: str, resources: dict[str, Resource], outputs: dict[str
     return to_yaml(document)
 
 
-def security_group(site: Site) -> dict[str, Resource]:
+def security_group(site: AwsSite) -> dict[str, Resource]:
     """All traffic within the group and out to the world: EFA needs the first, nodes the second. In parts, for a group
     cannot name itself."""
     inside = {"GroupId": {"Ref": "NodeSecurityGroup"}, "IpProtocol": "-1"}
@@ -50,14 +50,14 @@ def security_group(site: Site) -> dict[str, Resource]:
     }
 
 
-def placement_group(site: Site) -> dict[str, Resource]:
+def placement_group(site: AwsSite) -> dict[str, Resource]:
     """A cluster placement group, where EC2 does not place the nodes itself."""
     if not site.own_placement_group:
         return {}
     return {"PlacementGroup": {"Type": "AWS::EC2::PlacementGroup", "Properties": {"Strategy": "cluster"}}}
 
 
-def launch_template(site: Site, groups: list[Any], user_data: Any = None) -> Resource:
+def launch_template(site: AwsSite, groups: list[Any], user_data: Any = None) -> Resource:
     """Interfaces, placement and capacity of the nodes. The instance type is told by whoever uses it, but for a capacity
     block, of which EKS and PCS want it here."""
     data: dict[str, Any] = {
@@ -116,7 +116,7 @@ def mime(content_type: str, text: str) -> str:
     return "\n".join(lines)
 
 
-def file_system(site: Site, groups: list[Any]) -> dict[str, Resource]:
+def file_system(site: AwsSite, groups: list[Any]) -> dict[str, Resource]:
     """FSx for Lustre and what links it to S3: new, changed and deleted objects come in, files go out. Empty where the
     file system exists already."""
     lustre = site.lustre
@@ -168,7 +168,7 @@ def file_system_outputs() -> dict[str, Any]:
     }
 
 
-def storage_stack(site: Site) -> dict[str, str]:
+def storage_stack(site: AwsSite) -> dict[str, str]:
     """The file system alone, for clusters that another service makes; nothing where it exists."""
     if site.lustre.file_system:
         return {}

@@ -1,6 +1,6 @@
 """The tables of GPUs, instances and storage services, and the way to a name in them."""
 
-from craton.infrastructure.catalog.facts import KEYS, Catalog, Entry, Fact, Key, load_catalog, user_catalog_path
+from craton.infrastructure.catalog.facts import KEYS, Catalog, CatalogEntry, Fact, Key, load_catalog, user_catalog_path
 from craton.infrastructure.catalog.lookup import (
     entry,
     gpu,
@@ -14,7 +14,7 @@ from craton.infrastructure.catalog.lookup import (
 __all__ = [
     "KEYS",
     "Catalog",
-    "Entry",
+    "CatalogEntry",
     "Fact",
     "Key",
     "entry",

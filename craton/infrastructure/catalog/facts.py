@@ -98,7 +98,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogEntry:
     """One GPU, instance, link or storage service as the catalog writes it, in data-sheet units."""
 
     section: str
@@ -119,7 +119,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Catalog:
-    entries: Mapping[str, Mapping[str, Entry]]  # section → name → entry
+    entries: Mapping[str, Mapping[str, CatalogEntry]]  # section → name → entry
     sources: Mapping[str, str]
     user_file: Path | None = None
 
@@ -175,7 +175,7 @@ def overlay(catalog: Catalog, path: Path, by_user: bool = False) -> Catalog:
     for section in SECTIONS:
         for name, table in reader.table(document.get(section, {}), section).items():
             where = f"{section}.{name}"
-            base = entries[section].get(name, Entry(section, name))
+            base = entries[section].get(name, CatalogEntry(section, name))
             entries[section][name] = reader.entry(base, reader.table(table, where), where, sources)
     return Catalog(entries=entries, sources=sources, user_file=catalog.user_file)
 
@@ -209,7 +209,7 @@ class _Reader:
                 raise self.fail(f"sources.{key}", f"must be a sentence in quotes, not {text!r}")
         return found
 
-    def entry(self, base: Entry, table: dict[str, Any], where: str, sources: Mapping[str, str]) -> Entry:
+    def entry(self, base: CatalogEntry, table: dict[str, Any], where: str, sources: Mapping[str, str]) -> CatalogEntry:
         keys = KEYS[base.section]
         extra = ("aliases", "notes", "prices") if base.section == "instances" else ("aliases", "notes")
         self.check_names(table, (*keys, *extra), where)
@@ -294,9 +294,9 @@ class _Reader:
         return tuple(found)
 
 
-def _check_spellings(entries: Mapping[str, Entry]) -> None:
+def _check_spellings(entries: Mapping[str, CatalogEntry]) -> None:
     """No name or alias leads to two entries."""
-    owners: dict[str, Entry] = {}
+    owners: dict[str, CatalogEntry] = {}
     for entry in entries.values():
         for spelling in {text.lower() for text in (entry.name, *entry.aliases)}:
             other = owners.setdefault(spelling, entry)
@@ -305,7 +305,7 @@ def _check_spellings(entries: Mapping[str, Entry]) -> None:
                 raise CatalogError(f"{where}: {spelling!r} already means {other.name}; choose another name or alias")
 
 
-def _check_complete(entry: Entry, catalog: Catalog) -> None:
+def _check_complete(entry: CatalogEntry, catalog: Catalog) -> None:
     """An entry has what the dataclasses need, and what it refers to exists."""
     where = f"{entry.overridden_by or SHIPPED}: {entry.section}.{entry.name}"
     missing = [key for key, about in KEYS[entry.section].items() if about.required and key not in entry.facts]

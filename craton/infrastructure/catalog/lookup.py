@@ -5,7 +5,7 @@ Data-sheet units end here: what comes out is bytes, FLOPs and seconds.
 
 from __future__ import annotations
 
-from craton.infrastructure.catalog.facts import Catalog, Entry, load_catalog
+from craton.infrastructure.catalog.facts import Catalog, CatalogEntry, load_catalog
 from craton.infrastructure.errors import CatalogError
 from craton.infrastructure.hardware import Gpu, Instance
 from craton.job import did_you_mean
@@ -35,7 +35,7 @@ def instances() -> tuple[Instance, ...]:
     return tuple(instance_of_entry(found, catalog) for found in catalog.entries["instances"].values())
 
 
-def entry(section: str, name: str, catalog: Catalog | None = None) -> Entry:
+def entry(section: str, name: str, catalog: Catalog | None = None) -> CatalogEntry:
     """What the catalog says under a name or alias, sources included; `section` is a key of KEYS."""
     entries = (catalog or load_catalog()).entries[section]
     by_spelling = {spelling.lower(): found for found in entries.values() for spelling in (*found.aliases, found.name)}
@@ -52,7 +52,7 @@ def entry(section: str, name: str, catalog: Catalog | None = None) -> Entry:
     return found
 
 
-def gpu_of_entry(found: Entry) -> Gpu:
+def gpu_of_entry(found: CatalogEntry) -> Gpu:
     return Gpu(
         name=found.name,
         generation=found.word("generation"),
@@ -69,7 +69,7 @@ def gpu_of_entry(found: Entry) -> Gpu:
     )
 
 
-def instance_of_entry(found: Entry, catalog: Catalog) -> Instance:
+def instance_of_entry(found: CatalogEntry, catalog: Catalog) -> Instance:
     link = found.word("host_link")
     return Instance(
         name=found.name,

@@ -1,6 +1,6 @@
 """What a node is and how it does, read from its files and tools: the probes, and the tables they are judged by."""
 
-from craton.infrastructure.probes.disks import Disks, Drive, Lustre, Mount, read_mounts
+from craton.infrastructure.probes.disks import Disks, Drive, LustreClient, Mount, read_mounts
 from craton.infrastructure.probes.fabric import Fabric, FabricDevice
 from craton.infrastructure.probes.gpus import Gpus, GpuState, probe_gpus
 from craton.infrastructure.probes.host import UNLIMITED, Host
@@ -39,7 +39,7 @@ __all__ = [
     "HealthAction",
     "Host",
     "KernelLog",
-    "Lustre",
+    "LustreClient",
     "Mount",
     "NodeReport",
     "NodeRoot",

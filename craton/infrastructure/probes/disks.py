@@ -52,7 +52,7 @@ class LustreInterface:
 
 
 @dataclass(frozen=True)
-class Lustre:
+class LustreClient:
     version: str
     mounts: tuple[Mount, ...]
     interfaces: tuple[LustreInterface, ...]
@@ -65,7 +65,7 @@ class Disks:
     mounts: tuple[Mount, ...]
     drives: tuple[Drive, ...]
     shared_memory_bytes: int | None
-    lustre: Lustre
+    lustre: LustreClient
 
     def mount_of(self, path: str) -> Mount | None:
         """The mount that a path lies on: the closest above it, and of several at one place the last."""
@@ -134,10 +134,10 @@ def _shared_memory(root: NodeRoot, mounts: tuple[Mount, ...]) -> int | None:
     return int(number * {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}[unit])
 
 
-def _lustre(root: NodeRoot, mounts: tuple[Mount, ...]) -> Lustre:
+def _lustre(root: NodeRoot, mounts: tuple[Mount, ...]) -> LustreClient:
     answer = root.ask("lnet")
     asked = root.ask("lctl")
-    return Lustre(
+    return LustreClient(
         version=root.read("sys/fs/lustre/version") or (asked.first_line if asked.worked else ""),
         mounts=tuple(mount for mount in mounts if mount.kind == "lustre"),
         interfaces=tuple(_interfaces(answer.text)) if answer.worked else (),

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
-from craton.infrastructure.probes.root import Answer, NodeRoot
+from craton.infrastructure.probes.root import NodeRoot, ToolOutput
 
 MEBIBYTE = 2**20
 NVIDIA, GPU_CLASSES = "0x10de", ("0x0302", "0x0300")
@@ -132,7 +132,7 @@ def _on_bus(root: NodeRoot) -> list[str]:
     ]
 
 
-def _document(answer: Answer) -> tuple[ElementTree.Element | None, str]:
+def _document(answer: ToolOutput) -> tuple[ElementTree.Element | None, str]:
     if not answer.is_there:
         return None, "nvidia-smi is not installed"
     if answer.timed_out:

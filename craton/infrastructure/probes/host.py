@@ -15,7 +15,7 @@ CPUS = "sys/devices/system/cpu"
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """What one process may have: soft limits, -1 for no limit, None where not told."""
 
     locked_memory_bytes: int | None
@@ -54,7 +54,7 @@ class Host:
     governor_driver: str
     hugepages: int
     hugepage_bytes: int
-    limits: Limits
+    limits: ProcessLimits
     group: ControlGroup
     clock: Clock
     is_container: bool
@@ -94,12 +94,12 @@ def _count(ranges: str) -> int:
     return total
 
 
-def _limits(text: str) -> Limits:
+def _limits(text: str) -> ProcessLimits:
     def soft(name: str) -> int | None:
         found = re.search(rf"^{name}\s+(unlimited|\d+)\s", text, re.MULTILINE)
         return None if found is None else UNLIMITED if found[1] == "unlimited" else int(found[1])
 
-    return Limits(soft("Max locked memory"), soft("Max open files"), soft("Max processes"))
+    return ProcessLimits(soft("Max locked memory"), soft("Max open files"), soft("Max processes"))
 
 
 def _group(root: NodeRoot) -> ControlGroup:

@@ -41,7 +41,7 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolOutput:
     """What a tool said, and how it ended."""
 
     text: str = ""
@@ -134,7 +134,7 @@ class NodeRoot:
         except OSError:
             return ""
 
-    def ask(self, name: str) -> Answer:
+    def ask(self, name: str) -> ToolOutput:
         """What one of COMMANDS said."""
         return self._answers[name]
 
@@ -157,26 +157,26 @@ class NodeRoot:
         return {_package(name): version for name, version in _pairs(lines, "==")}
 
     @cached_property
-    def _answers(self) -> Mapping[str, Answer]:
+    def _answers(self) -> Mapping[str, ToolOutput]:
         if self.files_only:
-            return dict.fromkeys(COMMANDS, Answer())
+            return dict.fromkeys(COMMANDS, ToolOutput())
         if not self.is_live:
             return {name: self._recorded(name) for name in COMMANDS}
         with ThreadPoolExecutor(len(COMMANDS)) as pool:
             return dict(zip(COMMANDS, pool.map(self._run, COMMANDS.values()), strict=True))
 
-    def _recorded(self, name: str) -> Answer:
+    def _recorded(self, name: str) -> ToolOutput:
         text = self.read(f"commands/{name}.txt")
         if not text:
-            return Answer()
+            return ToolOutput()
         first, _, rest = text.partition("\n")
         failed = re.fullmatch(r"exit (\d+)", first)
-        return Answer(rest, int(failed[1])) if failed else Answer(text, 0)
+        return ToolOutput(rest, int(failed[1])) if failed else ToolOutput(text, 0)
 
-    def _run(self, command: list[str]) -> Answer:
+    def _run(self, command: list[str]) -> ToolOutput:
         program = shutil.which(command[0], path=os.pathsep.join([os.environ.get("PATH", ""), *MORE_PLACES]))
         if program is None:
-            return Answer()
+            return ToolOutput()
         try:
             ended = subprocess.run(
                 [program, *command[1:]],
@@ -186,11 +186,11 @@ class NodeRoot:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return Answer("", TIMED_OUT)
+            return ToolOutput("", TIMED_OUT)
         except OSError as error:
-            return Answer(str(error), MISSING)
+            return ToolOutput(str(error), MISSING)
         said = ended.stdout if ended.returncode == 0 else ended.stdout + ended.stderr
-        return Answer(said.decode(errors="replace").strip(), ended.returncode)
+        return ToolOutput(said.decode(errors="replace").strip(), ended.returncode)
 
 
 def _pairs(lines: Iterable[str], sign: str) -> Iterable[tuple[str, str]]:

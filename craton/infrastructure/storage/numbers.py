@@ -5,7 +5,7 @@ What a cluster file states is taken; what it leaves out comes from the catalog, 
 
 from __future__ import annotations
 
-from craton.infrastructure.catalog import Entry, entry
+from craton.infrastructure.catalog import CatalogEntry, entry
 from craton.infrastructure.errors import CatalogError
 from craton.infrastructure.hardware import Instance, StorageTier
 from craton.job import ClusterFile, StorageNumbers
@@ -133,7 +133,7 @@ def object_tier(instance: Instance, num_nodes: int, stated: StorageNumbers | Non
     )
 
 
-def _client(instance: Instance, stated: float | None, about: Entry, direction: str) -> float:
+def _client(instance: Instance, stated: float | None, about: CatalogEntry, direction: str) -> float:
     """What one node gets: as stated, else the catalog's limit, in both cases not more than its network carries."""
     rate = stated or about.number(f"client_{direction}_gigabytes_per_second") * GIGA
     return min(rate, instance.network_bytes_per_second) if instance.network_bytes_per_second else rate

@@ -41,7 +41,7 @@ from craton.infrastructure.storage.store import (
 
 PART_BYTES = 16 * 2**20
 PARTS_IN_FLIGHT = 8
-MOST_PARTS = 9_000  # S3 takes 10,000
+MAX_PARTS = 9_000  # S3 takes 10,000
 ATTEMPTS = 8
 RETRY_SECONDS = 150.0  # in all; requests are signed for five minutes
 PAUSE_SECONDS = 0.1  # before the second attempt; it grows from there
@@ -65,7 +65,7 @@ class S3Store(Store):
 
     @contextmanager
     def create(self, name: str, expected_bytes: int = 0) -> Iterator[ObjectWriter]:
-        part_bytes = max(PART_BYTES, -(-expected_bytes // MOST_PARTS))
+        part_bytes = max(PART_BYTES, -(-expected_bytes // MAX_PARTS))
         writer = _PartsWriter(self, checked_name(name), part_bytes)
         try:
             yield writer

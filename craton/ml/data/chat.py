@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from craton.ml.data.documents import Piece, records
+from craton.ml.data.documents import DocumentChunk, records
 from craton.ml.data.encoding import Encoded
 from craton.ml.data.errors import DataError, first_problems
 
@@ -67,7 +67,7 @@ class ChatEncoder:
         template = self._tokenizer.get_chat_template()
         self._is_marked = _MARKS.search(template) is not None
 
-    def __call__(self, pieces: Sequence[Piece]) -> Encoded:
+    def __call__(self, pieces: Sequence[DocumentChunk]) -> Encoded:
         ids: list[int] = []
         loss: list[int] = []
         ends: list[int] = []

@@ -54,7 +54,7 @@ class InputFile:
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentChunk:
     """A part of one file. Only a text file's pieces go on: `first` begins the document, `last` ends it."""
 
     kind: PieceKind
@@ -88,7 +88,7 @@ def check_text(path: Path, is_chat: bool = False) -> None:
         raise DataError(f"{problems[0]}; allowed: {EXPECTED}")
 
 
-def pieces_of(files: Iterable[InputFile], field: str) -> Iterator[Piece]:
+def pieces_of(files: Iterable[InputFile], field: str) -> Iterator[DocumentChunk]:
     """The files in pieces."""
     for file in files:
         if file.kind == "parquet":
@@ -97,9 +97,9 @@ def pieces_of(files: Iterable[InputFile], field: str) -> Iterator[Piece]:
             yield from _blocks(file)
 
 
-def tasks_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def tasks_of(pieces: Iterable[DocumentChunk]) -> Iterator[list[DocumentChunk]]:
     """Pieces in heaps worth sending to another process."""
-    heap: list[Piece] = []
+    heap: list[DocumentChunk] = []
     size = 0
     for piece in pieces:
         heap.append(piece)
@@ -111,7 +111,7 @@ def tasks_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield heap
 
 
-def records(piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
+def records(piece: DocumentChunk) -> Iterator[tuple[str, dict[str, Any]]]:
     """(`file:line`, object) of each line of a JSONL piece. All lines are read before a bad one is told."""
     problems: list[str] = []
     for number, line in enumerate(piece.data.split(b"\n"), piece.number):
@@ -131,7 +131,7 @@ def records(piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
         raise first_problems(problems, piece.name)
 
 
-def texts_of(piece: Piece, field: str) -> list[str]:
+def texts_of(piece: DocumentChunk, field: str) -> list[str]:
     """The documents of a piece; a text file that is not UTF-8 has none."""
     if piece.kind == "text":
         try:
@@ -219,7 +219,7 @@ def _problem_of(file: InputFile, is_chat: bool) -> str:
     line = data.lstrip().partition(b"\n")[0]
     if file.kind != "jsonl" or len(line) >= LOOK_BYTES // 2 or not line:
         return ""
-    first = Piece("jsonl", str(file.path), 0, line, number=1)
+    first = DocumentChunk("jsonl", str(file.path), 0, line, number=1)
     try:
         list(records(first)) if is_chat else texts_of(first, "text")
     except DataError as error:
@@ -252,7 +252,7 @@ def _open(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
-def _blocks(file: InputFile) -> Iterator[Piece]:
+def _blocks(file: InputFile) -> Iterator[DocumentChunk]:
     """A file cut after a line end every PIECE_BYTES; a text without line ends, between two characters."""
     longest = -1 if file.kind == "jsonl" else PIECE_BYTES
     number, tail, left = 1, b"", file.size
@@ -268,7 +268,9 @@ def _blocks(file: InputFile) -> Iterator[Piece]:
                 tail = b"" if is_jsonl or not following or data.endswith(b"\n") else _half_character(data)
                 data = data[: len(data) - len(tail)]
                 took = min(left, len(data)) if following else left
-                yield Piece(file.kind, str(file.path), took, data, number, is_jsonl or first, is_jsonl or not following)
+                yield DocumentChunk(
+                    file.kind, str(file.path), took, data, number, is_jsonl or first, is_jsonl or not following
+                )
                 left -= took
                 number += data.count(b"\n")
                 data, first = tail + following, False
@@ -286,7 +288,7 @@ def _half_character(data: bytes) -> bytes:
     return b""
 
 
-def _row_groups(file: InputFile, field: str) -> Iterator[Piece]:
+def _row_groups(file: InputFile, field: str) -> Iterator[DocumentChunk]:
     from pyarrow import ArrowException, parquet
 
     try:
@@ -298,10 +300,10 @@ def _row_groups(file: InputFile, field: str) -> Iterator[Piece]:
         raise DataError(f"{file.path}: has no column {field!r}; its columns are {columns}: choose with --field")
     for number in range(groups):
         took = file.size * (number + 1) // groups - file.size * number // groups
-        yield Piece("parquet", str(file.path), took, number=number)
+        yield DocumentChunk("parquet", str(file.path), took, number=number)
 
 
-def _column(piece: Piece, field: str) -> list[str]:
+def _column(piece: DocumentChunk, field: str) -> list[str]:
     from pyarrow import parquet
 
     table = parquet.ParquetFile(piece.name).read_row_group(piece.number, columns=[field])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from craton.ml.data.documents import Piece, texts_of
+from craton.ml.data.documents import DocumentChunk, texts_of
 from craton.ml.data.tokenizer import end_of_document, load_tokenizer
 
 
@@ -32,7 +32,7 @@ class TextEncoder:
         self._end = end_of_document(folder, self._tokenizer)
         self._field = field
 
-    def __call__(self, pieces: Sequence[Piece]) -> Encoded:
+    def __call__(self, pieces: Sequence[DocumentChunk]) -> Encoded:
         texts, begins, ends, left_out, text_bytes = [], [], [], [], 0
         for piece in pieces:
             found = texts_of(piece, self._field)

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from craton.ml.data.chat import ChatEncoder, ensure_template
-from craton.ml.data.documents import InputFile, Piece, find_files, pieces_of, tasks_of, texts_of
+from craton.ml.data.documents import DocumentChunk, InputFile, find_files, pieces_of, tasks_of, texts_of
 from craton.ml.data.encoding import Encoded, TextEncoder
 from craton.ml.data.errors import DataError
 from craton.ml.data.order import key_of
@@ -41,7 +41,7 @@ VALIDATION = "validation"  # the held-out documents, a folder of shards inside t
 BPE_TRAINING_BYTES_PER_ID = 2048  # of text; merges hardly change with more, and training takes as long as its text
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what is going on
-Encoder = Callable[[Sequence[Piece]], Encoded]
+Encoder = Callable[[Sequence[DocumentChunk]], Encoded]
 
 logger = logging.getLogger("craton.data")
 
@@ -271,7 +271,7 @@ def _encoder_maker(kind: ShardKind, folder: Path, field: str) -> Callable[[], En
 
 
 def _encode_all(
-    tasks: Iterable[list[Piece]], make: Callable[[], Encoder], workers: int, files: Sequence[InputFile]
+    tasks: Iterable[list[DocumentChunk]], make: Callable[[], Encoder], workers: int, files: Sequence[InputFile]
 ) -> Iterator[tuple[Encoded, int]]:
     """(result, bytes of input) of each task, in order."""
     if workers == 1 or sum(file.size for file in files) < 1 << 20:
@@ -300,7 +300,7 @@ def _encode_all(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _bytes(task: list[Piece]) -> int:
+def _bytes(task: list[DocumentChunk]) -> int:
     return sum(piece.took for piece in task)
 
 
@@ -322,6 +322,6 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(task: list[Piece]) -> Encoded:
+def _work(task: list[DocumentChunk]) -> Encoded:
     assert _encoder is not None
     return _encoder(task)

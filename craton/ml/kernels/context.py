@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from craton.ml.collectives import Peers
-from craton.ml.kernels.documents import Documents, PieceOffsets, Place, visible
+from craton.ml.kernels.documents import ContextSlice, Documents, PieceOffsets, visible
 from craton.ml.kernels.partial_attention import Gradients, Kernel, PackedFlash, choose_kernel, flash_takes, join
 
 KeysAndValues = tuple[Tensor, Tensor]
@@ -34,7 +34,7 @@ def context_attention(
 ) -> Tensor:
     """query [rows, 2 · piece, heads, d] → [rows, 2 · piece, heads, dv]; key and value are this rank's pieces too,
     or where `gathered`, those of the whole sequence in its order."""
-    place = Place(context.rank, context.size)
+    place = ContextSlice(context.rank, context.size)
     sequence = query.shape[1] * context.size
     window = 0 if window >= sequence else window
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -90,7 +90,7 @@ class _ContextAttention(torch.autograd.Function):
 class _Keys:
     """Keys and values: those of this rank's pieces at once, all of them once they have arrived."""
 
-    def __init__(self, key: Tensor, value: Tensor, place: Place, context: Peers | None) -> None:
+    def __init__(self, key: Tensor, value: Tensor, place: ContextSlice, context: Peers | None) -> None:
         self._given, self._place, self._context = (key, value), place, context
         self._started = [] if context is None else [context.start_gather(tensor) for tensor in (key, value)]
 
@@ -115,7 +115,7 @@ class _Keys:
 class _Joined:
     """A piece on itself and on all before it, joined."""
 
-    place: Place
+    place: ContextSlice
     kernel: Kernel
 
     def forward(self, query: Tensor, keys: _Keys) -> list[Tensor]:
@@ -157,7 +157,7 @@ class _Joined:
 class _Bounded:
     """A piece on all keys up to its end, by a kernel that knows which of them it sees."""
 
-    place: Place
+    place: ContextSlice
     kernels: tuple[Kernel, ...]
 
     def forward(self, query: Tensor, keys: _Keys) -> list[Tensor]:
@@ -189,7 +189,13 @@ _Work = _Joined | _Bounded
 
 
 def _bounded_kernels(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, scale: float, window: int, place: Place
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents | None,
+    scale: float,
+    window: int,
+    place: ContextSlice,
 ) -> tuple[Kernel, ...]:
     rows, length = query.shape[0], query.shape[1] // 2
     if flash_takes(query):
@@ -220,6 +226,6 @@ def _in_order(gathered: Tensor, size: int) -> Tensor:
 def _by_rank(whole: Tensor, size: int) -> Tensor:
     """The way back of `_in_order`."""
     pieces = whole.chunk(2 * size, dim=1)
-    ordered = [pieces[piece] for rank in range(size) for piece in Place(rank, size).pieces]
+    ordered = [pieces[piece] for rank in range(size) for piece in ContextSlice(rank, size).pieces]
     by_rank: Tensor = torch.stack(ordered).unflatten(0, (size, 2)).transpose(1, 2)  # [size, rows, 2, piece, …]
     return by_rank.flatten(2, 3).flatten(0, 1)

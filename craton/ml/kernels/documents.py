@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Place:
+class ContextSlice:
     """One rank of a context group."""
 
     rank: int
@@ -68,7 +68,7 @@ class Documents:
         offsets = torch.cat([starts, starts.new_tensor([host.numel()])]).to(torch.int32)
         return cls(numbers, offsets.to(numbers.device), int(offsets.diff().max()))
 
-    def cut(self, place: Place) -> Documents:
+    def cut(self, place: ContextSlice) -> Documents:
         """The same with the offsets of this rank's pieces; on the host."""
         length = self.numbers.shape[1] // (2 * place.size)
         begins = _begins(self.numbers)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
 from craton.ml.kernels import elementwise, reference
-from craton.ml.kernels.sampling_hash import LEAST_TEMPERATURE, MULTIPLIERS, ROW_KEYS
+from craton.ml.kernels.sampling_hash import MIN_TEMPERATURE, MULTIPLIERS, ROW_KEYS
 
 FEW_ROWS = 8  # above which a product is no longer bound by reading its weight, and is the library's
 
@@ -203,7 +203,7 @@ def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 
         return triton_choose.choose(logits, temperature, seeds, positions)
     logits = logits.float()
-    hot = (temperature >= LEAST_TEMPERATURE)[:, None]
+    hot = (temperature >= MIN_TEMPERATURE)[:, None]
     coolness = 1.0 / torch.where(hot, temperature[:, None], 1.0)
     noise = torch.where(hot, gumbel(seeds, positions, logits.shape[1]), 0.0)
     token = (logits * coolness + noise).argmax(-1)

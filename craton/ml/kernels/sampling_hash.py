@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LEAST_TEMPERATURE = 1e-5  # below which the likeliest token is chosen: dividing by less leaves the range of fp32
+MIN_TEMPERATURE = 1e-5  # below which the likeliest token is chosen: dividing by less leaves the range of fp32
 
 # The hash behind the noise is 32 bits wide, the cheapest that a GPU has: steps of `_mix` over seed, position and token,
 # with two keys for a row. Multipliers: https://github.com/skeeto/hash-prospector ("lowbias32").

@@ -19,7 +19,7 @@ PROGRAMS_PER_PROCESSOR = 16
 # As the kernels want them: constants of the hash and of the temperature, once for both twins.
 FIRST_MULTIPLIER, SECOND_MULTIPLIER = (tl.constexpr(number) for number in sampling_hash.MULTIPLIERS)
 FIRST_KEY, SECOND_KEY = (tl.constexpr(number) for number in sampling_hash.ROW_KEYS)
-LEAST_TEMPERATURE = tl.constexpr(sampling_hash.LEAST_TEMPERATURE)
+MIN_TEMPERATURE = tl.constexpr(sampling_hash.MIN_TEMPERATURE)
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def _choose_part(
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     temperature = tl.load(temperatures + row)
-    hot = temperature >= LEAST_TEMPERATURE
+    hot = temperature >= MIN_TEMPERATURE
     coolness = 1.0 / tl.where(hot, temperature, 1.0)
     seed = tl.load(seeds + row)
     position = tl.load(positions + row)

@@ -20,7 +20,7 @@ from craton.ml.kernels.triton_launch import launch_options, processors, request_
 NARROW, WIDE = (64, 4, 3, 3), (32, 4, 3, 3)
 WHOLE_TILES = 2  # up to which a head is always one piece
 LARGE_PIECE = 16  # tiles of a piece above which there are rather more pieces for each place than larger ones
-MOST_ROUNDS = 4  # pieces for each place, of heads that are not one piece anyway
+MAX_ROUNDS = 4  # pieces for each place, of heads that are not one piece anyway
 # (partial results taken at a time, warps) of the merge, where all its programs run at once and where they do not
 FAST_MERGE, LIGHT_MERGE = (64, 4), (16, 2)
 LOG2_E = 1.4426950408889634
@@ -253,7 +253,7 @@ def attention(
     tiles = triton.cdiv(longest, block)
     whole = tiles <= WHOLE_TILES
     all_heads = requests * kv_heads
-    rounds = min(MOST_ROUNDS, max(1, all_heads * tiles // (places * LARGE_PIECE)))
+    rounds = min(MAX_ROUNDS, max(1, all_heads * tiles // (places * LARGE_PIECE)))
     programs = all_heads if whole else min(all_heads * tiles, all_heads + places * rounds)
     slots = 0 if whole else programs
     out = torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -19,7 +19,7 @@ LONG, SHORT, NARROW = (2, 2048, 4), (4, 512, 4), (4, 512, 2)
 # (outputs of a program, inputs of a tile, slices of these, warps, stages of the pipeline) for two rows and more, and
 # for those in fp32, of which shared memory holds half as much
 FEW, FEW_EXACT = (16, 256, 2, 2, 7), (16, 256, 2, 2, 3)
-MOST_ROWS = 8  # the least that the tensor cores multiply with
+MAX_ROWS = 8  # the least that the tensor cores multiply with
 
 
 @triton.jit(do_not_specialize=["outs"])
@@ -154,7 +154,7 @@ def _launch(
 ) -> Tensor:
     rows, columns = x.shape
     outs = weight.shape[0]
-    assert rows <= MOST_ROWS
+    assert rows <= MAX_ROWS
     assert x.is_contiguous()
     assert weight.is_contiguous()
     assert other is None or other.is_contiguous()
@@ -198,7 +198,7 @@ def _launch(
             OUTS=tile_outs,
             COLUMNS=tile_columns,
             SLICES=slices,
-            ROWS=MOST_ROWS,
+            ROWS=MAX_ROWS,
             num_warps=warps,
             num_stages=stages,
             **options,

@@ -21,7 +21,7 @@ ExpertNames = Literal["each", "mixtral", "stacked"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """Rows [start, stop) of one published tensor, which stand next to each other in ours."""
 
     theirs: str
@@ -38,12 +38,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Entry:
+class WeightEntry:
     """One tensor of the decoder and the pieces that make it, in the order of its rows."""
 
     ours: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorSlice, ...]
     is_fp32: bool = False  # whatever the other weights are kept in
 
     @cached_property
@@ -72,7 +72,7 @@ class Entry:
 
     def split(self, tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The published tensors of ours, one after the other, each in memory of its own."""
-        places: dict[str, list[tuple[int, Piece]]] = {}
+        places: dict[str, list[tuple[int, TensorSlice]]] = {}
         first = 0
         for piece in self.pieces:
             places.setdefault(piece.theirs, []).append((first, piece))
@@ -85,7 +85,7 @@ class Entry:
             yield name, out
 
 
-def weight_entries(config: DecoderConfig, experts: ExpertNames = "each") -> list[Entry]:
+def weight_entries(config: DecoderConfig, experts: ExpertNames = "each") -> list[WeightEntry]:
     """Every tensor of the decoder, the head last."""
     shape = config.shape
     entries = [_whole("embedding.weight", "model.embed_tokens.weight", shape.vocab, shape.hidden)]
@@ -105,7 +105,7 @@ def weight_entries(config: DecoderConfig, experts: ExpertNames = "each") -> list
     return entries
 
 
-def their_shapes(entries: Iterable[Entry]) -> dict[str, tuple[int, ...]]:
+def their_shapes(entries: Iterable[WeightEntry]) -> dict[str, tuple[int, ...]]:
     """Every published tensor and its shape; one that several of ours share measures what they need together."""
     shapes: dict[str, tuple[int, ...]] = {}
     for entry in entries:
@@ -124,7 +124,7 @@ def experts_named(names: Iterable[str]) -> ExpertNames:
     return "each"
 
 
-def _read_piece(piece: Piece, part: Callable[[str, tuple[slice, ...]], Tensor], low: int, high: int) -> Tensor:
+def _read_piece(piece: TensorSlice, part: Callable[[str, tuple[slice, ...]], Tensor], low: int, high: int) -> Tensor:
     if piece.expert is not None:
         rows = slice(piece.start, piece.stop)
         if piece.stacked:
@@ -143,21 +143,21 @@ def _to_pairs(rows: Tensor) -> Tensor:
     return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
 
 
-def _whole(ours: str, theirs: str, rows: int, *rest: int, is_fp32: bool = False) -> Entry:
-    return Entry(ours, (rows, *rest), (Piece(theirs, 0, rows),), is_fp32)
+def _whole(ours: str, theirs: str, rows: int, *rest: int, is_fp32: bool = False) -> WeightEntry:
+    return WeightEntry(ours, (rows, *rest), (TensorSlice(theirs, 0, rows),), is_fp32)
 
 
-def _attention(config: DecoderConfig, ours: str, theirs: str) -> list[Entry]:
+def _attention(config: DecoderConfig, ours: str, theirs: str) -> list[WeightEntry]:
     shape = config.shape
     dim = shape.head_dim
     queries = shape.heads // shape.kv_heads * dim
 
-    def grouped(kind: str, *rest: int) -> Entry:
+    def grouped(kind: str, *rest: int) -> WeightEntry:
         pieces = []
         for head in range(shape.kv_heads):
-            pieces.append(Piece(f"{theirs}q_proj.{kind}", head * queries, (head + 1) * queries))
-            pieces += [Piece(f"{theirs}{name}_proj.{kind}", head * dim, (head + 1) * dim) for name in "kv"]
-        return Entry(f"{ours}qkv.{kind}", (shape.kv_heads * (queries + 2 * dim), *rest), tuple(pieces))
+            pieces.append(TensorSlice(f"{theirs}q_proj.{kind}", head * queries, (head + 1) * queries))
+            pieces += [TensorSlice(f"{theirs}{name}_proj.{kind}", head * dim, (head + 1) * dim) for name in "kv"]
+        return WeightEntry(f"{ours}qkv.{kind}", (shape.kv_heads * (queries + 2 * dim), *rest), tuple(pieces))
 
     entries = [grouped("weight", shape.hidden)]
     if config.qkv_bias:
@@ -168,20 +168,20 @@ def _attention(config: DecoderConfig, ours: str, theirs: str) -> list[Entry]:
     return entries
 
 
-def _latent_attention(config: DecoderConfig, ours: str, theirs: str) -> list[Entry]:
+def _latent_attention(config: DecoderConfig, ours: str, theirs: str) -> list[WeightEntry]:
     shape = config.shape
     mla = shape.mla
     assert mla is not None
     in_pairs = config.rope.interleaved
 
-    def queries(name: str, width: int) -> Entry:
+    def queries(name: str, width: int) -> WeightEntry:
         head = mla.qk_nope + mla.qk_rope
         published = f"{theirs}{name}_proj.weight"
         pieces = []
         for start in range(0, shape.heads * head, head):
-            pieces.append(Piece(published, start, start + mla.qk_nope))
-            pieces.append(Piece(published, start + mla.qk_nope, start + head, in_pairs))
-        return Entry(f"{ours}{name}.weight", (shape.heads * head, width), tuple(pieces))
+            pieces.append(TensorSlice(published, start, start + mla.qk_nope))
+            pieces.append(TensorSlice(published, start + mla.qk_nope, start + head, in_pairs))
+        return WeightEntry(f"{ours}{name}.weight", (shape.heads * head, width), tuple(pieces))
 
     if mla.q_lora:
         entries = [
@@ -192,18 +192,18 @@ def _latent_attention(config: DecoderConfig, ours: str, theirs: str) -> list[Ent
     else:
         entries = [queries("q", shape.hidden)]
     latent, rows = theirs + "kv_a_proj_with_mqa.weight", mla.kv_lora + mla.qk_rope
-    pieces = (Piece(latent, 0, mla.kv_lora), Piece(latent, mla.kv_lora, rows, in_pairs))
+    pieces = (TensorSlice(latent, 0, mla.kv_lora), TensorSlice(latent, mla.kv_lora, rows, in_pairs))
     expanded = shape.heads * (mla.qk_nope + mla.v_head)
     return [
         *entries,
-        Entry(ours + "kv_a.weight", (rows, shape.hidden), pieces),
+        WeightEntry(ours + "kv_a.weight", (rows, shape.hidden), pieces),
         _whole(ours + "kv_a_norm.weight", theirs + "kv_a_layernorm.weight", mla.kv_lora),
         _whole(ours + "kv_b.weight", theirs + "kv_b_proj.weight", expanded, mla.kv_lora),
         _whole(ours + "output.weight", theirs + "o_proj.weight", shape.hidden, shape.heads * mla.v_head),
     ]
 
 
-def _mlp(ours: str, theirs: str, hidden: int, ffn_hidden: int) -> list[Entry]:
+def _mlp(ours: str, theirs: str, hidden: int, ffn_hidden: int) -> list[WeightEntry]:
     return [
         _whole(ours + "gate.weight", theirs + "gate_proj.weight", ffn_hidden, hidden),
         _whole(ours + "up.weight", theirs + "up_proj.weight", ffn_hidden, hidden),
@@ -211,7 +211,7 @@ def _mlp(ours: str, theirs: str, hidden: int, ffn_hidden: int) -> list[Entry]:
     ]
 
 
-def _experts(config: DecoderConfig, ours: str, layer: str, names: ExpertNames) -> list[Entry]:
+def _experts(config: DecoderConfig, ours: str, layer: str, names: ExpertNames) -> list[WeightEntry]:
     shape = config.shape
     hidden, ffn_hidden = shape.hidden, shape.moe_ffn_hidden
     theirs = layer + ("block_sparse_moe." if names == "mixtral" else "mlp.")
@@ -227,11 +227,11 @@ def _experts(config: DecoderConfig, ours: str, layer: str, names: ExpertNames) -
         if names == "stacked":
             published = f"{theirs}experts.{'down_proj' if name == 'down' else 'gate_up_proj'}"
             start = rows if name == "up" else 0
-            pieces = [Piece(published, start, start + rows, expert=e, stacked=True) for e in range(shape.experts)]
+            pieces = [TensorSlice(published, start, start + rows, expert=e, stacked=True) for e in range(shape.experts)]
         else:
             own = mixtral if names == "mixtral" else f"{name}_proj"
-            pieces = [Piece(f"{theirs}experts.{e}.{own}.weight", 0, rows, expert=e) for e in range(shape.experts)]
-        entries.append(Entry(f"{ours}experts.{name}", (shape.experts, rows, columns), tuple(pieces)))
+            pieces = [TensorSlice(f"{theirs}experts.{e}.{own}.weight", 0, rows, expert=e) for e in range(shape.experts)]
+        entries.append(WeightEntry(f"{ours}experts.{name}", (shape.experts, rows, columns), tuple(pieces)))
     if shape.shared_experts:
         entries += _mlp(ours + "shared.", theirs + "shared_experts.", hidden, shape.shared_experts * ffn_hidden)
     return entries

@@ -26,7 +26,7 @@ from craton.ml.models.config import DecoderConfig
 from craton.ml.models.decoder import Decoder
 from craton.ml.models.huggingface import config_to_huggingface, huggingface_family
 from craton.ml.models.model_files import INDEX
-from craton.ml.models.weight_names import Entry, experts_named, their_shapes, weight_entries
+from craton.ml.models.weight_names import WeightEntry, experts_named, their_shapes, weight_entries
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -156,7 +156,9 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return tensors
 
 
-def _check(files: Mapping[str, Any], entries: Sequence[Entry], config: DecoderConfig, folder: str) -> tuple[str, ...]:
+def _check(
+    files: Mapping[str, Any], entries: Sequence[WeightEntry], config: DecoderConfig, folder: str
+) -> tuple[str, ...]:
     """Names of no use; a WeightsError when something is missing, left over or of another shape."""
     expected = their_shapes(entries)
     slices = {name: files[name].get_slice(name) for name in expected if name in files}
@@ -195,7 +197,7 @@ def _is_unused(name: str, config: DecoderConfig) -> bool:
     return layer is not None and first <= int(layer[1]) < first + config.shape.mtp_layers
 
 
-def _targets(model: nn.Module, entries: Sequence[Entry]) -> dict[str, Tensor]:
+def _targets(model: nn.Module, entries: Sequence[WeightEntry]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {_WRAPPERS.sub("", name): tensor for name, tensor in model.named_parameters()}
     tensors |= {_WRAPPERS.sub("", name): tensor for name, tensor in model.named_buffers() if "router_bias" in name}
     names = [entry.ours for entry in entries if not isinstance(model, Decoder) or model.keeps(entry.ours)]
@@ -209,13 +211,13 @@ def _targets(model: nn.Module, entries: Sequence[Entry]) -> dict[str, Tensor]:
     return tensors
 
 
-def _fill(target: Tensor, entry: Entry, part: Any) -> None:
+def _fill(target: Tensor, entry: WeightEntry, part: Any) -> None:
     rows, *rest = own_slices(target)
     start, stop, _ = rows.indices(entry.shape[0])
     local(target).copy_(entry.read(part, start, stop)[(slice(None), *rest)])
 
 
-def _check_state(state: Mapping[str, Tensor], entries: Sequence[Entry]) -> None:
+def _check_state(state: Mapping[str, Tensor], entries: Sequence[WeightEntry]) -> None:
     names = {entry.ours for entry in entries}
     missing, extra = sorted(names - set(state)), sorted(set(state) - names)
     if missing or extra:
@@ -223,12 +225,12 @@ def _check_state(state: Mapping[str, Tensor], entries: Sequence[Entry]) -> None:
         raise WeightsError(f"the weights to save are not those of the model's config; {'; '.join(lists)}")
 
 
-def _bytes(entry: Entry, dtype: torch.dtype) -> int:
+def _bytes(entry: WeightEntry, dtype: torch.dtype) -> int:
     size = 4 if entry.is_fp32 else dtype.itemsize
     return size * torch.Size(entry.shape).numel()
 
 
-def _plan_shards(entries: Sequence[Entry], dtype: torch.dtype, max_shard_bytes: int) -> dict[str, int]:
+def _plan_shards(entries: Sequence[WeightEntry], dtype: torch.dtype, max_shard_bytes: int) -> dict[str, int]:
     """The number of the file, from 0, of each published tensor, in the order in which they are written."""
     shards: dict[str, int] = {}
     number = used = 0
@@ -252,7 +254,11 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 
 
 def _write_shards(
-    state: Mapping[str, Tensor], entries: Sequence[Entry], shards: Mapping[str, int], folder: Path, dtype: torch.dtype
+    state: Mapping[str, Tensor],
+    entries: Sequence[WeightEntry],
+    shards: Mapping[str, int],
+    folder: Path,
+    dtype: torch.dtype,
 ) -> None:
     count = max(shards.values()) + 1
     files = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]

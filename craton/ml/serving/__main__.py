@@ -31,18 +31,18 @@ from craton.errors import CratonError
 from craton.job import Job, load_job
 from craton.ml.serving.adapters import Adapters
 from craton.ml.serving.build import build_runner, join_engine
-from craton.ml.serving.gang import Gang, follow
+from craton.ml.serving.gang import TensorParallelGroup, follow
 from craton.ml.serving.grammars import Grammars
 from craton.ml.serving.latencies import Latencies
 from craton.ml.serving.message_bytes import MessageLine
 from craton.ml.serving.messages import Stats
 from craton.ml.serving.models import Served, load_served
 from craton.ml.serving.packing import WireError
-from craton.ml.serving.pulse import Pulse, patience_of
-from craton.ml.serving.rank import Rank
+from craton.ml.serving.pulse import EngineHeartbeat, patience_of
+from craton.ml.serving.rank import EngineRank
 from craton.ml.serving.rates import Rates
 from craton.ml.serving.roofs import measure_roofs
-from craton.ml.serving.service import Service, tell_failure
+from craton.ml.serving.service import EngineProcess, tell_failure
 from craton.ml.serving.settings import EngineSettings
 from craton.ml.store import join_group_of_environment, leave_group
 from craton.planning import Roofline, ServedModel
@@ -56,7 +56,7 @@ FRONT_REFUSES = 2  # its status when it cannot begin at all
 
 
 @dataclass
-class Progress:
+class LoadProgress:
     """What fails before a server was ready fails again; later it may be worth another try."""
 
     is_ready: bool = False
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recorder = Recorder.from_environment(run)
     front: Front | None = None
     signal.signal(signal.SIGTERM, _stop_loading)
-    progress = Progress()
+    progress = LoadProgress()
     try:
         job = load_job(run.job_path)
         front = start_front(job, run) if rank == 0 else None
@@ -107,7 +107,7 @@ def serve(
     world: int,
     recorder: Recorder,
     front: Front | None,
-    progress: Progress,
+    progress: LoadProgress,
 ) -> int:
     """Until the front end is drained."""
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else _cpu()
@@ -129,18 +129,18 @@ def serve(
         adapters = Adapters(served.model, settings.adapter_slots, settings.adapter_rank)
     runner, settings, max_length = build_runner(served.model, settings, served.peers, adapters)
     secret = run_secret(run)
-    this = Rank(runner, adapters, rank, secret)
+    this = EngineRank(runner, adapters, rank, secret)
     slots = {name: this.load_adapter(name, path) for name, path in settings.adapters.items()}
     tokens = (len(runner.past.cache) - 1) * settings.page
     patience_seconds = patience_of(floor, settings, tokens)
     if rank:
         line = _line_to_first(secret)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on it ends with the first rank, which drains
-        follow(this, line, Pulse(own_page(), patience_seconds))
+        follow(this, line, EngineHeartbeat(own_page(), patience_seconds))
         leave_group()
         return 0
     assert front is not None
-    gang = Gang(this, _lines_to_others(world, secret))
+    gang = TensorParallelGroup(this, _lines_to_others(world, secret))
     grammars = _grammars(served, runner.vocabulary)
     engine = join_engine(gang, runner, settings, max_length, served.stop_tokens, grammars, slots, Rates(floor))
     gang.watch(lambda number: _lost(number, front))
@@ -150,8 +150,8 @@ def serve(
     gc.freeze()
     signal.signal(signal.SIGTERM, lambda _number, _frame: front.process.terminate())
     progress.is_ready = True
-    pulse = Pulse(own_page(), patience_seconds)
-    Service(job.served_name, engine, gang, front.line, pulse, _recording(recorder, run)).run()
+    pulse = EngineHeartbeat(own_page(), patience_seconds)
+    EngineProcess(job.served_name, engine, gang, front.line, pulse, _recording(recorder, run)).run()
     gang.close()
     leave_group()
     if grammars is not None:

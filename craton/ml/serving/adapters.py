@@ -27,8 +27,8 @@ from craton.ml.kernels.adapters import add_adapters
 from craton.ml.models import Decoder
 from craton.ml.models.linear import Linear
 from craton.ml.models.mlp import Mlp
-from craton.ml.models.weight_names import Entry, weight_entries
-from craton.ml.serving.float8 import Float8Linear, Float8Mlp
+from craton.ml.models.weight_names import WeightEntry, weight_entries
+from craton.ml.serving.float8 import ServedFloat8Linear, ServedFloat8Mlp
 from craton.ml.serving.layers import ServedLinear, ServedMlp
 
 _PREFIX = "base_model.model."
@@ -74,11 +74,11 @@ class AdaptedLinear(ServedLinear):
         return add_adapters(out, x, self.adapter_a, self.adapter_b, of_tokens, absent, adapters.slots, adapters.rank)
 
 
-class AdaptedFloat8Linear(AdaptedLinear, Float8Linear):
+class AdaptedFloat8Linear(AdaptedLinear, ServedFloat8Linear):
     """The same over a weight in fp8."""
 
 
-_ADAPTED: dict[type, type[AdaptedLinear]] = {Linear: AdaptedLinear, Float8Linear: AdaptedFloat8Linear}
+_ADAPTED: dict[type, type[AdaptedLinear]] = {Linear: AdaptedLinear, ServedFloat8Linear: AdaptedFloat8Linear}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Layer:
     """An adapted layer, and the published layers it is made of."""
 
     module: AdaptedLinear
-    entry: Entry
+    entry: WeightEntry
     published: tuple[str, ...]
 
 
@@ -113,7 +113,7 @@ class Adapters:
             if (layer := _linear(model, entry)) is not None
         ]
         for module in model.blocks.modules():
-            if type(module) in (Mlp, Float8Mlp):
+            if type(module) in (Mlp, ServedFloat8Mlp):
                 module.__class__ = ServedMlp
         device = local(model.head_weight).device
         self._slot_of_column = torch.arange(slots, dtype=torch.int32, device=device).repeat_interleave(rank)
@@ -159,7 +159,7 @@ class Adapters:
         self._write(self.slot(name), {})
         del self._loaded[name]
 
-    def _adapt(self, layer: Linear, entry: Entry) -> _Layer:
+    def _adapt(self, layer: Linear, entry: WeightEntry) -> _Layer:
         assert type(layer) in _ADAPTED, f"{entry.ours}: a {type(layer).__name__} has adapters already"
         published = tuple(dict.fromkeys(piece.theirs for piece in entry.pieces))
         width = len(published) * self.slots * self.rank
@@ -248,7 +248,7 @@ class Adapters:
             layer.module.adapter_b.unflatten(1, width)[:, :, slot].copy_(b)
 
 
-def _linear(model: Decoder, entry: Entry) -> Linear | None:
+def _linear(model: Decoder, entry: WeightEntry) -> Linear | None:
     """The linear layer of a block that an entry fills."""
     path, _, kind = entry.ours.rpartition(".")
     if kind != "weight" or not path.startswith("blocks.") or not model.keeps(entry.ours):

@@ -27,7 +27,7 @@ WORKSPACE_BYTES = 256 << 20  # of FlashInfer, for parts of long texts that are m
 
 
 @dataclass(slots=True)
-class Batch:
+class AttentionBatch:
     """The tokens of one step, on the device. The first `decode` requests have `queries` tokens each."""
 
     rows: Tensor  # int32 [requests], of the table
@@ -50,12 +50,12 @@ class AttentionBackend(ABC):
     can_be_captured = True
 
     @abstractmethod
-    def begin(self, batch: Batch, table: Tensor) -> None:
+    def begin(self, batch: AttentionBatch, table: Tensor) -> None:
         """A new step, for those who prepare it."""
 
     @abstractmethod
     def attend(
-        self, query: Tensor, cache: Tensor, table: Tensor, batch: Batch, scale: float | None, window: int
+        self, query: Tensor, cache: Tensor, table: Tensor, batch: AttentionBatch, scale: float | None, window: int
     ) -> Tensor:
         """query [tokens, heads, head_dim], one layer's cache [blocks, 2, kv heads, page, head_dim] → as the query."""
 
@@ -68,11 +68,11 @@ class OwnKernels(AttentionBackend):
         self._prefill = plain_prefill_attention if is_plain else prefill_attention
         self.can_be_captured = not is_plain
 
-    def begin(self, batch: Batch, table: Tensor) -> None:
+    def begin(self, batch: AttentionBatch, table: Tensor) -> None:
         """Each call knows all it needs."""
 
     def attend(
-        self, query: Tensor, cache: Tensor, table: Tensor, batch: Batch, scale: float | None, window: int
+        self, query: Tensor, cache: Tensor, table: Tensor, batch: AttentionBatch, scale: float | None, window: int
     ) -> Tensor:
         decode, tokens = batch.decode, batch.decode_tokens
         parts = []
@@ -112,13 +112,13 @@ class FlashAttention3(AttentionBackend):
         self._offsets = self._table = torch.empty(0)
         self._longest_query = 1
 
-    def begin(self, batch: Batch, table: Tensor) -> None:
+    def begin(self, batch: AttentionBatch, table: Tensor) -> None:
         self._offsets = _all_offsets(batch)
         self._table = table[batch.rows.long()]
         self._longest_query = max(batch.queries, batch.longest_query)
 
     def attend(
-        self, query: Tensor, cache: Tensor, table: Tensor, batch: Batch, scale: float | None, window: int
+        self, query: Tensor, cache: Tensor, table: Tensor, batch: AttentionBatch, scale: float | None, window: int
     ) -> Tensor:
         key, value = (cache[:, which].transpose(1, 2) for which in (0, 1))  # [blocks, page, kv heads, head_dim]
         out: Tensor = self._module.flash_attn_with_kvcache(
@@ -146,11 +146,11 @@ class FlashInfer(AttentionBackend):
         self._wrapper: Any = None
         self._planned: tuple[Any, ...] | None = None
 
-    def begin(self, batch: Batch, table: Tensor) -> None:
+    def begin(self, batch: AttentionBatch, table: Tensor) -> None:
         self._planned = None
 
     def attend(
-        self, query: Tensor, cache: Tensor, table: Tensor, batch: Batch, scale: float | None, window: int
+        self, query: Tensor, cache: Tensor, table: Tensor, batch: AttentionBatch, scale: float | None, window: int
     ) -> Tensor:
         page = cache.shape[3]
         wanted = (query.shape[1], cache.shape[2], query.shape[2], scale, window)
@@ -191,7 +191,7 @@ def make_backend(name: str) -> AttentionBackend:
     return FlashAttention3() if name == "flash3" else FlashInfer()
 
 
-def _all_offsets(batch: Batch) -> Tensor:
+def _all_offsets(batch: AttentionBatch) -> Tensor:
     """Where the tokens of every request begin, int32 [requests + 1]."""
     first = torch.arange(batch.decode + 1, device=batch.rows.device, dtype=torch.int32) * batch.queries
     return first if batch.offsets is None else torch.cat([first[:-1], batch.offsets + batch.decode_tokens]).int()

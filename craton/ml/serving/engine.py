@@ -19,15 +19,15 @@ import numpy as np
 from craton.errors import CratonError
 from craton.ml.serving.blocks import BlockPool
 from craton.ml.serving.drafts import guess
-from craton.ml.serving.graphs import MOST_DRAFTED
-from craton.ml.serving.messages import Abort, Alternatives, Finish, Piece, Sampling, Stats, Submit
+from craton.ml.serving.graphs import MAX_DRAFTED
+from craton.ml.serving.messages import Abort, Alternatives, Finish, OutputDelta, Sampling, Stats, Submit
 from craton.ml.serving.prefix import PrefixTree
 from craton.ml.serving.rates import Rates
-from craton.ml.serving.runner import Result
-from craton.ml.serving.scheduler import Part, Scheduler, Step
+from craton.ml.serving.runner import StepResult
+from craton.ml.serving.scheduler import ScheduledChunk, ScheduledStep, Scheduler
 from craton.ml.serving.sequence import Sequence
 from craton.ml.serving.settings import EngineSettings, NotNowError, ServingError
-from craton.ml.serving.work import Integers, Work, is_plain, pack
+from craton.ml.serving.work import Integers, StepInput, is_plain, pack
 
 if TYPE_CHECKING:
     from craton.ml.serving.grammars import Grammars, GrammarState
@@ -39,16 +39,16 @@ SEEDS = 2**62
 class Executor(Protocol):
     """What computes steps: one device, or several that share the weights."""
 
-    def execute(self, work: Work) -> Result: ...
+    def execute(self, work: StepInput) -> StepResult: ...
 
 
 @dataclass(slots=True)
 class Flight:
     """A step that was started and not read back."""
 
-    step: Step
-    work: Work
-    result: Result
+    step: ScheduledStep
+    work: StepInput
+    result: StepResult
     version: int
 
 
@@ -84,7 +84,7 @@ class Engine:
         self._sequences: dict[int, list[Sequence]] = {}
         self._compiling: list[tuple[Future[GrammarState], Sequence]] = []
         self._flights: deque[Flight] = deque()
-        self._ended: list[Piece] = []
+        self._ended: list[OutputDelta] = []
         self._rates = rates or Rates()
         self._seeds = random.Random()
         self._drafts = self._drafted = self._accepted = 0
@@ -108,7 +108,7 @@ class Engine:
         except ServingError as error:
             is_ours = isinstance(error, NotNowError)
             for index in range(request.copies):
-                self._ended.append(Piece(request.id, index, finish="error", error=str(error), is_ours=is_ours))
+                self._ended.append(OutputDelta(request.id, index, finish="error", error=str(error), is_ours=is_ours))
             return
         sampling = request.sampling
         limit = min(sampling.max_tokens, self.max_length - len(request.prompt))
@@ -128,7 +128,7 @@ class Engine:
             elif sequence.index <= request.index < sequence.index + sequence.copies:  # a copy that is not made yet
                 if request.index not in sequence.skipped:
                     sequence.skipped.add(request.index)
-                    self._ended.append(Piece(sequence.id, request.index, finish="abort"))
+                    self._ended.append(OutputDelta(sequence.id, request.index, finish="abort"))
                 if len(sequence.skipped) == sequence.copies:
                     self._end(sequence, "abort")
 
@@ -162,7 +162,7 @@ class Engine:
         self._sequences[new_id] = [child]
         self.scheduler.fork(parent, child)
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[OutputDelta]:
         """Starts the next step, and tells what the one before it brought."""
         pieces = self.take_ended()
         if self._must_read_first():
@@ -179,7 +179,7 @@ class Engine:
             pieces += self._read(self._flights.popleft())
         return pieces
 
-    def take_ended(self) -> list[Piece]:
+    def take_ended(self) -> list[OutputDelta]:
         """The last pieces of those that ended outside of a step: refused, aborted, with a grammar that is none."""
         self._collect_grammars()
         pieces, self._ended = self._ended, []
@@ -187,10 +187,10 @@ class Engine:
 
     # -- for those who run it ---------------------------------------------------------------------------------------
 
-    def pause(self, mode: Literal["abort", "wait", "keep"] = "keep") -> list[Piece]:
+    def pause(self, mode: Literal["abort", "wait", "keep"] = "keep") -> list[OutputDelta]:
         """Computes nothing until `resume`. Running requests end now, end first, or stay as they are."""
         self._expect("running")
-        pieces: list[Piece] = []
+        pieces: list[OutputDelta] = []
         if mode == "abort":
             for id in list(self._sequences):  # noqa: A001
                 self.abort(Abort(id))
@@ -217,7 +217,7 @@ class Engine:
         self._expect("paused")
         self.state = "running"
 
-    def release(self) -> list[Piece]:
+    def release(self) -> list[OutputDelta]:
         """Gives up all keys and values: running requests will be computed again."""
         pieces = self._read_all()
         self.scheduler.preempt_all()
@@ -228,7 +228,7 @@ class Engine:
         """Gives up what is kept of texts; what is in use leaves with its users."""
         self.scheduler.forget(lambda root: True)
 
-    def change_version(self, version: int | None = None, recompute: bool = False) -> list[Piece]:
+    def change_version(self, version: int | None = None, recompute: bool = False) -> list[OutputDelta]:
         """Tokens are those of other weights from now on. `recompute`: also keys and values of what is running."""
         pieces = self._read_all()
         if recompute:
@@ -238,7 +238,7 @@ class Engine:
         self.scheduler.change_version(self.version)
         return pieces
 
-    def refuse(self, reason: str) -> list[Piece]:
+    def refuse(self, reason: str) -> list[OutputDelta]:
         """Ends all requests and takes none until the weights are whole again."""
         pieces = self._read_all()
         for sequence in [each for copies in self._sequences.values() for each in copies]:
@@ -246,11 +246,11 @@ class Engine:
         self.refusal = reason
         return pieces
 
-    def finish_flights(self) -> list[Piece]:
+    def finish_flights(self) -> list[OutputDelta]:
         """Reads back all that was started."""
         return self._read_all()
 
-    def drop_adapter(self, name: str) -> list[Piece]:
+    def drop_adapter(self, name: str) -> list[OutputDelta]:
         """Requests of an adapter that goes end with it."""
         pieces = self._read_all()
         for sequence in [each for copies in self._sequences.values() for each in copies if each.adapter == name]:
@@ -300,7 +300,7 @@ class Engine:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _start(self, step: Step) -> None:
+    def _start(self, step: ScheduledStep) -> None:
         for part in step.parts:
             if part.samples and part.sequence.copies > 1:
                 self._copy(part.sequence, step)
@@ -308,7 +308,7 @@ class Engine:
         work = pack(step, allowed)
         self._flights.append(Flight(step, work, self._executor.execute(work), self.version))
         for sequence, error in lost:
-            self._ended.append(Piece(sequence.id, sequence.index, finish="error", error=error))
+            self._ended.append(OutputDelta(sequence.id, sequence.index, finish="error", error=error))
             self._end(sequence, "error")
 
     def _must_read_first(self) -> bool:
@@ -316,13 +316,13 @@ class Engine:
             sequence.grammar is not None for sequence in self.scheduler.running
         )
 
-    def _read_all(self) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _read_all(self) -> list[OutputDelta]:
+        pieces: list[OutputDelta] = []
         while self._flights:
             pieces += self._read(self._flights.popleft())
         return pieces
 
-    def _read(self, flight: Flight) -> list[Piece]:
+    def _read(self, flight: Flight) -> list[OutputDelta]:
         tokens, logprobs = flight.result.read()
         self._rates.record(flight.step, len(tokens))
         likeliest = flight.result.read_alternatives() if flight.work.alternatives else None
@@ -336,7 +336,7 @@ class Engine:
                 continue
             end = begin + 1 + part.drafts
             if sequence.finish is None:
-                piece = Piece(sequence.id, sequence.index)
+                piece = OutputDelta(sequence.id, sequence.index)
                 self._take(sequence, part, tokens[begin:end], piece)
                 count = len(piece.tokens)
                 piece.logprobs = logprobs[begin : begin + count]
@@ -353,7 +353,7 @@ class Engine:
             begin = end
         return pieces
 
-    def _take(self, sequence: Sequence, part: Part, tokens: list[int], piece: Piece) -> None:
+    def _take(self, sequence: Sequence, part: ScheduledChunk, tokens: list[int], piece: OutputDelta) -> None:
         """Adds what was chosen for a sequence to it, as far as its drafts were right and it does not end."""
         if part.drafts:
             right = 0
@@ -403,11 +403,13 @@ class Engine:
         is_full = len(sequence.tokens) - sequence.prompt_length >= sequence.sampling.max_tokens
         return "length" if is_full else None
 
-    def _give_up(self, sequence: Sequence, finish: Finish, error: str = "", is_ours: bool = False) -> list[Piece]:
+    def _give_up(self, sequence: Sequence, finish: Finish, error: str = "", is_ours: bool = False) -> list[OutputDelta]:
         """Ends a sequence, and with it the copies that would have been made of it; their last pieces."""
         copies = set(range(sequence.index, sequence.index + sequence.copies)) - sequence.skipped
         self._end(sequence, finish)
-        return [Piece(sequence.id, index, finish=finish, error=error, is_ours=is_ours) for index in sorted(copies)]
+        return [
+            OutputDelta(sequence.id, index, finish=finish, error=error, is_ours=is_ours) for index in sorted(copies)
+        ]
 
     def _end(self, sequence: Sequence, finish: Finish) -> None:
         sequence.finish = finish
@@ -481,7 +483,7 @@ class Engine:
     def _seed(self, sampling: Sampling, index: int) -> int:
         return self._seeds.randrange(SEEDS) if sampling.seed is None else (sampling.seed + index) % SEEDS
 
-    def _copy(self, first: Sequence, step: Step) -> None:
+    def _copy(self, first: Sequence, step: ScheduledStep) -> None:
         """The other copies of a request whose prompt is being computed go on from its blocks."""
         made = [index for index in range(first.copies) if index not in first.skipped]
         if made[0] != first.index:
@@ -514,7 +516,7 @@ class Engine:
         guesses: dict[Sequence, list[int]] = {}
         for sequence in running:
             sequence.drafts = []
-        if len(running) * (count + 1) > MOST_DRAFTED:
+        if len(running) * (count + 1) > MAX_DRAFTED:
             return
         for sequence in running:
             left = min(sequence.sampling.max_tokens - sequence.outputs, self.max_length - sequence.length) - 1
@@ -539,7 +541,7 @@ class Engine:
                     sequence.grammar = compiled.result()
                     self.scheduler.add(sequence)
 
-    def _allowed(self, step: Step) -> tuple[Integers | None, list[tuple[Sequence, str]]]:
+    def _allowed(self, step: ScheduledStep) -> tuple[Integers | None, list[tuple[Sequence, str]]]:
         """Bits of the tokens that each sampled place may choose; None: all of them may choose any. Beside it those
         whose grammar has come to its limits, and why."""
         if not any(part.sequence.grammar is not None for part in step.parts):

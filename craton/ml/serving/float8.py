@@ -50,14 +50,14 @@ def quantize_model(model: Decoder) -> None:
                 _check(f"{name}.{own}", getattr(module, own))
     for _, module in modules:
         if type(module) is Linear:
-            Float8Linear.convert(module)
+            ServedFloat8Linear.convert(module)
         elif type(module) is Experts:
             Float8Experts.convert(module)
         elif type(module) is Mlp:
-            module.__class__ = Float8Mlp
+            module.__class__ = ServedFloat8Mlp
 
 
-class Float8Linear(ServedLinear):
+class ServedFloat8Linear(ServedLinear):
     """A linear layer with a scale [out] beside its weight. Cut by tensor parallelism, a rank has those of its part."""
 
     weight_scale: Tensor
@@ -66,8 +66,8 @@ class Float8Linear(ServedLinear):
     @staticmethod
     def convert(layer: Linear) -> None:
         """Makes a layer such a one."""
-        layer.__class__ = Float8Linear
-        assert isinstance(layer, Float8Linear)
+        layer.__class__ = ServedFloat8Linear
+        assert isinstance(layer, ServedFloat8Linear)
         layer.dtype = layer.weight.dtype
         _quantize(layer, "weight")
 
@@ -91,12 +91,12 @@ class Float8Linear(ServedLinear):
         return None if bias is None else local(bias)
 
 
-class Float8Mlp(ServedMlp):
+class ServedFloat8Mlp(ServedMlp):
     """The gated MLP over such layers; for a few tokens gate and up are one kernel."""
 
-    gate: Float8Linear
-    up: Float8Linear
-    down: Float8Linear
+    gate: ServedFloat8Linear
+    up: ServedFloat8Linear
+    down: ServedFloat8Linear
 
     def lift(self, x: Tensor) -> Tensor:
         if not _are_few(x):

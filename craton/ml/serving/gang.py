@@ -23,12 +23,12 @@ from craton.ml.collectives import Connections, Peers
 from craton.ml.models import Decoder
 from craton.ml.serving.order_bytes import EXECUTE, Order, decode_order, encode_order
 from craton.ml.serving.packing import receive_bytes
-from craton.ml.serving.pulse import Pulse
-from craton.ml.serving.rank import Rank
-from craton.ml.serving.runner import Result
+from craton.ml.serving.pulse import EngineHeartbeat
+from craton.ml.serving.rank import EngineRank
+from craton.ml.serving.runner import StepResult
 from craton.ml.serving.settings import ServingError
 from craton.ml.serving.weights import MixedWeightsError
-from craton.ml.serving.work import Work
+from craton.ml.serving.work import StepInput
 from craton.ml.training.tensor import cut_parameters
 
 TEXT_BYTES = 4096  # of what a rank tells the others
@@ -40,15 +40,15 @@ class RanksDifferError(RuntimeError):
     """Something was done on some ranks and not on others, and cannot be undone: they have to start again."""
 
 
-class Gang:
+class TensorParallelGroup:
     """The first rank, and its lines to the others."""
 
-    def __init__(self, rank: Rank, others: Sequence[Connection] = ()) -> None:
+    def __init__(self, rank: EngineRank, others: Sequence[Connection] = ()) -> None:
         self.rank = rank
         self._others = others
         self._is_closing = False
 
-    def execute(self, work: Work) -> Result:
+    def execute(self, work: StepInput) -> StepResult:
         self._tell(EXECUTE, (work,))
         return self.rank.execute(work)
 
@@ -104,7 +104,7 @@ class Gang:
                 raise ConnectionError(f"rank {number} of the tensor-parallel group is lost: {error}") from error
 
 
-def follow(rank: Rank, first: Connection, pulse: Pulse) -> None:
+def follow(rank: EngineRank, first: Connection, pulse: EngineHeartbeat) -> None:
     """Does what the first rank says until that lets it go, or is gone."""
     with pulse:
         while (order := _next_order(first, pulse)) is not None:
@@ -119,7 +119,7 @@ def follow(rank: Rank, first: Connection, pulse: Pulse) -> None:
                 print(f"{method}: {error}", file=sys.stderr, flush=True)
 
 
-def _next_order(first: Connection, pulse: Pulse) -> Order | None:
+def _next_order(first: Connection, pulse: EngineHeartbeat) -> Order | None:
     """None: there will be no more."""
     try:
         pulse.beat()
@@ -131,7 +131,7 @@ def _next_order(first: Connection, pulse: Pulse) -> Order | None:
     return decode_order(order)
 
 
-def together(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+def together(rank: EngineRank, method: str, arguments: tuple[Any, ...]) -> Any:
     """Does on one rank what all of them do. When it fails on some and not on others, none of them is as it was."""
     result: Any = None
     failure: CratonError | None = None

@@ -18,14 +18,14 @@ CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Cost:
+class GrammarCost:
     """Of compiling a grammar and following it for some tokens."""
 
     seconds: float  # of CPU time
     num_bytes: int
 
 
-Reply = Callable[[Cost | GrammarError], None]
+Reply = Callable[[GrammarCost | GrammarError], None]
 
 
 class GrammarChecker:
@@ -93,7 +93,7 @@ class GrammarChecker:
             if reply is not None and "error" in message:
                 reply(GrammarError(message["error"]))
             elif reply is not None:
-                reply(Cost(message["seconds"], message["bytes"]))
+                reply(GrammarCost(message["seconds"], message["bytes"]))
         with self._lock:
             if self._process not in (process, None):
                 return

@@ -55,7 +55,7 @@ class Trial:
     answer: bytes = b""
 
 
-class Lane:
+class GrammarLane:
     """Grammars that are tried one after the other, each for so many seconds."""
 
     def __init__(self, seconds: float) -> None:
@@ -70,7 +70,7 @@ class Worker:
     def __init__(self, tokenizer: LLTokenizer, vocabulary: int) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
-        self._quick, self._slow = Lane(QUICK_SECONDS), Lane(MAX_WAIT_SECONDS)
+        self._quick, self._slow = GrammarLane(QUICK_SECONDS), GrammarLane(MAX_WAIT_SECONDS)
         self._selector = selectors.DefaultSelector()
         self._input = b""
 
@@ -114,7 +114,7 @@ class Worker:
             if lane.running is not None and lane.running.id == number:
                 self._end(lane, lane.running)
 
-    def _begin(self, lane: Lane, trial: Trial) -> None:
+    def _begin(self, lane: GrammarLane, trial: Trial) -> None:
         reading, writing = os.pipe()
         trial.pid = os.fork()
         if trial.pid == 0:
@@ -129,7 +129,7 @@ class Worker:
         lane.running = trial
         self._selector.register(reading, selectors.EVENT_READ)
 
-    def _take(self, lane: Lane, trial: Trial) -> None:
+    def _take(self, lane: GrammarLane, trial: Trial) -> None:
         """What a child says; its end without a word is that of one who went beyond a limit."""
         data = os.read(trial.pipe, READ_BYTES)
         trial.answer += data
@@ -144,14 +144,14 @@ class Worker:
         limit = f"{MAX_SECONDS} s of CPU time" if is_late else f"{MAX_BYTES >> 20} MiB of memory"
         _say({"id": trial.id, "error": f"compiling it takes more than {limit}; simplify it"})
 
-    def _give_up(self, lane: Lane, trial: Trial) -> None:
+    def _give_up(self, lane: GrammarLane, trial: Trial) -> None:
         self._end(lane, trial)
         if lane is self._quick:
             self._slow.waiting.append(trial)
         else:
             _say({"id": trial.id, "error": f"compiling it takes more than {MAX_WAIT_SECONDS:g} s; simplify it"})
 
-    def _end(self, lane: Lane, trial: Trial) -> int:
+    def _end(self, lane: GrammarLane, trial: Trial) -> int:
         """Kills the child where it still runs; its status."""
         lane.running = None
         self._selector.unregister(trial.pipe)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from craton.ml.serving.grammar_check import Cost, GrammarChecker
+from craton.ml.serving.grammar_check import GrammarChecker, GrammarCost
 from craton.ml.serving.grammar_limits import (
     CACHE_BYTES,
     MAX_MASK_SECONDS,
@@ -154,7 +154,7 @@ class Grammars:
             self._tokenizer.result()
             source = source_of(grammar)
             if grammar.kind == "json_object":
-                self._compile(compilation, source, Cost(0.0, 0))
+                self._compile(compilation, source, GrammarCost(0.0, 0))
                 return
             with self._lock:
                 if not compilation.waiting:
@@ -167,7 +167,7 @@ class Grammars:
         except Exception as error:  # noqa: BLE001 -- whatever it is, those who wait must hear of it
             self._fail(compilation, GrammarError(f"{type(error).__name__}: {error}"))
 
-    def _checked(self, compilation: _Compilation, source: str, found: Cost | GrammarError) -> None:
+    def _checked(self, compilation: _Compilation, source: str, found: GrammarCost | GrammarError) -> None:
         if isinstance(found, GrammarError):
             self._fail(compilation, GrammarError(f"the {compilation.grammar.kind} cannot be used: {found}"))
             return
@@ -179,7 +179,7 @@ class Grammars:
         with contextlib.suppress(RuntimeError):  # closed meanwhile
             pool.submit(self._compile, compilation, source, found)
 
-    def _compile(self, compilation: _Compilation, source: str, cost: Cost) -> None:
+    def _compile(self, compilation: _Compilation, source: str, cost: GrammarCost) -> None:
         from llguidance import LLMatcher
 
         grammar = compilation.grammar

@@ -19,10 +19,10 @@ from torch import Tensor
 from craton.ml.collectives import Peers
 from craton.ml.serving.sampler import Chosen
 from craton.ml.serving.upload import Upload
-from craton.ml.serving.work import Work
+from craton.ml.serving.work import StepInput
 
 WARM_UPS = 2
-MOST_DRAFTED = 256  # tokens of a step with drafts: with more, computing costs more than reading the weights does
+MAX_DRAFTED = 256  # tokens of a step with drafts: with more, computing costs more than reading the weights does
 
 Outputs = tuple[Tensor, ...]
 
@@ -56,7 +56,7 @@ class DecodeGraphs:
         self.sizes = {1: graph_sizes(largest, multiple)}
         if draft_tokens:
             queries = 1 + draft_tokens
-            self.sizes[queries] = graph_sizes(max(1, min(largest, MOST_DRAFTED // queries)), multiple)
+            self.sizes[queries] = graph_sizes(max(1, min(largest, MAX_DRAFTED // queries)), multiple)
         largest = self.sizes[1][-1]
         rows = max(queries * sizes[-1] for queries, sizes in self.sizes.items())
         device = runner.device
@@ -84,7 +84,7 @@ class DecodeGraphs:
     def drop(self) -> None:
         self._steps.clear()
 
-    def takes(self, work: Work) -> bool:
+    def takes(self, work: StepInput) -> bool:
         """Whether every request has one token, or all its drafts, and there is a graph for so many."""
         requests, queries = len(work.rows), int(work.counts[0])
         return (
@@ -95,7 +95,7 @@ class DecodeGraphs:
             and len(work.sampled) == requests * queries
         )
 
-    def replay(self, work: Work) -> tuple[Tensor, Chosen, Tensor]:
+    def replay(self, work: StepInput) -> tuple[Tensor, Chosen, Tensor]:
         """(logits, what was chosen, positions of it), valid until the next replay."""
         requests, queries = len(work.rows), int(work.counts[0])
         size = next(size for size in self.sizes[queries] if size >= requests)

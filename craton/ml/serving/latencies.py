@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from craton.ml.serving.messages import Piece
+from craton.ml.serving.messages import OutputDelta
 
 WINDOW_SECONDS = 60.0
 MAX_SAMPLES = 1024  # of each latency; of more, the newest
@@ -30,7 +30,7 @@ class Latencies:
     def begin(self, request: int, now: float) -> None:
         self._submitted[request] = now
 
-    def note(self, pieces: Iterable[Piece], now: float) -> None:
+    def note(self, pieces: Iterable[OutputDelta], now: float) -> None:
         for piece in pieces:
             if piece.tokens:
                 self._note_tokens(piece, now)
@@ -49,7 +49,7 @@ class Latencies:
                 found[name] = (ordered[len(ordered) // 2], ordered[min(len(ordered) * 95 // 100, len(ordered) - 1)])
         return found
 
-    def _note_tokens(self, piece: Piece, now: float) -> None:
+    def _note_tokens(self, piece: OutputDelta, now: float) -> None:
         key = (piece.id, piece.index)
         before = self._newest.get(key)
         self._newest[key] = now

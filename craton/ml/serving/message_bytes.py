@@ -15,12 +15,12 @@ from typing import Any, get_args
 from craton.ml.serving.messages import (
     Abort,
     Alternatives,
-    Answer,
     Control,
+    EngineReply,
     Failed,
     Finish,
     Grammar,
-    Piece,
+    OutputDelta,
     Ready,
     Reply,
     Request,
@@ -70,7 +70,7 @@ _SAMPLING: tuple[Check, ...] = (
 _OTHERS: dict[type, tuple[int, tuple[Check, ...]]] = {
     Abort: (2, (is_integer, optional(is_integer))),
     Control: (3, (is_integer, is_text, is_mapping)),
-    Answer: (4, (is_integer, is_anything, is_text)),
+    EngineReply: (4, (is_integer, is_anything, is_text)),
     Failed: (5, (is_text,)),
     Ready: (
         6,
@@ -171,7 +171,7 @@ def unpack_sampling(values: Any) -> Sampling:
     return Sampling(*values)
 
 
-def _encode_pieces(pieces: Sequence[Piece]) -> bytes:
+def _encode_pieces(pieces: Sequence[OutputDelta]) -> bytes:
     numbers, scores = array("q", (len(pieces),)), array("d")
     rare: dict[int, list[Any]] = {}
     for place, piece in enumerate(pieces):
@@ -202,10 +202,10 @@ def _encode_pieces(pieces: Sequence[Piece]) -> bytes:
     return pack(_PIECES, list(rare.items()) if rare else None, [numbers, scores])
 
 
-def _decode_pieces(values: Any, numbers: list[int], scores: list[float]) -> list[Piece]:
+def _decode_pieces(values: Any, numbers: list[int], scores: list[float]) -> list[OutputDelta]:
     if not numbers or not 0 <= (count := numbers[0]) <= len(scores):
         raise WireError("a message of pieces does not say how many there are")
-    pieces: list[Piece] = []
+    pieces: list[OutputDelta] = []
     at, score = 1, 0
     for _ in range(count):
         head = numbers[at : at + _PIECE_HEAD]
@@ -215,7 +215,7 @@ def _decode_pieces(values: Any, numbers: list[int], scores: list[float]) -> list
         tokens_end = at + _PIECE_HEAD + num_tokens
         scores_end = score + 1 + num_scores
         pieces.append(
-            Piece(
+            OutputDelta(
                 number,
                 index,
                 numbers[at + _PIECE_HEAD : tokens_end],

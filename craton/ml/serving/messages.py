@@ -82,7 +82,7 @@ class Alternatives:
 
 
 @dataclass(slots=True)
-class Piece:
+class OutputDelta:
     """What one copy of a request got in one step. The last one says why it ended."""
 
     id: int
@@ -101,7 +101,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EngineReply:
     """To a Control: its result, or why there is none."""
 
     id: int
@@ -160,4 +160,4 @@ class Stats:
 
 
 Request = Submit | Abort | Control
-Reply = list[Piece] | Answer | Ready | Failed | Stats
+Reply = list[OutputDelta] | EngineReply | Ready | Failed | Stats

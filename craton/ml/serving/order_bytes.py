@@ -28,7 +28,7 @@ from craton.ml.serving.packing import (
     unpack,
 )
 from craton.ml.serving.prefix import Move
-from craton.ml.serving.work import Integers, PromptPart, Start, Work
+from craton.ml.serving.work import Integers, PromptPart, RowStart, StepInput
 
 Order = tuple[str, tuple[Any, ...]]
 
@@ -91,7 +91,7 @@ def decode_order(data: bytes) -> Order | None:
     return EXECUTE, (_decode_work(values, columns),)
 
 
-def _decode_work(values: Any, columns: Sequence[bytes]) -> Work:
+def _decode_work(values: Any, columns: Sequence[bytes]) -> StepInput:
     decode, is_tuned, alternatives, moves, starts, prompts, width = expect(
         values,
         is_integer,
@@ -107,7 +107,7 @@ def _decode_work(values: Any, columns: Sequence[bytes]) -> Work:
     if not len(rows) == len(counts) == len(lengths) or len(sampled) != len(sampled_rows):
         raise WireError("the requests of a step have columns of different lengths")
     bias = reals(added)
-    return Work(
+    return StepInput(
         rows,
         counts,
         lengths,
@@ -127,15 +127,15 @@ def _decode_work(values: Any, columns: Sequence[bytes]) -> Work:
     )
 
 
-def _pack_start(start: Start) -> list[Any]:
+def _pack_start(start: RowStart) -> list[Any]:
     return [start.row, start.seed, start.adapter, pack_sampling(start.sampling), start.prompt, start.written]
 
 
-def _unpack_start(values: Any) -> Start:
+def _unpack_start(values: Any) -> RowStart:
     row, seed, adapter, sampling, prompt, written = expect(
         values, is_integer, is_integer, is_integer, is_anything, list_of(is_integer), list_of(is_integer)
     )
-    return Start(row, seed, adapter, unpack_sampling(sampling), tuple(prompt), tuple(written))
+    return RowStart(row, seed, adapter, unpack_sampling(sampling), tuple(prompt), tuple(written))
 
 
 def _unpack_move(values: list[int]) -> Move:

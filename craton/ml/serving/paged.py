@@ -7,7 +7,7 @@ from torch import Tensor
 from craton.ml.kernels import Past
 from craton.ml.kernels.paged import store, store_rotated
 from craton.ml.kernels.past import Norms
-from craton.ml.serving.backends import AttentionBackend, Batch
+from craton.ml.serving.backends import AttentionBackend, AttentionBatch
 
 
 class PagedPast(Past):
@@ -18,9 +18,9 @@ class PagedPast(Past):
         self.cache = cache
         self.table = table  # int32 [rows, blocks of a request]
         self.backend = backend
-        self._batch: Batch | None = None
+        self._batch: AttentionBatch | None = None
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: AttentionBatch) -> None:
         """The tokens that the layers will bring next."""
         self._batch = batch
         self.backend.begin(batch, self.table)

@@ -27,17 +27,17 @@ class Move:
     target: int
 
 
-class Node:
+class PrefixNode:
     """One full block of tokens. `block` is its place on the device, `host` that in host memory; it has one of them."""
 
     __slots__ = ("block", "children", "host", "key", "on_device", "parent", "users")
 
-    def __init__(self, parent: Node | None, key: tuple[int, ...], block: int | None) -> None:
+    def __init__(self, parent: PrefixNode | None, key: tuple[int, ...], block: int | None) -> None:
         self.parent = parent
         self.key = key
         self.block = block
         self.host: int | None = None
-        self.children: dict[tuple[int, ...], Node] = {}
+        self.children: dict[tuple[int, ...], PrefixNode] = {}
         self.on_device = 0  # children that are
         self.users = 0  # requests whose text goes through here
 
@@ -50,9 +50,9 @@ class PrefixTree:
         self.moves: list[Move] = []
         self._pool = pool
         self._host = host
-        self._roots: dict[Root, Node] = {}
-        self._unused: OrderedDict[Node, None] = OrderedDict()  # ends of paths on the device, least recent first
-        self._unused_host: OrderedDict[Node, None] = OrderedDict()
+        self._roots: dict[Root, PrefixNode] = {}
+        self._unused: OrderedDict[PrefixNode, None] = OrderedDict()  # ends of paths on the device, least recent first
+        self._unused_host: OrderedDict[PrefixNode, None] = OrderedDict()
         self._held = 0  # nodes on the device that nobody uses
 
     @property
@@ -60,13 +60,13 @@ class PrefixTree:
         """Blocks on the device that could be had by giving up what nobody uses."""
         return self._held
 
-    def root(self, root: Root) -> Node:
-        return self._roots.setdefault(root, Node(None, (), None))
+    def root(self, root: Root) -> PrefixNode:
+        return self._roots.setdefault(root, PrefixNode(None, (), None))
 
-    def match(self, root: Root, tokens: Sequence[int]) -> list[Node]:
+    def match(self, root: Root, tokens: Sequence[int]) -> list[PrefixNode]:
         """The longest path whose text is a beginning of these tokens, leaving at least one to be computed."""
         node = self.root(root)
-        found: list[Node] = []
+        found: list[PrefixNode] = []
         for begin in range(0, len(tokens) - self.page, self.page):
             child = node.children.get(tuple(tokens[begin : begin + self.page]))
             if child is None:
@@ -75,7 +75,7 @@ class PrefixTree:
             node = child
         return found
 
-    def use(self, node: Node) -> None:
+    def use(self, node: PrefixNode) -> None:
         """A request goes through here: its block stays."""
         if not node.users and node.block is not None:
             self._held -= 1
@@ -83,7 +83,7 @@ class PrefixTree:
         self._unused.pop(node, None)
         self._unused_host.pop(node, None)
 
-    def leave(self, nodes: Sequence[Node]) -> None:
+    def leave(self, nodes: Sequence[PrefixNode]) -> None:
         """A request that went through this path has ended or given up its blocks."""
         for node in reversed(nodes):
             assert node.users, "nobody uses it"
@@ -93,11 +93,11 @@ class PrefixTree:
                     self._held += 1
                 self._list(node)
 
-    def insert(self, parent: Node, key: tuple[int, ...], block: int) -> Node:
+    def insert(self, parent: PrefixNode, key: tuple[int, ...], block: int) -> PrefixNode:
         """Keeps a computed block; where the same text is kept already, that node. The caller uses what it gets."""
         node = parent.children.get(key)
         if node is None:
-            node = Node(parent, key, None)
+            node = PrefixNode(parent, key, None)
             parent.children[key] = node
             self._pool.hold(block)
             self._place(node, block)
@@ -108,7 +108,7 @@ class PrefixTree:
         self.use(node)
         return node
 
-    def load(self, node: Node, block: int) -> None:
+    def load(self, node: PrefixNode, block: int) -> None:
         """Brings a node that is in host memory to a block of the device, which the tree holds from now on."""
         assert node.block is None
         assert node.host is not None
@@ -170,14 +170,14 @@ class PrefixTree:
                     assert (node in self._unused_host) == (not node.users and not node.children)
         assert held == self._held
 
-    def _place(self, node: Node, block: int) -> None:
+    def _place(self, node: PrefixNode, block: int) -> None:
         node.block = block
         self._held += not node.users
         if node.parent is not None:
             node.parent.on_device += 1
             self._unused.pop(node.parent, None)
 
-    def _displace(self, node: Node) -> None:
+    def _displace(self, node: PrefixNode) -> None:
         """Gives the tree's share of a node's block back; its parent may be the end of a path now."""
         assert node.block is not None
         self._pool.release(node.block)
@@ -187,7 +187,7 @@ class PrefixTree:
             node.parent.on_device -= 1
             self._list(node.parent, is_recent=False)
 
-    def _list(self, node: Node, is_recent: bool = True) -> None:
+    def _list(self, node: PrefixNode, is_recent: bool = True) -> None:
         """Puts a node that nobody uses among those that may be given up, if it is the end of a path."""
         if node.users or node.parent is None:
             return
@@ -208,7 +208,7 @@ class PrefixTree:
             self._remove(next(iter(self._unused_host)))
         return self._host.take() if self._host.free else None
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: PrefixNode) -> None:
         """Takes a node that nobody uses out of the tree, with all below it, which is in host memory."""
         for each in [*_below(node), node]:
             self._unused.pop(each, None)
@@ -221,7 +221,7 @@ class PrefixTree:
         del node.parent.children[node.key]
         self._list(node.parent, is_recent=False)
 
-    def _give_up_host(self, node: Node) -> None:
+    def _give_up_host(self, node: PrefixNode) -> None:
         assert self._host is not None
         assert node.host is not None
         self._unused_host.pop(node, None)
@@ -229,7 +229,7 @@ class PrefixTree:
         node.host = None
 
 
-def _below(node: Node) -> Iterator[Node]:
+def _below(node: PrefixNode) -> Iterator[PrefixNode]:
     pending = list(node.children.values())
     while pending:
         child = pending.pop()

@@ -13,20 +13,20 @@ from craton.ml.serving.settings import EngineSettings
 from craton.planning import Roofline
 from craton.telemetry import RankPage
 
-LEAST_SECONDS = 60.0  # that any step may take: a kernel may have to be compiled for it
+MIN_SECONDS = 60.0  # that any step may take: a kernel may have to be compiled for it
 SLOWNESS = 10.0  # how much longer than the machine's roofs allow the largest step may take
 CONTROL_SECONDS = 3600.0  # that loading or receiving other weights, or any other change of a rank, may take
 
 
-class Pulse:
+class EngineHeartbeat:
     """Of a rank whose steps take at most `patience_seconds`; without an agent (page None) nobody listens. It begins and
     ends with a `with`: loading before it, and the end of the process behind it, give no signs."""
 
-    def __init__(self, page: RankPage | None, patience_seconds: float = LEAST_SECONDS) -> None:
+    def __init__(self, page: RankPage | None, patience_seconds: float = MIN_SECONDS) -> None:
         self._page = page
         self._patience_seconds = patience_seconds
 
-    def __enter__(self) -> Pulse:
+    def __enter__(self) -> EngineHeartbeat:
         self._expect(self._patience_seconds)
         return self
 
@@ -58,4 +58,4 @@ def patience_of(floor: Roofline, settings: EngineSettings, kv_tokens: int) -> fl
     keys and values."""
     chunk, length = settings.chunk_tokens, settings.max_length
     largest = floor.step_seconds(chunk, kv_tokens, settings.max_running, pairs=float(chunk * length))
-    return max(LEAST_SECONDS, SLOWNESS * largest)
+    return max(MIN_SECONDS, SLOWNESS * largest)

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from craton.ml.collectives import local
 from craton.ml.models import Decoder
-from craton.ml.serving.runner import Result, Runner
+from craton.ml.serving.runner import Runner, StepResult
 from craton.ml.serving.settings import ServingError
 from craton.ml.serving.weights import WeightsReceiver, named_targets, update_from_folder
-from craton.ml.serving.work import Work
+from craton.ml.serving.work import StepInput
 
 if TYPE_CHECKING:
     from craton.ml.serving.adapters import Adapters
 
 
-class Rank:
+class EngineRank:
     """Steps, and what those who run an engine do with its weights. The same methods are called on every rank."""
 
     def __init__(self, runner: Runner, adapters: Adapters | None = None, number: int = 0, secret: bytes = b"") -> None:
@@ -36,7 +36,7 @@ class Rank:
     def model(self) -> Decoder:
         return self.runner.model
 
-    def execute(self, work: Work) -> Result:
+    def execute(self, work: StepInput) -> StepResult:
         assert self._has_weights, "asleep"
         assert self._has_cache, "asleep"
         return self.runner.execute(work)

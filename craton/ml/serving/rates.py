@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from craton.ml.serving.messages import STEP_BOUNDS
 
 if TYPE_CHECKING:
-    from craton.ml.serving.scheduler import Step
+    from craton.ml.serving.scheduler import ScheduledStep
 
 STEPS = 64  # that means are taken over
 IDLE_SECONDS = 1.0  # between two readings: longer than that, nobody asked for anything
@@ -32,7 +32,7 @@ class Rates:
         self._last = 0.0
         self._recent: deque[tuple[float, float, int]] = deque(maxlen=STEPS)  # seconds, least seconds, tokens
 
-    def record(self, step: Step, sampled: int) -> None:
+    def record(self, step: ScheduledStep, sampled: int) -> None:
         now = time.monotonic()
         seconds = now - self._last
         self._last = now

@@ -20,7 +20,7 @@ from craton.ml.kernels import add_norm, linear
 from craton.ml.kernels.paged import FEW_ROWS
 from craton.ml.models import Decoder
 from craton.ml.models.rope import rope_tables
-from craton.ml.serving.backends import Batch, make_backend
+from craton.ml.serving.backends import AttentionBatch, make_backend
 from craton.ml.serving.blocks import DUMMY
 from craton.ml.serving.graphs import DecodeGraphs
 from craton.ml.serving.messages import Alternatives
@@ -29,7 +29,7 @@ from craton.ml.serving.prefix import Move
 from craton.ml.serving.sampler import Chosen, Tuning, logprobs_of, sample
 from craton.ml.serving.settings import EngineSettings
 from craton.ml.serving.upload import Upload
-from craton.ml.serving.work import PromptPart, Work, has_penalties
+from craton.ml.serving.work import PromptPart, StepInput, has_penalties
 
 if TYPE_CHECKING:
     from craton.ml.serving.adapters import Adapters
@@ -42,7 +42,7 @@ PROMPT_ROWS = 256  # of logits that are made at once for a prompt's log-probabil
 
 
 @dataclass
-class Result:
+class StepResult:
     """What a step chose; `read` waits for it."""
 
     tokens: Tensor
@@ -97,7 +97,7 @@ class RowTable:
         self.seeds, self.top_k = (torch.zeros(self.rows, dtype=torch.int64, device=self.device) for _ in range(2))
         self.adapters = torch.full((self.rows,), -1, dtype=torch.int32, device=self.device)
 
-    def start(self, work: Work, upload: Upload) -> None:
+    def start(self, work: StepInput, upload: Upload) -> None:
         """Takes in the requests that got a row, and tokens that the device does not have."""
         if work.next_tokens:
             sent = upload.send(np.asarray(work.next_tokens, np.int32)).long()
@@ -124,7 +124,7 @@ class RowTable:
         self.top_k.copy_(top_k)
         self.adapters.copy_(adapters)
 
-    def tuning(self, work: Work, rows: Tensor, allowed: Tensor | None) -> Tuning:
+    def tuning(self, work: StepInput, rows: Tensor, allowed: Tensor | None) -> Tuning:
         """What the requests of these rows ask for."""
         places = work.sampled_rows
 
@@ -217,7 +217,7 @@ class Runner:
             self.graphs = DecodeGraphs(self, settings.max_running, settings.draft_tokens)
 
     @torch.inference_mode()
-    def execute(self, work: Work) -> Result:
+    def execute(self, work: StepInput) -> StepResult:
         """Starts a step; its result can be read later."""
         self._move(work.moves)
         self._update_table(work)
@@ -292,7 +292,7 @@ class Runner:
             places = places.repeat_interleave(queries)
             positions = (lengths.long()[:, None] + steps).flatten()
         slots = self._slots(places, positions)
-        self.past.begin(Batch(rows, lengths, slots, len(rows), longest=self.longest, queries=queries))
+        self.past.begin(AttentionBatch(rows, lengths, slots, len(rows), longest=self.longest, queries=queries))
         if self.adapters is not None:
             self.adapters.of_tokens = self.table.adapters[places]
         hidden = self._hidden(tokens, positions)
@@ -314,7 +314,7 @@ class Runner:
         whole = self.peers.gather(part).view(self.peers.size, len(hidden), -1)
         return whole.transpose(0, 1).flatten(1)
 
-    def _forward(self, work: Work) -> tuple[Tensor, Tensor]:
+    def _forward(self, work: StepInput) -> tuple[Tensor, Tensor]:
         """All tokens of a step through the model: hidden [tokens, hidden], positions [tokens]."""
         counts, lengths, rows = work.counts, work.lengths, work.rows
         tokens = int(counts.sum())
@@ -336,7 +336,7 @@ class Runner:
         token_rows, positions = token_rows.long(), positions.long()
         written = self.table.next_token[token_rows[: work.decode]]
         inputs = torch.cat([written, known.long()])
-        batch = Batch(
+        batch = AttentionBatch(
             device_rows,
             device_lengths,
             self._slots(token_rows, positions),
@@ -370,7 +370,7 @@ class Runner:
                 counts[0] = min(tokens, self.longest)
                 dummies = np.full(requests, self.rows - 1, np.int32)
                 known, last = np.zeros(counts.sum(), np.int32), np.cumsum(counts, dtype=np.int32) - 1
-                self.execute(Work(dummies, counts, counts, 0, known, last, dummies))
+                self.execute(StepInput(dummies, counts, counts, 0, known, last, dummies))
 
     def _slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         blocks = self.past.table[rows, positions // self.page].long()
@@ -402,12 +402,12 @@ class Runner:
                 assert host is not None
                 cache[move.target].copy_(host[move.source], non_blocking=True)
 
-    def _update_table(self, work: Work) -> None:
+    def _update_table(self, work: StepInput) -> None:
         if work.table:
             changes = self.upload.send(np.asarray(work.table, np.int32)).long()
             self.past.table[changes[:, 0], changes[:, 1]] = changes[:, 2].int()
 
-    def _result(self, chosen: Chosen, prompts: list[tuple[Tensor, Tensor, Tensor]]) -> Result:
+    def _result(self, chosen: Chosen, prompts: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
         def back(tensor: Tensor) -> Tensor:
             if self.device.type != "cuda":
                 return tensor.clone()
@@ -417,7 +417,7 @@ class Runner:
         if chosen.alternatives is not None:
             alternatives = (back(chosen.alternatives[0]), back(chosen.alternatives[1]))
         found = [(back(first), back(second), back(third)) for first, second, third in prompts]
-        result = Result(back(chosen.tokens), back(chosen.logprobs), alternatives, found)
+        result = StepResult(back(chosen.tokens), back(chosen.logprobs), alternatives, found)
         if self.device.type == "cuda":
             result.done = torch.cuda.Event()
             result.done.record()

@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from craton.ml.serving.blocks import BlockPool
-from craton.ml.serving.prefix import Move, Node, PrefixTree, Root
+from craton.ml.serving.prefix import Move, PrefixNode, PrefixTree, Root
 from craton.ml.serving.sequence import Sequence
 
 REMEMBERED = 64  # answers whose lengths say how long the next ones will be
 # Reading prompts makes a step longer for all who write. So that it is seldom much longer, no more is read than is due:
-LEAST_READ = 512  # tokens, which cost about as much as writing for a hundred requests does
+MIN_READ = 512  # tokens, which cost about as much as writing for a hundred requests does
 READ_STEPS = 4  # in which all that waits would be read
 FIRST_OUTPUTS = 256.0  # tokens that a request is expected to write before anything is known
-MOST_ENDED = 64  # requests that ended while they waited and may lie among those that wait, whatever their number
+MAX_ENDED = 64  # requests that ended while they waited and may lie among those that wait, whatever their number
 
 
 @dataclass(slots=True)
-class Part:
+class ScheduledChunk:
     """The next `count` tokens of a sequence, from `begin` on. `samples`: the last of them gives another token, and so
     does the one before each of its `drafts`."""
 
@@ -39,10 +39,10 @@ class Part:
 
 
 @dataclass(slots=True)
-class Step:
+class ScheduledStep:
     """What is computed together; sequences with a single token come first."""
 
-    parts: list[Part]
+    parts: list[ScheduledChunk]
     moves: list[Move] = field(default_factory=list)
     table: list[tuple[int, int, int]] = field(default_factory=list)  # row, column, block: what changed
     started: list[Sequence] = field(default_factory=list)  # that have a new row
@@ -57,7 +57,7 @@ class _Making:
     """A step in the making: tokens that it may still have, and its parts."""
 
     budget: int
-    parts: dict[Sequence, Part] = field(default_factory=dict)
+    parts: dict[Sequence, ScheduledChunk] = field(default_factory=dict)
     is_admitting: bool = False  # those who run have what they need
 
 
@@ -107,7 +107,7 @@ class Scheduler:
         self._order[sequence] = next(self._arrivals)
         self._wait(sequence)
 
-    def schedule(self) -> Step | None:
+    def schedule(self) -> ScheduledStep | None:
         """The next step; None when there is nothing to compute now."""
         making = _Making(self.chunk_tokens)
         reading: list[Sequence] = []
@@ -119,7 +119,7 @@ class Scheduler:
                 unread += pending
             elif making.budget:
                 self._continue(sequence, 1, making)
-        making.budget = min(making.budget, max(LEAST_READ, unread // READ_STEPS))
+        making.budget = min(making.budget, max(MIN_READ, unread // READ_STEPS))
         for sequence in reading:
             if making.budget and sequence.row >= 0:
                 self._continue(sequence, _fitting(sequence, making.budget), making)
@@ -130,7 +130,7 @@ class Scheduler:
         if not making.parts:
             return None
         parts = sorted(making.parts.values(), key=lambda part: part.count > 1)
-        step = Step(parts, self.tree.moves, self._table, self._started)
+        step = ScheduledStep(parts, self.tree.moves, self._table, self._started)
         self.tree.moves, self._table, self._started = [], [], []
         return step
 
@@ -203,7 +203,7 @@ class Scheduler:
         assert len(self._rows) + len(self.running) == len(set(self._rows) | {each.row for each in self.running})
         assert len(self._order) == len(self.running) + len(self._waiting), "one neither runs nor waits, or does both"
         assert sum(self._waiting.values()) == self._waiting_tokens
-        assert len(self._queue) <= 2 * len(self._waiting) + MOST_ENDED
+        assert len(self._queue) <= 2 * len(self._waiting) + MAX_ENDED
 
     def _continue(self, sequence: Sequence, tokens: int, making: _Making) -> bool:
         """Computes so many tokens of a running sequence, if they are wanted and have room."""
@@ -214,7 +214,9 @@ class Scheduler:
         if end > len(sequence.blocks) * self.page and not self._room(sequence, end, making):
             return False
         samples = end == len(sequence.tokens) + sequence.in_flight + len(sequence.drafts)
-        making.parts[sequence] = Part(sequence, begin, tokens, samples, len(sequence.drafts) if samples else 0)
+        making.parts[sequence] = ScheduledChunk(
+            sequence, begin, tokens, samples, len(sequence.drafts) if samples else 0
+        )
         making.budget -= tokens
         sequence.computed = end
         if samples and not sequence.drafts:
@@ -280,7 +282,7 @@ class Scheduler:
 
     def _stop_waiting(self, sequence: Sequence) -> None:
         self._waiting_tokens -= self._waiting.pop(sequence)
-        if len(self._queue) > 2 * len(self._waiting) + MOST_ENDED:
+        if len(self._queue) > 2 * len(self._waiting) + MAX_ENDED:
             self._queue = [entry for entry in self._queue if entry[2] in self._waiting]
             heapq.heapify(self._queue)
 
@@ -295,7 +297,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Gives the first of those that wait a row and the blocks that are kept of its text, if all it needs can be
         had."""
-        nodes: list[Node] = []
+        nodes: list[PrefixNode] = []
         if sequence.sampling.prompt_logprobs is None or sequence.prompt_logprobs is not None:
             nodes = self.tree.match((self.version, sequence.adapter), sequence.tokens)
         for node in nodes:

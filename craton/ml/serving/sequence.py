@@ -13,7 +13,7 @@ from craton.ml.serving.messages import Alternatives, Finish, Sampling
 
 if TYPE_CHECKING:
     from craton.ml.serving.grammars import GrammarState
-    from craton.ml.serving.prefix import Node
+    from craton.ml.serving.prefix import PrefixNode
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class Sequence:
     in_flight: int = 0
     drafts: list[int] = field(default_factory=list)  # guesses after the last token, not yet computed
     blocks: list[int] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)  # of the prefix tree, for the first of the blocks
+    nodes: list[PrefixNode] = field(default_factory=list)  # of the prefix tree, for the first of the blocks
     version: int = 0  # of the weights under which its first token was computed
     is_private: bool = False  # what it computed since is of several versions, or forgotten: its blocks are its own
     row: int = -1  # of the device's tables; -1: it is not running

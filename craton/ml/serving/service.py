@@ -18,12 +18,12 @@ from typing import Any
 
 from craton.errors import CratonError
 from craton.ml.serving.engine import Engine, State
-from craton.ml.serving.gang import Gang
+from craton.ml.serving.gang import TensorParallelGroup
 from craton.ml.serving.latencies import Latencies
 from craton.ml.serving.message_bytes import MessageLine
-from craton.ml.serving.messages import Abort, Answer, Control, Failed, Ready, Stats, Submit
+from craton.ml.serving.messages import Abort, Control, EngineReply, Failed, Ready, Stats, Submit
 from craton.ml.serving.packing import WireError
-from craton.ml.serving.pulse import CONTROL_SECONDS, Pulse
+from craton.ml.serving.pulse import CONTROL_SECONDS, EngineHeartbeat
 from craton.ml.serving.settings import ServingError
 from craton.ml.serving.weights import RECEIVE_SECONDS, MixedWeightsError
 
@@ -59,16 +59,16 @@ class Task:
     began: float = 0.0  # the call
 
 
-class Service:
+class EngineProcess:
     """An engine behind one line to a front end. `record` gets its numbers twice a second."""
 
     def __init__(
         self,
         name: str,
         engine: Engine,
-        gang: Gang,
+        gang: TensorParallelGroup,
         front: MessageLine,
-        pulse: Pulse,
+        pulse: EngineHeartbeat,
         record: Callable[[Stats, Latencies], None] | None = None,
     ) -> None:
         self._name = name
@@ -164,7 +164,7 @@ class Service:
             action = self._controls.get(control.name)
             if action is None:
                 known = ", ".join(self._controls)
-                self._front.send(Answer(control.id, error=f"{control.name!r} is not known; there are: {known}"))
+                self._front.send(EngineReply(control.id, error=f"{control.name!r} is not known; there are: {known}"))
             else:
                 self._advance(Task(control.id, _steps(action, control.arguments)))
 
@@ -192,9 +192,9 @@ class Service:
             else:
                 wanted = task.steps.send(call.result())
         except StopIteration as end:
-            self._front.send(Answer(task.id, end.value))
+            self._front.send(EngineReply(task.id, end.value))
         except (CratonError, TypeError) as error:
-            self._front.send(Answer(task.id, error=str(error)))
+            self._front.send(EngineReply(task.id, error=str(error)))
         else:
             if wanted is None:
                 self._waiting.append(task)

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from craton.ml.collectives import local, own_slices
 from craton.ml.models import Decoder, Stage, WeightsError, load_weights
-from craton.ml.serving.float8 import Float8Experts, Float8Linear
+from craton.ml.serving.float8 import Float8Experts, ServedFloat8Linear
 
 CHUNK = 16 << 20  # bytes of a tensor in one message
 RECEIVE_SECONDS = 600.0  # that a sender is waited for
@@ -68,7 +68,7 @@ def update_from_folder(model: Decoder, folder: str | Path) -> None:
     """Takes the weights of a Hugging Face folder of the same model; of a sharded one each rank its part."""
     update = _Update(model)
     with update.told(f"the update from {folder}"):
-        if any(isinstance(module, Float8Linear | Float8Experts) for module in model.modules()):
+        if any(isinstance(module, ServedFloat8Linear | Float8Experts) for module in model.modules()):
             for name, tensor in _read_layers(model, folder):
                 update.write(name, tensor[own_slices(update.targets[name])])
             return
@@ -201,7 +201,7 @@ class _Update:
         path, _, own = name.rpartition(".")
         module = self.model.get_submodule(path)
         self.has_written = True
-        if isinstance(module, Float8Linear | Float8Experts) and hasattr(module, f"{own}_scale"):
+        if isinstance(module, ServedFloat8Linear | Float8Experts) and hasattr(module, f"{own}_scale"):
             module.fill(own, part)
         else:
             local(self.targets[name]).copy_(part)

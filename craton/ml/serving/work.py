@@ -13,7 +13,7 @@ import numpy as np
 
 from craton.ml.serving.messages import Sampling
 from craton.ml.serving.prefix import Move
-from craton.ml.serving.scheduler import Part, Step
+from craton.ml.serving.scheduler import ScheduledChunk, ScheduledStep
 from craton.ml.serving.sequence import Sequence
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -21,7 +21,7 @@ FORBIDDEN = -1e30  # added to the logit of a token that must not be chosen
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RowStart:
     """A sequence gets a row."""
 
     row: int
@@ -43,7 +43,7 @@ class PromptPart:
 
 
 @dataclass(slots=True)
-class Work:
+class StepInput:
     """`rows`, `counts` and `lengths` are of each request: its row, its tokens in this step, all its tokens so far."""
 
     rows: Integers
@@ -55,7 +55,7 @@ class Work:
     sampled_rows: Integers
     moves: Several[Move] = ()
     table: Several[tuple[int, int, int]] = ()
-    starts: Several[Start] = ()
+    starts: Several[RowStart] = ()
     next_tokens: Several[tuple[int, int]] = ()  # row, token: of requests with a single one, where the host knows it
     is_tuned: bool = False
     added: Several[tuple[int, int, float]] = ()  # sampled index, token, what is added to its logit
@@ -64,7 +64,7 @@ class Work:
     prompts: list[PromptPart] = field(default_factory=list)
 
 
-def pack(step: Step, allowed: Integers | None = None) -> Work:
+def pack(step: ScheduledStep, allowed: Integers | None = None) -> StepInput:
     """What the device has to do for a step."""
     parts = step.parts
     decode = sum(part.count == 1 for part in parts)
@@ -79,7 +79,7 @@ def pack(step: Step, allowed: Integers | None = None) -> Work:
         if end > len(known):
             tokens += part.sequence.drafts[: end - len(known)]
     sampled, sampled_rows = _sampled(parts, decode)
-    work = Work(
+    work = StepInput(
         rows,
         counts,
         lengths,
@@ -101,7 +101,7 @@ def pack(step: Step, allowed: Integers | None = None) -> Work:
     return work
 
 
-def _sampled(parts: Several[Part], decode: int) -> tuple[Integers, Integers]:
+def _sampled(parts: Several[ScheduledChunk], decode: int) -> tuple[Integers, Integers]:
     indices: list[int] = [index for index, part in enumerate(parts[:decode]) if part.samples]
     rows = [parts[index].sequence.row for index in indices]
     begin = decode
@@ -114,14 +114,14 @@ def _sampled(parts: Several[Part], decode: int) -> tuple[Integers, Integers]:
     return np.asarray(indices, np.int32), np.asarray(rows, np.int32)
 
 
-def _start(sequence: Sequence) -> Start:
+def _start(sequence: Sequence) -> RowStart:
     sampling = sequence.sampling
     counted = has_penalties(sampling)
     prompt, written = (
         sequence.tokens[: sequence.prompt_length],
         sequence.tokens[sequence.prompt_length :],
     )
-    return Start(
+    return RowStart(
         sequence.row,
         sequence.seed,
         sequence.adapter_slot,
@@ -131,7 +131,7 @@ def _start(sequence: Sequence) -> Start:
     )
 
 
-def _tune(work: Work, parts: Several[Part]) -> None:
+def _tune(work: StepInput, parts: Several[ScheduledChunk]) -> None:
     """What some of the requests ask for beside a temperature."""
     work.is_tuned = work.allowed is not None
     if all(part.sequence.is_plain for part in parts):

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from craton.job import Job, Layout
-from craton.ml.trace.records import CollectiveTotal, Finding, RankTrace, Trace
+from craton.ml.trace.records import CollectiveTotal, RankTrace, Trace, TraceFinding
 from craton.planning import STACKS, UNKNOWN, Memory, StageInventory, Workload, inventory, memory
 
 BYTES_TOLERANCE = 0.01  # of collectives and FLOPs
@@ -31,7 +31,7 @@ NOT_TENSORS = ("allocator slack", "runtime and communicators")
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One number, planned and traced."""
 
     name: str  # "all_gather over fsdp 64", "attention", "gradients"
@@ -49,8 +49,8 @@ class RankComparison:
 
     rank: int
     stage: int
-    collectives: tuple[Row, ...]
-    flops: tuple[Row, ...]
+    collectives: tuple[ComparisonRow, ...]
+    flops: tuple[ComparisonRow, ...]
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Comparison:
     """All traced ranks beside the plan; memory on the rank that needs most."""
 
     ranks: tuple[RankComparison, ...]
-    memory: tuple[Row, ...]  # the first is the total
-    findings: tuple[Finding, ...]
+    memory: tuple[ComparisonRow, ...]  # the first is the total
+    findings: tuple[TraceFinding, ...]
     agrees: bool
 
 
@@ -105,16 +105,16 @@ def compare_rank(rank: RankTrace, stage: StageInventory) -> RankComparison:
         is_negligible = not is_close and max(expected[1], found[1]) <= small
         name = f"{operation} over {dimension} {ranks}"
         agrees = is_close or is_negligible
-        rows.append(Row(name, expected[1], found[1], expected[0], found[0], agrees, is_negligible))
+        rows.append(ComparisonRow(name, expected[1], found[1], expected[0], found[0], agrees, is_negligible))
     flops = [
-        Row(kind, stage.flops[kind], size, agrees=_close(stage.flops[kind], size, BYTES_TOLERANCE))
+        ComparisonRow(kind, stage.flops[kind], size, agrees=_close(stage.flops[kind], size, BYTES_TOLERANCE))
         for kind, size in ((kind, rank.flops.get(kind, 0.0)) for kind in stage.flops)
         if stage.flops[kind] or size
     ]
     return RankComparison(rank.rank, rank.stage, tuple(rows), tuple(flops))
 
 
-def compare_memory(rank: RankTrace, planned: Memory) -> tuple[Row, ...]:
+def compare_memory(rank: RankTrace, planned: Memory) -> tuple[ComparisonRow, ...]:
     """The total of the worst rank, then its parts."""
     tensors = {part: size for part, size in planned.parts.items() if part not in NOT_TENSORS}
     total = sum(tensors.values())
@@ -124,8 +124,11 @@ def compare_memory(rank: RankTrace, planned: Memory) -> tuple[Row, ...]:
         for part, size in parts.items():
             sizes[SHOWN_PARTS.get(part, "activations")] += size
     agrees = _close(total, rank.memory_bytes, MEMORY_TOLERANCE)
-    rows = [Row("total", total, rank.memory_bytes, agrees=agrees)]
-    rows += [Row(part, expected[part], found[part]) for part in dict.fromkeys([*SHOWN_PARTS.values(), "activations"])]
+    rows = [ComparisonRow("total", total, rank.memory_bytes, agrees=agrees)]
+    rows += [
+        ComparisonRow(part, expected[part], found[part])
+        for part in dict.fromkeys([*SHOWN_PARTS.values(), "activations"])
+    ]
     return tuple(rows)
 
 
@@ -133,7 +136,7 @@ def _close(planned: float, traced: float, tolerance: float) -> bool:
     return abs(traced - planned) <= tolerance * max(planned, traced)
 
 
-def _findings(rank: RankComparison, traced: RankTrace) -> list[Finding]:
+def _findings(rank: RankComparison, traced: RankTrace) -> list[TraceFinding]:
     """Collectives that are missing, or that nobody planned, with the modules that were seen to call them; and FLOPs."""
     found = []
     for row in rank.collectives:
@@ -149,7 +152,7 @@ def _findings(rank: RankComparison, traced: RankTrace) -> list[Finding]:
         else:
             text = f"{row.name} moves {row.traced:.4g} bytes a step, {row.planned:.4g} are expected"
             relief = "compare the tensors that it is given with the plan's (craton/planning/operations.py)"
-        found.append(Finding(", ".join(sorted(seen)) or f"rank {rank.rank}", text, relief))
+        found.append(TraceFinding(", ".join(sorted(seen)) or f"rank {rank.rank}", text, relief))
     is_plain = any(row.name == "attention" and not row.traced for row in rank.flops)
     for row in rank.flops:
         if row.agrees or (row.name == "gemm" and is_plain):
@@ -159,18 +162,18 @@ def _findings(rank: RankComparison, traced: RankTrace) -> list[Finding]:
         if row.name == "attention" and is_plain:
             text = "attention runs as plain products over all pairs of tokens, not as a fused kernel"
             relief = "on GPUs a context group has fused kernels in 16 bit only: train in bf16"
-        found.append(Finding(f"stage {rank.stage}", text, relief))
+        found.append(TraceFinding(f"stage {rank.stage}", text, relief))
     return found
 
 
-def _memory_findings(rows: tuple[Row, ...], worst: RankTrace) -> list[Finding]:
+def _memory_findings(rows: tuple[ComparisonRow, ...], worst: RankTrace) -> list[TraceFinding]:
     total, *parts = rows
     if total.agrees:
         return []
     off = max(parts, key=lambda row: abs(row.traced - row.planned))
     text = f"memory reaches {total.traced / total.planned:.2f} times what is planned, most of it {off.name}"
     relief = f"look at what is alive in the {worst.memory_instant} (craton/planning/own_memory.py)"
-    return [Finding(f"rank {worst.rank}", text, relief)]
+    return [TraceFinding(f"rank {worst.rank}", text, relief)]
 
 
 def _name(each: CollectiveTotal) -> str:

@@ -11,8 +11,8 @@ import torch
 
 from craton.job import Layout
 from craton.ml.models import Decoder, DecoderConfig
-from craton.ml.trace.records import Finding, RankTrace, Recording
-from craton.ml.trace.runs import Run
+from craton.ml.trace.records import RankTrace, Recording, TraceFinding
+from craton.ml.trace.runs import LayerRun
 
 UNEVEN = 0.1  # of the mean stage's FLOPs, from which a stage is worth a word
 MIN_NEIGHBOURS = 3  # layers of a run, from which one that differs from the others can be told
@@ -21,7 +21,7 @@ MIN_NEIGHBOURS = 3  # layers of a run, from which one that differs from the othe
 WHOLE_UNDER_TP = ("norm.weight", "router.weight", "q_a.weight", "kv_a.weight")
 
 
-def parameter_findings(recording: Recording, config: DecoderConfig, layout: Layout) -> Iterator[Finding]:
+def parameter_findings(recording: Recording, config: DecoderConfig, layout: Layout) -> Iterator[TraceFinding]:
     """Parameters of which this rank holds more than the layout says; `config` is that of the traced depth."""
     with torch.device("meta"):
         whole = dict(Decoder(config).named_parameters())
@@ -37,14 +37,14 @@ def parameter_findings(recording: Recording, config: DecoderConfig, layout: Layo
             continue
         module = name.rpartition(".")[0]
         held = "is whole" if size == full else f"has {size:,} of {full:,} numbers"
-        yield Finding(
+        yield TraceFinding(
             module,
             f"{name} {held} on this rank; the layout cuts it {inner * sharded} times ({layout})",
             f"give {module} to fully_shard, or to the cut by tp or ep, in craton/ml/training/parallel.py",
         )
 
 
-def layer_findings(recording: Recording, runs: Sequence[Run]) -> Iterator[Finding]:
+def layer_findings(recording: Recording, runs: Sequence[LayerRun]) -> Iterator[TraceFinding]:
     """Layers whose collectives are not those of the equal layers beside them."""
     for run in runs:
         if run.length < MIN_NEIGHBOURS:
@@ -55,7 +55,7 @@ def layer_findings(recording: Recording, runs: Sequence[Run]) -> Iterator[Findin
             for layer, each in calls.items():
                 if each.get(key, 0) != usual:
                     place, operation, dimension = key
-                    yield Finding(
+                    yield TraceFinding(
                         f"blocks.{layer}",
                         f"blocks.{layer} has {each.get(key, 0)} {operation} over {dimension} in its {place} pass; the "
                         f"equal layers beside it have {usual}",
@@ -63,7 +63,7 @@ def layer_findings(recording: Recording, runs: Sequence[Run]) -> Iterator[Findin
                     )
 
 
-def stage_findings(ranks: Sequence[RankTrace], layout: Layout) -> Iterator[Finding]:
+def stage_findings(ranks: Sequence[RankTrace], layout: Layout) -> Iterator[TraceFinding]:
     """Pipeline stages that do more than the others: all wait for the slowest."""
     if layout.pp == 1 or len(ranks) < 2:
         return
@@ -73,7 +73,7 @@ def stage_findings(ranks: Sequence[RankTrace], layout: Layout) -> Iterator[Findi
         excess = sum(rank.flops.values()) / mean - 1
         if excess > UNEVEN:
             head = " and the head" if rank.flops.get("head") else ""
-            yield Finding(
+            yield TraceFinding(
                 f"stage {rank.stage}",
                 f"stage {rank.stage} ({rank.layers} layers{head}) computes {excess:.0%} more than the mean stage",
                 "choose pp · vpp so that layers, and the head as one or two more, divide evenly",

@@ -116,7 +116,7 @@ class CollectiveTotal:
 
 
 @dataclass(frozen=True)
-class Finding:
+class TraceFinding:
     """Something that analysis cannot see: where it is and what to do."""
 
     module: str
@@ -149,7 +149,7 @@ class Trace:
     micro_batches: int
     seconds: float
     ranks: tuple[RankTrace, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[TraceFinding, ...]
 
     @property
     def worst(self) -> RankTrace:

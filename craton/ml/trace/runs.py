@@ -16,7 +16,7 @@ TRACED_LAYERS = 3  # of a run: its ends, and one between that is like every othe
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerRun:
     """Neighbouring layers of one kind."""
 
     first: int  # number of its first layer
@@ -39,7 +39,7 @@ class Depth:
     """A model of some layers, and the runs of them that one rank holds."""
 
     shape: ModelShape
-    runs: tuple[Run, ...]
+    runs: tuple[LayerRun, ...]
 
     @property
     def num_layers(self) -> int:
@@ -109,15 +109,15 @@ def _depth(shape: ModelShape, layout: Layout, pipeline_rank: int) -> Depth:
     return Depth(shape, tuple(run for chunk in chunks for run in _runs(shape, chunk)))
 
 
-def _runs(shape: ModelShape, layers: range) -> list[Run]:
-    runs: list[Run] = []
+def _runs(shape: ModelShape, layers: range) -> list[LayerRun]:
+    runs: list[LayerRun] = []
     for layer in layers:
         has_experts = shape.is_moe and layer >= shape.dense_layers
         is_sliding = layer >= shape.layers - shape.sliding_layers
         if runs and (runs[-1].has_experts, runs[-1].is_sliding) == (has_experts, is_sliding):
             runs[-1] = replace(runs[-1], length=runs[-1].length + 1)
         else:
-            runs.append(Run(layer, 1, has_experts, is_sliding))
+            runs.append(LayerRun(layer, 1, has_experts, is_sliding))
     return runs
 
 

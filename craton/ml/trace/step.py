@@ -23,7 +23,7 @@ from craton.ml.models import DecoderConfig
 from craton.ml.trace.fake import fake_rank
 from craton.ml.trace.patches import replaced
 from craton.ml.trace.records import Recording, Window
-from craton.ml.trace.runs import Depth, Run
+from craton.ml.trace.runs import Depth, LayerRun
 from craton.ml.trace.watch import NO_BLOCK, StepWatch
 from craton.ml.training import loop
 from craton.ml.training.batch import Batch
@@ -187,7 +187,7 @@ def _summing(watch: StepWatch) -> tuple[Any, str, Any]:
     return AdamW, "accumulate", summed
 
 
-def recording(watch: StepWatch, runs: Sequence[Run]) -> Recording:
+def recording(watch: StepWatch, runs: Sequence[LayerRun]) -> Recording:
     """What the watch saw, with memory by place instead of by number of the block."""
     places = {layer: (number, run.offsets(layer)) for number, run in enumerate(runs) for layer in run.layers}
     windows: dict[Window, dict[str, float]] = {}

@@ -14,8 +14,17 @@ from craton.job import Job, Layout, ModelShape
 from craton.ml.models import config_from_shape
 from craton.ml.trace.fake import TraceError
 from craton.ml.trace.findings import layer_findings, parameter_findings, stage_findings
-from craton.ml.trace.records import Amount, CollectiveKey, CollectiveTotal, Finding, RankTrace, Recording, Trace, Window
-from craton.ml.trace.runs import Depth, Depths, Run, depths_of
+from craton.ml.trace.records import (
+    Amount,
+    CollectiveKey,
+    CollectiveTotal,
+    RankTrace,
+    Recording,
+    Trace,
+    TraceFinding,
+    Window,
+)
+from craton.ml.trace.runs import Depth, Depths, LayerRun, depths_of
 from craton.ml.trace.step import micro_batches, trace_step
 from craton.ml.trace.watch import NO_BLOCK
 
@@ -29,7 +38,7 @@ def trace(job: Job, layout: Layout, ranks: Sequence[int] = (), progress: Progres
     started = time.monotonic()
     config = config_from_shape(job.model_shape)
     done: list[RankTrace] = []
-    findings: list[Finding] = []
+    findings: list[TraceFinding] = []
     chosen = dict.fromkeys(ranks, 1) or differing_ranks(config.shape, layout)
     for rank in chosen:
         if not 0 <= rank < layout.world:
@@ -69,7 +78,7 @@ def differing_ranks(shape: ModelShape, layout: Layout) -> dict[int, int]:
     return {rank: alike[key] for key, rank in ranks.items()}
 
 
-def _layer_findings(depths: Depths, recordings: Sequence[Recording], has_adapters: bool) -> Iterator[Finding]:
+def _layer_findings(depths: Depths, recordings: Sequence[Recording], has_adapters: bool) -> Iterator[TraceFinding]:
     """Layers unlike their neighbours, where most layers were traced: with adapters one of them does not count."""
     traced = zip((depths.base, *(depth for _, depth in depths.more)), recordings, strict=True)
     depth, recording = max(traced, key=lambda each: each[0].runs[0].length)
@@ -108,7 +117,7 @@ def _rank_trace(recording: Recording, depth: Depth, rank: int, stage: int, alike
     )
 
 
-def _instant(window: Window, runs: Sequence[Run]) -> str:
+def _instant(window: Window, runs: Sequence[LayerRun]) -> str:
     of = {"first": " of the first micro-batch", "last": " of the last micro-batch", "middle": ""}
     when = of.get(window.micro_batch, "")
     if window.run == NO_BLOCK:

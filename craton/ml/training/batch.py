@@ -12,7 +12,7 @@ from torch import Tensor
 from craton.errors import CratonError
 from craton.ml.collectives import Peers
 from craton.ml.kernels import Documents
-from craton.ml.kernels.documents import Place
+from craton.ml.kernels.documents import ContextSlice
 
 IGNORED = -100  # a label that no loss looks at
 
@@ -51,7 +51,7 @@ class Batch:
         offsets of the pieces. Done on the host; without a group the batch itself."""
         if context is None:
             return self
-        place, sequence = Place(context.rank, context.size), self.tokens.shape[1]
+        place, sequence = ContextSlice(context.rank, context.size), self.tokens.shape[1]
         if sequence % (2 * place.size):
             raise BatchError(
                 f"cp {place.size} cuts a sequence into 2·cp = {2 * place.size} pieces, which {sequence} tokens are not "

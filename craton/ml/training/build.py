@@ -31,7 +31,7 @@ from craton.ml.training.checkpoint import Checkpointer, PeerSetup, TierFolder
 from craton.ml.training.checkpoint_tiers import OWNER
 from craton.ml.training.lora import add_adapters, base_only, initialize_adapters
 from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
-from craton.ml.training.meter import Meter, Prediction
+from craton.ml.training.meter import Meter, PlannedStep
 from craton.ml.training.objectives import objective_of
 from craton.ml.training.optimizer import AdamW
 from craton.ml.training.orders import Order, connect
@@ -47,7 +47,7 @@ class SetupError(CratonError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankIdentity:
     """Who this process is among the ranks."""
 
     rank: int
@@ -59,7 +59,7 @@ class Place:
     generation: int = 0
 
     @classmethod
-    def from_environment(cls) -> Place:
+    def from_environment(cls) -> RankIdentity:
         def number(name: str, default: int) -> int:
             return int(os.environ.get(name, default))
 
@@ -71,7 +71,7 @@ class Place:
         return cls(rank, number("WORLD_SIZE", 1), number("LOCAL_RANK", 0), folder, stop_at, node, generation)
 
     @classmethod
-    def of(cls, order: Order) -> Place:
+    def of(cls, order: Order) -> RankIdentity:
         """As an agent orders it; the rest is as the environment says."""
         return replace(
             cls.from_environment(),
@@ -87,7 +87,9 @@ class Place:
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerClock, order: Order | None = None) -> Parts:
+def build(
+    run: RunDirectory, place: RankIdentity, recorder: Recorder, clock: LedgerClock, order: Order | None = None
+) -> Parts:
     """Everything that `Trainer` needs. Starts the process group when there is more than one rank."""
     job = load_job(run.job_path)
     if job.train is None:
@@ -111,7 +113,7 @@ def build(run: RunDirectory, place: Place, recorder: Recorder, clock: LedgerCloc
     checkpointer = Checkpointer(
         folders, place.rank, place.world, peer_setup(job, order), rescue_folder(run), continues=continues
     )
-    prediction = Prediction.read(run.plan_path)
+    prediction = PlannedStep.read(run.plan_path)
     try:
         model = build_model(job, ranks)
         optimizer = build_optimizer(job, ranks, model)

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from craton.errors import CratonError
 from craton.job import RESCUE
-from craton.ml.training.checkpoint_find import SavedStep, find_checkpoint, read_tensors, some
-from craton.ml.training.checkpoint_lane import Lane, Save, SaveReport
+from craton.ml.training.checkpoint_find import FoundStep, find_checkpoint, read_tensors, some
+from craton.ml.training.checkpoint_lane import Save, SaveReport, TierLane
 from craton.ml.training.checkpoint_open import open_tier
 from craton.ml.training.checkpoint_restore import check_names, find_together, load_together, open_together
-from craton.ml.training.checkpoint_staging import Ranks, Staging, file_threads, local_data, synchronize
+from craton.ml.training.checkpoint_staging import SavingRanks, Staging, file_threads, local_data, synchronize
 from craton.ml.training.checkpoint_sums import CheckpointError, DifferentModelError, RanksLostError
 from craton.ml.training.checkpoint_tiers import Tier, TierFolder
 from craton.ml.training.peer import PEER, Note, PeerMemory, PeerSetup
@@ -48,7 +48,7 @@ __all__ = [
     "RanksLostError",
     "RestoreReport",
     "SaveReport",
-    "SavedStep",
+    "FoundStep",
     "TierFolder",
     "find_checkpoint",
     "read_tensors",
@@ -87,11 +87,11 @@ class Checkpointer:
         self.restored: RestoreReport | None = None
         self._tiers = [open_tier(folder) for folder in tiers]
         self._rescue = open_tier(rescue) if rescue is not None else None
-        self._ranks = Ranks(world)
+        self._ranks = SavingRanks(world)
         nodes = {folder.name: self._ranks.gather(folder.node) for folder in tiers}
         self._prepare(nodes, continues)
         threads = file_threads()
-        self._lanes = {tier.folder.name: Lane(tier, rank, nodes[tier.folder.name], threads) for tier in self._tiers}
+        self._lanes = {tier.folder.name: TierLane(tier, rank, nodes[tier.folder.name], threads) for tier in self._tiers}
         self._staging = Staging()
         self._reports: deque[SaveReport] = deque()
         self._last_seconds: dict[str, float] = {}  # when a timed tier was last found due
@@ -171,7 +171,7 @@ class Checkpointer:
         if problem := self._ranks.of_rank_0(problem):
             raise CheckpointError(problem)
         if RESCUE not in self._lanes:
-            self._lanes[RESCUE] = Lane(self._rescue, self.rank, [None] * self.world, file_threads())
+            self._lanes[RESCUE] = TierLane(self._rescue, self.rank, [None] * self.world, file_threads())
         local = local_data(tensors)
         synchronize(local)
         wanted = tuple(tier.name for tier in self.tiers)
@@ -292,7 +292,7 @@ class Checkpointer:
         """Gives up whatever is under way, because other ranks are gone; False when a thread still writes after this
         long, and might spoil what the next generation writes."""
         deadline = time.monotonic() + seconds
-        users: list[Lane | PeerMemory] = [*self._lanes.values(), *([self._peer] if self._peer else [])]
+        users: list[TierLane | PeerMemory] = [*self._lanes.values(), *([self._peer] if self._peer else [])]
         ended = [user.abandon(max(0.0, deadline - time.monotonic())) for user in users]
         return all(ended)
 
@@ -444,7 +444,7 @@ class Checkpointer:
                     if rescued <= step:
                         self._rescue.remove(rescued)
 
-    def _move_down(self, index: int, saved: SavedStep) -> None:
+    def _move_down(self, index: int, saved: FoundStep) -> None:
         """Lower tiers that this step was meant for and that hold nothing as new get a copy in the background."""
         names = []
         if self.rank == 0:

@@ -26,7 +26,7 @@ GONE = "it is gone"  # removed since the steps were listed
 
 
 @dataclass(frozen=True)
-class SavedStep:
+class FoundStep:
     """A finished step that can be read."""
 
     step: int
@@ -44,7 +44,7 @@ class SavedStep:
         return self.files.where
 
 
-def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> SavedStep:
+def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> FoundStep:
     """The newest step with every file whole, or the given one; for whoever reads without ranks. Passes over bad ones
     as `Checkpointer.restore` does."""
     opened = [open_tier(folder) for folder in tiers]
@@ -58,7 +58,7 @@ def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> Sav
             try:
                 damaged = damage(files, seal.files)
                 if not damaged:
-                    found = SavedStep(each, tiers[index].name, files, seal, read_metadata(files, seal))
+                    found = FoundStep(each, tiers[index].name, files, seal, read_metadata(files, seal))
                     break
                 problems += damaged
             except CheckpointError as error:
@@ -81,7 +81,7 @@ def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> Sav
     raise CheckpointError(f"there is no checkpoint yet in {', '.join(str(tier.path) for tier in tiers)}")
 
 
-def read_tensors(saved: SavedStep, tensors: dict[str, Tensor]) -> None:
+def read_tensors(saved: FoundStep, tensors: dict[str, Tensor]) -> None:
     """Fills tensors from a checkpoint without ranks; the checkpoint may hold more than these."""
     shapes = saved.shapes
     if absent := [name for name in tensors if name not in shapes]:

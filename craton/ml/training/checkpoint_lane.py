@@ -26,7 +26,7 @@ from craton import figures
 from craton.errors import CratonError
 from craton.job import RESCUE
 from craton.ml.training.checkpoint_read import checked_spans
-from craton.ml.training.checkpoint_staging import LocalDataPlanner, Ranks, forget_plan
+from craton.ml.training.checkpoint_staging import LocalDataPlanner, SavingRanks, forget_plan
 from craton.ml.training.checkpoint_sums import METADATA, FileSum, Seal
 from craton.ml.training.checkpoint_tiers import StepFiles, StepWriter, Tier, make_room, retain
 from craton.ml.training.checkpoint_writer import CheckedWriter, ignore_single_process_warning
@@ -71,7 +71,7 @@ class Save:
     tiers: tuple[str, ...]  # all that this state is meant for
 
 
-class Lane:
+class TierLane:
     """All ranks make one for each tier and give it the same work in the same order."""
 
     def __init__(self, tier: Tier, rank: int, nodes: Sequence[str | None], threads: int) -> None:
@@ -80,7 +80,7 @@ class Lane:
         self.is_local = tier.folder.node is not None
         self._leads = rank == (nodes.index(nodes[rank]) if self.is_local else 0)  # seals, removes and retains
         self._nodes, self._world = tuple(nodes), len(nodes)
-        self._ranks = Ranks(self._world)
+        self._ranks = SavingRanks(self._world)
         self._writer = CheckedWriter(threads, tier.folder.name)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._jobs: deque[Future[SaveReport]] = deque()

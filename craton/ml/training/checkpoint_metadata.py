@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from craton.ml.training import checkpoint_pickle as names
-from craton.ml.training.checkpoint_pickle import Name, Record, read_pickle, shown
+from craton.ml.training.checkpoint_pickle import Name, PickledRecord, read_pickle, shown
 from craton.ml.training.checkpoint_sums import METADATA, CheckpointError, FileSum
 
 MAX_NAME_LETTERS = 4096
@@ -76,14 +76,16 @@ def _num_chunks(entry: Any) -> int:
     return len(chunks)
 
 
-def _tensor(name: Any, entry: Record, lengths: Mapping[tuple[str, torch.Size | None], int]) -> TensorStorageMetadata:
+def _tensor(
+    name: Any, entry: PickledRecord, lengths: Mapping[tuple[str, torch.Size | None], int]
+) -> TensorStorageMetadata:
     """`lengths`: bytes of each part in its file, by its name and offset."""
     name = _checked_name(name)
     state = _state(entry, names.TENSOR)
     size, properties = state.get("size"), state.get("properties")
     if type(size) is not torch.Size:
         raise CheckpointError(f"{name} has no size")
-    values = properties.state if type(properties) is Record and properties.name is names.PROPERTIES else None
+    values = properties.state if type(properties) is PickledRecord and properties.name is names.PROPERTIES else None
     if type(values) is not tuple or tuple(map(type, values)) != _PROPERTIES:
         raise CheckpointError(f"{name} has no dtype, or properties that no tensor has")
     dtype = values[0]
@@ -120,7 +122,7 @@ def _is_inside(offsets: torch.Size, sizes: torch.Size, whole: torch.Size) -> boo
 
 
 def _state(record: Any, name: Name) -> dict[str, Any]:
-    if type(record) is not Record or record.name is not name or type(record.state) is not dict:
+    if type(record) is not PickledRecord or record.name is not name or type(record.state) is not dict:
         raise CheckpointError(f"it has {shown(record)} where {name} belongs")
     return record.state
 

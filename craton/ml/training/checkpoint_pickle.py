@@ -1,7 +1,7 @@
 """DCP's `.metadata` as plain data: a pickle is read without importing, making or calling anything that it names.
 
 A pickle is a program for a small stack machine. This one knows the opcodes that DCP's metadata needs, and a name in the
-pickle is looked up in one table of exact (module, name) pairs. Instances become `Record`s: a name and a state. So no
+pickle is looked up in one table of exact (module, name) pairs. Instances become `PickledRecord`s: a name and a state. So no
 hostile file can reach code, neither through an allowed class nor by a dotted name. `checkpoint_metadata` makes DCP's
 objects from the records.
 
@@ -64,7 +64,7 @@ _MEMORY_FORMATS = (0, 1, 2)
 _MAKES_OBJECT = tuple(bytes([opcode]) for opcode in b"}])tR\x81\x85\x86\x87")  # the opcodes of one byte that do
 
 
-class Record:
+class PickledRecord:
     """What the pickle says of one instance. It compares and hashes by identity."""
 
     __slots__ = ("name", "state")
@@ -120,11 +120,11 @@ def _run(data: bytes) -> Any:
             name = stack[-1]
             if type(name) is not Name or not name.is_class or arguments != ():
                 raise CheckpointError(f"it makes an instance of {shown(name)} in an unusual way")
-            stack[-1] = Record(name)
+            stack[-1] = PickledRecord(name)
         elif opcode == 0x62:  # BUILD
             state = stack.pop()
             record = stack[-1]
-            if type(record) is not Record or record.state is not None:
+            if type(record) is not PickledRecord or record.state is not None:
                 raise CheckpointError(f"it sets a state of {shown(record)}, which has none")
             record.state = state
         elif opcode == 0x75:  # SETITEMS
@@ -252,7 +252,7 @@ def _set_items(target: Any, items: list[Any]) -> None:
         raise CheckpointError("it sets items of something other than a dictionary")
     keys = items[::2]
     for key in keys:
-        if type(key) is not str and type(key) is not Record:
+        if type(key) is not str and type(key) is not PickledRecord:
             raise CheckpointError(f"a key of a dictionary is {shown(key)}")
     target.update(zip(keys, items[1::2], strict=True))
 
@@ -271,7 +271,7 @@ def _text(data: bytes, begin: int, end: int) -> str:
 
 def shown(value: Any) -> str:
     """In a message: short, and without letters that a terminal obeys."""
-    if isinstance(value, Name | Record):
+    if isinstance(value, Name | PickledRecord):
         value = str(value if isinstance(value, Name) else value.name)
     text = value if isinstance(value, str) else f"a {type(value).__name__}"
     text = text if text.isprintable() else ascii(text)

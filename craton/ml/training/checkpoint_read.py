@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from craton.ml.training.checkpoint_archive import read_archive
-from craton.ml.training.checkpoint_staging import Ranks
+from craton.ml.training.checkpoint_staging import SavingRanks
 from craton.ml.training.checkpoint_sums import BLOCK_BYTES, METADATA, CheckpointError, FileSum, changed_block
 from craton.ml.training.checkpoint_tiers import StepFiles
 
@@ -134,7 +134,7 @@ class CheckedReader(StorageReader):
         files: StepFiles,
         metadata: Metadata,
         sums: Mapping[str, FileSum],
-        ranks: Ranks | None = None,
+        ranks: SavingRanks | None = None,
     ) -> None:
         self._files, self._metadata, self._sums, self._ranks = files, metadata, sums, ranks
         self._me = dist.get_rank(ranks.group) if ranks is not None and ranks.group is not None else 0
@@ -188,7 +188,7 @@ class CheckedReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _exchange(self, ranks: Ranks, spans: Sequence[Span], filling: Filling) -> None:
+    def _exchange(self, ranks: SavingRanks, spans: Sequence[Span], filling: Filling) -> None:
         """Every rank walks the same list of who sends what to whom, so no two wait for each other."""
         wanted: list[Sequence[Span]] = ranks.gather(spans)
         names = {span.name for requests in wanted for span in requests}
@@ -222,7 +222,7 @@ class CheckedReader(StorageReader):
         if problems:
             raise CheckpointError("; ".join(dict.fromkeys(problems)))
 
-    def _send(self, ranks: Ranks, reader: int, span: Span) -> None:
+    def _send(self, ranks: SavingRanks, reader: int, span: Span) -> None:
         length = span.end - span.begin
         try:
             data = self._files.read(span.name, span.begin, span.end)
@@ -235,7 +235,7 @@ class CheckedReader(StorageReader):
         dist.send(tensor, group=ranks.group, group_dst=reader)
 
 
-def _receive(ranks: Ranks, owner: int, length: int) -> memoryview | None:
+def _receive(ranks: SavingRanks, owner: int, length: int) -> memoryview | None:
     tensor = torch.empty(length + 1, dtype=torch.uint8)
     dist.recv(tensor, group=ranks.group, group_src=owner)
     return memoryview(tensor.numpy().data)[:-1] if int(tensor[-1]) == 1 else None

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from craton.errors import CratonError
 from craton.ml.training.checkpoint_find import (
     GONE,
-    SavedStep,
+    FoundStep,
     different,
     joined_parts,
     metadata_bytes,
@@ -24,13 +24,13 @@ from craton.ml.training.checkpoint_find import (
 )
 from craton.ml.training.checkpoint_metadata import parse_metadata
 from craton.ml.training.checkpoint_read import CheckedReader
-from craton.ml.training.checkpoint_staging import Ranks
+from craton.ml.training.checkpoint_staging import SavingRanks
 from craton.ml.training.checkpoint_sums import CheckpointError, DifferentModelError, Seal
 from craton.ml.training.checkpoint_tiers import JoinedFiles, StepFiles, Tier
 from craton.ml.training.checkpoint_writer import ignore_single_process_warning
 
 
-def find_together(ranks: Ranks, rank: int, tiers: Sequence[Tier]) -> tuple[list[tuple[int, int]], list[str]]:
+def find_together(ranks: SavingRanks, rank: int, tiers: Sequence[Tier]) -> tuple[list[tuple[int, int]], list[str]]:
     """(step, index of the tier) of everything that any node holds, newest first, then the fastest tier; and which tiers
     cannot be looked at. Rank 0 looks at what all see, every rank at its node's own disk."""
     seen = [index for index, tier in enumerate(tiers) if rank == 0 or tier.folder.node is not None]
@@ -41,7 +41,7 @@ def find_together(ranks: Ranks, rank: int, tiers: Sequence[Tier]) -> tuple[list[
     return [(-negative, index) for negative, index in everything], told
 
 
-def open_together(ranks: Ranks, rank: int, tier: Tier, step: int) -> tuple[SavedStep | None, list[str]]:
+def open_together(ranks: SavingRanks, rank: int, tier: Tier, step: int) -> tuple[FoundStep | None, list[str]]:
     """The step, when its seal is good and every file is on some node; otherwise what is wrong with it."""
     is_local = tier.folder.node is not None
     parts, problems = joined_parts(tier, step) if rank == 0 or is_local else ([], [])
@@ -58,14 +58,14 @@ def open_together(ranks: Ranks, rank: int, tier: Tier, step: int) -> tuple[Saved
             problem = some([f"{name} is on no node" for name in sorted(missing)]) or None
         if problem is None:
             try:
-                return SavedStep(step, tier.folder.name, files, seal, parse_metadata(metadata, seal.files)), []
+                return FoundStep(step, tier.folder.name, files, seal, parse_metadata(metadata, seal.files)), []
             except CheckpointError as error:  # on all ranks alike: they have the same bytes
                 problem = str(error)
         problems.append(problem)
     return None, problems or [GONE]
 
 
-def check_names(ranks: Ranks, saved: SavedStep, tensors: Mapping[str, Tensor]) -> None:
+def check_names(ranks: SavingRanks, saved: FoundStep, tensors: Mapping[str, Tensor]) -> None:
     """DifferentModelError unless the names and shapes of all ranks together are those of the checkpoint. With pipeline
     parallelism no rank has them all."""
     shapes = {name: shape for name, (shape, _) in saved.shapes.items()}
@@ -80,13 +80,13 @@ def check_names(ranks: Ranks, saved: SavedStep, tensors: Mapping[str, Tensor]) -
         )
 
 
-def load_together(ranks: Ranks, tier: Tier, saved: SavedStep, tensors: Mapping[str, Tensor]) -> list[str]:
+def load_together(ranks: SavingRanks, tier: Tier, saved: FoundStep, tensors: Mapping[str, Tensor]) -> list[str]:
     """Fills the tensors, resharded to how they lie now; what went wrong, if something did."""
     lenders = ranks if tier.folder.node is not None else None
     return load_with(ranks, CheckedReader(saved.files, saved.metadata, saved.seal.files, lenders), tensors)
 
 
-def load_with(ranks: Ranks, reader: CheckedReader, tensors: Mapping[str, Tensor]) -> list[str]:
+def load_with(ranks: SavingRanks, reader: CheckedReader, tensors: Mapping[str, Tensor]) -> list[str]:
     """DCP's load with this reader on all ranks; what went wrong on any."""
     ignore_single_process_warning()
     try:

@@ -34,7 +34,7 @@ def synchronize(local: Mapping[str, Tensor]) -> None:
         torch.cuda.synchronize(device)
 
 
-class Snapshot:
+class StagedState:
     """One copy of this rank's state, which every tier that is due writes from."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Staging:
         with self._lock:
             return self._missing(local, self._idle[-1] if self._idle else {})
 
-    def copy(self, local: Mapping[str, Tensor], users: int) -> Snapshot:
+    def copy(self, local: Mapping[str, Tensor], users: int) -> StagedState:
         """A copy for this many users. The caller has looked for room."""
         with self._lock:
             held = self._idle.pop() if self._idle else {}
@@ -91,7 +91,7 @@ class Staging:
             with torch.cuda.stream(self._stream):
                 _copy(local, held)
                 self._under_way = self._stream.record_event()
-        return Snapshot(held, self._under_way, users, self._give_back)
+        return StagedState(held, self._under_way, users, self._give_back)
 
     def reserve(self, local: Mapping[str, Tensor], copies: int) -> None:
         """Takes the memory of copies now, which on a GPU's host takes seconds, rather than when they are made."""
@@ -137,7 +137,7 @@ def forget_plan(key: str) -> None:
             remembered.pop(key, None)
 
 
-class Ranks:
+class SavingRanks:
     """Objects between ranks over a gloo group of its own; alone, without one."""
 
     def __init__(self, world: int, timeout: timedelta = WRITE_TIMEOUT) -> None:

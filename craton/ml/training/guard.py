@@ -26,7 +26,7 @@ class TrainingStoppedError(CratonError):
 
 
 @dataclass(frozen=True)
-class Fault:
+class BadStep:
     """A bad step, and what the job wants done about it."""
 
     step: int
@@ -35,7 +35,7 @@ class Fault:
     counted: bool  # whether the optimizer took the step
 
 
-class Guard:
+class StepGuard:
     """Judges steps in order, each once its numbers have arrived."""
 
     def __init__(self, train: Train) -> None:
@@ -52,20 +52,20 @@ class Guard:
         """A step whose loss is not below this is skipped on the device."""
         return self._limit if self._spike is not None and self._spike.policy == "skip" else math.inf
 
-    def judge(self, step: int, loss: float, norm: float, below_limit: bool) -> Fault | None:
+    def judge(self, step: int, loss: float, norm: float, below_limit: bool) -> BadStep | None:
         """The fault of a step, None for a good one. `below_limit`: what the device found of `highest_loss`."""
         if not math.isfinite(loss) or (self._clips and not math.isfinite(norm)):
             reason = f"the gradient norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
-            return self._count(Fault(step, reason, self._on_nan, counted=False))
+            return self._count(BadStep(step, reason, self._on_nan, counted=False))
         if self._spike is not None and (not below_limit or loss > self._limit):
             level = median(self._losses)
             reason = f"the loss is {loss:.4g}, over {self._spike.factor:g} times its recent level of {level:.4g}"
-            return self._count(Fault(step, reason, self._spike.policy, below_limit))
+            return self._count(BadStep(step, reason, self._spike.policy, below_limit))
         self._losses.append(loss)
         self._in_a_row = 0
         return None
 
-    def rolled_back(self, step: int, fault: Fault) -> None:
+    def rolled_back(self, step: int, fault: BadStep) -> None:
         """Says that the checkpoint of `step` was taken for this fault; ends what would go on for ever."""
         self._rollbacks[step] = self._rollbacks.get(step, 0) + 1
         if self._rollbacks[step] > MAX_ROLLBACKS:
@@ -80,7 +80,7 @@ class Guard:
             return math.inf
         return self._spike.factor * median(self._losses)
 
-    def _count(self, fault: Fault) -> Fault:
+    def _count(self, fault: BadStep) -> BadStep:
         if not fault.counted:
             self.skipped_steps += 1
             self._in_a_row += 1

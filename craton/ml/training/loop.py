@@ -23,7 +23,7 @@ from torch import Tensor
 from craton.ml.data import Loader
 from craton.ml.training.batch import Batch
 from craton.ml.training.evaluate import evaluate
-from craton.ml.training.guard import Fault, Guard, TrainingStoppedError
+from craton.ml.training.guard import BadStep, StepGuard, TrainingStoppedError
 from craton.ml.training.last_save import save_for_good
 from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
 from craton.ml.training.objectives import batch_loss
@@ -58,7 +58,7 @@ class Trainer:
         self.last_step = min(parts.schedule.steps, stop_at or parts.schedule.steps)
         self.step = 0  # the last one begun
         self.loader: Loader | None = None
-        self.guard = Guard(self.train)
+        self.guard = StepGuard(self.train)
         self.timer = StepTimer(parts.ranks.device)
         self.timer.watch(parts.model, parts.ranks.peers)
         self.pipeline = Pipeline(parts.model, parts.ranks, parts.objective) if parts.ranks.pipeline else None
@@ -272,7 +272,7 @@ class Trainer:
         if fault is not None:
             self._answer(fault, late.next_sample)
 
-    def _answer(self, fault: Fault, next_sample: int) -> None:
+    def _answer(self, fault: BadStep, next_sample: int) -> None:
         self.saves.event("bad_step", fault.step, reason=fault.reason, policy=fault.policy)
         self.saves.say(f"step {fault.step}: {fault.reason}; the job says {fault.policy}")
         if fault.policy == "rollback":
@@ -284,7 +284,7 @@ class Trainer:
                 advice = f"the weights without it are saved as step {self.step}"
             raise TrainingStoppedError(f"step {fault.step}: {fault.reason}, and the job says stop; {advice}")
 
-    def _roll_back(self, fault: Fault, next_sample: int) -> None:
+    def _roll_back(self, fault: BadStep, next_sample: int) -> None:
         """Returns to the last checkpoint and goes on behind the samples of the bad step."""
         reached = self.step
         with self.parts.clock.kind("restore"):

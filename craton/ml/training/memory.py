@@ -6,7 +6,7 @@ import torch
 
 from craton.errors import CratonError
 from craton.job import Train
-from craton.ml.training.meter import Prediction, peak_memory_bytes
+from craton.ml.training.meter import PlannedStep, peak_memory_bytes
 from craton.ml.training.ranks import Ranks
 
 GIB = 2**30
@@ -24,7 +24,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
 
 
-def describe_out_of_memory(phase: str, ranks: Ranks, train: Train, prediction: Prediction | None) -> OutOfMemoryError:
+def describe_out_of_memory(phase: str, ranks: Ranks, train: Train, prediction: PlannedStep | None) -> OutOfMemoryError:
     """One error that says where it happened and how to make it fit, the cheapest change first."""
     layout = ranks.layout
     changes = []

@@ -25,7 +25,7 @@ SUMMARY_STEPS = 1000  # the newest, whose medians are compared with the plan
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PlannedStep:
     """What plan.json says of a step and of a rank."""
 
     twins: dict[str, float]  # under the names that a run measures them by
@@ -35,7 +35,7 @@ class Prediction:
     peak_flops: float  # of one rank
 
     @classmethod
-    def read(cls, path: Path) -> Prediction | None:
+    def read(cls, path: Path) -> PlannedStep | None:
         """None when there is no plan, as for a model that only its author knows."""
         if not path.is_file():
             return None
@@ -60,7 +60,7 @@ class Meter:
     """Records one rank's steps; rank 0 records what all ranks share, and prints a line now and then."""
 
     def __init__(
-        self, recorder: Recorder, ranks: Ranks, steps: int, tokens_per_step: int, prediction: Prediction | None
+        self, recorder: Recorder, ranks: Ranks, steps: int, tokens_per_step: int, prediction: PlannedStep | None
     ) -> None:
         self.prediction = prediction
         self._recorder, self._ranks = recorder, ranks

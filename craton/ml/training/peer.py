@@ -28,9 +28,9 @@ from torch import Tensor
 
 from craton.agent import HEADER_BYTES, KeeperClient, KeeperError, OwnSlot
 from craton.infrastructure import free_memory_bytes
-from craton.ml.training.checkpoint_staging import FREE_SHARE, Ranks, local_data
+from craton.ml.training.checkpoint_staging import FREE_SHARE, SavingRanks, local_data
 from craton.ml.training.checkpoint_sums import RanksLostError
-from craton.ml.training.peer_interval import MEASURED_SNAPSHOTS, Cost, Costs
+from craton.ml.training.peer_interval import MEASURED_SNAPSHOTS, Costs, SnapshotCost
 from craton.ml.training.peer_layout import SlotLayout, layout_of
 from craton.ml.training.step_records import resolved
 from craton.telemetry import own_page
@@ -81,13 +81,13 @@ class _OpenSlot:
 class PeerMemory:
     """Made by all ranks of a generation, which call its methods in the same order."""
 
-    def __init__(self, setup: PeerSetup, rank: int, ranks: Ranks) -> None:
+    def __init__(self, setup: PeerSetup, rank: int, ranks: SavingRanks) -> None:
         self.setup, self.rank = setup, rank
         self.client = KeeperClient(setup.keeper)
         self.distrusted = False  # for restoring, in this generation
         self.off: str | None = "no slots were taken"
         self._ranks = ranks
-        self._agreeing = Ranks(ranks.world, AGREE_TIMEOUT)
+        self._agreeing = SavingRanks(ranks.world, AGREE_TIMEOUT)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="peer-commit")
         self._interval = setup.every_steps
         self._layout = SlotLayout((), "[]")
@@ -379,7 +379,7 @@ class PeerMemory:
         if not self.is_on:
             return
         answers = self._ranks.gather(self._costs.measured())
-        cost = Cost(*(max(each) for each in zip(*answers, strict=True)))
+        cost = SnapshotCost(*(max(each) for each in zip(*answers, strict=True)))
         self._interval = cost.steps_in(self.setup.every_seconds) if self.setup.every_seconds else cost.smallest_interval
         share = cost.share(self._interval)
         every = "every step" if self._interval == 1 else f"every {self._interval} steps"

@@ -17,7 +17,7 @@ MEASURED_SNAPSHOTS = 3
 
 
 @dataclass(frozen=True)
-class Cost:
+class SnapshotCost:
     """Of one snapshot, in seconds."""
 
     copy: float  # for which training stands still

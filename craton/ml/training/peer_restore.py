@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from craton.agent import BLOCK_BYTES as SLOT_BLOCK_BYTES
 from craton.agent import HEADER_BYTES, Holding, KeeperClient, KeeperError
-from craton.ml.training.checkpoint_find import SavedStep, some
+from craton.ml.training.checkpoint_find import FoundStep, some
 from craton.ml.training.checkpoint_read import CheckedReader
 from craton.ml.training.checkpoint_restore import check_names, load_with
-from craton.ml.training.checkpoint_staging import Ranks, local_data
+from craton.ml.training.checkpoint_staging import SavingRanks, local_data
 from craton.ml.training.checkpoint_sums import BLOCK_BYTES, CheckpointError, FileSum, Seal, combine
 from craton.ml.training.peer import PEER, PeerMemory
 from craton.ml.training.peer_layout import SlotLayout, layout_of, metadata_of, parse_layout
@@ -76,7 +76,9 @@ class PeerSave:
             self.slots.pop(name, None)
 
 
-def find_saves(memory: PeerMemory, ranks: Ranks, before: int | None) -> tuple[list[PeerSave], list[str], list[str]]:
+def find_saves(
+    memory: PeerMemory, ranks: SavingRanks, before: int | None
+) -> tuple[list[PeerSave], list[str], list[str]]:
     """Whole saves of the present course (of steps `before` one), newest first; what else there is to tell; and what was
     lost, when there was a whole one that is whole no more."""
     setup = memory.setup
@@ -112,7 +114,7 @@ def find_saves(memory: PeerMemory, ranks: Ranks, before: int | None) -> tuple[li
 
 
 def load_save(
-    memory: PeerMemory, ranks: Ranks, save: PeerSave, tensors: Mapping[str, Tensor]
+    memory: PeerMemory, ranks: SavingRanks, save: PeerSave, tensors: Mapping[str, Tensor]
 ) -> tuple[bool, list[str]]:
     """Fills the tensors; whether that succeeded, and which slots were found bad on the way."""
     told: list[str] = []
@@ -167,7 +169,7 @@ class PeerFiles:
 
 def _copy(
     memory: PeerMemory,
-    ranks: Ranks,
+    ranks: SavingRanks,
     save: PeerSave,
     files: PeerFiles,
     layout: SlotLayout,
@@ -194,7 +196,7 @@ def _copy(
 
 
 def _reshard(
-    memory: PeerMemory, ranks: Ranks, save: PeerSave, files: PeerFiles, tensors: Mapping[str, Tensor]
+    memory: PeerMemory, ranks: SavingRanks, save: PeerSave, files: PeerFiles, tensors: Mapping[str, Tensor]
 ) -> tuple[list[str], set[tuple[int, str]]]:
     """DCP plans who needs which part of which chunk; of each layout one file is read."""
     chosen: dict[str, str] = {}
@@ -215,7 +217,7 @@ def _reshard(
     seal = Seal(
         {"save": save.save, "step": save.step, "counters": save.counters}, {n: s for n, (_, s) in known.items()}
     )
-    saved = SavedStep(save.step, PEER, files, seal, metadata_of(layouts))
+    saved = FoundStep(save.step, PEER, files, seal, metadata_of(layouts))
     check_names(ranks, saved, tensors)
     reader = CheckedReader(files, saved.metadata, seal.files, ranks if ranks.world > 1 else None)
     return load_with(ranks, reader, tensors), reader.damaged

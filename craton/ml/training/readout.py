@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from craton.ml.training.timing import StepTimes
+from craton.ml.training.timing import MeasuredStepTimes
 
 
 class HostCopy:
@@ -46,4 +46,4 @@ class Readout:
     learning_rate: float
     numbers: HostCopy
     report_names: list[str]
-    times: StepTimes
+    times: MeasuredStepTimes

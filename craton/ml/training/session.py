@@ -25,7 +25,7 @@ from craton.agent import EXIT_FINAL
 from craton.errors import CratonError
 from craton.ml.data import DataError
 from craton.ml.functions import FunctionError
-from craton.ml.training.build import Place, build
+from craton.ml.training.build import RankIdentity, build
 from craton.ml.training.loop import Trainer
 from craton.ml.training.orders import Order, Orders, RegroupError
 from craton.telemetry import LedgerClock, Recorder, RunDirectory, summarize
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m craton.ml.training RUN", file=sys.stderr)
         return 2
-    return Session(RunDirectory(arguments[0])).run()
+    return RankSession(RunDirectory(arguments[0])).run()
 
 
 def import_everything() -> None:
@@ -62,7 +62,7 @@ def import_everything() -> None:
             importlib.import_module(name)
 
 
-class Session:
+class RankSession:
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
         self.clock = LedgerClock()
@@ -107,7 +107,7 @@ class Session:
 
     def _generation(self) -> int | None:
         """The exit code, or None when there is another generation to enter."""
-        place = Place.from_environment() if self.order is None else Place.of(self.order)
+        place = RankIdentity.from_environment() if self.order is None else RankIdentity.of(self.order)
         self.recorder.generation = self.clock.page.generation = place.generation
         self.clock.page.step_seconds = 0.0  # other ranks may take another time
         self.recorder.rank = place.rank
@@ -118,7 +118,7 @@ class Session:
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 -- told, and turned into an exit code
             return self._broken(error)
 
-    def _train(self, place: Place) -> int | None:
+    def _train(self, place: RankIdentity) -> int | None:
         parts = build(self.directory, place, self.recorder, self.clock, self.order)
         reached = summarize(self.directory).step
         broke_at = 0.0

@@ -31,7 +31,7 @@ Stamp = Any  # float seconds on a CPU, torch.cuda.Event on a GPU
 
 
 @dataclass
-class StepTimes:
+class MeasuredStepTimes:
     """The stamps of one step; to ask for their `seconds` before the device has passed them is to wait for it."""
 
     start: Stamp
@@ -61,7 +61,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._times = StepTimes(self.stamp())
+        self._times = MeasuredStepTimes(self.stamp())
 
     def stamp(self) -> Stamp:
         if not self._on_gpu:
@@ -72,15 +72,15 @@ class StepTimer:
 
     def begin(self) -> None:
         """What lies between the last step and this call belongs to neither."""
-        self._times = StepTimes(self.stamp())
+        self._times = MeasuredStepTimes(self.stamp())
 
     def mark(self, phase: str) -> None:
         self._times.marks.append((phase, self.stamp()))
 
-    def finish(self) -> StepTimes:
+    def finish(self) -> MeasuredStepTimes:
         """The step's times; the next step begins where they end."""
         done = self._times
-        self._times = StepTimes(done.marks[-1][1])
+        self._times = MeasuredStepTimes(done.marks[-1][1])
         return done
 
     @contextmanager

@@ -13,7 +13,7 @@ from craton.lazy import loader
 if TYPE_CHECKING:
     from craton.observability.dashboards.boards import BOARDS
     from craton.observability.dashboards.grafana import all_dashboards
-    from craton.observability.dashboards.model import Board, Panel, Query, Row, Variable
+    from craton.observability.dashboards.model import Board, Panel, PanelQuery, PanelRow, Variable
 else:
     __getattr__ = loader(
         __name__,
@@ -24,4 +24,4 @@ else:
         },
     )
 
-__all__ = ["BOARDS", "Board", "Panel", "Query", "Row", "Variable", "all_dashboards"]
+__all__ = ["BOARDS", "Board", "Panel", "PanelQuery", "PanelRow", "Variable", "all_dashboards"]

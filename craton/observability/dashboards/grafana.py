@@ -16,7 +16,7 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from craton.observability.dashboards.boards import BOARDS
-from craton.observability.dashboards.model import Board, Panel, Query, Variable
+from craton.observability.dashboards.model import Board, Panel, PanelQuery, Variable
 from craton.observability.prometheus import ALERTS, DATA_SOURCE
 
 COLUMNS = 24
@@ -156,7 +156,7 @@ def _table(panel: Panel) -> table.Panel:
     return made
 
 
-def _target(panel: Panel, query: Query, letter: str) -> prometheus.Dataquery:
+def _target(panel: Panel, query: PanelQuery, letter: str) -> prometheus.Dataquery:
     target = prometheus.Dataquery().expr(query.expr).legend_format(query.legend).ref_id(letter).datasource(SOURCE)
     if panel.kind == "lines":
         return target.range()

@@ -36,7 +36,7 @@ HARDWARE = re.compile(
 
 
 @dataclass(frozen=True)
-class Query:
+class PanelQuery:
     """One expression. `legend` names its lines, or its column in a table."""
 
     expr: str
@@ -54,7 +54,7 @@ class Query:
 class Panel:
     title: str
     description: str  # what it shows, and what to do about it
-    queries: tuple[Query, ...]
+    queries: tuple[PanelQuery, ...]
     unit: Unit
     kind: Kind = "lines"
     width: int = 8  # of 24
@@ -68,7 +68,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Row:
+class PanelRow:
     title: str
     panels: tuple[Panel, ...]
 
@@ -90,7 +90,7 @@ class Board:
     title: str
     description: str
     variables: tuple[Variable, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[PanelRow, ...]
     since: str = "now-6h"
 
     @property
@@ -103,7 +103,7 @@ class Board:
             yield from row.panels
 
     @property
-    def queries(self) -> Iterator[tuple[Panel, Query]]:
+    def queries(self) -> Iterator[tuple[Panel, PanelQuery]]:
         for panel in self.panels:
             for query in panel.queries:
                 yield panel, query

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from craton.lazy import loader
 
 if TYPE_CHECKING:
-    from craton.observability.diagnosis.bench import Outcome, seed_of_today, simulated_outcomes
+    from craton.observability.diagnosis.bench import ScenarioOutcome, seed_of_today, simulated_outcomes
     from craton.observability.diagnosis.bench_live import LIVE, live_outcomes
     from craton.observability.diagnosis.bench_score import Score, score
     from craton.observability.diagnosis.judging import diagnose
-    from craton.observability.diagnosis.snapshot import Rank, RunFacts, Snapshot, SnapshotError
+    from craton.observability.diagnosis.snapshot import SnapshotRank, RunFacts, Snapshot, SnapshotError
     from craton.observability.diagnosis.symptoms import straggler_of
     from craton.observability.diagnosis.tables import LAYERS, Cause, causes
     from craton.observability.diagnosis.taking import chosen_run, read_snapshot, take_snapshot
@@ -42,8 +42,8 @@ __all__ = [
     "Cause",
     "Condition",
     "Finding",
-    "Outcome",
-    "Rank",
+    "ScenarioOutcome",
+    "SnapshotRank",
     "RunFacts",
     "Score",
     "Snapshot",

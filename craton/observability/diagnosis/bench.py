@@ -27,7 +27,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScenarioOutcome:
     """One scenario and what was said of it."""
 
     name: str
@@ -104,7 +104,7 @@ def seed_of_today() -> int:
     return int(datetime.now(UTC).strftime("%Y%m%d"))
 
 
-def simulated_outcomes(seed: int, progress: Progress | None = None) -> list[Outcome]:
+def simulated_outcomes(seed: int, progress: Progress | None = None) -> list[ScenarioOutcome]:
     with tempfile.TemporaryDirectory(prefix="craton-bench-why-") as name:
         folder, moment = Path(name), good_moment(time.time())
         scenarios = draw_scenarios(seed, moment)
@@ -122,7 +122,9 @@ def simulated_outcomes(seed: int, progress: Progress | None = None) -> list[Outc
                 if scenario.world.is_measured:
                     snapshot, _ = ask_prometheus(snapshot, "the bench", ask_for(scenario.world))
                 verdict = diagnose(snapshot)
-                found.append(Outcome(scenario.name, scenario.group, scenario.truths, verdict, snapshot=snapshot))
+                found.append(
+                    ScenarioOutcome(scenario.name, scenario.group, scenario.truths, verdict, snapshot=snapshot)
+                )
                 if progress is not None:
                     progress(number + 1, len(scenarios), scenario.name)
             return found

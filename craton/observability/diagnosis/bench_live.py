@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from craton.job import parse_job
-from craton.observability.diagnosis.bench import Outcome, Progress
+from craton.observability.diagnosis.bench import Progress, ScenarioOutcome
 from craton.observability.diagnosis.bench_rank import BATCH_BYTES, ONSET_FILE, SLOW_TIMES, WORK_SECONDS
 from craton.observability.diagnosis.judging import diagnose
 from craton.observability.diagnosis.scenarios import Truth
@@ -106,12 +106,12 @@ LIVE = (
 
 def live_outcomes(
     seed: int, root: Path, cases: Sequence[Live] = LIVE, progress: Progress | None = None
-) -> list[Outcome]:
+) -> list[ScenarioOutcome]:
     """Every case once, with a victim drawn from the seed."""
     cases = [case for case in cases if not case.needs or find_spec(case.needs) is not None]
-    done: list[Outcome] = []
+    done: list[ScenarioOutcome] = []
 
-    def measure(case: Live) -> Outcome:
+    def measure(case: Live) -> ScenarioOutcome:
         outcome = _measure(case, random.Random(f"{seed} live {case.name}"), root)
         done.append(outcome)
         if progress is not None:
@@ -122,7 +122,7 @@ def live_outcomes(
         return list(pool.map(measure, cases))
 
 
-def _measure(case: Live, chance: random.Random, root: Path) -> Outcome:
+def _measure(case: Live, chance: random.Random, root: Path) -> ScenarioOutcome:
     rank = chance.randrange(NODES * RANKS_PER_NODE)
     node = f"node-{rank // RANKS_PER_NODE}"
     with _running(case, rank, root) as watch:
@@ -137,11 +137,11 @@ def _measure(case: Live, chance: random.Random, root: Path) -> Outcome:
             time.sleep(2 * LOOK_SECONDS)  # others may still die of the same
         snapshot, verdict = watch.look()
     if not case.layers:
-        return Outcome(case.name, "quiet", (), verdict, True, snapshot, watch.early)
+        return ScenarioOutcome(case.name, "quiet", (), verdict, True, snapshot, watch.early)
     ranks = [rank] if not case.whole_node else range(rank // 2 * 2, rank // 2 * 2 + RANKS_PER_NODE)
     victim = Victim(node, frozenset(ranks)) if case.has_victim else Victim()
     truth = Truth(case.name, tuple(case.layers.split()), tuple(case.conditions.split()), victim)
-    return Outcome(case.name, "single", (truth,), verdict, True, snapshot, watch.early)
+    return ScenarioOutcome(case.name, "single", (truth,), verdict, True, snapshot, watch.early)
 
 
 @dataclass

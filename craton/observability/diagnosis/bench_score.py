@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from craton.observability.diagnosis.bench import Outcome
+from craton.observability.diagnosis.bench import ScenarioOutcome
 from craton.observability.diagnosis.tables import LAYERS
 from craton.observability.diagnosis.verdict import Verdict
 
@@ -57,7 +57,7 @@ class Score:
         return {**asdict(self), "is_good": self.is_good}
 
 
-def score(outcomes: Sequence[Outcome]) -> Score:
+def score(outcomes: Sequence[ScenarioOutcome]) -> Score:
     groups = {name: _count([each for each in outcomes if each.group == name]) for name in GROUPS}
     singles = [each for each in outcomes if each.group == "single"]
     layers = {name: _count([each for each in singles if each.true_layer == name]) for name in LAYERS}
@@ -83,7 +83,7 @@ def score(outcomes: Sequence[Outcome]) -> Score:
     )
 
 
-def _count(outcomes: Sequence[Outcome]) -> tuple[int, int]:
+def _count(outcomes: Sequence[ScenarioOutcome]) -> tuple[int, int]:
     return sum(each.is_right for each in outcomes), len(outcomes)
 
 
@@ -91,7 +91,7 @@ def _share(right: int, of: int) -> float:
     return right / of if of else 1.0
 
 
-def _bins(named: Sequence[Outcome]) -> tuple[Bin, ...]:
+def _bins(named: Sequence[ScenarioOutcome]) -> tuple[Bin, ...]:
     found = []
     for low, high in pairwise(BINS):
         inside = [each for each in named if low < each.verdict.confidence <= high]
@@ -101,7 +101,7 @@ def _bins(named: Sequence[Outcome]) -> tuple[Bin, ...]:
     return tuple(found)
 
 
-def _confusion(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
+def _confusion(outcomes: Sequence[ScenarioOutcome]) -> dict[str, dict[str, int]]:
     """Quiet, single and blind ones; a fault whose layer is a matter of words counts for the one that was said."""
     table = {row: dict.fromkeys(COLUMNS, 0) for row in COLUMNS}
     for each in outcomes:
@@ -115,21 +115,21 @@ def _confusion(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
     return table
 
 
-def _said(each: Outcome) -> str:
+def _said(each: ScenarioOutcome) -> str:
     if each.verdict.cause == "cannot_tell":
         return "cannot tell"
     return each.verdict.layer if each.verdict.layer and (each.verdict.is_alarm or each.group != "quiet") else "none"
 
 
-def _is_false_alarm(each: Outcome) -> bool:
+def _is_false_alarm(each: ScenarioOutcome) -> bool:
     return each.early is not None or (each.group == "quiet" and not each.is_right)
 
 
-def _is_missed(each: Outcome) -> bool:
+def _is_missed(each: ScenarioOutcome) -> bool:
     return not each.is_right or (each.has_victim and not each.is_victim_right) or each.early is not None
 
 
-def _told(each: Outcome) -> str:
+def _told(each: ScenarioOutcome) -> str:
     truth = "; ".join(
         f"{'/'.join(one.layers)} {one.victim.leaf or one.victim.node or ''} "
         f"{f'rank {min(one.victim.ranks)}' if len(one.victim.ranks) == 1 else ''}".strip()

@@ -15,19 +15,19 @@ from craton.observability.diagnosis.snapshot import (
     PHASES,
     Collectives,
     Communicator,
-    FabricDevice,
-    Gpu,
-    Host,
     LogMatch,
-    Mount,
-    Node,
     NodeWord,
-    Rank,
     RunFacts,
-    Scheduler,
+    SchedulerState,
     Series,
     Snapshot,
-    Tier,
+    SnapshotFabricDevice,
+    SnapshotGpu,
+    SnapshotHost,
+    SnapshotMount,
+    SnapshotNode,
+    SnapshotRank,
+    SnapshotTier,
 )
 
 MOMENT = 1_800_000_000.0
@@ -84,12 +84,12 @@ def healthy(
     return Snapshot(
         moment=MOMENT,
         run=run,
-        scheduler=Scheduler("running", job="4711", nodes=tuple(NodeWord(node, "ALLOCATED") for node in names)),
+        scheduler=SchedulerState("running", job="4711", nodes=tuple(NodeWord(node, "ALLOCATED") for node in names)),
         ranks=tuple(_in_step(ranks)),
         nodes=tuple(nodes),
         tiers=(
-            Tier("shared", step - 200, MOMENT - 200 * step_seconds, 30.0, 30.0, 2e9, 2e9, 900.0),
-            Tier("peer", step - 5, MOMENT - 5 * step_seconds, 0.5, 0.5, None, None, 10 * step_seconds),
+            SnapshotTier("shared", step - 200, MOMENT - 200 * step_seconds, 30.0, 30.0, 2e9, 2e9, 900.0),
+            SnapshotTier("peer", step - 5, MOMENT - 5 * step_seconds, 0.5, 0.5, None, None, 10 * step_seconds),
         ),
         series=Series(
             loss=tuple((each, 2.4 - 1e-5 * each + dice.gauss(0.0, 0.01)) for each in steps),
@@ -107,7 +107,7 @@ def with_scheduler(snapshot: Snapshot, **changes: Any) -> Snapshot:
     return replace(snapshot, scheduler=replace(snapshot.scheduler, **changes))
 
 
-def with_ranks(snapshot: Snapshot, change: Callable[[Rank], Rank]) -> Snapshot:
+def with_ranks(snapshot: Snapshot, change: Callable[[SnapshotRank], SnapshotRank]) -> Snapshot:
     return replace(snapshot, ranks=tuple(change(rank) for rank in snapshot.ranks))
 
 
@@ -115,7 +115,7 @@ def with_rank(snapshot: Snapshot, number: int, **changes: Any) -> Snapshot:
     return with_ranks(snapshot, lambda rank: replace(rank, **changes) if rank.rank == number else rank)
 
 
-def with_nodes(snapshot: Snapshot, change: Callable[[Node], Node]) -> Snapshot:
+def with_nodes(snapshot: Snapshot, change: Callable[[SnapshotNode], SnapshotNode]) -> Snapshot:
     return replace(snapshot, nodes=tuple(change(node) for node in snapshot.nodes))
 
 
@@ -126,7 +126,7 @@ def with_node(snapshot: Snapshot, name: str, **changes: Any) -> Snapshot:
 def with_gpu(snapshot: Snapshot, node: str, index: int | None = None, **changes: Any) -> Snapshot:
     """Changes one card of a node, or all of them."""
 
-    def changed(gpu: Gpu) -> Gpu:
+    def changed(gpu: SnapshotGpu) -> SnapshotGpu:
         return replace(gpu, **changes) if index in (None, gpu.index) else gpu
 
     return with_nodes(
@@ -137,7 +137,7 @@ def with_gpu(snapshot: Snapshot, node: str, index: int | None = None, **changes:
 def with_device(snapshot: Snapshot, node: str, index: int | None = None, **changes: Any) -> Snapshot:
     """Changes one network card of a node, or all of them."""
 
-    def changed(each: Node) -> Node:
+    def changed(each: SnapshotNode) -> SnapshotNode:
         if each.name != node:
             return each
         devices = enumerate(each.fabric)
@@ -149,7 +149,7 @@ def with_device(snapshot: Snapshot, node: str, index: int | None = None, **chang
 def with_mount(snapshot: Snapshot, path: str, node: str | None = None, **changes: Any) -> Snapshot:
     """Changes a file system, as all nodes or one of them sees it."""
 
-    def changed(each: Node) -> Node:
+    def changed(each: SnapshotNode) -> SnapshotNode:
         if node not in (None, each.name):
             return each
         return replace(each, mounts=tuple(replace(m, **changes) if m.path == path else m for m in each.mounts))
@@ -161,7 +161,9 @@ def with_host(snapshot: Snapshot, node: str | None = None, **changes: Any) -> Sn
     """Changes the host of one node, or of all."""
     return with_nodes(
         snapshot,
-        lambda each: replace(each, host=replace(each.host or Host(), **changes)) if node in (None, each.name) else each,
+        lambda each: (
+            replace(each, host=replace(each.host or SnapshotHost(), **changes)) if node in (None, each.name) else each
+        ),
     )
 
 
@@ -208,7 +210,7 @@ def slowed_all(snapshot: Snapshot, factor: float, phase: str, *, since_start: bo
     if phase != "communication":
         return slowed(snapshot, factors, phase, since_start=since_start)
 
-    def changed(rank: Rank) -> Rank:
+    def changed(rank: SnapshotRank) -> SnapshotRank:
         recent = {**rank.recent, phase: rank.recent[phase] * factor}
         recent["step"] = sum(recent[each] for each in PHASES)
         earlier = dict(recent) if since_start else rank.earlier
@@ -224,7 +226,7 @@ def hung(
     wait for them in a collective of their step; without culprits all stand at the same place."""
     guilty = dict(culprits or {})
 
-    def changed(rank: Rank) -> Rank:
+    def changed(rank: SnapshotRank) -> SnapshotRank:
         if rank.rank in guilty:
             step = None if rank.step is None else rank.step - behind
             return replace(rank, kind=guilty[rank.rank], progress_age_seconds=seconds, step=step)
@@ -245,17 +247,19 @@ def without_hardware(snapshot: Snapshot) -> Snapshot:
     """The same run where nobody tells of GPUs, network, file systems or hosts."""
     return with_nodes(
         snapshot,
-        lambda node: Node(node.name, node.leaf, node.host_name, node.heartbeat_age_seconds, node.heartbeat_state),
+        lambda node: SnapshotNode(
+            node.name, node.leaf, node.host_name, node.heartbeat_age_seconds, node.heartbeat_state
+        ),
     )
 
 
 def _rank(
     number: int, node: str, gpu: int, step: int, seconds: Mapping[str, float], jitter: float, dice: random.Random
-) -> Rank:
+) -> SnapshotRank:
     def noisy() -> dict[str, float]:
         return {phase: seconds[phase] * max(0.1, 1 + dice.gauss(0.0, jitter)) for phase in PHASES}
 
-    return Rank(
+    return SnapshotRank(
         rank=number,
         node=node,
         gpu=gpu,
@@ -277,7 +281,7 @@ def _rank(
     )
 
 
-def _in_step(ranks: list[Rank]) -> list[Rank]:
+def _in_step(ranks: list[SnapshotRank]) -> list[SnapshotRank]:
     """Everybody takes the time of the slowest: who is ahead waits in its collectives."""
     found = []
     for name in ("recent", "earlier"):
@@ -305,9 +309,9 @@ def _in_step(ranks: list[Rank]) -> list[Rank]:
     ]
 
 
-def _node(name: str, leaf: str, num_gpus: int, dice: random.Random) -> Node:
+def _node(name: str, leaf: str, num_gpus: int, dice: random.Random) -> SnapshotNode:
     gpus = tuple(
-        Gpu(
+        SnapshotGpu(
             index=index,
             throttle=(),
             throttled_share=0.0,
@@ -333,7 +337,7 @@ def _node(name: str, leaf: str, num_gpus: int, dice: random.Random) -> Node:
         for index in range(num_gpus)
     )
     fabric = tuple(
-        FabricDevice(
+        SnapshotFabricDevice(
             name=f"rdmap{index}s0",
             is_active=True,
             sent_bytes_per_second=5e9 * (1 + dice.gauss(0.0, 0.02)),
@@ -345,7 +349,7 @@ def _node(name: str, leaf: str, num_gpus: int, dice: random.Random) -> Node:
         )
         for index in range(num_gpus)
     )
-    return Node(
+    return SnapshotNode(
         name=name,
         leaf=leaf,
         host_name=name,
@@ -359,7 +363,7 @@ def _node(name: str, leaf: str, num_gpus: int, dice: random.Random) -> Node:
         nccl_network="AWS Libfabric" if num_gpus else "",
         nccl_interfaces=num_gpus or None,
         mounts=(
-            Mount(
+            SnapshotMount(
                 "/fsx",
                 "lustre",
                 ("data", "checkpoints", "run"),
@@ -375,7 +379,7 @@ def _node(name: str, leaf: str, num_gpus: int, dice: random.Random) -> Node:
                 is_read_only=False,
             ),
         ),
-        host=Host(
+        host=SnapshotHost(
             processors=192,
             load=30.0 + dice.gauss(0.0, 5.0),
             processor_pressure=0.01,

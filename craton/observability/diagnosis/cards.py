@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from craton.observability.diagnosis.snapshot import Node, Rank, Snapshot
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotNode, SnapshotRank
 
 
 @dataclass(frozen=True)
-class Occupant:
+class CardOccupant:
     """A process of a rank on a card, as the node exporter tells."""
 
     node: str  # of the run
@@ -42,7 +42,7 @@ def with_visible_cards(snapshot: Snapshot, visible: Mapping[str, str]) -> Snapsh
         nodes.append(node)
     per_node = max(1, snapshot.run.ranks_per_node)
 
-    def placed(rank: Rank) -> Rank:
+    def placed(rank: SnapshotRank) -> SnapshotRank:
         if rank.node not in places:
             return rank
         own = places[rank.node]
@@ -51,7 +51,7 @@ def with_visible_cards(snapshot: Snapshot, visible: Mapping[str, str]) -> Snapsh
     return replace(snapshot, nodes=tuple(nodes), ranks=tuple(map(placed, snapshot.ranks)))
 
 
-def with_occupants(snapshot: Snapshot, occupants: Iterable[Occupant]) -> Snapshot:
+def with_occupants(snapshot: Snapshot, occupants: Iterable[CardOccupant]) -> Snapshot:
     """Cards that only others hold are left out; a rank is where its process has memory."""
     told = list(occupants)
     mine: dict[tuple[str, int], int] = {}  # (node, card) → rank
@@ -62,13 +62,13 @@ def with_occupants(snapshot: Snapshot, occupants: Iterable[Occupant]) -> Snapsho
     held = {(each.node, each.card) for each in told}
     card_of = {rank: card for (_, card), rank in mine.items()}
 
-    def without_others(node: Node) -> Node:
+    def without_others(node: SnapshotNode) -> SnapshotNode:
         gpus = [gpu for gpu in node.gpus if (node.name, gpu.index) in mine or (node.name, gpu.index) not in held]
         own = [gpu for gpu in gpus if (node.name, gpu.index) in mine]
         # One that nobody holds may be that of a rank which has ended.
         return replace(node, gpus=tuple(own if len(own) >= (node.expected_gpus or len(gpus) + 1) else gpus))
 
-    def placed(rank: Rank) -> Rank:
+    def placed(rank: SnapshotRank) -> SnapshotRank:
         if rank.rank in card_of:
             return replace(rank, gpu=card_of[rank.rank])
         is_taken = rank.gpu is not None and (rank.node, rank.gpu) in held
@@ -78,7 +78,7 @@ def with_occupants(snapshot: Snapshot, occupants: Iterable[Occupant]) -> Snapsho
     return replace(snapshot, nodes=nodes, ranks=tuple(map(placed, snapshot.ranks)))
 
 
-def _are_guessed(snapshot: Snapshot, node: Node) -> bool:
+def _are_guessed(snapshot: Snapshot, node: SnapshotNode) -> bool:
     """Whether the cards of its ranks are only their places on the node."""
     per_node = max(1, snapshot.run.ranks_per_node)
     return all(rank.gpu == rank.rank % per_node for rank in snapshot.ranks if rank.node == node.name)

@@ -12,7 +12,7 @@ from craton.telemetry import LOST_SECONDS, Heartbeat, RunDirectory, monotonic_cl
 
 BEAT_SECONDS = 2.5  # agents beat every second
 LOOK_SECONDS = 0.2
-MOST_OFF_SECONDS = 3600.0  # signs that are older are old
+MAX_OFF_SECONDS = 3600.0  # signs that are older are old
 
 
 def moment_for(run: RunDirectory, nodes: Sequence[str], now: float) -> float:
@@ -24,7 +24,7 @@ def moment_for(run: RunDirectory, nodes: Sequence[str], now: float) -> float:
         return now if newest is None else newest.moment
     age = now - newest.moment
     is_here = newest.host == socket.gethostname()  # one clock
-    if age > MOST_OFF_SECONDS or is_here or newest.state not in ("running", "spare"):
+    if age > MAX_OFF_SECONDS or is_here or newest.state not in ("running", "spare"):
         return now
     if age <= LOST_SECONDS:
         return newest.moment

@@ -28,10 +28,10 @@ from craton.telemetry import RunDirectory, open_regular
 
 RAS_ADDRESS, RAS_JSON = "localhost:28028", "2.28.7"
 RAS_SECONDS, RAS_PAUSE_SECONDS = 5.0, 2.0
-MOST_ANSWER_BYTES = 64 << 20
+MAX_ANSWER_BYTES = 64 << 20
 # Where PyTorch writes when nothing is said: below the user's cache (seen in 2.11 and 2.13), or here (before).
 CACHED_DUMP_PREFIX, OLD_DUMP_PREFIX = "torch/comm_lib_trace_rank_", "/tmp/nccl_trace_rank_"
-MOST_DUMPS, MOST_DUMP_BYTES = 16_384, 256 << 20
+MAX_DUMPS, MAX_DUMP_BYTES = 16_384, 256 << 20
 DUMP_SECONDS = 30.0  # for all of them together
 
 
@@ -121,7 +121,7 @@ def _received(connection: socket.socket, deadline: float, end: bytes | None = No
     """What comes until `end`, or until the other side has no more; TimeoutError when it takes its time, byte by byte
     or not at all."""
     received = bytearray()
-    while not (end and received.endswith(end)) and len(received) < MOST_ANSWER_BYTES:
+    while not (end and received.endswith(end)) and len(received) < MAX_ANSWER_BYTES:
         connection.settimeout(max(1e-3, deadline - time.monotonic()))
         part = connection.recv(1 if end else 1 << 16)
         if not part:
@@ -188,7 +188,7 @@ def read_dumps(
     deadline = time.monotonic() + DUMP_SECONDS
     for prefix in prefixes:
         for place, (rank, path) in enumerate(_numbered(prefix)):
-            if place == MOST_DUMPS or time.monotonic() > deadline:
+            if place == MAX_DUMPS or time.monotonic() > deadline:
                 failed.append(f"{path.name} and those after it: too many to read")
                 break
             try:
@@ -229,9 +229,9 @@ def read_dump(path: Path, since: float = 0.0, owners: Set[int] | None = None) ->
             raise ValueError(f"it belongs to user {about.st_uid}, who does not own the run")
         if about.st_mtime < since:
             return None
-        if about.st_size > MOST_DUMP_BYTES:
-            raise ValueError(f"larger than {MOST_DUMP_BYTES >> 20} MiB")
-        content = file.read(MOST_DUMP_BYTES)
+        if about.st_size > MAX_DUMP_BYTES:
+            raise ValueError(f"larger than {MAX_DUMP_BYTES >> 20} MiB")
+        content = file.read(MAX_DUMP_BYTES)
     try:
         document = _PlainUnpickler(io.BytesIO(content)).load()
     except RefusedPickle:

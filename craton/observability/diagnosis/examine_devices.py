@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from craton.infrastructure import HEALTH_ACTIONS, recovery_action, xid_action, xid_facts
 from craton.observability.diagnosis.examining import finding
-from craton.observability.diagnosis.snapshot import Gpu, Node, Snapshot, Xid
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotGpu, SnapshotNode, SnapshotXid
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import Finding, Symptoms
 
@@ -41,14 +41,14 @@ def examine_devices(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     return found
 
 
-def _missing(node: Node, symptoms: Symptoms) -> list[Finding]:
+def _missing(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
     if not node.gpus_known or node.expected_gpus is None or len(node.gpus) >= node.expected_gpus:
         return []
     told = f"{node.name} shows {len(node.gpus)} of {node.expected_gpus} GPUs"
     return finding(symptoms, "gpu_lost", told, ("dead", "hung", "slow"), node=node.name, base=0.95, is_risk=True)
 
 
-def _errors(snapshot: Snapshot, symptoms: Symptoms, node: Node, gpu: Gpu) -> list[Finding]:
+def _errors(snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: SnapshotGpu) -> list[Finding]:
     rank = snapshot.rank_on(node.name, gpu.index)
     card = _card(node, gpu, rank)
     found: list[Finding] = []
@@ -112,7 +112,7 @@ def _errors(snapshot: Snapshot, symptoms: Symptoms, node: Node, gpu: Gpu) -> lis
     return found
 
 
-def _asked(xids: Sequence[Xid]) -> str:
+def _asked(xids: Sequence[SnapshotXid]) -> str:
     """The gravest of what these ask for."""
     actions = [xid_action(xid.code, recovery=xid.recovery, is_fatal=xid.is_fatal) for xid in xids]
     return max(actions, key=HEALTH_ACTIONS.index)
@@ -126,7 +126,7 @@ def _cause_of(code: int) -> str:
     return "nvlink_errors" if code in LINK else "gpu_error"
 
 
-def _matters(xid: Xid, snapshot: Snapshot, symptoms: Symptoms) -> bool:
+def _matters(xid: SnapshotXid, snapshot: Snapshot, symptoms: Symptoms) -> bool:
     """Not from before the driver was loaded again, nor from before the generation that this one came back from: what
     ended that one is still on the card, and is told once."""
     if xid.before_reload:
@@ -155,7 +155,7 @@ def _has_spare(snapshot: Snapshot) -> bool:
     )
 
 
-def _memory(snapshot: Snapshot, symptoms: Symptoms, node: Node, gpu: Gpu) -> list[Finding]:
+def _memory(snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: SnapshotGpu) -> list[Finding]:
     rank = snapshot.rank_on(node.name, gpu.index)
     card = _card(node, gpu, rank)
     signs: list[tuple[str, float, str]] = []
@@ -194,7 +194,9 @@ class _Peers:
     power_limit_watts: float | None
 
 
-def _speed(snapshot: Snapshot, symptoms: Symptoms, node: Node, gpu: Gpu, peers: _Peers) -> list[Finding]:
+def _speed(
+    snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: SnapshotGpu, peers: _Peers
+) -> list[Finding]:
     """The first of: slowed down by heat or board, a lowered power limit, a low clock, a bad PCIe link."""
     rank = snapshot.rank_on(node.name, gpu.index)
     card = _card(node, gpu, rank)
@@ -267,10 +269,10 @@ def _computes_wrong(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     return found
 
 
-def _works(gpu: Gpu) -> bool:
+def _works(gpu: SnapshotGpu) -> bool:
     """An idle card clocks down, and lets its link sleep."""
     return gpu.utilisation is None or gpu.utilisation > 0.5
 
 
-def _card(node: Node, gpu: Gpu, rank: int | None) -> str:
+def _card(node: SnapshotNode, gpu: SnapshotGpu, rank: int | None) -> str:
     return f"GPU {gpu.index} of {node.name}" + (f" (rank {rank})" if rank is not None else "")

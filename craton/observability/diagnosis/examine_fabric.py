@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from craton.observability.diagnosis.examining import finding, named
-from craton.observability.diagnosis.snapshot import FabricDevice, Node, Snapshot
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotFabricDevice, SnapshotNode
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import Condition, Finding, Symptoms
 
 TALKING = ("communication",)
 # Collectives inside a node are part of the compute phase where no kernel hides them.
 INSIDE = ("communication", "compute")
-MOST_COMPLAINTS = 1.5  # times those of the next node
+MAX_COMPLAINTS = 1.5  # times those of the next node
 
 
 def examine_fabric(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -42,7 +42,7 @@ def _has_fabric(snapshot: Snapshot) -> bool:
     return any(node.expected_fabric or node.fabric for node in snapshot.nodes)
 
 
-def _devices(node: Node, symptoms: Symptoms) -> list[Finding]:
+def _devices(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
     found: list[Finding] = []
     down = [device.name for device in node.fabric if device.is_active is False]
     flaps = [device.name for device in node.fabric if device.link_downs]
@@ -91,7 +91,7 @@ def _devices(node: Node, symptoms: Symptoms) -> list[Finding]:
     return found
 
 
-def _rails(node: Node, symptoms: Symptoms) -> list[Finding]:
+def _rails(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
     rates = {device.name: device.sent_bytes_per_second for device in node.fabric if device.is_active is not False}
     known = {name: rate for name, rate in rates.items() if rate is not None}
     if len(known) < 2 or max(known.values()) < threshold("rail_bytes_per_second"):
@@ -103,7 +103,7 @@ def _rails(node: Node, symptoms: Symptoms) -> list[Finding]:
     return finding(symptoms, "rail_imbalance", told, ("slow",), node=node.name, base=0.88, phases=TALKING)
 
 
-def _nvlink(snapshot: Snapshot, node: Node, symptoms: Symptoms) -> list[Finding]:
+def _nvlink(snapshot: Snapshot, node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
     found: list[Finding] = []
     for gpu in node.gpus:
         rank = snapshot.rank_on(node.name, gpu.index)
@@ -176,14 +176,14 @@ def _losses(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     )
 
 
-def _lossy(node: Node) -> str:
+def _lossy(node: SnapshotNode) -> str:
     for device in node.fabric:
         if text := _loss(device):
             return f"{device.name} of {node.name} {text}"
     return ""
 
 
-def _loss(device: FabricDevice) -> str:
+def _loss(device: SnapshotFabricDevice) -> str:
     share = device.retransmitted_share or 0.0
     if share > threshold("retransmitted_share"):
         return f"sends {share:.2%} of its bytes again"
@@ -206,7 +206,7 @@ def _unresponsive(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         counts = sorted(
             (sum(device.peer_events or 0.0 for device in each.fabric), each.name) for each in snapshot.nodes
         )
-        if counts[-1][0] > MOST_COMPLAINTS * counts[-2][0]:
+        if counts[-1][0] > MAX_COMPLAINTS * counts[-2][0]:
             node = counts[-1][1]
     told = f"the network cards of {named(complain)} report peers that do not answer"
     return finding(symptoms, "peer_unresponsive", told, ("hung", "slow"), node=node, base=0.85, phases=TALKING)

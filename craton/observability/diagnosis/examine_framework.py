@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from craton.digits import counted
 from craton.observability.diagnosis.examining import finding, named
-from craton.observability.diagnosis.snapshot import LogMatch, Rank, Snapshot
+from craton.observability.diagnosis.snapshot import LogMatch, Snapshot, SnapshotRank
 from craton.observability.diagnosis.tables import log_pattern, threshold
 from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, Condition, Finding, Symptom, Symptoms
 
@@ -155,7 +155,7 @@ def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     return found
 
 
-def _calls_another(snapshot: Snapshot, matches: Sequence[LogMatch]) -> Rank | None:
+def _calls_another(snapshot: Snapshot, matches: Sequence[LogMatch]) -> SnapshotRank | None:
     """The one rank of several whose own log tells another collective, or another size of it, than those of the rest."""
     calls = {
         match.rank: told.groups()
@@ -169,7 +169,7 @@ def _calls_another(snapshot: Snapshot, matches: Sequence[LogMatch]) -> Rank | No
     return snapshot.rank(odd)
 
 
-def _lost_by_all(snapshot: Snapshot) -> Rank | None:
+def _lost_by_all(snapshot: Snapshot) -> SnapshotRank | None:
     """The one rank that was ended from outside, where all others died of a connection that broke."""
     others = [rank for rank in snapshot.ranks if rank.exit_code is None or rank.exit_code <= 0]
     if len(others) != 1 or len(snapshot.ranks) < 3 or others[0].exit_code != -signal.SIGTERM:
@@ -207,14 +207,14 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     return found
 
 
-def _them(ranks: list[Rank]) -> str:
+def _them(ranks: list[SnapshotRank]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0].rank} on {ranks[0].node}"
     nodes = list(dict.fromkeys(rank.node for rank in ranks))
     return f"{counted(len(ranks), 'rank')} on {named(nodes)}"
 
 
-def _stands(ranks: list[Rank], snapshot: Snapshot) -> str:
+def _stands(ranks: list[SnapshotRank], snapshot: Snapshot) -> str:
     first = ranks[0]
     doing = {"data": "loading data", "checkpoint": "saving", "compile": "compiling", "evaluate": "evaluating"}
     words = doing.get(first.kind, f"in {first.kind}" if first.kind else "somewhere")

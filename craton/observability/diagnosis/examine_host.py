@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from craton.observability.diagnosis.examining import finding, named
-from craton.observability.diagnosis.snapshot import Host, Node, Snapshot
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotHost, SnapshotNode
 from craton.observability.diagnosis.symptoms import lost_by_word
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import Finding, Symptoms
@@ -75,7 +75,7 @@ def _lost(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     return found
 
 
-def _stopped_agent(node: Node, symptoms: Symptoms) -> list[Finding]:
+def _stopped_agent(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
     told = (
         f"the agent of {node.name} (process {node.stopped_agent}) is stopped by a signal: "
         f"`kill -CONT {node.stopped_agent}` lets it go on"
@@ -145,7 +145,7 @@ def _stopped(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     return found
 
 
-def _processors(node: Node, host: Host, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     found: list[Finding] = []
     steal = host.steal_share or 0.0
     if steal > threshold("steal_share"):
@@ -182,7 +182,7 @@ def _processors(node: Node, host: Host, snapshot: Snapshot, symptoms: Symptoms) 
     return found
 
 
-def _hurts_others_too(node: Node, host: Host, snapshot: Snapshot, symptoms: Symptoms) -> bool:
+def _hurts_others_too(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symptoms: Symptoms) -> bool:
     """Whether ranks that are not slow live with the same crowd, here or on another node: then the crowd is not why."""
     for symptom in symptoms.of("slow"):
         if not symptom.ranks or node.name not in symptom.nodes:
@@ -197,7 +197,7 @@ def _hurts_others_too(node: Node, host: Host, snapshot: Snapshot, symptoms: Symp
     return False
 
 
-def _memory(node: Node, host: Host, symptoms: Symptoms) -> list[Finding]:
+def _memory(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[Finding]:
     signs = []
     if (host.memory_pressure or 0.0) > threshold("pressure_full"):
         signs.append(f"{node.name} waits for memory {host.memory_pressure:.0%} of the time")
@@ -220,7 +220,7 @@ def _memory(node: Node, host: Host, symptoms: Symptoms) -> list[Finding]:
     )
 
 
-def _others(node: Node, host: Host, symptoms: Symptoms) -> list[Finding]:
+def _others(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[Finding]:
     found: list[Finding] = []
     if (host.shared_memory_full_share or 0.0) >= threshold("full_share"):
         told = f"/dev/shm of {node.name} is {host.shared_memory_full_share:.0%} full"

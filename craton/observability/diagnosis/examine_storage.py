@@ -8,7 +8,7 @@ from collections.abc import Callable
 from craton.digits import counted
 from craton.observability.diagnosis.examining import finding
 from craton.observability.diagnosis.places import is_used
-from craton.observability.diagnosis.snapshot import Mount, Node, Snapshot, Tier
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotMount, SnapshotNode, SnapshotTier
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import UNSAVED, Finding, Symptom, Symptoms
 
@@ -48,12 +48,14 @@ def _run_directory(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     return finding(symptoms, cause, told, ("dead", "hung"), base=0.98, is_risk=True)
 
 
-def _mount(path: str, seen: list[tuple[Node, Mount]], snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+def _mount(
+    path: str, seen: list[tuple[SnapshotNode, SnapshotMount]], snapshot: Snapshot, symptoms: Symptoms
+) -> list[Finding]:
     """One file system, as all nodes see it; a fault that only some see is of these nodes."""
     found: list[Finding] = []
     kind = seen[0][1].kind
 
-    def where(bad: list[Node]) -> tuple[str, str]:
+    def where(bad: list[SnapshotNode]) -> tuple[str, str]:
         if len(bad) == len(seen) and len(seen) > 1:
             return "", f"{path} ({kind})" if kind else path
         return (bad[0].name if len(bad) == 1 and len(snapshot.nodes) > 1 else ""), f"{path} on {bad[0].name}"
@@ -107,7 +109,7 @@ def _mount(path: str, seen: list[tuple[Node, Mount]], snapshot: Snapshot, sympto
     return found
 
 
-def _is_written(mount: Mount, snapshot: Snapshot) -> bool:
+def _is_written(mount: SnapshotMount, snapshot: Snapshot) -> bool:
     """Whether the run writes there: known, or told by a save that failed because something cannot be written."""
     if mount.holds:
         return bool({"run", "checkpoints"} & set(mount.holds))
@@ -115,7 +117,9 @@ def _is_written(mount: Mount, snapshot: Snapshot) -> bool:
 
 
 def _slow_mount(
-    seen: list[tuple[Node, Mount]], where: Callable[[list[Node]], tuple[str, str]], symptoms: Symptoms
+    seen: list[tuple[SnapshotNode, SnapshotMount]],
+    where: Callable[[list[SnapshotNode]], tuple[str, str]],
+    symptoms: Symptoms,
 ) -> list[Finding]:
     slow = [(node, mount, text) for node, mount in seen if (text := _slowness(mount))]
     if not slow:
@@ -126,7 +130,7 @@ def _slow_mount(
     return finding(symptoms, "storage_slow", told, ("slow", "hung"), node=node, base=base, phases=FILES)
 
 
-def _slowness(mount: Mount) -> str:
+def _slowness(mount: SnapshotMount) -> str:
     for what, now, usual, limit in (
         ("an operation", mount.operation_seconds, mount.usual_operation_seconds, threshold("operation_seconds")),
         ("an open or stat", mount.metadata_seconds, mount.usual_metadata_seconds, threshold("metadata_seconds")),
@@ -142,7 +146,7 @@ def _slowness(mount: Mount) -> str:
     return ""
 
 
-def _tier(tier: Tier, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+def _tier(tier: SnapshotTier, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     if tier.failures >= threshold("failures_in_a_row"):
         why = f": {tier.reason}" if tier.reason else ""
         told = f"the last {counted(tier.failures, 'checkpoint')} of tier {tier.tier} failed{why}"
@@ -175,7 +179,7 @@ def _tier(tier: Tier, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     return _stale(tier, snapshot, symptoms)
 
 
-def _stale(tier: Tier, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+def _stale(tier: SnapshotTier, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     began, interval = snapshot.run.generation_began, tier.interval_seconds
     if symptoms.condition not in ("healthy", "slow") or not interval or began is None:
         return []

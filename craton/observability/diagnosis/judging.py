@@ -21,7 +21,7 @@ from craton.observability.diagnosis.examine_restarts import examine_restarts
 from craton.observability.diagnosis.examine_scheduler import examine_scheduler
 from craton.observability.diagnosis.examine_storage import examine_storage
 from craton.observability.diagnosis.sentences import action_of, paragraph
-from craton.observability.diagnosis.snapshot import Gpu, Snapshot
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotGpu
 from craton.observability.diagnosis.symptoms import symptoms_of
 from craton.observability.diagnosis.tables import LAYERS
 from craton.observability.diagnosis.telling import what_would_tell
@@ -38,8 +38,8 @@ EXAMINATIONS: tuple[Callable[[Snapshot, Symptoms], list[Finding]], ...] = (
     examine_restarts,
 )
 CANNOT_TELL = "cannot_tell"
-LEAST_SCORE = 0.3  # a finding that explains less is no explanation
-LEAST_OTHER = 0.45  # a further finding that is weaker is not told
+MIN_SCORE = 0.3  # a finding that explains less is no explanation
+MIN_OTHER = 0.45  # a further finding that is weaker is not told
 CANNOT_TELL_CONFIDENCE = 0.6
 SURE = 0.97  # nobody is surer than this
 HOURS_PER_DAY = 24.0
@@ -143,8 +143,8 @@ def _explained(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) 
 
 def _best(candidates: list[Finding]) -> Finding | None:
     """The best explanation: one that says why before one that says where, as long as it is good enough."""
-    why = [each for each in candidates if not each.about.is_symptom and _score(each) >= LEAST_SCORE]
-    where = [each for each in candidates if each.about.is_symptom and _score(each) >= LEAST_SCORE]
+    why = [each for each in candidates if not each.about.is_symptom and _score(each) >= MIN_SCORE]
+    where = [each for each in candidates if each.about.is_symptom and _score(each) >= MIN_SCORE]
     if why and where:
         # A reason that sits somewhere else than the symptom does not explain it.
         return why[0] if why[0].strength >= 0.5 * where[0].strength + 0.1 else where[0]
@@ -163,7 +163,7 @@ def _is_seen(snapshot: Snapshot, symptom: Symptom) -> bool:
     )
 
 
-def _has_speed(gpus: Sequence[Gpu]) -> bool:
+def _has_speed(gpus: Sequence[SnapshotGpu]) -> bool:
     """Whether clocks of these cards are known, and whether they are held down."""
     return all(
         gpu.sm_clock_mhz is not None and (gpu.throttle is not None or gpu.throttled_share is not None) for gpu in gpus
@@ -175,7 +175,7 @@ def _others(findings: list[Finding], chosen: Finding | None, symptoms: Symptoms)
     found: list[Finding] = []
     for each in sorted(findings, key=_rank_of, reverse=True):
         told = max(each.strength, each.evidence_strength if each.is_risk else 0.0)
-        if each is chosen or told < LEAST_OTHER:
+        if each is chosen or told < MIN_OTHER:
             continue
         known = [one for one in (chosen, *found) if one is not None]
         if any(_belongs(each, one, symptoms) for one in known):

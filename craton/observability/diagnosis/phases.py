@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from craton.observability.diagnosis.snapshot import PHASES, Rank, Snapshot
+from craton.observability.diagnosis.snapshot import PHASES, Snapshot, SnapshotRank
 from craton.observability.diagnosis.tables import threshold
 
 WORK = tuple(phase for phase in PHASES if phase != "communication")
@@ -21,12 +21,12 @@ FAST_SHARE = 0.25  # of the ranks; the others are compared with the one at this 
 FEW_RANKS, FEW_RANKS_MARGIN = 9, 0.07  # a handful of ranks may differ for good reasons, and tells little of its spread
 BETWEEN_QUANTILES = 1.03  # standard deviations between the 10 % and the 40 % quantile of a normal distribution
 NORMAL_DEVIATION = 1.48  # standard deviations in a median absolute deviation
-LEAST_SPREAD = 0.004  # of the work: clocks of a GPU differ by so much
+MIN_SPREAD = 0.004  # of the work: clocks of a GPU differ by so much
 ALSO_SHARE = 0.08  # of the step, by which a further phase must have grown
 WAITS_LESS = 0.5  # of what a rank is behind must show as less waiting
 
 
-_Behind = tuple[float, float, Rank, list[Rank]]  # seconds behind, ratio, rank, the fast ones
+_Behind = tuple[float, float, SnapshotRank, list[SnapshotRank]]  # seconds behind, ratio, rank, the fast ones
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def is_on_processors(snapshot: Snapshot) -> bool:
     return snapshot.run.on == "local"
 
 
-def measured_ranks(snapshot: Snapshot) -> list[Rank]:
+def measured_ranks(snapshot: Snapshot) -> list[SnapshotRank]:
     """Those with enough steps to say something."""
     return [
         rank
@@ -136,24 +136,24 @@ def find_slowness(snapshot: Snapshot) -> list[Slowness]:
     return found
 
 
-def _stages(snapshot: Snapshot, ranks: Sequence[Rank]) -> list[list[Rank]]:
+def _stages(snapshot: Snapshot, ranks: Sequence[SnapshotRank]) -> list[list[SnapshotRank]]:
     """Ranks of the same pipeline stage: pp is the outermost dimension of a layout."""
     stages = max(1, snapshot.run.layout.get("pp", 1))
     size = max(1, -(-max(snapshot.run.world, len(ranks)) // stages))
-    found: dict[int, list[Rank]] = {}
+    found: dict[int, list[SnapshotRank]] = {}
     for rank in ranks:
         found.setdefault(rank.rank // size, []).append(rank)
     return [stage for stage in found.values() if len(stage) > 1]
 
 
-def _behind(stage: Sequence[Rank], snapshot: Snapshot) -> list[_Behind]:
+def _behind(stage: Sequence[SnapshotRank], snapshot: Snapshot) -> list[_Behind]:
     """(seconds behind, ratio, rank, the fast ones) of those that are slower than the others and wait less."""
     ordered = sorted(stage, key=_work)
     fast = ordered[: max(1, round(2 * len(ordered) * FAST_SHARE))]
     usual = statistics.median(_work(rank) for rank in fast)
     if usual <= 0:
         return []
-    spread = max(_spread(ordered), LEAST_SPREAD * usual, statistics.median(map(_uncertainty, fast)))
+    spread = max(_spread(ordered), MIN_SPREAD * usual, statistics.median(map(_uncertainty, fast)))
     ratio = threshold("straggler_ratio_cpu" if is_on_processors(snapshot) else "straggler_ratio")
     if len(stage) < FEW_RANKS:
         ratio += FEW_RANKS_MARGIN
@@ -168,12 +168,12 @@ def _behind(stage: Sequence[Rank], snapshot: Snapshot) -> list[_Behind]:
     return found
 
 
-def _uncertainty(rank: Rank) -> float:
+def _uncertainty(rank: SnapshotRank) -> float:
     """The standard error of the median of a rank's own work: ranks that share processors swing from step to step."""
     return 1.25 * NORMAL_DEVIATION * (rank.work_deviation_seconds or 0.0) / math.sqrt(max(1, rank.num_recent))
 
 
-def _spread(ordered: Sequence[Rank]) -> float:
+def _spread(ordered: Sequence[SnapshotRank]) -> float:
     """The standard deviation of healthy ranks: of the faster ones among each other, and of each against its own past.
     Neither counts ranks that are slow, as long as these are not the most."""
     works = [_work(rank) for rank in ordered]
@@ -195,20 +195,20 @@ def _between_quantiles(ordered: Sequence[float]) -> float:
     return (ordered[round(0.4 * last)] - ordered[round(0.1 * last)]) / BETWEEN_QUANTILES
 
 
-def _work_before(rank: Rank) -> float:
+def _work_before(rank: SnapshotRank) -> float:
     return rank.earlier["step"] - rank.earlier["communication"]
 
 
-def _work(rank: Rank) -> float:
+def _work(rank: SnapshotRank) -> float:
     return rank.recent["step"] - rank.recent["communication"]
 
 
-def _mean(ranks: Sequence[Rank], phase: str) -> float:
+def _mean(ranks: Sequence[SnapshotRank], phase: str) -> float:
     return statistics.fmean(rank.recent.get(phase, 0.0) for rank in ranks)
 
 
 def _typical(
-    ranks: Sequence[Rank], values: Callable[[Rank], dict[str, float]], collective: float | None
+    ranks: Sequence[SnapshotRank], values: Callable[[SnapshotRank], dict[str, float]], collective: float | None
 ) -> dict[str, float]:
     """Phase → what it takes the run: medians, but communication by the rank that waits least, where known step by
     step."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from craton.errors import CratonError
 from craton.job import load_job, place_of
-from craton.observability.diagnosis.snapshot import Mount, RunFacts
+from craton.observability.diagnosis.snapshot import RunFacts, SnapshotMount
 from craton.telemetry import RunDirectory
 
 OF_THE_SYSTEM = re.compile(r"/$|/(boot|dev|etc|proc|run|snap|sys|usr|var)(/|$)")
@@ -37,7 +37,7 @@ def paths_of(run: RunDirectory, on: str) -> dict[str, tuple[str, ...]]:
     return {**found, **({"data": tuple(dict.fromkeys(data))} if data else {})}
 
 
-def with_holders(mounts: Sequence[Mount], paths: Mapping[str, Sequence[str]]) -> tuple[Mount, ...]:
+def with_holders(mounts: Sequence[SnapshotMount], paths: Mapping[str, Sequence[str]]) -> tuple[SnapshotMount, ...]:
     """Mounts with what of the run they hold; what is known already stays."""
     holds: dict[str, list[str]] = {}
     for what, folders in paths.items():
@@ -50,7 +50,7 @@ def with_holders(mounts: Sequence[Mount], paths: Mapping[str, Sequence[str]]) ->
     )
 
 
-def is_used(mount: Mount, run: RunFacts) -> bool:
+def is_used(mount: SnapshotMount, run: RunFacts) -> bool:
     if mount.holds or not mount.path.startswith("/"):  # of a Lustre client, whose mount point nobody tells
         return True
     if {"data", "checkpoints"} <= run.paths.keys():

@@ -10,14 +10,14 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from craton.observability.diagnosis.snapshot import Rank
+from craton.observability.diagnosis.snapshot import SnapshotRank
 
 STACK_SECONDS = 5.0
 STACK_FRAMES = 12
 CARD_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
 
 
-def look_at_process(rank: Rank) -> Rank:
+def look_at_process(rank: SnapshotRank) -> SnapshotRank:
     if rank.pid is None or rank.is_alive is False:
         return rank
     folder = Path(f"/proc/{rank.pid}")
@@ -44,7 +44,7 @@ def visible_cards(pid: int) -> str:
     return next((environment[name] for name in CARD_VARIABLES if environment.get(name)), "")
 
 
-def stack_of(rank: Rank) -> tuple[str, ...]:
+def stack_of(rank: SnapshotRank) -> tuple[str, ...]:
     """Innermost first; empty where nobody tells."""
     if rank.pid is None or rank.is_alive is False:
         return ()

@@ -22,9 +22,18 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from craton.observability.diagnosis.cards import Occupant, with_occupants
+from craton.observability.diagnosis.cards import CardOccupant, with_occupants
 from craton.observability.diagnosis.places import with_holders
-from craton.observability.diagnosis.snapshot import FabricDevice, Gpu, Host, Mount, Node, Snapshot, Xid, hints_of
+from craton.observability.diagnosis.snapshot import (
+    Snapshot,
+    SnapshotFabricDevice,
+    SnapshotGpu,
+    SnapshotHost,
+    SnapshotMount,
+    SnapshotNode,
+    SnapshotXid,
+    hints_of,
+)
 
 ANSWER_SECONDS = 5.0
 AT_ONCE = 8
@@ -36,7 +45,7 @@ _METRIC = re.compile(r"\b((?:DCGM|node|lustre|craton)_\w+)(?:\{([^}]*)\})?")  # 
 
 
 @dataclass(frozen=True)
-class Query:
+class SnapshotQuery:
     of: str
     field: str
     expression: str
@@ -55,9 +64,9 @@ class _Known:
 
 
 @cache
-def queries() -> tuple[Query, ...]:
+def queries() -> tuple[SnapshotQuery, ...]:
     text = resources.files("craton.observability.diagnosis").joinpath("queries.toml").read_text(encoding="utf-8")
-    return tuple(Query(**row) for row in tomllib.loads(text)["query"])
+    return tuple(SnapshotQuery(**row) for row in tomllib.loads(text)["query"])
 
 
 def ask_prometheus(snapshot: Snapshot, address: str, ask: Ask | None = None) -> tuple[Snapshot, str]:
@@ -91,13 +100,13 @@ def ask_prometheus(snapshot: Snapshot, address: str, ask: Ask | None = None) -> 
     return with_occupants(seen, _occupants(occupants, names)), note
 
 
-def _occupants(rows: Iterable[Mapping[str, Any]], names: Mapping[str, list[str]]) -> Iterator[Occupant]:
+def _occupants(rows: Iterable[Mapping[str, Any]], names: Mapping[str, list[str]]) -> Iterator[CardOccupant]:
     for row in rows:
         labels = row.get("metric") or {}
         card, rank = labels.get("gpu", ""), labels.get("rank", "")
         if card.isdecimal():
             for node in _nodes_of(labels, names):
-                yield Occupant(node, int(card), labels.get("run", ""), int(rank) if rank.isdecimal() else None)
+                yield CardOccupant(node, int(card), labels.get("run", ""), int(rank) if rank.isdecimal() else None)
 
 
 def _names(snapshot: Snapshot, rows: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
@@ -113,7 +122,7 @@ def _names(snapshot: Snapshot, rows: Iterable[Mapping[str, str]]) -> dict[str, l
     return {node.name: [node.name] for node in snapshot.nodes}
 
 
-def machines_of(nodes: Iterable[Node]) -> str:
+def machines_of(nodes: Iterable[SnapshotNode]) -> str:
     """A regular expression of what the label node may be, with or without a domain."""
     names = [name.partition(".")[0] for node in nodes for name in (node.host_name, node.name) if name]
     return f"(?:{'|'.join(map(re.escape, dict.fromkeys(names)))})(?:[.].*)?"
@@ -164,7 +173,7 @@ def _nodes_of(labels: Mapping[str, str], names: Mapping[str, list[str]]) -> list
     return []
 
 
-def _take(known: _Known, query: Query, row: Mapping[str, Any]) -> None:
+def _take(known: _Known, query: SnapshotQuery, row: Mapping[str, Any]) -> None:
     labels = row.get("metric") or {}
     value = _number((row.get("value") or [None, None])[1])
     if value is None:
@@ -201,26 +210,26 @@ def _take(known: _Known, query: Query, row: Mapping[str, Any]) -> None:
         part.setdefault("kind", labels.get("fstype", ""))
 
 
-def _onto(node: Node, known: _Known, paths: Mapping[str, Sequence[str]], untold: Set[str]) -> Node:
+def _onto(node: SnapshotNode, known: _Known, paths: Mapping[str, Sequence[str]], untold: Set[str]) -> SnapshotNode:
     """What is known already, from the node itself, is newer and stays; of `untold` fields nothing is known."""
     gpus = {gpu.index: gpu for gpu in node.gpus}
     for key, part in known.gpu.items():
         values = dict(part)
-        xids = tuple(Xid(code, moment) for code, moment in values.pop("xids", {}).items())
+        xids = tuple(SnapshotXid(code, moment) for code, moment in values.pop("xids", {}).items())
         values = {**values, **({"xids": xids} if xids else {})}
         if "throttle" in values or (part.get("sm_clock_mhz") is not None and "throttle" not in untold):
             values["throttle"] = tuple(values.get("throttle", ()))
-        gpus[int(key)] = _filled(gpus.get(int(key)) or Gpu(int(key)), values)
+        gpus[int(key)] = _filled(gpus.get(int(key)) or SnapshotGpu(int(key)), values)
     fabric = {device.name: device for device in node.fabric}
     for name, part in known.fabric.items():
-        fabric[name] = _filled(fabric.get(name) or FabricDevice(name), part)
+        fabric[name] = _filled(fabric.get(name) or SnapshotFabricDevice(name), part)
     mounts = {mount.path: mount for mount in node.mounts}
     for path, part in known.filesystem.items():
-        mounts[path] = _filled(mounts.get(path) or Mount(path, part.get("kind", "")), part)
+        mounts[path] = _filled(mounts.get(path) or SnapshotMount(path, part.get("kind", "")), part)
     for name, part in known.lustre.items():
         path = next((each.path for each in mounts.values() if each.kind == "lustre"), name)
-        mounts[path] = _filled(mounts.get(path) or Mount(path, "lustre"), part)
-    host = _filled(node.host or Host(), known.host["host"]) if known.host else node.host
+        mounts[path] = _filled(mounts.get(path) or SnapshotMount(path, "lustre"), part)
+    host = _filled(node.host or SnapshotHost(), known.host["host"]) if known.host else node.host
     return replace(
         node,
         gpus=tuple(gpus[index] for index in sorted(gpus)),

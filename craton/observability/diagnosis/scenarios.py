@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 
 from craton.observability.diagnosis import scenarios_hardware, scenarios_machines, scenarios_programs
-from craton.observability.diagnosis.scenarios_faults import FAULTS, Fault, Victim
+from craton.observability.diagnosis.scenarios_faults import FAULTS, ScenarioFault, Victim
 from craton.observability.diagnosis.scenarios_quiet import QUIET
 from craton.observability.diagnosis.scenarios_world import World
 
@@ -117,5 +117,5 @@ def draw_scenarios(seed: int, moment: float) -> list[Scenario]:
     return found
 
 
-def put(fault: Fault, world: World) -> Truth:
+def put(fault: ScenarioFault, world: World) -> Truth:
     return Truth(fault.name, fault.layers, fault.conditions, fault.put(world))

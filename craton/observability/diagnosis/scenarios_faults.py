@@ -25,19 +25,19 @@ class Victim:
 
 
 @dataclass(frozen=True)
-class Fault:
+class ScenarioFault:
     name: str
     layers: tuple[str, ...]  # any of them is right; more than one only where the border is a matter of words
     conditions: tuple[str, ...]
     put: Callable[[World], Victim]
 
 
-FAULTS: dict[str, Fault] = {}
+FAULTS: dict[str, ScenarioFault] = {}
 
 
 def fault(layers: str, conditions: str) -> Callable[[Callable[[World], Victim]], Callable[[World], Victim]]:
     def register(put: Callable[[World], Victim]) -> Callable[[World], Victim]:
-        FAULTS[put.__name__] = Fault(put.__name__, tuple(layers.split()), tuple(conditions.split()), put)
+        FAULTS[put.__name__] = ScenarioFault(put.__name__, tuple(layers.split()), tuple(conditions.split()), put)
         return put
 
     return register

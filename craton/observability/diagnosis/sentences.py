@@ -15,7 +15,7 @@ LAYER_WORDS = {
     "storage": "storage",
     "host": "the host",
 }
-LEAST_DOLLARS = 1.0
+MIN_DOLLARS = 1.0
 
 
 def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
@@ -41,7 +41,7 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
             parts.append(_sentence(verdict.action))
         if verdict.would_tell and verdict.confidence < 0.8:
             parts.append(f"What would tell more: {verdict.would_tell[0]}.")
-    if verdict.cost_dollars_per_day is not None and verdict.cost_dollars_per_day >= LEAST_DOLLARS:
+    if verdict.cost_dollars_per_day is not None and verdict.cost_dollars_per_day >= MIN_DOLLARS:
         parts.append(f"It costs {dollars(verdict.cost_dollars_per_day)} a day.")
     if verdict.others:
         parts.append("Besides: " + "; ".join(f"{each.sentence} ({each.layer})" for each in verdict.others[:3]) + ".")

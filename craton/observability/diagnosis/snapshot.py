@@ -100,7 +100,7 @@ class SchedulerKill:
 
 
 @dataclass(frozen=True)
-class Scheduler:
+class SchedulerState:
     condition: str = "running"  # waiting, running, ended, unknown
     job: str = ""
     reason: str = ""
@@ -113,7 +113,7 @@ class Scheduler:
 
 
 @dataclass(frozen=True)
-class Rank:
+class SnapshotRank:
     """One rank: where it is, what it does and how long its steps take."""
 
     rank: int
@@ -147,7 +147,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Xid:
+class SnapshotXid:
     """An error of a card, as the driver told it."""
 
     code: int
@@ -159,7 +159,7 @@ class Xid:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class SnapshotGpu:
     index: int
     throttle: tuple[str, ...] | None = None  # active reasons by nvidia-smi's names; idle is none
     throttled_share: float | None = None  # of the last minutes, by power, heat or the board
@@ -176,7 +176,7 @@ class Gpu:
     remap_pending: bool | None = None
     remap_failed: bool | None = None
     recovery_action: str = ""  # None, Reset, Reboot, ...: the driver's own word
-    xids: tuple[Xid, ...] = ()
+    xids: tuple[SnapshotXid, ...] = ()
     nvlinks_up: int | None = None
     nvlinks: int | None = None
     nvlink_errors_per_second: float | None = None  # CRC, replay and recovery together
@@ -186,7 +186,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class FabricDevice:
+class SnapshotFabricDevice:
     """A network card between nodes."""
 
     name: str
@@ -200,7 +200,7 @@ class FabricDevice:
 
 
 @dataclass(frozen=True)
-class Mount:
+class SnapshotMount:
     """A file system that the run uses."""
 
     path: str
@@ -222,7 +222,7 @@ class Mount:
 
 
 @dataclass(frozen=True)
-class Host:
+class SnapshotHost:
     processors: int | None = None
     load: float | None = None  # processes that run or want to, one-minute mean
     processor_pressure: float | None = None  # share of the time that some process waited for a processor (PSI, 10 s)
@@ -238,7 +238,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Node:
+class SnapshotNode:
     name: str
     leaf: str = ""
     host_name: str = ""
@@ -246,15 +246,15 @@ class Node:
     heartbeat_state: str = ""  # of telemetry.NodeState; "": none was seen
     agent_is_alive: bool | None = None  # where its process can be looked at
     stopped_agent: int | None = None  # the process of its agent, where a signal has stopped it
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[SnapshotGpu, ...] = ()
     gpus_known: bool = False  # whether anybody told of the cards
     expected_gpus: int | None = None
-    fabric: tuple[FabricDevice, ...] = ()
+    fabric: tuple[SnapshotFabricDevice, ...] = ()
     expected_fabric: int | None = None
     nccl_network: str = ""  # what NCCL says it uses: Socket, AWS Libfabric, IB, ...
     nccl_interfaces: int | None = None
-    mounts: tuple[Mount, ...] = ()
-    host: Host | None = None
+    mounts: tuple[SnapshotMount, ...] = ()
+    host: SnapshotHost | None = None
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class Collectives:
 
 
 @dataclass(frozen=True)
-class Tier:
+class SnapshotTier:
     """Checkpoints of one tier."""
 
     tier: str
@@ -360,13 +360,15 @@ class LogMatch:
 class Snapshot:
     moment: float
     run: RunFacts
-    scheduler: Scheduler = field(default_factory=Scheduler)
-    ranks: tuple[Rank, ...] = ()
-    nodes: tuple[Node, ...] = ()
-    spares: tuple[Node, ...] = ()  # that wait to take a node's place; of these only their signs of life are known
+    scheduler: SchedulerState = field(default_factory=SchedulerState)
+    ranks: tuple[SnapshotRank, ...] = ()
+    nodes: tuple[SnapshotNode, ...] = ()
+    spares: tuple[
+        SnapshotNode, ...
+    ] = ()  # that wait to take a node's place; of these only their signs of life are known
     serving: Serving | None = None  # of a server that answers
     collectives: Collectives = field(default_factory=Collectives)
-    tiers: tuple[Tier, ...] = ()
+    tiers: tuple[SnapshotTier, ...] = ()
     series: Series = field(default_factory=Series)
     events: tuple[Event, ...] = ()
     logs: tuple[LogMatch, ...] = ()
@@ -374,21 +376,21 @@ class Snapshot:
     schema: int = SCHEMA
 
     @cached_property
-    def _node_of(self) -> dict[str, Node]:
+    def _node_of(self) -> dict[str, SnapshotNode]:
         return {node.name: node for node in self.nodes}
 
     @cached_property
-    def _rank_of(self) -> dict[int, Rank]:
+    def _rank_of(self) -> dict[int, SnapshotRank]:
         return {rank.rank: rank for rank in self.ranks}
 
     @cached_property
     def _rank_on(self) -> dict[tuple[str, int], int]:
         return {(rank.node, rank.gpu): rank.rank for rank in self.ranks if rank.gpu is not None}
 
-    def node(self, name: str) -> Node | None:
+    def node(self, name: str) -> SnapshotNode | None:
         return self._node_of.get(name)
 
-    def rank(self, number: int) -> Rank | None:
+    def rank(self, number: int) -> SnapshotRank | None:
         return self._rank_of.get(number)
 
     def rank_on(self, node: str, gpu: int) -> int | None:

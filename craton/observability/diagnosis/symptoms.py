@@ -15,14 +15,14 @@ from collections.abc import Iterable, Sequence
 from craton.digits import counted
 from craton.observability.diagnosis.phases import Straggling, find_slowness, find_straggling, is_on_processors
 from craton.observability.diagnosis.restarts import LOST, find_loop
-from craton.observability.diagnosis.snapshot import Rank, Snapshot
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
 from craton.observability.diagnosis.tables import hung_in, threshold
 from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, UNSAVED, Symptom, Symptoms
 
 STEPPING = ("productive", "redo", "")
 COMING_BACK = ("detect", "regroup", "restore")
 STOPPED_STEPS = 3.0  # that a stopped rank must have missed
-NEWEST_LOSSES, LEAST_LOSSES = 5, 24
+NEWEST_LOSSES, MIN_LOSSES = 5, 24
 _HANG = re.compile(r"rank (\d+) (?:on \S+ )?(hangs in|is stopped by a signal)")
 _VICTIM = re.compile(r"rank (\d+) on ([\w.-]+)")
 
@@ -103,7 +103,7 @@ def lost_by_word(snapshot: Snapshot) -> dict[str, str]:
     return {} if len(told) == len(snapshot.run.nodes) else told
 
 
-def _fell_silent_before(snapshot: Snapshot, lost: Sequence[str], first: Rank) -> bool:
+def _fell_silent_before(snapshot: Snapshot, lost: Sequence[str], first: SnapshotRank) -> bool:
     """Whether ranks elsewhere died because a node was gone: their connections to it broke."""
     if not lost or first.node in lost or first.ended_at is None:
         return False
@@ -138,7 +138,7 @@ def _dead_ranks(snapshot: Snapshot) -> Symptom | None:
     return _death(snapshot, snapshot.run.message)
 
 
-def _first_dead(snapshot: Snapshot) -> Rank | None:
+def _first_dead(snapshot: Snapshot) -> SnapshotRank | None:
     dead = [rank for rank in snapshot.ranks if rank.is_alive is False and rank.exit_code not in (0, None)]
     return min(dead, key=lambda rank: (rank.ended_at is None, rank.ended_at or 0.0, rank.rank), default=None)
 
@@ -186,7 +186,7 @@ def _hung(snapshot: Snapshot) -> Symptom | None:
     return _hang(snapshot, _culprits(moving), oldest)
 
 
-def _hang(snapshot: Snapshot, culprits: Sequence[Rank], seconds: float) -> Symptom:
+def _hang(snapshot: Snapshot, culprits: Sequence[SnapshotRank], seconds: float) -> Symptom:
     step = max((rank.step for rank in snapshot.ranks if rank.step is not None), default=snapshot.run.step)
     at = f" at step {step}" if step is not None else ""
     evidence = [f"no rank has made progress for {seconds:.0f} s{at}"]
@@ -200,7 +200,7 @@ def _hang(snapshot: Snapshot, culprits: Sequence[Rank], seconds: float) -> Sympt
     )
 
 
-def _limit(rank: Rank, snapshot: Snapshot) -> float:
+def _limit(rank: SnapshotRank, snapshot: Snapshot) -> float:
     steps = threshold("hung_steps") * (rank.step_seconds or 0.0)
     own = rank.progress_limit_seconds or 0.0  # a command is silent while it evaluates, and says for how long it may be
     told = hung_in(rank.kind)
@@ -214,7 +214,7 @@ def _limit(rank: Rank, snapshot: Snapshot) -> float:
     return max(told, steps)
 
 
-def _culprits(ranks: Sequence[Rank]) -> list[Rank]:
+def _culprits(ranks: Sequence[SnapshotRank]) -> list[SnapshotRank]:
     """Whom the others wait for; none where nothing sets anybody apart."""
     asleep = [rank for rank in ranks if rank.process_state in ("D", "T", "Z")]
     if asleep and len(asleep) < len(ranks):
@@ -290,7 +290,7 @@ def _wrong(snapshot: Snapshot) -> list[Symptom]:
     return found
 
 
-def _odd_ranks(snapshot: Snapshot) -> list[Rank]:
+def _odd_ranks(snapshot: Snapshot) -> list[SnapshotRank]:
     """Ranks whose state differs from its copies, or whose gradients are far from their own and the others' usual."""
     differ = [rank for rank in snapshot.ranks if rank.differs_from_copies]
     if differ:
@@ -312,7 +312,7 @@ def _odd_ranks(snapshot: Snapshot) -> list[Rank]:
     return odd if 2 * len(odd) < len(known) else []
 
 
-def _oddity(rank: Rank) -> str:
+def _oddity(rank: SnapshotRank) -> str:
     if rank.differs_from_copies:
         return (
             f"the state of rank {rank.rank} on {rank.node} has another checksum than that of the ranks it should equal"
@@ -331,7 +331,7 @@ def _ends_badly(values: Sequence[float]) -> bool:
 def _left_its_way(values: Sequence[float]) -> tuple[str, str] | None:
     """(sign, words) of losses that grow."""
     losses = [value for value in values if math.isfinite(value)]
-    if len(losses) < LEAST_LOSSES:
+    if len(losses) < MIN_LOSSES:
         return None
     newest = statistics.median(losses[-NEWEST_LOSSES:])
     quarter = len(losses) // 4
@@ -443,7 +443,7 @@ def _straggles(snapshot: Snapshot, straggling: Straggling) -> Symptom:
     )
 
 
-def _whole_leaf(snapshot: Snapshot, ranks: Sequence[Rank]) -> str:
+def _whole_leaf(snapshot: Snapshot, ranks: Sequence[SnapshotRank]) -> str:
     """The leaf whose nodes all have slow ranks, when there are several and no other leaf has any."""
     leaves = snapshot.run.leaves
     touched = {rank.node for rank in ranks}
@@ -457,7 +457,7 @@ def _whole_leaf(snapshot: Snapshot, ranks: Sequence[Rank]) -> str:
 # -- words ---------------------------------------------------------------------------------------------------------
 
 
-def _who(ranks: Sequence[Rank]) -> str:
+def _who(ranks: Sequence[SnapshotRank]) -> str:
     nodes = _nodes(ranks)
     if len(ranks) == 1:
         return f"rank {ranks[0].rank} on {ranks[0].node}"
@@ -468,11 +468,11 @@ def _who(ranks: Sequence[Rank]) -> str:
     )
 
 
-def _nodes(ranks: Iterable[Rank]) -> tuple[str, ...]:
+def _nodes(ranks: Iterable[SnapshotRank]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(rank.node for rank in ranks))
 
 
-def _age(rank: Rank) -> float:
+def _age(rank: SnapshotRank) -> float:
     return rank.progress_age_seconds or 0.0
 
 

@@ -26,12 +26,12 @@ from craton.observability.diagnosis.places import paths_of
 from craton.observability.diagnosis.processes import look_at_process, stack_of, visible_cards
 from craton.observability.diagnosis.prometheus_queries import ask_prometheus
 from craton.observability.diagnosis.snapshot import (
-    Node,
-    Rank,
     RunFacts,
     Serving,
     Snapshot,
     SnapshotError,
+    SnapshotNode,
+    SnapshotRank,
 )
 from craton.observability.diagnosis.symptoms import symptoms_of
 from craton.observability.diagnosis.taking_node import look_at_machine
@@ -79,7 +79,7 @@ from craton.telemetry import (
 )
 
 LOG_SECONDS = 3600.0  # older lines of logs belong to another life of the run
-MOST_STACKS = 4
+MAX_STACKS = 4
 NCCL_CHARACTERS = 512 << 10  # of a log, from its beginning: NCCL tells when it connects
 LAYOUT = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
 
@@ -190,7 +190,7 @@ def _spares(
     plan: Mapping[str, Any],
     moment: float,
     alive: Collection[str],
-) -> tuple[Node, ...]:
+) -> tuple[SnapshotNode, ...]:
     """Nodes that wait to take another's place, without those that somebody wants out of the run."""
     found = []
     away = {*facts.nodes, *read_avoided(run)}
@@ -234,7 +234,7 @@ def _closer(run: RunDirectory, snapshot: Snapshot, here: Sequence[str]) -> Snaps
     if symptoms.condition != "hung":
         return snapshot
     looked = [rank.rank for rank in snapshot.ranks if rank.node in here and (rank.rank in suspects or not suspects)]
-    stacks = {number: stack_of(rank) for number in looked[:MOST_STACKS] if (rank := snapshot.rank(number)) is not None}
+    stacks = {number: stack_of(rank) for number in looked[:MAX_STACKS] if (rank := snapshot.rank(number)) is not None}
     return replace(
         snapshot,
         ranks=tuple(replace(rank, stack=stacks.get(rank.rank) or rank.stack) for rank in snapshot.ranks),
@@ -260,7 +260,7 @@ def _visible(snapshot: Snapshot, launch: Mapping[str, Any], here: Sequence[str])
     return {node: cards for node, cards in found.items() if cards}
 
 
-def _with_network(run: RunDirectory, node: Node, snapshot: Snapshot) -> Node:
+def _with_network(run: RunDirectory, node: SnapshotNode, snapshot: Snapshot) -> SnapshotNode:
     """What NCCL says it uses, in the log of the node's first rank; it does with NCCL_DEBUG=INFO."""
     first = next((rank.rank for rank in snapshot.ranks if rank.node == node.name), None)
     if first is None or node.nccl_network:
@@ -339,7 +339,7 @@ def _ranks(
     statuses: Mapping[str, NodeStatus | None],
     events: Sequence[Mapping[str, Any]],
     moment: float,
-) -> tuple[Rank, ...]:
+) -> tuple[SnapshotRank, ...]:
     ended = {
         line["rank"]: line
         for line in events
@@ -355,7 +355,7 @@ def _ranks(
     found = []
     for number in range(facts.world):
         node = facts.nodes[number // facts.ranks_per_node]
-        rank = Rank(number, node, number % facts.ranks_per_node if facts.is_accelerated else None)
+        rank = SnapshotRank(number, node, number % facts.ranks_per_node if facts.is_accelerated else None)
         rank = _with_steps(rank, steps.get(number))
         rank = _with_status(rank, statuses.get(node), facts, moment)
         end = ended.get(number)
@@ -372,7 +372,7 @@ def _ranks(
     return tuple(found)
 
 
-def _with_steps(rank: Rank, steps: Steps | None) -> Rank:
+def _with_steps(rank: SnapshotRank, steps: Steps | None) -> SnapshotRank:
     if steps is None:
         return rank
     (recent, num_recent), (earlier, num_earlier) = steps.median(recent=True), steps.median(recent=False)
@@ -394,7 +394,7 @@ def _with_steps(rank: Rank, steps: Steps | None) -> Rank:
     )
 
 
-def _with_status(rank: Rank, status: NodeStatus | None, facts: RunFacts, moment: float) -> Rank:
+def _with_status(rank: SnapshotRank, status: NodeStatus | None, facts: RunFacts, moment: float) -> SnapshotRank:
     if status is None or status.generation != facts.generation or facts.has_ended:
         return rank
     told = next((each for each in status.ranks if each.rank == rank.rank), None)
@@ -423,12 +423,12 @@ def _node(
     launch: Mapping[str, Any],
     plan: Mapping[str, Any],
     moment: float,
-) -> Node:
+) -> SnapshotNode:
     is_present = beat is not None and (beat.generation >= int(launch.get("generation") or 0))
     instance = (plan.get("cluster") or {}).get("instance") or {}
     has_efa = bool(launch.get("gpus")) and bool(instance.get("efa_version"))
     cards = int(launch.get("gpus_per_node") or launch.get("ranks_per_node") or 0) if launch.get("gpus") else 0
-    return Node(
+    return SnapshotNode(
         name=name,
         leaf=facts.leaves.get(name, ""),
         host_name=host,

@@ -14,7 +14,14 @@ from pathlib import Path
 
 from craton.infrastructure import NodeReport, NodeRoot, probe_node
 from craton.observability.diagnosis.places import is_under
-from craton.observability.diagnosis.snapshot import FabricDevice, Gpu, Host, Mount, Node, Xid
+from craton.observability.diagnosis.snapshot import (
+    SnapshotFabricDevice,
+    SnapshotGpu,
+    SnapshotHost,
+    SnapshotMount,
+    SnapshotNode,
+    SnapshotXid,
+)
 from craton.telemetry import RunDirectory
 
 BETWEEN_SECONDS = 0.5
@@ -31,16 +38,16 @@ NETWORK_FILE_SYSTEMS = ("lustre", "nfs", "nfs4", "ceph", "fuse", "cifs", "beegfs
 
 
 @dataclass(frozen=True)
-class Machine:
+class ObservedMachine:
     """What this machine shows."""
 
-    host: Host
-    mounts: tuple[Mount, ...]
-    gpus: tuple[Gpu, ...] = ()
+    host: SnapshotHost
+    mounts: tuple[SnapshotMount, ...]
+    gpus: tuple[SnapshotGpu, ...] = ()
     gpus_known: bool = False
-    fabric: tuple[FabricDevice, ...] = ()
+    fabric: tuple[SnapshotFabricDevice, ...] = ()
 
-    def onto(self, node: Node) -> Node:
+    def onto(self, node: SnapshotNode) -> SnapshotNode:
         """A node of the run that is on this machine, with all cards that it has."""
         return replace(
             node, host=self.host, mounts=self.mounts, gpus=self.gpus, gpus_known=self.gpus_known, fabric=self.fabric
@@ -58,12 +65,12 @@ class _Reading:
     fabric: Mapping[str, Mapping[str, int]]
 
 
-def look_at_machine(run: RunDirectory, with_gpus: bool, ranks_per_node: int, root: str = "/") -> Machine:
+def look_at_machine(run: RunDirectory, with_gpus: bool, ranks_per_node: int, root: str = "/") -> ObservedMachine:
     first = _read(root, run, with_gpus)
     report = probe_node(NodeRoot(root)) if with_gpus else None
     time.sleep(max(0.0, BETWEEN_SECONDS - (time.monotonic() - first.moment)))
     second = _read(root, run, with_gpus)
-    return Machine(
+    return ObservedMachine(
         host=_host(root, first, second),
         mounts=_mounts(run, root, first, second),
         gpus=_gpus(report) if report else (),
@@ -116,7 +123,7 @@ def _environment_run(folder: Path) -> str:
     return found[1].decode(errors="replace") if found else ""
 
 
-def _host(root: str, first: _Reading, second: _Reading) -> Host:
+def _host(root: str, first: _Reading, second: _Reading) -> SnapshotHost:
     node = NodeRoot(root, files_only=True)
     seconds = max(1e-3, second.moment - first.moment)
     total = sum(second.processor.values()) - sum(first.processor.values())
@@ -130,7 +137,7 @@ def _host(root: str, first: _Reading, second: _Reading) -> Host:
     swapped = sum(second.counters.get(name, 0) - first.counters.get(name, 0) for name in ("pswpin", "pswpout"))
     # One that sleeps so at both looks is not just reading.
     blocked = [name for pid, name in second.blocked.items() if pid in first.blocked]
-    return Host(
+    return SnapshotHost(
         processors=os.cpu_count(),
         load=float(load[0]) if load else None,
         processor_pressure=_pressure(node, "cpu", "some"),
@@ -150,7 +157,7 @@ def _pressure(node: NodeRoot, what: str, kind: str) -> float | None:
     return float(found[1]) / 100.0 if found else None
 
 
-def _mounts(run: RunDirectory, root: str, first: _Reading, second: _Reading) -> tuple[Mount, ...]:
+def _mounts(run: RunDirectory, root: str, first: _Reading, second: _Reading) -> tuple[SnapshotMount, ...]:
     """The file system that the run directory is on."""
     rows = [line.split() for line in NodeRoot(root, files_only=True).read("proc/self/mounts").splitlines()]
     points = [(row[1], row[2], row[0], row[3]) for row in rows if len(row) >= 4 and is_under(str(run.path), row[1])]
@@ -167,7 +174,7 @@ def _mounts(run: RunDirectory, root: str, first: _Reading, second: _Reading) -> 
         busy = min(1.0, gained[9] / 1e3 / seconds)
         read_rate, write_rate = gained[2] * 512 / seconds, gained[6] * 512 / seconds
     return (
-        Mount(
+        SnapshotMount(
             path=path,
             kind=kind,
             holds=("run", "checkpoints"),
@@ -198,12 +205,12 @@ def _inodes(path: Path) -> float | None:
     return 1.0 - stat.f_favail / stat.f_files if stat.f_files else None
 
 
-def _gpus(report: NodeReport) -> tuple[Gpu, ...]:
+def _gpus(report: NodeReport) -> tuple[SnapshotGpu, ...]:
     now = time.time()
     found = []
     for card in report.gpus.cards:
         xids = tuple(
-            Xid(
+            SnapshotXid(
                 xid.code,
                 now - xid.age_seconds if xid.age_seconds is not None else None,
                 xid.text,
@@ -216,7 +223,7 @@ def _gpus(report: NodeReport) -> tuple[Gpu, ...]:
         )
         width = (card.pcie_width or 0) / card.max_pcie_width if card.pcie_width and card.max_pcie_width else None
         found.append(
-            Gpu(
+            SnapshotGpu(
                 index=card.index,
                 throttle=card.throttle,
                 sm_clock_mhz=card.sm_clock_mhz,
@@ -252,7 +259,7 @@ def _fabric_counters(node: NodeRoot) -> dict[str, dict[str, int]]:
     }
 
 
-def _fabric(report: NodeReport, first: _Reading, second: _Reading) -> tuple[FabricDevice, ...]:
+def _fabric(report: NodeReport, first: _Reading, second: _Reading) -> tuple[SnapshotFabricDevice, ...]:
     seconds = max(1e-3, second.moment - first.moment)
     found = []
     for device in report.fabric.devices:
@@ -269,7 +276,7 @@ def _fabric(report: NodeReport, first: _Reading, second: _Reading) -> tuple[Fabr
         total = sent if sent is not None else None if words is None else 4.0 * words
         drops, errors = gained(("rx_drops",)), gained(ERROR_COUNTERS)
         found.append(
-            FabricDevice(
+            SnapshotFabricDevice(
                 name=device.name,
                 is_active=device.is_active,
                 sent_bytes_per_second=None if total is None else total / seconds,

@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from craton.observability.diagnosis.restarts import LOST
-from craton.observability.diagnosis.snapshot import PHASES, Event, LogMatch, Restart, Series, Serving, Tier
+from craton.observability.diagnosis.snapshot import PHASES, Event, LogMatch, Restart, Series, Serving, SnapshotTier
 from craton.observability.diagnosis.tables import log_patterns, threshold
 from craton.orchestration import read_recoveries
 from craton.telemetry import RunDirectory, open_regular, paths_in, read_json, read_lines, tail_lines
 
 RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5
 NEWEST_STEPS = 5  # most of which must be odd
-ALL_BYTES, MOST_BYTES, LEAST_BYTES = 128 << 20, 1 << 20, 32 << 10  # of the metrics of all nodes, and of one
+ALL_BYTES, MAX_BYTES, MIN_BYTES = 128 << 20, 1 << 20, 32 << 10  # of the metrics of all nodes, and of one
 ALL_EVENT_BYTES, EVENT_BYTES, LOG_BYTES = 64 << 20, 256 << 10, 48 << 10
-MOST_GENERATIONS = 32  # the newest, that are read: who held rank 0, why they began
+MAX_GENERATIONS = 32  # the newest, that are read: who held rank 0, why they began
 RESTART_SECONDS = 3600.0  # that a restart counts
-MOST_LOGS = 64
-MOST_POINTS, WHOLE_POINTS = 300, 60  # of a series: thinned, but for the newest
-MOST_EVENTS = 40
+MAX_LOGS = 64
+MAX_POINTS, WHOLE_POINTS = 300, 60  # of a series: thinned, but for the newest
+MAX_EVENTS = 40
 ROUTINE = (
     "agent_started",
     "metrics_served",
@@ -95,7 +95,7 @@ class Steps:
 
 def read_steps(run: RunDirectory, nodes: Sequence[str], generation: int) -> dict[int, Steps]:
     """rank → its steps of this generation, or, before it has any, none."""
-    size = max(LEAST_BYTES, min(MOST_BYTES, ALL_BYTES // max(1, len(nodes))))
+    size = max(MIN_BYTES, min(MAX_BYTES, ALL_BYTES // max(1, len(nodes))))
     found: dict[int, Steps] = {}
     for node in nodes:
         lines, is_whole = _newest_and_earlier(run.metrics_path(node), size)
@@ -145,7 +145,7 @@ def collective_seconds(steps: Mapping[int, Steps]) -> tuple[float | None, float 
 def series_of(run: RunDirectory, nodes: Sequence[str]) -> Series:
     """How rank 0 saw the run go, over generations; a step that was done twice counts the second time."""
     paths = [run.metrics_path(node) for node in _first_nodes(run, nodes)]
-    lines = [line for path in paths for line in tail_lines(path, MOST_BYTES) if line.get("rank") == 0]
+    lines = [line for path in paths for line in tail_lines(path, MAX_BYTES) if line.get("rank") == 0]
     lines.sort(key=lambda line: float(line.get("time") or 0.0))
 
     def points(name: str) -> tuple[tuple[int, float], ...]:
@@ -161,23 +161,23 @@ def series_of(run: RunDirectory, nodes: Sequence[str]) -> Series:
 
 def _first_nodes(run: RunDirectory, nodes: Sequence[str]) -> list[str]:
     """Nodes that have held rank 0: now, and in the last generations."""
-    paths = paths_in(run.path / "generations", "[0-9]*.json")[-MOST_GENERATIONS:]
+    paths = paths_in(run.path / "generations", "[0-9]*.json")[-MAX_GENERATIONS:]
     members = [nodes, *(read_json(path).get("nodes") or () for path in paths)]
     return list(dict.fromkeys(str(each[0]) for each in members if each))
 
 
 def thinned(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    if len(points) <= MOST_POINTS:
+    if len(points) <= MAX_POINTS:
         return tuple(points)
     old, new = points[:-WHOLE_POINTS], points[-WHOLE_POINTS:]
-    every = -(-len(old) // (MOST_POINTS - WHOLE_POINTS))
+    every = -(-len(old) // (MAX_POINTS - WHOLE_POINTS))
     return (*old[::every], *new)
 
 
 def read_events(run: RunDirectory) -> list[dict[str, Any]]:
     """All that the tails of the event files hold, in the order of time."""
     paths = paths_in(run.path / "events", "*.jsonl")
-    size = max(LEAST_BYTES, min(EVENT_BYTES, ALL_EVENT_BYTES // max(1, len(paths))))
+    size = max(MIN_BYTES, min(EVENT_BYTES, ALL_EVENT_BYTES // max(1, len(paths))))
     lines = [line for path in paths for line in tail_lines(path, size) if isinstance(line.get("event"), str)]
     return sorted(lines, key=lambda line: float(line.get("time") or 0.0))
 
@@ -203,7 +203,7 @@ def notable(lines: Iterable[Mapping[str, Any]]) -> tuple[Event, ...]:
                 text="; ".join(str(each) for each in told)[:300],
             )
         )
-    return tuple(found[-MOST_EVENTS:])
+    return tuple(found[-MAX_EVENTS:])
 
 
 def read_restarts(run: RunDirectory, first: int, now: float) -> tuple[tuple[Restart, ...], float | None]:
@@ -211,7 +211,7 @@ def read_restarts(run: RunDirectory, first: int, now: float) -> tuple[tuple[Rest
     when the last but one of all began. What each cost is asked of the ledger only where they are many."""
     stems = [path.stem for path in paths_in(run.path / "generations", "[0-9]*.json")]
     numbers = sorted(int(stem) for stem in stems if stem.isdecimal() and int(stem) >= first)
-    made = {each: read_json(run.generation_path(each)) for each in numbers[-MOST_GENERATIONS:]}
+    made = {each: read_json(run.generation_path(each)) for each in numbers[-MAX_GENERATIONS:]}
     began = {each: number(document.get("time")) or 0.0 for each, document in made.items()}
     broke = {each: at for each, document in made.items() if (at := number(document.get("broke_at")))}
     recent = [each for each in broke if began[each] >= now - RESTART_SECONDS]
@@ -232,7 +232,7 @@ def _cause(reason: str, nodes: Collection[str]) -> str:
     return (lost.removeprefix("; ") if lost else reason.partition("\n")[0])[:300]
 
 
-def tiers_of(lines: Iterable[Mapping[str, Any]], intervals: Mapping[str, float]) -> tuple[Tier, ...]:
+def tiers_of(lines: Iterable[Mapping[str, Any]], intervals: Mapping[str, float]) -> tuple[SnapshotTier, ...]:
     """What events tell of checkpoints, tier by tier; those of the plan that were never saved to as well."""
     saves: dict[str, list[Mapping[str, Any]]] = {tier: [] for tier in intervals}
     for line in lines:
@@ -241,7 +241,7 @@ def tiers_of(lines: Iterable[Mapping[str, Any]], intervals: Mapping[str, float])
     return tuple(_tier(name, made, intervals.get(name)) for name, made in saves.items())
 
 
-def _tier(name: str, made: Sequence[Mapping[str, Any]], interval: float | None) -> Tier:
+def _tier(name: str, made: Sequence[Mapping[str, Any]], interval: float | None) -> SnapshotTier:
     good = [line for line in made if line["event"] == "checkpoint_saved"]
     after = list(made[made.index(good[-1]) + 1 :]) if good else list(made)
     failed = [line for line in after if line["event"] == "checkpoint_failed"]
@@ -252,7 +252,7 @@ def _tier(name: str, made: Sequence[Mapping[str, Any]], interval: float | None) 
         if (count := number(line.get("bytes"))) and (took := number(line.get("seconds"))) and took > 0
     ]
     last = good[-1] if good else None
-    return Tier(
+    return SnapshotTier(
         tier=name,
         last_step=int(last["step"]) if last and isinstance(last.get("step"), int) else None,
         last_moment=float(last.get("time") or 0.0) if last else None,
@@ -271,9 +271,9 @@ def read_logs(run: RunDirectory, ranks: Sequence[int], since: float, nodes: Sequ
     """Lines that mean something at the ends of the logs of these ranks (the first are the most interesting) and of the
     agents, that were written since."""
     found: list[LogMatch] = []
-    for rank in ranks[:MOST_LOGS]:
+    for rank in ranks[:MAX_LOGS]:
         found += _matches(run.log_path(rank), since, rank=rank)
-    for node in nodes[:MOST_LOGS]:
+    for node in nodes[:MAX_LOGS]:
         found += _matches(run.path / "logs" / f"agent-{node}.log", since, node=node)
     return tuple(found)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping
 
-from craton.observability.diagnosis.snapshot import NodeWord, Scheduler, SchedulerKill
+from craton.observability.diagnosis.snapshot import NodeWord, SchedulerKill, SchedulerState
 from craton.orchestration import Standing
 
 ASK_SECONDS = 10.0
@@ -18,14 +18,14 @@ BAD_STATES = ("down", "fail", "failing", "error", "unknown", "drained", "no_resp
 NO_REASON = ("none", "(null)", "")
 
 
-def scheduler_of(standing: Standing, on: str, hosts: Mapping[str, str]) -> Scheduler:
+def scheduler_of(standing: Standing, on: str, hosts: Mapping[str, str]) -> SchedulerState:
     """`hosts` is node of the run → what the scheduler calls it."""
     words = f"{standing.reason} {standing.sentence}".upper()
     is_memory = standing.condition == "ended" and ("OUT_OF_MEMORY" in words or "OOMKILLED" in words)
     told = node_words(_sinfo(), hosts) if on == "slurm" and standing.condition != "waiting" else []
     known = {hosts[word.node] for word in told}
     names = {host: node for node, host in hosts.items()}
-    return Scheduler(
+    return SchedulerState(
         condition=standing.condition,
         job=standing.job,
         reason=standing.reason,

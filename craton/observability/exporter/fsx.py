@@ -23,7 +23,7 @@ PERIOD_SECONDS = 60
 ASK_SECONDS = 60.0
 LOOK_BACK = timedelta(minutes=10)  # CloudWatch is minutes late at times
 OLD_SECONDS = 600.0
-MOST_QUERIES = 500  # of one GetMetricData
+MAX_QUERIES = 500  # of one GetMetricData
 _IDENTITY = re.compile(r"fs-[0-9a-f]{8,40}")
 _REGION = re.compile(r"\.fsx\.([a-z0-9-]+)\.amazonaws\.com")
 _ASKED = {name: family.cloudwatch.split(".") for name, family in FAMILIES.items() if family.cloudwatch}
@@ -69,9 +69,9 @@ def fetch(client: Any, identities: Sequence[str], now: datetime) -> dict[tuple[s
     asked = {f"m{number}": pair for number, pair in enumerate((name, each) for each in identities for name in _ASKED)}
     queries = [_query(key, *pair) for key, pair in asked.items()]
     found: dict[tuple[str, str], tuple[float, float]] = {}
-    for start in range(0, len(queries), MOST_QUERIES):
+    for start in range(0, len(queries), MAX_QUERIES):
         request: dict[str, Any] = {
-            "MetricDataQueries": queries[start : start + MOST_QUERIES],
+            "MetricDataQueries": queries[start : start + MAX_QUERIES],
             "StartTime": now - LOOK_BACK,
             "EndTime": now,
             "ScanBy": "TimestampDescending",

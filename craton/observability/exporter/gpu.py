@@ -11,7 +11,7 @@ from craton.observability.exporter.collector import Collector, reason
 from craton.observability.exporter.exposition import Sample
 from craton.observability.exporter.families import FAMILIES
 from craton.observability.exporter.nvml import HELD_FIELDS
-from craton.observability.exporter.occupants import NOBODY, Holding, Occupant, Occupants
+from craton.observability.exporter.occupants import NOBODY, GpuHolding, Occupant, Occupants
 from craton.observability.exporter.recorded_cards import REASON_BITS
 
 LIST_SECONDS = 30.0  # between two looks for cards that came or went
@@ -101,7 +101,7 @@ class GpuCollector(Collector):
 
     def __init__(self, root: NodeRoot, source: CardSource, labels: CardLabels, occupants: Occupants) -> None:
         self._root, self._source, self._labels, self._occupants = root, source, labels, occupants
-        self._holding = Holding()
+        self._holding = GpuHolding()
         self._cards: Sequence[Card] = ()
         self._on_bus = 0
         self._listed = float("-inf")

@@ -30,7 +30,7 @@ _METADATA = ("mds_", "ldlm_")
 
 
 @dataclass(frozen=True)
-class Row:
+class LustreRow:
     """One line of a `stats` file."""
 
     name: str
@@ -43,9 +43,11 @@ class Row:
         return self.total * SECONDS[self.unit] if self.total is not None and self.unit in SECONDS else None
 
 
-def read_rows(text: str) -> list[Row]:
+def read_rows(text: str) -> list[LustreRow]:
     found = _ROW.findall(text)
-    return [Row(name, int(count), unit, int(total) if total else None) for name, count, unit, _, _, total in found]
+    return [
+        LustreRow(name, int(count), unit, int(total) if total else None) for name, count, unit, _, _, total in found
+    ]
 
 
 class LustreCollector(Collector):
@@ -89,7 +91,7 @@ class LustreCollector(Collector):
         return [(*part, files.get("stats", ""), files.get("import", "")) for part, files in found.items()]
 
 
-def _of_programs(rows: list[Row], labels: tuple[str, str]) -> Iterator[Sample]:
+def _of_programs(rows: list[LustreRow], labels: tuple[str, str]) -> Iterator[Sample]:
     for row in rows:
         if row.name in ("read_bytes", "write_bytes"):
             verb = row.name.removesuffix("_bytes")
@@ -101,7 +103,7 @@ def _of_programs(rows: list[Row], labels: tuple[str, str]) -> Iterator[Sample]:
             yield "craton_lustre_operation_seconds_total", (*labels, row.name), row.seconds
 
 
-def _of_server(rows: list[Row], labels: tuple[str, str]) -> Iterator[Sample]:
+def _of_server(rows: list[LustreRow], labels: tuple[str, str]) -> Iterator[Sample]:
     for row in rows:
         if row.name == "req_waittime":
             yield "craton_lustre_requests_total", labels, row.count

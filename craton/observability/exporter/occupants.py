@@ -112,7 +112,7 @@ class Occupants:
         return (fields[19].decode(), int(fields[1])) if len(fields) > 19 else ("", 0)
 
 
-class Holding:
+class GpuHolding:
     """Which labels each card has now, with the grace of those that were there before."""
 
     def __init__(self) -> None:

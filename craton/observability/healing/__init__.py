@@ -11,8 +11,8 @@ from craton.lazy import loader
 
 if TYPE_CHECKING:
     from craton.observability.healing.acting import MODES, Healing, heal, undo
-    from craton.observability.healing.ledger import Entry, Ledger, LedgerError, lemons
-    from craton.observability.healing.places import Place, look, place_of, read_report
+    from craton.observability.healing.ledger import LedgerEntry, Ledger, LedgerError, lemons
+    from craton.observability.healing.places import HealingScope, look, place_of, read_report
     from craton.observability.healing.policy import Decision, decide, most_out
     from craton.observability.healing.troubles import Trouble, of_doctor, of_verdict, rules
 else:
@@ -30,11 +30,11 @@ else:
 __all__ = [
     "MODES",
     "Decision",
-    "Entry",
+    "LedgerEntry",
     "Healing",
     "Ledger",
     "LedgerError",
-    "Place",
+    "HealingScope",
     "Trouble",
     "decide",
     "heal",

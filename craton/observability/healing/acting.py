@@ -17,14 +17,14 @@ from typing import Any
 from craton.errors import CratonError
 from craton.observability.healing.ledger import (
     NODE_DEEDS,
-    Entry,
     Ledger,
+    LedgerEntry,
     LedgerError,
     fresh_incidents,
     new_id,
     pause_between,
 )
-from craton.observability.healing.places import AGENT_ERRORS, Place
+from craton.observability.healing.places import AGENT_ERRORS, HealingScope
 from craton.observability.healing.policy import LEAVES, Decision, decide, most_out, over_share
 from craton.observability.healing.troubles import Trouble
 from craton.orchestration import NoAnswerError, ServiceNode, come_back, evacuate, plan_evacuation
@@ -46,7 +46,7 @@ class Healing:
     total: int  # nodes
     num_out: int  # after what was done
     decisions: tuple[Decision, ...]
-    deeds: tuple[Entry, ...] = ()  # done now
+    deeds: tuple[LedgerEntry, ...] = ()  # done now
     failures: tuple[str, ...] = ()
     moves: dict[str, list[str]] = field(default_factory=dict)  # node → how each run on it would move, or moves
     notes: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class Healing:
 
 
 def heal(
-    place: Place,
+    place: HealingScope,
     troubles: Sequence[Trouble],
     mode: str,
     share: float,
@@ -97,7 +97,7 @@ def heal(
         return _act(place, ledger, healing, troubles)
 
 
-def undo(place: Place, number: str) -> list[str]:
+def undo(place: HealingScope, number: str) -> list[str]:
     """Undoes a deed by its number; what was undone and what was not. CratonError: there is nothing to undo any more."""
     ledger = Ledger(place.root)
     with ledger.held():
@@ -119,7 +119,9 @@ def undo(place: Place, number: str) -> list[str]:
         return [*done, *([why_not] if why_not else [])]
 
 
-def _advise(place: Place, ledger: Ledger, troubles: Sequence[Trouble], share: float, node: str | None) -> Healing:
+def _advise(
+    place: HealingScope, ledger: Ledger, troubles: Sequence[Trouble], share: float, node: str | None
+) -> Healing:
     now, nodes, history = time.time(), place.service.nodes(), ledger.entries()
     bad = _bad(nodes, troubles)
     ways = {host: [plan_evacuation(run, own, bad) for run, own in runs] for host, runs in place.runs_on().items()}
@@ -144,8 +146,8 @@ def _advise(place: Place, ledger: Ledger, troubles: Sequence[Trouble], share: fl
     return Healing(place.name, "advise", share, len(nodes), num_out, tuple(decisions), moves=moves, notes=notes)
 
 
-def _act(place: Place, ledger: Ledger, healing: Healing, troubles: Sequence[Trouble]) -> Healing:
-    deeds: list[Entry] = []
+def _act(place: HealingScope, ledger: Ledger, healing: Healing, troubles: Sequence[Trouble]) -> Healing:
+    deeds: list[LedgerEntry] = []
     failures: list[str] = []
     left: set[str] = set()  # runs that leave all their nodes, and so need not be told of another
     for decision in healing.decisions:
@@ -192,7 +194,7 @@ def _act(place: Place, ledger: Ledger, healing: Healing, troubles: Sequence[Trou
     return replace(healing, num_out=num_out, deeds=tuple(deeds), failures=tuple(failures))
 
 
-def _out_before(place: Place, name: str, share: float) -> set[str]:
+def _out_before(place: HealingScope, name: str, share: float) -> set[str]:
     """What is out already; CratonError where this node is, or where no more may be."""
     nodes = place.service.nodes()
     if taken := next((node for node in nodes if node.name == name and node.is_out), None):
@@ -202,7 +204,7 @@ def _out_before(place: Place, name: str, share: float) -> set[str]:
     return {node.name for node in nodes if node.is_out}
 
 
-def _take_out(place: Place, decision: Decision, number: str, share: float, before: Collection[str]) -> None:
+def _take_out(place: HealingScope, decision: Decision, number: str, share: float, before: Collection[str]) -> None:
     """CratonError where it did not come to that, or may have; with the number, where the node is or may be out."""
     by_number = f"`--undo {number}` gives it back"
     try:
@@ -225,7 +227,7 @@ def _take_out(place: Place, decision: Decision, number: str, share: float, befor
         raise CratonError(f"taken back: {why}")
 
 
-def _settled(place: Place, number: str, share: float, before: Collection[str]) -> list[ServiceNode]:
+def _settled(place: HealingScope, number: str, share: float, before: Collection[str]) -> list[ServiceNode]:
     """The nodes after a deed, once others who act at the same moment have taken back what is theirs to take back: those
     whose numbers come last, as many as are out too many. Who is one of them itself does not wait."""
     deadline = time.monotonic() + YIELD_SECONDS
@@ -254,10 +256,10 @@ def _bad(nodes: Sequence[ServiceNode], troubles: Sequence[Trouble]) -> set[str]:
     return {node.name for node in nodes if node.is_out} | {each.node for each in troubles if each.action in LEAVES}
 
 
-def _entry(place: Place, decision: Decision) -> Entry:
+def _entry(place: HealingScope, decision: Decision) -> LedgerEntry:
     assert decision.deed != "none"
     trouble = decision.trouble
-    return Entry(
+    return LedgerEntry(
         time.time(),
         decision.deed,
         decision.node,
@@ -270,10 +272,10 @@ def _entry(place: Place, decision: Decision) -> Entry:
     )
 
 
-def _incident(place: Place, decision: Decision, now: float) -> Entry:
+def _incident(place: HealingScope, decision: Decision, now: float) -> LedgerEntry:
     trouble = decision.trouble
     assert trouble is not None
-    return Entry(
+    return LedgerEntry(
         now,
         "incident",
         decision.node,
@@ -287,7 +289,7 @@ def _incident(place: Place, decision: Decision, now: float) -> Entry:
     )
 
 
-def _run(place: Place, name: str) -> RunDirectory | None:
+def _run(place: HealingScope, name: str) -> RunDirectory | None:
     try:
         return find_run(name, place.root)
     except CratonError:

@@ -33,7 +33,7 @@ class LedgerError(CratonError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One line: an incident, a deed or its undoing."""
 
     time: float
@@ -50,7 +50,7 @@ class Entry:
     moment: float = 0.0  # of an incident: when it happened or was measured; 0: it was so when it was written down
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Entry | None:
+    def from_json(cls, document: dict[str, Any]) -> LedgerEntry | None:
         """None for a line that is none of ours."""
         known = {each.name for each in fields(cls)}
         try:
@@ -71,10 +71,10 @@ class Ledger:
         self.root = root
         self.path = root / LEDGER_FILE
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LedgerEntry]:
         """All that can be read, oldest first."""
         lines, _ = read_lines(self.path)
-        found = [Entry.from_json(line) for line in lines]
+        found = [LedgerEntry.from_json(line) for line in lines]
         return [entry for entry in found if entry is not None]
 
     @contextmanager
@@ -103,7 +103,7 @@ class Ledger:
         finally:
             os.close(descriptor)
 
-    def append(self, entries: Sequence[Entry]) -> None:
+    def append(self, entries: Sequence[LedgerEntry]) -> None:
         """LedgerError where they are lost: a deed that nobody remembers could not be undone."""
         writer = LineWriter(self.path)
         try:
@@ -121,7 +121,7 @@ def new_id() -> str:
     return secrets.token_hex(4)
 
 
-def fresh_incidents(entries: Sequence[Entry], seen: Iterable[tuple[Entry, float]]) -> list[Entry]:
+def fresh_incidents(entries: Sequence[LedgerEntry], seen: Iterable[tuple[LedgerEntry, float]]) -> list[LedgerEntry]:
     """Of what is seen now, what the ledger has not been told, or not for so many seconds. An event is told once."""
     told = [entry for entry in entries if entry.kind == "incident"]
     last = {_key(entry): entry.time for entry in told}
@@ -142,7 +142,7 @@ def pause_between(trouble: Trouble) -> float:
     return rules().look_seconds if trouble.is_sample else rules().episode_seconds / 2
 
 
-def num_looks(entries: Sequence[Entry], trouble: Trouble, now: float) -> int:
+def num_looks(entries: Sequence[LedgerEntry], trouble: Trouble, now: float) -> int:
     """In how many looks of late a trouble was seen, this one included; those before an undo do not count."""
     since = max(now - rules().looks_seconds, last_undo(entries, trouble.node))
     moments = [
@@ -151,11 +151,11 @@ def num_looks(entries: Sequence[Entry], trouble: Trouble, now: float) -> int:
     return len(moments) + (not moments or now - max(moments) >= rules().look_seconds)
 
 
-def last_undo(entries: Iterable[Entry], node: str) -> float:
+def last_undo(entries: Iterable[LedgerEntry], node: str) -> float:
     return max((entry.time for entry in entries if entry.kind == "undo" and entry.node == node), default=0.0)
 
 
-def is_answered(entries: Sequence[Entry], trouble: Trouble, now: float) -> bool:
+def is_answered(entries: Sequence[LedgerEntry], trouble: Trouble, now: float) -> bool:
     """Whether somebody gave the node back in spite of it: it is older than that, or the state that was known then."""
     if trouble.moment is not None:
         return trouble.moment <= last_undo(entries, trouble.node)
@@ -165,14 +165,14 @@ def is_answered(entries: Sequence[Entry], trouble: Trouble, now: float) -> bool:
     )
 
 
-def earlier_episodes(entries: Sequence[Entry], trouble: Trouble, now: float) -> int:
+def earlier_episodes(entries: Sequence[LedgerEntry], trouble: Trouble, now: float) -> int:
     """How often a node had to be mended apart from what ails it now, in the time that counts."""
     mine = Moment(now if trouble.moment is None else trouble.moment, trouble.run, trouble.moment is not None)
     moments, undone = _moments(entries, trouble.node, now)
     return _episodes(sorted([*moments, mine]), undone) - 1
 
 
-def other_runs_with(entries: Iterable[Entry], trouble: Trouble, now: float) -> set[str]:
+def other_runs_with(entries: Iterable[LedgerEntry], trouble: Trouble, now: float) -> set[str]:
     """Other runs in which the same card had the same kind of error."""
     return {
         entry.run
@@ -185,7 +185,7 @@ def other_runs_with(entries: Iterable[Entry], trouble: Trouble, now: float) -> s
     }
 
 
-def lemons(entries: Sequence[Entry], now: float) -> dict[str, int]:
+def lemons(entries: Sequence[LedgerEntry], now: float) -> dict[str, int]:
     """Node → episodes, of those that had one; the worst first."""
     counts = {node: _episodes(*_moments(entries, node, now)) for node in {entry.node for entry in entries}}
     return {node: count for node, count in sorted(counts.items(), key=lambda each: (-each[1], each[0])) if count}
@@ -199,7 +199,7 @@ class Moment(NamedTuple):
     is_own: bool  # it happened or was measured then, and not only looked at
 
 
-def _moments(entries: Sequence[Entry], node: str, now: float) -> tuple[list[Moment], list[float]]:
+def _moments(entries: Sequence[LedgerEntry], node: str, now: float) -> tuple[list[Moment], list[float]]:
     """The grave incidents of a node in the time that counts, and when it was given back."""
     mine = [entry for entry in entries if entry.node == node]
     oldest = now - rules().lemon_seconds
@@ -227,11 +227,11 @@ def _is_grave(action: str) -> bool:
     return action in HEALTH_ACTIONS[HEALTH_ACTIONS.index("reset") :]
 
 
-def _is_of(entry: Entry, trouble: Trouble) -> bool:
+def _is_of(entry: LedgerEntry, trouble: Trouble) -> bool:
     return (entry.node, entry.what, entry.device) == (trouble.node, trouble.what, trouble.device)
 
 
-def _is_one_event(one: Entry, other: Entry) -> bool:
+def _is_one_event(one: LedgerEntry, other: LedgerEntry) -> bool:
     return _is_near(one.moment, other.moment) and (one.node, one.what, one.device) == (
         other.node,
         other.what,
@@ -243,5 +243,5 @@ def _is_near(one: float, other: float) -> bool:
     return one > 0 and other > 0 and abs(one - other) <= SAME_EVENT_SECONDS
 
 
-def _key(entry: Entry) -> tuple[str, str, str, str]:
+def _key(entry: LedgerEntry) -> tuple[str, str, str, str]:
     return entry.node, entry.what, entry.device, entry.run

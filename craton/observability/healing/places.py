@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from craton.agent import avoid_node
 from craton.errors import CratonError
-from craton.job import ClusterFile, Scheduler, load_cluster, load_job
+from craton.job import ClusterFile, SchedulerSettings, load_cluster, load_job
 from craton.observability.diagnosis import chosen_run, diagnose, take_snapshot
 from craton.observability.healing.local import RunService
 from craton.observability.healing.troubles import Trouble, of_doctor, of_verdict, rules
@@ -33,7 +33,7 @@ AGENT_ERRORS = (CratonError, OSError)  # a run that cannot be read hides no othe
 
 
 @dataclass(frozen=True)
-class Place:
+class HealingScope:
     name: str
     service: NodeService
     runs: tuple[RunDirectory, ...]  # that move
@@ -65,14 +65,14 @@ class Place:
                     avoid_node(run, node, mark)
 
 
-def place_of(target: str | None) -> Place:
+def place_of(target: str | None) -> HealingScope:
     """A cluster file, a run's name or folder, or, without either, the newest run."""
     if target is not None and target.endswith((".yaml", ".yml")):
         return _of_cluster(load_cluster(target))
     return _of_run(chosen_run(target))
 
 
-def look(place: Place, prometheus: str | None = None, notes: list[str] | None = None) -> list[Trouble]:
+def look(place: HealingScope, prometheus: str | None = None, notes: list[str] | None = None) -> list[Trouble]:
     """What ails the nodes, by the verdicts on the runs there and by what their pre-flight found."""
     found: list[Trouble] = []
     told = notes if notes is not None else []
@@ -118,14 +118,14 @@ def ledger_root(file: ClusterFile | None) -> Path:
     return Path(file.runs) if file is not None and file.runs and "://" not in file.runs else runs_root()
 
 
-def _of_cluster(file: ClusterFile) -> Place:
-    scheduler = file.scheduler or Scheduler(kind="local")
+def _of_cluster(file: ClusterFile) -> HealingScope:
+    scheduler = file.scheduler or SchedulerSettings(kind="local")
     root = ledger_root(file)
     moving, ended = _in_time(root, scheduler.kind)
-    return _with_policy(Place(file.name, service_of(scheduler), tuple(moving), root, ended=tuple(ended)), file)
+    return _with_policy(HealingScope(file.name, service_of(scheduler), tuple(moving), root, ended=tuple(ended)), file)
 
 
-def _of_run(run: RunDirectory) -> Place:
+def _of_run(run: RunDirectory) -> HealingScope:
     job, on = load_job(run.job_path), read_submission(run).on
     file = job.cluster.file
     (summary,) = settled_summaries([summarize(run)])
@@ -133,19 +133,19 @@ def _of_run(run: RunDirectory) -> Place:
     runs = (run,) if moves else ()
     ended = () if moves else ((run, _ended_at(run, summary)),)
     if on == "local":
-        return _with_policy(Place(run.name, RunService(run), runs, run.path.parent, ended=ended), file)
+        return _with_policy(HealingScope(run.name, RunService(run), runs, run.path.parent, ended=ended), file)
     given = file.scheduler if file is not None else None
     if given is None or given.kind != on:
-        given = Scheduler(kind=on, **_own_keys(on, job.run))
+        given = SchedulerSettings(kind=on, **_own_keys(on, job.run))
     root = ledger_root(file) if file is not None and file.runs else run.path.parent
-    return _with_policy(Place(file.name if file else on, service_of(given), runs, root, ended=ended), file)
+    return _with_policy(HealingScope(file.name if file else on, service_of(given), runs, root, ended=ended), file)
 
 
 def _own_keys(on: str, run: Any) -> dict[str, Any]:
     return {"partition": run.partition} if on == "slurm" else {"namespace": run.namespace}
 
 
-def _with_policy(place: Place, file: ClusterFile | None) -> Place:
+def _with_policy(place: HealingScope, file: ClusterFile | None) -> HealingScope:
     if file is None:
         return place
     health = file.health

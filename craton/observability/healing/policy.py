@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 from craton.infrastructure import HEALTH_ACTIONS, HealthAction
-from craton.observability.healing.ledger import Entry, earlier_episodes, is_answered, num_looks, other_runs_with
+from craton.observability.healing.ledger import LedgerEntry, earlier_episodes, is_answered, num_looks, other_runs_with
 from craton.observability.healing.troubles import Trouble, gravest, rules
 from craton.orchestration import Evacuation, ServiceNode
 
@@ -58,7 +58,7 @@ class Decision:
 def decide(
     troubles: Sequence[Trouble],
     nodes: Sequence[ServiceNode],
-    history: Sequence[Entry],
+    history: Sequence[LedgerEntry],
     now: float,
     share: float,
     hands_over: Collection[str] = (),
@@ -116,7 +116,7 @@ class _Need:
     stops_run: bool = False
 
 
-def _needed(node: str, troubles: Sequence[Trouble], history: Sequence[Entry], now: float) -> _Need:
+def _needed(node: str, troubles: Sequence[Trouble], history: Sequence[LedgerEntry], now: float) -> _Need:
     table, stops_run = rules(), any(each.stops_run for each in troubles)
     evidence = tuple(dict.fromkeys(each.evidence for each in troubles))
     open_ones = [each for each in troubles if not is_answered(history, each, now)]
@@ -147,7 +147,7 @@ def _needed(node: str, troubles: Sequence[Trouble], history: Sequence[Entry], no
     return _Need(node, action, reason, evidence, before, first, is_urgent, stops_run)
 
 
-def _doubt(trouble: Trouble, history: Sequence[Entry], now: float) -> str:
+def _doubt(trouble: Trouble, history: Sequence[LedgerEntry], now: float) -> str:
     """Why a trouble is no reason yet to touch a node; empty: it is one."""
     table = rules()
     if trouble.confidence < table.least_confidence:
@@ -158,13 +158,13 @@ def _doubt(trouble: Trouble, history: Sequence[Entry], now: float) -> str:
     return "" if looks >= table.looks else f"it may pass: seen in {looks} of {table.looks} looks, {apart}"
 
 
-def _open_deed(node: ServiceNode, history: Sequence[Entry]) -> Entry | None:
+def _open_deed(node: ServiceNode, history: Sequence[LedgerEntry]) -> LedgerEntry | None:
     """What the ledger has of our taking the node out, where it is still out by that."""
     deeds = [each for each in history if each.kind == "take_out" and (each.node, each.id) == (node.name, node.mark)]
     return deeds[-1] if deeds and node.is_out and deeds[-1].action in LEAVES else None
 
 
-def _graver_of(need: _Need | None, deed: Entry) -> _Need:
+def _graver_of(need: _Need | None, deed: LedgerEntry) -> _Need:
     action = cast(HealthAction, deed.action)
     if need is None:
         return _Need(deed.node, action, deed.text)

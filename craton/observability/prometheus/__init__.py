@@ -13,8 +13,8 @@ from craton.lazy import loader
 if TYPE_CHECKING:
     from craton.observability.prometheus.alertmanager import alertmanager_config, write_private
     from craton.observability.prometheus.errors import ObserveError
-    from craton.observability.prometheus.observer import FOLDER, Observed, Observer, Settings, TargetKeeper
-    from craton.observability.prometheus.processes import Service, find_program, start_prometheus
+    from craton.observability.prometheus.observer import FOLDER, Observed, Observer, ObserverSettings, TargetKeeper
+    from craton.observability.prometheus.processes import ObserverProcess, find_program, start_prometheus
     from craton.observability.prometheus.remote import DATA_SOURCE
     from craton.observability.prometheus.rendering import NO_DASHBOARDS, NO_EXPORTER, lacks_exporter, render
     from craton.observability.prometheus.rules import (
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from craton.observability.prometheus.scrape import dcgm_relabeling, prometheus_config
     from craton.observability.prometheus.targets import (
         EXPORTERS,
-        Machine,
+        ScrapedMachine,
         SearchedExporters,
-        Target,
+        ScrapeTarget,
         look_at,
         write_targets,
     )
@@ -67,15 +67,15 @@ __all__ = [
     "RECORDINGS",
     "SEVERITIES",
     "AlertRule",
-    "Machine",
+    "ScrapedMachine",
     "ObserveError",
     "Observed",
     "Observer",
     "RecordingRule",
     "SearchedExporters",
-    "Service",
-    "Settings",
-    "Target",
+    "ObserverProcess",
+    "ObserverSettings",
+    "ScrapeTarget",
     "TargetKeeper",
     "alertmanager_config",
     "dcgm_relabeling",

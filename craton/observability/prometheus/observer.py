@@ -29,7 +29,7 @@ from craton.observability.prometheus.errors import ObserveError
 from craton.observability.prometheus.processes import (
     ALERTMANAGER,
     PROMETHEUS,
-    Service,
+    ObserverProcess,
     find_program,
     start_alertmanager,
     start_prometheus,
@@ -45,10 +45,10 @@ from craton.observability.prometheus.scrape import (
     slurm_jobs,
 )
 from craton.observability.prometheus.targets import (
-    Found,
-    Machine,
+    FoundTargets,
+    ScrapedMachine,
+    ScrapeTarget,
     SearchedExporters,
-    Target,
     joined,
     look_at,
     merged,
@@ -66,7 +66,7 @@ NODES_SECONDS = 60.0  # between two questions which nodes Slurm has
 
 
 @dataclass(frozen=True)
-class Settings:
+class ObserverSettings:
     """What to observe, and how."""
 
     runs: tuple[RunDirectory, ...] = ()  # none: all runs of the root
@@ -113,14 +113,14 @@ class Observed:
 class TargetKeeper:
     """Finds targets again and again and writes them for file_sd."""
 
-    settings: Settings
+    settings: ObserverSettings
     folder: Path
     exporters: SearchedExporters = field(default_factory=SearchedExporters)
-    targets: list[Target] = field(default_factory=list)
+    targets: list[ScrapeTarget] = field(default_factory=list)
     trouble: str = ""  # why the last look gave nothing; the targets are then those of the look before
     _runs: list[RunDirectory] = field(default_factory=list)
     _slurm_asked: float = float("-inf")
-    _slurm_machines: tuple[Machine, ...] = ()
+    _slurm_machines: tuple[ScrapedMachine, ...] = ()
 
     def refresh(self) -> list[RunDirectory]:
         """Returns the runs that were looked at. A file system that fails for a while is told in `trouble`."""
@@ -141,7 +141,7 @@ class TargetKeeper:
 
     def _look(self) -> None:
         runs = list(self.settings.runs) or list_runs(self.settings.root)
-        found: Found = look_at(runs)
+        found: FoundTargets = look_at(runs)
         self._ask_slurm()
         # Slurm's first: a node is dialled by the same name whether or not a run is there.
         machines = merged([*self._slurm_machines, *found.machines])
@@ -155,13 +155,13 @@ class TargetKeeper:
             self._slurm_asked = time.monotonic()
             names = dict.fromkeys(_output(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
             leaves = _slurm_leaves()
-            self._slurm_machines = tuple(Machine(name, name, leaves.get(name, "")) for name in names)
+            self._slurm_machines = tuple(ScrapedMachine(name, name, leaves.get(name, "")) for name in names)
 
 
 class Observer:
     """Prometheus and Alertmanager, started; a context manager that ends them."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ObserverSettings) -> None:
         find_program(PROMETHEUS)
         if settings.alertmanager:
             find_program(ALERTMANAGER)
@@ -171,8 +171,8 @@ class Observer:
         self.folder = (settings.root / FOLDER).absolute()
         self.data = (settings.data or data_folder(settings.root)).absolute()
         self.keeper = TargetKeeper(settings, self.folder / "targets")
-        self.prometheus: Service | None = None
-        self.alertmanager: Service | None = None
+        self.prometheus: ObserverProcess | None = None
+        self.alertmanager: ObserverProcess | None = None
         self._lock: IO[str] | None = None
         self._slurm = _slurm_address(settings.cluster)
         self._runs_of_jobs: dict[str, str] = {}
@@ -226,7 +226,7 @@ class Observer:
             self._lock = None
 
     @property
-    def services(self) -> list[Service]:
+    def services(self) -> list[ObserverProcess]:
         return [service for service in (self.prometheus, self.alertmanager) if service is not None]
 
     def refresh(self) -> None:
@@ -350,7 +350,7 @@ def _runs_of_jobs(runs: Sequence[RunDirectory]) -> dict[str, str]:
     return found
 
 
-def _addresses(targets: Iterable[Target]) -> dict[str, set[str]]:
+def _addresses(targets: Iterable[ScrapeTarget]) -> dict[str, set[str]]:
     """Job → where its targets are."""
     found: dict[str, set[str]] = {}
     for target in targets:

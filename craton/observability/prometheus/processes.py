@@ -58,7 +58,7 @@ def check_port(host: str, port: int, what: str) -> None:
 
 
 @dataclass
-class Service:
+class ObserverProcess:
     """One of the two, while it runs."""
 
     name: str
@@ -127,7 +127,7 @@ class Service:
             self.process.wait()
 
 
-def start_prometheus(folder: Path, host: str, port: int) -> Service:
+def start_prometheus(folder: Path, host: str, port: int) -> ObserverProcess:
     """Of FOLDER/prometheus.yml, with its data in FOLDER/prometheus."""
     command = [
         find_program(PROMETHEUS),
@@ -140,7 +140,7 @@ def start_prometheus(folder: Path, host: str, port: int) -> Service:
     return _start("prometheus", command, host, port, folder)
 
 
-def start_alertmanager(folder: Path, host: str, port: int) -> Service:
+def start_alertmanager(folder: Path, host: str, port: int) -> ObserverProcess:
     """Of FOLDER/alertmanager.yml, with its data in FOLDER/alertmanager; it looks for no peers."""
     command = [
         find_program(ALERTMANAGER),
@@ -153,7 +153,7 @@ def start_alertmanager(folder: Path, host: str, port: int) -> Service:
     return _start("alertmanager", command, host, port, folder)
 
 
-def _start(name: str, command: list[str], host: str, port: int, folder: Path) -> Service:
+def _start(name: str, command: list[str], host: str, port: int, folder: Path) -> ObserverProcess:
     check_port(host, port, name)
     log = folder / f"{name}.log"
     with log.open("wb") as output:
@@ -166,7 +166,7 @@ def _start(name: str, command: list[str], host: str, port: int, folder: Path) ->
             process_group=0,
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
-    service = Service(name, host, port, process, log)
+    service = ObserverProcess(name, host, port, process, log)
     try:
         service.wait_until_ready()
     except BaseException:

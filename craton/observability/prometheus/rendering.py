@@ -26,7 +26,7 @@ from craton.observability.prometheus.exporter_service import (
     exporter_unit,
 )
 from craton.observability.prometheus.kubernetes import MonitoredCluster, operator_objects
-from craton.observability.prometheus.observer import FOLDER, Settings, gpus_per_node, leaf_label
+from craton.observability.prometheus.observer import FOLDER, ObserverSettings, gpus_per_node, leaf_label
 from craton.observability.prometheus.remote import (
     SIGNING_PLUGIN,
     Workspace,
@@ -66,7 +66,7 @@ def render(
     """File → text. `amp` is the endpoint of a workspace of Amazon Managed Prometheus; `labels` are for the objects of
     the Prometheus operator; `runbooks` is the URL of the folder of runbooks."""
     workspace = workspace_of(amp) if amp else None
-    settings = Settings(cluster=cluster)
+    settings = ObserverSettings(cluster=cluster)
     runs = settings.root.absolute()
     groups = rule_groups(gpus_per_node(cluster), efa_per_node=efa_per_node(cluster), runbooks=runbooks)
     on_kubernetes = cluster is not None and cluster.scheduler is not None and cluster.scheduler.kind == "kubernetes"
@@ -225,7 +225,7 @@ def _unit_lines() -> list[str]:
 def _targets_lines(cluster: ClusterFile | None, runs: Path) -> list[str]:
     """The command that keeps the files which `_jobs` reads; it must look where these look."""
     named = "--cluster CLUSTER " if cluster else ""
-    stated = "" if Settings(cluster=cluster).cluster_runs else f"CRATON_RUNS={quote(str(runs))} "
+    stated = "" if ObserverSettings(cluster=cluster).cluster_runs else f"CRATON_RUNS={quote(str(runs))} "
     what = " CLUSTER is the cluster file that this was rendered of." if cluster else ""
     return [
         "",

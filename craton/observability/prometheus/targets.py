@@ -40,14 +40,14 @@ EVERYWHERE = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True)
-class Target:
+class ScrapeTarget:
     job: str
     address: str  # host:port
     labels: Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Machine:
+class ScrapedMachine:
     """Somewhere exporters may be."""
 
     host: str  # to be dialled
@@ -56,31 +56,33 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundTargets:
     """What a look at some runs gave."""
 
-    targets: tuple[Target, ...]
-    machines: tuple[Machine, ...]
+    targets: tuple[ScrapeTarget, ...]
+    machines: tuple[ScrapedMachine, ...]
 
 
-def look_at(runs: Iterable[RunDirectory], now: float | None = None) -> Found:
+def look_at(runs: Iterable[RunDirectory], now: float | None = None) -> FoundTargets:
     """Targets of the runs that go on, and the machines they are on."""
-    targets: list[Target] = []
-    machines: list[Machine] = []
+    targets: list[ScrapeTarget] = []
+    machines: list[ScrapedMachine] = []
     for run in runs:
         beats = {node: beat for node, beat in _heartbeats(run) if _is_there(run, beat, now)}
         if not beats:
             continue
         leaves = read_json(run.launch_path).get("leaves") or {}
         targets += run_targets(run, _not_left_behind(beats, now), leaves)
-        machines += [Machine(_host(beat), beat.host or node, str(leaves.get(node, ""))) for node, beat in beats.items()]
-    return Found(tuple(targets), merged(machines))
+        machines += [
+            ScrapedMachine(_host(beat), beat.host or node, str(leaves.get(node, ""))) for node, beat in beats.items()
+        ]
+    return FoundTargets(tuple(targets), merged(machines))
 
 
-def merged(machines: Iterable[Machine]) -> tuple[Machine, ...]:
+def merged(machines: Iterable[ScrapedMachine]) -> tuple[ScrapedMachine, ...]:
     """Each machine once, as it is told of first, with the leaf that anybody knows. One may be dialled by a name and by
     addresses, and be called with its domain or without."""
-    found: dict[str, Machine] = {}
+    found: dict[str, ScrapedMachine] = {}
     for machine in machines:
         name = _short(machine.name)
         known = found.setdefault(name, machine)
@@ -89,14 +91,14 @@ def merged(machines: Iterable[Machine]) -> tuple[Machine, ...]:
     return tuple(found.values())
 
 
-def run_targets(run: RunDirectory, beats: Mapping[str, Heartbeat], leaves: Mapping[str, str]) -> list[Target]:
+def run_targets(run: RunDirectory, beats: Mapping[str, Heartbeat], leaves: Mapping[str, str]) -> list[ScrapeTarget]:
     """The endpoints of a run's agents, and of its server where it is one."""
 
     def labels(node: str) -> dict[str, str]:
         return {"run": run.name, "node": node, "leaf": str(leaves.get(node, ""))}
 
     found = [
-        Target(AGENTS, joined(_host(beat), beat.metrics_port), labels(node))
+        ScrapeTarget(AGENTS, joined(_host(beat), beat.metrics_port), labels(node))
         for node, beat in beats.items()
         if beat.metrics_port
     ]
@@ -104,7 +106,7 @@ def run_targets(run: RunDirectory, beats: Mapping[str, Heartbeat], leaves: Mappi
     if server is not None:
         node, beat = next(iter(beats.items()))
         host, port = server
-        found.append(Target(SERVERS, joined(_host(beat) if host in EVERYWHERE else host, port), labels(node)))
+        found.append(ScrapeTarget(SERVERS, joined(_host(beat) if host in EVERYWHERE else host, port), labels(node)))
     return found
 
 
@@ -118,7 +120,7 @@ class SearchedExporters:
     _searching: list[threading.Thread] = field(default_factory=list)
     _answers: SimpleQueue[tuple[str, str]] = field(default_factory=SimpleQueue)
 
-    def look(self, machines: Iterable[Machine]) -> list[Target]:
+    def look(self, machines: Iterable[ScrapedMachine]) -> list[ScrapeTarget]:
         """Targets on these machines, as far as they have answered; what did once is kept while its machine is given.
         Waits for PATIENCE_SECONDS at most, and no search begins before the last has ended."""
         wanted = {machine.host: machine for machine in machines}
@@ -130,7 +132,7 @@ class SearchedExporters:
         while not self._answers.empty():
             self._answered.add(self._answers.get())
         return [
-            Target(job, joined(host, self.ports[job]), {"node": wanted[host].name, "leaf": wanted[host].leaf})
+            ScrapeTarget(job, joined(host, self.ports[job]), {"node": wanted[host].name, "leaf": wanted[host].leaf})
             for job, host in sorted(self._answered)
             if host in wanted
         ]
@@ -169,7 +171,7 @@ def serves_metrics(host: str, port: int, path: str = "/metrics") -> bool:
         connection.close()
 
 
-def write_targets(folder: Path, targets: Iterable[Target]) -> None:
+def write_targets(folder: Path, targets: Iterable[ScrapeTarget]) -> None:
     """A file for each job, for Prometheus' file_sd; one that did not change is not touched."""
     by_job: dict[str, list[dict[str, object]]] = {job: [] for job in FOUND_JOBS}
     for target in targets:

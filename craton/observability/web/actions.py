@@ -30,12 +30,12 @@ ACTIONS = ("stop", *VERBS)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ActionOutcome:
     is_done: bool
     message: str
 
 
-def act(action: str, run: RunDirectory, craton: Sequence[str] = CRATON) -> Outcome:
+def act(action: str, run: RunDirectory, craton: Sequence[str] = CRATON) -> ActionOutcome:
     """Does it, and says what came of it."""
     if action == "stop":
         return _stop(run)
@@ -51,7 +51,7 @@ def act(action: str, run: RunDirectory, craton: Sequence[str] = CRATON) -> Outco
             code = process.wait(timeout=ANSWER_SECONDS)
         except subprocess.TimeoutExpired:
             threading.Thread(target=process.wait, daemon=True).start()  # so that its end is taken note of
-            return Outcome(
+            return ActionOutcome(
                 False,
                 f"`craton {words[0]} {run.name}` has not answered for {ANSWER_SECONDS:.0f} s and goes on (process "
                 f"{process.pid}); `craton ps` tells what comes of it",
@@ -61,15 +61,15 @@ def act(action: str, run: RunDirectory, craton: Sequence[str] = CRATON) -> Outco
         return _outcome(action, run.name, code, output.read(), told.read())
 
 
-def _outcome(action: str, run_name: str, code: int, output: str, errors: str) -> Outcome:
+def _outcome(action: str, run_name: str, code: int, output: str, errors: str) -> ActionOutcome:
     if action == "heal" and (healing := _last_object(output)) is not None and "decisions" in healing:
         return healed(healing, run_name)  # it ends with 1 where a node is bad, whatever was done about it
     if code == 0:
-        return Outcome(True, {"resume": "it goes on", "heal": "done", "kill": "it was ended"}[action])
-    return Outcome(False, _error(output, errors) or f"it ended with code {code}")
+        return ActionOutcome(True, {"resume": "it goes on", "heal": "done", "kill": "it was ended"}[action])
+    return ActionOutcome(False, _error(output, errors) or f"it ended with code {code}")
 
 
-def _stop(run: RunDirectory) -> Outcome:
+def _stop(run: RunDirectory) -> ActionOutcome:
     """Asks only: the verb waits for the end, which takes as long as a checkpoint, and which the page shows anyway."""
     from craton.errors import CratonError
     from craton.orchestration import stop_run
@@ -77,18 +77,18 @@ def _stop(run: RunDirectory) -> Outcome:
     try:
         stop_run(run)
     except CratonError as error:
-        return Outcome(False, str(error))
-    return Outcome(True, "it was asked to stop: its ranks save a checkpoint and leave")
+        return ActionOutcome(False, str(error))
+    return ActionOutcome(True, "it was asked to stop: its ranks save a checkpoint and leave")
 
 
-def healed(healing: Mapping[str, Any], run_name: str) -> Outcome:
+def healed(healing: Mapping[str, Any], run_name: str) -> ActionOutcome:
     """What `craton heal --json` printed, in a sentence. Done is what left nothing undone that the policy asks for."""
     mode = healing.get("mode")
     if mode == "off":
-        return Outcome(False, "healing of its cluster is off (`health: {heal: off}` in the cluster file)")
+        return ActionOutcome(False, "healing of its cluster is off (`health: {heal: off}` in the cluster file)")
     decisions, failures = healing["decisions"], [str(each) for each in healing.get("failures") or ()]
     if not decisions and not failures:
-        return Outcome(True, "no node needs anything")
+        return ActionOutcome(True, "no node needs anything")
     told = "; ".join([*failures, *map(_need, decisions)])
     numbers = list(dict.fromkeys(str(deed["id"]) for deed in healing.get("deeds") or ()))
     if numbers:
@@ -97,7 +97,7 @@ def healed(healing: Mapping[str, Any], run_name: str) -> Outcome:
     elif not failures:
         told += ". Nothing was done" + ("" if mode == "act" else f": its cluster's policy is {mode}")
     is_held = mode == "act" and any(each.get("why_not") and each.get("deed") == "none" for each in decisions)
-    return Outcome(not failures and not is_held, told)
+    return ActionOutcome(not failures and not is_held, told)
 
 
 def _need(decision: Mapping[str, Any]) -> str:

@@ -35,13 +35,13 @@ from craton.observability.web.access import Access
 from craton.observability.web.actions import ACTIONS, act
 from craton.observability.web.background import Background
 from craton.observability.web.charts import OWN
-from craton.observability.web.guard import Guard, about_request, login, refuse
+from craton.observability.web.guard import RequestGuard, about_request, login, refuse
 from craton.observability.web.logs import read_piece, sources
 from craton.observability.web.queries import DEADLINE_SECONDS, Answered, Prometheus
 from craton.observability.web.rendering import render
 from craton.observability.web.run_page import RunPage, Shown
 from craton.observability.web.static_files import digest, static_file
-from craton.observability.web.summaries import Row, Summaries
+from craton.observability.web.summaries import RunRow, Summaries
 from craton.observability.web.verdicts import Verdicts, examine
 from craton.telemetry import RunDirectory
 
@@ -51,9 +51,9 @@ WIDE_NODES = 64
 BEAT_SECONDS = 15.0  # a stream without news says that it lives
 LOOK_SECONDS = 1.0
 HURRY_SECONDS = 0.15  # between two messages while runs are still being read
-MOST_PAGES = 16
+MAX_PAGES = 16
 ALERT_SECONDS = 5.0
-MOST_DIGITS = 18
+MAX_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Opened:
 
 
 @dataclass
-class Site:
+class PageSite:
     """What the addresses share."""
 
     root: Path
@@ -106,7 +106,7 @@ class Site:
                 page = RunPage(run, self.verdicts, self.alerts, self.prometheus, self.summaries.schedulers)
                 opened = self._pages[run.path] = Opened(page, mark)
             self._pages.move_to_end(run.path)
-            while len(self._pages) > MOST_PAGES:
+            while len(self._pages) > MAX_PAGES:
                 self._pages.popitem(last=False)
             return opened
 
@@ -137,7 +137,7 @@ def make_app(
     verdicts = verdicts or Verdicts(lambda run: examine(run, prometheus))
     asked = Prometheus(prometheus) if prometheus else None
     alerts = Background(asked.alerts, ALERT_SECONDS, asked.late, DEADLINE_SECONDS).get if asked else Answered
-    site = Site(root, access, verdicts, Summaries(root, verdicts), asked, alerts, do)
+    site = PageSite(root, access, verdicts, Summaries(root, verdicts), asked, alerts, do)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -159,16 +159,16 @@ def make_app(
     # A file system that fails now and then (a stale handle, a server that is restarted) is not a fault of the page.
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={OSError: _unreadable})
     app.state.site = site
-    return Guard(app, access)
+    return RequestGuard(app, access)
 
 
 async def _unreadable(request: Request, error: Exception) -> Response:
     return refuse(503, f"the runs in {_site(request).root} cannot be read now: {error}")
 
 
-def _site(request: Request) -> Site:
+def _site(request: Request) -> PageSite:
     site = request.app.state.site
-    assert isinstance(site, Site)
+    assert isinstance(site, PageSite)
     return site
 
 
@@ -203,7 +203,7 @@ async def _runs_events(request: Request) -> Response:
     return _stream(_runs_news(site, int(version) if mark == site.mark and _is_number(version) else -1))
 
 
-async def _runs_news(site: Site, since: int) -> AsyncIterator[dict[str, Any]]:
+async def _runs_news(site: PageSite, since: int) -> AsyncIterator[dict[str, Any]]:
     """The rows that changed since the last message, and the order of all of them."""
     known = await run_in_threadpool(site.summaries.rows)
     seen = {row.run.name: row.version for row in known if row.version <= since}
@@ -233,7 +233,7 @@ class _RowTexts:
 
     known: dict[Path, tuple[int, str]] = field(default_factory=dict)
 
-    def get(self, row: Row) -> str:
+    def get(self, row: RunRow) -> str:
         kept = self.known.get(row.run.path)
         if kept is None or kept[0] != row.version:
             is_unread = row.summary is None and not row.trouble
@@ -276,7 +276,7 @@ async def _run(request: Request) -> Response:
     return HTMLResponse(html)
 
 
-async def _first(site: Site, page: RunPage) -> dict[str, Shown]:
+async def _first(site: PageSite, page: RunPage) -> dict[str, Shown]:
     """The parts that are read within FIRST_SECONDS; the others go on being made, and stream when they are."""
     found: dict[str, Shown] = {}
 
@@ -299,7 +299,7 @@ async def _run_events(request: Request) -> Response:
     return _stream(_run_news(site, opened, request.query_params.get("mark", opened.mark)))
 
 
-async def _run_news(site: Site, opened: Opened, held: str) -> AsyncIterator[dict[str, Any]]:
+async def _run_news(site: PageSite, opened: Opened, held: str) -> AsyncIterator[dict[str, Any]]:
     """What changed in each part, as soon as it is known; or that the page shows a run that is no more."""
     seen: dict[str, str] = {}
     page, mark = opened.page, opened.mark
@@ -328,7 +328,7 @@ async def _run_news(site: Site, opened: Opened, held: str) -> AsyncIterator[dict
             mark = await run_in_threadpool(run_mark, page.run)
 
 
-def _shown(site: Site, page: RunPage, part: str) -> Shown:
+def _shown(site: PageSite, page: RunPage, part: str) -> Shown:
     """A part, or that it cannot be shown: one torn file must not take the page with it."""
     try:
         with site.summaries.aside():
@@ -372,7 +372,7 @@ async def _log(request: Request) -> Response:
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
+    return text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
 
 
 async def _change(request: Request) -> Response:

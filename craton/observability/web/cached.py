@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-MOST_SHARE = 0.1  # of the time is spent on making one value, however costly it is
+MAX_SHARE = 0.1  # of the time is spent on making one value, however costly it is
 
 
 class Cached(Generic[T]):
@@ -33,7 +33,7 @@ class Cached(Generic[T]):
                 began = time.monotonic()
                 self._value = (self._make(),)
                 ended = time.monotonic()
-                self._due = ended + max(self._seconds, (ended - began) / MOST_SHARE)
+                self._due = ended + max(self._seconds, (ended - began) / MAX_SHARE)
             return self._value[0]
         finally:
             self._lock.release()

@@ -7,7 +7,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from craton.http_guard.connections import BoundedH11, Limits
+from craton.http_guard.connections import BoundedH11, ConnectionLimits
 
 END_SECONDS = 1  # streams are open for as long as a page is; they are not waited for
 
@@ -15,7 +15,7 @@ END_SECONDS = 1  # streams are open for as long as a page is; they are not waite
 class PageConnection(BoundedH11):
     """A browser opens six connections at most, but all who come through a proxy are one peer."""
 
-    limits = Limits(head_seconds=10.0, body_seconds=10.0, write_seconds=10.0, per_peer=128, total=512)
+    limits = ConnectionLimits(head_seconds=10.0, body_seconds=10.0, write_seconds=10.0, per_peer=128, total=512)
 
 
 def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:

@@ -17,7 +17,7 @@ from craton.observability.web.access import SESSION_SECONDS, Access
 from craton.observability.web.rendering import render
 from craton.observability.web.static_files import address_of_file
 
-MOST_BODY_BYTES = 4096
+MAX_BODY_BYTES = 4096
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -30,7 +30,7 @@ SECURITY_HEADERS = {
 
 
 @dataclass
-class Guard:
+class RequestGuard:
     """Before every address: who asks, for whom, and whether they may. After: what a browser must not do with it."""
 
     app: ASGIApp
@@ -96,7 +96,7 @@ async def login(request: Request, access: Access) -> Response:
     try:
         async for part in request.stream():
             body += part
-            if len(body) > MOST_BODY_BYTES:
+            if len(body) > MAX_BODY_BYTES:
                 return refuse(413, "a token is shorter than that")
     except ClientDisconnect:
         return refuse(400, "the token did not come whole")

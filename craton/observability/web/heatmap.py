@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from craton.observability.web.ranks import PHASES, RankTable
 
-MOST_COLUMNS = 400
-LEAST_SCALE, MOST_SCALE = 0.1, 0.3  # of a step: where colours are full; small differences stay pale
+MAX_COLUMNS = 400
+MIN_SCALE, MAX_SCALE = 0.1, 0.3  # of a step: where colours are full; small differences stay pale
 
 
 def heat_map(table: RankTable) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def heat_map(table: RankTable) -> dict[str, Any]:
     if not len(table):
         return {}
     shares, step_seconds = _shares(table)
-    columns = min(len(table), MOST_COLUMNS)
+    columns = min(len(table), MAX_COLUMNS)
     edges = [round(index * len(table) / columns) for index in range(columns + 1)]
     cells: list[list[float]] = []
     furthest: list[list[int]] = []
@@ -38,7 +38,7 @@ def heat_map(table: RankTable) -> dict[str, Any]:
         furthest.append(which)
     shown = sorted({index for which in furthest for index in which})
     place = {index: number for number, index in enumerate(shown)}
-    scale = min(MOST_SCALE, max(LEAST_SCALE, float(np.abs(shares).max())))
+    scale = min(MAX_SCALE, max(MIN_SCALE, float(np.abs(shares).max())))
     return {
         "phases": list(PHASES),
         "edges": [table.ranks[low] for low in edges[:-1]] + [table.ranks[-1] + 1],

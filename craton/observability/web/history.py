@@ -18,10 +18,10 @@ from craton.telemetry import METRICS, RunDirectory, open_regular, parse_line, pa
 
 WHOLE_BYTES = 6 << 20  # what is new up to this size is read from beginning to end
 CHUNKS, CHUNK_BYTES = 300, 16 << 10  # of more, beside its last WHOLE_BYTES // 4
-MOST_POINTS = 600  # of a curve on the page, which is about as wide in pixels
-KEPT_POINTS = 4 * MOST_POINTS
-MOST_EVALUATIONS = 300  # likewise, beside them: of evaluations
-KEPT_EVALUATIONS = 2 * MOST_EVALUATIONS
+MAX_POINTS = 600  # of a curve on the page, which is about as wide in pixels
+KEPT_POINTS = 4 * MAX_POINTS
+MAX_EVALUATIONS = 300  # likewise, beside them: of evaluations
+KEPT_EVALUATIONS = 2 * MAX_EVALUATIONS
 MAX_OWN_METRICS = 24  # that are drawn; the number of the others is shown
 MAX_COUNTED_METRICS = 1000  # a job that invents a name at every step must not fill the memory
 MAX_NAME_CHARACTERS = 100
@@ -135,8 +135,8 @@ class History:
         return [step for step, values in self._points.items() if name in values]
 
     def _curves(self) -> Curves:
-        evaluated = on_grid(self._steps_of("run_evaluation_loss"), MOST_EVALUATIONS)
-        shown = sorted({*on_grid(self._points, MOST_POINTS), *evaluated})
+        evaluated = on_grid(self._steps_of("run_evaluation_loss"), MAX_EVALUATIONS)
+        shown = sorted({*on_grid(self._points, MAX_POINTS), *evaluated})
         values: dict[str, list[float | None]] = {}
         for name in CURVES:
             column = [self._points[step].get(name) for step in shown]
@@ -144,7 +144,7 @@ class History:
                 values[name] = [None if value is None else _short(value) for value in column]
         own = {}
         for name in self._own:
-            steps = sorted(on_grid(self._steps_of(name), MOST_EVALUATIONS))
+            steps = sorted(on_grid(self._steps_of(name), MAX_EVALUATIONS))
             own[name] = (steps, [_short(self._points[step][name]) for step in steps])
         return Curves(shown, values, own, len(self._hidden))
 

@@ -13,7 +13,7 @@ _SOURCE = re.compile(r"(rank-\d{5,}|(agent|keeper|nursery)-[A-Za-z0-9][A-Za-z0-9
 
 
 @dataclass(frozen=True)
-class Piece:
+class LogChunk:
     """A stretch of a log; `end` is where the next one begins. `rest` is a last line that has no end yet: it comes again
     with the next piece, and may be all that a process that was killed could say."""
 
@@ -33,7 +33,7 @@ def sources(run: RunDirectory) -> list[str]:
     return sorted(names, key=lambda name: (not name.startswith("rank-"), len(name), name))
 
 
-def read_piece(run: RunDirectory, source: str, begin: int | None) -> Piece | None:
+def read_piece(run: RunDirectory, source: str, begin: int | None) -> LogChunk | None:
     """From an offset on, or the end of the log; None where there is no such log. Only whole lines, unless one is longer
     than a piece."""
     if _SOURCE.fullmatch(source) is None:
@@ -55,6 +55,6 @@ def read_piece(run: RunDirectory, source: str, begin: int | None) -> Piece | Non
         whole = len(data)
     is_last = start + len(data) >= size
     text, rest = data[:whole], data[whole:] if is_last else b""
-    return Piece(
+    return LogChunk(
         text.decode("utf-8", errors="replace"), rest.decode("utf-8", errors="replace"), start, start + whole, size
     )

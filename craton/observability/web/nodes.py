@@ -30,13 +30,13 @@ from craton.telemetry import (
 HEALTH = ("lost", "stopped", "stuck", "slow", "alert", "running", "spare", "done", "released", "unknown")
 BAD = HEALTH[:5]
 STUCK_STEPS = 5.0  # medians of its own step that a rank may go without progress
-LEAST_STUCK_SECONDS = 30.0
+MIN_STUCK_SECONDS = 30.0
 READ_AGAIN_SECONDS = 10.0  # a heartbeat that seems to be the same file: inodes are given again
 _STANDING_STILL = ("productive", "data", "compile")  # kinds in which a rank ought to make progress
 
 
 @dataclass(frozen=True)
-class Member:
+class NodeMember:
     """Who is in the run's newest generation."""
 
     generation: int
@@ -60,7 +60,7 @@ class NodeView:
     is_spare: bool = False
 
 
-def read_member(run: RunDirectory) -> Member:
+def read_member(run: RunDirectory) -> NodeMember:
     """From the newest generation, or before there is one from what the agents were told."""
     launch = read_json(run.launch_path)
     given = launch.get("generation")
@@ -78,7 +78,7 @@ def read_member(run: RunDirectory) -> Member:
     leaves = launch.get("leaves")
     layout = made.get("layout") or read_json(run.plan_path).get("layout")
     stages = layout.get("pp") if isinstance(layout, dict) else None
-    return Member(
+    return NodeMember(
         generation=newest if made else started,
         nodes=[str(node) for node in nodes if isinstance(node, str)],
         ranks_per_node=int(made.get("ranks_per_node") or launch.get("ranks_per_node") or 1),
@@ -110,7 +110,7 @@ class Nodes:
         self._beats: dict[str, tuple[int, float, Heartbeat | None]] = {}
         self._told: dict[str, _Told] = {}
 
-    def look(self, member: Member, slow_nodes: Collection[str], alerted: Collection[str]) -> list[NodeView]:
+    def look(self, member: NodeMember, slow_nodes: Collection[str], alerted: Collection[str]) -> list[NodeView]:
         now = time.monotonic()
         found = []
         for number, node in enumerate(member.nodes):
@@ -133,7 +133,7 @@ class Nodes:
             )
         return [*found, *self._spares(member, now, alerted)]
 
-    def _spares(self, member: Member, now: float, alerted: Collection[str]) -> Iterator[NodeView]:
+    def _spares(self, member: NodeMember, now: float, alerted: Collection[str]) -> Iterator[NodeView]:
         """Nodes that wait to take another's place; not those that have left, or have not come yet."""
         for node in member.spares:
             beat, age = self._beat(node, now)
@@ -182,7 +182,7 @@ class Nodes:
 def is_stuck(rank: RankStatus) -> bool:
     """Whether a rank has gone without progress for longer than its own steps explain, and than it says it may need."""
     own = rank.progress_limit_seconds if rank.kind == "productive" and rank.step_seconds else 0.0
-    limit = max(LEAST_STUCK_SECONDS, STUCK_STEPS * rank.step_seconds, own)
+    limit = max(MIN_STUCK_SECONDS, STUCK_STEPS * rank.step_seconds, own)
     return rank.kind in _STANDING_STILL and rank.progress_age_seconds > limit
 
 

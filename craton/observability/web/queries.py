@@ -22,7 +22,7 @@ ANSWER_SECONDS = 3.0  # for each piece of an answer
 DEADLINE_SECONDS = 6.0  # for all that is asked at a time
 # A row for each rank on a card: whose it is. Exporters of others do not have it.
 CARDS_OF_RUNS = "craton_gpu_rank_memory_bytes"
-MOST_BYTES = 32 << 20
+MAX_BYTES = 32 << 20
 # family → how it is asked for over the GPUs of a node, and what it is called in a table
 GPU_FAMILIES = {
     "DCGM_FI_DEV_GPU_UTIL": ("min", "busy %"),
@@ -111,7 +111,7 @@ class Prometheus:
     def _get(self, path: str, **query: str) -> dict[str, Any]:
         address = f"{self.url}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
         with urllib.request.urlopen(address, timeout=ANSWER_SECONDS) as answer:
-            document = json.loads(answer.read(MOST_BYTES))
+            document = json.loads(answer.read(MAX_BYTES))
         data = document.get("data") if isinstance(document, dict) else None
         if not isinstance(data, dict):
             raise ValueError("it is not Prometheus that answers")

@@ -28,7 +28,7 @@ from craton.observability.web.rendering import render
 from craton.observability.web.schedulers import Schedulers
 from craton.observability.web.serving import LATENCIES, ServerLook, ServerLooks, look_curves
 from craton.observability.web.stragglers import finding, straggler
-from craton.observability.web.summaries import EXAMINED, MOST_NODES, job_kind
+from craton.observability.web.summaries import EXAMINED, MAX_NODES, job_kind
 from craton.observability.web.verdicts import Late, Verdicts
 from craton.orchestration import MOVING, RunStateError, is_server, server_of, settled_summaries
 from craton.telemetry import LEDGER_KINDS, RunDirectory, RunSummary, Summarizer, read_json
@@ -61,7 +61,7 @@ class RunPage:
         self.serves = is_server(run)
         self._kind = Cached(lambda: job_kind(read_json(run.plan_path)), SLOW_SECONDS)
         self._verdicts, self._alerts, self._prometheus = verdicts, alerts, prometheus
-        self._summarizer = Summarizer(run, MOST_NODES)
+        self._summarizer = Summarizer(run, MAX_NODES)
         self._history, self._tails, self._nodes, self._records = History(run), RankTails(run), Nodes(run), Records(run)
         self._server: ServerLooks | None = None
         self._recorded = RecordedLooks(run)

@@ -19,7 +19,7 @@ from craton.orchestration import ServerAddress, histogram_quantile
 ANSWER_SECONDS = 2.0
 RATE_SECONDS = 10.0
 LATE_SECONDS = 60.0
-MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 KEPT_LOOKS = 300
 GAUGES = {
     "running": "vllm:num_requests_running",
@@ -161,7 +161,7 @@ def _get_metrics(address: ServerAddress) -> str | None:
     try:
         connection.request("GET", "/metrics")
         answer = connection.getresponse()
-        text = answer.read(MOST_BYTES).decode("utf-8", errors="replace")
+        text = answer.read(MAX_BYTES).decode("utf-8", errors="replace")
         return text if answer.status == http.client.OK else None
     except (OSError, http.client.HTTPException):
         return None

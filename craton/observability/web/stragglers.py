@@ -13,17 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from craton import figures
-from craton.observability.diagnosis import Rank, RunFacts, Snapshot, straggler_of
-from craton.observability.web.nodes import Member
+from craton.observability.diagnosis import RunFacts, Snapshot, SnapshotRank, straggler_of
+from craton.observability.web.nodes import NodeMember
 from craton.observability.web.ranks import KEPT_LINES, MEAN_LINES, PHASES, RankTable
-from craton.observability.web.verdicts import Answer, Late, late_of
+from craton.observability.web.verdicts import CachedVerdict, Late, late_of
 from craton.orchestration import MOVING, read_submission
 from craton.telemetry import RunDirectory
 
 TIMES = (*PHASES, "step")  # the first columns of a table
 
 
-def straggler(run: RunDirectory, state: str, member: Member, table: RankTable, verdict: Answer | None) -> Late | None:
+def straggler(
+    run: RunDirectory, state: str, member: NodeMember, table: RankTable, verdict: CachedVerdict | None
+) -> Late | None:
     """The verdict's own; before there is one, or where the run cannot be examined, that of the table."""
     if state not in MOVING:
         return None
@@ -47,7 +49,7 @@ def finding(table: RankTable, late: Late | None, state: str) -> str:
     return "In their last steps no rank held the others up"
 
 
-def table_snapshot(run: RunDirectory, member: Member, table: RankTable) -> Snapshot:
+def table_snapshot(run: RunDirectory, member: NodeMember, table: RankTable) -> Snapshot:
     """What the ranks told last, for the examination; nothing else is known in it."""
     facts = RunFacts(
         name=run.name,
@@ -62,14 +64,14 @@ def table_snapshot(run: RunDirectory, member: Member, table: RankTable) -> Snaps
     return Snapshot(time.time(), facts, ranks=tuple(_ranks(table)))
 
 
-def _ranks(table: RankTable) -> Iterator[Rank]:
+def _ranks(table: RankTable) -> Iterator[SnapshotRank]:
     """Those that have told enough to be compared."""
     chosen = [index for index, num_lines in enumerate(table.num_lines) if num_lines == KEPT_LINES]
     seconds = table.lines[chosen, :, : len(TIMES)]  # [chosen, MEAN_LINES, TIMES]
     works = seconds[:, :, TIMES.index("step")] - seconds[:, :, TIMES.index("communication")]
     deviations = _medians(np.abs(works - _medians(works)[:, None])).tolist()
     for index, medians, deviation in zip(chosen, _medians(seconds).tolist(), deviations, strict=True):
-        yield Rank(
+        yield SnapshotRank(
             table.ranks[index],
             table.nodes[index],
             recent={name: value for name, value in zip(TIMES, medians, strict=True) if value == value},

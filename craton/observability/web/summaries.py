@@ -18,14 +18,14 @@ from typing import Any
 
 from craton.observability.web.remembered import Remembered, recall, remember
 from craton.observability.web.schedulers import Schedulers
-from craton.observability.web.verdicts import Answer, Verdicts
+from craton.observability.web.verdicts import CachedVerdict, Verdicts
 from craton.orchestration import MOVING, read_submission, settled_summaries
 from craton.telemetry import MARKERS, RunDirectory, RunSummary, Summarizer, list_runs, names_in, read_json
 
 LOOK_SECONDS = 1.5  # between two looks at all runs
-MOST_SHARE = 0.2  # of the time is spent on them
+MAX_SHARE = 0.2  # of the time is spent on them
 WATCHED_SECONDS = 20.0  # after the last question nobody is looking any more
-MOST_NODES = 16  # whose ledgers are read; a wide run would take minutes
+MAX_NODES = 16  # whose ledgers are read; a wide run would take minutes
 KEY_NODES = 8
 ASIDE_SECONDS = 0.5  # for which reading the next run waits at most for a page to be made
 LOST_AGAIN_SECONDS = 60.0  # a lost run says for how long nobody has heard of it
@@ -33,7 +33,7 @@ EXAMINED = (*MOVING, "failed", "lost")  # states that somebody may ask about why
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     """One run as the list shows it; without a summary: not read yet."""
 
     run: RunDirectory
@@ -41,7 +41,7 @@ class Row:
     kind: str = ""
     planned_dollars: float | None = None
     trouble: str = ""  # why it cannot be read
-    verdict: Answer | None = None
+    verdict: CachedVerdict | None = None
     version: int = 0
 
     @property
@@ -71,7 +71,7 @@ class Summaries:
     schedulers: Schedulers = field(default_factory=Schedulers)
     version: int = 0
     trouble: str = ""  # what keeps the list as a whole from being read
-    _rows: dict[str, Row] = field(default_factory=dict)  # newest first
+    _rows: dict[str, RunRow] = field(default_factory=dict)  # newest first
     _known: dict[str, _Known] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
@@ -81,7 +81,7 @@ class Summaries:
     _num_asides: int = 0
     _remembered: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RunRow]:
         """All runs, newest first, as far as they are known."""
         with self._changed:
             self._asked_at = time.monotonic()
@@ -150,7 +150,7 @@ class Summaries:
                 self.refresh()
             except Exception as error:  # noqa: BLE001 - the next look may find it mended; until then it is said
                 self.trouble = f"the runs in {self.root} cannot be read: {_why(error)}"
-            rest = max(LOOK_SECONDS, (time.monotonic() - began) / MOST_SHARE)
+            rest = max(LOOK_SECONDS, (time.monotonic() - began) / MAX_SHARE)
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed, timeout=rest)
                 self._changed.wait_for(lambda: self._is_closed or self._is_watched())
@@ -170,7 +170,7 @@ class Summaries:
         with self._changed:
             if list(names) != list(self._rows):
                 self.version += 1
-                fresh = {name: Row(run, version=self.version) for name, run in names.items()}
+                fresh = {name: RunRow(run, version=self.version) for name, run in names.items()}
                 self._rows = {name: self._rows.get(name, row) for name, row in fresh.items()}
                 self._known = {name: known for name, known in self._known.items() if name in names}
         return ""
@@ -185,10 +185,10 @@ class Summaries:
             old = self._rows.get(run.name)
             if old is None:
                 return
-            new = Row(run, summary, known.kind, known.planned_dollars, known.trouble, verdict, old.version)
+            new = RunRow(run, summary, known.kind, known.planned_dollars, known.trouble, verdict, old.version)
             if new != old:
                 self.version += 1
-                self._rows[run.name] = Row(
+                self._rows[run.name] = RunRow(
                     run, summary, known.kind, known.planned_dollars, known.trouble, verdict, self.version
                 )
 
@@ -220,7 +220,7 @@ def _read(run: RunDirectory, known: _Known) -> None:
             dollars = plan.get("cost_dollars") or cost.get("cost_dollars")
             known.kind = job_kind(plan)
             known.planned_dollars = float(dollars) if isinstance(dollars, int | float) else None
-        known.summarizer = known.summarizer or Summarizer(run, MOST_NODES)
+        known.summarizer = known.summarizer or Summarizer(run, MAX_NODES)
         known.raw, known.trouble = known.summarizer.summary(), ""
     except Exception as error:  # noqa: BLE001 - one broken folder hides no other run, whatever is wrong with it
         known.raw, known.trouble = None, f"{run.path} cannot be read: {_why(error)}"

@@ -27,8 +27,8 @@ from craton.observability.web.nodes import BAD, Nodes, NodeView, read_member
 from craton.observability.web.queries import DEADLINE_SECONDS, GPU_FAMILIES, Prometheus, prometheus_address
 from craton.observability.web.ranks import COLUMNS, PHASES, RankTable, RankTails
 from craton.observability.web.stragglers import finding, straggler
-from craton.observability.web.summaries import EXAMINED, MOST_NODES
-from craton.observability.web.verdicts import Answer, Verdicts, examine, not_examined
+from craton.observability.web.summaries import EXAMINED, MAX_NODES
+from craton.observability.web.verdicts import CachedVerdict, Verdicts, examine, not_examined
 from craton.orchestration import MOVING, Standing, is_server, settled_summaries, standings_of
 from craton.printable import printable_line
 from craton.telemetry import RankStatus, RunDirectory, RunSummary, Summarizer, noting_unread
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 LOOK_SECONDS = 1.0  # between two looks, at least
-MOST_SHARE = 0.5  # of the time is spent on them
+MAX_SHARE = 0.5  # of the time is spent on them
 SCHEDULER_SECONDS = 5.0  # a scheduler has others to answer
 GPU_SECONDS = 10.0
 BAR_WIDTH = 28
@@ -77,7 +77,7 @@ class TopLook:
     """A run at one moment."""
 
     summary: RunSummary
-    verdict: Answer | None
+    verdict: CachedVerdict | None
     finding: str
     nodes: list[NodeView]
     ranks: list[RankLine]
@@ -94,18 +94,18 @@ class TopView:
         self,
         run: RunDirectory,
         prometheus: str | None = None,
-        examine: Callable[[RunDirectory, str | None], Answer] = examine,
+        examine: Callable[[RunDirectory, str | None], CachedVerdict] = examine,
     ) -> None:
         prometheus = prometheus_address(prometheus)
         self.run = run
-        self._examine: Callable[[RunDirectory], Answer] = lambda run: examine(run, prometheus)
+        self._examine: Callable[[RunDirectory], CachedVerdict] = lambda run: examine(run, prometheus)
         self._verdicts = Verdicts(self._examine)
         self._said: Background[dict[str, Standing]] = Background(  # the last word holds until there is another
             lambda: standings_of([run]), SCHEDULER_SECONDS, {}, deadline_seconds=math.inf
         )
         asked = Prometheus(prometheus) if prometheus else None
         self._local_gpus = LocalGpus(run)
-        self._summarizer, self._tails, self._nodes = Summarizer(run, MOST_NODES), RankTails(run), Nodes(run)
+        self._summarizer, self._tails, self._nodes = Summarizer(run, MAX_NODES), RankTails(run), Nodes(run)
         self._history = None if is_server(run) else History(run)  # a server's numbers are not a job's own
         self._asked: Background[tuple[dict[str, dict[str, float]], str]] | None = None
         if asked:
@@ -146,7 +146,7 @@ class TopView:
         trouble = asked.alerts().trouble
         return ({} if trouble else asked.gpus(self.run.name, read_member(self.run).nodes)), trouble
 
-    def _ask(self, summary: RunSummary, wait: bool) -> Answer | None:
+    def _ask(self, summary: RunSummary, wait: bool) -> CachedVerdict | None:
         if not wait:
             key = (summary.state, summary.step, summary.updated_at)
             return self._verdicts.ask(self.run, key, is_moving=summary.state in MOVING, urgent=True)
@@ -315,7 +315,7 @@ class _Looks:
             took = time.monotonic() - began
             with suppress(BrokenPipeError):  # nobody draws any more
                 os.write(self._tell, b".")
-            self._is_over.wait(max(LOOK_SECONDS, took * (1.0 - MOST_SHARE) / MOST_SHARE))
+            self._is_over.wait(max(LOOK_SECONDS, took * (1.0 - MAX_SHARE) / MAX_SHARE))
         os.close(self._tell)
 
 

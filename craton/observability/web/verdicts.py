@@ -39,7 +39,7 @@ class Late:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CachedVerdict:
     """A verdict as the page shows it."""
 
     condition: str
@@ -80,12 +80,12 @@ class _Wanted:
     asked_at: float
     is_moving: bool = False
     looked_at: float = float("-inf")
-    answer: Answer | None = None
+    answer: CachedVerdict | None = None
     answered_for: object = None
     answered_at: float = float("-inf")
 
 
-def examine(run: RunDirectory, prometheus: str | None = None) -> Answer:
+def examine(run: RunDirectory, prometheus: str | None = None) -> CachedVerdict:
     """What `craton why` says now."""
     from craton.observability.diagnosis import diagnose, straggler_of, take_snapshot
 
@@ -93,9 +93,9 @@ def examine(run: RunDirectory, prometheus: str | None = None) -> Answer:
     return answer_of(diagnose(snapshot), straggler_of(snapshot))
 
 
-def not_examined(error: Exception) -> Answer:
+def not_examined(error: Exception) -> CachedVerdict:
     words = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return Answer("unknown", f"it could not be examined: {words}", time=time.time())
+    return CachedVerdict("unknown", f"it could not be examined: {words}", time=time.time())
 
 
 def late_of(symptom: Symptom | None) -> Late | None:
@@ -103,8 +103,8 @@ def late_of(symptom: Symptom | None) -> Late | None:
     return Late(symptom.evidence[0], symptom.ranks, symptom.nodes, symptom.lost_share or 0.0) if symptom else None
 
 
-def answer_of(verdict: Any, straggler: Symptom | None = None) -> Answer:
-    return Answer(
+def answer_of(verdict: Any, straggler: Symptom | None = None) -> CachedVerdict:
+    return CachedVerdict(
         condition=verdict.condition,
         sentence=verdict.sentence,
         layer=verdict.layer,
@@ -126,14 +126,16 @@ def answer_of(verdict: Any, straggler: Symptom | None = None) -> Answer:
 class Verdicts:
     """`ask` returns what is known and makes sure that it will be known better."""
 
-    examine: Callable[[RunDirectory], Answer] = examine
+    examine: Callable[[RunDirectory], CachedVerdict] = examine
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
     _wake: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
     _is_closed: bool = False
     _is_turn_of_looked_at: bool = True
 
-    def ask(self, run: RunDirectory, key: object, *, is_moving: bool = False, urgent: bool = False) -> Answer | None:
+    def ask(
+        self, run: RunDirectory, key: object, *, is_moving: bool = False, urgent: bool = False
+    ) -> CachedVerdict | None:
         """The newest verdict. `key` is what the run looks like; one that has ended and not changed is not examined
         twice. `urgent`: its page is open. None: not yet."""
         now = time.monotonic()
@@ -150,7 +152,7 @@ class Verdicts:
             self._wake.notify()
             return wanted.answer
 
-    def known(self, run: RunDirectory) -> Answer | None:
+    def known(self, run: RunDirectory) -> CachedVerdict | None:
         """The newest verdict, without asking for another."""
         with self._wake:
             wanted = self._wanted.get(run.name)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from craton.orchestration.kubernetes.backend import KubernetesBackend
     from craton.orchestration.kubernetes.emitters import manifests, to_yaml
     from craton.orchestration.kubernetes.standing import standing_of
-    from craton.orchestration.kubernetes.target import Target, target_of
+    from craton.orchestration.kubernetes.target import KubernetesTarget, target_of
     from craton.orchestration.kubernetes.waiting import Seen, Waiting, why_waiting
 else:
     __getattr__ = loader(
@@ -31,7 +31,7 @@ else:
 __all__ = [
     "KubernetesBackend",
     "Seen",
-    "Target",
+    "KubernetesTarget",
     "Waiting",
     "manifests",
     "standing_of",

@@ -46,7 +46,7 @@ Answer = TypeVar("Answer")
 Manifests = list[Manifest]  # a name of its own, for `Connection` has a method `list`
 
 
-class ApiError(SchedulerError):
+class KubernetesApiError(SchedulerError):
     """The API server refuses; `status` is HTTP's."""
 
     def __init__(self, text: str, status: int) -> None:
@@ -91,7 +91,7 @@ class Connection:
         options = {"propagationPolicy": "Background"}
         try:
             await self._ask("DELETE", manifest, manifest["metadata"]["name"], content=json.dumps(options))
-        except ApiError as error:
+        except KubernetesApiError as error:
             if error.status == 404:
                 return False
             raise
@@ -105,7 +105,7 @@ class Connection:
     async def read(self, manifest: Manifest) -> Manifest | None:
         try:
             return await self._ask("GET", manifest, manifest["metadata"]["name"])
-        except ApiError as error:
+        except KubernetesApiError as error:
             if error.status == 404:
                 return None
             raise
@@ -114,7 +114,7 @@ class Connection:
         """All of a kind in a namespace; none where the cluster does not know the kind."""
         try:
             return await self._all(version, kind, namespace, selectors)
-        except ApiError as error:
+        except KubernetesApiError as error:
             if error.status == 404:
                 return []
             raise
@@ -126,7 +126,7 @@ class Connection:
         for version in versions:
             try:
                 return await self._all(version, kind, namespace, selectors)
-            except ApiError as error:
+            except KubernetesApiError as error:
                 if error.status == 403:
                     return None
                 if error.status != 404:
@@ -218,7 +218,7 @@ def translated() -> Iterator[None]:
         yield
     except kr8s.ServerError as error:
         status = error.response.status_code if error.response is not None else 0
-        raise ApiError(_refusal(str(error), status), status) from None
+        raise KubernetesApiError(_refusal(str(error), status), status) from None
     except (httpx.HTTPError, kr8s.APITimeoutError, kr8s.ConnectionClosedError, OSError) as error:
         told = str(error) or type(error).__name__
         is_unsent = isinstance(error, httpx.ConnectError | OSError)
@@ -238,7 +238,7 @@ def _check(response: Response) -> None:
         text = str(response.json()["message"])
     except (ValueError, KeyError, TypeError):  # of a proxy, say
         text = response.text or f"status {response.status_code}"
-    raise ApiError(_refusal(text, response.status_code), response.status_code)
+    raise KubernetesApiError(_refusal(text, response.status_code), response.status_code)
 
 
 def _refusal(text: str, status: int) -> str:

@@ -24,7 +24,7 @@ from craton.orchestration.kubernetes.api import Connection, ask, load_kr8s
 from craton.orchestration.kubernetes.codepack import pack_code
 from craton.orchestration.kubernetes.emitters import manifests, to_yaml
 from craton.orchestration.kubernetes.handover import (
-    Record,
+    HandoverRecord,
     completed,
     hand_over,
     is_fresh,
@@ -36,7 +36,7 @@ from craton.orchestration.kubernetes.logs import read_logs
 from craton.orchestration.kubernetes.objects import OURS, seen_of
 from craton.orchestration.kubernetes.pods import INSTANCE, Manifest
 from craton.orchestration.kubernetes.standing import GONE, is_running, leaving_of, living, standing_of
-from craton.orchestration.kubernetes.target import Target, target_of
+from craton.orchestration.kubernetes.target import KubernetesTarget, target_of
 from craton.telemetry import RunDirectory, RunError, read_regular_text
 
 MANIFEST_FILE = "kubernetes.yaml"
@@ -59,7 +59,7 @@ class KubernetesBackend:
         return [["kubectl", "create", "--validate=strict", "-f", str(run.path / MANIFEST_FILE)]]
 
     def submit(self, draft: Draft, run: RunDirectory) -> Submission:
-        documents, record = read_manifests(run), Record(run)
+        documents, record = read_manifests(run), HandoverRecord(run)
         try:
             return ask(lambda connection: hand_over(connection, record, draft.job, documents, os.environ))
         except BaseException:  # Ctrl-C too, and a second one while what was made is being removed
@@ -108,7 +108,7 @@ class KubernetesBackend:
             yield line
         outcome.result(timeout=0)
 
-    def target(self, draft: Draft, run: Path) -> Target:
+    def target(self, draft: Draft, run: Path) -> KubernetesTarget:
         return target_of(
             draft,
             run,

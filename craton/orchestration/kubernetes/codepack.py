@@ -15,7 +15,7 @@ from pathlib import Path
 from craton.orchestration.errors import StartError
 from craton.orchestration.snapshot import code_folder, manifest_path
 
-MOST_BYTES = 700_000  # packed: in base64 it must fit the 1 MiB that etcd takes
+MAX_BYTES = 700_000  # packed: in base64 it must fit the 1 MiB that etcd takes
 
 
 def pack_code(run: Path) -> bytes:
@@ -26,9 +26,9 @@ def pack_code(run: Path) -> bytes:
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
         for path in [manifest_path(run), *sorted(code_folder(run).rglob("*"))]:
             archive.add(path, str(path.relative_to(run)), recursive=False, filter=_without_origin)
-    if len(packed.getvalue()) > MOST_BYTES:
+    if len(packed.getvalue()) > MAX_BYTES:
         raise StartError(
-            f"the code of this run is {len(packed.getvalue()):,} bytes packed, more than the {MOST_BYTES:,} that a "
+            f"the code of this run is {len(packed.getvalue()):,} bytes packed, more than the {MAX_BYTES:,} that a "
             "ConfigMap takes; leave files out with .cratonignore, put them into the image, or start it where the "
             "cluster's shared storage is mounted"
         )

@@ -21,13 +21,13 @@ from craton.orchestration.kubernetes.pods import (
     metadata_of,
     pod_template,
 )
-from craton.orchestration.kubernetes.target import CODE_FILE, METRICS_PORT, Target
+from craton.orchestration.kubernetes.target import CODE_FILE, METRICS_PORT, KubernetesTarget
 
 EVICTIONS = 3  # of a Volcano Job without restarts, until it is given up
 KEPT_SECONDS = 7 * 86400  # an object that has ended is looked at by `ps` for a week, then removes itself
 
 
-def manifests(target: Target) -> list[Manifest]:
+def manifests(target: KubernetesTarget) -> list[Manifest]:
     """Everything that is sent, the object that owns the others first."""
     owner = owner_of(target)
     around: list[Manifest] = []
@@ -50,20 +50,20 @@ def to_yaml(documents: list[Manifest]) -> str:
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
 
-def owner_of(target: Target) -> Manifest:
+def owner_of(target: KubernetesTarget) -> Manifest:
     if target.kind == "serve":
         return leader_worker_set(target)
     return {"kueue": jobset_kueue, "kai": jobset_kai, "volcano": volcano_job, "none": indexed_job}[target.gang](target)
 
 
-def jobset_kueue(target: Target) -> Manifest:
+def jobset_kueue(target: KubernetesTarget) -> Manifest:
     """Kueue suspends it until the quota, and a place where all pods are close enough, are there."""
     metadata = metadata_of(target)
     metadata["labels"] |= _kueue_labels(target)
     return _jobset(metadata, _job_spec(target, pod_template(target, annotations=_kueue_annotations(target))))
 
 
-def jobset_kai(target: Target) -> Manifest:
+def jobset_kai(target: KubernetesTarget) -> Manifest:
     """KAI makes a PodGroup of it by itself. It reads placement at the JobSet, not at the pods."""
     metadata = metadata_of(target)
     metadata["labels"] |= {"kai.scheduler/queue": target.queue}
@@ -74,7 +74,7 @@ def jobset_kai(target: Target) -> Manifest:
     return _jobset(metadata, spec, {"kai.scheduler/batch-min-member": str(target.gang_pods)})
 
 
-def volcano_job(target: Target) -> Manifest:
+def volcano_job(target: KubernetesTarget) -> Manifest:
     # Volcano reads 0 as its own default, 3. Without restarts a failure is the end; only what was evicted comes back.
     has_restarts = target.restarts > 0
     failed = (
@@ -110,14 +110,14 @@ def volcano_job(target: Target) -> Manifest:
     return {"apiVersion": "batch.volcano.sh/v1alpha1", "kind": "Job", "metadata": metadata_of(target), "spec": spec}
 
 
-def indexed_job(target: Target) -> Manifest:
+def indexed_job(target: KubernetesTarget) -> Manifest:
     """Nobody places the gang: pods that find no node wait, and those that did wait for them."""
     template = pod_template(target, subdomain=target.name, has_affinity=True, priority_class=target.priority)
     spec = {**_job_spec(target, template), "ttlSecondsAfterFinished": KEPT_SECONDS}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata_of(target), "spec": spec}
 
 
-def leader_worker_set(target: Target) -> Manifest:
+def leader_worker_set(target: KubernetesTarget) -> Manifest:
     """A server: started again whenever it ends, for that is what servers are for."""
     metadata = metadata_of(target)
     annotations: dict[str, str] = {}
@@ -158,42 +158,42 @@ def leader_worker_set(target: Target) -> Manifest:
     }
 
 
-def config_map(target: Target) -> Manifest:
+def config_map(target: KubernetesTarget) -> Manifest:
     """The files of a run whose directory the first pod makes, where no pod of the caller's could write it."""
     data = {config_key(name): text for name, text in target.files.items()}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata_of(target), "immutable": True, "data": data}
 
 
-def code_map(target: Target) -> Manifest:
+def code_map(target: KubernetesTarget) -> Manifest:
     data = {CODE_FILE: base64.b64encode(target.code).decode()}
     metadata = metadata_of(target, f"{target.name}-code")
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "binaryData": data}
 
 
-def nodes_map(target: Target) -> Manifest:
+def nodes_map(target: KubernetesTarget) -> Manifest:
     """Without its text, which is what the cluster's nodes say of themselves when it is sent."""
     metadata = metadata_of(target, target.nodes_map)
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True}
 
 
-def secret(target: Target) -> Manifest:
+def secret(target: KubernetesTarget) -> Manifest:
     """Without its values, which are put in when it is sent and are written nowhere else."""
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata_of(target, target.own_secret), "type": "Opaque"}
 
 
-def headless_service(target: Target) -> Manifest:
+def headless_service(target: KubernetesTarget) -> Manifest:
     """Names for the pods, known before they are ready."""
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {INSTANCE: target.name}}
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata_of(target), "spec": spec}
 
 
-def server_service(target: Target) -> Manifest:
+def server_service(target: KubernetesTarget) -> Manifest:
     ports = [{"name": "http", "port": target.server_port, "targetPort": "http"}]
     spec = {"selector": {INSTANCE: target.name}, "ports": ports}
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata_of(target, f"{target.name}-http"), "spec": spec}
 
 
-def network_policy(target: Target) -> Manifest:
+def network_policy(target: KubernetesTarget) -> Manifest:
     """Ranks trust whoever connects to them (torch's store and gloo ask for no password), so only the run's own pods
     may; metrics, and a server that is meant for others, are open."""
     ours: Manifest = {"from": [{"podSelector": {"matchLabels": {INSTANCE: target.name}}}]}
@@ -224,7 +224,7 @@ def _jobset(metadata: Manifest, job_spec: Manifest, job_annotations: dict[str, s
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
 
 
-def _job_spec(target: Target, template: Manifest) -> Manifest:
+def _job_spec(target: KubernetesTarget, template: Manifest) -> Manifest:
     return {
         "parallelism": target.num_pods,
         "completions": target.num_pods,
@@ -243,7 +243,7 @@ def _job_spec(target: Target, template: Manifest) -> Manifest:
     }
 
 
-def _ending(target: Target, template: Manifest) -> Manifest:
+def _ending(target: KubernetesTarget, template: Manifest) -> Manifest:
     """The run stops before its time limit, by itself and with a checkpoint; this is for one that does not. It stands at
     the pods, for whose object the time in a queue would count too."""
     if target.time_limit:
@@ -255,12 +255,12 @@ def _exits(code: int) -> Manifest:
     return {"containerName": CONTAINER, "operator": "In", "values": [code]}
 
 
-def _kueue_labels(target: Target) -> dict[str, str]:
+def _kueue_labels(target: KubernetesTarget) -> dict[str, str]:
     labels = {"kueue.x-k8s.io/queue-name": target.queue}
     return labels | ({"kueue.x-k8s.io/priority-class": target.priority} if target.priority else {})
 
 
-def _kueue_annotations(target: Target) -> dict[str, str]:
+def _kueue_annotations(target: KubernetesTarget) -> dict[str, str]:
     if target.near is not None:
         how = "required" if target.near.is_required else "preferred"
         return {f"kueue.x-k8s.io/podset-{how}-topology": target.near.label}
@@ -268,7 +268,7 @@ def _kueue_annotations(target: Target) -> dict[str, str]:
     return {"kueue.x-k8s.io/podset-unconstrained-topology": "true"} if target.topology else {}
 
 
-def _kai_annotations(target: Target) -> dict[str, str]:
+def _kai_annotations(target: KubernetesTarget) -> dict[str, str]:
     if target.near is None:
         return {}
     how = "required" if target.near.is_required else "preferred"

@@ -18,7 +18,7 @@ from craton.infrastructure import TopologyError
 from craton.job import Job
 from craton.orchestration.backend import BACKEND_FILE, Submission, read_submission, write_submission
 from craton.orchestration.errors import NoAnswerError, RunStateError, SchedulerError
-from craton.orchestration.kubernetes.api import ANSWER_SECONDS, ApiError, Connection
+from craton.orchestration.kubernetes.api import ANSWER_SECONDS, Connection, KubernetesApiError
 from craton.orchestration.kubernetes.places import Places, level_labels, places_of
 from craton.orchestration.kubernetes.pods import (
     DIRECTORY_ANNOTATION,
@@ -30,7 +30,7 @@ from craton.orchestration.kubernetes.pods import (
 )
 from craton.orchestration.kubernetes.standing import ended_as
 from craton.orchestration.kubernetes.target import (
-    MOST_FILE_BYTES,
+    MAX_FILE_BYTES,
     PLACES_FILE,
     SUBMISSION_VARIABLE,
     instance_types_of,
@@ -47,7 +47,7 @@ CONFLICT = 409
 GATEWAYS = (502, 504)  # they have lost patience, and what they passed on may still be done
 
 
-class Record:
+class HandoverRecord:
     """A run's backend.json while the run is handed over: pending from before an owner is asked for, put back by whoever
     asked, and only while nothing can be left of it."""
 
@@ -73,7 +73,7 @@ class Record:
 
 
 async def hand_over(
-    connection: Connection, record: Record, job: Job, documents: list[Manifest], environment: Mapping[str, str]
+    connection: Connection, record: HandoverRecord, job: Job, documents: list[Manifest], environment: Mapping[str, str]
 ) -> Submission:
     """Sends the objects of a run. Whether an error leaves something on the cluster is on record then."""
     owner, *around = documents
@@ -123,7 +123,7 @@ def is_fresh(run: RunDirectory) -> bool:
 
 async def _create_all(
     connection: Connection,
-    record: Record,
+    record: HandoverRecord,
     documents: list[Manifest],
     environment: Mapping[str, str],
     places: asyncio.Task[Places] | None,
@@ -149,7 +149,7 @@ async def _create_all(
                 document = {**document, "data": {PLACES_FILE: (await places).to_text()}}
             try:
                 await connection.create(document)
-            except ApiError as error:
+            except KubernetesApiError as error:
                 if document["kind"] != "NetworkPolicy" or error.status != 403:
                     raise
                 missing = f"its pods can be reached by others in the cluster: {error}"
@@ -161,7 +161,7 @@ async def _create_all(
     return replace(known, details={**known.details, "warning": missing}) if missing else known
 
 
-async def _take_back(connection: Connection, record: Record, owner: Manifest, why: BaseException) -> None:
+async def _take_back(connection: Connection, record: HandoverRecord, owner: Manifest, why: BaseException) -> None:
     """Removes what was made, also while everything is being broken off."""
     from anyio import CancelScope
 
@@ -176,20 +176,20 @@ async def _take_back(connection: Connection, record: Record, owner: Manifest, wh
     record.nothing_is_left()
 
 
-async def _create_owner(connection: Connection, record: Record, owner: Manifest) -> Manifest:
+async def _create_owner(connection: Connection, record: HandoverRecord, owner: Manifest) -> Manifest:
     """In place of one of the same run that has ended; what belongs to anybody else is left alone."""
     if record.before is not None:
         await _make_room(connection, record, owner)
     try:
         return await _create_on_record(connection, record, owner)
-    except ApiError as error:
+    except KubernetesApiError as error:
         if error.status != CONFLICT:
             raise
     await _make_room(connection, record, owner)
     return await _create_on_record(connection, record, owner)
 
 
-async def _make_room(connection: Connection, record: Record, owner: Manifest) -> None:
+async def _make_room(connection: Connection, record: HandoverRecord, owner: Manifest) -> None:
     """Removes an owner of the same run that has ended, and waits for its pods, which may outlive it."""
     there = await connection.read(owner)
     if there is not None:
@@ -210,7 +210,7 @@ async def _make_room(connection: Connection, record: Record, owner: Manifest) ->
     await _wait_until_gone(connection, owner)
 
 
-async def _create_on_record(connection: Connection, record: Record, owner: Manifest) -> Manifest:
+async def _create_on_record(connection: Connection, record: HandoverRecord, owner: Manifest) -> Manifest:
     """Makes the owner. Ctrl-C waits for the answer: only what is known to be there can be removed for certain."""
     from anyio import CancelScope
 
@@ -219,8 +219,10 @@ async def _create_on_record(connection: Connection, record: Record, owner: Manif
         with CancelScope(shield=True):
             made = await connection.create(owner)
     except SchedulerError as error:
-        is_open = isinstance(error, NoAnswerError) or (isinstance(error, ApiError) and error.status in GATEWAYS)
-        may_be_there = is_open or (isinstance(error, ApiError) and error.status >= 500)
+        is_open = isinstance(error, NoAnswerError) or (
+            isinstance(error, KubernetesApiError) and error.status in GATEWAYS
+        )
+        may_be_there = is_open or (isinstance(error, KubernetesApiError) and error.status >= 500)
         found, is_settled = await _looked_up(connection, owner, is_open) if may_be_there else (None, True)
         if found is not None:
             return found
@@ -299,14 +301,14 @@ async def _places(connection: Connection, job: Job) -> Places:
     try:
         nodes = await asyncio.wait_for(connection.list_nodes(**selectors), NODES_SECONDS)
         found = places_of(nodes, level_labels(job))
-    except ApiError as error:
+    except KubernetesApiError as error:
         what = "may not list the nodes of the cluster" if error.status == 403 else f"was not told the nodes: {error}"
         return Places(why=f"whoever handed the run in {what}")
     except (SchedulerError, TopologyError) as error:
         return Places(why=str(error))
     except TimeoutError:
         return Places(why=f"the cluster did not list its nodes within {NODES_SECONDS:.0f} s")
-    if len(found.to_text()) > MOST_FILE_BYTES:
+    if len(found.to_text()) > MAX_FILE_BYTES:
         return Places(why=f"{len(found.addresses):,} nodes are more than fit into a ConfigMap")
     return found
 

@@ -12,7 +12,7 @@ import re
 from craton.orchestration.errors import StartError
 
 # The longest name made of it is that of a pod of a JobSet, NAME-node-0-1023-xxxxx, and must fit a label's 63 letters.
-MOST_LETTERS = 40
+MAX_LETTERS = 40
 HASH_LETTERS = 8
 
 _LABEL_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # DNS-1035, which services need: begins with a letter
@@ -24,12 +24,12 @@ _PATH = re.compile(r"/[^\0:]*")  # a colon is not allowed in a mount path
 
 def object_name(run: str) -> str:
     """What the objects of a run are called."""
-    if _LABEL_NAME.fullmatch(run) and len(run) <= MOST_LETTERS:
+    if _LABEL_NAME.fullmatch(run) and len(run) <= MAX_LETTERS:
         return run
     plain = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
     if not plain[:1].isalpha():
         plain = f"run-{plain}".strip("-")
-    return f"{plain[: MOST_LETTERS - HASH_LETTERS - 1].rstrip('-')}-{_hash(run)}"
+    return f"{plain[: MAX_LETTERS - HASH_LETTERS - 1].rstrip('-')}-{_hash(run)}"
 
 
 def check_name(value: str, key: str, where: str = "") -> str:

@@ -19,7 +19,7 @@ KUEUE_VERSIONS = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")  # older o
 VOLCANO_JOBS = "batch.volcano.sh/v1alpha1"
 VOLCANO_GROUPS = "scheduling.volcano.sh/v1beta1"
 KAI_GROUPS = "scheduling.run.ai/v2alpha2"
-MOST_NAMES = 50  # in one selector, which is a part of an address
+MAX_NAMES = 50  # in one selector, which is a part of an address
 SECONDS_LETTERS = len("2026-11-15T10:00:00")
 
 
@@ -80,8 +80,8 @@ async def _workloads(
     """Owner's uid → Kueue's object for it."""
     uids = [each["metadata"]["uid"] for each in owners if "kueue.x-k8s.io/queue-name" in each["metadata"]["labels"]]
     found = {}
-    for first in range(0, len(uids), MOST_NAMES):
-        selector = f"kueue.x-k8s.io/job-uid in ({','.join(uids[first : first + MOST_NAMES])})"
+    for first in range(0, len(uids), MAX_NAMES):
+        selector = f"kueue.x-k8s.io/job-uid in ({','.join(uids[first : first + MAX_NAMES])})"
         listed = await connection.list_if_shown(KUEUE_VERSIONS, "Workload", namespace, labelSelector=selector)
         if listed is None:
             hidden.add("Workload")

@@ -160,7 +160,7 @@ def prepare(pod: Pod, signals: Signals) -> int | None:
     if ended != EXIT_AGAIN:
         return ended
     launch = read_launch(run)
-    waiting = Waiting()
+    waiting = PodWaiting()
     while living := [node for node in launch.nodes if _lives(run, node)]:
         if signals.told is not None:
             return EXIT_AGAIN
@@ -199,7 +199,7 @@ def call_together(pod: Pod, signals: Signals, launch: Launch) -> dict[str, str] 
     """Node of the run → node of the cluster, or the exit code of a run that cannot begin."""
     run, call = pod.run, call_of(pod.run)
     answer(run, pod.index, call, pod.host)
-    began, notice = time.monotonic(), Waiting()
+    began, notice = time.monotonic(), PodWaiting()
 
     def goes_on(there: int, needed: int) -> bool:
         notice.say(f"{there} of {len(launch.nodes)} pods are there, the run needs {needed}")
@@ -223,7 +223,7 @@ def call_together(pod: Pod, signals: Signals, launch: Launch) -> dict[str, str] 
 
 def follow(pod: Pod, signals: Signals) -> int | None:
     """Any other pod: waits until the first has done that, and says where it is when it is called."""
-    waiting = Waiting()
+    waiting = PodWaiting()
     answered = ""
     while True:
         if submission_of(pod.run) == pod.submission:
@@ -371,7 +371,7 @@ def stand_aside(pod: Pod, signals: Signals) -> int | None:
     Its exit code, or None when it is time to look at the node again."""
     run, launch = pod.run, read_launch(pod.run)
     write_whole(unfit_path(pod), f"{pod.host}\n")
-    waiting, until = Waiting(), time.monotonic() + UNFIT_SECONDS
+    waiting, until = PodWaiting(), time.monotonic() + UNFIT_SECONDS
     while time.monotonic() < until:
         if (ended := verdict(run)) is not None:
             return ended
@@ -395,7 +395,7 @@ def unfit_path(pod: Pod) -> Path:
     return pod.run.path / UNFIT_FOLDER / str(pod.index)
 
 
-class Waiting:
+class PodWaiting:
     """Says now and then what is waited for."""
 
     def __init__(self) -> None:

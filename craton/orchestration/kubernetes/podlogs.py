@@ -14,7 +14,7 @@ from craton.agent import newest_generation
 from craton.telemetry import RunDirectory, open_regular, paths_in
 
 TURN_SECONDS = 0.5
-MOST_BYTES = 1 << 20  # of a log in one turn
+MAX_BYTES = 1 << 20  # of a log in one turn
 
 
 class LogCopier:
@@ -53,9 +53,9 @@ class LogCopier:
             path = self._run.log_path(rank)
             with contextlib.suppress(OSError), open_regular(path) as log:
                 log.seek(self._offsets.get(path, 0))
-                new = log.read(MOST_BYTES)
+                new = log.read(MAX_BYTES)
                 self._offsets[path] = log.tell()
-                has_more = has_more or len(new) == MOST_BYTES
+                has_more = has_more or len(new) == MAX_BYTES
                 *lines, rest = (self._rests.get(path, b"") + new).split(b"\n")
                 self._rests[path] = rest
                 for line in lines:

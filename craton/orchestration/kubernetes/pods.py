@@ -18,8 +18,8 @@ from craton.orchestration.kubernetes.target import (
     RUN_NODES,
     SCRATCH,
     SECRETS,
-    Mount,
-    Target,
+    KubernetesTarget,
+    PodMount,
     settled_env,
 )
 
@@ -40,12 +40,12 @@ AWAY_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 Manifest = dict[str, Any]
 
 
-def labels_of(target: Target) -> dict[str, str]:
+def labels_of(target: KubernetesTarget) -> dict[str, str]:
     """By which all objects of a run, and all runs, are found."""
     return {MANAGED_BY: "craton", INSTANCE: target.name, COMPONENT: target.kind}
 
 
-def metadata_of(target: Target, name: str = "") -> Manifest:
+def metadata_of(target: KubernetesTarget, name: str = "") -> Manifest:
     placed = {"namespace": target.namespace} if target.namespace else {}
     noted = {
         RUN_ANNOTATION: target.run,
@@ -62,7 +62,7 @@ def metadata_of(target: Target, name: str = "") -> Manifest:
 
 
 def pod_template(
-    target: Target,
+    target: KubernetesTarget,
     *,
     restart_policy: str = "Never",
     subdomain: str = "",
@@ -103,7 +103,7 @@ def pod_template(
     return {"metadata": metadata, "spec": spec}
 
 
-def _container(target: Target) -> Manifest:
+def _container(target: KubernetesTarget) -> Manifest:
     ports = [{"name": "metrics", "containerPort": METRICS_PORT}]
     if target.server_port:
         ports.append({"name": "http", "containerPort": target.server_port})
@@ -125,14 +125,14 @@ def _container(target: Target) -> Manifest:
     return container
 
 
-def _environment(target: Target) -> list[Manifest]:
+def _environment(target: KubernetesTarget) -> list[Manifest]:
     pod_ip = {"name": "CRATON_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     node = {"name": "CRATON_HOST_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
     plain = [{"name": name, "value": literal(value)} for name, value in settled_env(target).items()]
     return [pod_ip, node, *plain]
 
 
-def _pod_security(target: Target) -> Manifest:
+def _pod_security(target: KubernetesTarget) -> Manifest:
     security: Manifest = {"seccompProfile": {"type": "RuntimeDefault"}}
     if target.user is not None:
         user, group = target.user
@@ -142,14 +142,14 @@ def _pod_security(target: Target) -> Manifest:
     return security
 
 
-def _container_security(target: Target) -> Manifest:
+def _container_security(target: KubernetesTarget) -> Manifest:
     capabilities: Manifest = {"drop": ["ALL"]}
     if target.pins_memory:
         capabilities["add"] = ["IPC_LOCK"]
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
 
-def _volumes(target: Target) -> list[Manifest]:
+def _volumes(target: KubernetesTarget) -> list[Manifest]:
     memory: Manifest = {"medium": "Memory"}
     if target.shared_memory_bytes:
         memory["sizeLimit"] = f"{target.shared_memory_bytes // 2**30}Gi"
@@ -167,12 +167,12 @@ def _volumes(target: Target) -> list[Manifest]:
     return [*volumes, *(_volume(mount) for mount in target.mounts)]
 
 
-def _items(target: Target) -> list[Manifest]:
+def _items(target: KubernetesTarget) -> list[Manifest]:
     """A key of a ConfigMap has no slashes, a file of a run may."""
     return [{"key": config_key(name), "path": name} for name in target.files]
 
 
-def _secret_sources(target: Target) -> list[Manifest]:
+def _secret_sources(target: KubernetesTarget) -> list[Manifest]:
     """Of each Secret, the keys that the job names and no others."""
     holders = dict.fromkeys(target.secrets.values())
     return [
@@ -190,13 +190,13 @@ def config_key(name: str) -> str:
     return name.replace("/", "--")
 
 
-def _volume(mount: Mount) -> Manifest:
+def _volume(mount: PodMount) -> Manifest:
     if mount.claim:
         return {"name": mount.name, "persistentVolumeClaim": {"claimName": mount.claim}}
     return {"name": mount.name, "hostPath": {"path": mount.path, "type": "Directory"}}
 
 
-def _mounts(target: Target) -> list[Manifest]:
+def _mounts(target: KubernetesTarget) -> list[Manifest]:
     mounts: list[Manifest] = [{"name": "shm", "mountPath": "/dev/shm"}]
     if target.is_scratch:
         mounts.append({"name": "scratch", "mountPath": SCRATCH})
@@ -211,7 +211,7 @@ def _mounts(target: Target) -> list[Manifest]:
     return [*mounts, *({"name": mount.name, "mountPath": mount.path} for mount in target.mounts)]
 
 
-def _tolerations(target: Target) -> list[Manifest]:
+def _tolerations(target: KubernetesTarget) -> list[Manifest]:
     away = [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": AWAY_SECONDS}
         for key in AWAY_TAINTS
@@ -219,7 +219,7 @@ def _tolerations(target: Target) -> list[Manifest]:
     return [*({"key": key, "operator": "Exists"} for key in target.tolerations), *away]
 
 
-def _affinity(target: Target, has_affinity: bool) -> Manifest:
+def _affinity(target: KubernetesTarget, has_affinity: bool) -> Manifest:
     affinity: Manifest = {}
     wanted: list[Manifest] = []
     if target.instance_types:

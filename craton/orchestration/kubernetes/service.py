@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from craton.job import Scheduler
+from craton.job import SchedulerSettings
 from craton.orchestration.errors import SchedulerError
-from craton.orchestration.kubernetes.api import EVERY_NAMESPACE, ApiError, Connection, ask
+from craton.orchestration.kubernetes.api import EVERY_NAMESPACE, Connection, KubernetesApiError, ask
 from craton.orchestration.kubernetes.pods import MANAGED_BY, Manifest
 from craton.orchestration.service import MARK, ServiceNode
 
@@ -26,13 +26,13 @@ HYPERPOD_HEALTH, HYPERPOD_OUT = "sagemaker.amazonaws.com/node-health-status", "U
 # cluster-autoscaler/utils/taints/taints.go of kubernetes/autoscaler, read 2026-11-16.
 GOING = ("karpenter.sh/disrupted", "karpenter.sh/disruption", "ToBeDeletedByClusterAutoscaler")
 NOT_ENDED = "status.phase!=Succeeded,status.phase!=Failed"
-MOST_TRIES = 5
+MAX_TRIES = 5
 CONFLICT = 409
 Change = Callable[[Manifest], Manifest | None]
 
 
 class KubernetesService:
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: SchedulerSettings) -> None:
         self._namespace, self._pool = scheduler.namespace, scheduler.node_pool
 
     def nodes(self) -> list[ServiceNode]:
@@ -145,10 +145,10 @@ async def _give_back(connection: Connection, node: str, mark: str) -> str:
 async def _change(connection: Connection, name: str, change: Change) -> bool:
     """Whether there was something to change."""
     place = _place(name)
-    for tried in range(1, MOST_TRIES + 1):
+    for tried in range(1, MAX_TRIES + 1):
         found = await connection.read(place)
         if found is None:
-            raise ApiError(f"Kubernetes has no node {name}; `kubectl get nodes` shows what there is", 404)
+            raise KubernetesApiError(f"Kubernetes has no node {name}; `kubectl get nodes` shows what there is", 404)
         patch = change(found)
         if patch is None:
             return False
@@ -156,7 +156,7 @@ async def _change(connection: Connection, name: str, change: Change) -> bool:
         try:
             await connection.patch(place, patch)
             return True
-        except ApiError as error:  # somebody else changed it meanwhile
-            if error.status != CONFLICT or tried == MOST_TRIES:
+        except KubernetesApiError as error:  # somebody else changed it meanwhile
+            if error.status != CONFLICT or tried == MAX_TRIES:
                 raise
     raise AssertionError("the last try returns or raises")

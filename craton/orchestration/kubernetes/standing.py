@@ -16,7 +16,7 @@ CONDITION_OUTCOMES: dict[str, Outcome] = {"Complete": "done", "Completed": "done
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedPods:
     reason: str  # their word
     message: str
     outcome: Outcome
@@ -67,7 +67,7 @@ def is_running(pod: Manifest) -> bool:
     return status.get("phase") == "Running" and not waits
 
 
-def ended_as(owner: Manifest) -> Ended | None:
+def ended_as(owner: Manifest) -> EndedPods | None:
     """How an owner has ended, if it has. A server does not end by itself."""
     status = owner.get("status") or {}
     if owner["kind"] == "LeaderWorkerSet":
@@ -77,11 +77,11 @@ def ended_as(owner: Manifest) -> Ended | None:
         phase = str(state.get("phase") or "")
         if phase not in VOLCANO_OUTCOMES:
             return None
-        return Ended(phase, str(state.get("message") or ""), VOLCANO_OUTCOMES[phase])
+        return EndedPods(phase, str(state.get("message") or ""), VOLCANO_OUTCOMES[phase])
     for condition in status.get("conditions") or ():
         kind = condition.get("type")
         if kind in CONDITION_OUTCOMES and condition.get("status") == "True":
-            return Ended(
+            return EndedPods(
                 str(condition.get("reason") or kind), str(condition.get("message") or ""), CONDITION_OUTCOMES[kind]
             )
     return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from craton.infrastructure import Instance, resolve_cluster
-from craton.job import TRAINING_KINDS, Job, RecoverSection, Scheduler, StorageNumbers, place_of
+from craton.job import TRAINING_KINDS, Job, RecoverSection, SchedulerSettings, StorageNumbers, place_of
 from craton.orchestration.draft import JOB_FOLDER, Draft
 from craton.orchestration.errors import StartError
 from craton.orchestration.kubernetes.names import (
@@ -35,7 +35,7 @@ SCRATCH = "/craton"  # a folder of the pod itself, gone with it
 CLUSTER_SECRET = "craton-secrets"  # what holds the secrets that the caller's shell does not have
 USABLE_SHARE = 0.9  # of a node's cores and memory: the rest is the kubelet's, the system's and the daemon sets'
 HUGE_PAGES = "5120Mi"  # AWS's own manifests for EFA ask for as much (EKS user guide, "EFA", 2026-08)
-MOST_FILE_BYTES = 900_000  # of a ConfigMap, which etcd limits to 1 MiB
+MAX_FILE_BYTES = 900_000  # of a ConfigMap, which etcd limits to 1 MiB
 METRICS_PORT = 29400
 SUBMISSION_VARIABLE = "CRATON_SUBMISSION"  # by which a pod knows what it was handed in with
 KILL_MARGIN_SECONDS = 30  # after the ranks' grace, for the agent's last words
@@ -44,7 +44,7 @@ DEFAULT_LABELS = {"node": "kubernetes.io/hostname", "zone": "topology.kubernetes
 
 
 @dataclass(frozen=True)
-class Mount:
+class PodMount:
     """A folder of storage, at the same path in every pod."""
 
     name: str
@@ -63,7 +63,7 @@ class Near:
 
 
 @dataclass(frozen=True)
-class Target:
+class KubernetesTarget:
     run: str
     name: str  # of the objects
     kind: str  # of the job
@@ -74,7 +74,7 @@ class Target:
     num_pods: int
     gang_pods: int  # without so many of them it does not start
     directory: str  # the run's, in the pods
-    mounts: tuple[Mount, ...]
+    mounts: tuple[PodMount, ...]
     resources: dict[str, str]
     limits: dict[str, str]
     grace_seconds: int
@@ -132,11 +132,11 @@ def target_of(
     given: Collection[str] = (),
     user: tuple[int, int] | None = None,
     code: bytes = b"",
-) -> Target:
+) -> KubernetesTarget:
     """`given` names the variables that the caller's shell has, `user` is who owns a run directory that exists, `code`
     what a command runs in, packed."""
     job, launch = draft.job, draft.launch
-    scheduler = (job.cluster.file.scheduler if job.cluster.file else None) or Scheduler(kind="kubernetes")
+    scheduler = (job.cluster.file.scheduler if job.cluster.file else None) or SchedulerSettings(kind="kubernetes")
     if job.run.copies > 1:
         raise StartError(
             f"{job.where('run', 'copies')}run.copies is an array of Slurm; on Kubernetes start each with its own --name"
@@ -153,9 +153,9 @@ def target_of(
     check_functions(job, launch.env.get(JOB_FOLDER, ""), mounts)
     exists = str(run) == directory
     files = {} if exists else draft.files()
-    if sum(len(text.encode()) for text in files.values()) > MOST_FILE_BYTES:
+    if sum(len(text.encode()) for text in files.values()) > MAX_FILE_BYTES:
         raise StartError(
-            f"the files of this run are more than the {MOST_FILE_BYTES:,} bytes of a ConfigMap; start it where the "
+            f"the files of this run are more than the {MAX_FILE_BYTES:,} bytes of a ConfigMap; start it where the "
             "cluster's shared storage is mounted, with CRATON_RUNS on it"
         )
     if scheduler.non_root and exists and user is not None and user[0] == 0:
@@ -169,7 +169,7 @@ def target_of(
     uses_efa = instance is not None and instance.efa_version > 0 and is_spread
     network = network_of(instance, scheduler) if instance is not None and is_spread else {}
     requests, limits = resources_of(instance, num_gpus, network)
-    return Target(
+    return KubernetesTarget(
         run=job.name,
         name=object_name(job.name),
         kind=job.kind,
@@ -220,7 +220,7 @@ def nodes_map_of(name: str) -> str:
     return f"{name}-nodes"
 
 
-def mounts_of(job: Job) -> tuple[Mount, ...]:
+def mounts_of(job: Job) -> tuple[PodMount, ...]:
     """The shared storage always, a node's own disks only where the job keeps something there."""
     storage = job.cluster.file.storage if job.cluster.file else None
     if storage is None:
@@ -236,7 +236,7 @@ def mounts_of(job: Job) -> tuple[Mount, ...]:
     return tuple(mounts)
 
 
-def directory_of(job: Job, run: Path, mounts: tuple[Mount, ...], num_pods: int) -> tuple[str, bool]:
+def directory_of(job: Job, run: Path, mounts: tuple[PodMount, ...], num_pods: int) -> tuple[str, bool]:
     """(the run directory in the pods, whether it is gone with the pod)."""
     shared = next((mount for mount in mounts if mount.name == "shared"), None)
     if shared is None:
@@ -258,7 +258,7 @@ def directory_of(job: Job, run: Path, mounts: tuple[Mount, ...], num_pods: int) 
     return f"{root}/{job.name}", False
 
 
-def check_visible(job: Job, mounts: tuple[Mount, ...]) -> None:
+def check_visible(job: Job, mounts: tuple[PodMount, ...]) -> None:
     """Refuse what the ranks could not read: files of this machine that no pod sees."""
     seen = [mount.path for mount in mounts]
     for path in _paths(job):
@@ -272,7 +272,7 @@ def check_visible(job: Job, mounts: tuple[Mount, ...]) -> None:
             )
 
 
-def check_functions(job: Job, folder: str, mounts: tuple[Mount, ...]) -> None:
+def check_functions(job: Job, folder: str, mounts: tuple[PodMount, ...]) -> None:
     """Refuse a user's own functions in a folder of this machine that no pod sees. What is not in the job's folder is
     looked for in the image, as Python does."""
     seen = [mount.path for mount in mounts]
@@ -292,7 +292,7 @@ def check_functions(job: Job, folder: str, mounts: tuple[Mount, ...]) -> None:
             )
 
 
-def network_of(instance: Instance, scheduler: Scheduler) -> dict[str, str]:
+def network_of(instance: Instance, scheduler: SchedulerSettings) -> dict[str, str]:
     """What a pod asks for so that its node's adapters are seen in it.
 
     Karpenter makes no node for a pod that asks for huge pages, for no instance type has them before it is there
@@ -327,7 +327,7 @@ def limits_bytes(instance: Instance | None, num_gpus: int) -> float:
     return instance.host_memory_bytes * USABLE_SHARE * _share(instance, num_gpus) if instance else 0.0
 
 
-def near_of(job: Job, scheduler: Scheduler) -> Near | None:
+def near_of(job: Job, scheduler: SchedulerSettings) -> Near | None:
     """`placement: {within: leaf}` in the cluster's own words."""
     if job.placement is None:
         return None
@@ -361,7 +361,7 @@ def near_of(job: Job, scheduler: Scheduler) -> Near | None:
     return near
 
 
-def check_can_be_made(near: Near, scheduler: Scheduler, where: str) -> None:
+def check_can_be_made(near: Near, scheduler: SchedulerSettings, where: str) -> None:
     """Refuse a place for which a pool of Karpenter may never have the nodes."""
     pool = f"{where}placement within {near.level}: Karpenter makes the nodes of {scheduler.node_pool}"
     if scheduler.gang == "kueue":
@@ -384,7 +384,7 @@ def secrets_of(job: Job, given: Collection[str]) -> dict[str, str]:
     return {name: own if name in given else CLUSTER_SECRET for name in wanted}
 
 
-def queue_of(job: Job, scheduler: Scheduler) -> str:
+def queue_of(job: Job, scheduler: SchedulerSettings) -> str:
     queue = job.run.queue or scheduler.queue or ""
     if scheduler.gang in ("kueue", "kai") and not queue:
         raise StartError(
@@ -405,7 +405,7 @@ def give_up_of(job: Job) -> float:
     return WAIT_FOR_NODE_SECONDS if stated == RecoverSection().give_up else stated
 
 
-def image_of(job: Job, scheduler: Scheduler) -> str:
+def image_of(job: Job, scheduler: SchedulerSettings) -> str:
     image = job.run.image or scheduler.image
     if not image:
         raise StartError(
@@ -433,10 +433,10 @@ def _share(instance: Instance, num_gpus: int) -> float:
     return num_gpus / instance.num_gpus if 0 < num_gpus < instance.num_gpus else 1.0
 
 
-def _mount(name: str, numbers: StorageNumbers) -> Mount:
+def _mount(name: str, numbers: StorageNumbers) -> PodMount:
     path = check_path(numbers.path or "", f"storage.{name}.path")
     claim = check_name(numbers.claim, f"the cluster file's storage.{name}.claim") if numbers.claim else ""
-    return Mount(name, path, claim)
+    return PodMount(name, path, claim)
 
 
 def _paths(job: Job) -> list[str]:
@@ -463,7 +463,7 @@ def _labelled(job: Job, value: str | None, key: str) -> str:
     return check_label_value(value, f"run.{key}", job.where("run", key)) if value else ""
 
 
-def first_host(target: Target) -> str:
+def first_host(target: KubernetesTarget) -> str:
     """The first pod's name in the cluster's DNS, whichever pod it is at the time."""
     if target.kind == "serve":
         return f"{target.name}-0.{target.name}"
@@ -471,7 +471,7 @@ def first_host(target: Target) -> str:
     return f"{target.name}{infix}-0.{target.name}"
 
 
-def settled_env(target: Target) -> Mapping[str, str]:
+def settled_env(target: KubernetesTarget) -> Mapping[str, str]:
     """What a pod's container finds in its environment, but for secrets; the job's own word comes last."""
     names = {
         SUBMISSION_VARIABLE: target.submission,

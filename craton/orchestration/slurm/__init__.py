@@ -5,14 +5,14 @@
 
 from craton.orchestration.slurm.backend import SlurmBackend, release_held, submit_array
 from craton.orchestration.slurm.script import SCRIPT_FILE, ScriptOptions, sbatch_script
-from craton.orchestration.slurm.tools import Snapshot
+from craton.orchestration.slurm.tools import SlurmState
 from craton.orchestration.slurm.waiting import why_waiting
 
 __all__ = [
     "SCRIPT_FILE",
     "ScriptOptions",
     "SlurmBackend",
-    "Snapshot",
+    "SlurmState",
     "release_held",
     "sbatch_script",
     "submit_array",

@@ -24,7 +24,7 @@ ALLOCATION_FILE = "allocation.json"
 
 
 @dataclass(frozen=True)
-class Host:
+class AllocatedHost:
     """One node of the run as it is now."""
 
     name: str  # node-3
@@ -38,7 +38,7 @@ class Host:
 class Allocation:
     job: str
     restarts: int
-    nodes: tuple[Host, ...]  # in the order of ranks
+    nodes: tuple[AllocatedHost, ...]  # in the order of ranks
 
     @property
     def hosts(self) -> list[str]:
@@ -70,7 +70,7 @@ def allocate(
         job,
         restarts,
         tuple(
-            Host(name, host, addresses.get(host, host), (paths.get(host) or ("",))[-1], paths.get(host, ()))
+            AllocatedHost(name, host, addresses.get(host, host), (paths.get(host) or ("",))[-1], paths.get(host, ()))
             for name, host in zip(names, ordered, strict=False)
         ),
     )
@@ -96,7 +96,7 @@ def read_allocation(run: RunDirectory) -> Allocation | None:
     """None before the first start of the run."""
     document = read_json(Path(run.path) / ALLOCATION_FILE)
     try:
-        nodes = tuple(Host(**{**each, "path": tuple(each.get("path", ()))}) for each in document["nodes"])
+        nodes = tuple(AllocatedHost(**{**each, "path": tuple(each.get("path", ()))}) for each in document["nodes"])
         return Allocation(str(document["job"]), int(document["restarts"]), nodes)
     except (KeyError, TypeError, ValueError):
         return None

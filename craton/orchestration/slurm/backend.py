@@ -23,7 +23,7 @@ from craton.orchestration.slurm.handover import (
 from craton.orchestration.slurm.mounts import image_of, mounts_of
 from craton.orchestration.slurm.records import JobRecord, job_of
 from craton.orchestration.slurm.script import SCRIPT_FILE, ScriptOptions, copies_stem, sbatch_script
-from craton.orchestration.slurm.tools import Snapshot, cancel, read_jobs, read_snapshot, release
+from craton.orchestration.slurm.tools import SlurmState, cancel, read_jobs, read_snapshot, release
 from craton.orchestration.slurm.waiting import HELD, why_waiting
 from craton.telemetry import RunDirectory
 
@@ -63,7 +63,7 @@ class SlurmBackend:
         submissions |= unheard_numbers(submissions)
         listed = {job.id: job for job in read_jobs([each.job for each in submissions.values() if each.job])}
         jobs = {run: job_of(listed, submission.job) for run, submission in submissions.items()}
-        cluster = read_snapshot() if any(job and job.is_pending for job in jobs.values()) else Snapshot()
+        cluster = read_snapshot() if any(job and job.is_pending for job in jobs.values()) else SlurmState()
         return {run.name: _standing(jobs[run], submission, cluster, run) for run, submission in submissions.items()}
 
     def stop(self, run: RunDirectory) -> None:
@@ -112,7 +112,7 @@ def _let_go(run: RunDirectory, submission: Submission) -> str:
     )
 
 
-def _standing(job: JobRecord | None, submission: Submission, cluster: Snapshot, run: RunDirectory) -> Standing:
+def _standing(job: JobRecord | None, submission: Submission, cluster: SlurmState, run: RunDirectory) -> Standing:
     number = submission.job
     if not number and NEVER not in submission.details and is_fresh(run):
         return Standing("unknown", sentence="it was handed to Slurm a moment ago, which does not show it yet")

@@ -44,7 +44,7 @@ from craton.orchestration.slurm.mounts import image_of, mounts_of
 from craton.orchestration.slurm.records import job_of
 from craton.orchestration.slurm.script import signal_seconds
 from craton.orchestration.slurm.starts import may_start_again, next_start, read_starts, write_starts
-from craton.orchestration.slurm.step import HYPERPOD, IMAGE_SECONDS, Step, agents_command, complaint_of, end_step
+from craton.orchestration.slurm.step import HYPERPOD, IMAGE_SECONDS, SlurmStep, agents_command, complaint_of, end_step
 from craton.orchestration.slurm.tools import ask, patiently, read_jobs, read_nodes, read_switches
 from craton.telemetry import LineWriter, RunDirectory, read_json, read_regular, summarize
 
@@ -54,7 +54,7 @@ SPARED_SECONDS = 20.0  # before the time limit, by which the job must be requeue
 SLURM_SEES_SECONDS = 330.0  # Slurm gives a node five minutes by default (SlurmdTimeout)
 SLURM_ENDS_SECONDS = 10.0  # from seeing that a node is down to ending its jobs
 REQUEUE_SECONDS = 120.0  # from being requeued to being ended by Slurm
-MOST_EXCLUDED = 32  # hosts that a job avoids; more is a cluster's trouble, not a node's
+MAX_EXCLUDED = 32  # hosts that a job avoids; more is a cluster's trouble, not a node's
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG = 0, 1, 2
 
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"craton: {stale}", file=sys.stderr, flush=True)
         return EXIT_WRONG
     try:
-        return Batch(run, nonce, os.environ).run()
+        return SlurmBatch(run, nonce, os.environ).run()
     except SchedulerError as error:  # the run itself is well, and `craton resume` goes on with it
         print(f"craton: {error}", file=sys.stderr, flush=True)
         return EXIT_FAILED
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_FAILED
 
 
-class Batch:
+class SlurmBatch:
     """One start of a job, from its allocation to its end."""
 
     def __init__(self, run: RunDirectory, nonce: str, environment: Mapping[str, str]) -> None:
@@ -211,11 +211,11 @@ class Batch:
             cluster=None if job.cluster.is_local or layout is None else resolve_cluster(job.cluster, job.price),
         )
 
-    def _step(self, launch: Launch) -> Step:
+    def _step(self, launch: Launch) -> SlurmStep:
         job = self._job
         image = image_of(job, launch)
         gpus = launch.gpus_per_node or launch.ranks_per_node
-        return Step(
+        return SlurmStep(
             run=self._run.path,
             python=sys.executable,
             image=image,
@@ -437,7 +437,7 @@ def _asked_by_itself(run: RunDirectory) -> bool:
 
 def avoided_hosts(own: Sequence[str], learned: Sequence[str]) -> list[str]:
     """The user's own all, and the newest of those that the run has learned to avoid."""
-    return [*own, *[host for host in dict.fromkeys(learned) if host not in own][-MOST_EXCLUDED:]]
+    return [*own, *[host for host in dict.fromkeys(learned) if host not in own][-MAX_EXCLUDED:]]
 
 
 def _excluded(job_id: str) -> str:

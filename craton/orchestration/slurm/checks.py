@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from craton.orchestration.errors import SchedulerError
-from craton.orchestration.preflight_finding import Finding
+from craton.orchestration.preflight_finding import PreflightFinding
 from craton.orchestration.preflight_gang import check_compute
 from craton.orchestration.preflight_selftest import COMPUTE_SECONDS
 from craton.orchestration.slurm.script import SCRIPT_FILE
-from craton.orchestration.slurm.step import IMAGE_SECONDS, Step, doctor_command, end_step
+from craton.orchestration.slurm.step import IMAGE_SECONDS, SlurmStep, doctor_command, end_step
 from craton.orchestration.slurm.tools import cancel_steps
 from craton.telemetry import RunDirectory, paths_in, read_regular
 
@@ -31,7 +31,7 @@ SHOWN = 3  # of the findings of one node
 
 
 def failed_hosts(
-    step: Step,
+    step: SlurmStep,
     hosts: Sequence[str],
     run: RunDirectory,
     compute: bool = False,
@@ -65,7 +65,7 @@ def failed_hosts(
     return {host: said[host] for host in hosts if said.get(host)}
 
 
-def check_seconds(step: Step, compute: bool) -> float:
+def check_seconds(step: SlurmStep, compute: bool) -> float:
     """How long pre-flight may take, with the image that it runs in."""
     return CHECK_SECONDS + (COMPUTE_SECONDS if compute else 0.0) + (IMAGE_SECONDS if step.image else 0.0)
 
@@ -101,7 +101,7 @@ def failures_of(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[Mappin
     return found
 
 
-def gang_findings(documents: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def gang_findings(documents: Sequence[Mapping[str, Any]]) -> list[PreflightFinding]:
     """The devices of all nodes together; nothing where none has computed."""
     results = {str(entry["node"]): entry.get("compute") or [] for each in documents for entry in each["nodes"][:1]}
     try:

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 MARKERS = ("STOP", "DONE", "FATAL")
-MOST_STARTS, STARTS_SECONDS = 5, 60.0  # so many agents in so short a time, and no more
+MAX_STARTS, STARTS_SECONDS = 5, 60.0  # so many agents in so short a time, and no more
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 EXIT_WRONG = 2
 
@@ -61,8 +61,8 @@ class Agent:
                 return abs(code)
             now = time.monotonic()
             self._starts = [moment for moment in self._starts if now - moment < STARTS_SECONDS]
-            if len(self._starts) >= MOST_STARTS:
-                print(f"craton: the agent of {self._name} was killed {MOST_STARTS} times in a row", file=sys.stderr)
+            if len(self._starts) >= MAX_STARTS:
+                print(f"craton: the agent of {self._name} was killed {MAX_STARTS} times in a row", file=sys.stderr)
                 return abs(code)
             print(f"craton: the agent of {self._name} was killed by signal {-code}; starting it again", file=sys.stderr)
 

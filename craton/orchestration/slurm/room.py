@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from craton.orchestration.slurm.records import JobRecord, NodeRecord, hosts_of
-from craton.orchestration.slurm.tools import Snapshot
+from craton.orchestration.slurm.tools import SlurmState
 
 FOREVER = float("inf")
 
 
 @dataclass(frozen=True)
-class Release:
+class NodeRelease:
     """When something that holds a node lets it go, and what that is."""
 
     moment: float
@@ -29,7 +29,7 @@ class Room:
     """The nodes that a job could ever run on, as they are now."""
 
     free: frozenset[str]
-    busy: dict[str, Release]  # all others
+    busy: dict[str, NodeRelease]  # all others
     kept: dict[str, list[str]]  # nodes that idle, by what they are kept for
 
     @property
@@ -38,7 +38,7 @@ class Room:
 
     def earliest(
         self, needed: int, places: Iterable[Iterable[str]] | None = None, most: int = 1, together: int = 1
-    ) -> Release | None:
+    ) -> NodeRelease | None:
         """The end that makes room for so many nodes in at most so many of these places, of each a multiple of
         `together`; None when they are free already, and when no end that is known suffices."""
         groups = [set(place) & self.nodes for place in places] if places is not None else [set(self.nodes)]
@@ -54,14 +54,14 @@ class Room:
         return None
 
 
-def room_for(job: JobRecord, cluster: Snapshot, now: float) -> Room:
+def room_for(job: JobRecord, cluster: SlurmState, now: float) -> Room:
     free: set[str] = set()
-    busy: dict[str, Release] = {}
+    busy: dict[str, NodeRelease] = {}
     kept: dict[str, list[str]] = {}
     for node in usable_nodes(job, cluster):
-        holds = [Release(each.end or FOREVER, f"job {each.id}") for each in cluster.jobs_on.get(node.name, ())]
+        holds = [NodeRelease(each.end or FOREVER, f"job {each.id}") for each in cluster.jobs_on.get(node.name, ())]
         if not node.is_free and not holds:  # by a job that this user may not see
-            holds.append(Release(FOREVER, ""))
+            holds.append(NodeRelease(FOREVER, ""))
         others = _kept(node, job, cluster, now)
         if node.is_free and others:
             kept.setdefault(min(others, key=lambda each: each.moment).by, []).append(node.name)
@@ -77,7 +77,7 @@ def most_nodes(counts: Iterable[int], most: int, together: int = 1) -> int:
     return sum(sorted((count - count % together for count in counts), reverse=True)[:most])
 
 
-def usable_nodes(job: JobRecord, cluster: Snapshot) -> list[NodeRecord]:
+def usable_nodes(job: JobRecord, cluster: SlurmState) -> list[NodeRecord]:
     """Of its partition, with its features, in its reservation, not excluded, and not away."""
     excluded, required = set(hosts_of(job.excluded)), set(hosts_of(job.required))
     own = next((each for each in cluster.reservations if job.reservation and each.name == job.reservation), None)
@@ -94,32 +94,32 @@ def usable_nodes(job: JobRecord, cluster: Snapshot) -> list[NodeRecord]:
     ]
 
 
-def in_partition(job: JobRecord, cluster: Snapshot) -> list[NodeRecord]:
+def in_partition(job: JobRecord, cluster: SlurmState) -> list[NodeRecord]:
     """The nodes of the partition, or of all partitions, that the job may run in."""
     partitions = set(job.partition.split(",")) - {""}
     return [node for node in cluster.nodes if not partitions or partitions & set(node.partitions)]
 
 
-def _kept(node: NodeRecord, job: JobRecord, cluster: Snapshot, now: float) -> list[Release]:
+def _kept(node: NodeRecord, job: JobRecord, cluster: SlurmState, now: float) -> list[NodeRelease]:
     """What has the node at a time that the job would need it, beside the jobs on it."""
     end = now + job.time_limit_seconds if job.time_limit_seconds is not None else FOREVER
     reserved = [
-        Release(each.end or FOREVER, f"the reservation {each.name}")
+        NodeRelease(each.end or FOREVER, f"the reservation {each.name}")
         for each in cluster.reservations_on.get(node.name, ())
         if each.name != job.reservation and (each.end or FOREVER) > now and (each.start or 0.0) < end
     ]
     if "RESERVED" in node.states and not reserved and not job.reservation:
-        reserved.append(Release(FOREVER, "a reservation"))
+        reserved.append(NodeRelease(FOREVER, "a reservation"))
     return [*reserved, *_planned(node, job, cluster, end)]
 
 
-def _planned(node: NodeRecord, job: JobRecord, cluster: Snapshot, end: float) -> list[Release]:
+def _planned(node: NodeRecord, job: JobRecord, cluster: SlurmState, end: float) -> list[NodeRelease]:
     """The job that Slurm keeps the node for, unless it is this one, or starts only when this one has ended."""
     if "PLANNED" not in node.states:
         return []
     first = cluster.planned_on.get(node.name)
     if first is None:
-        return [Release(FOREVER, "another job")]
+        return [NodeRelease(FOREVER, "another job")]
     if first.id == job.id or (first.start or 0.0) >= end:
         return []
-    return [Release(first.end or FOREVER, f"job {first.id}")]
+    return [NodeRelease(first.end or FOREVER, f"job {first.id}")]

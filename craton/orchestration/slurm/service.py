@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from craton.job import Scheduler
+from craton.job import SchedulerSettings
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.service import MARK, ServiceNode
 from craton.orchestration.slurm.records import AWAY, NodeRecord, nodes_of_text, records_of_text
@@ -31,7 +31,7 @@ _MARK = re.compile(rf"{MARK}(\S+)")
 
 
 class SlurmService:
-    def __init__(self, scheduler: Scheduler, is_hyperpod: bool | None = None) -> None:
+    def __init__(self, scheduler: SchedulerSettings, is_hyperpod: bool | None = None) -> None:
         self._partitions = frozenset((scheduler.partition or "").split(",")) - {""}  # a job may name several
         self._is_hyperpod = HYPERPOD.exists() if is_hyperpod is None else is_hyperpod
 

@@ -34,7 +34,7 @@ _BESIDE = re.compile(
 
 
 @dataclass(frozen=True)
-class Step:
+class SlurmStep:
     """What is common to every step of a run."""
 
     run: Path
@@ -46,7 +46,7 @@ class Step:
     auto_resume: bool = False  # HyperPod replaces a node that fails during the step
 
 
-def agents_command(step: Step, hosts: Sequence[str]) -> list[str]:
+def agents_command(step: SlurmStep, hosts: Sequence[str]) -> list[str]:
     """One agent on each of these hosts. A node that is lost does not end the others: the agents see to that."""
     program = [IMAGE_PYTHON, "-m", NODE] if step.image else [step.python, node_program.__file__]
     resume = ["--auto-resume=1"] if step.auto_resume else []
@@ -54,7 +54,7 @@ def agents_command(step: Step, hosts: Sequence[str]) -> list[str]:
     return [*_srun(step, hosts, [*resume, *keep]), *_inside(step, [*program, str(step.run)])]
 
 
-def doctor_command(step: Step, hosts: Sequence[str], reports: Path, compute: bool = False) -> list[str]:
+def doctor_command(step: SlurmStep, hosts: Sequence[str], reports: Path, compute: bool = False) -> list[str]:
     """Pre-flight on each host, judged as a node of the run, with the self-test of its devices or without. It leaves its
     report in the folder by the number of its task: what Slurm calls a node need not be its host name, and the report
     says whose it is."""
@@ -91,7 +91,7 @@ def uses_apptainer(image: str) -> bool:
     return image.endswith(".sif") or image.startswith(APPTAINER)
 
 
-def _srun(step: Step, hosts: Sequence[str], options: Sequence[str]) -> list[str]:
+def _srun(step: SlurmStep, hosts: Sequence[str], options: Sequence[str]) -> list[str]:
     count = str(len(hosts))
     words = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"]
     # Binding one task to one core would leave the ranks of a whole node on it.
@@ -104,7 +104,7 @@ def _srun(step: Step, hosts: Sequence[str], options: Sequence[str]) -> list[str]
     return words
 
 
-def _inside(step: Step, program: list[str]) -> list[str]:
+def _inside(step: SlurmStep, program: list[str]) -> list[str]:
     if not step.image or not uses_apptainer(step.image):
         return program
     gpus = ["--nv"] if step.gpus else []

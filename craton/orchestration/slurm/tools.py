@@ -47,7 +47,7 @@ COMPETING = ("Resources", "Priority", "ReqNodeNotAvail", "")  # reasons of jobs 
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class SlurmState:
     """A cluster at one moment."""
 
     jobs: tuple[JobRecord, ...] = ()
@@ -197,9 +197,9 @@ def read_jobs_of(users: Iterable[int]) -> list[JobRecord]:
     return jobs_of_lines(ask("squeue", f"--user={names}", "--states=all", "--noheader", "--format=%i %T %k"))
 
 
-def read_snapshot() -> Snapshot:
+def read_snapshot() -> SlurmState:
     """Everything that tells why a job waits. What a site does not show is left empty."""
-    return Snapshot(
+    return SlurmState(
         jobs=tuple(jobs_of_text(_show("job"))),
         nodes=tuple(read_nodes()),
         switches=tuple(read_switches()),

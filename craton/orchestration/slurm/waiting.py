@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from craton.orchestration.slurm.records import JobRecord, NodeRecord, hosts_of
-from craton.orchestration.slurm.room import Release, Room, in_partition, most_nodes, room_for
-from craton.orchestration.slurm.tools import Snapshot
+from craton.orchestration.slurm.room import NodeRelease, Room, in_partition, most_nodes, room_for
+from craton.orchestration.slurm.tools import SlurmState
 
 REASONS = Path(__file__).with_name("reasons.toml")
 HELD = (
@@ -54,7 +54,7 @@ _LIMIT = re.compile(
 )
 
 
-def why_waiting(job: JobRecord, cluster: Snapshot, now: float) -> str:
+def why_waiting(job: JobRecord, cluster: SlurmState, now: float) -> str:
     """`needs 4 nodes on one leaf; leaf2 has 3 free; earliest 14:05 when job 812 ends`"""
     reason = job.reason.partition(",")[0]
     teller = _TELLERS.get(reason)
@@ -99,7 +99,7 @@ def limit_in_words(job: JobRecord, reason: str) -> str:
     return f"{owner} allows no more {what}{whom}; it starts when {ends} ends"
 
 
-def _resources(job: JobRecord, cluster: Snapshot, now: float) -> str:
+def _resources(job: JobRecord, cluster: SlurmState, now: float) -> str:
     room = room_for(job, cluster, now)
     needed = max(1, job.num_nodes)
     segment = _segment(job, cluster)
@@ -114,14 +114,14 @@ def _resources(job: JobRecord, cluster: Snapshot, now: float) -> str:
     return "; ".join([*parts, *_kept(room), *_missing(job, cluster), *when])
 
 
-def _segment(job: JobRecord, cluster: Snapshot) -> int:
+def _segment(job: JobRecord, cluster: SlurmState) -> int:
     """How many of its nodes must be together in one block; 0 where they need not. Slurm heeds no segment that is larger
     than the job, and takes several blocks for one that is larger than a block."""
     largest = max(map(len, cluster.leaves.values()), default=0)
     return job.segment_nodes if job.segment_nodes <= min(job.num_nodes, largest) else 0
 
 
-def _together(job: JobRecord, cluster: Snapshot, room: Room, segment: int, now: float) -> str:
+def _together(job: JobRecord, cluster: SlurmState, room: Room, segment: int, now: float) -> str:
     """Free nodes are counted leaf by leaf, or block by block: as many as it needs may be free, but not together."""
     places = {name: usable for name, hosts in cluster.leaves.items() if (usable := hosts & room.nodes)}
     needed = max(1, job.num_nodes)
@@ -143,7 +143,7 @@ def _together(job: JobRecord, cluster: Snapshot, room: Room, segment: int, now: 
     return "; ".join([*parts, *_kept(room), *_missing(job, cluster), *when])
 
 
-def _priority(job: JobRecord, cluster: Snapshot, now: float) -> str:
+def _priority(job: JobRecord, cluster: SlurmState, now: float) -> str:
     before = cluster.before(job)
     if not before:
         return "; ".join(["other jobs come first", *_when(None, job, now)])
@@ -154,7 +154,7 @@ def _priority(job: JobRecord, cluster: Snapshot, now: float) -> str:
     return "; ".join([f"{come} first in {job.partition} ({listed}); {needs}", *_when(None, job, now)])
 
 
-def _dependency(job: JobRecord, cluster: Snapshot, now: float) -> str:
+def _dependency(job: JobRecord, cluster: SlurmState, now: float) -> str:
     known = {each.id: each for each in cluster.jobs}
     numbers = re.findall(r":(\d+(?:_\d+)?)", job.dependency)
     if not numbers:
@@ -175,7 +175,7 @@ def _dependency(job: JobRecord, cluster: Snapshot, now: float) -> str:
     return f"waits for {' and '.join(said)}{f' {how}' if how and len(said) == 1 and not known.get(numbers[0]) else ''}"
 
 
-def _not_available(job: JobRecord, cluster: Snapshot, now: float) -> str:
+def _not_available(job: JobRecord, cluster: SlurmState, now: float) -> str:
     asked = set(hosts_of(job.required))
     listed = re.search(r"UnavailableNodes:(\S+)", job.reason)
     # Slurm lists what is unavailable anywhere; nodes of other partitions are not this job's business.
@@ -206,7 +206,7 @@ def _not_available(job: JobRecord, cluster: Snapshot, now: float) -> str:
     return "; ".join([*parts, *_when(None, job, now)])
 
 
-def _reservation(job: JobRecord, cluster: Snapshot, now: float) -> str:
+def _reservation(job: JobRecord, cluster: SlurmState, now: float) -> str:
     found = next((each for each in cluster.reservations if each.name == job.reservation), None)
     if found is None:
         return f"waits for its reservation {job.reservation}, which is not there (yet)"
@@ -218,7 +218,7 @@ def _reservation(job: JobRecord, cluster: Snapshot, now: float) -> str:
     )
 
 
-def _begin_time(job: JobRecord, cluster: Snapshot, now: float) -> str:
+def _begin_time(job: JobRecord, cluster: SlurmState, now: float) -> str:
     times = f"{job.restarts} time{'s' if job.restarts > 1 else ''}"
     again = f"was started again {times} already and " if job.restarts else ""
     if job.start and job.start > now:
@@ -226,7 +226,7 @@ def _begin_time(job: JobRecord, cluster: Snapshot, now: float) -> str:
     return f"{again}may start in a moment" if again else "its earliest start is in a moment"
 
 
-def _time_limit(job: JobRecord, cluster: Snapshot, now: float) -> str:
+def _time_limit(job: JobRecord, cluster: SlurmState, now: float) -> str:
     partition = next((each for each in cluster.partitions if each.name == job.partition), None)
     asked = _span(job.time_limit_seconds) if job.time_limit_seconds else "no limit"
     allowed = f" {_span(partition.max_seconds)}" if partition and partition.max_seconds else " less"
@@ -236,7 +236,7 @@ def _time_limit(job: JobRecord, cluster: Snapshot, now: float) -> str:
     )
 
 
-def _node_limit(job: JobRecord, cluster: Snapshot, now: float) -> str:
+def _node_limit(job: JobRecord, cluster: SlurmState, now: float) -> str:
     partition = next((each for each in cluster.partitions if each.name == job.partition), None)
     there = in_partition(job, cluster)
     most = partition.max_nodes if partition and partition.max_nodes is not None else len(there)
@@ -246,7 +246,7 @@ def _node_limit(job: JobRecord, cluster: Snapshot, now: float) -> str:
     return "; ".join([*parts, *([_away(away)] if away else [])])
 
 
-_TELLERS: dict[str, Callable[[JobRecord, Snapshot, float], str]] = {
+_TELLERS: dict[str, Callable[[JobRecord, SlurmState, float], str]] = {
     "Resources": _resources,
     "Priority": _priority,
     "Dependency": _dependency,
@@ -293,7 +293,7 @@ def _kept(room: Room) -> list[str]:
     return said
 
 
-def _missing(job: JobRecord, cluster: Snapshot) -> list[str]:
+def _missing(job: JobRecord, cluster: SlurmState) -> list[str]:
     """Nodes of the job's partition that are away, with the reason that somebody gave."""
     away = [node for node in in_partition(job, cluster) if node.is_away]
     avoided = hosts_of(job.excluded)
@@ -311,13 +311,13 @@ def _away(nodes: Sequence[NodeRecord]) -> str:
     return ", ".join([*said, *([f"{more} more {'is' if more == 1 else 'are'} away"] if more > 0 else [])])
 
 
-def _now_or_when(is_enough: bool, earliest: Release | None, job: JobRecord, now: float) -> list[str]:
+def _now_or_when(is_enough: bool, earliest: NodeRelease | None, job: JobRecord, now: float) -> list[str]:
     if is_enough:  # by the snapshot: its cores, memory or GRES may not fit, or Slurm has yet to look
         return ["that is enough, and Slurm has not started it yet", *_when(None, job, now)]
     return _when(earliest, job, now)
 
 
-def _when(earliest: Release | None, job: JobRecord, now: float) -> list[str]:
+def _when(earliest: NodeRelease | None, job: JobRecord, now: float) -> list[str]:
     expected = job.start if job.start and job.start > now else None
     # Slurm knows what is left of nodes that jobs share; here they count as taken.
     is_sooner = expected is not None and earliest is not None and expected < earliest.moment - RESOLUTION_SECONDS

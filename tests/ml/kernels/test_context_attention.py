@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from craton.ml.collectives import Peers
 from craton.ml.kernels import Documents, attention
 from craton.ml.kernels.context import gather_in_order
-from craton.ml.kernels.documents import PieceOffsets, Place, visible
+from craton.ml.kernels.documents import ContextSlice, PieceOffsets, visible
 from craton.ml.kernels.partial_attention import Cudnn, Flash, Formula, Kernel, PackedFlash, choose_kernel
 
 SEQUENCE = 32
@@ -78,7 +78,7 @@ def alone(case: Case) -> list[Tensor]:
 def together(cases: list[Case]) -> list[list[Tensor]]:
     """The same for this rank's pieces."""
     context = Peers(dist.group.WORLD)
-    place = Place(context.rank, context.size)
+    place = ContextSlice(context.rank, context.size)
     found = []
     for case in cases:
         *tensors, slope = inputs(case)
@@ -97,7 +97,7 @@ def test_a_context_group_attends_as_one_process_does(gang: Gang, ranks: int) -> 
     for index, (name, case) in enumerate(CASES.items()):
         out, *gradients = alone(case)
         for rank, found in enumerate(results):
-            place = Place(rank, ranks)
+            place = ContextSlice(rank, ranks)
             torch.testing.assert_close(found[index][0], place.cut(out), **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
             wanted = gradients[:1] if case.gathered else gradients
             for mine, whole in zip(found[index][1:], wanted, strict=False):
@@ -121,7 +121,7 @@ def silenced(case: Case, operation: str) -> list[Tensor]:
 @pytest.mark.parametrize(("operation", "wrong"), [("start_gather", [0, 1, 2, 3]), ("start_scatter_sum", [2, 3])])
 def test_without_the_other_ranks_it_goes_wrong(gang: Gang, operation: str, wrong: list[int]) -> None:
     for case in (CASES["causal"], CASES["documents"]):
-        expected = [Place(1, 2).cut(each) for each in alone(case)]
+        expected = [ContextSlice(1, 2).cut(each) for each in alone(case)]
         found = gang.run(silenced, case, operation)[1]
         differs = [index for index in range(4) if not torch.allclose(found[index], expected[index], rtol=1e-3)]
         assert differs == wrong
@@ -131,7 +131,7 @@ def gathered_latents(rows: int) -> tuple[Tensor, Tensor]:
     """Ranks in pairs: two context ranks, whose tokens are split over two tensor ranks each."""
     world = Peers(dist.group.WORLD)
     whole = torch.arange(rows * 16.0).view(rows, 16, 1) * torch.ones(3)
-    share = Place(world.rank // 2, 2).cut(whole).flatten(0, 1).chunk(2)[world.rank % 2].requires_grad_()
+    share = ContextSlice(world.rank // 2, 2).cut(whole).flatten(0, 1).chunk(2)[world.rank % 2].requires_grad_()
     out = gather_in_order(share, world, 2, rows)
     out.backward(whole * (world.rank + 1))
     assert share.grad is not None
@@ -147,7 +147,7 @@ def test_latents_come_in_order_from_context_and_tensor_ranks_together(gang: Gang
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_pieces_of_all_ranks_are_the_sequence_and_cost_the_same(size: int) -> None:
-    places = [Place(rank, size) for rank in range(size)]
+    places = [ContextSlice(rank, size) for rank in range(size)]
     assert sorted(piece for place in places for piece in place.pieces) == list(range(2 * size))
     assert {sum(place.pieces) for place in places} == {2 * size - 1}
     whole = torch.arange(SEQUENCE).expand(2, -1)
@@ -162,7 +162,7 @@ def test_the_offsets_of_a_piece_say_what_its_mask_says(size: int, window: int) -
     assert documents is not None
     length = SEQUENCE // (2 * size)
     for rank in range(size):
-        place = Place(rank, size)
+        place = ContextSlice(rank, size)
         for piece, offsets in zip(place.pieces, documents.cut(place).pieces, strict=True):
             end = (piece + 1) * length
             mask = visible(end - length, end, window, documents.numbers, torch.device("cpu"))[:, 0]
@@ -190,14 +190,14 @@ def _mask_of(offsets: PieceOffsets, end: int, length: int, window: int) -> Tenso
 def test_offsets_travel_with_the_documents() -> None:
     documents = Documents.of(numbers(2))
     assert documents is not None
-    moved = documents.cut(Place(0, 2)).to("meta")
+    moved = documents.cut(ContextSlice(0, 2)).to("meta")
     assert {piece.queries.device.type for piece in moved.pieces} == {"meta"}
     assert [piece.first_keys for piece in moved.pieces] == [(0, 0), (16, 0)]
     assert moved.numbers.shape == (2, SEQUENCE)
 
 
 def cuda_kernels() -> dict[str, tuple[Kernel, int]]:
-    offsets = Documents.of(numbers(2)).cut(Place(1, 2)).pieces[0]  # type: ignore[union-attr]
+    offsets = Documents.of(numbers(2)).cut(ContextSlice(1, 2)).pieces[0]  # type: ignore[union-attr]
     return {
         "cudnn": (Cudnn(0.5), 16),
         "flash": (Flash(0.5), 16),
@@ -229,7 +229,7 @@ def test_kernels_of_cuda_give_what_the_formula_gives(name: str, causal: bool) ->
     generator = torch.Generator().manual_seed(0)
     width, documents = 64, Documents.of(numbers(2))
     assert documents is not None
-    place = Place(1, 2)
+    place = ContextSlice(1, 2)
     query = torch.randn(2, 8, 4, width, generator=generator)
     key, value = (torch.randn(2, 8 if causal else 16, 2, width, generator=generator) for _ in range(2))
     packed = name.startswith("packed")

@@ -15,11 +15,11 @@ import torch
 from craton.ml.serving.engine import Engine
 from craton.ml.serving.message_bytes import MessageLine
 from craton.ml.serving.messages import Sampling, Stats, Submit
-from craton.ml.serving.pulse import Pulse
-from craton.ml.serving.runner import Result
-from craton.ml.serving.service import STATS_SECONDS, Service
+from craton.ml.serving.pulse import EngineHeartbeat
+from craton.ml.serving.runner import StepResult
+from craton.ml.serving.service import STATS_SECONDS, EngineProcess
 from craton.ml.serving.settings import EngineSettings
-from craton.ml.serving.work import Work
+from craton.ml.serving.work import StepInput
 from craton.telemetry import own_page
 
 PATIENCE_SECONDS = 3.0  # several times as long as a busy machine keeps a process from running
@@ -30,11 +30,11 @@ class Device:
     def __init__(self, hangs: bool) -> None:
         self._hangs = hangs
 
-    def execute(self, work: Work) -> Result:
+    def execute(self, work: StepInput) -> StepResult:
         if self._hangs:
             threading.Event().wait()
         count = len(work.sampled)
-        return Result(torch.zeros(count, dtype=torch.int64), torch.zeros(count), None, [])
+        return StepResult(torch.zeros(count, dtype=torch.int64), torch.zeros(count), None, [])
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     engine = Engine(Device(hangs), settings, vocabulary=4, max_length=32, blocks=20)
     front, ours = map(MessageLine, Pipe())
     no_gang: Any = None  # nobody sends controls
-    service = Service("little", engine, no_gang, ours, Pulse(page, PATIENCE_SECONDS))
+    service = EngineProcess("little", engine, no_gang, ours, EngineHeartbeat(page, PATIENCE_SECONDS))
     threading.Thread(target=_ask, args=(front, IDLE_REPORTS if hangs else 0)).start()
     service.run()
 

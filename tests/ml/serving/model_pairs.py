@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from craton.ml.models import Decoder, config_from_huggingface, load_weights
-from craton.ml.serving.messages import Alternatives, Piece
+from craton.ml.serving.messages import Alternatives, OutputDelta
 
 VOCABULARY = 96
 LONGEST = 256
@@ -72,12 +72,12 @@ class Answer:
     logprobs: list[float]
     alternatives: list[Alternatives]
     versions: list[int]
-    last: Piece | None = None
+    last: OutputDelta | None = None
     cached_tokens: int = 0
     prompt_logprobs: list[Alternatives | None] | None = None
 
     @classmethod
-    def of(cls, pieces: list[Piece]) -> Answer:
+    def of(cls, pieces: list[OutputDelta]) -> Answer:
         answer = cls([], [], [], [])
         for piece in pieces:
             assert answer.last is None, "a piece after the last one"

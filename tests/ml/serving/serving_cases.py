@@ -15,11 +15,11 @@ from model_pairs import VOCABULARY, Answer, pair
 from craton.ml.models import Decoder
 from craton.ml.serving.build import build_runner, bytes_of_block, join_engine
 from craton.ml.serving.engine import Engine
-from craton.ml.serving.messages import Piece, Sampling, Stats, Submit
+from craton.ml.serving.messages import OutputDelta, Sampling, Stats, Submit
 from craton.ml.serving.settings import EngineSettings
 
 MAX_LENGTH = 64
-MOST_STEPS = 5000
+MAX_STEPS = 5000
 WRITTEN = 20  # tokens of an answer
 
 
@@ -119,21 +119,21 @@ def run_case(
         return [generator.randrange(VOCABULARY) for _ in range(length)]
 
     prompts: dict[int, list[int]] = {}
-    pieces: dict[tuple[int, int], list[Piece]] = {}
+    pieces: dict[tuple[int, int], list[OutputDelta]] = {}
 
     def ask(prompt: list[int], copies: int = 1) -> None:
         number = len(prompts)
         prompts[number] = prompt
         engine.submit(Submit(number, tuple(prompt), greedy, copies))
 
-    def work(most: int = MOST_STEPS) -> None:
+    def work(most: int = MAX_STEPS) -> None:
         for _ in range(most):
             if engine.is_idle:
                 return
             for piece in engine.step():
                 pieces.setdefault((piece.id, piece.index), []).append(piece)
             engine.check()
-        assert most < MOST_STEPS, "requests do not end"
+        assert most < MAX_STEPS, "requests do not end"
 
     if case.preemption:  # who has seen only short answers lets too many in
         engine.submit(Submit(5000, (1, 2), Sampling(max_tokens=1, temperature=0.0)))
@@ -161,7 +161,9 @@ def run_case(
             prompts[1000] = prompts[number]
             known = [token for piece in pieces[number, 0] for token in piece.tokens]
             engine.fork(number, 0, 1000)
-            pieces[1000, 0] = [Piece(1000, tokens=known, logprobs=[x for p in pieces[number, 0] for x in p.logprobs])]
+            pieces[1000, 0] = [
+                OutputDelta(1000, tokens=known, logprobs=[x for p in pieces[number, 0] for x in p.logprobs])
+            ]
             pieces[1000, 0][0].versions = [0] * len(known)
     work()
     engine.check()
@@ -169,5 +171,5 @@ def run_case(
     return answers, engine.stats()
 
 
-def _ended(pieces: dict[tuple[int, int], list[Piece]], number: int) -> bool:
+def _ended(pieces: dict[tuple[int, int], list[OutputDelta]], number: int) -> bool:
     return any(piece.finish for piece in pieces[number, 0])

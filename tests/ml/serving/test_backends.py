@@ -16,7 +16,7 @@ from torch import Tensor
 
 from craton.ml.kernels.paged import plain_prefill_attention
 from craton.ml.serving.build import build_engine
-from craton.ml.serving.messages import Piece, Sampling, Submit
+from craton.ml.serving.messages import OutputDelta, Sampling, Submit
 from craton.ml.serving.settings import EngineSettings, ServingError
 
 
@@ -110,7 +110,7 @@ def test_answers_do_not_depend_on_the_backend(backend: str, monkeypatch: pytest.
     prompts = {number: [number + place for place in range(3 + 7 * number)] for number in range(5)}
     for number, prompt in prompts.items():
         engine.submit(Submit(number, tuple(prompt), Sampling(max_tokens=12, temperature=0.0)))
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, list[OutputDelta]] = {}
     while not engine.is_idle:
         for piece in engine.step():
             pieces.setdefault(piece.id, []).append(piece)

@@ -20,7 +20,7 @@ from craton.ml.data.tokenizer import train_bpe
 from craton.ml.models import Decoder
 from craton.ml.serving.build import build_engine
 from craton.ml.serving.engine import Engine
-from craton.ml.serving.messages import STEP_BOUNDS, Abort, Grammar, Piece, Sampling, Submit
+from craton.ml.serving.messages import STEP_BOUNDS, Abort, Grammar, OutputDelta, Sampling, Submit
 from craton.ml.serving.sequence import Sequence as SequenceOfEngine
 from craton.ml.serving.settings import EngineSettings, ServingError
 
@@ -34,7 +34,7 @@ def engine_of(model: Decoder | None = None, stop_tokens: Sequence[int] = (), **s
 
 
 def answers(engine: Engine, *requests: Submit) -> dict[tuple[int, int], Answer]:
-    pieces: dict[tuple[int, int], list[Piece]] = {}
+    pieces: dict[tuple[int, int], list[OutputDelta]] = {}
     for request in requests:
         engine.submit(request)
     for _ in range(2000):
@@ -261,7 +261,7 @@ def test_when_blocks_run_out_the_worst_priority_leaves_then_the_newest(overlap: 
     priorities = {1: 5, 2: 0, 3: 5, 4: 0, 5: 1, 6: 1}
     writing = Sampling(max_tokens=40, temperature=0.0)
     prompts = {number: (number, 8, 9, 40 + number) for number in priorities}
-    pieces: dict[int, list[Piece]] = {number: [] for number in priorities}
+    pieces: dict[int, list[OutputDelta]] = {number: [] for number in priorities}
     for number, priority in priorities.items():  # one after the other, so that the worst come first in a step
         engine.submit(Submit(number, prompts[number], writing, priority=priority))
         for piece in engine.step():
@@ -307,7 +307,7 @@ def test_the_first_piece_says_when_its_computation_began() -> None:
     asked = time.monotonic()
     for number in (1, 2):
         engine.submit(Submit(number, (number, 4), GREEDY, copies=2 if number == 2 else 1))
-    pieces: list[tuple[float, Piece]] = []
+    pieces: list[tuple[float, OutputDelta]] = []
     while not engine.is_idle:
         pieces += [(time.monotonic(), piece) for piece in engine.step()]
     by_copy = {key: [each for each in pieces if (each[1].id, each[1].index) == key] for key in ((1, 0), (2, 0), (2, 1))}
@@ -338,7 +338,7 @@ def test_grammars_of_many_are_filled_together_and_one_at_its_limits_ends_alone(t
     for number in (1, 2, 3):
         engine.submit(Submit(number, (number, 5), held))
     engine.submit(Submit(4, PROMPT, GREEDY))
-    pieces: dict[int, list[Piece]] = {number: [] for number in range(1, 5)}
+    pieces: dict[int, list[OutputDelta]] = {number: [] for number in range(1, 5)}
     while not engine.is_idle:
         for piece in engine.step():
             pieces[piece.id].append(piece)
@@ -440,7 +440,7 @@ def test_a_copy_that_nobody_waits_for_is_not_made() -> None:
     engine.submit(Submit(1, (4, 5, 6), Sampling(max_tokens=5, temperature=1.0, seed=3), copies=3))
     engine.abort(Abort(1, 0))
     engine.abort(Abort(1, 2))
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, list[OutputDelta]] = {}
     while not engine.is_idle:
         for piece in engine.step():
             pieces.setdefault(piece.index, []).append(piece) if piece.id == 1 else None

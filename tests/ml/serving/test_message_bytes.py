@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from craton.ml.serving.gang import Gang
+from craton.ml.serving.gang import TensorParallelGroup
 from craton.ml.serving.message_bytes import Message, decode, encode
 from craton.ml.serving.messages import (
     Abort,
     Alternatives,
-    Answer,
     Control,
+    EngineReply,
     Failed,
     Grammar,
-    Piece,
+    OutputDelta,
     Ready,
     Sampling,
     Stats,
@@ -31,8 +31,8 @@ from craton.ml.serving.messages import (
 from craton.ml.serving.order_bytes import METHODS, Order, decode_order, encode_order
 from craton.ml.serving.packing import WireError, pack
 from craton.ml.serving.prefix import Move
-from craton.ml.serving.rank import Rank
-from craton.ml.serving.work import PromptPart, Start, Work
+from craton.ml.serving.rank import EngineRank
+from craton.ml.serving.work import PromptPart, RowStart, StepInput
 
 TUNED = Sampling(
     max_tokens=7,
@@ -56,8 +56,8 @@ MESSAGES: list[Message] = [
     Abort(1),
     Abort(1, 0),
     Control(2, "wake", {"tags": ["weights"], "level": 1, "folder": None}),
-    Answer(3, {"version": 2}),
-    Answer(3, error="no such thing"),
+    EngineReply(3, {"version": 2}),
+    EngineReply(3, error="no such thing"),
     Failed("it burnt"),
     Ready("m", 10, 20, ("a", "b"), 3, 16, "fp8", 0.8),
     Stats(1, 2, steps=3, steps_by_tokens=(1, 2), step_seconds=0.5, state="asleep"),
@@ -65,9 +65,9 @@ MESSAGES: list[Message] = [
     Submit(5, (), TUNED, 3, -1, "adapter"),
     [],
     [
-        Piece(1, 0, [3], [-0.5], versions=[1]),
-        Piece(2, 1, finish="stop", stop_token=0, cached_tokens=8, admitted=12.5),
-        Piece(
+        OutputDelta(1, 0, [3], [-0.5], versions=[1]),
+        OutputDelta(2, 1, finish="stop", stop_token=0, cached_tokens=8, admitted=12.5),
+        OutputDelta(
             3,
             0,
             [1, 2],
@@ -87,9 +87,11 @@ def integers(*numbers: int) -> Any:
     return np.array(numbers, np.int32)
 
 
-def work(**more: Any) -> Work:
+def work(**more: Any) -> StepInput:
     rows = integers(2, 0, 1)
-    return Work(rows, integers(1, 1, 4), integers(9, 8, 4), 2, integers(5, 6, 7, 8), integers(0, 1, 5), rows, **more)
+    return StepInput(
+        rows, integers(1, 1, 4), integers(9, 8, 4), 2, integers(5, 6, 7, 8), integers(0, 1, 5), rows, **more
+    )
 
 
 ORDERS: list[Order | None] = [
@@ -101,7 +103,7 @@ ORDERS: list[Order | None] = [
             work(
                 moves=[Move("out", 1, 2), Move("copy", 3, 4)],
                 table=[(0, 1, 2), (3, 4, 5)],
-                starts=[Start(1, 2**60, -1, TUNED, (1, 2), (3,)), Start(0, 5, 0, Sampling())],
+                starts=[RowStart(1, 2**60, -1, TUNED, (1, 2), (3,)), RowStart(0, 5, 0, Sampling())],
                 next_tokens=[(1, 17)],
                 is_tuned=True,
                 added=[(0, 3, -1e30), (1, 4, 2.5)],
@@ -132,7 +134,7 @@ def test_an_order_comes_back_as_it_was(order: Order | None) -> None:
         return
     assert back is not None
     (sent,), (found,) = order[1], back[1]
-    for name in Work.__slots__:
+    for name in StepInput.__slots__:
         one, other = getattr(sent, name), getattr(found, name)
         if isinstance(one, np.ndarray):
             assert one.dtype == other.dtype
@@ -144,7 +146,7 @@ def test_an_order_comes_back_as_it_was(order: Order | None) -> None:
 
 
 def test_every_method_that_is_told_is_one_of_a_rank() -> None:
-    assert all(callable(getattr(Rank, name)) for name in METHODS)
+    assert all(callable(getattr(EngineRank, name)) for name in METHODS)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_an_order_reaches_the_others_without_a_pickle() -> None:
         with pytest.raises(AuthenticationError):
             listener.accept()
         line = listener.accept()
-        gang = Gang(None, [line])  # type: ignore[arg-type]  # nothing is computed here
+        gang = TensorParallelGroup(None, [line])  # type: ignore[arg-type]  # nothing is computed here
         gang._tell("sleep", (2,))
         gang.close()
         thread.join(60)

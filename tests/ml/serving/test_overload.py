@@ -11,14 +11,14 @@ import requests
 from live_server import Server, make_model, serving
 from waiting import PATIENCE_SECONDS
 
-from craton.loadtest import Closed, Limit, Open, Settings, Target, Workload, bench_serve, parse_lengths
+from craton.loadtest import Closed, Limit, LoadSettings, LoadTarget, LoadWorkload, Open, bench_serve, parse_lengths
 
 OVERLOAD_SECONDS = 60.0
 
 
-def load(server: Server, load: Closed | Open, limit: Limit) -> Settings:
-    workload = Workload(parse_lengths("20..60", "input"), parse_lengths("120", "output"), vocabulary=250)
-    return Settings(Target(server.url, ignore_eos=True), workload, load, limit)
+def load(server: Server, load: Closed | Open, limit: Limit) -> LoadSettings:
+    workload = LoadWorkload(parse_lengths("20..60", "input"), parse_lengths("120", "output"), vocabulary=250)
+    return LoadSettings(LoadTarget(server.url, ignore_eos=True), workload, load, limit)
 
 
 def memory_bytes(server: Server) -> int:

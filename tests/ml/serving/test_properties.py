@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from craton.ml.serving.engine import Engine
 from craton.ml.serving.messages import Abort, Sampling, Submit
-from craton.ml.serving.runner import Result
+from craton.ml.serving.runner import StepResult
 from craton.ml.serving.settings import EngineSettings, ServingError
-from craton.ml.serving.work import Work
+from craton.ml.serving.work import StepInput
 
 VOCABULARY, MAX_LENGTH = 4, 40  # few tokens, so that texts begin alike
 
@@ -29,7 +29,7 @@ class Device:
         self.table: dict[tuple[int, int], int] = {}
         self.random = random.Random(0)
 
-    def execute(self, work: Work) -> Result:
+    def execute(self, work: StepInput) -> StepResult:
         places = [(row, column) for row, column, _ in work.table]
         assert len(places) == len(set(places)), "two blocks for one place"
         for row, column, block in work.table:
@@ -43,7 +43,7 @@ class Device:
                 written.add(slot)
         count = len(work.sampled)
         tokens = [self.random.randrange(VOCABULARY) for _ in range(count)]
-        return Result(torch.tensor(tokens, dtype=torch.int64), torch.zeros(count), None, [])
+        return StepResult(torch.tensor(tokens, dtype=torch.int64), torch.zeros(count), None, [])
 
 
 Action = tuple[str, int, int, int]

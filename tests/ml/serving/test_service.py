@@ -20,17 +20,17 @@ from craton.agent import free_port
 from craton.ml.models import WeightsError
 from craton.ml.serving import service as service_module
 from craton.ml.serving.build import build_runner, join_engine
-from craton.ml.serving.gang import Gang
+from craton.ml.serving.gang import TensorParallelGroup
 from craton.ml.serving.message_bytes import MessageLine
-from craton.ml.serving.messages import Abort, Control, Piece, Ready, Sampling, Stats, Submit
+from craton.ml.serving.messages import Abort, Control, OutputDelta, Ready, Sampling, Stats, Submit
 from craton.ml.serving.messages import Answer as ControlAnswer
-from craton.ml.serving.pulse import CONTROL_SECONDS, Pulse
-from craton.ml.serving.rank import Rank
-from craton.ml.serving.runner import Result
-from craton.ml.serving.service import Service
+from craton.ml.serving.pulse import CONTROL_SECONDS, EngineHeartbeat
+from craton.ml.serving.rank import EngineRank
+from craton.ml.serving.runner import StepResult
+from craton.ml.serving.service import EngineProcess
 from craton.ml.serving.settings import EngineSettings
 from craton.ml.serving.weights import send_weights
-from craton.ml.serving.work import Work
+from craton.ml.serving.work import StepInput
 from craton.telemetry import RankPage
 
 SECONDS = PATIENCE_SECONDS
@@ -43,7 +43,7 @@ LONG = Sampling(max_tokens=200, temperature=0.0)
 class Gate:
     """Lets steps through, up to a number: then it holds them as a device does that never comes back."""
 
-    def __init__(self, gang: Gang) -> None:
+    def __init__(self, gang: TensorParallelGroup) -> None:
         self._gang = gang
         self._steps_left = 1 << 30
         self._is_open = threading.Event()
@@ -55,7 +55,7 @@ class Gate:
     def open(self) -> None:
         self._is_open.set()
 
-    def execute(self, work: Work) -> Result:
+    def execute(self, work: StepInput) -> StepResult:
         if not self._steps_left:
             self.holds.set()
             assert self._is_open.wait(SECONDS)
@@ -73,14 +73,14 @@ class Live:
             max_length=LONGEST, blocks=200, max_running=2, page=4, chunk_tokens=32, graphs="always"
         )
         runner, settings, _ = build_runner(model, settings)
-        gang = Gang(Rank(runner, secret=KEY))
+        gang = TensorParallelGroup(EngineRank(runner, secret=KEY))
         self.gate = Gate(gang)
         self.engine = join_engine(self.gate, runner, settings, LONGEST)
         self.page = RankPage.make()
         self.front, theirs = map(MessageLine, Pipe())
         self.replies: list[Any] = []
         self._changed = threading.Condition()
-        service = Service("little", self.engine, gang, theirs, Pulse(self.page))
+        service = EngineProcess("little", self.engine, gang, theirs, EngineHeartbeat(self.page))
         self._threads = [threading.Thread(target=target) for target in (service.run, self._read)]
         for thread in self._threads:
             thread.start()
@@ -89,7 +89,7 @@ class Live:
         for message in messages:
             self.front.send(message)
 
-    def pieces(self, number: int) -> list[Piece]:
+    def pieces(self, number: int) -> list[OutputDelta]:
         return [piece for reply in self.replies if isinstance(reply, list) for piece in reply if piece.id == number]
 
     def finish(self, number: int) -> str | None:
@@ -350,7 +350,7 @@ def test_a_control_that_never_ends_gives_no_sign_of_life_in_the_end(monkeypatch:
 
 def test_a_follower_may_take_long_for_a_control_only() -> None:
     page = RankPage.make()
-    with Pulse(page, 50.0) as pulse:
+    with EngineHeartbeat(page, 50.0) as pulse:
         assert page.patience == 50.0
         with pulse.patient():
             assert page.patience == CONTROL_SECONDS

@@ -14,7 +14,7 @@ from torch import Tensor
 from craton.job import MlaShape, ModelShape
 from craton.ml.kernels.float8 import VALUES, Float8Error, quantize_rows
 from craton.ml.models import Decoder, DecoderConfig, RopeConfig
-from craton.ml.serving.float8 import Float8Experts, Float8Linear, Float8Mlp, quantize_model
+from craton.ml.serving.float8 import Float8Experts, ServedFloat8Linear, ServedFloat8Mlp, quantize_model
 from craton.ml.serving.layers import ServedMlp
 
 PROCESSOR = pytest.mark.skipif(
@@ -79,8 +79,8 @@ def test_every_layer_multiplies_with_what_was_kept() -> None:
     layer.bias.uniform_(-3, 3, generator=generator)
     wanted, of_mlp = layer(x), mlp(x)
     quantize_model(model)
-    assert isinstance(layer, Float8Linear)
-    assert isinstance(mlp, Float8Mlp)
+    assert isinstance(layer, ServedFloat8Linear)
+    assert isinstance(mlp, ServedFloat8Mlp)
     assert close(layer(x), wanted, 0.05)
     assert close(mlp(x), of_mlp, 0.08)
     kept = layer.weight.float() * layer.weight_scale.unsqueeze(1)
@@ -155,7 +155,7 @@ def test_sizes_that_fp8_cannot_multiply_are_refused_before_anything_changes() ->
     with pytest.raises(Float8Error, match=r"blocks\.0\.mlp\.gate\.weight is 100 × 64.*multiples of 16"):
         quantize_model(model)
     assert torch.equal(hidden(model, tokens()), wanted)
-    assert type(model.blocks[0].attention.qkv) is not Float8Linear
+    assert type(model.blocks[0].attention.qkv) is not ServedFloat8Linear
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, for the row that is not a number

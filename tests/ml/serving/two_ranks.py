@@ -52,17 +52,17 @@ def first_rank(tests: Connection, second: Connection, port: int) -> None:
 
     from craton.ml.serving.build import join_engine
     from craton.ml.serving.engine import Engine
-    from craton.ml.serving.gang import Gang
+    from craton.ml.serving.gang import TensorParallelGroup
 
     connect(0, port)
 
     def build(case: Case) -> Engine:
         second.send(case)
         rank, settings = make_rank(case)
-        gangs.append(Gang(rank, [second]))
+        gangs.append(TensorParallelGroup(rank, [second]))
         return join_engine(gangs[-1], rank.runner, settings, MAX_LENGTH)
 
-    gangs: list[Gang] = []
+    gangs: list[TensorParallelGroup] = []
     while True:
         try:
             case = tests.recv()
@@ -78,7 +78,7 @@ def first_rank(tests: Connection, second: Connection, port: int) -> None:
 
 def second_rank(first: Connection, port: int) -> None:
     from craton.ml.serving.gang import follow
-    from craton.ml.serving.pulse import Pulse
+    from craton.ml.serving.pulse import EngineHeartbeat
 
     connect(1, port)
     while True:
@@ -87,7 +87,7 @@ def second_rank(first: Connection, port: int) -> None:
         except EOFError:
             return
         rank, _ = make_rank(case)
-        follow(rank, first, Pulse(None))
+        follow(rank, first, EngineHeartbeat(None))
 
 
 def connect(rank: int, port: int) -> None:
@@ -110,9 +110,9 @@ def make_rank(case: Any) -> tuple[Any, Any]:
 
     from craton.ml.serving.build import build_runner
     from craton.ml.serving.gang import cut_model
-    from craton.ml.serving.rank import Rank
+    from craton.ml.serving.rank import EngineRank
 
     model = copy.deepcopy(pair(case.family)[1])
     peers = cut_model(model, torch.device("cpu"))
     runner, settings, _ = build_runner(model, settings_of(case, model), peers)
-    return Rank(runner), settings
+    return EngineRank(runner), settings

@@ -12,7 +12,7 @@ from warm_processes import warm_context
 
 from craton.job import Layout, load_job, parse_job
 from craton.ml.trace import trace
-from craton.ml.trace.comparison import Comparison, Row, compare
+from craton.ml.trace.comparison import Comparison, ComparisonRow, compare
 
 DENSE_8B, DENSE_70B, DENSE_405B = "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"
 QWEN, DEEPSEEK = "qwen3-30b-a3b", "deepseek-v3"
@@ -134,7 +134,7 @@ def test_the_step_holds_what_was_planned(case: Case, compared: Callable[[Case], 
     assert rows[0].agrees, [shown(row) for row in rows]
 
 
-def shown(row: Row) -> str:
+def shown(row: ComparisonRow) -> str:
     calls = f" in {row.planned_count:g} and {row.traced_count:g} calls" if row.planned_count or row.traced_count else ""
     return f"{row.name}: planned {row.planned:.5g}, traced {row.traced:.5g}{calls}"
 

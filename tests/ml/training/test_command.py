@@ -19,7 +19,7 @@ from waiting import PATIENCE_SECONDS
 
 from craton.job import dump_job, load_job, parse_job
 from craton.ml.training import Trainer
-from craton.ml.training.build import Place, build
+from craton.ml.training.build import RankIdentity, build
 from craton.ml.training.checkpoint import CheckpointError
 from craton.ml.training.checkpoint_folder import FolderTier
 from craton.telemetry import LedgerClock, RunDirectory
@@ -111,7 +111,7 @@ def test_a_tier_that_cannot_be_written_is_said_before_the_first_step(tmp_path: P
     with pytest.raises(
         CheckpointError, match=r"tier .*/file cannot be used: .*: Not a directory; give checkpoint.tiers"
     ):
-        build(run, Place(0, 1, 0, EXAMPLES), Records(), LedgerClock())  # type: ignore[arg-type]
+        build(run, RankIdentity(0, 1, 0, EXAMPLES), Records(), LedgerClock())  # type: ignore[arg-type]
 
 
 def test_a_tier_is_made_ready_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_a_tier_is_made_ready_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(FolderTier, "prepare", counted)
     text = adder(3).replace("cluster:", f"checkpoint: {{tiers: [{{to: {tmp_path}/tier}}]}}\n        cluster:")
     run = make_run(tmp_path / "runs", text, "once")
-    build(run, Place(0, 1, 0, EXAMPLES), Records(), LedgerClock())  # type: ignore[arg-type]
+    build(run, RankIdentity(0, 1, 0, EXAMPLES), Records(), LedgerClock())  # type: ignore[arg-type]
     assert len(made) == 1
 
 
@@ -138,7 +138,7 @@ def test_every_example_can_be_read_and_names_its_function(name: str) -> None:
 def train_own_everything(path: Path, world: int) -> list[float]:
     run = RunDirectory(path)
     recorder = Records()
-    place = Place(dist.get_rank() if dist.is_initialized() else 0, world, 0, EXAMPLES)
+    place = RankIdentity(dist.get_rank() if dist.is_initialized() else 0, world, 0, EXAMPLES)
     trainer = Trainer(build(run, place, recorder, LedgerClock()))  # type: ignore[arg-type]
     assert trainer.fit() == "done"
     return list(recorder.losses.values())

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from craton.job import Layout, MlaShape, ModelShape
 from craton.ml.collectives import Peers
 from craton.ml.data import Sample
-from craton.ml.kernels.documents import Place
+from craton.ml.kernels.documents import ContextSlice
 from craton.ml.models.config import DecoderConfig
 from craton.ml.models.decoder import Block, Decoder
 from craton.ml.models.rope import RopeConfig, rope_tables
@@ -120,7 +120,7 @@ def test_without_the_other_ranks_it_goes_wrong(gang: Gang, operation: str) -> No
 def dynamic_rope() -> bool:
     """Whether this rank turns its positions as one process would: by the length of the whole sequence."""
     context = Peers(dist.group.WORLD)
-    place = Place(context.rank, context.size)
+    place = ContextSlice(context.rank, context.size)
     config = RopeConfig(scaling="dynamic", factor=4.0, original_sequence=8)
     positions = torch.arange(SEQUENCE).expand(2, -1)
     found = rope_tables(place.cut(positions), 8, config, context=context)

@@ -14,7 +14,7 @@ from craton.job import Layout, Lora
 from craton.ml.data import collate
 from craton.ml.models import Decoder, DecoderConfig, save_folder
 from craton.ml.training import Batch, Trainer, add_adapters, merge_adapters
-from craton.ml.training.build import Place, build
+from craton.ml.training.build import RankIdentity, build
 from craton.ml.training.lora import LoraError, base_only, initialize_adapters
 from craton.telemetry import LedgerClock, RunDirectory
 
@@ -90,7 +90,7 @@ def test_targets_choose_the_layers_and_unknown_models_are_refused() -> None:
 
 def train_folder(path: Path, world: int) -> list[float]:
     records = Records()
-    place = Place(dist.get_rank(), world, 0, EXAMPLES)
+    place = RankIdentity(dist.get_rank(), world, 0, EXAMPLES)
     trainer = Trainer(build(RunDirectory(path), place, records, LedgerClock()))  # type: ignore[arg-type]
     trainer.fit()
     return list(records.losses.values())

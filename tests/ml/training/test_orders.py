@@ -15,7 +15,7 @@ from craton.agent import EXIT_FINAL, Generation, StoreServer
 from craton.errors import CratonError
 from craton.ml.training import session as session_module
 from craton.ml.training.orders import Order, Orders, connect
-from craton.ml.training.session import EXIT_FAILED, Session
+from craton.ml.training.session import EXIT_FAILED, RankSession
 from craton.telemetry import LedgerClock
 
 ECHO = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
@@ -40,7 +40,7 @@ class Rank:
     def __init__(self) -> None:
         reading, self.writing = os.pipe()
         self.orders = Orders(reading)
-        self.session = object.__new__(Session)  # without a run directory, and without its handler of SIGTERM
+        self.session = object.__new__(RankSession)  # without a run directory, and without its handler of SIGTERM
         self.session.orders, self.session.trainer, self.session.clock = self.orders, None, LedgerClock(0.0)
         self.told = Told()
         vars(self.session)["recorder"] = self.told

@@ -20,7 +20,7 @@ from craton.job import Layout
 from craton.ml.data.sample import Sample
 from craton.ml.training.checkpoint import CheckpointError
 from craton.ml.training.loop import Trainer
-from craton.ml.training.peer_interval import COST_SHARE, Cost
+from craton.ml.training.peer_interval import COST_SHARE, SnapshotCost
 
 STEPS = 9
 CRASH_AFTER = 6
@@ -325,7 +325,7 @@ def test_auto_measures_three_snapshots_and_all_ranks_choose_the_same(gang: Gang,
     ],
 )
 def test_the_interval_is_the_smallest_under_two_percent(copy: float, commit: float, step: float, expected: int) -> None:
-    cost = Cost(copy, commit, step)
+    cost = SnapshotCost(copy, commit, step)
     assert cost.smallest_interval == expected
     assert cost.share(expected) <= COST_SHARE
     assert expected == 1 or cost.share(expected - 1) > COST_SHARE

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from craton.ml.training.timing import StepTimes
+from craton.ml.training.timing import MeasuredStepTimes
 
 
 def test_a_wait_is_taken_from_the_phase_it_was_in() -> None:
     marks = [("data", 1.0), ("compute", 5.0), ("optimizer", 7.0), ("checkpoint", 7.5)]
-    times = StepTimes(0.0, marks, [(1, 2.0, 3.0), (1, 4.0, 4.5), (2, 5.5, 6.0)]).seconds()
+    times = MeasuredStepTimes(0.0, marks, [(1, 2.0, 3.0), (1, 4.0, 4.5), (2, 5.5, 6.0)]).seconds()
     assert times == {"data": 1.0, "compute": 2.5, "communication": 2.0, "optimizer": 1.5, "checkpoint": 0.5}
     assert sum(times.values()) == pytest.approx(7.5)

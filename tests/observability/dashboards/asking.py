@@ -10,7 +10,7 @@ from typing import Any
 
 from observability.dashboards.watched_cluster import EVERY_SECONDS, Cluster
 
-from craton.observability.dashboards import Panel, Query
+from craton.observability.dashboards import Panel, PanelQuery
 
 EVERYTHING = ".*"
 STEP_SECONDS = 1.0
@@ -29,7 +29,7 @@ def filled_in(expr: str, chosen: Mapping[str, Iterable[str] | str]) -> str:
     return re.sub(r"\$(\w+)", lambda match: values[match[1]], expr)
 
 
-def answer(cluster: Cluster, panel: Panel, query: Query, chosen: Mapping[str, Iterable[str] | str]) -> list[Any]:
+def answer(cluster: Cluster, panel: Panel, query: PanelQuery, chosen: Mapping[str, Iterable[str] | str]) -> list[Any]:
     """Series with at least one finite value; OSError where Prometheus refuses."""
     expr = filled_in(query.expr, chosen)
     now = time.time()

@@ -13,7 +13,7 @@ from observability.dashboards.asking import EVERYTHING, answer, filled_in
 from observability.dashboards.watched_cluster import EVERY_SECONDS, HERE, P5EN, RUN, SERVER, Cluster, watched_cluster
 from waiting import PATIENCE_SECONDS
 
-from craton.observability.dashboards import BOARDS, Board, Panel, Query
+from craton.observability.dashboards import BOARDS, Board, Panel, PanelQuery
 
 # Served by what this machine can neither have nor simulate honestly: an FSx file system, Slurm 25.11, Kueue, NCCL's
 # inspector. Prometheus takes the queries; that they find something is not shown here.
@@ -150,13 +150,13 @@ def test_annotations_tell_of_alerts_that_fire(cluster: Cluster, answers: object)
         assert any(each["metric"]["alertname"] == "GpuXidReboot" for each in series), board.name
 
 
-def _all() -> Iterator[tuple[Board, Panel, Query]]:
+def _all() -> Iterator[tuple[Board, Panel, PanelQuery]]:
     for board in BOARDS:
         for panel, query in board.queries:
             yield board, panel, query
 
 
-def _choice(board: Board, query: Query) -> dict[str, str | tuple[str, ...]]:
+def _choice(board: Board, query: PanelQuery) -> dict[str, str | tuple[str, ...]]:
     """All of everything where there is an All, else the one it is about: of what any machine serves, this machine."""
     node = P5EN if query.hardware_only else HERE
     run = (SERVER, RUN) if board.name == "serving" else (RUN, "other.run")
@@ -166,6 +166,6 @@ def _choice(board: Board, query: Query) -> dict[str, str | tuple[str, ...]]:
     return chosen
 
 
-def _alone(query: Query) -> Query:
+def _alone(query: PanelQuery) -> PanelQuery:
     """Without what always answers."""
-    return Query(query.expr.removesuffix(" or vector(0)"), query.legend)
+    return PanelQuery(query.expr.removesuffix(" or vector(0)"), query.legend)

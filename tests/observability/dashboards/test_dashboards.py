@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from observability.prometheus.rule_cases import metrics_of
 
-from craton.observability.dashboards import BOARDS, Board, Panel, Query, all_dashboards
+from craton.observability.dashboards import BOARDS, Board, Panel, PanelQuery, all_dashboards
 from craton.observability.dashboards.grafana import RUNBOOKS_AT, dashboard_of
 from craton.observability.exporter import FAMILIES, ONLY_DCGM
 from craton.observability.prometheus import ALERTS, DATA_SOURCE, RECORDINGS, render
@@ -55,7 +55,7 @@ SERVER_LABELS = {"model_name", "finished_reason", "tier", "sleep_state", "le"}
 WITHOUT_PLAN = {"Compute of the slowest rank over the median", "Where the step goes"}
 
 
-def all_queries() -> Iterator[tuple[Board, Panel, Query]]:
+def all_queries() -> Iterator[tuple[Board, Panel, PanelQuery]]:
     for board in BOARDS:
         for panel, query in board.queries:
             yield board, panel, query
@@ -185,11 +185,11 @@ def test_the_metrics_of_hardware_are_known_as_such() -> None:
             expected = False
         else:
             expected = hardware[family.collector]
-        assert Query(f"sum({name})", "").hardware_only == expected, name
+        assert PanelQuery(f"sum({name})", "").hardware_only == expected, name
     for metric in METRICS.values():
-        assert not Query(metric.prometheus_name, "").hardware_only
-    assert Query("slurm_nodes", "").hardware_only
-    assert Query("max(kueue_pending_workloads)", "").hardware_only
+        assert not PanelQuery(metric.prometheus_name, "").hardware_only
+    assert PanelQuery("slurm_nodes", "").hardware_only
+    assert PanelQuery("max(kueue_pending_workloads)", "").hardware_only
 
 
 def test_variables_are_those_that_queries_use() -> None:

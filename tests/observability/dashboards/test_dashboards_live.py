@@ -19,7 +19,7 @@ from observability.exporter.exporting import exporting
 
 from craton.observability.dashboards import BOARDS
 from craton.observability.exporter import ExporterServer
-from craton.observability.prometheus import Observer, Settings, Target
+from craton.observability.prometheus import Observer, ObserverSettings, ScrapeTarget
 
 SECONDS = 180.0
 JOB = """\
@@ -60,8 +60,8 @@ def test_every_query_of_a_run_returns_data_on_a_real_training(tmp_path: Path, mo
         server = ExporterServer(exporter, "127.0.0.1", 0)
         stack.callback(server.close)
         data = tmp_path / "metrics"
-        observer = Observer(Settings(port=port, every_seconds=EVERY_SECONDS, alertmanager=False, data=data))
-        target = Target("craton-node", f"127.0.0.1:{server.port}", {"node": host, "leaf": "leaf-1"})
+        observer = Observer(ObserverSettings(port=port, every_seconds=EVERY_SECONDS, alertmanager=False, data=data))
+        target = ScrapeTarget("craton-node", f"127.0.0.1:{server.port}", {"node": host, "leaf": "leaf-1"})
         observer.keeper.exporters = FixedExporters(known=[target])
         stack.enter_context(observer)
         assert observer.prometheus is not None

@@ -23,10 +23,18 @@ from observability.exporter.exporting import exporting
 from observability.exporter.stand_in_nvml import StandInNvml, eight_cards
 from observability.exporter.trees import full_node, kernel_files, smart_page
 
-from craton.ml.serving.messages import STEP_BOUNDS, Piece, Ready, Stats
+from craton.ml.serving.messages import STEP_BOUNDS, OutputDelta, Ready, Stats
 from craton.ml.serving.server.metrics import Metrics
 from craton.observability.exporter import ExporterServer, NodeExporter
-from craton.observability.prometheus import Machine, Observer, SearchedExporters, Service, Settings, Target, rules
+from craton.observability.prometheus import (
+    Observer,
+    ObserverProcess,
+    ObserverSettings,
+    ScrapedMachine,
+    ScrapeTarget,
+    SearchedExporters,
+    rules,
+)
 from craton.telemetry import (
     METRICS,
     Heartbeat,
@@ -122,8 +130,8 @@ class WatchedServer:
             roofline=0.5, tokens_per_second=100.0, weights_version=1,
         )  # fmt: skip
         meter = self.metrics.meter(5, 1, 8)
-        meter.note(Piece(1, tokens=[1], cached_tokens=2, admitted=now), now + 0.1, None)
-        meter.note(Piece(1, tokens=[2], finish="stop"), now + 0.2, "stop")
+        meter.note(OutputDelta(1, tokens=[1], cached_tokens=2, admitted=now), now + 0.1, None)
+        meter.note(OutputDelta(1, tokens=[2], finish="stop"), now + 0.2, "stop")
 
     def close(self) -> None:
         self._server.shutdown()
@@ -155,15 +163,15 @@ class SimulatedNode:
 class FixedExporters(SearchedExporters):
     """Exporters that are known, instead of those found by their ports."""
 
-    known: list[Target] = field(default_factory=list)
+    known: list[ScrapeTarget] = field(default_factory=list)
 
-    def look(self, machines: Iterable[Machine]) -> list[Target]:
+    def look(self, machines: Iterable[ScrapedMachine]) -> list[ScrapeTarget]:
         return self.known
 
 
 @dataclass
 class Cluster:
-    prometheus: Service
+    prometheus: ObserverProcess
     parts: list[WatchedRun | WatchedServer | SimulatedNode]
 
     def move(self) -> None:
@@ -182,7 +190,7 @@ def watched_cluster(folder: Path, port: int) -> Iterator[Cluster]:
     with ExitStack() as stack:
         stack.callback(run.close)
         stack.callback(server.close)
-        targets = [Target("craton-serve", f"127.0.0.1:{server.port}", {"run": SERVER, "node": "n0"})]
+        targets = [ScrapeTarget("craton-serve", f"127.0.0.1:{server.port}", {"run": SERVER, "node": "n0"})]
         cards = eight_cards()
         cards[0].processes = [(RANK_PID + 1, 5 << 30)]
         cards[1].set_field("GET_GPU_RECOVERY_ACTION", 1)
@@ -196,8 +204,8 @@ def watched_cluster(folder: Path, port: int) -> Iterator[Cluster]:
             exporter = stack.enter_context(
                 exporting(root, nvml, node=name, leaf=LEAVES[name], runs_folder=runs, **options)
             )
-            targets.append(Target("craton-node", _served(stack, exporter), {"node": name, "leaf": LEAVES[name]}))
-        settings = Settings(
+            targets.append(ScrapeTarget("craton-node", _served(stack, exporter), {"node": name, "leaf": LEAVES[name]}))
+        settings = ObserverSettings(
             runs=(run.run,), port=port, every_seconds=EVERY_SECONDS, alertmanager=False, data=folder / "metrics"
         )
         observer = Observer(settings)

@@ -12,7 +12,7 @@ import time
 
 from craton.telemetry import LedgerClock, Recorder
 
-WORK_SECONDS, OPTIMIZER_SECONDS, LEAST_WAIT_SECONDS = 0.02, 0.001, 0.002
+WORK_SECONDS, OPTIMIZER_SECONDS, MIN_WAIT_SECONDS = 0.02, 0.001, 0.002
 HEALTHY_STEPS = 12
 
 
@@ -33,7 +33,7 @@ def main() -> None:
         slowest = WORK_SECONDS * slow
         time.sleep(slowest)
         loss = float("nan") if is_sick and fault == "nan" else 3.0 - 0.001 * step
-        waited = slowest - mine + LEAST_WAIT_SECONDS
+        waited = slowest - mine + MIN_WAIT_SECONDS
         recorder.metrics(
             step,
             run_step_seconds=mine + waited + OPTIMIZER_SECONDS,

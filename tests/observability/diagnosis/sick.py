@@ -32,14 +32,14 @@ from craton.observability.diagnosis.building import (
 )
 from craton.observability.diagnosis.snapshot import (
     Collectives,
-    Node,
     NodeWord,
     Restart,
     SchedulerKill,
     Serving,
     Snapshot,
+    SnapshotNode,
+    SnapshotXid,
     StuckCollective,
-    Xid,
 )
 
 RANK, NODE, GPU = 11, "node-1", 3  # the victim, of eight ranks a node
@@ -137,12 +137,12 @@ def scheduler_cases() -> Iterator[Case]:
 def device_cases() -> Iterator[Case]:
     stands = hung(healthy(4), {RANK: "productive"})
     for code, cause in ((79, "gpu_lost"), (119, "gpu_error"), (95, "gpu_memory_error"), (48, "gpu_memory_error")):
-        xid = (Xid(code, MOMENT - 900.0),)
+        xid = (SnapshotXid(code, MOMENT - 900.0),)
         yield Case(f"xid {code}, hung", cause, "hung", with_gpu(stands, NODE, GPU, xids=xid))
-        died = with_gpu(dead(), NODE, GPU, xids=(Xid(code, MOMENT - 8.0),))
+        died = with_gpu(dead(), NODE, GPU, xids=(SnapshotXid(code, MOMENT - 8.0),))
         yield Case(f"xid {code}, dead", cause, "dead", died)
     loop = restarted(*[f"rank {RANK} on {NODE} was killed by SIGABRT (generation {number})" for number in range(4)])
-    erring = with_gpu(loop, NODE, GPU, xids=(Xid(95, MOMENT - 190.0),))
+    erring = with_gpu(loop, NODE, GPU, xids=(SnapshotXid(95, MOMENT - 190.0),))
     yield Case("xid 95 in a loop", "gpu_memory_error", "slow", erring)
     seven = with_nodes(stands, lambda node: replace(node, gpus=node.gpus[:-1]) if node.name == NODE else node)
     yield Case("7 of 8", "gpu_lost", "hung", seven)
@@ -184,7 +184,7 @@ def fabric_cases() -> Iterator[Case]:
         leaf = with_device(leaf, f"node-{number}", retransmitted_share=0.02)
     yield Case("one leaf", "leaf_congested", "slow", leaf, "", None)
     yield Case("nvlink", "nvlink_errors", "slow", with_gpu(slow_victim(), NODE, GPU, nvlink_errors_per_second=50.0))
-    died = with_gpu(hung(healthy(4), {RANK: "productive"}), NODE, GPU, xids=(Xid(74, MOMENT - 900.0),))
+    died = with_gpu(hung(healthy(4), {RANK: "productive"}), NODE, GPU, xids=(SnapshotXid(74, MOMENT - 900.0),))
     yield Case("xid 74", "nvlink_errors", "hung", died)
     yield Case("nvlink down", "nvlink_down", "slow", with_gpu(talks, NODE, GPU, nvlinks_up=16), rank=None)
     yield Case("unknown", "communication_slow", "slow", without_hardware(talks), "", None)
@@ -208,7 +208,7 @@ def framework_cases() -> Iterator[Case]:
     memory = with_log(error, "cuda_out_of_memory", "torch.OutOfMemoryError: CUDA out of memory", RANK)
     yield Case("cuda memory", "gpu_out_of_memory", "dead", memory)
     yield Case("segfault", "program_crashed", "dead", dead(-11))
-    yield Case("page fault", "rank_failed", "dead", with_gpu(dead(), NODE, GPU, xids=(Xid(31, MOMENT - 6.0),)))
+    yield Case("page fault", "rank_failed", "dead", with_gpu(dead(), NODE, GPU, xids=(SnapshotXid(31, MOMENT - 6.0),)))
     yield Case("straggler", "straggler", "slow", slow_victim())
     yield Case("all compute", "compute_slow", "slow", slowed_all(healthy(4), 1.5, "compute"), "", None)
     yield Case("optimizer", "optimizer_slow", "slow", slowed_all(healthy(4), 8.0, "optimizer"), "", None)
@@ -285,7 +285,7 @@ def host_cases() -> Iterator[Case]:
     ways = ("was killed by SIGKILL", "exited with code 1")
     mixed = [f"rank {rank} on {NODE} {how}" for rank in (8, 11) for how in ways]
     yield Case("a bad node", "node_breaks_again", "slow", restarted(*mixed), rank=None)
-    spare = Node("node-9", heartbeat_state="spare", heartbeat_age_seconds=28.0)
+    spare = SnapshotNode("node-9", heartbeat_state="spare", heartbeat_age_seconds=28.0)
     yield Case("spare", "spare_lost", "healthy", replace(healthy(4), spares=(spare,)), "node-9", None)
     busy = with_host(slow_node(), NODE, processor_pressure=0.8, foreign_processor_share=0.6)
     yield Case("neighbour", "processor_contention", "slow", busy, rank=None)

@@ -13,7 +13,7 @@ import pytest
 from craton.cli.app import app
 from craton.observability.diagnosis import (
     LIVE,
-    Outcome,
+    ScenarioOutcome,
     Verdict,
     bench,
     bench_live,
@@ -35,7 +35,7 @@ ONE_IN = 6  # scenarios in `make test`; all of them, drawn from the date, in `ma
 
 
 @pytest.fixture(scope="module")
-def today() -> list[Outcome]:
+def today() -> list[ScenarioOutcome]:
     return simulated_outcomes(seed_of_today())
 
 
@@ -48,7 +48,7 @@ def test_the_bars_hold_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_bars_hold_today(today: list[Outcome]) -> None:
+def test_the_bars_hold_today(today: list[ScenarioOutcome]) -> None:
     found = score(today)
     assert found.is_good, "\n".join(found.misses)
     assert found.brier is not None
@@ -56,7 +56,7 @@ def test_the_bars_hold_today(today: list[Outcome]) -> None:
 
 
 @pytest.mark.slow
-def test_there_are_enough_of_every_kind(today: list[Outcome]) -> None:
+def test_there_are_enough_of_every_kind(today: list[ScenarioOutcome]) -> None:
     found = score(today)
     live = [case for case in LIVE if case.layers]
     assert found.num_scenarios + len(LIVE) >= 80
@@ -88,7 +88,7 @@ def test_ranks_keep_step_and_the_slow_one_waits_least() -> None:
 
 def test_wrong_answers_count_against_it() -> None:
     truth = Truth("overheats", ("device",), ("slow",), Victim("a", frozenset((3,))))
-    right = Outcome("one", "single", (truth,), Verdict("slow", "device", "a", 3, confidence=0.9))
+    right = ScenarioOutcome("one", "single", (truth,), Verdict("slow", "device", "a", 3, confidence=0.9))
     assert score([right]).is_good
     assert score([right]).brier == pytest.approx(0.01)
     wrong_layer = replace(right, verdict=Verdict("slow", "fabric", "a", 3, confidence=0.9))
@@ -99,9 +99,9 @@ def test_wrong_answers_count_against_it() -> None:
     assert (score([wrong_rank]).layer_share, score([wrong_rank]).victim_share) == (1.0, 0.0)
     wrong_condition = replace(right, verdict=Verdict("dead", "device", "a", 3, confidence=0.9))
     assert not wrong_condition.is_right
-    alarm = Outcome("plain", "quiet", (), Verdict("slow", "host", confidence=0.5))
+    alarm = ScenarioOutcome("plain", "quiet", (), Verdict("slow", "host", confidence=0.5))
     assert score([right, alarm]).false_alarms == 1
-    guess = Outcome("unseen", "blind", (truth,), Verdict("slow", "device", "a", 3, confidence=0.5))
+    guess = ScenarioOutcome("unseen", "blind", (truth,), Verdict("slow", "device", "a", 3, confidence=0.5))
     assert not score([right, guess]).is_good
     both = (truth, Truth("disk_full", ("storage",), ("healthy",), Victim()))
     assert not replace(right, group="double", truths=both).is_right
@@ -119,7 +119,7 @@ def test_an_alarm_before_the_fault_is_a_false_one(tmp_path: Path, monkeypatch: p
     watch.wait(lambda _, verdict: verdict.condition == "dead")
     assert watch.early == Verdict("slow", "host")
     truth = Truth("raises", ("framework",), ("dead",), Victim())
-    outcome = Outcome("raises", "single", (truth,), Verdict("dead", "framework", confidence=0.9), is_live=True)
+    outcome = ScenarioOutcome("raises", "single", (truth,), Verdict("dead", "framework", confidence=0.9), is_live=True)
     assert (score([outcome]).false_alarms, score([outcome]).num_quiet) == (0, 1)
     found = score([replace(outcome, early=watch.early)])
     assert (found.false_alarms, found.layer_share, found.is_good) == (1, 1.0, False)

@@ -29,12 +29,12 @@ from craton.observability.diagnosis.building import (
     with_run,
     without_hardware,
 )
-from craton.observability.diagnosis.cards import Occupant, with_occupants, with_visible_cards
+from craton.observability.diagnosis.cards import CardOccupant, with_occupants, with_visible_cards
 from craton.observability.diagnosis.clock import moment_for
 from craton.observability.diagnosis.places import paths_of, with_holders
 from craton.observability.diagnosis.processes import visible_cards
 from craton.observability.diagnosis.prometheus_queries import ask_prometheus
-from craton.observability.diagnosis.snapshot import Collectives, Communicator, Mount, Snapshot, Xid
+from craton.observability.diagnosis.snapshot import Collectives, Communicator, Snapshot, SnapshotMount, SnapshotXid
 from craton.observability.diagnosis.taking_records import Steps
 from craton.observability.diagnosis.taking_scheduler import node_words
 from craton.telemetry import Heartbeat, RunDirectory, touch_heartbeat, write_heartbeat
@@ -73,21 +73,21 @@ def test_a_norm_alone_is_a_hint_and_a_checksum_is_proof() -> None:
 @pytest.mark.parametrize("code", [48, 54, 64, 74, 79, 94, 95, 119, 168])
 def test_the_table_of_xids_says_what_a_card_needs(code: int) -> None:
     run = hung(healthy(4), {11: "productive"})
-    verdict = diagnose(with_gpu(run, "node-1", 3, xids=(Xid(code, run.moment - 5),)))
+    verdict = diagnose(with_gpu(run, "node-1", 3, xids=(SnapshotXid(code, run.moment - 5),)))
     assert verdict.layer in ("device", "fabric")
     assert verdict.health == xid_facts()[code].action
 
 
 def test_the_driver_s_own_word_wins_over_the_table() -> None:
     run = hung(healthy(4), {11: "productive"})
-    told = (Xid(48, run.moment - 5), Xid(154, run.moment - 4, recovery="Node Reboot Required"))
+    told = (SnapshotXid(48, run.moment - 5), SnapshotXid(154, run.moment - 4, recovery="Node Reboot Required"))
     assert diagnose(with_gpu(run, "node-1", 3, xids=told)).health == "reboot"
     assert diagnose(with_gpu(healthy(4), "node-1", 3, recovery_action="Reset")).health == "reset"
 
 
 def test_an_nvlink_error_counts_when_it_says_that_it_is_fatal() -> None:
     run = hung(healthy(4), {11: "productive"})
-    mild, fatal = (Xid(149, run.moment - 5, is_fatal=is_fatal) for is_fatal in (False, True))
+    mild, fatal = (SnapshotXid(149, run.moment - 5, is_fatal=is_fatal) for is_fatal in (False, True))
     assert diagnose(with_gpu(run, "node-1", 3, xids=(mild,))).cause != "nvlink_errors"
     verdict = diagnose(with_gpu(run, "node-1", 3, xids=(fatal,)))
     assert (verdict.cause, verdict.health) == ("nvlink_errors", "reboot")
@@ -95,8 +95,8 @@ def test_an_nvlink_error_counts_when_it_says_that_it_is_fatal() -> None:
 
 def test_what_only_ends_a_job_is_no_risk_for_a_healthy_one() -> None:
     run = healthy(4)
-    assert not diagnose(with_gpu(run, "node-1", 3, xids=(Xid(94, run.moment - 5),))).is_alarm
-    assert diagnose(with_gpu(run, "node-1", 3, xids=(Xid(48, run.moment - 5),))).health == "reset"
+    assert not diagnose(with_gpu(run, "node-1", 3, xids=(SnapshotXid(94, run.moment - 5),))).is_alarm
+    assert diagnose(with_gpu(run, "node-1", 3, xids=(SnapshotXid(48, run.moment - 5),))).health == "reset"
 
 
 # -- names of machines ---------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_the_exporter_tells_which_cards_are_the_run_s() -> None:
 
 def test_the_card_of_a_rank_that_died_is_not_lost() -> None:
     run = healthy(1, 4)
-    own = [Occupant("node-0", card, "llama-8b", card) for card in (0, 1, 3)]
+    own = [CardOccupant("node-0", card, "llama-8b", card) for card in (0, 1, 3)]
     assert [gpu.index for gpu in with_occupants(run, own).nodes[0].gpus] == [0, 1, 2, 3]
 
 
@@ -192,26 +192,26 @@ def test_nobody_is_blamed_for_a_card_that_nobody_places() -> None:
 @pytest.mark.parametrize(
     "mount",
     [
-        Mount("/boot/efi", "vfat", full_share=0.99),
-        Mount("/run/user/1000/doc", "fuse.portal", is_stalled=True),
-        Mount("/var/lib/docker", "ext4", full_share=1.0),
+        SnapshotMount("/boot/efi", "vfat", full_share=0.99),
+        SnapshotMount("/run/user/1000/doc", "fuse.portal", is_stalled=True),
+        SnapshotMount("/var/lib/docker", "ext4", full_share=1.0),
     ],
 )
-def test_file_systems_of_the_machine_are_not_the_run_s(mount: Mount) -> None:
+def test_file_systems_of_the_machine_are_not_the_run_s(mount: SnapshotMount) -> None:
     run = with_nodes(healthy(2), lambda node: replace(node, mounts=(*node.mounts, mount)))
     assert not diagnose(run).is_alarm
 
 
 def test_only_the_folders_of_a_job_count_where_they_are_known() -> None:
     paths = {"run": ("/fsx/runs/x",), "data": ("/fsx/data",), "checkpoints": ("/scratch/x",)}
-    home, scratch = Mount("/home", "nfs", is_stalled=True), Mount("/scratch", "xfs", full_share=1.0)
+    home, scratch = SnapshotMount("/home", "nfs", is_stalled=True), SnapshotMount("/scratch", "xfs", full_share=1.0)
 
-    def seen(*mounts: Mount) -> Snapshot:
+    def seen(*mounts: SnapshotMount) -> Snapshot:
         run = with_run(healthy(2), paths=paths)
         return with_nodes(run, lambda node: replace(node, mounts=with_holders((*node.mounts, *mounts), paths)))
 
     assert not diagnose(seen(home)).is_alarm
-    assert diagnose(seen(Mount("fsx", "lustre", is_stalled=True))).cause == "storage_stalled"
+    assert diagnose(seen(SnapshotMount("fsx", "lustre", is_stalled=True))).cause == "storage_stalled"
     assert diagnose(seen(home, scratch)).cause == "storage_full"
 
 

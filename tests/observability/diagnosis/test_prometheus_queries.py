@@ -19,7 +19,7 @@ import pytest
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.building import healthy, slowed, slowed_all, with_node, without_hardware
 from craton.observability.diagnosis.prometheus_queries import ask_prometheus, machines_of, of_machines, queries
-from craton.observability.diagnosis.snapshot import FabricDevice, Gpu, Host, Mount
+from craton.observability.diagnosis.snapshot import SnapshotFabricDevice, SnapshotGpu, SnapshotHost, SnapshotMount
 from craton.observability.exporter import FAMILIES, ONLY_DCGM
 from craton.observability.prometheus import find_program
 
@@ -110,8 +110,8 @@ def test_file_systems_errors_and_flags() -> None:
 
 def test_what_the_node_itself_said_stays() -> None:
     with prometheus({"node_load1": [({"node": "node-0"}, 999.0)]}) as address:
-        seen, _ = ask_prometheus(with_node(healthy(2), "node-0", host=Host(load=3.0)), address)
-    assert seen.nodes[0].host == Host(load=3.0)
+        seen, _ = ask_prometheus(with_node(healthy(2), "node-0", host=SnapshotHost(load=3.0)), address)
+    assert seen.nodes[0].host == SnapshotHost(load=3.0)
 
 
 def test_a_prometheus_that_knows_nothing_of_the_run() -> None:
@@ -185,6 +185,12 @@ def test_what_is_asked_for_is_what_exporters_serve() -> None:
 
 
 def test_answers_have_a_place() -> None:
-    places = {"gpu": Gpu, "fabric": FabricDevice, "host": Host, "filesystem": Mount, "lustre": Mount}
+    places = {
+        "gpu": SnapshotGpu,
+        "fabric": SnapshotFabricDevice,
+        "host": SnapshotHost,
+        "filesystem": SnapshotMount,
+        "lustre": SnapshotMount,
+    }
     for query in queries():
         assert query.field in places[query.of].__dataclass_fields__, query

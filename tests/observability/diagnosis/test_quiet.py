@@ -22,7 +22,7 @@ from craton.observability.diagnosis.building import (
     with_tier,
     without_hardware,
 )
-from craton.observability.diagnosis.snapshot import Snapshot, Xid
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotXid
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4, 8])
@@ -55,8 +55,11 @@ def busy_runs() -> Iterator[tuple[str, Snapshot]]:
     yield "a young loss", falling
     yield "power cap under load", with_gpu(run, "node-1", throttle=("sw_power_cap",))
     yield "idle cards clock down", with_gpu(run, "node-1", 3, sm_clock_mhz=345.0, utilisation=0.0)
-    yield "an old error", with_gpu(run, "node-1", 3, xids=(Xid(79, MOMENT - 9e4), Xid(63, MOMENT - 9e4)))
-    yield "a program's error long ago", with_gpu(run, "node-1", 3, xids=(Xid(31, MOMENT - 9e4),))
+    yield (
+        "an old error",
+        with_gpu(run, "node-1", 3, xids=(SnapshotXid(79, MOMENT - 9e4), SnapshotXid(63, MOMENT - 9e4))),
+    )
+    yield "a program's error long ago", with_gpu(run, "node-1", 3, xids=(SnapshotXid(31, MOMENT - 9e4),))
     yield "busy processors", with_host(run, processor_pressure=0.3, load=150.0)
     yield "one failed save", with_tier(run, "shared", failures=1)
     yield "one slow save", with_tier(run, "shared", last_seconds=60.0)

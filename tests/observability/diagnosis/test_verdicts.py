@@ -40,7 +40,7 @@ from craton.observability.diagnosis.building import (
     with_tier,
     without_hardware,
 )
-from craton.observability.diagnosis.snapshot import Node, Snapshot, Xid
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotNode, SnapshotXid
 from craton.observability.diagnosis.symptoms import symptoms_of
 from craton.observability.healing import of_verdict
 
@@ -130,7 +130,9 @@ def test_two_faults_are_both_told(snapshot: Snapshot, first: str, second: str) -
 
 
 def test_what_a_death_brings_with_it_is_not_told_as_another_fault() -> None:
-    died = with_log(with_gpu(dead(), NODE, GPU, xids=(Xid(79, MOMENT - 9.0),)), "exception", "RuntimeError: lost", RANK)
+    died = with_log(
+        with_gpu(dead(), NODE, GPU, xids=(SnapshotXid(79, MOMENT - 9.0),)), "exception", "RuntimeError: lost", RANK
+    )
     died = with_log(died, "peer_closed", "Connection closed by peer", 3)
     verdict = diagnose(died)
     assert verdict.cause == "gpu_lost"
@@ -205,20 +207,22 @@ def test_it_costs_what_is_lost_of_what_the_nodes_cost() -> None:
 def test_better_evidence_makes_a_verdict_surer() -> None:
     plain = diagnose(hung(healthy(4), {RANK: "productive"}))
     counted = diagnose(asked_ras(hung(healthy(4), {RANK: "productive"}), {RANK: 1}))
-    fallen = diagnose(with_gpu(hung(healthy(4), {RANK: "productive"}), NODE, GPU, xids=(Xid(79, MOMENT - 900.0),)))
+    fallen = diagnose(
+        with_gpu(hung(healthy(4), {RANK: "productive"}), NODE, GPU, xids=(SnapshotXid(79, MOMENT - 900.0),))
+    )
     assert plain.confidence < counted.confidence < fallen.confidence
     assert {plain.rank, counted.rank, fallen.rank} == {RANK}
 
 
 def test_old_errors_of_a_card_are_no_explanation() -> None:
-    old = with_gpu(hung(healthy(4), {RANK: "productive"}), NODE, GPU, xids=(Xid(79, MOMENT - 90_000.0),))
+    old = with_gpu(hung(healthy(4), {RANK: "productive"}), NODE, GPU, xids=(SnapshotXid(79, MOMENT - 90_000.0),))
     assert diagnose(old).cause == "rank_hung"
-    reloaded = (Xid(79, MOMENT - 900.0, before_reload=True),)
+    reloaded = (SnapshotXid(79, MOMENT - 900.0, before_reload=True),)
     assert diagnose(with_gpu(hung(healthy(4), {RANK: "data"}), NODE, GPU, xids=reloaded)).cause != "gpu_lost"
 
 
 def test_what_the_driver_asks_for_is_told() -> None:
-    asked = (Xid(119, MOMENT - 900.0), Xid(154, MOMENT - 899.0, recovery="Node Reboot Required"))
+    asked = (SnapshotXid(119, MOMENT - 900.0), SnapshotXid(154, MOMENT - 899.0, recovery="Node Reboot Required"))
     verdict = diagnose(with_gpu(hung(healthy(4), {RANK: "productive"}), NODE, GPU, xids=asked))
     assert verdict.cause == "gpu_error"
     assert "the driver asks for: Node Reboot Required" in verdict.evidence
@@ -228,11 +232,11 @@ def test_what_the_driver_asks_for_is_told() -> None:
 def test_what_ended_the_last_generation_is_remembered(code: int, ago: float) -> None:
     run = restarted(f"rank {RANK} on {NODE} hangs in productive at step 40: no progress for 75.0 s")
     began = MOMENT - 55.0
-    sick = with_gpu(run, NODE, GPU, xids=(Xid(code, began - ago),))
+    sick = with_gpu(run, NODE, GPU, xids=(SnapshotXid(code, began - ago),))
     verdict = diagnose(sick)
     assert (verdict.condition, verdict.layer, verdict.rank) == ("healthy", "device", RANK)
     assert not verdict.is_urgent  # nobody could take the node's place
-    spare = Node("node-9", heartbeat_state="spare", heartbeat_age_seconds=0.5)
+    spare = SnapshotNode("node-9", heartbeat_state="spare", heartbeat_age_seconds=0.5)
     urgent = diagnose(replace(sick, spares=(spare,)))
     assert urgent.is_urgent
     (trouble,) = of_verdict(urgent, {NODE: NODE})
@@ -241,7 +245,7 @@ def test_what_ended_the_last_generation_is_remembered(code: int, ago: float) -> 
     assert not patient.is_urgent
     first = with_run(sick, previous_began=None)  # nothing of this run was there before
     assert (diagnose(first).cause == "") == (ago > 60.0)
-    reloaded = (Xid(code, began - ago, before_reload=True),)
+    reloaded = (SnapshotXid(code, began - ago, before_reload=True),)
     assert diagnose(with_gpu(run, NODE, GPU, xids=reloaded)).cause == ""
 
 

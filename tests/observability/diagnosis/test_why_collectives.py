@@ -227,7 +227,7 @@ def test_silence_counts_only_where_something_could_be_heard(
 
 
 def test_the_first_ranks_are_read_and_the_others_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "MOST_DUMPS", 11)
+    monkeypatch.setattr(collectives, "MAX_DUMPS", 11)
     write_recordings(tmp_path / "trace_", range(12), recording([entry(1)]))
     found, failed = read_dumps([tmp_path / "trace_"])
     assert list(found) == list(range(11))  # by number: as texts, 10 and 11 come before 2

@@ -11,11 +11,11 @@ from sick import with_losses
 
 from craton.observability.diagnosis import Snapshot, SnapshotError, diagnose
 from craton.observability.diagnosis.building import asked_ras, healthy, hung, slowed, with_gpu
-from craton.observability.diagnosis.snapshot import PHASES, SCHEMA, Xid
+from craton.observability.diagnosis.snapshot import PHASES, SCHEMA, SnapshotXid
 
 
 def test_what_is_saved_is_read_again() -> None:
-    run = asked_ras(with_gpu(hung(healthy(2, 4), {3: "data"}), "node-1", 2, xids=(Xid(79, 5.0),)), {3: 2})
+    run = asked_ras(with_gpu(hung(healthy(2, 4), {3: "data"}), "node-1", 2, xids=(SnapshotXid(79, 5.0),)), {3: 2})
     again = Snapshot.from_json(run.to_json())
     assert again == run
     assert again.collectives.communicators[0].counts[3] == 99_998

@@ -17,7 +17,7 @@ from waiting import wait_until
 
 from craton.infrastructure import NodeRoot
 from craton.observability.exporter import occupants, runs_here
-from craton.observability.exporter.occupants import NOBODY, Holding, Occupant, Occupants, one_label
+from craton.observability.exporter.occupants import NOBODY, GpuHolding, Occupant, Occupants, one_label
 from craton.observability.exporter.runs import RunsCollector
 from craton.observability.exporter.runs_here import TOLD_SECONDS, RankHere, RunsHere
 from craton.telemetry import Heartbeat, RunDirectory, read_heartbeat
@@ -158,7 +158,7 @@ def test_a_number_given_to_another_process_is_asked_anew(tmp_path: Path) -> None
 
 
 def test_labels_outlive_the_job_that_an_error_ended() -> None:
-    holding, rank = Holding(), Occupant("alpha", "0")
+    holding, rank = GpuHolding(), Occupant("alpha", "0")
     assert holding.labels("GPU-1", [rank], 100.0) == rank
     assert holding.labels("GPU-1", [], 100.0 + occupants.GRACE_SECONDS) == rank
     assert holding.labels("GPU-1", [], 101.0 + occupants.GRACE_SECONDS) == NOBODY

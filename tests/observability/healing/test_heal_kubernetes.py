@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from kubernetes_standin import StandIn
 
-from craton.job import Scheduler
-from craton.observability.healing import Place, Trouble, heal, undo
+from craton.job import SchedulerSettings
+from craton.observability.healing import HealingScope, Trouble, heal, undo
 from craton.orchestration import SchedulerError, evacuate, hosts_of, plan_evacuation, service_of
 from craton.orchestration.backend import Submission, write_submission
 from craton.orchestration.kubernetes.service import cordoned, service_node
@@ -18,7 +18,7 @@ from craton.telemetry import RunDirectory
 
 JOBSETS = "jobset.x-k8s.io/v1alpha2"
 TAINT = "craton.dev/unhealthy"
-KUBERNETES = Scheduler(kind="kubernetes", namespace="train")
+KUBERNETES = SchedulerSettings(kind="kubernetes", namespace="train")
 
 
 def add_node(server: StandIn, name: str, gpus: int = 8, ready: str = "True", **spec: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_nodes_with_gpus_and_how_they_are(ten: StandIn) -> None:
 
 def test_cordoned_and_tainted_within_the_share_and_undone(ten: StandIn, tmp_path: Path) -> None:
     ten.objects["v1", "nodes", "", "n1"]["spec"]["taints"] = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]
-    place = Place("eks", service_of(KUBERNETES), (), tmp_path)
+    place = HealingScope("eks", service_of(KUBERNETES), (), tmp_path)
     troubles = [Trouble(f"n{number}", "reboot", "xid", "XID 79") for number in (1, 2)]
     found = heal(place, troubles, "act", 0.1)
     (deed,) = found.deeds
@@ -149,7 +149,7 @@ def test_a_node_is_idle_where_nobody_of_any_namespace_has_its_gpus(ten: StandIn)
 def test_the_share_is_of_the_node_pool_and_of_what_was_taken_out_of_it(ten: StandIn) -> None:
     for name in ("n1", "n2", "n3"):
         node_of(ten, name)["metadata"]["labels"] = {"karpenter.sh/nodepool": "p5"}
-    pool = service_of(Scheduler(kind="kubernetes", namespace="train", node_pool="p5"))
+    pool = service_of(SchedulerSettings(kind="kubernetes", namespace="train", node_pool="p5"))
     pool.take_out("n2", "ab12", "reboot: XID 79")
     node_of(ten, "n2")["status"]["capacity"] = {}  # its driver did not come back
     assert [(node.name, node.is_out) for node in pool.nodes()] == [("n1", False), ("n2", True), ("n3", False)]
@@ -171,7 +171,7 @@ def test_what_others_change_at_the_same_moment_is_kept(ten: StandIn) -> None:
 
 def test_who_may_not_change_nodes_is_told(ten: StandIn, tmp_path: Path) -> None:
     ten.forbidden.add("nodes")
-    place = Place("eks", service_of(KUBERNETES), (), tmp_path)
+    place = HealingScope("eks", service_of(KUBERNETES), (), tmp_path)
     found = heal(place, [Trouble("n1", "reboot", "xid", "XID 79")], "act", 0.1)
     assert not found.is_well
     assert "Kubernetes forbids it" in found.failures[0]

@@ -23,11 +23,11 @@ from waiting import PATIENCE_SECONDS
 from craton.cli import heal_view, main
 from craton.job import CratonError, load_cluster
 from craton.observability.healing import (
-    Entry,
     Healing,
+    HealingScope,
     Ledger,
+    LedgerEntry,
     LedgerError,
-    Place,
     Trouble,
     acting,
     heal,
@@ -101,8 +101,8 @@ def cluster() -> Nodes:
     return Nodes()
 
 
-def place(folder: Path, service: Nodes, hands_over: bool = False) -> Place:
-    return Place("lab", service, (), folder, hands_over=hands_over)
+def place(folder: Path, service: Nodes, hands_over: bool = False) -> HealingScope:
+    return HealingScope("lab", service, (), folder, hands_over=hands_over)
 
 
 def trouble(node: str = "g1") -> Trouble:
@@ -249,7 +249,7 @@ def test_an_old_report_does_not_count_and_that_is_said(tmp_path: Path) -> None:
 def test_a_run_that_cannot_be_examined_hides_no_other(tmp_path: Path, cluster: Nodes) -> None:
     broken, other = (RunDirectory.create(tmp_path, name) for name in ("broken", "other"))
     notes: list[str] = []
-    assert look(Place("lab", cluster, (broken, other), tmp_path), notes=notes) == []
+    assert look(HealingScope("lab", cluster, (broken, other), tmp_path), notes=notes) == []
     assert [note.partition(" ")[0] for note in notes] == ["broken", "other"]
 
 
@@ -347,10 +347,10 @@ def test_a_node_that_cannot_be_taken_out_keeps_no_other_from_it(tmp_path: Path, 
 
 def test_torn_and_foreign_lines_are_skipped(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
-    ledger.append([Entry(NOW, "incident", "g1", action="reset")])
+    ledger.append([LedgerEntry(NOW, "incident", "g1", action="reset")])
     with ledger.path.open("a") as file:
         file.write('[1]\n{"time": "noon", "kind": "incident", "node": "g1"}\n{"node": 7}\n{"time": 1.0, "kind": "inci')
-    ledger.append([Entry(NOW + 1, "incident", "g2", action="reset")])
+    ledger.append([LedgerEntry(NOW + 1, "incident", "g2", action="reset")])
     assert [entry.node for entry in ledger.entries()] == ["g1", "g2"]
 
 
@@ -378,7 +378,7 @@ def test_one_at_a_time(tmp_path: Path, cluster: Nodes) -> None:
 
 def test_an_undo_says_what_it_did_not_undo(tmp_path: Path, cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory.create(tmp_path, "llama")
-    there = Place("lab", cluster, (run,), tmp_path)
+    there = HealingScope("lab", cluster, (run,), tmp_path)
     (deed,) = heal(place(tmp_path, cluster), [trouble()], "act", 0.1).deeds
     cluster.out["g1"] = ("", "fan")
     monkeypatch.setattr("craton.observability.healing.acting.come_back", lambda run, number: ["node-0"])
@@ -392,7 +392,7 @@ def test_watching_goes_on_when_files_are_away_for_a_while(tmp_path: Path, cluste
         BrokenPipeError(),
     ]
 
-    def place_now() -> Place:
+    def place_now() -> HealingScope:
         raise looks.pop(0)
 
     options, told = heal_view.Options("advise", 0.1, 0.0, False), StringIO()
@@ -435,13 +435,14 @@ def test_nothing_is_done_that_cannot_be_remembered(small_disk: Path, cluster: No
 
 def test_lemons_the_worst_first() -> None:
     entries = [
-        Entry(NOW - days * 86400, "incident", node, action="reset") for node, days in (("a", 1), ("b", 1), ("b", 3))
+        LedgerEntry(NOW - days * 86400, "incident", node, action="reset")
+        for node, days in (("a", 1), ("b", 1), ("b", 3))
     ]
-    assert lemons([*entries, Entry(NOW, "incident", "c", action="observe")], NOW) == {"b": 2, "a": 1}
+    assert lemons([*entries, LedgerEntry(NOW, "incident", "c", action="observe")], NOW) == {"b": 2, "a": 1}
 
 
 def test_entries_are_json_that_others_can_read(tmp_path: Path) -> None:
-    Ledger(tmp_path).append([Entry(NOW, "move", "g1", "ab12", "lab", "llama", text="a\nb")])
+    Ledger(tmp_path).append([LedgerEntry(NOW, "move", "g1", "ab12", "lab", "llama", text="a\nb")])
     (line,) = (tmp_path / "heal.jsonl").read_text().splitlines()
     assert json.loads(line)["text"] == "a\nb"
 

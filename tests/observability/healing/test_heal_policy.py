@@ -9,8 +9,8 @@ import pytest
 
 from craton.infrastructure import HEALTH_ACTIONS
 from craton.observability.diagnosis import Finding, Verdict, building, causes, diagnose
-from craton.observability.diagnosis.snapshot import Xid
-from craton.observability.healing import Decision, Entry, Trouble, decide, most_out, of_doctor, of_verdict, rules
+from craton.observability.diagnosis.snapshot import SnapshotXid
+from craton.observability.healing import Decision, LedgerEntry, Trouble, decide, most_out, of_doctor, of_verdict, rules
 from craton.orchestration import Evacuation, ServiceNode
 
 NOW = 1_000_000_000.0
@@ -32,8 +32,8 @@ def trouble(node: str = "g1", action: Any = "reboot", **more: Any) -> Trouble:
     return Trouble(node, action, **{"what": "xid", "evidence": "GPU 3 (0000:53:00.0): XID 79", **more})
 
 
-def incident(node: str = "g1", days: float = 3.0, action: str = "reset", **more: Any) -> Entry:
-    return Entry(NOW - days * DAY, "incident", node, action=action, **more)
+def incident(node: str = "g1", days: float = 3.0, action: str = "reset", **more: Any) -> LedgerEntry:
+    return LedgerEntry(NOW - days * DAY, "incident", node, action=action, **more)
 
 
 def decided(*troubles: Trouble, **more: Any) -> list[Decision]:
@@ -197,7 +197,7 @@ def test_one_trouble_seen_again_and_again_is_one() -> None:
 
 
 def test_what_happens_after_it_was_given_back_is_new_and_what_only_lasts_is_not() -> None:
-    history = [incident(days=2 / 24), Entry(NOW - 3600, "undo", "g1", "ab12")]
+    history = [incident(days=2 / 24), LedgerEntry(NOW - 3600, "undo", "g1", "ab12")]
     (found,) = decided(trouble(action="reset"), history=history)
     assert found.action == "reset"
     (found,) = decided(trouble(action="reset", moment=NOW - 60), history=history)
@@ -217,7 +217,7 @@ def test_what_happens_after_it_was_given_back_is_new_and_what_only_lasts_is_not(
     ],
 )
 def test_what_a_node_was_given_back_in_spite_of_is_watched(given: Any, undone_hours: float, deed: str) -> None:
-    undo = Entry(NOW - undone_hours * 3600, "undo", "g1", "ab12", what="xid", device="GPU 3")
+    undo = LedgerEntry(NOW - undone_hours * 3600, "undo", "g1", "ab12", what="xid", device="GPU 3")
     (found,) = decided(trouble(**{"device": "GPU 3", **given}), history=[undo])
     assert found.deed == deed
     assert ("given back since" in found.reason) == (deed == "none")
@@ -306,7 +306,7 @@ def test_something_graver_that_can_wait_holds_up_nothing_that_cannot() -> None:
 def test_an_xid_of_a_verdict_has_the_moment_it_happened() -> None:
     well = building.healthy(2, 8)
     for code in (31, 48):
-        sick = building.with_gpu(well, "node-1", 0, xids=(Xid(code, well.moment - 5),))
+        sick = building.with_gpu(well, "node-1", 0, xids=(SnapshotXid(code, well.moment - 5),))
         found = of_verdict(diagnose(building.hung(sick, {8: "compute"})), {"node-1": "g1"}, "llama")
         assert (found[0].moment, found[0].device) == (well.moment - 5, "GPU 0"), found
 
@@ -355,10 +355,13 @@ def test_a_run_that_has_nowhere_to_go_stays() -> None:
 
 
 def test_a_run_left_on_a_node_that_we_took_out_is_moved_again() -> None:
-    ours, taken = nodes({"g1": "craton:ab12"}, busy=("g1",)), Entry(NOW - 900, "take_out", "g1", "ab12", action="reset")
+    ours, taken = (
+        nodes({"g1": "craton:ab12"}, busy=("g1",)),
+        LedgerEntry(NOW - 900, "take_out", "g1", "ab12", action="reset"),
+    )
     (found,) = decided(nodes=ours, history=[taken], runs_on={"g1": [way("llama")]})
     assert (found.deed, found.runs, found.mark, found.trouble) == ("move", ("llama",), "ab12", None)
-    asked = Entry(NOW - 60, "move", "g1", "ab12", run="llama")
+    asked = LedgerEntry(NOW - 60, "move", "g1", "ab12", run="llama")
     assert decided(nodes=ours, history=[taken, asked], runs_on={"g1": [way("llama")]}) == [], "it has just been asked"
     theirs = nodes({"g1": "fan"}, busy=("g1",))
     assert decided(nodes=theirs, history=[taken], runs_on={"g1": [way("llama")]}) == []
@@ -384,7 +387,7 @@ def test_an_error_of_programs_counts_against_a_card_that_has_it_under_other_runs
 
 def test_an_empty_node_that_we_took_out_is_handed_over_where_that_is_allowed() -> None:
     ours = {"g1": "craton:ab12"}
-    taken = [Entry(NOW - 900, "take_out", "g1", "ab12", action="reboot", text="XID 79")]
+    taken = [LedgerEntry(NOW - 900, "take_out", "g1", "ab12", action="reboot", text="XID 79")]
     (kept,) = decided(trouble(), nodes=nodes(ours), history=taken)
     (busy,) = decided(trouble(), nodes=nodes(ours, busy=("g1",)), history=taken, hands_over=LEAVES)
     (empty,) = decided(trouble(), nodes=nodes(ours), history=taken, hands_over=LEAVES)

@@ -15,13 +15,13 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import avoid_node, read_avoided
 from craton.cli import main
-from craton.job import Scheduler
-from craton.observability.healing import Healing, Place, Trouble, heal, place_of, undo
+from craton.job import SchedulerSettings
+from craton.observability.healing import Healing, HealingScope, Trouble, heal, place_of, undo
 from craton.orchestration import SchedulerError, read_submission, service_of, spare_nodes, working_nodes
 from craton.orchestration.slurm import service as slurm_service
 from craton.orchestration.slurm.service import SlurmService, default_partitions, service_nodes
 
-SLURM = Scheduler(kind="slurm", partition="train")
+SLURM = SchedulerSettings(kind="slurm", partition="train")
 
 
 def cluster_file(folder: Path, **health: Any) -> str:
@@ -199,7 +199,7 @@ def test_of_two_healers_that_act_at_the_same_moment_one_has_its_way(
     monkeypatch.setattr(slurm_service, "_update", at_once)
 
     def healed(number: int) -> Healing:
-        place = Place("lab", service_of(SLURM), (), tmp_path / str(number))
+        place = HealingScope("lab", service_of(SLURM), (), tmp_path / str(number))
         return heal(place, [Trouble(nodes[number], "reboot", "xid", "XID 79")], "act", 0.125)
 
     with ThreadPoolExecutor(2) as pool:
@@ -211,7 +211,7 @@ def test_of_two_healers_that_act_at_the_same_moment_one_has_its_way(
 
 
 def test_a_job_may_name_several_partitions(slurm: SlurmLab) -> None:
-    both = service_of(Scheduler(kind="slurm", partition="train,nosuch")).nodes()
+    both = service_of(SchedulerSettings(kind="slurm", partition="train,nosuch")).nodes()
     assert {node.name for node in both} == {node.name for node in service_of(SLURM).nodes()} != set()
     assert default_partitions(slurm("scontrol", "show", "partition")) == {"train"}
 

@@ -19,10 +19,10 @@ from craton.cli.live import make_console
 from craton.cli.observe_view import _picture, keep_targets
 from craton.job import load_cluster
 from craton.observability.prometheus import (
-    Machine,
     Observed,
+    ObserverSettings,
+    ScrapedMachine,
     SearchedExporters,
-    Settings,
     TargetKeeper,
     look_at,
     observer,
@@ -100,7 +100,7 @@ def test_a_server_whose_job_file_is_broken_hides_no_agent(live_run: LiveRun) -> 
 
 
 def test_exporters_are_found_where_they_answer_and_kept_when_they_stop(served: Served) -> None:
-    machines = [Machine("127.0.0.1", "g1", "leaf7")]
+    machines = [ScrapedMachine("127.0.0.1", "g1", "leaf7")]
     served.text = "# HELP x X\n# TYPE x gauge\nx 1\n"
     search = SearchedExporters({"dcgm": served.port, "node": 1})
     (target,) = search.look(machines)
@@ -121,11 +121,11 @@ def test_ports_that_drop_packets_hold_nobody_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(targets, "serves_metrics", answers)
     monkeypatch.setattr(targets, "PATIENCE_SECONDS", 0.05)
     search = SearchedExporters({"node": 9100})
-    machines = [Machine(name, name) for name in ("there", "late", *(f"g{i}" for i in range(100)))]
+    machines = [ScrapedMachine(name, name) for name in ("there", "late", *(f"g{i}" for i in range(100)))]
     try:
         first = wait_until(lambda: search.look(machines))
         assert [target.labels["node"] for target in first] == ["there"]
-        assert search.look([*machines, Machine("new", "new")]) == first
+        assert search.look([*machines, ScrapedMachine("new", "new")]) == first
         assert "new" not in asked, "one search at a time"
     finally:
         dropped.set()
@@ -137,19 +137,19 @@ def test_ports_that_drop_packets_hold_nobody_up(monkeypatch: pytest.MonkeyPatch)
 def test_a_leaf_that_is_known_later_is_told(served: Served) -> None:
     served.text = "# TYPE x gauge\nx 1\n"
     search = SearchedExporters({"dcgm": served.port})
-    assert search.look([Machine("127.0.0.1", "g1")])[0].labels["leaf"] == ""
-    assert search.look([Machine("127.0.0.1", "g1", "leaf7")])[0].labels["leaf"] == "leaf7"
+    assert search.look([ScrapedMachine("127.0.0.1", "g1")])[0].labels["leaf"] == ""
+    assert search.look([ScrapedMachine("127.0.0.1", "g1", "leaf7")])[0].labels["leaf"] == "leaf7"
 
 
 def test_a_machine_that_is_told_of_twice_is_one() -> None:
     told = [
-        Machine("g1", "g1"),
-        Machine("10.0.0.1", "g1.cluster.local", "leaf1"),
-        Machine("10.0.0.2", "g2", "leaf1"),
-        Machine("10.0.0.3", "10.0.0.3"),
-        Machine("10.0.0.4", "10.0.0.4"),
+        ScrapedMachine("g1", "g1"),
+        ScrapedMachine("10.0.0.1", "g1.cluster.local", "leaf1"),
+        ScrapedMachine("10.0.0.2", "g2", "leaf1"),
+        ScrapedMachine("10.0.0.3", "10.0.0.3"),
+        ScrapedMachine("10.0.0.4", "10.0.0.4"),
     ]
-    assert merged(told) == (Machine("g1", "g1", "leaf1"), *told[2:])
+    assert merged(told) == (ScrapedMachine("g1", "g1", "leaf1"), *told[2:])
 
 
 def test_a_busy_node_of_slurm_is_scraped_once_and_has_its_leaf(
@@ -161,7 +161,7 @@ def test_a_busy_node_of_slurm_is_scraped_once_and_has_its_leaf(
     monkeypatch.setattr(observer, "_output", lambda command: answers[command[0]])
     monkeypatch.setattr(targets, "serves_metrics", lambda host, port: True)
     slurm = load_cluster(Path(__file__).parents[3] / "examples/clusters/slurm-p5.yaml")
-    settings = Settings(runs=(live_run.run,), cluster=slurm)
+    settings = ObserverSettings(runs=(live_run.run,), cluster=slurm)
     keeper = TargetKeeper(settings, tmp_path / "targets", SearchedExporters({"node": 9100}))
     keeper.refresh()
     found = [(target.address, dict(target.labels)) for target in keeper.targets if target.job == "node"]
@@ -178,7 +178,7 @@ def test_an_address_is_shown_as_it_is() -> None:
 
 def test_something_else_at_an_exporters_port_is_no_exporter(served: Served) -> None:
     served.text = "<html>hello</html>"
-    assert SearchedExporters({"node": served.port}).look([Machine("127.0.0.1", "g1")]) == []
+    assert SearchedExporters({"node": served.port}).look([ScrapedMachine("127.0.0.1", "g1")]) == []
 
 
 def test_files_of_targets_change_only_with_the_targets(live_run: LiveRun, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_files_without_targets_are_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "elsewhere"))
-    keeper = TargetKeeper(Settings(), tmp_path / "targets", SearchedExporters({}))
+    keeper = TargetKeeper(ObserverSettings(), tmp_path / "targets", SearchedExporters({}))
     keep_targets(keeper, 0.01, 0.03, make_console(), as_json=False)
     said = capsys.readouterr().out.replace("\n", "")
     assert said.count(f"no run in {tmp_path}/elsewhere goes on") == 1
@@ -207,7 +207,7 @@ def test_files_without_targets_are_said_once(
 
 def test_a_keeper_sees_runs_come_and_go(live_run: LiveRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CRATON_RUNS", str(live_run.run.path.parent))
-    keeper = TargetKeeper(Settings(), tmp_path / "targets", SearchedExporters({}))
+    keeper = TargetKeeper(ObserverSettings(), tmp_path / "targets", SearchedExporters({}))
     keeper.refresh()
     assert len(keeper.targets) == 2
     live_run.end()
@@ -220,7 +220,7 @@ def test_a_file_system_that_fails_is_said_and_the_last_targets_stay(
     live_run: LiveRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
 ) -> None:
     monkeypatch.setenv("CRATON_RUNS", str(live_run.run.path.parent))
-    keeper = TargetKeeper(Settings(), tmp_path / "targets", SearchedExporters({}))
+    keeper = TargetKeeper(ObserverSettings(), tmp_path / "targets", SearchedExporters({}))
     keeper.refresh()
     before = (tmp_path / "targets/craton.json").read_text()
     listing, names = Path.iterdir, targets.names_in

@@ -19,7 +19,7 @@ from observed import LiveRun, Served, need
 from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.job import load_cluster
-from craton.observability.prometheus import ObserveError, Observer, SearchedExporters, Settings, processes
+from craton.observability.prometheus import ObserveError, Observer, ObserverSettings, SearchedExporters, processes
 from craton.observability.prometheus import observer as observer_module
 from craton.observability.prometheus.observer import data_folder
 from craton.observability.prometheus.scrape import MANAGED_BY, RUN, kubernetes_jobs
@@ -44,7 +44,7 @@ def test_a_fault_reaches_the_webhook_with_what_to_do(
     exporter.text = DCGM % 0
     (live_run.run.path / "backend.json").write_text(json.dumps({"on": "slurm", "job": "812"}))
     runbooks = "https://wiki.example.com/"
-    settings = Settings(port=port, every_seconds=0.5, webhook=f"{served.url}alerts", runbooks=runbooks)
+    settings = ObserverSettings(port=port, every_seconds=0.5, webhook=f"{served.url}alerts", runbooks=runbooks)
     observer = Observer(settings)
     observer.keeper.exporters = SearchedExporters({"dcgm": exporter.port})
     with observer:
@@ -106,7 +106,7 @@ def test_what_kubernetes_and_the_files_both_find_is_scraped_once(
     monkeypatch.setattr(observer_module, "start_prometheus", lambda *_: started)
     monkeypatch.setattr(observer_module, "rule_groups", lambda *_, **__: [])
     cluster = load_cluster(Path(__file__).parents[3] / "examples/clusters/eks-p5en.yaml")
-    observer = Observer(Settings(runs=(live_run.run,), cluster=cluster, alertmanager=False))
+    observer = Observer(ObserverSettings(runs=(live_run.run,), cluster=cluster, alertmanager=False))
     observer.keeper.exporters = SearchedExporters({})
     config = observer.data / "prometheus.yml"
 
@@ -130,7 +130,7 @@ def test_what_kubernetes_and_the_files_both_find_is_scraped_once(
 @pytest.mark.slow
 def test_a_node_that_dies_is_told_of(live_run: LiveRun, served: Served, port: int) -> None:
     """NodeDown must hold for 30 s; here it is seen to be pending at once, with the labels of the node."""
-    settings = Settings(runs=(live_run.run,), port=port, every_seconds=0.5, alertmanager=False)
+    settings = ObserverSettings(runs=(live_run.run,), port=port, every_seconds=0.5, alertmanager=False)
     with Observer(settings) as observer:
         wait_until(lambda: _healths(observer) == {"up"})
         live_run.endpoints["n1"].close()
@@ -194,7 +194,7 @@ def test_the_verb_on_a_live_run_then_on_a_finished_one(live_run: LiveRun, tmp_pa
 
 @pytest.mark.slow
 def test_what_was_recorded_is_there_after_the_run(live_run: LiveRun, port: int) -> None:
-    settings = Settings(runs=(live_run.run,), port=port, every_seconds=0.5, alertmanager=False)
+    settings = ObserverSettings(runs=(live_run.run,), port=port, every_seconds=0.5, alertmanager=False)
     with Observer(settings) as observer:
         wait_until(lambda: _healths(observer) == {"up"})
     live_run.end()
@@ -227,13 +227,13 @@ def test_metrics_are_kept_on_this_machine_apart_for_each_folder_of_runs(tmp_path
 
 def test_a_folder_for_metrics_that_cannot_be_made_is_said(live_run: LiveRun, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    settings = Settings(runs=(live_run.run,), alertmanager=False, data=tmp_path / "file/metrics")
+    settings = ObserverSettings(runs=(live_run.run,), alertmanager=False, data=tmp_path / "file/metrics")
     with pytest.raises(ObserveError, match="--data"), Observer(settings):
         pass
 
 
 def test_a_port_that_is_taken_is_said_before_anything_runs(live_run: LiveRun, served: Served) -> None:
-    settings = Settings(runs=(live_run.run,), port=served.port, alertmanager=False)
+    settings = ObserverSettings(runs=(live_run.run,), port=served.port, alertmanager=False)
     with pytest.raises(ObserveError, match=f"{served.port}.*--port"), Observer(settings):
         pass
 
@@ -251,7 +251,7 @@ def test_an_address_of_ipv6_is_listened_on(port: int, monkeypatch: pytest.Monkey
     processes.start_alertmanager(tmp_path, "::1", port)
     for command in started:
         assert f"--web.listen-address=[::1]:{port}" in command
-    assert processes.Service("prometheus", "::1", port, None, tmp_path).url == f"http://[::1]:{port}"  # type: ignore[arg-type]
+    assert processes.ObserverProcess("prometheus", "::1", port, None, tmp_path).url == f"http://[::1]:{port}"  # type: ignore[arg-type]
     with pytest.raises(ObserveError, match=r"\[2001:db8::1\].*--listen"):
         processes.check_port("2001:db8::1", port, "prometheus")
 
@@ -261,7 +261,7 @@ def test_programs_that_are_missing_are_said_with_how_to_get_them(
 ) -> None:
     monkeypatch.setattr(processes.shutil, "which", lambda *_, **__: None)
     with pytest.raises(ObserveError, match="apt-get install prometheus"):
-        Observer(Settings(runs=(live_run.run,)))
+        Observer(ObserverSettings(runs=(live_run.run,)))
 
 
 def test_a_file_system_without_locks_is_not_taken_for_another_observer(
@@ -273,14 +273,14 @@ def test_a_file_system_without_locks_is_not_taken_for_another_observer(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(observer.fcntl, "flock", refuse)
-    settings = Settings(runs=(live_run.run,), port=port, alertmanager=False)
+    settings = ObserverSettings(runs=(live_run.run,), port=port, alertmanager=False)
     with pytest.raises(ObserveError, match="No locks available"), Observer(settings):
         pass
 
 
 def test_a_webhook_needs_alertmanager(live_run: LiveRun) -> None:
     with pytest.raises(ObserveError, match="--no-alertmanager"):
-        Observer(Settings(runs=(live_run.run,), alertmanager=False, webhook="http://127.0.0.1:1/"))
+        Observer(ObserverSettings(runs=(live_run.run,), alertmanager=False, webhook="http://127.0.0.1:1/"))
 
 
 def _healths(observer: Observer) -> set[str]:

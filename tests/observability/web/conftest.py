@@ -11,7 +11,7 @@ from browser import CHROMIUM, Browser, Tab
 from page_server import PageServer
 from simulated_runs import write_run
 
-from craton.observability.web.actions import Outcome
+from craton.observability.web.actions import ActionOutcome
 from craton.telemetry import RunDirectory
 
 
@@ -56,9 +56,9 @@ def page(serve: Callable[..., PageServer], tmp_path: Path, changes: list[tuple[s
     """A page whose changes are only noted."""
     write_run(tmp_path / "runs", "one", steps=3)
 
-    def note(action: str, run: RunDirectory) -> Outcome:
+    def note(action: str, run: RunDirectory) -> ActionOutcome:
         changes.append((action, run.name))
-        return Outcome(True, "noted")
+        return ActionOutcome(True, "noted")
 
     return serve(do=note)
 

@@ -13,7 +13,7 @@ from waiting import PATIENCE_SECONDS
 
 from craton.observability.web import Access, make_app
 from craton.observability.web.connections import server_config
-from craton.observability.web.verdicts import Answer, Verdicts
+from craton.observability.web.verdicts import CachedVerdict, Verdicts
 from craton.telemetry import RunDirectory
 
 TOKEN = "the-token-of-this-test-and-no-other"
@@ -74,5 +74,5 @@ class PageServer:
         return {"cookie": cookie, "origin": origin, "x-craton-secret": json.loads(told)["secret"]}
 
 
-def all_is_well(run: RunDirectory) -> Answer:
-    return Answer("healthy", f"{run.name} does what was planned", confidence=0.9)
+def all_is_well(run: RunDirectory) -> CachedVerdict:
+    return CachedVerdict("healthy", f"{run.name} does what was planned", confidence=0.9)

@@ -27,8 +27,8 @@ from craton.cli.ui import ui
 from craton.http_guard import AccessError, read_token
 from craton.observability.web import Access, application
 from craton.observability.web.access import SESSION_SECONDS, public_origin
-from craton.observability.web.actions import Outcome
-from craton.observability.web.application import Site
+from craton.observability.web.actions import ActionOutcome
+from craton.observability.web.application import PageSite
 from craton.observability.web.connections import PageConnection
 from craton.observability.web.queries import Answered
 from craton.observability.web.run_page import Shown
@@ -106,9 +106,9 @@ def test_a_host_that_is_no_host_opens_nothing(
     """Addresses that are put together from it would be those of what nobody needs a token for."""
     write_run(tmp_path / "runs", "one", steps=3)
 
-    def note(action: str, run: RunDirectory) -> Outcome:
+    def note(action: str, run: RunDirectory) -> ActionOutcome:
         changes.append((action, run.name))
-        return Outcome(True, "noted")
+        return ActionOutcome(True, "noted")
 
     page = serve(beyond=beyond, do=note)
     for host in (
@@ -224,7 +224,7 @@ def test_a_run_is_found_by_its_name_without_a_look_at_the_others(
     run = write_run(tmp_path / "runs", "one", steps=3)
     (tmp_path / "runs" / "folder").mkdir()
     verdicts = Verdicts(all_is_well)
-    site = Site(tmp_path / "runs", Access(TOKEN, False, 1), verdicts, Summaries(tmp_path, verdicts), None, Answered)
+    site = PageSite(tmp_path / "runs", Access(TOKEN, False, 1), verdicts, Summaries(tmp_path, verdicts), None, Answered)
     monkeypatch.setattr(Path, "iterdir", lambda folder: pytest.fail(f"{folder} was listed"))
     assert site.find("one") == run
     for name in ("", ".", "..", "../runs/one", "one/", "/one", "none", "folder", "one\0", "x" * 5000):
@@ -253,7 +253,7 @@ def test_a_folder_that_cannot_be_looked_at_once_loads_no_page_again(
     """A network file system whose server is restarted says nothing about the run."""
     write_run(tmp_path / "runs", "one", steps=3)
     verdicts = Verdicts(all_is_well)
-    site = Site(tmp_path / "runs", Access(TOKEN, False, 1), verdicts, Summaries(tmp_path, verdicts), None, Answered)
+    site = PageSite(tmp_path / "runs", Access(TOKEN, False, 1), verdicts, Summaries(tmp_path, verdicts), None, Answered)
     opened = site.open("one")
     assert opened is not None
 
@@ -325,7 +325,7 @@ def test_many_half_sent_requests_make_room_for_whole_ones(page: PageServer, monk
 def test_behind_a_proxy_the_public_address_is_known_and_all_need_the_token(serve: Serve, tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "one", steps=3)
     public = "https://runs.example.org"
-    page = serve(public=public, do=lambda action, run: Outcome(True, "noted"))
+    page = serve(public=public, do=lambda action, run: ActionOutcome(True, "noted"))
     body, kind = json.dumps({"token": TOKEN}).encode(), "application/json"
     for host in ("runs.example.org", "Runs.example.org:443", f"127.0.0.1:{page.port}"):  # as the proxy sets it
         assert page.ask("GET", "/", host=host)[0] == 401

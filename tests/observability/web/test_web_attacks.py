@@ -45,7 +45,7 @@ from raw_http import ambiguous_heads, foreign_heads, raw_answer
 from simulated_runs import write_run
 
 from craton.observability.web import application
-from craton.observability.web.verdicts import Answer, Verdicts
+from craton.observability.web.verdicts import CachedVerdict, Verdicts
 from craton.telemetry import RunDirectory
 
 Serve = Callable[..., PageServer]
@@ -93,7 +93,9 @@ def test_a_script_in_any_text_of_a_run_is_text(
 ) -> None:
     monkeypatch.setattr(application, "FIRST_SECONDS", 60.0)
     write_hostile_run(tmp_path / "runs")
-    page = serve(verdicts=Verdicts(lambda run: Answer("dead", f"{run.name} has failed: {SCRIPT}", evidence=(SCRIPT,))))
+    page = serve(
+        verdicts=Verdicts(lambda run: CachedVerdict("dead", f"{run.name} has failed: {SCRIPT}", evidence=(SCRIPT,)))
+    )
     body = page.ask("GET", "/runs/hostile")[2]
     assert "<img" not in body
     assert body.count("<script") == body.count("</script>") == 3  # two files and the data of charts

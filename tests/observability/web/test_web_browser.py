@@ -21,7 +21,7 @@ from simulated_runs import metrics_line, write_run, write_runs
 from waiting import PATIENCE_SECONDS
 
 from craton.observability.web import application, run_page
-from craton.observability.web.verdicts import Answer, Late, Verdicts
+from craton.observability.web.verdicts import CachedVerdict, Late, Verdicts
 from craton.orchestration import kill_run, living_agents
 from craton.telemetry import RunDirectory, find_run, list_runs, summarize
 
@@ -67,10 +67,10 @@ def test_runs_are_listed_filtered_sorted_and_opened_by_keyboard(serve: Serve, tm
 def test_a_run_is_shown_with_its_curves_ranks_nodes_and_verdict(serve: Serve, tmp_path: Path, tab: Tab) -> None:
     write_run(tmp_path / "runs", "llama", nodes=4, ranks_per_node=4, steps=40, slow_rank=6)
 
-    def examine(run: RunDirectory) -> Answer:
+    def examine(run: RunDirectory) -> CachedVerdict:
         late = Late("rank 6 on node-1 spends 1.50 times as long", (6,), ("node-1",), 0.25)
         words = f"rank 6 is throttled {HOSTILE}"
-        return Answer("slow", words, "device", "node-1", 6, 0.8, "drain node-1", (HOSTILE,), late=late)
+        return CachedVerdict("slow", words, "device", "node-1", 6, 0.8, "drain node-1", (HOSTILE,), late=late)
 
     tab.go(f"{serve(verdicts=Verdicts(examine)).address}runs/llama")
     tab.wait_for("document.querySelector('[data-fragment=ranks] h3')?.textContent.includes('Rank 6 on node-1')")
@@ -416,9 +416,9 @@ def test_ten_thousand_ranks_and_five_hundred_runs_are_there_at_once(serve: Serve
         os.utime(beat, (time.time() + 600,) * 2)  # its ranks are compared while it lives
     is_over = threading.Event()
 
-    def examine(run: RunDirectory) -> Answer:  # as long as a wide run's takes, or longer
+    def examine(run: RunDirectory) -> CachedVerdict:  # as long as a wide run's takes, or longer
         is_over.wait(120)
-        return Answer("healthy", "all is well")
+        return CachedVerdict("healthy", "all is well")
 
     page = serve(verdicts=Verdicts(examine))
     tab.go(page.address)

@@ -21,7 +21,7 @@ from craton.observability.web.history import MAX_OWN_METRICS, History
 from craton.observability.web.recorded_looks import RecordedLooks, joined, last_busy
 from craton.observability.web.run_page import RunPage, Shown
 from craton.observability.web.serving import ServerLook
-from craton.observability.web.verdicts import Answer, Verdicts, cause_first
+from craton.observability.web.verdicts import CachedVerdict, Verdicts, cause_first
 from craton.telemetry import RunDirectory
 
 Serve = Callable[..., PageServer]
@@ -143,7 +143,7 @@ def test_a_metric_recorded_seldom_stays_in_a_long_curve(tmp_path: Path) -> None:
 def test_top_shows_the_loss_and_own_metrics(tmp_path: Path) -> None:
     run = write_run(tmp_path, "llama", nodes=1, steps=3)
     record(run, [{"time": 2e9, "step": 4, "run_loss": 1.25, "run_accuracy": 0.625, "reward/mean": 2}])
-    view = TopView(run, examine=lambda run, prometheus: Answer("healthy", "all is well"))
+    view = TopView(run, examine=lambda run, prometheus: CachedVerdict("healthy", "all is well"))
     look = view.look(wait_for_verdict=True)
     told = frame_json(look)
     assert (told["loss"], told["own_metrics"]) == (1.25, {"run_accuracy": 0.625, "reward/mean": 2.0})
@@ -265,7 +265,7 @@ def test_a_stop_that_was_asked_for_is_not_red_and_a_failure_is(serve: Serve, tmp
 def test_the_list_shows_the_cause_first_and_the_loss(serve: Serve, tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "llama", nodes=1, steps=3, state="failed")
     sentence = "llama has failed: rank 1 ended. Guilty is the framework: the GPU's memory did not suffice."
-    told = Answer("dead", sentence, cause="the GPU's memory did not suffice")
+    told = CachedVerdict("dead", sentence, cause="the GPU's memory did not suffice")
     page = serve(verdicts=Verdicts(lambda run: told))
 
     def row() -> str:
@@ -282,18 +282,20 @@ def test_the_list_shows_the_cause_first_and_the_loss(serve: Serve, tmp_path: Pat
 @pytest.mark.parametrize(
     ("answer", "short"),
     [
-        (Answer("healthy", "llama runs well, 0.25 s a step."), "runs well, 0.25 s a step."),
-        (Answer("slow", "llama is slow: it takes 4 s a step."), "it takes 4 s a step."),
-        (Answer("slow", "llama is slow: it takes 4 s.", cause="the card is hot"), "the card is hot"),
-        (Answer("waiting", "llama waits as job 7: no node is free."), "waits as job 7: no node is free."),
-        (Answer("unknown", "it could not be examined: a: b"), "it could not be examined: a: b"),
+        (CachedVerdict("healthy", "llama runs well, 0.25 s a step."), "runs well, 0.25 s a step."),
+        (CachedVerdict("slow", "llama is slow: it takes 4 s a step."), "it takes 4 s a step."),
+        (CachedVerdict("slow", "llama is slow: it takes 4 s.", cause="the card is hot"), "the card is hot"),
+        (CachedVerdict("waiting", "llama waits as job 7: no node is free."), "waits as job 7: no node is free."),
+        (CachedVerdict("unknown", "it could not be examined: a: b"), "it could not be examined: a: b"),
         (
-            Answer("dead", "llama has failed: rank 0 on node-0 exited with code 1 (generation 0): ValueError: no."),
+            CachedVerdict(
+                "dead", "llama has failed: rank 0 on node-0 exited with code 1 (generation 0): ValueError: no."
+            ),
             "ValueError: no (rank 0 on node-0 exited with code 1)",
         ),
     ],
 )
-def test_a_verdict_in_short_has_neither_the_name_nor_the_condition_again(answer: Answer, short: str) -> None:
+def test_a_verdict_in_short_has_neither_the_name_nor_the_condition_again(answer: CachedVerdict, short: str) -> None:
     assert answer.in_short("llama") == short
 
 

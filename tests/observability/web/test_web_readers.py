@@ -22,7 +22,7 @@ from craton.observability.web import history
 from craton.observability.web import nodes as nodes_module
 from craton.observability.web import ranks as ranks_module
 from craton.observability.web.charts import training_charts
-from craton.observability.web.heatmap import MOST_COLUMNS, heat_map
+from craton.observability.web.heatmap import MAX_COLUMNS, heat_map
 from craton.observability.web.history import History
 from craton.observability.web.logs import PIECE_BYTES, read_piece, sources
 from craton.observability.web.nodes import Nodes, read_member, topology
@@ -132,7 +132,7 @@ def test_a_wide_heat_map_keeps_the_rank_that_is_furthest_off(tmp_path: Path) -> 
     table = table_of(run)
     drawn = heat_map(table)
     phase = PHASES.index("compute")
-    assert len(drawn["cells"][phase]) == MOST_COLUMNS < len(table)
+    assert len(drawn["cells"][phase]) == MAX_COLUMNS < len(table)
     column = int(np.argmax(drawn["cells"][phase]))
     place = drawn["furthest"][phase][column]
     assert (drawn["ranks"][place], drawn["nodes"][place]) == (777, "node-97")
@@ -209,9 +209,9 @@ def test_what_was_begun_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
 def test_a_curve_that_was_followed_is_as_fine_at_its_beginning_as_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "MOST_POINTS", 60)
+    monkeypatch.setattr(history, "MAX_POINTS", 60)
     monkeypatch.setattr(history, "KEPT_POINTS", 240)
-    monkeypatch.setattr(history, "MOST_EVALUATIONS", 30)
+    monkeypatch.setattr(history, "MAX_EVALUATIONS", 30)
     monkeypatch.setattr(history, "KEPT_EVALUATIONS", 60)
     run = write_run(tmp_path, "one", nodes=1, ranks_per_node=1, steps=1)
     followed = History(run)

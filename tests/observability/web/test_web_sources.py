@@ -34,7 +34,7 @@ from craton.observability.web.local_gpus import LocalGpus
 from craton.observability.web.queries import Answered, Prometheus
 from craton.observability.web.run_page import RunPage
 from craton.observability.web.schedulers import Schedulers
-from craton.observability.web.verdicts import Answer, Verdicts
+from craton.observability.web.verdicts import CachedVerdict, Verdicts
 from craton.orchestration import Standing
 from craton.telemetry import Heartbeat, RunDirectory, write_heartbeat
 
@@ -167,7 +167,7 @@ def test_a_server_has_its_price_and_where_it_can_be_asked(tmp_path: Path) -> Non
         "name: served\nkind: serve\nmodel: llama-3.1-8b\nserve: {initialize: random}\ncluster: local\n"
     )
     write_heartbeat(run, "node-0", Heartbeat(0, "running", 1, 0, "10.1.2.3:7000", "far-node"))
-    page = RunPage(run, Verdicts(lambda run: Answer("healthy", "")), Answered, None, Schedulers())
+    page = RunPage(run, Verdicts(lambda run: CachedVerdict("healthy", "")), Answered, None, Schedulers())
     head = page.parts["head"].get().fragments
     assert 'data-dollars="$240.00"' in head["state"]
     assert "$240.00 a day" in head["tiles"]
@@ -177,7 +177,7 @@ def test_a_server_has_its_price_and_where_it_can_be_asked(tmp_path: Path) -> Non
 def test_what_a_command_does_not_tell_of_is_not_shown(serve: Serve, tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs", "count", nodes=1, ranks_per_node=1, steps=0)
     run.plan_path.unlink()  # what is not planned is a command
-    page = RunPage(run, Verdicts(lambda run: Answer("healthy", "")), Answered, None, Schedulers())
+    page = RunPage(run, Verdicts(lambda run: CachedVerdict("healthy", "")), Answered, None, Schedulers())
     fragments = {name for part in page.parts.values() for name in part.get().fragments}
     assert not {"phases", "ranks", "checkpoints"} & fragments
     assert "Loss" not in page.parts["head"].get().fragments["tiles"]
@@ -204,10 +204,12 @@ def test_a_prometheus_that_hangs_or_is_none_keeps_no_page_waiting(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         asked = Prometheus(f"http://127.0.0.1:{silent.getsockname()[1]}")
         alerts = Background(asked.alerts, 5.0, asked.late, 0.3)
-        page = RunPage(run, Verdicts(lambda run: Answer("healthy", "")), alerts.get, asked, Schedulers())
+        page = RunPage(run, Verdicts(lambda run: CachedVerdict("healthy", "")), alerts.get, asked, Schedulers())
         shown = page.parts["nodes"].get()
         assert "has not answered yet" in shown.fragments["alerts"]
-        with closing(TopView(run, asked.url, examine=lambda run, prometheus: Answer("unsure", str(prometheus)))) as top:
+        with closing(
+            TopView(run, asked.url, examine=lambda run, prometheus: CachedVerdict("unsure", str(prometheus)))
+        ) as top:
             assert "has not answered yet" in top.look().trouble
             wait_until(lambda: top.look().verdict)
             assert getattr(top.look().verdict, "sentence", "") == asked.url  # `why` asks the same server
@@ -278,11 +280,11 @@ def test_a_verdict_is_made_once_for_a_state_and_a_failed_examination_says_so(tmp
     run = write_run(tmp_path, "llama", nodes=1, steps=3)
     examined: list[str] = []
 
-    def examine(run: RunDirectory) -> Answer:
+    def examine(run: RunDirectory) -> CachedVerdict:
         examined.append(run.name)
         if len(examined) == 1:
             raise RuntimeError("a torn file\nand more")
-        return Answer("healthy", "fine")
+        return CachedVerdict("healthy", "fine")
 
     verdicts = Verdicts(examine)
     assert verdicts.ask(run, 1) is None
@@ -302,9 +304,9 @@ def test_a_run_that_hangs_is_examined_again_although_it_looks_the_same(
     monkeypatch.setattr(verdicts_module, "FRESH_SECONDS", 0.05)
     counts: dict[str, int] = {}
 
-    def examine(run: RunDirectory) -> Answer:
+    def examine(run: RunDirectory) -> CachedVerdict:
         counts[run.name] = counts.get(run.name, 0) + 1
-        return Answer("healthy" if counts[run.name] == 1 else "hung", "")
+        return CachedVerdict("healthy" if counts[run.name] == 1 else "hung", "")
 
     verdicts = Verdicts(examine)
     hung, ended = RunDirectory(tmp_path / "hung"), RunDirectory(tmp_path / "ended")
@@ -328,11 +330,11 @@ def test_every_run_gets_its_turn_and_those_being_looked_at_more_of_them(
     runs = [RunDirectory(tmp_path / f"run-{number:02}") for number in range(12)]
     all_asked = threading.Event()
 
-    def examine(run: RunDirectory) -> Answer:
+    def examine(run: RunDirectory) -> CachedVerdict:
         assert all_asked.wait(10)
         order.append(run.name)
         time.sleep(0.002)
-        return Answer("healthy", "")
+        return CachedVerdict("healthy", "")
 
     verdicts = Verdicts(examine)
 
@@ -352,7 +354,7 @@ def test_every_run_gets_its_turn_and_those_being_looked_at_more_of_them(
 
 
 def test_a_run_nobody_asks_about_any_more_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts = Verdicts(lambda run: Answer("healthy", ""))
+    verdicts = Verdicts(lambda run: CachedVerdict("healthy", ""))
     old, new = RunDirectory(tmp_path / "old"), RunDirectory(tmp_path / "new")
     wait_until(lambda: verdicts.ask(old, 1) is not None)
     monkeypatch.setattr(verdicts_module, "FORGET_SECONDS", 0.05)

@@ -14,10 +14,10 @@ from simulated_runs import STEP_SECONDS, write_run
 
 from craton.observability.diagnosis import RunFacts, Snapshot, Symptom, straggler_of, symptoms, taking
 from craton.observability.diagnosis.verdict import Symptoms
-from craton.observability.web.nodes import Member, read_member
+from craton.observability.web.nodes import NodeMember, read_member
 from craton.observability.web.ranks import KEPT_LINES, RankTable, RankTails
 from craton.observability.web.stragglers import finding, straggler
-from craton.observability.web.verdicts import Answer, Late, examine
+from craton.observability.web.verdicts import CachedVerdict, Late, examine
 from craton.orchestration import Standing
 from craton.telemetry import RunDirectory
 
@@ -61,7 +61,7 @@ def run_of(root: Path, extra: Extra, stages: int = 1, steps: int = STEPS) -> Run
     return run
 
 
-def seen(run: RunDirectory) -> tuple[Member, RankTable]:
+def seen(run: RunDirectory) -> tuple[NodeMember, RankTable]:
     member = read_member(run)
     return member, RankTails(run).look(member.nodes, member.ranks_per_node, member.generation, member.num_stages)
 
@@ -108,17 +108,17 @@ def test_beside_a_verdict_the_ranks_are_those_that_it_names(tmp_path: Path) -> N
     run = run_of(tmp_path, CASES["one late rank"][0])
     member, table = seen(run)
 
-    def late_with(verdict: Answer | None, state: str = "running") -> Any:
+    def late_with(verdict: CachedVerdict | None, state: str = "running") -> Any:
         return straggler(run, state, member, table, verdict)
 
     found = late_with(None)
     assert (found.ranks, found.nodes) == ((6,), ("node-1",))
     assert found.share == pytest.approx(0.3 / STEP_SECONDS, rel=0.1)
     other = Late("rank 9 on node-2 spends 2.00 times as long", (9,), ("node-2",), 0.4)
-    assert late_with(Answer("slow", "it is hot", late=other)) == other
-    assert late_with(Answer("hung", "rank 3 hangs")) is None
-    assert late_with(Answer("healthy", "all is well")) is None
-    assert late_with(Answer("unknown", "it could not be examined", time=time.time())) == found
+    assert late_with(CachedVerdict("slow", "it is hot", late=other)) == other
+    assert late_with(CachedVerdict("hung", "rank 3 hangs")) is None
+    assert late_with(CachedVerdict("healthy", "all is well")) is None
+    assert late_with(CachedVerdict("unknown", "it could not be examined", time=time.time())) == found
     assert late_with(None, "failed") is None
     assert finding(table, None, "failed") == "What the ranks did last; they are compared while the run moves"
     assert finding(table, other, "running").endswith("times as long: 40 % of every step is lost")

@@ -14,12 +14,12 @@ from waiting import PATIENCE_SECONDS
 
 from craton.observability.web import summaries as summaries_module
 from craton.observability.web.summaries import Summaries
-from craton.observability.web.verdicts import Answer, Verdicts
+from craton.observability.web.verdicts import CachedVerdict, Verdicts
 from craton.telemetry import RunDirectory, Summarizer
 
 
 def look_at_all(root: Path) -> dict[str, Any]:
-    summaries = Summaries(root, Verdicts(lambda run: Answer("healthy", "")))
+    summaries = Summaries(root, Verdicts(lambda run: CachedVerdict("healthy", "")))
     summaries.rows()
     deadline = time.monotonic() + PATIENCE_SECONDS
     while any(row.state == "reading" for row in summaries.rows()) or not summaries._is_read:
@@ -50,7 +50,7 @@ def test_runs_that_have_ended_are_remembered_until_they_change(tmp_path: Path) -
 def test_nobody_waits_while_the_folders_of_all_runs_are_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    summaries = Summaries(tmp_path, Verdicts(lambda run: Answer("healthy", "")))
+    summaries = Summaries(tmp_path, Verdicts(lambda run: CachedVerdict("healthy", "")))
     summaries.close()  # no thread of its own reads
     answers: list[Any] = []
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_read_now_is_said_and_tried_again(tmp_path: Path, monkeyp
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("CRATON_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(summaries_module, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(summaries_module, "MOST_SHARE", 1.0)
+    monkeypatch.setattr(summaries_module, "MAX_SHARE", 1.0)
     listed, broken, looks = summaries_module.list_runs, {"list": False, "settle": False}, [0]
     settled = summaries_module.settled_summaries
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_now_is_said_and_tried_again(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(summaries_module, "list_runs", list_or_fail)
     monkeypatch.setattr(summaries_module, "settled_summaries", settle_or_fail)
-    summaries = Summaries(root, Verdicts(lambda run: Answer("healthy", "")))
+    summaries = Summaries(root, Verdicts(lambda run: CachedVerdict("healthy", "")))
 
     def wait_for(states: dict[str, str], trouble: str) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS

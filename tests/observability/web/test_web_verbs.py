@@ -27,7 +27,7 @@ from craton.errors import CratonError
 from craton.observability.web import TopView, frame_json, serve_page, terminal
 from craton.observability.web.queries import prometheus_address
 from craton.observability.web.terminal import TopLook
-from craton.observability.web.verdicts import Answer, Late
+from craton.observability.web.verdicts import CachedVerdict, Late
 from craton.orchestration import Standing
 from craton.orchestration.backend import Submission, write_submission
 from craton.telemetry import (
@@ -109,10 +109,10 @@ def test_top_waits_for_neither_a_scheduler_nor_a_verdict_and_asks_seldom(
         may_answer.wait(10)
         return {run.name: Standing("waiting", reason="Priority") for run in runs}
 
-    def examine(run: RunDirectory, prometheus: str | None) -> Answer:
+    def examine(run: RunDirectory, prometheus: str | None) -> CachedVerdict:
         asked.append("why")
         may_answer.wait(10)
-        return Answer("slow", "rank 1 is throttled")
+        return CachedVerdict("slow", "rank 1 is throttled")
 
     monkeypatch.setattr(terminal, "standings_of", ask)
     with closing(TopView(run, examine=examine)) as top:
@@ -129,7 +129,8 @@ def test_top_waits_for_neither_a_scheduler_nor_a_verdict_and_asks_seldom(
 def test_top_as_one_picture_and_as_json(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs", "llama", nodes=4, ranks_per_node=2, steps=10, slow_rank=5)
     look = TopView(
-        run, examine=lambda run, prometheus: Answer("slow", "rank 5 is throttled", action="drain node-2", late=LATE)
+        run,
+        examine=lambda run, prometheus: CachedVerdict("slow", "rank 5 is throttled", action="drain node-2", late=LATE),
     ).look(True)
     told = json.loads(json.dumps(frame_json(look), allow_nan=False))
     assert [line["rank"] for line in told["ranks"]] == list(range(8))
@@ -157,7 +158,7 @@ def test_top_as_one_picture_and_as_json(tmp_path: Path) -> None:
 def test_top_answers_keys_while_a_look_at_the_run_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look at a wide run takes a second, or minutes where its folder does not answer."""
     run = write_run(tmp_path, "llama", nodes=2, ranks_per_node=2, steps=10)
-    view = TopView(run, examine=lambda run, prometheus: Answer("healthy", "all is well"))
+    view = TopView(run, examine=lambda run, prometheus: CachedVerdict("healthy", "all is well"))
     first, may_look = view.look(True), threading.Semaphore(0)
 
     def look() -> TopLook:
@@ -213,7 +214,7 @@ def test_top_counts_how_long_ago_the_agent_told_of_progress_and_tells_of_a_silen
         status = RankStatus(int(node[-1]), 1, "productive", (), step, age, 2.0, is_stopped=False)
         write_status(run, NodeStatus(told_at, 0, node, (status,)))
     write_heartbeat(run, "node-1", Heartbeat(0, "stopped", 1, 0))
-    look = TopView(run, examine=lambda run, prometheus: Answer("healthy", "all is well")).look(True)
+    look = TopView(run, examine=lambda run, prometheus: CachedVerdict("healthy", "all is well")).look(True)
     assert [line.progress_age_seconds for line in look.ranks] == [
         pytest.approx(5, abs=2),
         pytest.approx(302, abs=2),
@@ -230,7 +231,7 @@ def test_top_counts_how_long_ago_the_agent_told_of_progress_and_tells_of_a_silen
 @pytest.mark.parametrize("size", [(80, 24), (100, 30)])
 def test_top_keeps_its_legend_and_keys_in_sight_below_a_long_verdict(tmp_path: Path, size: tuple[int, int]) -> None:
     run = write_run(tmp_path, "a-name-as-long-as-the-folder-of-a-run-may-have-it", nodes=8, ranks_per_node=8, steps=3)
-    told = Answer("slow", "rank 5 waits for its loader " * 12, action="look at the loader of rank 5 " * 8)
+    told = CachedVerdict("slow", "rank 5 waits for its loader " * 12, action="look at the loader of rank 5 " * 8)
     look = TopView(run, examine=lambda run, prometheus: told).look(True)
     console = Console(file=StringIO(), width=size[0], height=size[1])
     rows = terminal.rows_that_fit(look, console)
@@ -247,9 +248,9 @@ def test_top_and_the_page_ask_the_prometheus_that_the_environment_names(
     assert prometheus_address(given) == (given or "http://127.0.0.1:9")
     asked = []
 
-    def examine(run: RunDirectory, prometheus: str | None) -> Answer:
+    def examine(run: RunDirectory, prometheus: str | None) -> CachedVerdict:
         asked.append(prometheus)
-        return Answer("healthy", "")
+        return CachedVerdict("healthy", "")
 
     run = write_run(tmp_path, "llama", nodes=1, steps=3)
     look = TopView(run, given, examine=examine).look(True)

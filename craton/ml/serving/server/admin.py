@@ -9,10 +9,10 @@ from fastapi import APIRouter, Query
 
 from craton.ml.serving.server.errors import ApiError, BadRequestError, ConflictError
 from craton.ml.serving.server.protocol import LoadAdapterRequest, UnloadAdapterRequest, UpdateWeightsRequest
-from craton.ml.serving.server.service import Service
+from craton.ml.serving.server.service import HttpService
 
 
-def admin_routes(service: Service) -> APIRouter:
+def admin_routes(service: HttpService) -> APIRouter:
     routes = APIRouter(tags=["admin"])
     link = service.link
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from craton.ml.serving.messages import Alternatives, Piece
+from craton.ml.serving.messages import Alternatives, OutputDelta
 from craton.ml.serving.server.vocabulary import Detokenizer, TokenNumbers
 
 
@@ -90,7 +90,7 @@ class AnswerReader:
         self._released = 0  # characters given out
         self._scores: list[TokenScore] = []  # not given out yet
 
-    def read(self, piece: Piece) -> Addition:
+    def read(self, piece: OutputDelta) -> Addition:
         addition = Addition()
         texts: list[str] = []
         for place, token in enumerate(piece.tokens):
@@ -113,7 +113,7 @@ class AnswerReader:
             self._release_scores(addition)
         return addition
 
-    def _finish(self, addition: Addition, piece: Piece, texts: list[str]) -> None:
+    def _finish(self, addition: Addition, piece: OutputDelta, texts: list[str]) -> None:
         texts.append(self._check(self._detokenizer.finish()))
         if self._stops is not None:
             if self._stops.found is not None:

@@ -22,7 +22,7 @@ from craton.ml.serving.server.completions import complete
 from craton.ml.serving.server.errors import ApiError, BadRequestError, ClientGoneError
 from craton.ml.serving.server.gate import Gate
 from craton.ml.serving.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from craton.ml.serving.server.service import TOO_LONG, Service
+from craton.ml.serving.server.service import TOO_LONG, HttpService
 from craton.version import VERSION
 
 CLIENT_GONE = 499  # nginx's; nobody reads it but logs
@@ -45,7 +45,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for sta
 _GENERATED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 
 
-def make_app(service: Service) -> FastAPI:
+def make_app(service: HttpService) -> FastAPI:
     """The app for one engine; it reads the engine's messages while it runs."""
 
     @asynccontextmanager
@@ -73,7 +73,7 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
+def _add_generation(app: FastAPI, service: HttpService) -> None:
     @app.post("/v1/chat/completions", responses=_GENERATED)
     async def chat_completions(http: Request, request: ChatRequest) -> Response:
         return await chat(service, http, request)
@@ -114,7 +114,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return {"prompt": vocabulary.decode(request.tokens, keep_special=True)}
 
 
-def _add_information(app: FastAPI, service: Service) -> None:
+def _add_information(app: FastAPI, service: HttpService) -> None:
     started = int(time.time())
 
     def card(name: str) -> dict[str, Any]:

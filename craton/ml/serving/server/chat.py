@@ -14,7 +14,7 @@ from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.generation import Answers, Choice, Prompt, respond, to_json
 from craton.ml.serving.server.logprobs import chat_logprobs, prompt_logprobs
 from craton.ml.serving.server.protocol import ChatRequest, NamedTool, check_grammar
-from craton.ml.serving.server.service import Service
+from craton.ml.serving.server.service import HttpService
 from craton.ml.serving.server.tools import (
     CallPart,
     Parsed,
@@ -29,14 +29,14 @@ from craton.ml.serving.server.tools import (
 )
 
 
-async def chat(service: Service, http: Request, request: ChatRequest) -> Response:
+async def chat(service: HttpService, http: Request, request: ChatRequest) -> Response:
     ignored = request.ignored(request.n)
     with service.admitted():
         answers = await _submit(service, request)
     return await respond(http, answers, ignored)
 
 
-async def _submit(service: Service, request: ChatRequest) -> ChatAnswers:
+async def _submit(service: HttpService, request: ChatRequest) -> ChatAnswers:
     adapter = service.adapter(request.model)
     if request.stream and request.prompt_logprobs is not None:
         raise BadRequestError("prompt_logprobs are not given in a stream", "prompt_logprobs")
@@ -84,7 +84,7 @@ class ChatAnswers(Answers[ChatChoice]):
 
     def __init__(
         self,
-        service: Service,
+        service: HttpService,
         request: ChatRequest,
         choice: ToolChoice,
         schemas: Schemas,
@@ -224,7 +224,7 @@ def _schemas(request: ChatRequest) -> Schemas:
     return {tool.function.name: tool.function.parameters or empty for tool in request.tools or ()}
 
 
-def _grammar(service: Service, request: ChatRequest, choice: ToolChoice, schemas: Schemas) -> Grammar | None:
+def _grammar(service: HttpService, request: ChatRequest, choice: ToolChoice, schemas: Schemas) -> Grammar | None:
     grammar = request.grammar()
     called = choice_grammar(service.tool_style, schemas, choice, request.parallel_tool_calls is not False)
     if called is not None and grammar is not None:

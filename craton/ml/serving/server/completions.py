@@ -12,19 +12,19 @@ from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.generation import Answers, Choice, Prompt, respond, to_json
 from craton.ml.serving.server.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from craton.ml.serving.server.protocol import MAX_CHOICES, CompletionRequest
-from craton.ml.serving.server.service import Service
+from craton.ml.serving.server.service import HttpService
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
-async def complete(service: Service, http: Request, request: CompletionRequest) -> Response:
+async def complete(service: HttpService, http: Request, request: CompletionRequest) -> Response:
     ignored = request.ignored(request.n)
     with service.admitted():
         answers = await _submit(service, request)
     return await respond(http, answers, ignored)
 
 
-async def _submit(service: Service, request: CompletionRequest) -> CompletionAnswers:
+async def _submit(service: HttpService, request: CompletionRequest) -> CompletionAnswers:
     adapter = service.adapter(request.model)
     prompts = _prompts(request.prompt)
     if len(prompts) * request.n > MAX_CHOICES:

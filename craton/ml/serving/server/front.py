@@ -19,13 +19,13 @@ from typing import get_args
 import uvicorn
 
 from craton.errors import CratonError
-from craton.http_guard.connections import BoundedHttpTools, Limits
+from craton.http_guard.connections import BoundedHttpTools, ConnectionLimits
 from craton.limits import file_shortage, name_limit, raise_file_limit
 from craton.ml.serving.server.access import ADMIN_VARIABLE, KEYS_VARIABLE, ServerAccess, read_admin_key, read_api_keys
 from craton.ml.serving.server.app import make_app
 from craton.ml.serving.server.errors import UnavailableError
 from craton.ml.serving.server.link import EngineLink
-from craton.ml.serving.server.service import Service
+from craton.ml.serving.server.service import HttpService
 from craton.ml.serving.server.settings import ReasoningStyle, ServerSettings, ToolStyle
 from craton.ml.serving.server.wire import Wire
 
@@ -40,7 +40,7 @@ logger = logging.getLogger("craton.serving")
 def connections_for(client_seconds: float) -> type[BoundedHttpTools]:
     """Connections of clients that have so long for a request's head, and more for its body and to take an answer. All
     clients of a proxy are one peer, so one peer may have most connections."""
-    bounds = Limits(client_seconds, 6 * client_seconds, 3 * client_seconds, per_peer=6144, total=8192)
+    bounds = ConnectionLimits(client_seconds, 6 * client_seconds, 3 * client_seconds, per_peer=6144, total=8192)
 
     class ClientConnection(BoundedHttpTools):
         limits = bounds
@@ -51,7 +51,7 @@ def connections_for(client_seconds: float) -> type[BoundedHttpTools]:
 class FrontEnd(uvicorn.Server):
     """Serves until it is drained, or its engine has failed."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: HttpService) -> None:
         super().__init__(config)
         self.has_failed = False
         self._service = service
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
             drain_seconds=options.drain_seconds,
         )
         link = EngineLink(Wire(options.connection))
-        service = Service(settings, link)
+        service = HttpService(settings, link)
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         listener = socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
     except (CratonError, OSError) as error:

@@ -18,12 +18,12 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from craton.ml.serving.messages import Alternatives, Piece, Sampling
+from craton.ml.serving.messages import Alternatives, OutputDelta, Sampling
 from craton.ml.serving.server.answer import Addition, AnswerReader
 from craton.ml.serving.server.errors import ApiError, BadRequestError, BrokenError, ClientGoneError, UnavailableError
-from craton.ml.serving.server.metrics import Meter
+from craton.ml.serving.server.metrics import ServerMeter
 from craton.ml.serving.server.protocol import GenerationRequest
-from craton.ml.serving.server.service import Service
+from craton.ml.serving.server.service import HttpService
 from craton.ml.serving.server.vocabulary import Detokenizer, TokenNumbers
 
 DONE = b"data: [DONE]\n\n"
@@ -34,7 +34,7 @@ to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 class Prompt:
     """A prompt that was submitted, and what is known of it."""
 
-    def __init__(self, tokens: tuple[int, ...], meter: Meter, echo: str) -> None:
+    def __init__(self, tokens: tuple[int, ...], meter: ServerMeter, echo: str) -> None:
         self.tokens = tokens
         self.meter = meter
         self.echo = echo  # its text, where the answer is to begin with it
@@ -68,7 +68,7 @@ class Answers(ABC, Generic[AnyChoice]):
     whole_kind: str
     chunk_kind: str
 
-    def __init__(self, service: Service, request: GenerationRequest) -> None:
+    def __init__(self, service: HttpService, request: GenerationRequest) -> None:
         self.exchange = service.exchange()
         self.vocabulary = service.vocabulary
         self.request = request
@@ -115,7 +115,7 @@ class Answers(ABC, Generic[AnyChoice]):
         self._num_open += request.n
         self.choices.update({(number, copy): choice for copy, choice in enumerate(choices)})
 
-    def read(self, pieces: list[Piece]) -> bytes:
+    def read(self, pieces: list[OutputDelta]) -> bytes:
         """Takes pieces in; what a stream sends for them. Raises for one that the engine gave up."""
         now = time.monotonic()
         for piece in pieces:

@@ -20,10 +20,10 @@ from typing import Any
 from craton.ml.serving.message_bytes import Message
 from craton.ml.serving.messages import (
     Abort,
-    Answer,
     Control,
+    EngineReply,
     Failed,
-    Piece,
+    OutputDelta,
     Ready,
     Request,
     Sampling,
@@ -92,11 +92,11 @@ class EngineLink:
             raise UnavailableError("the model is being loaded; ask again soon", code="loading", retry_seconds=1)
         return self.ready
 
-    async def control(self, name: str, arguments: Mapping[str, Any] | None = None) -> Answer:
+    async def control(self, name: str, arguments: Mapping[str, Any] | None = None) -> EngineReply:
         """The engine's answer, whatever it is; later ones find the engine in the state this one put it in."""
         self.working()
         number = next(self._ids)
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[EngineReply] = asyncio.get_running_loop().create_future()
         self._answers[number] = future
         self._outbox.put(Control(number, name, dict(arguments or {})))
         try:
@@ -158,7 +158,7 @@ class EngineLink:
                     exchange.put(piece)
         elif isinstance(reply, Stats):
             self.stats = reply
-        elif isinstance(reply, Answer):
+        elif isinstance(reply, EngineReply):
             future = self._answers.get(reply.id)
             if future is not None and not future.done():
                 future.set_result(reply)
@@ -196,7 +196,7 @@ class Exchange:
         self._link = link
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, set[int]] = {}  # copies that have not ended, by submit
-        self._pieces: list[Piece] = []
+        self._pieces: list[OutputDelta] = []
         self._num_held = 0  # tokens and alternatives among these
         self._waiter: asyncio.Future[None] | None = None
         self._problem: Exception | None = None
@@ -220,7 +220,7 @@ class Exchange:
             self.adapters.add(adapter)
         return number
 
-    async def pieces(self) -> list[Piece]:
+    async def pieces(self) -> list[OutputDelta]:
         """What came since the last call, at least one. Raises why there will be none."""
         while not self._pieces:
             if self._problem is not None:
@@ -255,7 +255,7 @@ class Exchange:
         self._open.clear()
         self._link._begun(self)
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputDelta) -> None:
         if self._problem is not None or piece.index not in self._open.get(piece.id, ()):
             return
         if not self.has_begun:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from craton.ml.serving.messages import STEP_BOUNDS, Piece, Stats
+from craton.ml.serving.messages import STEP_BOUNDS, OutputDelta, Stats
 
 if TYPE_CHECKING:
     from craton.ml.serving.server.link import EngineLink
@@ -78,14 +78,14 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-    def meter(self, prompt_tokens: int, copies: int, max_tokens: int) -> Meter:
+    def meter(self, prompt_tokens: int, copies: int, max_tokens: int) -> ServerMeter:
         self._params_n.labels(self.model_name).observe(copies)
         self._params_max_tokens.labels(self.model_name).observe(max_tokens)
         self._request_prompt.labels(self.model_name).observe(prompt_tokens)
-        return Meter(self, prompt_tokens)
+        return ServerMeter(self, prompt_tokens)
 
 
-class Meter:
+class ServerMeter:
     """Times one prompt and its answers, from its making on."""
 
     def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
@@ -97,7 +97,7 @@ class Meter:
         self._inter_token = metrics._inter_token.labels(metrics.model_name)
         self._generation_tokens = metrics._generation_tokens.labels(metrics.model_name)
 
-    def note(self, piece: Piece, now: float, finish: str | None) -> None:
+    def note(self, piece: OutputDelta, now: float, finish: str | None) -> None:
         """A piece was read; `finish` says why it is the last one."""
         count = len(piece.tokens)
         times = self._times.get(piece.index)
@@ -112,7 +112,7 @@ class Meter:
         if finish is not None:
             self._end(*times, "abort" if piece.finish == "abort" else finish)
 
-    def _begin(self, piece: Piece, now: float) -> None:
+    def _begin(self, piece: OutputDelta, now: float) -> None:
         if self._times:
             return  # the copies share their prompt
         metrics, name = self._metrics, self._metrics.model_name

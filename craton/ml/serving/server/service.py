@@ -62,7 +62,7 @@ class Readiness:
         return {"status": self.status, **({"reason": self.reason} if self.reason else {})}
 
 
-class Service:
+class HttpService:
     """One model, served."""
 
     def __init__(self, settings: ServerSettings, link: EngineLink) -> None:

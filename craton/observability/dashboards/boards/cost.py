@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from craton.observability.dashboards.boards.twins import RUN_HERE, twin
-from craton.observability.dashboards.model import RUN, Board, Panel, Query, Row
+from craton.observability.dashboards.model import RUN, Board, Panel, PanelQuery, PanelRow
 
 OF_RUN = 'run=~"$run"'
 COST = f"max by (run) (craton_run_cost_dollars{{{OF_RUN}}})"
@@ -11,7 +11,7 @@ PER_DAY = f"max by (run) (deriv(craton_run_cost_dollars{{{OF_RUN}}}[$__rate_inte
 MEASURED_STEP = f"max by (run) (craton_run_step_seconds{{{RUN_HERE}}})"
 PLANNED_STEP = f"max by (run) (craton_plan_step_seconds{{{RUN_HERE}}})"
 
-MONEY = Row(
+MONEY = PanelRow(
     "Money",
     (
         Panel(
@@ -23,14 +23,14 @@ MONEY = Row(
         Panel(
             "A day costs",
             "At the pace of now. Runs on clusters without a price show nothing.",
-            (Query(PER_DAY, "{{run}}"),),
+            (PanelQuery(PER_DAY, "{{run}}"),),
             unit="currencyUSD",
         ),
         Panel(
             "Steps beyond their plan cost a day",
             "Share by which the slowest rank's step exceeds its plan, in money. `craton why RUN` names the layer.",
             (
-                Query(
+                PanelQuery(
                     f"{PER_DAY} * clamp_min(1 - {PLANNED_STEP} / {MEASURED_STEP}, 0)",
                     "{{run}}",
                 ),
@@ -41,21 +41,21 @@ MONEY = Row(
         Panel(
             "Spent on what was not productive",
             "Since launch: restarts, waiting, checkpoints, work done twice.",
-            (Query(f"{COST} * (1 - max by (run) (craton_run_goodput{{{OF_RUN}}}))", "{{run}}"),),
+            (PanelQuery(f"{COST} * (1 - max by (run) (craton_run_goodput{{{OF_RUN}}}))", "{{run}}"),),
             unit="currencyUSD",
             alerts=("GoodputLow",),
         ),
         Panel(
             "A million tokens cost",
             "Until now.",
-            (Query(f"{COST} / (max by (run) (craton_run_tokens_total{{{OF_RUN}}}) / 1e6)", "{{run}}"),),
+            (PanelQuery(f"{COST} / (max by (run) (craton_run_tokens_total{{{OF_RUN}}}) / 1e6)", "{{run}}"),),
             unit="currencyUSD",
         ),
         Panel(
             "Energy within an hour",
             "Of the cards a run has.",
             (
-                Query(
+                PanelQuery(
                     "sum by (run) (max by (run, UUID) ("
                     f"increase(DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION{{{OF_RUN}}}[1h]))) / 3.6e9",
                     "{{run}}",
@@ -66,13 +66,13 @@ MONEY = Row(
     ),
 )
 
-GOODPUT = Row(
+GOODPUT = PanelRow(
     "Goodput",
     (
         Panel(
             "Productive share of the time",
             "Since launch, and over the last six hours; dashed is the plan. Below it: the panel beside says why.",
-            twin("goodput", Query(f"craton:run_goodput:6h{{{OF_RUN}}}", "{{run}} last 6 h"), where=OF_RUN),
+            twin("goodput", PanelQuery(f"craton:run_goodput:6h{{{OF_RUN}}}", "{{run}} last 6 h"), where=OF_RUN),
             unit="percentunit",
             width=12,
             alerts=("GoodputLow",),
@@ -82,7 +82,7 @@ GOODPUT = Row(
             "Hours of ranks by the ledger's kind, without the productive ones. Restore and redo ask for more frequent "
             "checkpoints, detect and regroup for fewer faults, data for storage.",
             (
-                Query(
+                PanelQuery(
                     "sum by (run, kind) ("
                     f'increase(craton_run_ledger_seconds_total{{{OF_RUN}, kind!="productive"}}[1h]))',
                     "{{run}} {{kind}}",
@@ -96,7 +96,7 @@ GOODPUT = Row(
         Panel(
             "Time by kind since launch",
             "Seconds of all ranks; they sum to wall time.",
-            (Query(f"sum by (run, kind) (craton_run_ledger_seconds_total{{{OF_RUN}}})", "{{run}} {{kind}}"),),
+            (PanelQuery(f"sum by (run, kind) (craton_run_ledger_seconds_total{{{OF_RUN}}})", "{{run}} {{kind}}"),),
             unit="s",
             kind="bars",
             height=9,
@@ -111,7 +111,7 @@ GOODPUT = Row(
         Panel(
             "Faults a run came back from",
             "Since launch.",
-            (Query(f"max by (run) (craton_run_restarts_total{{{OF_RUN}}})", "{{run}}"),),
+            (PanelQuery(f"max by (run) (craton_run_restarts_total{{{OF_RUN}}})", "{{run}}"),),
             unit="short",
             height=9,
             alerts=("RestartLoop",),
@@ -123,7 +123,7 @@ GOODPUT = Row(
 CARD = "DCGM_FI_DEV_GPU_TEMP"
 HELD = " ".join(f'unless on (UUID) {CARD}{{{holder}!=""}}' for holder in ("run", "hpc_job", "pod"))
 
-IDLE = Row(
+IDLE = PanelRow(
     "Cards that do nothing",
     (
         Panel(
@@ -131,8 +131,8 @@ IDLE = Row(
             "No run, no other job of Slurm, no pod. They cost as much as the others: look at the queue, and at nodes "
             "that are drained.",
             (
-                Query(f"count(max by (UUID) ({CARD}) {HELD}) or vector(0)", "nobody's"),
-                Query("sum(craton:node_gpus)", "all", is_plan=True),
+                PanelQuery(f"count(max by (UUID) ({CARD}) {HELD}) or vector(0)", "nobody's"),
+                PanelQuery("sum(craton:node_gpus)", "all", is_plan=True),
             ),
             unit="short",
             width=12,
@@ -142,7 +142,7 @@ IDLE = Row(
             "Cards whose multiprocessors had work less than a tenth of the time. A run that holds cards idle for long "
             "waits for data, a checkpoint or a peer.",
             (
-                Query(
+                PanelQuery(
                     f"sum by (run) (max by (run, UUID) (DCGM_FI_PROF_SM_ACTIVE{{{OF_RUN}}}) < bool 0.1)",
                     "{{run}}",
                 ),

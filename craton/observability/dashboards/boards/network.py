@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from craton.observability.dashboards.boards.twins import RUN_HERE, twin
-from craton.observability.dashboards.model import LEAF, NODE, RUN, Board, Panel, Query, Row
+from craton.observability.dashboards.model import LEAF, NODE, RUN, Board, Panel, PanelQuery, PanelRow
 
 HERE = 'node=~"$node", leaf=~"$leaf"'
 RATE = "[$__rate_interval]"
@@ -17,7 +17,7 @@ def _worst_nodes(name: str) -> str:
     return f"topk(10, sum by (leaf, node) (rate({name}{{{HERE}}}{RATE})))"
 
 
-RUNS = Row(
+RUNS = PanelRow(
     "What runs notice",
     (
         Panel(
@@ -33,7 +33,7 @@ RUNS = Row(
             "Median rank of each leaf; dashed is the plan. A leaf that waits longest is not the guilty one: ranks wait "
             "for whoever is slow elsewhere.",
             (
-                Query(
+                PanelQuery(
                     f'quantile by (run, leaf) (0.5, craton_run_communication_seconds{{{RUN_HERE}, leaf=~"$leaf"}})',
                     "{{run}} {{leaf}}",
                 ),
@@ -46,7 +46,11 @@ RUNS = Row(
             "Bandwidth of collectives",
             "As NCCL's inspector measures it for large messages, by collective, of the slowest node. A fall while "
             "steps get longer is the network's.",
-            (Query('min by (collective) (nccl_bus_bandwidth_gbs{message_size=~".*(MB|GB)"}) * 1e9', "{{collective}}"),),
+            (
+                PanelQuery(
+                    'min by (collective) (nccl_bus_bandwidth_gbs{message_size=~".*(MB|GB)"}) * 1e9', "{{collective}}"
+                ),
+            ),
             unit="Bps",
             width=24,
             alerts=("NcclBandwidthDrop",),
@@ -54,28 +58,28 @@ RUNS = Row(
     ),
 )
 
-EFA = Row(
+EFA = PanelRow(
     "EFA",
     (
         Panel(
             "EFA sent, by leaf",
             "Leaves of one run carry about the same. None at all during training: TCP is used instead.",
-            (Query(_by_leaf("node_amazonefa_tx_bytes"), "{{leaf}}"),),
+            (PanelQuery(_by_leaf("node_amazonefa_tx_bytes"), "{{leaf}}"),),
             unit="Bps",
             alerts=("TcpFallback",),
         ),
         Panel(
             "EFA received, by leaf",
             "Much less than is sent elsewhere: packets are lost on the way, look at drops.",
-            (Query(_by_leaf("node_amazonefa_rx_bytes"), "{{leaf}}"),),
+            (PanelQuery(_by_leaf("node_amazonefa_rx_bytes"), "{{leaf}}"),),
             unit="Bps",
         ),
         Panel(
             "Written to and read from others' memory",
             "RDMA, by leaf. Plain sends alone mean an old plugin, or one that was not found.",
             (
-                Query(_by_leaf("node_amazonefa_rdma_write_bytes"), "{{leaf}} written"),
-                Query(_by_leaf("node_amazonefa_rdma_read_bytes"), "{{leaf}} read"),
+                PanelQuery(_by_leaf("node_amazonefa_rdma_write_bytes"), "{{leaf}} written"),
+                PanelQuery(_by_leaf("node_amazonefa_rdma_read_bytes"), "{{leaf}} read"),
             ),
             unit="Bps",
         ),
@@ -83,7 +87,7 @@ EFA = Row(
             "Sent again, share of what was sent",
             "By leaf. A leaf of its own: a bad switch or cable. Everywhere: congestion, spread the job less.",
             (
-                Query(
+                PanelQuery(
                     f"{_by_leaf('node_amazonefa_retrans_bytes')} / ({_by_leaf('node_amazonefa_tx_bytes')} > 0)"
                     f" or 0 * {_by_leaf('node_amazonefa_retrans_bytes')}",
                     "{{leaf}}",
@@ -96,9 +100,11 @@ EFA = Row(
             "Silent peers and timeouts, worst nodes",
             "Ten of each. Who is silent to many is the guilty one; who alone finds others silent is so itself.",
             (
-                Query(_worst_nodes("node_amazonefa_unresponsive_remote_events"), "{{node}} ({{leaf}}) silent peers"),
-                Query(_worst_nodes("node_amazonefa_retrans_timeout_events"), "{{node}} ({{leaf}}) timeouts"),
-                Query(_worst_nodes("node_amazonefa_impaired_remote_conn_events"), "{{node}} ({{leaf}}) impaired"),
+                PanelQuery(
+                    _worst_nodes("node_amazonefa_unresponsive_remote_events"), "{{node}} ({{leaf}}) silent peers"
+                ),
+                PanelQuery(_worst_nodes("node_amazonefa_retrans_timeout_events"), "{{node}} ({{leaf}}) timeouts"),
+                PanelQuery(_worst_nodes("node_amazonefa_impaired_remote_conn_events"), "{{node}} ({{leaf}}) impaired"),
             ),
             unit="ops",
             alerts=("EfaPeerUnresponsive", "EfaTimeouts"),
@@ -106,7 +112,7 @@ EFA = Row(
         Panel(
             "Dropped on arrival, worst nodes",
             "A host that cannot take packets as fast as they come: PCIe, or memory of another socket.",
-            (Query(_worst_nodes("node_amazonefa_rx_drops"), "{{node}} ({{leaf}})"),),
+            (PanelQuery(_worst_nodes("node_amazonefa_rx_drops"), "{{node}} ({{leaf}})"),),
             unit="ops",
             alerts=("EfaDrops",),
         ),
@@ -114,7 +120,7 @@ EFA = Row(
             "Busiest device over the least busy, worst nodes",
             "1 is even. A device without traffic is a rail that no rank uses: check the binding of ranks to devices.",
             (
-                Query(
+                PanelQuery(
                     f"topk(10, max by (leaf, node) (rate(node_amazonefa_tx_bytes{{{HERE}}}{RATE}))"
                     f" / clamp_min(min by (leaf, node) (rate(node_amazonefa_tx_bytes{{{HERE}}}{RATE})), 1))",
                     "{{node}} ({{leaf}})",
@@ -127,9 +133,9 @@ EFA = Row(
             "Work that failed, worst nodes",
             "Reads and writes of others' memory, and commands to the device.",
             (
-                Query(_worst_nodes("node_amazonefa_rdma_write_wr_err"), "{{node}} writes"),
-                Query(_worst_nodes("node_amazonefa_rdma_read_wr_err"), "{{node}} reads"),
-                Query(_worst_nodes("node_amazonefa_cmds_err"), "{{node}} commands"),
+                PanelQuery(_worst_nodes("node_amazonefa_rdma_write_wr_err"), "{{node}} writes"),
+                PanelQuery(_worst_nodes("node_amazonefa_rdma_read_wr_err"), "{{node}} reads"),
+                PanelQuery(_worst_nodes("node_amazonefa_cmds_err"), "{{node}} commands"),
             ),
             unit="ops",
             alerts=("EfaWorkErrors",),
@@ -137,34 +143,34 @@ EFA = Row(
         Panel(
             "Ports that are not active",
             "Of EFA and InfiniBand, by node. A port that was active yesterday: cable, switch, or the device.",
-            (Query(f"sum by (leaf, node) (node_infiniband_state_id{{{HERE}}} != bool 4)", "{{node}} ({{leaf}})"),),
+            (PanelQuery(f"sum by (leaf, node) (node_infiniband_state_id{{{HERE}}} != bool 4)", "{{node}} ({{leaf}})"),),
             unit="short",
             alerts=("InfinibandPortDown", "FabricDeviceMissing"),
         ),
     ),
 )
 
-INFINIBAND = Row(
+INFINIBAND = PanelRow(
     "InfiniBand",
     (
         Panel(
             "InfiniBand sent, by leaf",
             "Leaves of one run carry about the same.",
-            (Query(_by_leaf("node_infiniband_port_data_transmitted_bytes_total"), "{{leaf}}"),),
+            (PanelQuery(_by_leaf("node_infiniband_port_data_transmitted_bytes_total"), "{{leaf}}"),),
             unit="Bps",
         ),
         Panel(
             "Could not be sent, worst nodes",
             "Ticks in which there was data and no credit: congestion behind the switch.",
-            (Query(_worst_nodes("node_infiniband_port_transmit_wait_total"), "{{node}} ({{leaf}})"),),
+            (PanelQuery(_worst_nodes("node_infiniband_port_transmit_wait_total"), "{{node}} ({{leaf}})"),),
             unit="ops",
         ),
         Panel(
             "Errors, worst nodes",
             "Broken symbols, and links that went down. A cable, until shown otherwise.",
             (
-                Query(_worst_nodes("node_infiniband_symbol_error_total"), "{{node}} symbols"),
-                Query(_worst_nodes("node_infiniband_link_downed_total"), "{{node}} went down"),
+                PanelQuery(_worst_nodes("node_infiniband_symbol_error_total"), "{{node}} symbols"),
+                PanelQuery(_worst_nodes("node_infiniband_link_downed_total"), "{{node}} went down"),
             ),
             unit="ops",
             alerts=("InfinibandErrors",),
@@ -172,14 +178,14 @@ INFINIBAND = Row(
     ),
 )
 
-OTHERS = Row(
+OTHERS = PanelRow(
     "NVLink and Ethernet",
     (
         Panel(
             "NVLink, by leaf",
             "Sent by all cards.",
             (
-                Query(
+                PanelQuery(
                     "sum by (leaf) (max by (leaf, UUID) ("
                     f"rate(craton_gpu_nvlink_transmitted_bytes_total{{{HERE}}}{RATE})))",
                     "{{leaf}}",
@@ -191,7 +197,7 @@ OTHERS = Row(
         Panel(
             "Ethernet, by leaf",
             "Storage and TCP. As much as EFA should carry: NCCL fell back to TCP, its log says why.",
-            (Query(_by_leaf("node_network_transmit_bytes_total", f'{HERE}, device!="lo"'), "{{leaf}}"),),
+            (PanelQuery(_by_leaf("node_network_transmit_bytes_total", f'{HERE}, device!="lo"'), "{{leaf}}"),),
             unit="Bps",
             alerts=("TcpFallback",),
         ),
@@ -199,7 +205,7 @@ OTHERS = Row(
             "TCP sent again, worst nodes",
             "Share of segments.",
             (
-                Query(
+                PanelQuery(
                     f"topk(10, max by (leaf, node) (rate(node_netstat_Tcp_RetransSegs{{{HERE}}}{RATE})"
                     f" / clamp_min(rate(node_netstat_Tcp_OutSegs{{{HERE}}}{RATE}), 1)))",
                     "{{node}} ({{leaf}})",

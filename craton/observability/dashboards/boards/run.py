@@ -10,18 +10,18 @@ from dataclasses import replace
 
 from craton.observability.dashboards.boards.run_places import MACHINES, RANKS
 from craton.observability.dashboards.boards.twins import RUN_HERE, twin
-from craton.observability.dashboards.model import RUN, Board, Panel, Query, Row
+from craton.observability.dashboards.model import RUN, Board, Panel, PanelQuery, PanelRow
 
 OF_RUN = 'run=~"$run"'
 PHASES = ("compute", "communication", "data", "optimizer", "checkpoint")
 
-NOW = Row(
+NOW = PanelRow(
     "Now",
     (
         Panel(
             "Step it is at",
             "The newest step that any rank is at.",
-            (Query(f"max by (run) (craton_run_step{{{RUN_HERE}}})", "{{run}}"),),
+            (PanelQuery(f"max by (run) (craton_run_step{{{RUN_HERE}}})", "{{run}}"),),
             unit="short",
             kind="stat",
             width=4,
@@ -30,7 +30,7 @@ NOW = Row(
         Panel(
             "Since the last progress",
             "Of the rank that has been still the longest. Beyond twenty steps the run hangs: `craton why RUN`.",
-            (Query(f"max by (run) (craton_run_progress_age_seconds{{{RUN_HERE}}})", "{{run}}"),),
+            (PanelQuery(f"max by (run) (craton_run_progress_age_seconds{{{RUN_HERE}}})", "{{run}}"),),
             unit="s",
             kind="stat",
             width=4,
@@ -42,7 +42,7 @@ NOW = Row(
         Panel(
             "Loss now",
             "Mean over all ranks. Not a number: stop it, and ask `craton why RUN` whether one rank alone is off.",
-            (Query(f"max by (run) (craton_run_loss{{{OF_RUN}}})", "{{run}}"),),
+            (PanelQuery(f"max by (run) (craton_run_loss{{{OF_RUN}}})", "{{run}}"),),
             unit="short",
             kind="stat",
             width=4,
@@ -53,8 +53,8 @@ NOW = Row(
             "Goodput now",
             "Productive share of all time since launch, and what was planned.",
             (
-                Query(f"max by (run) (craton_run_goodput{{{OF_RUN}}})", "{{run}}"),
-                Query(f"max by (run) (craton_plan_goodput{{{OF_RUN}}})", "{{run}} planned", is_plan=True),
+                PanelQuery(f"max by (run) (craton_run_goodput{{{OF_RUN}}})", "{{run}}"),
+                PanelQuery(f"max by (run) (craton_plan_goodput{{{OF_RUN}}})", "{{run}} planned", is_plan=True),
             ),
             unit="percentunit",
             kind="stat",
@@ -67,7 +67,7 @@ NOW = Row(
         Panel(
             "Restarts",
             "Generations that began because something broke. More than three an hour is a loop: stop it.",
-            (Query(f"max by (run) (craton_run_restarts_total{{{OF_RUN}}})", "{{run}}"),),
+            (PanelQuery(f"max by (run) (craton_run_restarts_total{{{OF_RUN}}})", "{{run}}"),),
             unit="short",
             kind="stat",
             width=4,
@@ -80,8 +80,8 @@ NOW = Row(
             "Nodes",
             "Agents that answer, of those the run has. An agent that is silent for a minute is a node that is lost.",
             (
-                Query(f'sum by (run) (up{{job="craton", {OF_RUN}}})', "{{run}} answer"),
-                Query(f'count by (run) (up{{job="craton", {OF_RUN}}})', "{{run}} has", is_plan=True),
+                PanelQuery(f'sum by (run) (up{{job="craton", {OF_RUN}}})', "{{run}} answer"),
+                PanelQuery(f'count by (run) (up{{job="craton", {OF_RUN}}})', "{{run}} has", is_plan=True),
             ),
             unit="short",
             kind="stat",
@@ -92,7 +92,7 @@ NOW = Row(
     ),
 )
 
-STEP = Row(
+STEP = PanelRow(
     "The step, predicted and measured",
     (
         Panel(
@@ -101,8 +101,8 @@ STEP = Row(
             "says which phase owns the difference. Wrong from the first step on: `craton calibrate`.",
             twin(
                 "step_seconds",
-                Query(f"max by (run) (craton_plan_step_seconds_low{{{RUN_HERE}}})", "{{run}} low", is_plan=True),
-                Query(f"max by (run) (craton_plan_step_seconds_high{{{RUN_HERE}}})", "{{run}} high", is_plan=True),
+                PanelQuery(f"max by (run) (craton_plan_step_seconds_low{{{RUN_HERE}}})", "{{run}} low", is_plan=True),
+                PanelQuery(f"max by (run) (craton_plan_step_seconds_high{{{RUN_HERE}}})", "{{run}} high", is_plan=True),
             ),
             unit="s",
             alerts=("StepSlowerThanPlan",),
@@ -111,7 +111,7 @@ STEP = Row(
             "Where the step goes",
             "Medians of the five phases, stacked; they add up to the step. Beside it is what was planned.",
             tuple(
-                Query(f"quantile by (run) (0.5, craton_run_{phase}_seconds{{{RUN_HERE}}})", f"{{{{run}}}} {phase}")
+                PanelQuery(f"quantile by (run) (0.5, craton_run_{phase}_seconds{{{RUN_HERE}}})", f"{{{{run}}}} {phase}")
                 for phase in PHASES
             ),
             unit="s",
@@ -121,7 +121,7 @@ STEP = Row(
             "Where it was planned to go",
             "The phase whose band differs most from the one beside owns the loss.",
             tuple(
-                Query(f"max by (run) (craton_plan_{phase}_seconds{{{RUN_HERE}}})", f"{{{{run}}}} {phase}")
+                PanelQuery(f"max by (run) (craton_plan_{phase}_seconds{{{RUN_HERE}}})", f"{{{{run}}}} {phase}")
                 for phase in PHASES
             ),
             unit="s",
@@ -174,15 +174,15 @@ STEP = Row(
     ),
 )
 
-LEARNING = Row(
+LEARNING = PanelRow(
     "Learning",
     (
         Panel(
             "Loss",
             "Of training and of validation. A jump that does not come back: go back to the checkpoint before it.",
             (
-                Query(f"max by (run) (craton_run_loss{{{OF_RUN}}})", "{{run}}"),
-                Query(f"max by (run) (craton_run_evaluation_loss{{{OF_RUN}}})", "{{run}} validation"),
+                PanelQuery(f"max by (run) (craton_run_loss{{{OF_RUN}}})", "{{run}}"),
+                PanelQuery(f"max by (run) (craton_run_evaluation_loss{{{OF_RUN}}})", "{{run}} validation"),
             ),
             unit="short",
             alerts=("LossSpike", "LossNotFinite"),
@@ -190,27 +190,27 @@ LEARNING = Row(
         Panel(
             "Norm of the gradient",
             "Before clipping: it rises before the loss does.",
-            (Query(f"max by (run) (craton_run_gradient_norm{{{OF_RUN}}})", "{{run}}"),),
+            (PanelQuery(f"max by (run) (craton_run_gradient_norm{{{OF_RUN}}})", "{{run}}"),),
             unit="short",
             alerts=("GradientSpike",),
         ),
         Panel(
             "Learning rate",
             "As the schedule has it.",
-            (Query(f"max by (run) (craton_run_learning_rate{{{OF_RUN}}})", "{{run}}"),),
+            (PanelQuery(f"max by (run) (craton_run_learning_rate{{{OF_RUN}}})", "{{run}}"),),
             unit="short",
         ),
         Panel(
             "Tokens",
             "Trained on since the start. It falls back when a run goes on from a checkpoint.",
-            (Query(f"max by (run) (craton_run_tokens_total{{{OF_RUN}}})", "{{run}}"),),
+            (PanelQuery(f"max by (run) (craton_run_tokens_total{{{OF_RUN}}})", "{{run}}"),),
             unit="short",
             width=12,
         ),
         Panel(
             "Updates skipped within half an hour",
             "Because loss or gradient was not finite or jumped. A few in a long run are normal, more are not.",
-            (Query(f"sum by (run) (increase(craton_run_skipped_steps_total{{{OF_RUN}}}[30m]))", "{{run}}"),),
+            (PanelQuery(f"sum by (run) (increase(craton_run_skipped_steps_total{{{OF_RUN}}}[30m]))", "{{run}}"),),
             unit="short",
             width=12,
             alerts=("StepsSkipped",),
@@ -218,15 +218,15 @@ LEARNING = Row(
     ),
 )
 
-LIFE = Row(
+LIFE = PanelRow(
     "Checkpoints and time",
     (
         Panel(
             "Age of the newest checkpoint",
             "By tier; dashed is how often the plan writes one. Twice that: it cannot be written, or nothing moves.",
             (
-                Query(f"craton:checkpoint_age_seconds{{{OF_RUN}}}", "{{run}} {{tier}}"),
-                Query(
+                PanelQuery(f"craton:checkpoint_age_seconds{{{OF_RUN}}}", "{{run}} {{tier}}"),
+                PanelQuery(
                     f"max by (run, tier) (craton_plan_checkpoint_interval_seconds{{{OF_RUN}}})",
                     "{{run}} {{tier}} planned",
                     is_plan=True,
@@ -239,7 +239,7 @@ LIFE = Row(
             "What time went to",
             "Share of all ranks' time by the ledger's kind. All but productive is what goodput loses.",
             (
-                Query(
+                PanelQuery(
                     f"sum by (run, kind) (rate(craton_run_ledger_seconds_total{{{OF_RUN}}}[$__rate_interval]))"
                     " / on (run) group_left ()"
                     f" sum by (run) (rate(craton_run_ledger_seconds_total{{{OF_RUN}}}[$__rate_interval]))",
@@ -255,7 +255,7 @@ LIFE = Row(
             "Records lost",
             "A pipe or a disk is full: what these boards show has holes, the run itself goes on.",
             (
-                Query(
+                PanelQuery(
                     f"sum by (run, node) (increase(craton_run_dropped_records_total{{{OF_RUN}}}[30m]))",
                     "{{run}} {{node}}",
                 ),
@@ -268,7 +268,7 @@ LIFE = Row(
         Panel(
             "What recording costs",
             "Share of a rank's time inside recording calls, of the rank where it is most.",
-            (Query(f"max by (run) (craton_run_recording_share{{{OF_RUN}}})", "{{run}}"),),
+            (PanelQuery(f"max by (run) (craton_run_recording_share{{{OF_RUN}}})", "{{run}}"),),
             unit="percentunit",
             width=12,
         ),

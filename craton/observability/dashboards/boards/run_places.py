@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from craton.observability.dashboards.boards.twins import RUN_HERE, twin
-from craton.observability.dashboards.model import Panel, Query, Row
+from craton.observability.dashboards.model import Panel, PanelQuery, PanelRow
 
 OF_RUN = 'run=~"$run"'
 # Nodes a run has by what machines call themselves; what an agent calls its node may be another name.
 ON_ITS_NODES = f"max by (run, node) (craton_node_run_ranks{{{OF_RUN}}} > bool 0) * on (node) group_left ()"
 
-RANKS = Row(
+RANKS = PanelRow(
     "Ranks",
     (
         Panel(
             "Longest compute",
             "Ten ranks. One that stands out here and waits little in collectives holds everybody up: look at its card.",
             (
-                Query(
+                PanelQuery(
                     f"topk(10, max by (run, rank, node) (craton_run_compute_seconds{{{RUN_HERE}}}))",
                     "{{rank}} on {{node}}",
                 ),
@@ -30,7 +30,7 @@ RANKS = Row(
             "Shortest wait in collectives",
             "Ten ranks. In lock-step training the slow rank is the one that waits least.",
             (
-                Query(
+                PanelQuery(
                     f"bottomk(10, max by (run, rank, node) (craton_run_communication_seconds{{{RUN_HERE}}}))",
                     "{{rank}} on {{node}}",
                 ),
@@ -44,7 +44,7 @@ RANKS = Row(
             "Longest without progress",
             "Ten ranks. When a run hangs, the rank that stopped first is asked first.",
             (
-                Query(
+                PanelQuery(
                     f"topk(10, max by (run, rank, node) (craton_run_progress_age_seconds{{{RUN_HERE}}}))",
                     "{{rank}} on {{node}}",
                 ),
@@ -59,8 +59,8 @@ RANKS = Row(
             "Steps, first and last rank",
             "Lines that part: ranks do not go in step any more.",
             (
-                Query(f"max by (run) (craton_run_step{{{RUN_HERE}}})", "{{run}} first"),
-                Query(f"min by (run) (craton_run_step{{{RUN_HERE}}})", "{{run}} last"),
+                PanelQuery(f"max by (run) (craton_run_step{{{RUN_HERE}}})", "{{run}} first"),
+                PanelQuery(f"min by (run) (craton_run_step{{{RUN_HERE}}})", "{{run}} last"),
             ),
             unit="short",
             alerts=("RunHung",),
@@ -69,7 +69,7 @@ RANKS = Row(
             "Compute of the slowest rank over the median",
             "1 is even. Above 1.15 for ten minutes one rank costs everybody that share of the step.",
             (
-                Query(
+                PanelQuery(
                     f"max by (run) (craton_run_compute_seconds{{{RUN_HERE}}})"
                     f" / quantile by (run) (0.5, craton_run_compute_seconds{{{RUN_HERE}}})",
                     "{{run}}",
@@ -83,8 +83,8 @@ RANKS = Row(
             "Highest and lowest. Ranks hold different parts, so the level says nothing; a jump says that a card may "
             "compute wrong.",
             (
-                Query(f"max by (run) (craton:rank_gradient_norm:ratio{{{OF_RUN}}})", "{{run}} highest"),
-                Query(f"min by (run) (craton:rank_gradient_norm:ratio{{{OF_RUN}}})", "{{run}} lowest"),
+                PanelQuery(f"max by (run) (craton:rank_gradient_norm:ratio{{{OF_RUN}}})", "{{run}} highest"),
+                PanelQuery(f"min by (run) (craton:rank_gradient_norm:ratio{{{OF_RUN}}})", "{{run}} lowest"),
             ),
             unit="short",
             alerts=("RankGradientOff",),
@@ -92,16 +92,18 @@ RANKS = Row(
     ),
 )
 
-MACHINES = Row(
+MACHINES = PanelRow(
     "Its cards and nodes",
     (
         Panel(
             "Work of its cards",
             "Lowest and median card. A card far below the others waits, or is slow.",
             (
-                Query(f"quantile by (run) (0.5, DCGM_FI_PROF_SM_ACTIVE{{{OF_RUN}}})", "{{run}} median"),
-                Query(f"min by (run) (DCGM_FI_PROF_SM_ACTIVE{{{OF_RUN}}})", "{{run}} lowest"),
-                Query(f"quantile by (run) (0.5, DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{OF_RUN}}})", "{{run}} tensor cores"),
+                PanelQuery(f"quantile by (run) (0.5, DCGM_FI_PROF_SM_ACTIVE{{{OF_RUN}}})", "{{run}} median"),
+                PanelQuery(f"min by (run) (DCGM_FI_PROF_SM_ACTIVE{{{OF_RUN}}})", "{{run}} lowest"),
+                PanelQuery(
+                    f"quantile by (run) (0.5, DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{OF_RUN}}})", "{{run}} tensor cores"
+                ),
             ),
             unit="percentunit",
         ),
@@ -109,9 +111,9 @@ MACHINES = Row(
             "Clock of its cards",
             "Lowest and median. A card below its peers is throttled: the board of its node says why.",
             (
-                Query(f"quantile by (run) (0.5, DCGM_FI_DEV_SM_CLOCK{{{OF_RUN}}}) * 1e6", "{{run}} median"),
-                Query(f"min by (run) (DCGM_FI_DEV_SM_CLOCK{{{OF_RUN}}}) * 1e6", "{{run}} lowest"),
-                Query(
+                PanelQuery(f"quantile by (run) (0.5, DCGM_FI_DEV_SM_CLOCK{{{OF_RUN}}}) * 1e6", "{{run}} median"),
+                PanelQuery(f"min by (run) (DCGM_FI_DEV_SM_CLOCK{{{OF_RUN}}}) * 1e6", "{{run}} lowest"),
+                PanelQuery(
                     f"max by (run) (DCGM_FI_DEV_MAX_SM_CLOCK{{{OF_RUN}}}) * 1e6",
                     "{{run}} highest there is",
                     is_plan=True,
@@ -124,7 +126,7 @@ MACHINES = Row(
             "Memory that ranks hold on cards",
             "As the driver counts it, with what the allocator keeps; dashed is the plan's peak.",
             (
-                Query(f"max by (run) (craton_gpu_rank_memory_bytes{{{OF_RUN}}})", "{{run}} highest rank"),
+                PanelQuery(f"max by (run) (craton_gpu_rank_memory_bytes{{{OF_RUN}}})", "{{run}} highest rank"),
                 twin("memory_bytes")[-1],
             ),
             unit="bytes",
@@ -133,7 +135,7 @@ MACHINES = Row(
             "Memory of its nodes, used",
             "Where it nears 1 the kernel kills processes: fewer workers that load, or smaller buffers.",
             (
-                Query(
+                PanelQuery(
                     f"{ON_ITS_NODES} max by (node) (1 - node_memory_MemAvailable_bytes / node_memory_MemTotal_bytes)",
                     "{{run}} {{node}}",
                 ),
@@ -145,7 +147,7 @@ MACHINES = Row(
             "Its nodes wait for a processor",
             "Share of time in which somebody did. Ranks and loaders that share cores slow each other down.",
             (
-                Query(
+                PanelQuery(
                     f"{ON_ITS_NODES} max by (node) (rate(node_pressure_cpu_waiting_seconds_total[$__rate_interval]))",
                     "{{run}} {{node}}",
                 ),
@@ -156,7 +158,7 @@ MACHINES = Row(
             "Its nodes wait for storage",
             "Share of time in which everybody did: loading and checkpoints do that for minutes, not for hours.",
             (
-                Query(
+                PanelQuery(
                     f"{ON_ITS_NODES} max by (node) (rate(node_pressure_io_stalled_seconds_total[$__rate_interval]))",
                     "{{run}} {{node}}",
                 ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from craton.observability.dashboards.model import SERVER, Board, Panel, Query, Row
+from craton.observability.dashboards.model import SERVER, Board, Panel, PanelQuery, PanelRow
 
 OF_RUN = 'run=~"$run"'
 NAME = "{{run}} {{model_name}}"
@@ -10,9 +10,9 @@ RATE = "[$__rate_interval]"
 OF_SERVER = 'run=~"$run", model_name!=""'
 
 
-def _quantiles(histogram: str, *shares: float) -> tuple[Query, ...]:
+def _quantiles(histogram: str, *shares: float) -> tuple[PanelQuery, ...]:
     return tuple(
-        Query(
+        PanelQuery(
             f"histogram_quantile({share}, sum by (run, model_name, le)"
             f" (rate(vllm:{histogram}_bucket{{{OF_RUN}}}{RATE})))",
             f"{NAME} p{share * 100:g}",
@@ -25,7 +25,7 @@ def _sum(expr: str) -> str:
     return f"sum by (run, model_name) ({expr})"
 
 
-LATENCY = Row(
+LATENCY = PanelRow(
     "What users notice",
     (
         Panel(
@@ -53,7 +53,7 @@ LATENCY = Row(
             "Where a request's time goes",
             "Means of waiting, reading the prompt, and writing the answer; they add up.",
             tuple(
-                Query(
+                PanelQuery(
                     f"{_sum(f'rate(vllm:request_{part}_time_seconds_sum{{{OF_RUN}}}{RATE})')}"
                     f" / {_sum(f'rate(vllm:request_{part}_time_seconds_count{{{OF_RUN}}}{RATE})')}",
                     f"{NAME} {part}",
@@ -68,8 +68,8 @@ LATENCY = Row(
             "Requests",
             "Computed now, and waiting. A queue that is longer than what runs: load is above what the server can do.",
             (
-                Query(_sum(f"vllm:num_requests_running{{{OF_RUN}}}"), f"{NAME} computed"),
-                Query(_sum(f"vllm:num_requests_waiting{{{OF_RUN}}}"), f"{NAME} waiting"),
+                PanelQuery(_sum(f"vllm:num_requests_running{{{OF_RUN}}}"), f"{NAME} computed"),
+                PanelQuery(_sum(f"vllm:num_requests_waiting{{{OF_RUN}}}"), f"{NAME} waiting"),
             ),
             unit="short",
             alerts=("QueueLong",),
@@ -78,7 +78,7 @@ LATENCY = Row(
             "Answers that ended, by reason",
             "`length` is max_tokens, `abort` a client that went away or an engine that failed: its log has the reason.",
             (
-                Query(
+                PanelQuery(
                     f"sum by (run, model_name, finished_reason) (rate(vllm:request_success_total{{{OF_RUN}}}{RATE}))",
                     f"{NAME} {{{{finished_reason}}}}",
                 ),
@@ -89,15 +89,15 @@ LATENCY = Row(
     ),
 )
 
-SPEED = Row(
+SPEED = PanelRow(
     "Speed, predicted and measured",
     (
         Panel(
             "Tokens generated a second",
             "Dashed is what the machine's roofs (memory bandwidth, FLOPs) allow for the same steps.",
             (
-                Query(_sum(f"craton_run_tokens_per_second{{{OF_SERVER}}}"), NAME),
-                Query(_sum(f"craton_plan_tokens_per_second{{{OF_SERVER}}}"), f"{NAME} at the roofs", is_plan=True),
+                PanelQuery(_sum(f"craton_run_tokens_per_second{{{OF_SERVER}}}"), NAME),
+                PanelQuery(_sum(f"craton_plan_tokens_per_second{{{OF_SERVER}}}"), f"{NAME} at the roofs", is_plan=True),
             ),
             unit="short",
         ),
@@ -105,8 +105,8 @@ SPEED = Row(
             "Step",
             "Mean of the last steps, and what the roofs allow for them. Far above: launches, sampling or the host.",
             (
-                Query(f"max by (run, model_name) (craton_run_step_seconds{{{OF_SERVER}}})", NAME),
-                Query(
+                PanelQuery(f"max by (run, model_name) (craton_run_step_seconds{{{OF_SERVER}}})", NAME),
+                PanelQuery(
                     f"max by (run, model_name) (craton_plan_step_seconds{{{OF_SERVER}}})",
                     f"{NAME} at the roofs",
                     is_plan=True,
@@ -117,15 +117,15 @@ SPEED = Row(
         Panel(
             "Share of the roofs",
             "Planned over measured step time. It is low while few requests run; look at it under load.",
-            (Query(f"min by (run, model_name) (craton_serve_roofline{{{OF_RUN}}})", NAME),),
+            (PanelQuery(f"min by (run, model_name) (craton_serve_roofline{{{OF_RUN}}})", NAME),),
             unit="percentunit",
         ),
         Panel(
             "Tokens by rate",
             "Read and written, counted where clients see them.",
             (
-                Query(_sum(f"rate(vllm:prompt_tokens_total{{{OF_RUN}}}{RATE})"), f"{NAME} read"),
-                Query(_sum(f"rate(vllm:generation_tokens_total{{{OF_RUN}}}{RATE})"), f"{NAME} written"),
+                PanelQuery(_sum(f"rate(vllm:prompt_tokens_total{{{OF_RUN}}}{RATE})"), f"{NAME} read"),
+                PanelQuery(_sum(f"rate(vllm:generation_tokens_total{{{OF_RUN}}}{RATE})"), f"{NAME} written"),
             ),
             unit="short",
         ),
@@ -133,7 +133,7 @@ SPEED = Row(
             "Tokens a step",
             "Mean. Small steps under load mean that the limit on tokens or requests is too low.",
             (
-                Query(
+                PanelQuery(
                     f"{_sum(f'rate(vllm:iteration_tokens_total_sum{{{OF_RUN}}}{RATE})')}"
                     f" / {_sum(f'rate(vllm:iteration_tokens_total_count{{{OF_RUN}}}{RATE})')}",
                     NAME,
@@ -145,7 +145,7 @@ SPEED = Row(
             "Guessed tokens that were right",
             "Of speculative decoding. Below a third it costs more than it gives: guess fewer tokens.",
             (
-                Query(
+                PanelQuery(
                     f"{_sum(f'rate(vllm:spec_decode_num_accepted_tokens_total{{{OF_RUN}}}{RATE})')}"
                     f" / {_sum(f'rate(vllm:spec_decode_num_draft_tokens_total{{{OF_RUN}}}{RATE})')}",
                     NAME,
@@ -156,15 +156,15 @@ SPEED = Row(
     ),
 )
 
-CACHE = Row(
+CACHE = PanelRow(
     "Keys and values",
     (
         Panel(
             "Blocks in use",
             "Full and nobody waits: well used. Full while requests wait: more memory, or more servers.",
             (
-                Query(f"max by (run, model_name) (vllm:kv_cache_usage_perc{{{OF_RUN}}})", f"{NAME} on the device"),
-                Query(
+                PanelQuery(f"max by (run, model_name) (vllm:kv_cache_usage_perc{{{OF_RUN}}})", f"{NAME} on the device"),
+                PanelQuery(
                     f"max by (run, model_name) (craton_serve_host_blocks_used_ratio{{{OF_RUN}}})", f"{NAME} in the host"
                 ),
             ),
@@ -174,7 +174,7 @@ CACHE = Row(
         Panel(
             "Requests taken out again",
             "Each is computed anew later. Lower the number of requests that run at once.",
-            (Query(_sum(f"rate(vllm:num_preemptions_total{{{OF_RUN}}}{RATE})"), NAME),),
+            (PanelQuery(_sum(f"rate(vllm:num_preemptions_total{{{OF_RUN}}}{RATE})"), NAME),),
             unit="ops",
             alerts=("RequestsPreempted",),
         ),
@@ -183,7 +183,7 @@ CACHE = Row(
             "By where they were found, of all that were looked up. Low where prompts should share a beginning: it "
             "differs early, or blocks are evicted too soon.",
             (
-                Query(
+                PanelQuery(
                     f"sum by (run, model_name, tier) (rate(craton_serve_prefix_hit_tokens_total{{{OF_RUN}}}{RATE}))"
                     " / on (run, model_name) group_left ()"
                     f" {_sum(f'rate(vllm:prefix_cache_queries_total{{{OF_RUN}}}{RATE})')}",
@@ -195,7 +195,7 @@ CACHE = Row(
         Panel(
             "Servers that answer",
             "1 each. While a model loads the front end answers already.",
-            (Query('max by (run, node) (up{job="craton-serve", run=~"$run"})', "{{run}} {{node}}"),),
+            (PanelQuery('max by (run, node) (up{job="craton-serve", run=~"$run"})', "{{run}} {{node}}"),),
             unit="short",
             kind="stat",
             height=5,
@@ -206,7 +206,7 @@ CACHE = Row(
         Panel(
             "Version of the weights",
             "Servers of one model that differ: an update reached only some.",
-            (Query(f"max by (run, model_name) (craton_serve_weights_version{{{OF_RUN}}})", NAME),),
+            (PanelQuery(f"max by (run, model_name) (craton_serve_weights_version{{{OF_RUN}}})", NAME),),
             unit="short",
             kind="stat",
             height=5,
@@ -215,7 +215,7 @@ CACHE = Row(
             "State",
             "1 at the state the engine is in.",
             (
-                Query(
+                PanelQuery(
                     f"max by (run, model_name, sleep_state) (vllm:engine_sleep_state{{{OF_RUN}}}) == 1",
                     f"{NAME} {{{{sleep_state}}}}",
                 ),

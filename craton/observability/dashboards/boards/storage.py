@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from craton.observability.dashboards.boards.twins import twin
-from craton.observability.dashboards.model import LEAF, NODE, RUN, Board, Panel, Query, Row
+from craton.observability.dashboards.model import LEAF, NODE, RUN, Board, Panel, PanelQuery, PanelRow
 
 HERE = 'node=~"$node", leaf=~"$leaf"'
 RATE = "[$__rate_interval]"
 LUSTRE_WAIT = f"rate(craton_lustre_request_seconds_total{{{HERE}}}{RATE})"
 LUSTRE_REQUESTS = f"rate(craton_lustre_requests_total{{{HERE}}}{RATE})"
 
-RUNS = Row(
+RUNS = PanelRow(
     "What runs notice",
     (
         Panel(
@@ -30,8 +30,8 @@ RUNS = Row(
             "Age of the newest checkpoint",
             "By tier; dashed is how often one is planned. What a fault now would cost.",
             (
-                Query('craton:checkpoint_age_seconds{run=~"$run"}', "{{run}} {{tier}}"),
-                Query(
+                PanelQuery('craton:checkpoint_age_seconds{run=~"$run"}', "{{run}} {{tier}}"),
+                PanelQuery(
                     'max by (run, tier) (craton_plan_checkpoint_interval_seconds{run=~"$run"})',
                     "{{run}} {{tier}} planned",
                     is_plan=True,
@@ -43,15 +43,15 @@ RUNS = Row(
     ),
 )
 
-LUSTRE = Row(
+LUSTRE = PanelRow(
     "Lustre, as its clients see it",
     (
         Panel(
             "Read and written by programs",
             "On all nodes, by file system.",
             (
-                Query(f"sum by (target) (rate(lustre_read_bytes_total{{{HERE}}}{RATE}))", "{{target}} read"),
-                Query(f"sum by (target) (rate(lustre_write_bytes_total{{{HERE}}}{RATE}))", "{{target}} written"),
+                PanelQuery(f"sum by (target) (rate(lustre_read_bytes_total{{{HERE}}}{RATE}))", "{{target}} read"),
+                PanelQuery(f"sum by (target) (rate(lustre_write_bytes_total{{{HERE}}}{RATE}))", "{{target}} written"),
             ),
             unit="Bps",
             alerts=("LustreStalled", "FileSystemSilent"),
@@ -59,13 +59,13 @@ LUSTRE = Row(
         Panel(
             "Nodes that read most",
             "Ten. One that reads far more than its peers has a cold cache, or loads what others have.",
-            (Query(f"topk(10, sum by (node) (rate(lustre_read_bytes_total{{{HERE}}}{RATE})))", "{{node}}"),),
+            (PanelQuery(f"topk(10, sum by (node) (rate(lustre_read_bytes_total{{{HERE}}}{RATE})))", "{{node}}"),),
             unit="Bps",
         ),
         Panel(
             "Operations on files",
             "By kind. Thousands of opens a second are small files: pack them.",
-            (Query(f"sum by (operation) (rate(lustre_stats_total{{{HERE}}}{RATE}))", "{{operation}}"),),
+            (PanelQuery(f"sum by (operation) (rate(lustre_stats_total{{{HERE}}}{RATE}))", "{{operation}}"),),
             unit="ops",
         ),
         Panel(
@@ -73,7 +73,7 @@ LUSTRE = Row(
             "Ten slowest. One server alone is hot or ill: spread stripes. All of them: the network, or throughput is "
             "used up.",
             (
-                Query(
+                PanelQuery(
                     "topk(10, sum by (component, target) ("
                     f"{LUSTRE_WAIT}) / sum by (component, target) ({LUSTRE_REQUESTS}))",
                     "{{target}} ({{component}})",
@@ -86,7 +86,7 @@ LUSTRE = Row(
             "Time of metadata operations",
             "Mean by kind, where the client tells it.",
             (
-                Query(
+                PanelQuery(
                     f"sum by (operation) (rate(craton_lustre_operation_seconds_total{{{HERE}}}{RATE}))"
                     f" / sum by (operation) (rate(lustre_stats_total{{{HERE}}}{RATE}))",
                     "{{operation}}",
@@ -98,22 +98,22 @@ LUSTRE = Row(
         Panel(
             "Servers that are not connected",
             "By node. One node alone has a bad network; many nodes have a server that is gone.",
-            (Query(f"sum by (node) (1 - craton_lustre_connected{{{HERE}}})", "{{node}}"),),
+            (PanelQuery(f"sum by (node) (1 - craton_lustre_connected{{{HERE}}})", "{{node}}"),),
             unit="short",
             alerts=("LustreDisconnected",),
         ),
     ),
 )
 
-FSX = Row(
+FSX = PanelRow(
     "FSx, as CloudWatch sees it",
     (
         Panel(
             "Read and written",
             "By all clients.",
             (
-                Query("max by (file_system_id) (aws_fsx_data_read_bytes_sum) / 60", "{{file_system_id}} read"),
-                Query("max by (file_system_id) (aws_fsx_data_write_bytes_sum) / 60", "{{file_system_id}} written"),
+                PanelQuery("max by (file_system_id) (aws_fsx_data_read_bytes_sum) / 60", "{{file_system_id}} read"),
+                PanelQuery("max by (file_system_id) (aws_fsx_data_write_bytes_sum) / 60", "{{file_system_id}} written"),
             ),
             unit="Bps",
         ),
@@ -121,7 +121,7 @@ FSX = Row(
             "Busiest target over the mean",
             "Near 1 is even. Several times the mean: one target is hot, a file has too few stripes.",
             (
-                Query(
+                PanelQuery(
                     "max by (file_system_id) (aws_fsx_data_read_bytes_maximum / aws_fsx_data_read_bytes_average)",
                     "{{file_system_id}} reads",
                 ),
@@ -132,8 +132,8 @@ FSX = Row(
             "Free",
             "Of all targets, and of the fullest: writes fail when that one is full.",
             (
-                Query("min by (file_system_id) (aws_fsx_free_data_storage_capacity_sum)", "{{file_system_id}}"),
-                Query(
+                PanelQuery("min by (file_system_id) (aws_fsx_free_data_storage_capacity_sum)", "{{file_system_id}}"),
+                PanelQuery(
                     "min by (file_system_id) (aws_fsx_free_data_storage_capacity_minimum)",
                     "{{file_system_id}} fullest target",
                 ),
@@ -144,14 +144,14 @@ FSX = Row(
     ),
 )
 
-DISKS = Row(
+DISKS = PanelRow(
     "File systems and drives",
     (
         Panel(
             "Fullest file systems",
             "Ten, by node. A shared one shows once for each node.",
             (
-                Query(
+                PanelQuery(
                     "topk(10, max by (node, mountpoint) ("
                     f"1 - node_filesystem_avail_bytes{{{HERE}}} / node_filesystem_size_bytes))",
                     "{{node}} {{mountpoint}}",
@@ -167,7 +167,7 @@ DISKS = Row(
             "Busiest drives",
             "Share of time in which they had something to do, ten of them.",
             (
-                Query(
+                PanelQuery(
                     f"topk(10, max by (node, device) (rate(node_disk_io_time_seconds_total{{{HERE}}}{RATE})))",
                     "{{node}} {{device}}",
                 ),
@@ -178,7 +178,7 @@ DISKS = Row(
             "Time of a write",
             "Ten slowest drives. Above 50 ms an NVMe drive is ill or throttled.",
             (
-                Query(
+                PanelQuery(
                     f"topk(10, max by (node, device) (rate(node_disk_write_time_seconds_total{{{HERE}}}{RATE})"
                     f" / rate(node_disk_writes_completed_total{{{HERE}}}{RATE})))",
                     "{{node}} {{device}}",
@@ -190,7 +190,7 @@ DISKS = Row(
             "Nodes that wait for storage",
             "Share of time in which everybody on the node did, ten worst.",
             (
-                Query(
+                PanelQuery(
                     f"topk(10, max by (node) (rate(node_pressure_io_stalled_seconds_total{{{HERE}}}{RATE})))",
                     "{{node}}",
                 ),
@@ -201,14 +201,22 @@ DISKS = Row(
         Panel(
             "Life of NVMe drives",
             "Used up, the ten worst. Beyond 1 the maker promises nothing.",
-            (Query(f"topk(10, max by (node, device) (nvme_percentage_used_ratio{{{HERE}}}))", "{{node}} {{device}}"),),
+            (
+                PanelQuery(
+                    f"topk(10, max by (node, device) (nvme_percentage_used_ratio{{{HERE}}}))", "{{node}} {{device}}"
+                ),
+            ),
             unit="percentunit",
             alerts=("DriveFailing",),
         ),
         Panel(
             "Errors of NVMe drives",
             "Data that could not be read or written whole, in a drive's life, the ten worst. Have them replaced.",
-            (Query(f"topk(10, max by (node, device) (nvme_media_errors_total{{{HERE}}}))", "{{node}} {{device}}"),),
+            (
+                PanelQuery(
+                    f"topk(10, max by (node, device) (nvme_media_errors_total{{{HERE}}}))", "{{node}} {{device}}"
+                ),
+            ),
             unit="short",
             alerts=("DriveFailing",),
         ),

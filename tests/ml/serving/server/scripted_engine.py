@@ -27,10 +27,10 @@ from craton.ml.serving.message_bytes import MessageLine
 from craton.ml.serving.messages import (
     Abort,
     Alternatives,
-    Answer,
     Control,
+    EngineReply,
     Failed,
-    Piece,
+    OutputDelta,
     Ready,
     Reply,
     Request,
@@ -71,7 +71,7 @@ class ScriptedEngine:
         self, answer: Callable[[Submit], Script], adapters: tuple[str, ...] = (), is_ready: bool = True
     ) -> None:
         self.answer = answer
-        self.control: Callable[[Control], Answer] = controlled
+        self.control: Callable[[Control], EngineReply] = controlled
         self.received: list[Request] = []
         self.is_held = True
         self.ready = Ready("scripted", VOCABULARY, MAX_LENGTH, adapters, page=16, kv_precision="fp8", memory=0.8)
@@ -157,14 +157,14 @@ class ScriptedEngine:
         else:
             self._connection.send(self.control(message))
 
-    def _step(self, number: int, copy: int) -> Piece | None:
+    def _step(self, number: int, copy: int) -> OutputDelta | None:
         submit, script = self._running[number, copy]
         if script.sent >= script.hold_at and self.is_held:
             return None
         sampling = submit.sampling
         wanted = list(script.tokens[: sampling.max_tokens])
         tokens = wanted[script.sent : script.sent + script.in_piece]
-        piece = Piece(number, copy, tokens, [-0.5] * len(tokens), versions=[script.version] * len(tokens))
+        piece = OutputDelta(number, copy, tokens, [-0.5] * len(tokens), versions=[script.version] * len(tokens))
         if sampling.logprobs is not None:
             piece.alternatives = [beside(token, sampling.logprobs) for token in tokens]
         if sampling.prompt_logprobs is not None and not script.sent:
@@ -188,7 +188,7 @@ def beside(token: int, count: int) -> Alternatives:
     return Alternatives((token, *others), (-0.5, *(-0.25 * place for place in range(1, count + 1))))
 
 
-def controlled(control: Control) -> Answer:
+def controlled(control: Control) -> EngineReply:
     """All controls succeed; a wake says what is still asleep."""
     result: dict[str, Any] = {"name": control.name}
     if control.name == "wake":
@@ -196,7 +196,7 @@ def controlled(control: Control) -> Answer:
             part: "asleep" for part in ("weights", "kv_cache") if part not in control.arguments.get("tags", (part,))
         }
         result |= {"state": "asleep" if missing else "running", "missing": missing}
-    return Answer(control.id, result)
+    return EngineReply(control.id, result)
 
 
 class Served:

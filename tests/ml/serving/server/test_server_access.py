@@ -14,7 +14,7 @@ from raw_http import ambiguous_heads, foreign_heads, raw_answer
 from scripted_engine import ADMIN, ADMIN_KEY, SECONDS, Served
 from waiting import wait_until
 
-from craton.ml.serving.messages import Answer, Control, Stats
+from craton.ml.serving.messages import Control, EngineReply, Stats
 from craton.ml.serving.server.access import ADMIN_VARIABLE, KEYS_VARIABLE
 from craton.ml.serving.server.front import main
 
@@ -178,7 +178,7 @@ def test_a_server_that_cannot_answer_is_alive_and_not_ready(served: Served, stat
 
 def test_waking_says_what_is_missing_and_health_knows_at_once(served: Served) -> None:
     missing = {"state": "running", "missing": {"weights": "discarded; POST /update_weights"}}
-    served.engine.control = lambda control: Answer(control.id, missing)
+    served.engine.control = lambda control: EngineReply(control.id, missing)
     woken = requests.post(f"{served.url}/wake_up", headers=ADMIN, timeout=SECONDS).json()
     assert (woken["status"], woken["missing"]) == ("without weights", missing["missing"])
     assert requests.get(f"{served.url}/health", timeout=SECONDS).json()["status"] == "without weights"

@@ -14,7 +14,7 @@ from prometheus_client.samples import Sample
 from scripted_engine import ADMIN, SECONDS, Script, Served
 from waiting import wait_until
 
-from craton.ml.serving.messages import Answer, Control, Stats, Submit
+from craton.ml.serving.messages import Control, EngineReply, Stats, Submit
 
 Encode = Callable[[str], list[int]]
 ASK: Any = [{"role": "user", "content": "hello"}]
@@ -65,7 +65,7 @@ def test_the_state_is_known_at_once(served: Served) -> None:
     assert get(served, "/is_sleeping") == {"is_sleeping": True}, "not before all of it is back"
     post(served, "/wake_up")
     assert get(served, "/is_sleeping") == {"is_sleeping": False}
-    served.engine.control = lambda control: Answer(control.id, 12)
+    served.engine.control = lambda control: EngineReply(control.id, 12)
     assert get(served, "/weights_version") == {"weights_version": 12}
 
 
@@ -80,7 +80,7 @@ def test_the_state_is_known_at_once(served: Served) -> None:
     ],
 )
 def test_what_the_engine_refuses(served: Served, path: str, body: Any, status: int) -> None:
-    served.engine.control = lambda control: Answer(control.id, error="not while it is asleep")
+    served.engine.control = lambda control: EngineReply(control.id, error="not while it is asleep")
     answer = post(served, path, body)
     assert answer.status_code == status
     said = answer.json()["error"]["message"]
@@ -88,7 +88,7 @@ def test_what_the_engine_refuses(served: Served, path: str, body: Any, status: i
 
 
 def test_adapters_come_and_go(served: Served) -> None:
-    served.engine.control = lambda control: Answer(control.id)
+    served.engine.control = lambda control: EngineReply(control.id)
     assert post(served, "/v1/load_lora_adapter", {"lora_name": "poet", "lora_path": "/poet"}).status_code == 200
     assert served.engine.wait_for(Control)[0].arguments == {"name": "poet", "folder": "/poet"}
     assert [model["id"] for model in get(served, "/v1/models")["data"]] == ["scripted", "painter", "poet"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scripted_engine import Script, Served
 from tokenizers import Tokenizer, decoders, models
 
-from craton.ml.serving.messages import Piece
+from craton.ml.serving.messages import OutputDelta
 from craton.ml.serving.server.answer import AnswerReader, StopStrings
 from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.service import generation_defaults
@@ -129,7 +129,7 @@ def read_all(reader: AnswerReader, tokens: list[int], in_piece: int) -> list[Any
     additions = []
     for at in range(0, len(tokens), in_piece):
         part = tokens[at : at + in_piece]
-        piece = Piece(1, 0, part, [-0.5] * len(part))
+        piece = OutputDelta(1, 0, part, [-0.5] * len(part))
         piece.finish = "stop" if at + in_piece >= len(tokens) else None
         additions.append(reader.read(piece))
         if reader.is_complete:

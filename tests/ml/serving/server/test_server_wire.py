@@ -17,7 +17,7 @@ from scripted_engine import SECONDS
 from waiting import wait_until
 
 from craton.ml.serving.message_bytes import MessageLine, encode
-from craton.ml.serving.messages import Abort, Failed, Piece, Stats, Submit
+from craton.ml.serving.messages import Abort, Failed, OutputDelta, Stats, Submit
 from craton.ml.serving.packing import WireError
 from craton.ml.serving.server.wire import Wire
 
@@ -36,7 +36,7 @@ def ends() -> Iterator[tuple[Wire, MessageLine]]:
 def test_messages_arrive_as_they_were(ends: tuple[Wire, MessageLine]) -> None:
     wire, connection = ends
     assert list(wire.read()) == [], "nothing has come"
-    replies = [[Piece(1, 0, [3], [-0.5]), Piece(2, finish="stop")], Stats(running=3)]
+    replies = [[OutputDelta(1, 0, [3], [-0.5]), OutputDelta(2, finish="stop")], Stats(running=3)]
     for reply in replies:
         connection.send(reply)
     assert list(wire.read()) == replies
