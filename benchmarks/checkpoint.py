@@ -31,15 +31,16 @@ import torch
 import torch.multiprocessing as multiprocessing
 import yaml
 
-from craton.infrastructure import open_store
+from craton.infrastructure.storage import open_store
 from craton.infrastructure.storage.s3 import PART_BYTES, PARTS_IN_FLIGHT
 from craton.infrastructure.storage.store import READS_IN_FLIGHT, STREAM_BYTES
 from craton.job import load_job
 from craton.ml.data import prepare
+from craton.ml.training import Trainer
 from craton.ml.training.build import RankIdentity, build
 from craton.ml.training.checkpoint import Checkpointer, TierFolder
-from craton.ml.training.loop import Trainer
-from craton.telemetry import LedgerClock, Recorder, RunDirectory
+from craton.telemetry import RunDirectory
+from craton.telemetry.rank import LedgerClock, Recorder
 
 JOB = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 RANKS = 2

@@ -29,9 +29,11 @@ from checkpoint import start_server
 
 from craton.job import load_job
 from craton.ml.data import prepare
+from craton.ml.training import Trainer
 from craton.ml.training.build import RankIdentity, build
-from craton.ml.training.loop import Trainer
-from craton.telemetry import LedgerClock, Recorder, RunDirectory, read_lines
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_lines
+from craton.telemetry.rank import LedgerClock, Recorder
 
 STOP, STEPS = 100, 102
 WARMUP = 10

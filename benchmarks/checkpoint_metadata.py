@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from craton.ml.training.checkpoint_metadata import parse_metadata
-from craton.ml.training.checkpoint_sums import FileSum
+from craton.ml.training.checkpoint.checksums import FileSum
+from craton.ml.training.checkpoint.metadata import parse_metadata
 
 ROUNDS = 5
 ROWS, COLUMNS = 64, 4096  # of a chunk

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from observability.exporter.stand_in_nvml import StandInNvml, eight_cards
 from observability.exporter.trees import write_root
 
-from craton.infrastructure import NodeRoot, probe_gpus
+from craton.infrastructure.probes import NodeRoot, probe_gpus
 from craton.observability.exporter import FAMILIES, ExporterServer, NodeExporter
-from craton.observability.exporter.nvml import NvmlCards
+from craton.observability.exporter.gpus import NvmlCards
 
 SCRAPES = 40
 PAUSE_SECONDS = 0.6  # longer than the shortest time between two samples of GPM

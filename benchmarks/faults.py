@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from craton.agent import newest_generation
+from craton.bench.recovery.rehearsal import Rehearsal, end_rehearsal, running, write_rehearsal
 from craton.job import parse_fault
-from craton.orchestration import arm_faults, newest_checkpoint
-from craton.orchestration.local import start_agents
-from craton.orchestration.rehearsal import Rehearsal, end_rehearsal, running, write_rehearsal
-from craton.telemetry import RunDirectory, read_lines, summarize
+from craton.orchestration import start_agents
+from craton.orchestration.changes import arm_faults
+from craton.orchestration.start import newest_checkpoint
+from craton.telemetry import RunDirectory, summarize
+from craton.telemetry.files import read_lines
 
 STEPS = 24
 BREAK_AT = 10

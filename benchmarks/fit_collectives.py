@@ -23,8 +23,7 @@ from typing import Any
 
 from scipy.optimize import least_squares
 
-from craton.planning import collectives
-from craton.planning.collectives import Group, Network
+from craton.planning.rates import Group, Network, collectives
 
 DATA = Path(__file__).parents[1] / "data"
 MEBIBYTE = 2**20

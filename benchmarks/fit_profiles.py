@@ -1,6 +1,6 @@
 """Fit the shipped software profiles to the published runs and our own: `python benchmarks/fit_profiles.py` writes
-craton/planning/profiles.json. Takes about two seconds; run it after any change of the step model, the kernel or
-collective curves, the priors, data/training_results.json or data/craton_runs.json.
+craton/planning/calibration/profiles.json. Takes about two seconds; run it after any change of the step model, the
+kernel or collective curves, the priors, data/training_results.json or data/craton_runs.json.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from craton.infrastructure import gpu, gpus
-from craton.planning.corpus import corpus_fit, effect_labels, fitted_cases
-from craton.planning.profiles import STACKS, UNKNOWN, profile_from_fit, profile_json
+from craton.infrastructure.catalog import gpu, gpus
+from craton.planning.calibration import STACKS, UNKNOWN, corpus_fit, effect_labels, profile_from_fit
+from craton.planning.calibration.profiles import profile_json
+from craton.planning.calibration.published_rows import fitted_cases
 
 OUTPUT = Path(__file__).parent.parent / "craton" / "planning" / "profiles.json"
 

@@ -225,11 +225,14 @@ def serving(root: Path) -> Iterator[int]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from craton.agent import free_port
+    from craton.agent.processes import free_port
     from craton.job import parse_job
+    from craton.ml.data import load_tokenizer
     from craton.ml.data.chat import ensure_template
-    from craton.ml.data.tokenizer import load_tokenizer, train_bpe
-    from craton.orchestration import draft_run, kill_run, living_agents, start_run
+    from craton.ml.data.tokenizer import train_bpe
+    from craton.orchestration import living_agents
+    from craton.orchestration.draft import draft_run
+    from craton.orchestration.start import kill_run, start_run
 
     folder = root / "tiny"
     folder.mkdir()

@@ -17,9 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from craton.agent.processes import free_port
 from craton.job import Job, parse_job
-from craton.orchestration import draft_run, free_port, start_copies, start_run
+from craton.orchestration.draft import draft_run
 from craton.orchestration.slurm import SCRIPT_FILE
+from craton.orchestration.start import start_copies, start_run
 from craton.telemetry import RunDirectory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "orchestration"))

@@ -41,7 +41,7 @@ from browser import Browser, Tab  # noqa: E402 - lies beside the tests
 from simulated_runs import STEP_SECONDS, metrics_line, write_run, write_runs  # noqa: E402
 
 from craton.observability.web import TopView  # noqa: E402
-from craton.observability.web.verdicts import CachedVerdict  # noqa: E402
+from craton.observability.web.sources import CachedVerdict  # noqa: E402
 from craton.telemetry import RunDirectory  # noqa: E402
 
 USABLE = {

@@ -13,20 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from craton.job import Layout, ModelShape
-from craton.planning.bench import (
-    Bench,
-    CaseResult,
-    Statistics,
-    bench_plan,
-    decisions,
-    family_median,
-    statistics,
-    tables,
-)
-from craton.planning.cases import Case, CaseMachine
-from craton.planning.corpus import corpus, corpus_path, row_of
-from craton.planning.fitting import Fit
+from craton.bench import bench_plan
+from craton.bench.planner import Bench, CaseResult, Statistics, decisions, family_median, statistics, tables
+from craton.job.layout import Layout
+from craton.job.model import ModelShape
+from craton.planning.calibration import Case, Fit, corpus, row_of
+from craton.planning.calibration.cases import CaseMachine
+from craton.planning.calibration.published_rows import corpus_path
 from craton.planning.software import Traits
 
 DATA = Path(__file__).parent.parent / "data"

@@ -14,11 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from craton.infrastructure import cluster_of
-from craton.job import load_job, model_preset
-from craton.planning import find_profile, plan, plan_clusters
-from craton.planning.machine import machine_of
+from craton.job import load_job
+from craton.job.model import model_preset
+from craton.planning import plan, plan_clusters
+from craton.planning.calibration import find_profile
+from craton.planning.rates import machine_of
 from craton.planning.search import search
-from craton.planning.training import StepModel
+from craton.planning.step import StepModel
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 INSTANCES = ("p4de.24xlarge", "p5.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge", "p6-b300.48xlarge")

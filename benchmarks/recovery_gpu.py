@@ -28,13 +28,17 @@ from typing import Any
 
 import torch
 
-from craton.agent import Generation, Keeper, Launch, write_launch
-from craton.job import Layout, dump_job, parse_job
+from craton.agent import Generation, Launch, write_launch
+from craton.agent.memory import Keeper
+from craton.job import dump_job, parse_job
+from craton.job.layout import Layout
+from craton.ml.training import Trainer
 from craton.ml.training.build import RankIdentity, build
-from craton.ml.training.loop import Trainer
 from craton.ml.training.orders import Order
-from craton.orchestration.local import start_agents
-from craton.telemetry import LedgerClock, Recorder, RunDirectory, read_lines, summarize
+from craton.orchestration import start_agents
+from craton.telemetry import RunDirectory, summarize
+from craton.telemetry.files import read_lines
+from craton.telemetry.rank import LedgerClock, Recorder
 
 WARMUP = 12
 LIMIT_SECONDS = 400.0
@@ -86,7 +90,7 @@ def start(root: Path, name: str, given: argparse.Namespace, peer: str, steps: in
         nodes=["node-0"],
         ranks_per_node=1,
         command=[sys.executable, "-m", "craton.ml.training", str(run.path)],
-        nursery=[sys.executable, "-m", "craton.ml.nursery", str(run.path)],
+        nursery=[sys.executable, "-m", "craton.ml.fork_server", str(run.path)],
         gpus=True,
         threads_per_rank=8,
         layouts={"1": asdict(Layout(micro_batch=given.batch, precision="bf16"))},

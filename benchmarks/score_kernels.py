@@ -19,15 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from craton.planning.kernels import (
-    OPERAND_BYTES,
-    GpuRates,
-    attention_seconds,
-    elementwise_seconds,
-    gemm_seconds,
-    gpu_rates,
-    grouped_gemm_seconds,
-)
+from craton.planning.rates import GpuRates, attention_seconds, gemm_seconds, grouped_gemm_seconds
+from craton.planning.rates.kernels import OPERAND_BYTES, elementwise_seconds, gpu_rates
 
 DATA = Path(__file__).parents[1] / "data"
 TERA = 1e12

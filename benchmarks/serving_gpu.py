@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from craton.job import model_preset
+from craton.job.model import model_preset
 from craton.ml.models import Decoder, config_from_shape
-from craton.ml.serving.adapters import Adapters
-from craton.ml.serving.build import build_engine, build_runner, join_engine
-from craton.ml.serving.engine import Engine
-from craton.ml.serving.float8 import quantize_model
+from craton.ml.serving.device import Adapters, StepResult
+from craton.ml.serving.device.float8 import quantize_model
+from craton.ml.serving.engine import build_runner, join_engine
+from craton.ml.serving.engine.build import build_engine
+from craton.ml.serving.engine.engine import Engine
 from craton.ml.serving.messages import Sampling, Submit
-from craton.ml.serving.runner import StepResult
 from craton.ml.serving.settings import EngineSettings
 
 DEVICE = torch.device("cuda")
@@ -376,8 +376,8 @@ def their_model(model: Decoder) -> Any:
     """The same weights, in the same memory where they are not fused, as a model of transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from craton.ml.models import weight_entries
     from craton.ml.models.huggingface import config_to_huggingface
-    from craton.ml.models.weight_names import weight_entries
 
     fields = config_to_huggingface(model.config)
     config = AutoConfig.for_model(**fields)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from craton.ml import kernels
-from craton.ml.kernels import paged, triton_launch
+from craton.ml.kernels.serving import paged
+from craton.ml.kernels.triton import launch
 
 PAGE, HEAD_DIM, KV_HEADS = 16, 128, 8
 HIDDEN, FFN_HIDDEN, VOCABULARY = 4096, 14336, 128256  # of the 8B shape
@@ -204,10 +205,10 @@ def check_early_launch() -> None:
     for _ in range(50):
         graph.replay()
         results.append(out.clone())
-    starts_early = triton_launch._starts_early
-    triton_launch._starts_early = lambda _: False
+    starts_early = launch._starts_early
+    launch._starts_early = lambda _: False
     plain = step(0)
-    triton_launch._starts_early = starts_early
+    launch._starts_early = starts_early
     differing = sum(not torch.equal(result, plain) for result in results)
     print(f"{'graph of early launches against a plain one':52}{differing:9} of 50 differ")
     if differing or not plain.isfinite().all():

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from craton.ml.serving.message_bytes import decode, encode
+from craton.ml.serving.device.order_bytes import decode_order, encode_order
 from craton.ml.serving.messages import OutputDelta, Sampling, Stats, Submit
-from craton.ml.serving.order_bytes import decode_order, encode_order
-from craton.ml.serving.work import RowStart, StepInput
+from craton.ml.serving.schedule import RowStart, StepInput
+from craton.ml.serving.wire import decode, encode
 
 ROUNDS, SECONDS = 7, 0.05
 

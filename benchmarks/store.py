@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from craton.agent import StoreClient, StoreServer
+from craton.agent.store import StoreClient, StoreServer
 from craton.ml.store import RunStore
 
 SECRET = b"benchmark"

@@ -27,11 +27,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
-from craton.job import Job, ModelShape, load_job
+from craton.job import Job, load_job
+from craton.job.model import ModelShape
 from craton.ml.data import prepare
+from craton.ml.training import Trainer
 from craton.ml.training.build import RankIdentity, build
-from craton.ml.training.loop import Trainer
-from craton.telemetry import LedgerClock, Recorder, RunDirectory
+from craton.telemetry import RunDirectory
+from craton.telemetry.rank import LedgerClock, Recorder
 
 JOB = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 RANKS = 2

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
-from craton.job import model_preset, parse_job
+from craton.job import parse_job
+from craton.job.model import model_preset
 from craton.ml.data import Loader, open_source, prepare
 from craton.ml.models import Decoder, config_from_shape
-from craton.ml.training.batch import Batch
+from craton.ml.training import AdamW, Batch
 from craton.ml.training.float8 import convert
 from craton.ml.training.head import linear_log_prob_loss
-from craton.ml.training.optimizer import AdamW
 
 SEQUENCE, WARMUP, LEARNING_RATE = 4096, 20, 1e-4
 LAST = 50  # steps whose mean is compared

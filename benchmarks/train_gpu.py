@@ -121,12 +121,11 @@ def profile(step: Callable[[], None], title: str) -> None:
 
 
 def craton(name: str, batch: int, arguments: argparse.Namespace) -> tuple[Callable[[], None], int]:
-    from craton.job import ModelShape
-    from craton.ml.models.config import DecoderConfig
-    from craton.ml.models.decoder import Decoder
+    from craton.job.model import ModelShape
+    from craton.ml.models import Decoder, DecoderConfig
     from craton.ml.models.rope import RopeConfig
+    from craton.ml.training import AdamW
     from craton.ml.training.head import linear_log_prob_loss
-    from craton.ml.training.optimizer import AdamW
 
     layers, hidden, ffn, heads, kv_heads = SHAPES[name]
     experts = {"experts": EXPERTS, "top_k": TOP_K, "moe_ffn_hidden": ffn, "qk_norm": True} if name == "moe" else {}

@@ -75,9 +75,10 @@ class Rank:
 
 def serve_steps(job: Path) -> None:
     """In a rank: trains as many steps as each line of standard input says."""
+    from craton.ml.training import Trainer
     from craton.ml.training.build import RankIdentity, build
-    from craton.ml.training.loop import Trainer
-    from craton.telemetry import LedgerClock, Recorder, RunDirectory
+    from craton.telemetry import RunDirectory
+    from craton.telemetry.rank import LedgerClock, Recorder
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     with tempfile.TemporaryDirectory() as root:

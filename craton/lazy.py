@@ -1,26 +1,40 @@
-"""Packages whose names are loaded when first asked for (PEP 562), so that a quick verb pays only for what it uses.
+"""Package faces whose names load on first use (PEP 562), so that a quick verb imports only what it needs.
 
-A package says `if TYPE_CHECKING: from … import …` for type checkers and `else: __getattr__ = loader(__name__, …)` for
-everybody else; its `__all__` stays its whole face.
+A face lists its names once, as imports under `if TYPE_CHECKING:`. Type checkers and import-linter read that block as
+it stands; at run time `lazy_names` reads the same block from the source and loads each module on first use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import ast
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
+
+Face = tuple[list[str], Callable[[str], object], Callable[[], list[str]]]
 
 
-def loader(
-    package: str, homes: Mapping[str, Sequence[str]], other_names: Mapping[str, str] | None = None
-) -> Callable[[str], object]:
-    """The `__getattr__` of a package: `homes` has the names in each of its files, `other_names` what a name is called
-    there where that differs."""
-    home_of = {name: f"{package}.{file}" for file, names in homes.items() for name in names}
-    renamed = other_names or {}
+def lazy_names(package: str, file: str) -> Face:
+    """`__all__`, `__getattr__` and `__dir__` of a package, from the TYPE_CHECKING block of its `__init__.py`."""
+    homes = face_names(Path(file).read_text(encoding="utf-8"))
+    names = sorted(homes)
 
     def load(name: str) -> object:
-        if name not in home_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(home_of))}")
-        return getattr(import_module(home_of[name]), renamed.get(name, name))
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}")
+        module, original = homes[name]
+        return getattr(import_module(module), original)
 
-    return load
+    return names, load, lambda: names
+
+
+def face_names(source: str) -> dict[str, tuple[str, str]]:
+    """Exported name → (module, its name there), for every import under `if TYPE_CHECKING:`."""
+    return {
+        alias.asname or alias.name: (statement.module, alias.name)
+        for block in ast.parse(source).body
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom) and statement.module is not None
+        for alias in statement.names
+    }

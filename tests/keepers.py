@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from craton.agent.keeper import Keeper
-from craton.agent.slots import HEADER_BYTES, KeeperClient, OwnSlot
+from craton.agent.memory import HEADER_BYTES, Keeper, KeeperClient, OwnSlot
 
 SECRET = b"a secret of this run"
 

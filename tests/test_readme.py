@@ -24,15 +24,23 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
-from craton.agent.process import start_rank
+from craton.agent.processes import start_rank
 from craton.cli.app import app
-from craton.infrastructure import gpu, resolve_cluster
-from craton.job import ClusterFile, CratonError, Job, check_job, load_job, parse_job
+from craton.errors import CratonError
+from craton.infrastructure import resolve_cluster
+from craton.infrastructure.catalog import gpu
+from craton.job import Job, check_job, load_job, parse_job
+from craton.job.cluster import ClusterFile
 from craton.orchestration.local import AGENTS_FILE
-from craton.planning import CONSTANTS, load_pins, load_runs, plan, render_plan, software_names
-from craton.planning.fitting import LEVELS, NOISE, SCALES
-from craton.planning.machine import machine
-from craton.telemetry import LEDGER_KINDS, MARKERS, METRICS, TWINS, RunDirectory, RunState, read_lines
+from craton.planning import CONSTANTS, plan
+from craton.planning.calibration import load_pins, load_runs
+from craton.planning.calibration.fitting import LEVELS, NOISE, SCALES
+from craton.planning.calibration.profiles import software_names
+from craton.planning.rates import machine
+from craton.planning.report import render_plan
+from craton.telemetry import MARKERS, METRICS, TWINS, RunDirectory, RunState
+from craton.telemetry.files import read_lines
+from craton.telemetry.rank import LEDGER_KINDS
 from craton.telemetry.rundirectory import FOLDERS
 
 ROOT = Path(__file__).parents[1]

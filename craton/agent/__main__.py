@@ -16,7 +16,8 @@ from craton.agent.lock import NodeLock
 from craton.agent.supervisor import Supervisor
 from craton.digits import counted
 from craton.limits import raise_file_limit
-from craton.telemetry import RunDirectory, protect_output
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import protect_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,12 +19,15 @@ from pathlib import Path
 
 from craton.agent.errors import KeeperError
 from craton.agent.launch import Launch
+from craton.agent.memory import KeeperClient
 from craton.agent.node import NodeProcesses, RankSlot
 from craton.agent.records import NodeRecords
-from craton.agent.slots import KeeperClient
 from craton.errors import CratonError
-from craton.job import InjectedFault, load_job, parse_fault, place_of
-from craton.telemetry import BESIDE, RunDirectory, paths_in, read_regular
+from craton.job import InjectedFault, load_job, parse_fault
+from craton.job.sections import place_of
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import paths_in, read_regular
+from craton.telemetry.rank import BESIDE
 
 LOOK_SECONDS = 0.5
 QUICK_SECONDS = 0.02  # between two looks at the steps of the ranks, while a fault waits for one

@@ -14,7 +14,8 @@ import secrets
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from craton.telemetry import RunDirectory, names_in, read_json
+from craton.telemetry import RunDirectory, read_json
+from craton.telemetry.files import names_in
 
 _FILE = re.compile(r"(\d{6,})\.json")
 

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from craton.agent.errors import LaunchError
-from craton.telemetry import RunDirectory, read_regular, replace_text
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_regular, replace_text
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -17,34 +17,33 @@ import time
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from craton.agent.avoid import read_avoided
-from craton.agent.coordinator import (
+from craton.agent.coordination import (
     SILENT_SECONDS,
     Action,
+    Claimed,
     Coordinator,
     Fail,
     Finish,
+    Followed,
+    Heard,
+    LeaderElection,
+    Link,
+    Message,
     Notice,
     RankFailure,
     Release,
     Start,
+    read_avoided,
 )
-from craton.agent.council import Claimed, Followed, Heard, LeaderElection
+from craton.agent.errors import LaunchError
 from craton.agent.generation import Generation, create_generation, newest_generation, next_number
-from craton.agent.launch import Launch, LaunchError, read_launch
-from craton.agent.process import open_log
+from craton.agent.launch import Launch, read_launch
+from craton.agent.processes import open_log
 from craton.agent.records import NodeRecords
-from craton.agent.wire import Link, Message
-from craton.telemetry import (
-    STEADY,
-    Heartbeat,
-    Marker,
-    RunDirectory,
-    process_start,
-    read_heartbeat,
-    read_json,
-    read_regular_text,
-)
+from craton.telemetry import Marker, RunDirectory, read_json
+from craton.telemetry.files import read_regular_text
+from craton.telemetry.node import Heartbeat, process_start, read_heartbeat
+from craton.telemetry.rank import STEADY
 
 STATUS_SECONDS = 0.15  # between two words to whoever coordinates
 ALIVE_SECONDS = 3.0  # a heartbeat that has not changed for this long has stopped

@@ -16,16 +16,25 @@ import time
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-from craton.agent.cpuwait import CpuWait
+from craton.agent.coordination import RankProgress
 from craton.agent.generation import Generation, next_number
-from craton.agent.hangs import RankProgress
 from craton.agent.launch import Launch
-from craton.agent.nursery import Nursery, NurseryError
-from craton.agent.output import CommandOutput
-from craton.agent.ports import free_port
-from craton.agent.process import ChildProcess, RankProcess, pipe, rank_environment, start_rank
+from craton.agent.processes import (
+    ChildProcess,
+    CommandOutput,
+    CpuWait,
+    Nursery,
+    NurseryError,
+    RankProcess,
+    free_port,
+    pipe,
+    rank_environment,
+    start_rank,
+)
 from craton.agent.records import NodeRecords
-from craton.telemetry import STEADY, RankPage, RankStatus, RunDirectory, monotonic_of
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import RankStatus
+from craton.telemetry.rank import STEADY, RankPage, monotonic_of
 
 PLANNED_SECONDS = 1000.0  # without progress, on the way into a planned generation; the coordinator has less patience
 NURSERY_SECONDS = 120.0  # imports on a cold file system take their time

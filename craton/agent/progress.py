@@ -25,12 +25,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from craton.agent.coordination import HANG_STEPS
 from craton.agent.errors import LaunchError
-from craton.agent.hangs import HANG_STEPS
 from craton.agent.node import NodeProcesses, RankSlot
-from craton.agent.process import RankProcess, fill
+from craton.agent.processes import RankProcess, fill
 from craton.agent.records import NodeRecords
-from craton.telemetry import STEADY, monotonic_of, open_regular
+from craton.telemetry.files import open_regular
+from craton.telemetry.rank import STEADY, monotonic_of
 
 LINE_BYTES = 4096  # what is longer is cut: it may be a matrix, or a file without line ends
 LOOK_BYTES = 256 << 10  # of a log at one look; what comes faster is skipped, but for its end

@@ -28,43 +28,31 @@ from types import FrameType
 from typing import Any
 
 from craton.agent.chaos import Chaos
-from craton.agent.clockwork import continue_clock
-from craton.agent.coordinator import RankFailure
-from craton.agent.council import LeaderElection
+from craton.agent.coordination import LeaderElection, RankFailure, check_secret, run_secret
 from craton.agent.errors import LaunchError
-from craton.agent.face import NodePublisher
 from craton.agent.generation import Generation, newest_generation
 from craton.agent.launch import Launch
 from craton.agent.lock import NodeLock
 from craton.agent.membership import Membership
-from craton.agent.network import address_towards, pin_interfaces
 from craton.agent.node import NodeProcesses, RankSlot
-from craton.agent.process import (
+from craton.agent.processes import (
     EXIT_FINAL,
     ChildProcess,
     RankProcess,
+    address_towards,
     adopt_orphans,
     failure_text,
     how_ended,
+    pin_interfaces,
     reap,
 )
 from craton.agent.progress import CommandProgress
-from craton.agent.records import NodeRecords
-from craton.agent.state import directory_identity
-from craton.agent.wire import check_secret, run_secret
+from craton.agent.records import NodePublisher, NodeRecords, continue_clock, directory_identity
 from craton.limits import explain, limit_hint
-from craton.telemetry import (
-    BESIDE,
-    STEADY,
-    STORAGE_ERRORS,
-    LogTimes,
-    Marker,
-    MetricsEndpoint,
-    NodeState,
-    RunDirectory,
-    monotonic_of,
-    storage_problem,
-)
+from craton.telemetry import Marker, RunDirectory
+from craton.telemetry.files import STORAGE_ERRORS, storage_problem
+from craton.telemetry.node import LogTimes, MetricsEndpoint, NodeState
+from craton.telemetry.rank import BESIDE, STEADY, monotonic_of
 
 TURN_SECONDS = 0.2  # between two looks at everything, when nothing happens
 POLL_SECONDS = 0.5  # markers, chaos, resize

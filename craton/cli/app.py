@@ -13,14 +13,16 @@ from typing import Any
 
 import typer
 
-from craton.cli import bench, cluster, data, observe
+from craton.cli import data
+from craton.cli.bench import bench
 from craton.cli.calibrate import calibrate
-from craton.cli.catalog import catalog
 from craton.cli.chaos import chaos
-from craton.cli.doctor import doctor
 from craton.cli.export import export
-from craton.cli.heal import heal
 from craton.cli.logs import logs
+from craton.cli.machines import cluster, observe
+from craton.cli.machines.catalog import catalog
+from craton.cli.machines.doctor import doctor
+from craton.cli.machines.heal import heal
 from craton.cli.plan import plan
 from craton.cli.ps import ps
 from craton.cli.resize import resize
@@ -85,7 +87,7 @@ def main() -> None:
     except typer.Abort:
         sys.exit(130)
     except (ValueError, OSError) as error:
-        from craton.job import CratonError
+        from craton.errors import CratonError
 
         if isinstance(error, CratonError):
             sys.exit(_report(error, exit_code=2))

@@ -24,8 +24,9 @@ def calibrate(
     from rich.console import Console
     from rich.table import Table
 
-    from craton.planning import CONSTANTS, CalibrationError, load_pins, load_runs, save_profile
-    from craton.planning import calibrate as fit
+    from craton.planning import CONSTANTS
+    from craton.planning.calibration import CalibrationError, load_pins, load_runs, save_profile
+    from craton.planning.calibration import calibrate as fit
 
     logged = load_runs(runs, software)
     if not logged:

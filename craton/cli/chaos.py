@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from craton.job import InjectedFault
-    from craton.orchestration import Recovery, View
+    from craton.orchestration.watching import Recovery, View
     from craton.telemetry import RunDirectory
 
 LOOK_SECONDS = 0.2
@@ -45,8 +45,8 @@ def chaos(
     """Break a running run on purpose: at a step, in a phase (@during=restore), or at once."""
     import json
 
-    from craton.cli.live import make_console
-    from craton.orchestration import arm_faults, faults_for, random_faults_for
+    from craton.cli.views.live import make_console
+    from craton.orchestration.changes import arm_faults, faults_for, random_faults_for
     from craton.telemetry import RunError, find_run
 
     console = make_console(as_json)
@@ -89,7 +89,7 @@ def chaos(
 def print_faults(run: RunDirectory, faults: list[InjectedFault], console: Console) -> None:
     from rich.text import Text
 
-    from craton.orchestration import what_happens
+    from craton.orchestration.changes import what_happens
 
     number = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
     console.print(Text(f"CHAOS: {number} on purpose in the run {run.name} ({run.path})", style="bold white on red"))
@@ -115,7 +115,8 @@ def follow(run: RunDirectory, faults: list[InjectedFault], since: float, console
     """Print each fault as it happens and each recovery as it ends, until the last one or the end of the run."""
     from dataclasses import asdict
 
-    from craton.orchestration import Follower, fired_faults
+    from craton.orchestration.changes import fired_faults
+    from craton.orchestration.watching import Follower
 
     follower = Follower(run)
     texts = [fault.text for fault in faults]

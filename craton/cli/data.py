@@ -44,7 +44,7 @@ def tokenize(
     """Tokenize text once, in parallel, into shards that training maps into memory."""
     import json
 
-    from craton.cli.progress import progress
+    from craton.cli.views.progress import progress
     from craton.ml.data import tokenize as run
 
     with progress("tokenize", in_bytes=True) as report:

@@ -49,7 +49,8 @@ def logs(
     import json
     import sys
 
-    from craton.orchestration import pod_lines, standing_of
+    from craton.orchestration import pod_lines
+    from craton.orchestration.watching import standing_of
     from craton.printable import printable, printable_line
     from craton.telemetry import RunError, find_run
 
@@ -111,7 +112,7 @@ class _Log:
 
     def new_lines(self, is_new: bool) -> Iterator[_Line]:
         """The lines that have ended since the last call; a last line without its end waits until it has one."""
-        from craton.telemetry import open_regular
+        from craton.telemetry.files import open_regular
 
         try:
             with open_regular(self.path) as file:
@@ -139,7 +140,7 @@ class _Log:
 
     def go_to_last(self, number: int) -> None:
         """Go to where the last `number` lines begin."""
-        from craton.telemetry import open_regular
+        from craton.telemetry.files import open_regular
 
         try:
             with open_regular(self.path) as file:
@@ -162,7 +163,7 @@ class _Clock:
     """When a line was printed: as its agent noted it, or now where it came while it was followed."""
 
     def __init__(self, run: RunDirectory) -> None:
-        from craton.telemetry import LogClock
+        from craton.telemetry.node import LogClock
 
         self._clock = LogClock(run)
 
@@ -178,7 +179,7 @@ def _stamp(moment: float | None) -> str:
 
 def _lines(run: RunDirectory, ranks: list[int], agent: bool, follow: bool, last: int | None) -> Iterator[_Line]:
     """The lines of each log in turn, and when following what is added to any of them until the run has ended."""
-    from craton.orchestration import Follower
+    from craton.orchestration.watching import Follower
 
     follower = Follower(run) if follow else None
     opened: dict[Path, _Log] = {}
@@ -208,7 +209,7 @@ def _of_pods(run: RunDirectory, lines: Iterable[tuple[str, str]], ranks: list[in
 
 def _files(run: RunDirectory, ranks: list[int], agent: bool) -> list[Path]:
     """The log files there are; a rank that is asked for and has none yet comes later, or is a mistake."""
-    from craton.telemetry import paths_in
+    from craton.telemetry.files import paths_in
 
     folder = run.path / "logs"
     if agent:

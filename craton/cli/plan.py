@@ -42,9 +42,9 @@ def plan(
 
     from rich.console import Console
 
-    from craton.cli.traced import render_trace, run_trace
+    from craton.cli.views.traced import render_trace, run_trace
     from craton.job import load_job
-    from craton.planning import plan_html, plan_to_json, render_front, render_plan
+    from craton.planning.report import plan_html, plan_to_json, render_front, render_plan
 
     chosen = _ranks(ranks, trace)
     wanted = load_job(job)
@@ -77,8 +77,10 @@ def _plan_server(job: Job, options: list[str], as_json: bool) -> None:
 
     from rich.console import Console
 
-    from craton.cli.progress import progress
-    from craton.planning import PlanError, plan_serving, render_serving, serving_to_json
+    from craton.cli.views.progress import progress
+    from craton.planning import PlanError
+    from craton.planning.report import render_serving, serving_to_json
+    from craton.planning.serving import plan_serving
 
     if options:
         raise PlanError(f"{options[0]} is for jobs that train; a server's plan is printed, or written by --json")
@@ -91,8 +93,9 @@ def _plan_server(job: Job, options: list[str], as_json: bool) -> None:
 
 
 def _plan(job: Job, instances: str, gpus: str, by: str, deadline: str, budget: str) -> Plan:
-    from craton.cli.progress import progress
-    from craton.job import did_you_mean, parse_count, parse_seconds
+    from craton.cli.views.progress import progress
+    from craton.job.document import parse_count, parse_seconds
+    from craton.nearest import did_you_mean
     from craton.planning import PlanError, plan, plan_clusters
 
     if by not in ("", "time", "cost", "gpus"):
@@ -136,7 +139,7 @@ def _ranks(text: str, trace: bool) -> list[int]:
 
 def _instance_names(text: str) -> list[str]:
     """`p5` stands for the one instance of that family with eight GPUs; full names are taken as they are."""
-    from craton.infrastructure import instances
+    from craton.infrastructure.catalog import instances
 
     by_family = {node.name.split(".")[0]: node.name for node in instances() if node.num_gpus >= 4}
     names = [name.strip() for name in text.split(",") if name.strip()]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from craton.orchestration import Recovery
+    from craton.orchestration.watching import Recovery
     from craton.telemetry import RunDirectory, RunState, RunSummary
 
 VERSUS = "vs PLAN"
@@ -65,8 +65,8 @@ def ps(
     """List the runs that move and the newest others, newest first."""
     import json
 
-    from craton.cli.live import make_console
-    from craton.cli.outcome import recoveries_json, summary_json
+    from craton.cli.views.live import make_console
+    from craton.cli.views.outcome import recoveries_json, summary_json
 
     states = _states(state)
     if as_json:
@@ -107,7 +107,7 @@ def _look(show_all: bool, number: int | None, states: Sequence[str]) -> Listing:
     """The runs that were asked for, newest first."""
     from itertools import islice
 
-    from craton.orchestration import MOVING, glance, settled_summaries
+    from craton.orchestration.watching import MOVING, glance, settled_summaries
     from craton.telemetry import list_runs
 
     summaries, recoveries, unread, unreadable = [], {}, {}, {}
@@ -138,7 +138,7 @@ def _states(text: str) -> list[str]:
     states = [word.strip().lower() for word in text.split(",") if word.strip()]
     for each in states:
         if each not in RUN_STATES:
-            from craton.job import did_you_mean
+            from craton.nearest import did_you_mean
 
             raise RunError(
                 f"--state {each!r} is not a state of a run; states are {', '.join(RUN_STATES)}"
@@ -170,8 +170,9 @@ def _notes(summary: RunSummary, found: Listing) -> list[Text]:
     """What there is to say of one run beside its row."""
     from rich.text import Text
 
-    from craton.cli.outcome import goodput_text, ledger_text, recoveries_text
-    from craton.orchestration import MOVING, stopped_by_user
+    from craton.cli.views.outcome import goodput_text, ledger_text, recoveries_text
+    from craton.orchestration import stopped_by_user
+    from craton.orchestration.watching import MOVING
     from craton.telemetry import find_run
 
     name, back, lines = summary.name, found.recoveries[summary.name], []
@@ -212,13 +213,13 @@ def _waiting_lines(summaries: Sequence[RunSummary]) -> list[str]:
 
 def _server_lines(run: RunDirectory, state: RunState) -> list[Text]:
     """Where a server is, and how it does now; nothing for other runs."""
-    from craton.orchestration import is_server
+    from craton.orchestration.watching import is_server
 
     if not is_server(run):
         return []
     from rich.text import Text
 
-    from craton.cli.server_view import state_line
+    from craton.cli.views.server import state_line
     from craton.errors import CratonError
     from craton.orchestration import ServerWatch, server_of
 
@@ -234,7 +235,7 @@ def _table(summaries: list[RunSummary], width: int) -> list[Text]:
     from rich.text import Text
 
     from craton import figures
-    from craton.cli.live import STATE_STYLES, change_style
+    from craton.cli.views.live import STATE_STYLES, change_style
 
     rows = [_cells(each) for each in summaries]
     widths = [max(map(len, column)) for column in zip(TITLES, *rows, strict=True)]

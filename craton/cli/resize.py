@@ -23,10 +23,11 @@ def resize(
 
     from rich.status import Status
 
-    from craton.cli.live import make_console
-    from craton.cli.outcome import outcome_json
-    from craton.cli.progress import progress
-    from craton.orchestration import Follower, draft_resize, has_resized, resize_run
+    from craton.cli.views.live import make_console
+    from craton.cli.views.outcome import outcome_json
+    from craton.cli.views.progress import progress
+    from craton.orchestration.changes import draft_resize, has_resized, resize_run
+    from craton.orchestration.watching import Follower
     from craton.telemetry import find_run, summarize
 
     console = make_console(as_json)

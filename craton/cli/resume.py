@@ -24,14 +24,14 @@ def resume(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")] = False,
 ) -> None:
     """Go on with a run that stopped, failed or was lost: plan it again and start from the newest checkpoint."""
-    from craton.cli.fields import print_field
-    from craton.cli.live import make_console
-    from craton.cli.outcome import shown
-    from craton.cli.progress import progress
     from craton.cli.run import confirm, follow, prepare, print_plan, stop_step, warn_of_place
-    from craton.job import RESCUE
-    from craton.orchestration import (
-        backend_of,
+    from craton.cli.views.fields import print_field
+    from craton.cli.views.live import make_console
+    from craton.cli.views.outcome import shown
+    from craton.cli.views.progress import progress
+    from craton.job.sections import RESCUE
+    from craton.orchestration import backend_of
+    from craton.orchestration.start import (
         check_places,
         draft_resume,
         newest_checkpoint,

@@ -17,10 +17,11 @@ def rm(
     import json
 
     from craton import figures
-    from craton.cli.live import make_console
-    from craton.cli.outcome import shown
+    from craton.cli.views.live import make_console
+    from craton.cli.views.outcome import shown
     from craton.digits import counted
-    from craton.orchestration import StartError, plan_removal, remove_run
+    from craton.orchestration import StartError
+    from craton.orchestration.changes import plan_removal, remove_run
     from craton.telemetry import find_run
 
     console = make_console(as_json)

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from craton.cli.fields import print_field
-from craton.cli.outcome import shown
+from craton.cli.views.fields import print_field
+from craton.cli.views.outcome import shown
 from craton.digits import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from craton.job import Job
-    from craton.orchestration import Draft, SavedStep
-    from craton.planning import CostPlan, Plan, ServePlan
+    from craton.orchestration.draft import Draft
+    from craton.orchestration.start import SavedStep
+    from craton.planning import CostPlan, Plan
+    from craton.planning.serving import ServePlan
     from craton.telemetry import RunDirectory
 
 
@@ -49,22 +51,13 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")] = False,
 ) -> None:
     """Run a job: plan, prepare the data, start the ranks, and show how it goes against the plan."""
-    from craton.cli.live import make_console
-    from craton.cli.progress import progress
+    from craton.agent.processes import free_port
+    from craton.cli.views.live import make_console
+    from craton.cli.views.progress import progress
     from craton.job import load_job
-    from craton.orchestration import (
-        backend_of,
-        check_copies,
-        check_name_is_free,
-        check_places,
-        draft_run,
-        free_port,
-        linking,
-        named_job,
-        root_of,
-        start_run,
-        with_chaos,
-    )
+    from craton.orchestration import backend_of
+    from craton.orchestration.draft import draft_run, named_job, with_chaos
+    from craton.orchestration.start import check_copies, check_name_is_free, check_places, linking, root_of, start_run
     from craton.telemetry import RunDirectory, runs_root
 
     console = make_console(as_json)
@@ -105,7 +98,7 @@ def run(
 
 def start_array(draft: Draft, root: Path, console: Console, as_json: bool) -> None:
     """All copies of a job at once; there is no view of many."""
-    from craton.orchestration import copy_names, linking, start_copies
+    from craton.orchestration.start import copy_names, linking, start_copies
 
     with linking(root / name for name in copy_names(draft)):
         started = start_copies(draft, root)
@@ -117,7 +110,7 @@ def start_array(draft: Draft, root: Path, console: Console, as_json: bool) -> No
 
 def warn_of_place(draft: Draft, root: Path, console: Console) -> None:
     """Say it when the nodes of a cluster may not see the run directory."""
-    from craton.orchestration import sharing_doubt
+    from craton.orchestration.start import sharing_doubt
 
     if draft.on == "slurm" and (doubt := sharing_doubt(root, draft.job)):
         console.print(f"warning: {doubt}", style="yellow", soft_wrap=True, markup=False)
@@ -126,13 +119,15 @@ def warn_of_place(draft: Draft, root: Path, console: Console) -> None:
 def follow(run: RunDirectory, draft: Draft, console: Console, *, detach: bool, as_json: bool) -> None:
     """Watch a started run to its end and exit as it did; or with `detach` say where to look."""
     if draft.job.serve and not detach and draft.on == "local":
-        from craton.cli.server_view import follow_server
+        from craton.cli.views.server import follow_server
 
         follow_server(run, draft, console, detach=False, as_json=as_json)
         return
-    from craton.cli.live import watch
-    from craton.cli.outcome import exit_code, outcome_json, print_outcome
-    from craton.orchestration import code_summary, read_submission, settled_summaries, wait_for_agents
+    from craton.cli.views.live import watch
+    from craton.cli.views.outcome import exit_code, outcome_json, print_outcome
+    from craton.orchestration import read_submission
+    from craton.orchestration.draft import code_summary
+    from craton.orchestration.watching import settled_summaries, wait_for_agents
     from craton.telemetry import summarize
 
     name = run.name
@@ -168,7 +163,7 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
 
     from craton import figures
     from craton.job import TRAINING_KINDS
-    from craton.orchestration import STOP_AT
+    from craton.orchestration.draft import STOP_AT
 
     job, plan, serving = draft.job, draft.plan, draft.serving
     shape = plan.model if plan else serving.model if serving else None
@@ -275,8 +270,8 @@ def _run_dollars(cost: CostPlan) -> tuple[float, float, float]:
 def prepare(draft: Draft, console: Console) -> Draft:
     """The draft with its data prepared, which takes a while the first time; says how much there is."""
     from craton import figures
-    from craton.cli.progress import progress
-    from craton.orchestration import prepare_data
+    from craton.cli.views.progress import progress
+    from craton.orchestration.start import prepare_data
 
     with progress("data", in_bytes=True) as report:
         draft, tokens = prepare_data(draft, report)
@@ -312,7 +307,8 @@ def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
 
 def print_draft(draft: Draft, run: Path, as_json: bool) -> None:
     """What a launch would write and start, or send."""
-    from craton.orchestration import backend_of, first_copy
+    from craton.orchestration import backend_of
+    from craton.orchestration.start import first_copy
     from craton.telemetry import RunDirectory
 
     backend, place, copies = backend_of(draft.on), RunDirectory(run), draft.job.run.copies

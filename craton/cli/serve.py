@@ -69,20 +69,14 @@ def serve(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")] = False,
 ) -> None:
     """Serve a model over the OpenAI API. Ctrl-C drains and stops it; --detach leaves it."""
-    from craton.cli.live import make_console
-    from craton.cli.progress import progress
+    from craton.agent.processes import free_port
     from craton.cli.run import confirm, print_draft, print_plan
-    from craton.cli.server_view import follow_server
-    from craton.orchestration import (
-        check_machine,
-        check_name_is_free,
-        check_server,
-        draft_run,
-        free_port,
-        serve_job,
-        server_name,
-        start_run,
-    )
+    from craton.cli.views.live import make_console
+    from craton.cli.views.progress import progress
+    from craton.cli.views.server import follow_server
+    from craton.orchestration import check_machine, serve_job, server_name
+    from craton.orchestration.draft import draft_run
+    from craton.orchestration.start import check_name_is_free, check_server, start_run
     from craton.telemetry import runs_root
 
     console, root = make_console(as_json), runs_root()

@@ -24,20 +24,15 @@ def stop(
     """Stop a run with a checkpoint, a server when its requests are answered; wait until it has."""
     import json
 
-    from craton.cli.live import make_console, wait_for_stop
-    from craton.cli.outcome import not_in_tier, outcome_json, shown
-    from craton.job import RESCUE, load_job
-    from craton.orchestration import (
-        RunEndedError,
-        is_elsewhere,
-        is_server,
-        kill_run,
-        newest_checkpoint,
-        settled_summaries,
-        stop_run,
-        wait_for_agents,
-    )
-    from craton.telemetry import find_run, noting_unread, storage_problem, summarize
+    from craton.cli.views.live import make_console, wait_for_stop
+    from craton.cli.views.outcome import not_in_tier, outcome_json, shown
+    from craton.job import load_job
+    from craton.job.sections import RESCUE
+    from craton.orchestration import RunEndedError, is_elsewhere
+    from craton.orchestration.start import kill_run, newest_checkpoint, stop_run
+    from craton.orchestration.watching import is_server, settled_summaries, wait_for_agents
+    from craton.telemetry import find_run, summarize
+    from craton.telemetry.files import noting_unread, storage_problem
 
     console = make_console(as_json)
     found = find_run(run)
@@ -112,9 +107,11 @@ def _tell_ended(run: RunDirectory, summary: RunSummary, console: Console, as_jso
     """There is nothing left to stop: how the run ended and where its state is. Exit code 1: it failed or is lost."""
     import json
 
-    from craton.cli.outcome import exit_code, not_in_tier, outcome_json, print_failure, shown
+    from craton.cli.views.outcome import exit_code, not_in_tier, outcome_json, print_failure, shown
     from craton.job import load_job
-    from craton.orchestration import is_elsewhere, is_server, newest_checkpoint
+    from craton.orchestration import is_elsewhere
+    from craton.orchestration.start import newest_checkpoint
+    from craton.orchestration.watching import is_server
 
     code = exit_code(summary)
     if as_json:

@@ -25,7 +25,7 @@ def top(
     import sys
     from contextlib import closing
 
-    from craton.cli.live import make_console
+    from craton.cli.views.live import make_console
     from craton.observability.web import TopView, frame, frame_json, show_top
     from craton.telemetry import find_run
 

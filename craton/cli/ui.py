@@ -37,8 +37,8 @@ def ui(
     """Show all runs on a web page: progress, cost, verdicts, and for each run its curves, ranks, nodes and logs."""
     import json
 
-    from craton.cli.live import make_console
-    from craton.observability.web import can_open, serve_page
+    from craton.cli.views.live import make_console
+    from craton.observability.web.http import can_open, serve_page
     from craton.telemetry import runs_root
 
     def tell(address: str, link: str) -> None:

@@ -19,8 +19,8 @@ def validate(
     import json
 
     from craton.job import check_job, load_job
-    from craton.orchestration import check_needs
-    from craton.planning import check_software
+    from craton.orchestration.draft import check_needs
+    from craton.planning.calibration import check_software
 
     checked = load_job(job)
     check_software(checked)

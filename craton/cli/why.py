@@ -26,9 +26,10 @@ def why(
     """Say why a run waits, is slow, hangs, is dead or wrong: layer, node, evidence, what to do, what it costs."""
     import json
 
-    from craton.cli.live import make_console
-    from craton.observability.diagnosis import chosen_run, diagnose, read_snapshot, take_snapshot
-    from craton.observability.web import prometheus_address
+    from craton.cli.views.live import make_console
+    from craton.observability.diagnosis import diagnose
+    from craton.observability.diagnosis.collect import chosen_run, read_snapshot, take_snapshot
+    from craton.observability.web.sources import prometheus_address
 
     address = prometheus_address(prometheus)
     snapshot = read_snapshot(replay) if replay else take_snapshot(chosen_run(run), address)

@@ -4,23 +4,14 @@ Everything here is pure. Placeholders such as `{node_rank}` stay in what comes o
 when it starts the processes of a job of kind `command`.
 """
 
-from craton.frameworks.accelerate import accelerate_command, accelerate_config
-from craton.frameworks.errors import FrameworkError
-from craton.frameworks.jax import jax_environment
-from craton.frameworks.megatron import megatron_arguments, nemo_parallelism
-from craton.frameworks.servers import sglang_command, vllm_command
-from craton.frameworks.torchrun import torchrun_command
-from craton.frameworks.verl import verl_overrides
+from __future__ import annotations
 
-__all__ = [
-    "FrameworkError",
-    "accelerate_command",
-    "accelerate_config",
-    "jax_environment",
-    "megatron_arguments",
-    "nemo_parallelism",
-    "sglang_command",
-    "torchrun_command",
-    "verl_overrides",
-    "vllm_command",
-]
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.frameworks.jax import jax_environment
+    from craton.frameworks.megatron import megatron_arguments
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from craton.frameworks.errors import FrameworkError, refuse
-from craton.job import Layout
+from craton.job.layout import Layout
 
 PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from craton.job import ModelShape, load_config
+from craton.job.model import ModelShape, load_config
 
 NORM_EPSILON = 1e-5
 HUGGINGFACE_EPSILON = 1e-6  # of a config.json that does not say it

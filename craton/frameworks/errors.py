@@ -7,7 +7,7 @@ CratonError(ValueError)
 from __future__ import annotations
 
 from craton.errors import CratonError
-from craton.job import Layout
+from craton.job.layout import Layout
 
 
 class FrameworkError(CratonError):

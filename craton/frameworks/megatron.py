@@ -9,7 +9,8 @@ from __future__ import annotations
 from craton.frameworks.decoder import biases, norm_epsilon
 from craton.frameworks.errors import FrameworkError
 from craton.frameworks.rope import megatron_rope
-from craton.job import Layout, ModelShape
+from craton.job.layout import Layout
+from craton.job.model import ModelShape
 
 PRECISIONS = {"fp32": [], "fp16": ["--fp16"], "bf16": ["--bf16"], "fp8": ["--bf16", "--fp8-format", "hybrid"]}
 RECOMPUTES = {

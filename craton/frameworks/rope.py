@@ -10,7 +10,7 @@ from typing import Any
 
 from craton.frameworks.decoder import config_of, preset_numbers
 from craton.frameworks.errors import FrameworkError
-from craton.job import ModelShape
+from craton.job.model import ModelShape
 
 USUAL_BASE = 10_000.0
 FAMILY_BASES = {"mixtral": 1_000_000.0}  # whose class in transformers has another default

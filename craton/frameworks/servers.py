@@ -6,7 +6,9 @@ On several nodes every node runs the command (`processes: node`); in vLLM those 
 from __future__ import annotations
 
 from craton.frameworks.errors import FrameworkError
-from craton.job import Job, Serve, model_presets
+from craton.job import Job
+from craton.job.model import model_presets
+from craton.job.sections import Serve
 
 # The values of a job are arguments of this text, never a part of it.
 HEADLESS = 'if [ "$CRATON_NODE_RANK" != 0 ]; then set -- "$@" --headless; fi; exec "$@"'

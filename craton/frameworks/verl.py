@@ -6,7 +6,7 @@ What it trains on and how it is rewarded is the user's; Ray, which it runs on, i
 from __future__ import annotations
 
 from craton.frameworks.errors import refuse
-from craton.job import Layout
+from craton.job.layout import Layout
 
 
 def verl_overrides(model: str, layout: Layout, num_nodes: int, rollout_tp: int = 1) -> list[str]:

@@ -3,18 +3,15 @@
 How long a connection may keep a server waiting is in `connections`, which needs uvicorn and is imported by name.
 """
 
-from craton.http_guard.hosts import LOOPBACK_NAMES, host_name, is_foreign, is_loopback, repeated_header
-from craton.http_guard.keys import MIN_TOKEN_CHARACTERS, AccessError, is_same_key, key_bytes, read_token
+from __future__ import annotations
 
-__all__ = [
-    "LOOPBACK_NAMES",
-    "MIN_TOKEN_CHARACTERS",
-    "AccessError",
-    "host_name",
-    "is_foreign",
-    "is_loopback",
-    "is_same_key",
-    "key_bytes",
-    "read_token",
-    "repeated_header",
-]
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.http_guard.connections import BoundedH11, BoundedHttpTools, ConnectionLimits
+    from craton.http_guard.hosts import host_name, is_foreign, is_loopback, repeated_header
+    from craton.http_guard.keys import MIN_TOKEN_CHARACTERS, AccessError, is_same_key, key_bytes, read_token
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -14,7 +14,8 @@ from craton.infrastructure.errors import CatalogError
 from craton.infrastructure.hardware import Cluster, Gpu, Instance, Price, PurchaseKind
 from craton.infrastructure.local import local_instance
 from craton.infrastructure.storage import tiers_of
-from craton.job import ClusterFile, ClusterRef, GpuNumbers, HardwareNumbers, PriceNumbers, did_you_mean
+from craton.job.cluster import ClusterFile, ClusterRef, GpuNumbers, HardwareNumbers, PriceNumbers
+from craton.nearest import did_you_mean
 
 GIGA = 1e9
 PURCHASE_ORDER: tuple[PurchaseKind, ...] = ("own", "on-demand", "capacity-block", "spot")

@@ -1,7 +1,7 @@
 """Faults made on purpose: one line of text each, the same in a job file and behind `craton chaos`.
 
-`parse_fault` turns a line into a `InjectedFault` or says which words are allowed. `check_fault` says what cannot happen in a
-given run. `random_faults` draws faults from a seed: the same arguments give the same faults, in the order of steps.
+`parse_fault` turns a line into an `InjectedFault` or says which words are allowed. `check_fault` says what cannot happen
+in a given run. `random_faults` draws faults from a seed: the same arguments give the same faults, in the order of steps.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from craton.job.errors import FaultError, did_you_mean
-from craton.job.units import parse_seconds
+from craton.job.document import parse_seconds
+from craton.job.errors import FaultError
+from craton.nearest import did_you_mean
 
 # kind → what it may be done to; "node" is named by a word of its own, the others by key=value
 TARGETS: Mapping[str, tuple[str, ...]] = {

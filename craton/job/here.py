@@ -13,10 +13,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from craton.job.data import STANDARD_LIBRARY
-from craton.job.errors import ContentError, did_you_mean
+from craton.job.errors import ContentError
 from craton.job.jobfile import Job
-from craton.job.modelspec import is_function
+from craton.job.model import is_function
+from craton.job.sections import STANDARD_LIBRARY
+from craton.nearest import did_you_mean
 from craton.remote import is_url
 
 DATA_ADVICE = f"; give a file or a folder of text or token shards, an s3:// URL, or {STANDARD_LIBRARY}"

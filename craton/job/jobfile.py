@@ -14,28 +14,43 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
 
-from craton.job.checkpoint import Checkpoint
-from craton.job.clusterfile import ClusterSpec, PriceNumbers, SchedulerKind
-from craton.job.command import (
+from craton.job.cluster import ClusterSpec, PriceNumbers, SchedulerKind
+from craton.job.document import (
+    Document,
+    KeyConflictError,
+    Name,
+    Seconds,
+    Section,
+    Size,
+    Variable,
+    Whole,
+    is_credential,
+    is_name,
+    parse_document,
+    parse_section,
+    read_document,
+)
+from craton.job.errors import ContentError, JobError
+from craton.job.layout import Layout, LayoutSpec, Precision, parse_layout
+from craton.job.model import ModelNumbers, ModelShape, ModelSpec, is_function, model_shape, run_folder, weights_folder
+from craton.job.sections import (
+    DEFAULT_LENGTH,
+    MIN_BPE_VOCABULARY,
+    NOT_OF_A_SERVER,
+    ChaosSpec,
+    Checkpoint,
+    Data,
+    Float8Recipe,
+    Function,
     ProcessesSpec,
     ProgressSection,
+    RecoverSection,
+    Serve,
+    Train,
     WorkdirSpec,
     check_placeholders,
     check_processes,
 )
-from craton.job.data import MIN_BPE_VOCABULARY, Data, Function
-from craton.job.document import Document, parse_document, read_document
-from craton.job.errors import ContentError, JobError
-from craton.job.layout import Layout, Precision
-from craton.job.layoutspec import LayoutSpec, parse_layout
-from craton.job.model import ModelShape
-from craton.job.modelspec import ModelNumbers, ModelSpec, is_function, model_shape, run_folder, weights_folder
-from craton.job.names import Name, Variable, is_credential, is_name
-from craton.job.recover import ChaosSpec, RecoverSection
-from craton.job.section import KeyConflictError, Section, parse_section
-from craton.job.serve import DEFAULT_LENGTH, NOT_OF_A_SERVER, Serve
-from craton.job.train import Float8Recipe, Train
-from craton.job.units import Seconds, Size, Whole
 from craton.remote import is_url
 
 Kind = Literal["pretrain", "sft", "dpo", "grpo", "serve", "command"]

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from craton.digits import counted
-from craton.job.command import processes_per_node
 from craton.job.errors import ContentError, LayoutError
 from craton.job.jobfile import Job
-from craton.job.layout import Layout
-from craton.job.layout_check import check_layout, check_served_layout
-from craton.job.nearest_layout import layout_line, nearest_layout
+from craton.job.layout import Layout, check_layout, check_served_layout, layout_line, nearest_layout
+from craton.job.sections import processes_per_node
 
 OWN_SOFTWARE = "craton"  # jobs that name no other stack are trained by Craton's own loop
 OWN_MODEL_ONLY = ("pp", "cp", "tp", "ep")  # what a model of the user's own knows nothing of

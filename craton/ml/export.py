@@ -20,8 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from craton.errors import CratonError
-from craton.infrastructure import StorageError, copy_down, open_store
-from craton.job import Job, Layout, load_job, place_of
+from craton.infrastructure import StorageError
+from craton.infrastructure.storage import copy_down, open_store
+from craton.job import Job, load_job
+from craton.job.layout import Layout
+from craton.job.sections import place_of
 from craton.ml.export_adapters import CONFIG as ADAPTER_CONFIG
 from craton.ml.export_adapters import save_adapters
 from craton.ml.models import (
@@ -110,8 +113,7 @@ class RunModel:
     def _model_of_training(self) -> nn.Module:
         """As the loop builds it: with a user's own code, or with adapters, which are merged."""
         from craton.ml.functions import search_folder
-        from craton.ml.training.build import build_model
-        from craton.ml.training.lora import merge_adapters
+        from craton.ml.training import build_model, merge_adapters
         from craton.ml.training.parallel import make_ranks
 
         assert self.job.train is not None
@@ -153,7 +155,7 @@ class FolderModel:
 
 def open_run(name: str, step: int | None = None) -> RunModel:
     """The model of a run, by its name or path, at its newest checkpoint or the given one."""
-    from craton.ml.training.build import tier_folders
+    from craton.ml.training import tier_folders
 
     run = find_run(name)
     job = load_job(run.job_path)

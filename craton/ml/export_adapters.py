@@ -15,10 +15,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from craton.errors import CratonError
-from craton.job import Lora
-from craton.ml.models import DecoderConfig
-from craton.ml.models.weight_names import weight_entries
-from craton.ml.models.weights import save_tensors
+from craton.job.sections import Lora
+from craton.ml.models import DecoderConfig, save_tensors, weight_entries
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(options: argparse.Namespace) -> None:
-    from craton.ml.data.tokenizer import end_of_document, find_tokenizer, load_tokenizer
+    from craton.ml.data import end_of_document, find_tokenizer, load_tokenizer
     from craton.ml.export import open_model
 
     opened = open_model(options.model, options.step)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from craton.agent import StoreClient, StoreError, StoreServer, StoreTimeoutError
+from craton.agent.store import StoreClient, StoreError, StoreServer, StoreTimeoutError
 
 CONNECT_SECONDS = 60.0  # a store that does not answer by then belongs to a keeper that is gone
 FIRST_RANK_SECONDS = 600.0  # how long the other ranks wait for the first one to serve the store

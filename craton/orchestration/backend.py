@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from craton.telemetry import RunDirectory, read_regular
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_regular
 
 if TYPE_CHECKING:
     from craton.orchestration.draft import Draft

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from functools import cache
 from typing import cast
 
-from craton.job import SchedulerSettings
+from craton.job.cluster import SchedulerSettings
 from craton.orchestration.backend import Backend, is_elsewhere, read_submission
 from craton.orchestration.draft import BACKENDS
 from craton.orchestration.errors import StartError
-from craton.orchestration.service import NodeService
+from craton.orchestration.node_maintenance import NodeService
 from craton.telemetry import RunDirectory
 
 
@@ -49,11 +49,11 @@ def pod_lines(run: RunDirectory, follow: bool = False, tail: int | None = None) 
 def service_of(scheduler: SchedulerSettings) -> NodeService:
     """StartError for a cluster whose nodes nobody schedules."""
     if scheduler.kind == "slurm":
-        from craton.orchestration.slurm.service import SlurmService
+        from craton.orchestration.slurm import SlurmService
 
         return SlurmService(scheduler)
     if scheduler.kind == "kubernetes":
-        from craton.orchestration.kubernetes.service import KubernetesService
+        from craton.orchestration.kubernetes import KubernetesService
 
         return KubernetesService(scheduler)
     raise StartError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from craton.telemetry import RunDirectory, paths_in
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import paths_in
 
 
 def disarm(run: RunDirectory) -> None:

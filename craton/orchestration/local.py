@@ -19,24 +19,17 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from craton.agent import Launch, open_log, write_launch
+from craton.agent import Launch, write_launch
+from craton.agent.processes import open_log
 from craton.digits import counted
 from craton.infrastructure import visible_accelerators
 from craton.orchestration.backend import Standing, Submission
 from craton.orchestration.draft import Draft, agent_command
 from craton.orchestration.errors import StartError
-from craton.orchestration.preflight_local import check_local
-from craton.telemetry import (
-    STORAGE_ERRORS,
-    Heartbeat,
-    RunDirectory,
-    UnsafeFileError,
-    names_in,
-    read_heartbeat,
-    read_json,
-    read_regular,
-    write_heartbeat,
-)
+from craton.orchestration.preflight import check_local
+from craton.telemetry import RunDirectory, read_json
+from craton.telemetry.files import STORAGE_ERRORS, UnsafeFileError, names_in, read_regular
+from craton.telemetry.node import Heartbeat, read_heartbeat, write_heartbeat
 
 AGENTS_FILE = "agents.json"
 KILL_SECONDS = 5.0  # a killed process is gone in milliseconds, unless it waits for a disk

@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from craton.digits import counted
-from craton.infrastructure import Cluster, level_names, natural
-from craton.job import Job, Layout, Placement
+from craton.infrastructure import Cluster
+from craton.infrastructure.topology import level_names, natural
+from craton.job import Job, Placement
+from craton.job.layout import Layout
 from craton.planning import PlanError, placed_step_seconds
 
 Address = str | Sequence[str]  # Slurm's `spine.leaf1.g1`, or the switches of a node, broadest first

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from craton.telemetry import (
-    RunDirectory,
-    replace_text,
-)
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import replace_text
 
 USER_STOP = "craton stop"  # how the STOP marker of a user begins; agents and schedulers set it too
 

@@ -17,14 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from craton.agent import free_port
+from craton.agent.processes import free_port
+from craton.errors import CratonError
 from craton.http_guard import is_loopback
-from craton.job import CratonError, Job, is_name, load_job, make_job
+from craton.job import Job, load_job, make_job
+from craton.job.document import is_name
 from craton.orchestration.backend import read_submission
 from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import living_agents
-from craton.orchestration.state import is_server
-from craton.telemetry import RunDirectory, list_runs, paths_in, read_heartbeat, read_json, read_lines
+from craton.orchestration.watching import is_server
+from craton.telemetry import RunDirectory, list_runs, read_json
+from craton.telemetry.files import paths_in, read_lines
+from craton.telemetry.node import read_heartbeat
 
 ANSWER_SECONDS = 2.0  # a server that takes longer is taken for one that does not answer
 RATE_SECONDS = 5.0  # over which tokens a second are told

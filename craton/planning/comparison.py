@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from craton.job import Layout
-from craton.planning.composition import compose
-from craton.planning.explain import why_lost
-from craton.planning.outcome import RunOutcome, outcome_of
+from craton.job.layout import Layout
+from craton.planning.economics import RunOutcome, outcome_of
+from craton.planning.report import why_lost
 from craton.planning.result import Alternative, ScalingPoint
 from craton.planning.search import Candidate, Search
 from craton.planning.setting import Setting
+from craton.planning.step import compose
 
 TOP = 5
 

@@ -12,39 +12,31 @@ from datetime import date
 
 import numpy as np
 
-from craton.infrastructure import CatalogError, Cluster, cluster_of, instance, own_price, resolve_cluster
+from craton.infrastructure import CatalogError, Cluster, cluster_of, own_price, resolve_cluster
+from craton.infrastructure.catalog import instance
 from craton.job import Job
-from craton.planning.comparison import (
-    by_run_time,
-    cluster_alternative,
-    layout_alternatives,
-    preference,
-    scaling_points,
-)
-from craton.planning.composition import StepTimes, compose
-from craton.planning.cost import billed_instances, cost_plan
-from craton.planning.explain import PARTS, bottleneck, sensitivities
-from craton.planning.flops import flops_per_token
-from craton.planning.goodput import goodput_plan
-from craton.planning.memory import memory
-from craton.planning.outcome import (
+from craton.planning.calibration import UNKNOWN, interval_factor, own_runs
+from craton.planning.comparison import by_run_time, cluster_alternative, layout_alternatives, preference, scaling_points
+from craton.planning.economics import (
     DEFAULT_CHECKPOINT_SECONDS,
     RunOutcome,
+    billed_instances,
+    cost_plan,
     durable_tier,
     evaluate_seconds,
+    goodput_plan,
     other_hardware,
     outcome_of,
     scaling_outcomes,
     stalls,
     storage_of,
 )
-from craton.planning.own_runs import own_runs
-from craton.planning.profiles import UNKNOWN, interval_factor
-from craton.planning.quantities import percent
+from craton.planning.memory import memory
+from craton.planning.report import PARTS, bottleneck, percent, sensitivities
 from craton.planning.result import Alternative, Plan
 from craton.planning.search import SAFE_SHARE, Candidate, Search, search
 from craton.planning.setting import PlanError, Setting, check_plannable, chosen_layout, nothing_fits, setting_of
-from craton.planning.training import REAL_IMBALANCE
+from craton.planning.step import REAL_IMBALANCE, StepTimes, compose, flops_per_token
 
 WORTH_SAYING = 0.03  # of the step, from which a better layout than the user's is mentioned
 SECONDS_PER_DAY = 86400.0

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from craton.infrastructure import Cluster
-from craton.job import Layout, ModelShape
+from craton.job.layout import Layout
+from craton.job.model import ModelShape
 
 PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
 LAYERS = ("infrastructure", "orchestration", "ml software", "observability")

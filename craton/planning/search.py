@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from craton.job import Layout, ModelShape, Precision, Recompute, Schedule, divisors, layout_is_valid
-from craton.planning.composition import StepTerms, compose, stack
-from craton.planning.machine import MachineRates
+from craton.job.layout import Layout, Precision, Recompute, Schedule, divisors, layout_is_valid
+from craton.job.model import ModelShape
 from craton.planning.memory import memory_bytes
+from craton.planning.rates import MachineRates
 from craton.planning.software import SoftwareProfile
-from craton.planning.training import StepModel
+from craton.planning.step import StepModel, StepTerms, compose, stack
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 STAGES_A_RANK = (1, 2, 4, 8)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from craton.errors import CratonError
 from craton.infrastructure import Cluster
-from craton.job import ContentError, CratonError, Job, ModelShape, checked_layout
-from craton.planning.machine import MachineRates, machine_of
-from craton.planning.profiles import check_software, find_profile
+from craton.job import ContentError, Job, checked_layout
+from craton.job.model import ModelShape
+from craton.planning.calibration import check_software, find_profile
+from craton.planning.rates import MachineRates, machine_of
 from craton.planning.search import Candidate, Search, evaluate
 from craton.planning.software import SoftwareProfile
-from craton.planning.training import REAL_IMBALANCE, StepModel
+from craton.planning.step import REAL_IMBALANCE, StepModel
 
 PLANNED_KINDS = ("pretrain", "sft")
 

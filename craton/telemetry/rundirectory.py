@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from craton.telemetry.errors import RunError, RunExistsError, RunNotFoundError
-from craton.telemetry.regular_files import UnsafeFileError, append_regular, note_unread, read_regular
+from craton.telemetry.files import UnsafeFileError, append_regular, note_unread, read_regular
 
 Marker = Literal["STOP", "DONE", "FATAL"]
 MARKERS: tuple[Marker, ...] = get_args(Marker)

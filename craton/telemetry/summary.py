@@ -14,14 +14,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard, get_args
 
 from craton.digits import counted
-from craton.telemetry.heartbeat import Heartbeat, read_heartbeat
-from craton.telemetry.ledger import LedgerReader, spread
-from craton.telemetry.lines import tail_lines
-from craton.telemetry.regular_files import paths_in
+from craton.telemetry.files import paths_in, storage_problem, tail_lines
+from craton.telemetry.node import Heartbeat, read_heartbeat, read_status
+from craton.telemetry.rank import LedgerReader, monotonic_clock_id, spread
 from craton.telemetry.rundirectory import RunDirectory, is_plain_name, read_json
-from craton.telemetry.status import read_status
-from craton.telemetry.steadyclock import monotonic_clock_id
-from craton.telemetry.storage import storage_problem
 from craton.telemetry.vocabulary import TWINS, plan_twins
 
 # waiting: for its nodes, as only its scheduler can tell

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from craton.telemetry.errors import SinkError
-from craton.telemetry.heartbeat import read_heartbeat
-from craton.telemetry.lines import read_lines
-from craton.telemetry.regular_files import names_in, paths_in
+from craton.telemetry.files import names_in, paths_in, read_lines
+from craton.telemetry.node import read_heartbeat
 from craton.telemetry.rundirectory import RunDirectory, read_json
 from craton.telemetry.sinks import SINKS, Sink, State
 from craton.telemetry.vocabulary import plan_twins

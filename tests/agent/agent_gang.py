@@ -12,7 +12,9 @@ from typing import Any
 from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import Launch, write_launch
-from craton.telemetry import RunDirectory, process_start, read_heartbeat, read_lines
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_lines
+from craton.telemetry.node import process_start, read_heartbeat
 
 # What the ranks of most tests begin with: `say(name)` leaves a file beside the run that the test can wait for.
 PREAMBLE = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from craton.agent import Generation, Launch
-from craton.agent.coordinator import Action, Coordinator, RankFailure, Start
+from craton.agent.coordination import Action, Coordinator, RankFailure, Start
 
 EPOCH = 1_000_000.0  # the clock of the world is this much ahead of the monotonic one
 Status = dict[str, Any]

@@ -11,10 +11,12 @@ import pytest
 from agent_gang import Gang
 from waiting import PATIENCE_SECONDS, wait_until
 
-from craton.telemetry import read_heartbeat, read_lines, read_status, summarize
+from craton.telemetry import summarize
+from craton.telemetry.files import read_lines
+from craton.telemetry.node import read_heartbeat, read_status
 
 TRAIN = """
-from craton.telemetry import LedgerClock, Recorder
+from craton.telemetry.rank import LedgerClock, Recorder
 recorder, clock = Recorder.from_environment(), LedgerClock()
 clock.switch("productive")
 for step in range(1, 4):
@@ -103,7 +105,7 @@ def test_prometheus_sees_plan_and_run_side_by_side(gang: Gang) -> None:
     gang.run.plan_path.write_text(json.dumps({**plan, "storage": {"tiers": tiers}}))
     gang.launch(
         """
-from craton.telemetry import Recorder
+from craton.telemetry.rank import Recorder
 recorder = Recorder.from_environment()
 recorder.metrics(1, run_loss=2.5, run_skipped_steps=1, my_own=7)
 recorder.event("checkpoint_saved", step=1, tier="shared")

@@ -12,8 +12,10 @@ import pytest
 from agent_gang import Gang, is_alive
 from waiting import PATIENCE_SECONDS, wait_until
 
-from craton.observability.diagnosis import diagnose, take_snapshot
-from craton.telemetry import read_lines, summarize
+from craton.observability.diagnosis import diagnose
+from craton.observability.diagnosis.collect import take_snapshot
+from craton.telemetry import summarize
+from craton.telemetry.files import read_lines
 
 STUBBORN = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -29,7 +31,7 @@ if RANK == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # hangs in a collective
     say("ready")
     wait_for("never")
-from craton.telemetry import LedgerClock, Recorder
+from craton.telemetry.rank import LedgerClock, Recorder
 Recorder.from_environment().ledger(1, LedgerClock().take())
 wait_for("ready-0")
 print("loading the data")
@@ -142,7 +144,7 @@ def test_the_run_is_not_done_before_every_node_is(gang: Gang) -> None:
 def test_garbage_and_torn_lines_of_a_rank_are_dropped_and_counted(gang: Gang) -> None:
     gang.launch(
         """
-from craton.telemetry import Recorder
+from craton.telemetry.rank import Recorder
 recorder = Recorder.from_environment()
 pipe = int(os.environ["CRATON_RECORDS"])
 recorder.metrics(1, run_loss=1.0)
@@ -165,7 +167,7 @@ def test_a_file_that_takes_nothing_costs_its_records_and_not_the_run(gang: Gang)
     gang.run.metrics_path("node-0").symlink_to("/dev/full")
     gang.launch(
         """
-from craton.telemetry import Recorder
+from craton.telemetry.rank import Recorder
 recorder = Recorder.from_environment()
 for step in range(1, 4):
     recorder.metrics(step, run_loss=1.0)

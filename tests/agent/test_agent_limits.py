@@ -12,8 +12,8 @@ import pytest
 from agent_gang import Gang
 from waiting import PATIENCE_SECONDS
 
-from craton.agent.launch import read_launch
-from craton.agent.process import WAITING_POLICY, common_environment, waiting_policy
+from craton.agent import read_launch
+from craton.agent.processes.process import WAITING_POLICY, common_environment, waiting_policy
 from craton.limits import oom_kills
 
 LIMITED = """

@@ -16,7 +16,8 @@ from agent_gang import Gang, is_alive
 from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import Launch, newest_generation
-from craton.telemetry import read_heartbeat, read_lines
+from craton.telemetry.files import read_lines
+from craton.telemetry.node import read_heartbeat
 
 # Rank 0 listens where the environment says, without a word to the kernel that it may share the port, and rank 1 comes
 # to it; each then says where they met, and the result of the last generation is the same however many there were.

@@ -16,7 +16,10 @@ import pytest
 from agent_gang import Gang
 from waiting import wait_until
 
-from craton.telemetry import LedgerReader, read_heartbeat, read_lines, summarize
+from craton.telemetry import summarize
+from craton.telemetry.files import read_lines
+from craton.telemetry.node import read_heartbeat
+from craton.telemetry.rank import LedgerReader
 
 HOUR = 3600.0
 SITECUSTOMIZE = """

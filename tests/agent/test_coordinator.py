@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from coordinated import EPOCH, Agents, two_at_work
 
-from craton.agent.coordinator import ECHO_SECONDS, Fail, Finish, Start
-from craton.agent.hangs import HANG_SECONDS, LIMITS
+from craton.agent.coordination import Fail, Finish, Start
+from craton.agent.coordination.coordinator import ECHO_SECONDS
+from craton.agent.coordination.hangs import HANG_SECONDS, LIMITS
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from craton.agent import Launch, council
-from craton.agent.council import Claimed, Followed, Heard, LeaderElection, News
-from craton.agent.wire import Link, run_secret
-from craton.telemetry import Heartbeat, NodeState, RunDirectory, write_heartbeat
+from craton.agent import Launch
+from craton.agent.coordination import Claimed, Followed, Heard, LeaderElection, Link, leader_election, run_secret
+from craton.agent.coordination.leader_election import News
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import Heartbeat, NodeState, write_heartbeat
 
 NODES = ["a", "b", "c"]
 
@@ -68,8 +69,8 @@ class Agents:
 
 @pytest.fixture
 def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
-    monkeypatch.setattr(council, "AGAIN_SECONDS", 0.1)
-    monkeypatch.setattr(council, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(leader_election, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(leader_election, "LOOK_SECONDS", 0.02)
     made = Agents(tmp_path)
     yield made
     for each in made.councils.values():
@@ -97,7 +98,7 @@ def test_the_first_node_coordinates_and_the_others_follow(agents: Agents) -> Non
 
 
 def test_a_later_node_coordinates_when_the_first_never_comes(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(council, "FIRST_SECONDS", 0.3)
+    monkeypatch.setattr(leader_election, "FIRST_SECONDS", 0.3)
     agents.start("c")
     agents.start("b")
     agents.wait("b", Claimed)
@@ -132,7 +133,7 @@ def test_the_next_takes_over_when_the_coordinator_is_gone(agents: Agents) -> Non
 
 def test_of_two_that_coordinate_the_later_follows_the_earlier(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
     """They did not see each other while the network was cut: no heartbeat, no answer."""
-    monkeypatch.setattr(council, "FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(leader_election, "FIRST_SECONDS", 0.1)
     agents.start("a")
     agents.beat("a", address="127.0.0.1:1")
     agents.start("b")
@@ -149,7 +150,7 @@ def test_of_two_that_coordinate_the_later_follows_the_earlier(agents: Agents, mo
 def test_agents_of_the_past_are_not_asked(
     agents: Agents, monkeypatch: pytest.MonkeyPatch, state: NodeState, generation: int
 ) -> None:
-    monkeypatch.setattr(council, "FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(leader_election, "FIRST_SECONDS", 0.1)
     agents.start("a", looks=False)
     agents.beat("a", state, generation)
     agents.start("b")
@@ -157,7 +158,7 @@ def test_agents_of_the_past_are_not_asked(
 
 
 def test_an_earlier_agent_that_lives_is_left_the_first_say(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(council, "FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(leader_election, "FIRST_SECONDS", 0.1)
     first = agents.start("a", looks=False)  # it has not looked around yet
     agents.start("b")
     agents.start("c")
@@ -170,8 +171,8 @@ def test_an_earlier_agent_that_lives_is_left_the_first_say(agents: Agents, monke
 
 def test_an_agent_that_answers_nothing_is_passed_over(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
     """It shook hands and was stopped: whoever asked it goes on to the next."""
-    monkeypatch.setattr(council, "ANSWER_SECONDS", 0.3)
-    monkeypatch.setattr(council, "FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(leader_election, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(leader_election, "FIRST_SECONDS", 0.1)
     mute = agents.start("a", looks=False)
     monkeypatch.setattr(mute._listener, "_welcome", lambda link: threading.Event().wait(5.0))
     agents.start("b")

@@ -12,7 +12,8 @@ import pytest
 from agent_gang import Gang
 from waiting import PATIENCE_SECONDS, wait_until
 
-from craton.agent.cpuwait import MAX_SHARE, CpuWait
+from craton.agent.processes import CpuWait
+from craton.agent.processes.cpuwait import MAX_SHARE
 
 SPIN = "while True: pass"
 

@@ -13,13 +13,17 @@ import pytest
 from agent_gang import Gang, is_alive
 from waiting import PATIENCE_SECONDS, wait_until
 
-from craton.observability.diagnosis import diagnose, take_snapshot
-from craton.telemetry import LedgerReader, read_heartbeat, read_lines, summarize
+from craton.observability.diagnosis import diagnose
+from craton.observability.diagnosis.collect import take_snapshot
+from craton.telemetry import summarize
+from craton.telemetry.files import read_lines
+from craton.telemetry.node import read_heartbeat
+from craton.telemetry.rank import LedgerReader
 
 # A rank that records and prints steps until it is told to end; it dies of the first error, as most programs do. What it
 # says to the test goes to a folder beside the disk.
 STEPS = """
-from craton.telemetry import Recorder
+from craton.telemetry.rank import Recorder
 HERE = pathlib.Path(os.environ["BESIDE"])
 recorder = Recorder.from_environment()
 step = 0

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from craton.agent.cpuwait import MAX_SHARE
-from craton.agent.hangs import HANG_SECONDS, HANG_STEPS, LIMITS, MAX_DOUBLINGS, RankProgress, find_hang
+from craton.agent.coordination import HANG_STEPS, RankProgress
+from craton.agent.coordination.hangs import HANG_SECONDS, LIMITS, MAX_DOUBLINGS, find_hang
+from craton.agent.processes.cpuwait import MAX_SHARE
 
 
 def stepping(age: float, step: int = 10, **fields: object) -> RankProgress:

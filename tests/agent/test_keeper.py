@@ -17,9 +17,10 @@ import pytest
 from keepers import SECRET, KeeperProcess, Keepers, fill, manifest_of, read
 from waiting import wait_until
 
-from craton.agent import KeeperClient, KeeperError, replicas
-from craton.agent import keeper as keeper_module
-from craton.agent.slots import BLOCK_BYTES, HEADER_BYTES, receive_message, send_message
+from craton.agent import KeeperError
+from craton.agent.memory import BLOCK_BYTES, HEADER_BYTES, KeeperClient, replicas
+from craton.agent.memory import keeper as keeper_module
+from craton.agent.memory.slots import receive_message, send_message
 
 SIZE = 3 * 2**20
 

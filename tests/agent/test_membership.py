@@ -10,17 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from craton.agent import Generation, Launch
-from craton.agent.coordinator import (
-    COME_OVER_SECONDS,
-    RELEASE_SECONDS,
-    RETURN_SECONDS,
-    SETTLE_SECONDS,
-    SILENT_SECONDS,
-    Fail,
-    Notice,
-    Release,
-    Start,
-)
+from craton.agent.coordination import SILENT_SECONDS, Fail, Notice, Release, Start
+from craton.agent.coordination.coordinator import COME_OVER_SECONDS, RELEASE_SECONDS, RETURN_SECONDS, SETTLE_SECONDS
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from craton.agent import address_towards, pin_interfaces
-from craton.agent.network import GLOO_VARIABLE, NCCL_VARIABLE, interface_of
+from craton.agent.processes import address_towards, pin_interfaces
+from craton.agent.processes.network import GLOO_VARIABLE, NCCL_VARIABLE, interface_of
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
 

@@ -16,18 +16,18 @@ import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import Generation, Launch
-from craton.agent.coordinator import RankFailure
-from craton.agent.council import LeaderElection
-from craton.agent.face import NodePublisher
+from craton.agent.coordination import LeaderElection, Link, RankFailure
+from craton.agent.coordination.wire import Listener, dial
 from craton.agent.generation import create_generation
 from craton.agent.lock import NodeLock
 from craton.agent.membership import Membership
 from craton.agent.node import NodeProcesses
-from craton.agent.process import reap
-from craton.agent.records import NodeRecords
+from craton.agent.processes import reap
+from craton.agent.records import NodePublisher, NodeRecords
 from craton.agent.supervisor import Supervisor
-from craton.agent.wire import Link, Listener, dial
-from craton.telemetry import MetricsEndpoint, RankPage, RunDirectory
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import MetricsEndpoint
+from craton.telemetry.rank import RankPage
 
 IDLER = [sys.executable, "-c", "import signal; signal.pause()"]
 

@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 
 from craton.agent import Generation, Launch
-from craton.agent.coordinator import Coordinator, RankFailure
-from craton.agent.council import LeaderElection
+from craton.agent.coordination import Coordinator, LeaderElection, Link, Message, RankFailure
 from craton.agent.generation import create_generation
 from craton.agent.lock import NodeLock
 from craton.agent.membership import Membership
 from craton.agent.node import NURSERY_SECONDS, PLANNED_SECONDS, NodeProcesses, RankSlot
-from craton.agent.process import RankProcess
+from craton.agent.processes import RankProcess
 from craton.agent.records import NodeRecords
 from craton.agent.supervisor import Supervisor
-from craton.agent.wire import Link, Message
-from craton.telemetry import MetricsEndpoint, RankPage, RunDirectory, read_lines
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_lines
+from craton.telemetry.node import MetricsEndpoint
+from craton.telemetry.rank import RankPage
 
 TRAINS = Launch(1, ["a", "b", "c"], 1, ["x"], num_nodes=2, nursery=["x"], failure_grace_seconds=5.0)
 COMMAND = Launch(1, ["a", "b", "c"], 1, ["x"], num_nodes=2, failure_grace_seconds=5.0, stop_grace_seconds=120.0)

@@ -15,8 +15,8 @@ import pytest
 from agent_gang import Gang, is_alive
 from waiting import wait_until
 
-from craton.agent.errors import LaunchError
-from craton.agent.process import GROUP_SECONDS, _end_orphans
+from craton.agent import LaunchError
+from craton.agent.processes.process import GROUP_SECONDS, _end_orphans
 from craton.agent.progress import (
     LINE_BYTES,
     LOOK_BYTES,
@@ -29,7 +29,8 @@ from craton.agent.progress import (
     _timed,
 )
 from craton.job import parse_job
-from craton.telemetry import read_lines, summarize
+from craton.telemetry import summarize
+from craton.telemetry.files import read_lines
 
 STEPS = r"step (?P<step>\d+)/(?P<steps>\d+) loss (?P<loss>\S+)"
 CATASTROPHE = r"step (?P<step>(\d+)+)+$"  # every way to cut the digits is tried before it fails

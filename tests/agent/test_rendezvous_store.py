@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from craton.agent import StoreClient, StoreError, StoreServer, StoreTimeoutError
+from craton.agent.store import StoreClient, StoreError, StoreServer, StoreTimeoutError
 from craton.agent.store import server as server_module
 from craton.agent.store.wire import GREETING, HELLO_BYTES, MAC_BYTES, NONCE_BYTES, StoreSession
 

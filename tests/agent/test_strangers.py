@@ -13,9 +13,10 @@ import pytest
 from keepers import SECRET, Keepers, fill, keepers, manifest_of
 from waiting import PATIENCE_SECONDS, wait_until
 
-from craton.agent.strangers import MAX_STRANGERS, Strangers
-from craton.agent.wire import Link, Listener, dial
-from craton.telemetry import MetricsEndpoint, endpoint
+from craton.agent.coordination import Link, Strangers
+from craton.agent.coordination.strangers import MAX_STRANGERS
+from craton.agent.coordination.wire import Listener, dial
+from craton.telemetry.node import MetricsEndpoint, endpoint
 
 __all__ = ["keepers"]
 

@@ -16,9 +16,9 @@ from queue import Queue
 import pytest
 from waiting import PATIENCE_SECONDS
 
-from craton.agent import wire
-from craton.agent.errors import LaunchError
-from craton.agent.wire import GREETING, MAX_FRAME_BYTES, Link, Listener, dial, run_secret
+from craton.agent import LaunchError
+from craton.agent.coordination import Link, run_secret, wire
+from craton.agent.coordination.wire import GREETING, MAX_FRAME_BYTES, Listener, dial
 from craton.telemetry import RunDirectory
 
 SECRET = b"the secret of this run"

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from run_verbs import Verbs
 
-from craton.cli import progress
-from craton.orchestration import kill_run, living_agents
+from craton.cli.views import progress
+from craton.orchestration import living_agents
+from craton.orchestration.start import kill_run
 from craton.telemetry import list_runs
 
 

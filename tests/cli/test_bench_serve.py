@@ -159,7 +159,7 @@ def test_wrong_usage(command: Command, arguments: list[str]) -> None:
 
 
 def test_without_its_library_it_says_what_to_install(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("craton.loadtest")]:
+    for name in [name for name in sys.modules if name.startswith("craton.bench.load")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     code, _, errors = command("http://127.0.0.1:1")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from craton.bench import planner
 from craton.cli import main
-from craton.planning import bench, corpus_path
-from craton.planning.corpus import corpus, row_of
-from craton.planning.fitting import Fit
+from craton.planning.calibration import Fit, corpus, row_of
+from craton.planning.calibration.published_rows import corpus_path
 
 ROWS: list[dict[str, Any]] = json.loads(Path(corpus_path()).read_text(encoding="utf-8"))["cases"]
 FAMILIES = ("torchtitan", "nanotron")
@@ -27,8 +27,8 @@ class Command:
         self.monkeypatch, self.capsys = monkeypatch, capsys
         self.cases = folder / "cases.json"
         known = tuple(case for case in corpus() if case.family in FAMILIES)
-        monkeypatch.setattr(bench, "corpus", lambda: known)
-        monkeypatch.setattr(bench, "corpus_fit", cache(lambda: Fit([row_of(case) for case in known])))
+        monkeypatch.setattr(planner, "corpus", lambda: known)
+        monkeypatch.setattr(planner, "corpus_fit", cache(lambda: Fit([row_of(case) for case in known])))
         monkeypatch.setenv("COLUMNS", "120")
         wanted = [case.id for case in known if case.family == "torchtitan"][:4]
         wanted += [case.id for case in known if case.family == "nanotron"][:9]

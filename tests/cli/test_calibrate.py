@@ -11,9 +11,10 @@ import pytest
 
 from craton.cli import main
 from craton.job import load_job
-from craton.planning import corpus_path, load_profile
 from craton.planning import plan as plan_job
-from craton.planning.corpus import corpus
+from craton.planning.calibration import corpus
+from craton.planning.calibration.profiles import load_profile
+from craton.planning.calibration.published_rows import corpus_path
 
 ROWS: dict[str, dict[str, Any]] = {
     row["id"]: row for row in json.loads(Path(corpus_path()).read_text(encoding="utf-8"))["cases"]

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from craton.cli import catalog as verb
 from craton.cli.app import app
-from craton.infrastructure import CatalogError, Measurement, local
+from craton.cli.machines import catalog as verb
+from craton.infrastructure import CatalogError, local
+from craton.infrastructure.microbenchmark import Measurement
 
 
 class Today(datetime.date):

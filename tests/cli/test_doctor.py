@@ -14,7 +14,7 @@ from infrastructure.node_images import HEALTHY
 from waiting import PATIENCE_SECONDS
 
 from craton.agent import Launch, write_launch
-from craton.cli.app import main
+from craton.cli import main
 from craton.telemetry import RunDirectory
 
 FINDING_KEYS = {"layer", "what", "severity", "evidence", "remedy", "node", "action"}

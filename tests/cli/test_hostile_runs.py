@@ -15,7 +15,7 @@ from planting import KINDS, SECRET, plant, tree
 from run_verbs import Verbs
 
 from craton.observability.web import TopView, frame_json
-from craton.observability.web.verdicts import CachedVerdict
+from craton.observability.web.sources import CachedVerdict
 from craton.printable import printable, printable_line
 from craton.telemetry import RunDirectory
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 from run_verbs import Verbs
 
-from craton.cli import progress as module
-from craton.cli.progress import progress
+from craton.cli.views import progress as module
+from craton.cli.views.progress import progress
 
 
 class LateTimer:

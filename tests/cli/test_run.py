@@ -15,7 +15,8 @@ from run_verbs import Verbs, in_a_terminal
 from craton.agent import Launch
 from craton.cli.run import confirm, follow, print_plan
 from craton.job import load_job, parse_job
-from craton.orchestration import Draft, draft_run, living_agents
+from craton.orchestration import living_agents
+from craton.orchestration.draft import Draft, draft_run
 from craton.telemetry import RunDirectory, summarize
 
 PRICED = """\

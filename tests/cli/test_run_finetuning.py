@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from run_verbs import Verbs
 
-from craton import load_job, run
+from craton.job import load_job
 from craton.ml.data.tokenizer import train_bpe
-from craton.orchestration import wait_for_agents
+from craton.orchestration.start.python import run
+from craton.orchestration.watching import wait_for_agents
 from craton.telemetry import RunDirectory, summarize
 
 CHATS = [("what is red", "red is a colour"), ("say ten", "ten"), ("who is up", "nobody at all"), ("go on", "yes yes")]

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from run_verbs import Verbs, in_a_terminal
 
-from craton.telemetry import LogClock, LogTimes, RunDirectory
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import LogClock, LogTimes
 
 
 def ended_run(root: Path, name: str, age: int, loss: float | None = 2.5, marker: str = "DONE") -> RunDirectory:
@@ -126,7 +127,7 @@ def test_a_line_was_printed_before_the_first_note_that_covers_it(
     run = RunDirectory.create(tmp_path, "noted")
     times = LogTimes(run, "node-0")
     for moment, text in ((10.0, "one\n"), (20.0, ""), (30.0, "two\nthree\n")):
-        monkeypatch.setattr("craton.telemetry.log_times.time.time", lambda moment=moment: moment)
+        monkeypatch.setattr("craton.telemetry.node.log_times.time.time", lambda moment=moment: moment)
         with open(run.log_path(0), "a") as log:
             log.write(text)
         times.note([0])

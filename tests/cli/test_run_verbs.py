@@ -13,8 +13,10 @@ import pytest
 from run_verbs import Verbs
 from waiting import PATIENCE_SECONDS, wait_until
 
-from craton.orchestration import living_agents, read_agents
-from craton.telemetry import Heartbeat, RunDirectory, write_heartbeat
+from craton.orchestration import living_agents
+from craton.orchestration.local import read_agents
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import Heartbeat, write_heartbeat
 
 LONG = {"STEPS": 100_000}
 

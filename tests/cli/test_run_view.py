@@ -13,10 +13,12 @@ from rich.console import Console
 
 from craton import figures
 from craton.agent import Generation
-from craton.cli.live import describe, line, make_console, panel, watch
-from craton.cli.outcome import outcome_json, print_outcome
-from craton.orchestration import Follower
-from craton.telemetry import Heartbeat, Recorder, RunDirectory, write_heartbeat
+from craton.cli.views.live import describe, line, make_console, panel, watch
+from craton.cli.views.outcome import outcome_json, print_outcome
+from craton.orchestration.watching import Follower
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import Heartbeat, write_heartbeat
+from craton.telemetry.rank import Recorder
 
 PLAN: dict[str, Any] = {
     "steps": 100,

@@ -16,16 +16,18 @@ import pytest
 from run_verbs import Result, Verbs, in_a_terminal
 from waiting import PATIENCE_SECONDS, wait_until
 
-from craton.cli import server_view
+from craton.agent.processes import free_port
+from craton.cli.views import server as server_view
 from craton.job import load_job
-from craton.orchestration import ServerWatch, Stages, address_of, draft, free_port, living_agents
+from craton.orchestration import ServerWatch, Stages, address_of, living_agents
+from craton.orchestration.draft import draft
 from craton.telemetry import RunDirectory
 
 ANSWERING = Path(__file__).parents[1] / "orchestration" / "answering.py"
 NAME = "serve-qwen3-0.6b"
 REPLACED = f"""
 import sys
-from craton.orchestration import draft
+from craton.orchestration.draft import draft
 draft.rank_command = lambda job, run, python: [python, {str(ANSWERING)!r}, str(run)]
 from craton.cli import main
 main()

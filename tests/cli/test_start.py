@@ -130,5 +130,5 @@ def test_the_wheel_carries_its_tables(tmp_path: Path) -> None:
     inside = set(zipfile.ZipFile(wheel).namelist())
     files = [file for file in (ROOT / "craton").rglob("*.*") if file.suffix not in (".py", ".pyc")]
     tables = {str(file.relative_to(ROOT)) for file in files}
-    assert "craton/job/presets.toml" in tables
+    assert "craton/job/model/presets.toml" in tables
     assert tables <= inside

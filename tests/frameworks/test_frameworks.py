@@ -10,19 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from craton.frameworks import (
-    FrameworkError,
-    accelerate_command,
-    accelerate_config,
-    jax_environment,
-    megatron_arguments,
-    nemo_parallelism,
-    sglang_command,
-    torchrun_command,
-    verl_overrides,
-    vllm_command,
-)
-from craton.job import Job, Layout, model_from_config, model_preset, parse_job, starts_own_ranks
+from craton.frameworks import jax_environment, megatron_arguments
+from craton.frameworks.accelerate import accelerate_command, accelerate_config
+from craton.frameworks.errors import FrameworkError
+from craton.frameworks.megatron import nemo_parallelism
+from craton.frameworks.servers import sglang_command, vllm_command
+from craton.frameworks.torchrun import torchrun_command
+from craton.frameworks.verl import verl_overrides
+from craton.job import Job, parse_job
+from craton.job.layout import Layout
+from craton.job.model import model_from_config, model_preset
+from craton.job.sections.command import starts_own_ranks
 
 HSDP = Layout(replicate=2, fsdp=4, cp=2, tp=4, micro_batch=1, recompute="full")
 NAME = "a name; $(rm -rf /)"

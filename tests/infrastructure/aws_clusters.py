@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from craton.job import ClusterFile, load_cluster
+from craton.job.cluster import ClusterFile, load_cluster
 
 AWS: dict[str, Any] = {
     "region": "us-east-2",

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from craton.infrastructure import CatalogError, gpus, local_instance, resolve_cluster, visible_accelerators
+from craton.infrastructure import CatalogError, resolve_cluster, visible_accelerators
 from craton.infrastructure.accelerators import Accelerator, catalog_gpu
+from craton.infrastructure.catalog import gpus
+from craton.infrastructure.local import local_instance
 from craton.job import parse_job
 
 H200 = "{index}, GPU-{index}f00-42, NVIDIA H200, 143771"

@@ -14,20 +14,16 @@ import pytest
 import yaml
 from aws_clusters import BLOCK, DRIVES, EXISTING, OF_TARGET, PLAN, RESERVATION, cluster, document
 
-from craton.infrastructure import (
-    PROVISION_TARGETS,
-    Instance,
-    ProvisionError,
-    instance,
-    instances,
-    provision,
-    read_instance_names,
-)
-from craton.infrastructure.aws import queues
+from craton.infrastructure import Instance, ProvisionError
+from craton.infrastructure.aws import provision, queues
 from craton.infrastructure.aws.interfaces import interfaces, level_labels
 from craton.infrastructure.aws.provisioning import ASSET_TAG
+from craton.infrastructure.aws.site import TARGETS as PROVISION_TARGETS
 from craton.infrastructure.aws.site import site_of
-from craton.job import ContentError, load_cluster
+from craton.infrastructure.catalog import instance, instances
+from craton.infrastructure.topology import read_instance_names
+from craton.job import ContentError
+from craton.job.cluster import load_cluster
 
 CAPACITY = {"hyperpod-slurm": PLAN, "hyperpod-eks": PLAN}
 POOLED = {

@@ -19,9 +19,9 @@ from infrastructure.node_images import DEGRADED, HEALTHY, Degraded
 from infrastructure.node_images import Node as Image
 from waiting import PATIENCE_SECONDS
 
-from craton.infrastructure import NodeRoot, provision
-from craton.infrastructure.aws import node_check
-from craton.orchestration import examine
+from craton.infrastructure.aws import node_check, provision
+from craton.infrastructure.probes import NodeRoot
+from craton.orchestration.preflight.node_check import examine
 
 TOOLS = ("craton", "scontrol", "logger")
 Api = tuple[int, list[dict[str, Any]]]  # port, patches

@@ -23,7 +23,8 @@ from botocore.model import Shape
 from botocore.validate import ParamValidator
 from manifests import check_manifests
 
-from craton.infrastructure import PROVISION_TARGETS, provision
+from craton.infrastructure.aws import provision
+from craton.infrastructure.aws.site import TARGETS as PROVISION_TARGETS
 
 VALIDATORS = Path(__file__).parents[2] / ".venv-aws" / "bin"
 INSTANCES = ("p5.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge", "p6-b300.48xlarge", "p4d.24xlarge", "g6e.48xlarge")

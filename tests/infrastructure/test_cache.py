@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from s3 import FaultProxy, S3Server
 
-from craton.infrastructure import CachedFolder, ObjectMissingError, StorageError, mirror, open_store
+from craton.infrastructure import StorageError
+from craton.infrastructure.errors import ObjectMissingError
+from craton.infrastructure.storage import CachedFolder, mirror, open_store
 from craton.infrastructure.storage import cache as cache_module
 
 KILO = 1000
@@ -65,7 +67,7 @@ def test_files_come_when_they_are_used_and_once(bucket: str, faults: FaultProxy)
 
 READER = """
 import sys, zlib
-from craton.infrastructure import CachedFolder
+from craton.infrastructure.storage import CachedFolder
 cached = CachedFolder(sys.argv[1])
 sys.stdin.readline()
 for name in sys.argv[2:]:
@@ -264,7 +266,7 @@ def test_any_name_may_be_in_the_store(bucket: str) -> None:
 
 MANY = """
 import resource, sys
-from craton.infrastructure import mirror
+from craton.infrastructure.storage import mirror
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64 if sys.argv[2] == "few" else hard))
 print(sum(path.is_file() for path in mirror(sys.argv[1]).glob("*")))

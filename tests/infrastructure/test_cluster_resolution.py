@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from craton.infrastructure import CatalogError, Cluster, Measurement, Price, cluster, cluster_of, resolve_cluster
+from craton.infrastructure import CatalogError, Cluster, Price, cluster, cluster_of, resolve_cluster
 from craton.infrastructure.local import LocalMachine, instance_of_machine
-from craton.job import ClusterRef, PriceNumbers, load_cluster
+from craton.infrastructure.microbenchmark import Measurement
+from craton.job.cluster import ClusterRef, PriceNumbers, load_cluster
 
 TIB = 2.0**40
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from s3 import FaultProxy, S3Server
 
-from craton.infrastructure import StorageError, copy_down, open_store
+from craton.infrastructure import StorageError
+from craton.infrastructure.storage import copy_down, open_store
 
 SEAL = "config.json"
 

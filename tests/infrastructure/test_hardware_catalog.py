@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import craton.infrastructure
-from craton.infrastructure import CatalogError, entry, gpu, gpus, instance, instances, load_catalog
+from craton.infrastructure import CatalogError
+from craton.infrastructure.catalog import entry, gpu, gpus, instance, instances, load_catalog
 
 FOLDER = Path(craton.infrastructure.__file__).parent / "catalog"
 

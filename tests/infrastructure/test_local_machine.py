@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from craton.infrastructure import Measurement, cache_path, local, local_instance, local_machine, microbenchmark
+from craton.infrastructure import cache_path, local, local_machine, microbenchmark
+from craton.infrastructure.local import local_instance
+from craton.infrastructure.microbenchmark import Measurement
 
 START = datetime(2026, 11, 15, 12, 0, tzinfo=UTC)
 FAKE = Measurement(100e9, 50e9, "torch, one thread a core", 20e9, 5e9, 0.1)

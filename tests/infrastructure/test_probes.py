@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from infrastructure.node_images import HEALTHY, Node
 
-from craton.infrastructure.probes import NodeRoot, is_in, probe_node, read_xids, report_json
+from craton.infrastructure.probes import NodeRoot, is_in, probe_gpus, probe_node, read_xids, report_json
 from craton.infrastructure.probes.disks import probe_disks
-from craton.infrastructure.probes.gpus import probe_gpus
 from craton.infrastructure.probes.host import probe_host
 from craton.infrastructure.probes.software import cuda_of_torch
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from s3 import S3Server
 
-from craton.infrastructure import ObjectMissingError, StorageError, Store, open_store
+from craton.infrastructure import StorageError
+from craton.infrastructure.errors import ObjectMissingError
+from craton.infrastructure.storage import Store, open_store
 
 MEBI = 2**20
 LARGE = 11 * MEBI + 12_345  # three parts of an upload
@@ -135,7 +137,7 @@ def test_what_is_no_store(place: str) -> None:
 
 WRITER = """
 import sys
-from craton.infrastructure import open_store
+from craton.infrastructure.storage import open_store
 store, content = open_store(sys.argv[1]), bytes(range(256)) * 4096
 store.put("before", "whole")
 with store.create("object") as writer:

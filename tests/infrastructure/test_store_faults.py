@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from s3 import FaultProxy, Kind, S3Server
 
-from craton.infrastructure import ObjectMissingError, StorageError, Store, open_store
+from craton.infrastructure import StorageError
+from craton.infrastructure.errors import ObjectMissingError
+from craton.infrastructure.storage import Store, open_store
 
 CONTENT = b"0123456789" * 100
 PART_BYTES = 5 * 2**20  # the smallest that S3 takes
@@ -177,7 +179,8 @@ def test_without_the_client_the_error_names_the_extra(bucket: str) -> None:
     code = f"""
 import sys
 sys.modules["obstore"] = None
-from craton.infrastructure import StorageError, open_store
+from craton.infrastructure import StorageError
+from craton.infrastructure.storage import open_store
 for ask in ("list", "check_writable"):
     try:
         getattr(open_store({bucket!r}), ask)()

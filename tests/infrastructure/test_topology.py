@@ -20,10 +20,12 @@ from topologies import (
     topograph_nodes,
 )
 
-from craton.infrastructure import TopologyError, discover_topology, read_instance_names, read_topology
-from craton.infrastructure.topology import natural, tree_of
-from craton.infrastructure.topology_hostlist import compress, expand
-from craton.infrastructure.topology_read import read_ec2, read_kubernetes, read_slurm
+from craton.infrastructure import TopologyError
+from craton.infrastructure.topology import discover as discover_topology
+from craton.infrastructure.topology import expand, natural, read_instance_names, read_topology
+from craton.infrastructure.topology.hostlist import compress
+from craton.infrastructure.topology.read import read_ec2, read_kubernetes, read_slurm
+from craton.infrastructure.topology.topology import tree_of
 
 
 def test_scontrol_of_a_tree() -> None:

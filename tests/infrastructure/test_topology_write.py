@@ -19,11 +19,14 @@ from manifests import check_manifests
 from topologies import SLURM_BLOCK, SLURM_TREE, ec2_answer, eks_nodes, topograph_nodes
 from waiting import PATIENCE_SECONDS
 
-from craton.infrastructure import TOPOLOGY_FORMATS, Topology, TopologyError, read_topology, written_topology
-from craton.infrastructure.topology import tree_of
-from craton.infrastructure.topology_read import read_ec2, read_kubernetes, read_slurm
-from craton.infrastructure.topology_write import volcano_hypernodes
-from craton.job import load_cluster
+from craton.infrastructure import TopologyError
+from craton.infrastructure.topology import read_topology
+from craton.infrastructure.topology import written as written_topology
+from craton.infrastructure.topology.read import read_ec2, read_kubernetes, read_slurm
+from craton.infrastructure.topology.topology import Topology, tree_of
+from craton.infrastructure.topology.write import FORMATS as TOPOLOGY_FORMATS
+from craton.infrastructure.topology.write import volcano_hypernodes
+from craton.job.cluster import load_cluster
 
 TOPOLOGIES: dict[str, Topology] = {
     "slurm": read_slurm(SLURM_TREE),

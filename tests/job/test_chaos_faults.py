@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from craton.job import (
-    FAULT_KINDS,
-    FaultError,
-    InjectedFault,
-    JobError,
-    check_fault,
-    dump_job,
-    parse_fault,
-    parse_job,
-    random_faults,
-)
+from craton.job import FaultError, InjectedFault, JobError, check_fault, dump_job, parse_fault, parse_job, random_faults
+from craton.job.faults import FAULT_KINDS
 
 JOB = "kind: command\ncommand: train\ncluster: local x 2\n"
 NODES = ["node-0", "node-1"]

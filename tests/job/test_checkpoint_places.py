@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from craton.job import CheckpointTier, ContentError, JobError, StorageNumbers, parse_job, place_of
-from craton.job.clusterfile import Storage
+from craton.job import ContentError, JobError, parse_job
+from craton.job.cluster import Storage, StorageNumbers
+from craton.job.sections import place_of
+from craton.job.sections.checkpoint import CheckpointTier
 
 RUN = Path("/runs/llama")
 STORAGE = Storage(

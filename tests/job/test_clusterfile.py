@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from craton.job import ClusterRef, ContentError, CratonError, GpuNumbers, Job, dump_job, load_cluster, parse_job
+from craton.errors import CratonError
+from craton.job import ContentError, Job, dump_job, parse_job
+from craton.job.cluster import ClusterRef, GpuNumbers, load_cluster
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 

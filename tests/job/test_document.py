@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from craton.job import CratonError, FileError, parse_job
+from craton.errors import CratonError
+from craton.job import parse_job
 from craton.job.document import parse_document, read_document
+from craton.job.errors import FileError
 
 BAD_FILES = {
     "duplicate key": (b"kind: sft\ndata: {}\nkind: dpo\n", ":3: key 'kind' is given twice, first on line 1"),

@@ -15,8 +15,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from craton.job import ContentError, JobError, Layout, check_job, dump_job, load_job, parse_job
-from craton.job.section import Section
+from craton.job import ContentError, JobError, check_job, dump_job, load_job, parse_job
+from craton.job.document import Section
+from craton.job.layout import Layout
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KNOWN_KEYS = {key for section in Section.__subclasses__() for key in section.model_fields}

@@ -10,18 +10,10 @@ from counted_calls import counted_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from craton.job import (
-    SCHEDULES,
-    Layout,
-    LayoutError,
-    LayoutSpec,
-    ModelShape,
-    check_layout,
-    layout_is_valid,
-    layout_line,
-    model_preset,
-    nearest_layout,
-)
+from craton.job import LayoutError
+from craton.job.layout import Layout, LayoutSpec, check_layout, layout_is_valid, layout_line, nearest_layout
+from craton.job.layout.layout import SCHEDULES
+from craton.job.model import ModelShape, model_preset
 
 LLAMA = model_preset("llama-3.1-8b")
 QWEN = model_preset("qwen3-30b-a3b")

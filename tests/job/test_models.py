@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from craton.job import MlaShape, ModelError, ModelShape, model_from_config, model_preset, model_presets, parse_job
-from craton.job.presets import published_parameters
+from craton.job import ModelError, parse_job
+from craton.job.model import MlaShape, ModelShape, model_from_config, model_preset, model_presets
+from craton.job.model.presets import published_parameters
 
 LLAMA_8B = {
     "model_type": "llama",

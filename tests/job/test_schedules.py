@@ -7,7 +7,8 @@ from itertools import product
 
 import pytest
 
-from craton.job import Action, Schedule, forward_actions, in_flight_limit, schedule_actions, stage_layers
+from craton.job.layout import Action, Schedule, forward_actions, schedule_actions, stage_layers
+from craton.job.layout.schedules import in_flight_limit
 
 SECONDS = {"forward": 1, "backward": 2, "input": 1, "weight": 1}
 PIPELINES: list[tuple[Schedule, int, int, int]] = [

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from craton.job import CratonError, check_job, dump_job, make_job, parse_job
+from craton.errors import CratonError
+from craton.job import check_job, dump_job, make_job, parse_job
 from craton.telemetry import RunDirectory
 
 JOB = "name: llama\nkind: serve\nmodel: llama-3.1-8b\ncluster: p5en.48xlarge x 1\n"

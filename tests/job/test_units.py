@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from craton.job.units import (
-    parse_bytes,
-    parse_bytes_per_second,
-    parse_count,
-    parse_flops,
-    parse_seconds,
-    parse_token_count,
-    whole_number,
-)
+from craton.job.document import parse_bytes, parse_count, parse_seconds, parse_token_count, whole_number
+from craton.job.document.units import parse_bytes_per_second, parse_flops
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from craton.loadtest.answer import StreamedResponse
+from craton.bench.load.answer import StreamedResponse
 
 
 def event(content: dict[str, Any], space: str = "") -> bytes:

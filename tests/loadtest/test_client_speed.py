@@ -5,7 +5,8 @@ from __future__ import annotations
 from counted_calls import counted_calls
 from fast_server import fast_server
 
-from craton.loadtest import Closed, Lengths, Limit, LoadSettings, LoadTarget, LoadWorkload, bench_serve
+from craton.bench.load import Closed, Limit, LoadSettings, LoadTarget, LoadWorkload, bench_serve
+from craton.bench.load.lengths import Lengths
 
 STREAMS, REQUESTS = 8, 16
 

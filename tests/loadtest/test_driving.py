@@ -14,24 +14,22 @@ import pytest
 from fast_server import fast_server
 from openai_like_server import TEMPLATE_TOKENS, Behaviour, Server, openai_like_server
 
-from craton.loadtest import (
+from craton.bench.load import (
     Closed,
-    Lengths,
     Limit,
     LoadSettings,
     LoadTarget,
     LoadWorkload,
     Open,
     Prefixes,
-    Report,
-    Request,
     Sweep,
     Timed,
     bench_serve,
     parse_objectives,
 )
-from craton.loadtest.benchmark import _notes
-from craton.loadtest.requests import FIRST_LEVEL
+from craton.bench.load.benchmark import Report, _notes
+from craton.bench.load.lengths import Lengths
+from craton.bench.load.requests import FIRST_LEVEL, Request
 
 WORKLOAD = LoadWorkload(Lengths("fixed", 20), Lengths("fixed", 4))
 TRIALS = 1  # requests before a load, when the server takes token ids

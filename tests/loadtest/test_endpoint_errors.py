@@ -12,18 +12,10 @@ import pytest
 from openai_like_server import Behaviour, Server, openai_like_server
 from waiting import PATIENCE_SECONDS
 
-from craton.loadtest import (
-    Closed,
-    EndpointError,
-    Lengths,
-    Limit,
-    LoadSettings,
-    LoadTarget,
-    LoadWorkload,
-    Request,
-    WorkloadError,
-    bench_serve,
-)
+from craton.bench.load import Closed, Limit, LoadSettings, LoadTarget, LoadWorkload, bench_serve
+from craton.bench.load.errors import EndpointError, WorkloadError
+from craton.bench.load.lengths import Lengths
+from craton.bench.load.requests import Request
 
 
 def drive(url: str, trace: tuple[Request, ...] = (), **target: Any) -> None:

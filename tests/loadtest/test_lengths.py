@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from craton.loadtest import Lengths, WorkloadError, parse_lengths
+from craton.bench.load import parse_lengths
+from craton.bench.load.errors import WorkloadError
+from craton.bench.load.lengths import Lengths
 
 
 def drawn(text: str, number: int = 4000) -> np.ndarray:

@@ -16,25 +16,23 @@ import pytest
 from html_pages import HOSTILE, Reader, check_in_browser, needs_browser
 from rich.console import Console
 
-from craton.loadtest import (
+from craton.bench.load import (
     Closed,
-    Lengths,
-    Level,
     Limit,
     LoadSettings,
     LoadTarget,
     LoadWorkload,
     Open,
     Prefixes,
-    Report,
-    RequestSample,
-    Saturation,
     Sweep,
     parse_objectives,
-    print_report,
-    report_page,
-    summarize,
 )
+from craton.bench.load.benchmark import Level, Report
+from craton.bench.load.lengths import Lengths
+from craton.bench.load.report import print_report, report_page
+from craton.bench.load.samples import RequestSample
+from craton.bench.load.saturation import Saturation
+from craton.bench.load.summary import summarize
 
 OBJECTIVES = parse_objectives("ttft=500ms,itl=50ms")
 

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from craton.loadtest import Failure, RequestSample, WorkloadError, parse_objectives, summarize, timeline
+from craton.bench.load import parse_objectives
+from craton.bench.load.errors import WorkloadError
+from craton.bench.load.samples import RequestSample
+from craton.bench.load.summary import Failure, summarize, timeline
 
 
 def sample(due: float, chunks: list[float], **changed: Any) -> RequestSample:

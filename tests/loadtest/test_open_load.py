@@ -7,7 +7,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from craton.loadtest import Open, Sweep, WorkloadError, parse_sweep
+from craton.bench.load import Open, Sweep, parse_sweep
+from craton.bench.load.errors import WorkloadError
 
 
 def gaps(load: Open, seed: int = 0, stream: int = 0) -> np.ndarray:

@@ -6,8 +6,9 @@ from itertools import islice
 
 import pytest
 
-from craton.loadtest import Lengths, Prefixes
-from craton.loadtest.requests import FIRST_LEVEL, WARM_UP, Ids, RandomRequests, Request, Words, trial_prompt
+from craton.bench.load import Prefixes
+from craton.bench.load.lengths import Lengths
+from craton.bench.load.requests import FIRST_LEVEL, WARM_UP, Ids, RandomRequests, Request, Words, trial_prompt
 
 IDS, WORDS = Ids(1000), Words()
 

@@ -7,8 +7,10 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from craton.loadtest import Open, RequestSample, Saturation, Sweep, parse_objectives, summarize
-from craton.loadtest.saturation import keeps_up, next_rate, saturation, too_short, why_not
+from craton.bench.load import Open, Sweep, parse_objectives
+from craton.bench.load.samples import RequestSample
+from craton.bench.load.saturation import Saturation, keeps_up, next_rate, saturation, too_short, why_not
+from craton.bench.load.summary import summarize
 
 
 def queue(

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from craton.loadtest import Lengths, Request, WorkloadError, load_trace
+from craton.bench.load import load_trace
+from craton.bench.load.errors import WorkloadError
+from craton.bench.load.lengths import Lengths
+from craton.bench.load.requests import Request
 
 
 def load(tmp_path: Path, *lines: Any) -> list[Request]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from keepers import KeeperProcess
 
-from craton.ml.training.checkpoint import PeerSetup
+from craton.ml.training.checkpoint.peer import PeerSetup
 
 EVERY_STEP = 1
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from gang import Gang
 
-from craton.agent import StoreClient, StoreServer, free_port
+from craton.agent.processes import free_port
+from craton.agent.store import StoreClient, StoreServer
 from craton.ml.store import RunStore, join_group_of_environment
 
 SECRET = b"the secret of this run"

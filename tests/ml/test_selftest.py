@@ -157,8 +157,8 @@ def test_the_place_of_a_rank_comes_from_torchrun_or_srun(monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_pairs_of_this_machine_are_measured_by_processes() -> None:
     """What `craton doctor --bandwidth` does here: four processes of its own."""
-    from craton.orchestration.preflight_gang import check_bandwidth
-    from craton.orchestration.preflight_selftest import run_bandwidth
+    from craton.orchestration.preflight import check_bandwidth
+    from craton.orchestration.preflight.selftest import run_bandwidth
 
     seen: set[tuple[str, int]] = set()
     over = threading.Event()

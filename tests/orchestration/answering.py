@@ -17,9 +17,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from craton.agent import EXIT_FINAL
+from craton.agent.processes import EXIT_FINAL
 from craton.job import load_job
-from craton.telemetry import Recorder, RunDirectory
+from craton.telemetry import RunDirectory
+from craton.telemetry.rank import Recorder
 
 METRICS = """\
 # TYPE vllm:num_requests_running gauge

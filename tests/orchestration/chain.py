@@ -10,7 +10,8 @@ import os
 import signal
 import time
 
-from craton.telemetry import LedgerClock, Recorder, RunDirectory
+from craton.telemetry import RunDirectory
+from craton.telemetry.rank import LedgerClock, Recorder
 
 SAVE_EVERY = 10
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from waiting import wait_until
 
+from craton.agent.processes import free_port
 from craton.job import Job, parse_job
-from craton.orchestration import draft_run, free_port, start_run
+from craton.orchestration.draft import draft_run
+from craton.orchestration.start import start_run
 from craton.telemetry import RunDirectory, RunSummary, summarize
 
 RANK = Path(__file__).with_name("rank.py")

@@ -10,7 +10,8 @@ import psutil
 import yaml
 
 from craton.job import Job, parse_job
-from craton.telemetry import RunDirectory, read_lines
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS, SAVED_EVERY = 60, 5

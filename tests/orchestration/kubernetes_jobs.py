@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from craton.job import Job, parse_job
-from craton.orchestration import Draft
-from craton.orchestration.draft import launch_of
-from craton.orchestration.kubernetes import KubernetesTarget, target_of
+from craton.orchestration.draft import Draft
+from craton.orchestration.draft.draft import launch_of
+from craton.orchestration.kubernetes.target import KubernetesTarget, target_of
 
 LAPTOP = Path("/home/ada/runs")
 SHARED = Path("/fsx/runs")

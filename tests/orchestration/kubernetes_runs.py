@@ -10,8 +10,8 @@ import pytest
 from kubernetes_jobs import cluster, draft, job
 from kubernetes_standin import StandIn
 
-from craton.orchestration import Draft
 from craton.orchestration.backend import write_submission
+from craton.orchestration.draft import Draft
 from craton.orchestration.kubernetes import KubernetesBackend
 from craton.telemetry import RunDirectory
 

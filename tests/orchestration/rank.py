@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 
-from craton.telemetry import LedgerClock, Recorder, RunDirectory
+from craton.telemetry import RunDirectory
+from craton.telemetry.rank import LedgerClock, Recorder
 
 
 def main() -> None:

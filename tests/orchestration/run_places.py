@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from craton.orchestration import kill_run, living_agents
+from craton.orchestration import living_agents
+from craton.orchestration.start import kill_run
 from craton.telemetry import list_runs
 
 

@@ -14,9 +14,14 @@ from pathlib import Path
 
 import chain
 
+from craton.agent.processes import free_port
 from craton.job import Job, parse_job
-from craton.orchestration import Standing, draft_run, free_port, settled, standing_of, start_run
-from craton.telemetry import RunDirectory, RunSummary, read_lines, summarize
+from craton.orchestration import Standing
+from craton.orchestration.draft import draft_run
+from craton.orchestration.start import start_run
+from craton.orchestration.watching import settled, standing_of
+from craton.telemetry import RunDirectory, RunSummary, summarize
+from craton.telemetry.files import read_lines
 
 CHAIN = Path(chain.__file__)
 

@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 from counting import start, wait_for_state
 
-from craton.job import ContentError, Job, check_job, parse_job, starts_own_ranks
-from craton.orchestration import StartError, draft_resume, draft_run, resume_run, resumed_job, wait_for_agents
+from craton.job import ContentError, Job, check_job, parse_job
+from craton.job.sections.command import starts_own_ranks
+from craton.orchestration import StartError
+from craton.orchestration.draft import draft_run
+from craton.orchestration.start import draft_resume, resume_run, resumed_job
+from craton.orchestration.watching import wait_for_agents
 from craton.telemetry import RunDirectory, summarize
 
 RUN = Path("/runs/job")

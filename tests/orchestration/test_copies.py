@@ -14,21 +14,13 @@ from slurm_runs import chain_job
 from craton.agent import read_launch
 from craton.cli.run import confirm, print_draft, print_plan
 from craton.job import load_job, parse_job
-from craton.orchestration import (
-    RunStateError,
-    SchedulerError,
-    StartError,
-    copies,
-    draft_resume,
-    draft_run,
-    resumed_job,
-    run,
-    runs,
-    start_copies,
-    start_run,
-)
+from craton.orchestration import RunStateError, StartError
 from craton.orchestration.backend import Submission, write_submission
+from craton.orchestration.draft import draft_run
+from craton.orchestration.errors import SchedulerError
 from craton.orchestration.slurm import ScriptOptions, SlurmBackend
+from craton.orchestration.start import copies, draft_resume, resumed_job, runs, start_copies, start_run
+from craton.orchestration.start.python import run
 from craton.telemetry import RunDirectory, list_runs
 
 

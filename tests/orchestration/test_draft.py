@@ -10,10 +10,13 @@ import pytest
 from counting import counting_job, wait_for_state
 
 from craton.agent import Launch
-from craton.agent.process import common_environment
+from craton.agent.processes import free_port
+from craton.agent.processes.process import common_environment
 from craton.job import parse_job
-from craton.orchestration import StartError, check_machine, draft_run, free_port, named_job, start_run
-from craton.orchestration.draft import check_gres
+from craton.orchestration import StartError, check_machine
+from craton.orchestration.draft import draft_run, named_job
+from craton.orchestration.draft.draft import check_gres
+from craton.orchestration.start import start_run
 from craton.telemetry import RunDirectory, RunError
 
 TRAIN = """\
@@ -129,7 +132,7 @@ def test_a_draft_for_a_cluster_is_made_of_what_its_nodes_have(monkeypatch: pytes
     def measured(*_: object) -> None:
         raise AssertionError("this machine is not where the job runs")
 
-    monkeypatch.setattr("craton.orchestration.draft.visible_accelerators", measured)
+    monkeypatch.setattr("craton.orchestration.draft.draft.visible_accelerators", measured)
     monkeypatch.setattr("craton.infrastructure.cluster.local_instance", measured)
     draft = draft_run(parse_job(TRAIN.replace("x 1", "x 4")), RUN, on="slurm")
     launch = draft.launch

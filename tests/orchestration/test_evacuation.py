@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from craton.agent import Launch, write_launch
-from craton.orchestration import plan_evacuation
-from craton.telemetry import Heartbeat, RunDirectory, write_heartbeat
+from craton.orchestration.changes import plan_evacuation
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import Heartbeat, write_heartbeat
 
 
 @pytest.mark.parametrize(

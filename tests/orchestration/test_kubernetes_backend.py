@@ -18,24 +18,17 @@ from kubernetes_jobs import LEAF, SPINE, cluster, draft, job
 from kubernetes_runs import SECRET, add_pod, drafted, submitted
 from kubernetes_standin import TOKEN, StandIn
 
-from craton.cli import live, main
-from craton.orchestration import (
-    RunStateError,
-    Standing,
-    StartError,
-    resumed_job,
-    settled,
-    standing_of,
-    stop_run,
-    watch,
-)
-from craton.orchestration.backend import read_submission, write_submission
-from craton.orchestration.backends import backend_of
+from craton.cli import main
+from craton.cli.views import live
+from craton.orchestration import RunStateError, Standing, StartError, backend_of, read_submission
+from craton.orchestration.backend import write_submission
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.kubernetes import KubernetesBackend
 from craton.orchestration.kubernetes.api import load_kr8s
 from craton.orchestration.kubernetes.backend import MANIFEST_FILE
 from craton.orchestration.kubernetes.objects import KUEUE_VERSIONS
+from craton.orchestration.start import resumed_job, stop_run
+from craton.orchestration.watching import settled, standing_of, watch
 from craton.telemetry import RunDirectory, summarize
 
 JOBSETS = ("jobset.x-k8s.io/v1alpha2", "jobsets")

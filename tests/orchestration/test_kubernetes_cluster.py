@@ -18,10 +18,13 @@ import yaml
 from kubernetes_jobs import cluster, job, target
 
 from craton.job import parse_job
-from craton.orchestration import RunStateError, Standing, draft_run, start_run
+from craton.orchestration import RunStateError, Standing
+from craton.orchestration.draft import draft_run
 from craton.orchestration.errors import SchedulerError
-from craton.orchestration.kubernetes import KubernetesBackend, manifests
+from craton.orchestration.kubernetes import KubernetesBackend
 from craton.orchestration.kubernetes.api import Connection, KubernetesApiError, ask
+from craton.orchestration.kubernetes.emitters import manifests
+from craton.orchestration.start import start_run
 from craton.telemetry import RunDirectory
 
 pytestmark = pytest.mark.skipif(

@@ -14,22 +14,15 @@ import pytest
 from kubernetes_jobs import cluster, draft, job
 from kubernetes_standin import StandIn
 
-from craton.orchestration import (
-    Draft,
-    RunStateError,
-    SchedulerError,
-    read_submission,
-    resume_run,
-    resumed_job,
-    settled,
-    standing_of,
-    start_run,
-    stop_run,
-)
+from craton.orchestration import RunStateError, read_submission
 from craton.orchestration.backend import BACKEND_FILE
+from craton.orchestration.draft import Draft
+from craton.orchestration.errors import SchedulerError
 from craton.orchestration.kubernetes import KubernetesBackend, handover
 from craton.orchestration.kubernetes.api import Connection, KubernetesApiError
 from craton.orchestration.kubernetes.backend import MANIFEST_FILE, read_manifests
+from craton.orchestration.start import resume_run, resumed_job, start_run, stop_run
+from craton.orchestration.watching import settled, standing_of
 from craton.telemetry import RunDirectory, list_runs, summarize
 
 JOBSETS = ("jobset.x-k8s.io/v1alpha2", "jobsets")

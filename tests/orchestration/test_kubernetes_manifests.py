@@ -16,9 +16,9 @@ from kubernetes_jobs import LAPTOP, LEAF, SHARED, cluster, draft, job, target
 from kubernetes_schemas import problems
 
 from craton.orchestration import StartError
-from craton.orchestration.kubernetes import KubernetesTarget, manifests, target_of, to_yaml
+from craton.orchestration.kubernetes.emitters import manifests, to_yaml
 from craton.orchestration.kubernetes.names import MAX_LETTERS, object_name
-from craton.orchestration.kubernetes.target import PodMount
+from craton.orchestration.kubernetes.target import KubernetesTarget, PodMount, target_of
 
 GANGS = ("none", "kueue", "kai", "volcano")
 QUEUED: dict[str, dict[str, Any]] = {

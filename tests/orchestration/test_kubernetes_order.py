@@ -16,16 +16,18 @@ from waiting import wait_until
 
 from craton.agent import Launch, read_launch, write_launch
 from craton.infrastructure import TopologyError
-from craton.job import Layout
-from craton.orchestration import RunStateError, chaos
-from craton.orchestration import resize as resizing
+from craton.job.layout import Layout
+from craton.orchestration import RunStateError
 from craton.orchestration.backend import Submission, write_submission
+from craton.orchestration.changes import chaos
+from craton.orchestration.changes import resize as resizing
+from craton.orchestration.draft import Size
 from craton.orchestration.kubernetes.gathering import in_order, node_of, sentences
 from craton.orchestration.kubernetes.places import Places, level_labels, places_of, read_places
 from craton.orchestration.kubernetes.pod import Pod, Signals, follow, prepare
 from craton.orchestration.kubernetes.podfile import call_of
-from craton.orchestration.sizes import Size
-from craton.telemetry import RunDirectory, read_lines
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_lines
 
 ZONE = "topology.kubernetes.io/zone"
 CLIQUE = "nvidia.com/gpu.clique"

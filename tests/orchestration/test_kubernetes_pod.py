@@ -18,7 +18,7 @@ from waiting import wait_until
 
 from craton.agent import Launch, newest_generation, next_number, read_launch, write_launch
 from craton.job import parse_job
-from craton.orchestration import draft_run
+from craton.orchestration.draft import check_code, draft_run, find_code, keep_code
 from craton.orchestration.kubernetes import pod as pod_program
 from craton.orchestration.kubernetes.codepack import pack_code, unpack_code
 from craton.orchestration.kubernetes.exits import EXIT_AGAIN
@@ -40,9 +40,10 @@ from craton.orchestration.kubernetes.pod import (
     verdict,
 )
 from craton.orchestration.kubernetes.podfile import POD_FILE, TimeLimit, submission_of, used_seconds
-from craton.orchestration.preflight_finding import PreflightFinding
-from craton.orchestration.snapshot import check_code, find_code, keep_code
-from craton.telemetry import Heartbeat, RunDirectory, RunError, read_json, read_lines, summarize, write_heartbeat
+from craton.orchestration.preflight import PreflightFinding
+from craton.telemetry import RunDirectory, RunError, read_json, summarize
+from craton.telemetry.files import read_lines
+from craton.telemetry.node import Heartbeat, write_heartbeat
 
 LAUNCH = Launch(0, ["node-0", "node-1"], 1, ["python3", "-m", "craton.ml.training", "/laptop/llm"])
 
@@ -222,12 +223,14 @@ def signals() -> Iterator[Signals]:
 
 
 def test_the_first_pod_makes_the_run_for_its_own_image(tmp_path: Path, signals: Signals) -> None:
-    launch = replace(LAUNCH, workdir="/laptop/llm/code", nursery=["python3", "-m", "craton.ml.nursery", "/laptop/llm"])
+    launch = replace(
+        LAUNCH, workdir="/laptop/llm/code", nursery=["python3", "-m", "craton.ml.fork_server", "/laptop/llm"]
+    )
     pod = told(tmp_path, launch=launch)
     assert prepare(pod, signals) is None
     made = read_launch(pod.run)
     assert made.command == [sys.executable, "-m", "craton.ml.training", str(pod.run.path)]
-    assert made.nursery == [sys.executable, "-m", "craton.ml.nursery", str(pod.run.path)]
+    assert made.nursery == [sys.executable, "-m", "craton.ml.fork_server", str(pod.run.path)]
     assert made.workdir == str(pod.run.path / "code")
     assert (made.master_address, made.metrics_port, made.give_up_seconds) == ("llm-node-0.llm", 29400, 3600.0)
     assert (pod.run.path / "plans" / "2.json").read_text() == "{}"

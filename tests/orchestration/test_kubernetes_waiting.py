@@ -9,8 +9,9 @@ import pytest
 from kubernetes_jobs import SHARED, cluster, job, target
 from kubernetes_schemas import problems
 
-from craton.orchestration.kubernetes import Seen, Waiting, manifests, standing_of, why_waiting
-from craton.orchestration.kubernetes.waiting import MADE_AGAIN, _facts
+from craton.orchestration.kubernetes.emitters import manifests
+from craton.orchestration.kubernetes.standing import standing_of
+from craton.orchestration.kubernetes.waiting import MADE_AGAIN, Seen, Waiting, _facts, why_waiting
 
 UID = "7d1f"
 KUEUE = "kueue.x-k8s.io/v1beta2"

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from craton.infrastructure import resolve_cluster
-from craton.job import Job, Layout, Placement, load_job
-from craton.orchestration import Audit, audit, order_nodes
+from craton.job import Job, Placement, load_job
+from craton.job.layout import Layout
+from craton.orchestration.placement import Audit, audit, order_nodes
 
 GPUS = 8
 

@@ -15,26 +15,22 @@ from infrastructure.node_images.degraded import lose_card
 from slurm_lab import SlurmLab
 
 from craton.agent import Launch
-from craton.infrastructure import (
-    HEALTH_ACTIONS,
-    Instance,
-    NodeRoot,
-    bad_pairs,
-    counter_facts,
-    instance,
-    traps,
-    xid_facts,
-)
-from craton.job import JobError, load_cluster, parse_job
+from craton.infrastructure import Instance
+from craton.infrastructure.catalog import instance
+from craton.infrastructure.probes import HEALTH_ACTIONS, NodeRoot, bad_pairs, counter_facts, traps, xid_facts
+from craton.job import JobError, parse_job
+from craton.job.cluster import load_cluster
 from craton.job.jobfile import PreflightCheck
-from craton.orchestration import Expected, PreflightFinding, diagnose, diagnose_nodes, examine, preflight_host, worst
-from craton.orchestration.preflight import expected_of, preflight
-from craton.orchestration.preflight_finding import SEVERITIES
-from craton.orchestration.preflight_gpus import is_model
-from craton.orchestration.preflight_nccl_log import check_nccl_log, read_nccl_log
-from craton.orchestration.preflight_slurm import joined, srun_words
+from craton.orchestration.preflight import PreflightFinding, diagnose, host, preflight, read_nccl_log
+from craton.orchestration.preflight.finding import SEVERITIES, Expected, worst
+from craton.orchestration.preflight.gpus import is_model
+from craton.orchestration.preflight.nccl_log import check_nccl_log
+from craton.orchestration.preflight.node_check import examine, expected_of
+from craton.orchestration.slurm import diagnose_nodes
+from craton.orchestration.slurm.doctor import joined, srun_words
 from craton.orchestration.slurm.records import nodes_of_text
-from craton.telemetry import RunDirectory, read_lines
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_lines
 
 LAYERS = ("infrastructure", "orchestration", "ML software", "observability")
 
@@ -370,7 +366,7 @@ def test_a_job_may_overrule_a_check_and_the_event_says_so(tmp_path: Path) -> Non
 
 def test_every_check_that_fails_a_node_can_be_overruled() -> None:
     """But those of the self-tests, of which `run.preflight` says whether they are made, and of a log."""
-    texts = [path.read_text(encoding="utf-8") for path in Path(preflight_host.__file__).parent.glob("preflight_*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in Path(host.__file__).parent.glob("preflight_*.py")]
     failing = {name for text in texts for name in re.findall(r'"([a-z_]+)",\s*"fail"', text)}
     failing |= {case.what for case in DEGRADED if case.severity == "fail"}
     others = {"compute", "bandwidth", "nccl_network", "answer"}
@@ -470,7 +466,7 @@ def test_nodes_are_asked_by_one_srun(tmp_path: Path) -> None:
 def test_without_a_cluster_file_slurm_says_how_many_gpus_to_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = Path(__file__).parent / "slurm_samples" / "scontrol-node-22.05.txt"
     records = nodes_of_text(sample.read_text(encoding="utf-8").replace("Gres=gpu:h100:8", "Gres=gpu:h100:8(S:0-1)"))
-    monkeypatch.setattr("craton.orchestration.preflight_slurm.read_nodes", lambda nodes: records)
+    monkeypatch.setattr("craton.orchestration.slurm.doctor.read_nodes", lambda nodes: records)
     words = srun_words(None, "g[1-4]", 4)
     assert "--gres=gpu:8" in words
     assert not any(word.startswith("--partition") for word in words)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from craton.orchestration.preflight_gang import check_bandwidth, check_compute
+from craton.orchestration.preflight import check_bandwidth, check_compute
 
 
 def device(number: int, **changed: Any) -> dict[str, Any]:

@@ -10,11 +10,14 @@ import pytest
 from infrastructure.node_images import HEALTHY, Node
 
 from craton.agent import Launch
-from craton.infrastructure import NodeRoot
+from craton.infrastructure.probes import NodeRoot
 from craton.job import parse_job
-from craton.orchestration import StartError, run, wait_for_agents
-from craton.orchestration.preflight_local import check_local
-from craton.telemetry import RunDirectory, list_runs, read_lines
+from craton.orchestration import StartError
+from craton.orchestration.preflight import check_local
+from craton.orchestration.start.python import run
+from craton.orchestration.watching import wait_for_agents
+from craton.telemetry import RunDirectory, list_runs
+from craton.telemetry.files import read_lines
 
 COMMAND = "name: mine\nkind: command\ncommand: ['true']\ncluster: local x {nodes}\n"
 

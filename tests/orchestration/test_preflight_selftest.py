@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from infrastructure.node_images import HEALTHY
 
-from craton.infrastructure import NodeRoot
-from craton.orchestration import PreflightFinding, diagnose, preflight_selftest
-from craton.orchestration.preflight import check_tested
-from craton.orchestration.preflight_gang import check_compute
-from craton.orchestration.preflight_selftest import run_compute
-from craton.orchestration.preflight_slurm import joined
+from craton.infrastructure.probes import NodeRoot
+from craton.orchestration.preflight import PreflightFinding, check_compute, diagnose
+from craton.orchestration.preflight import selftest as preflight_selftest
+from craton.orchestration.preflight.node_check import check_tested
+from craton.orchestration.preflight.selftest import run_compute
+from craton.orchestration.slurm.doctor import joined
 
 RESULT = """
 import json, os, signal, sys

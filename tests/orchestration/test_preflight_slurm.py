@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from craton.agent import Launch, write_launch
 from craton.cli.app import app
-from craton.infrastructure import NodeRoot
+from craton.infrastructure.probes import NodeRoot
 from craton.job import load_job
-from craton.orchestration import PreflightFinding, diagnose, preflight
-from craton.orchestration.preflight_finding import for_job
-from craton.orchestration.preflight_selftest import EndedSelftest
+from craton.orchestration.preflight import PreflightFinding, diagnose, node_check
+from craton.orchestration.preflight.finding import for_job
+from craton.orchestration.preflight.selftest import EndedSelftest
 from craton.orchestration.slurm.checks import failures_of, gang_findings, gang_in_words, software_failure
 from craton.telemetry import RunDirectory
 
@@ -158,9 +158,9 @@ def test_a_command_needs_no_torch_to_test_its_cards_with(
     node = HEALTHY["p5"]()
     del node.packages["torch"]
     place = NodeRoot(node.write(tmp_path / "node"))
-    monkeypatch.setattr(preflight, "NodeRoot", lambda: place)
+    monkeypatch.setattr(node_check, "NodeRoot", lambda: place)
     ended = EndedSelftest([], "the self-test could not start: No module named 'torch'", lacks_torch=True)
-    monkeypatch.setattr(preflight, "run_compute", lambda: ([], [ended.finding("compute")]))
+    monkeypatch.setattr(node_check, "run_compute", lambda: ([], [ended.finding("compute")]))
     runs = [run_of("p5 x 2", tmp_path / str(number), 2, more, kind) for number in range(2)]
     said = [diagnose(run=run, compute=True).to_json() for run in runs]
     assert [each["severity"] for each in said[0]["findings"] if each["what"] == "compute"] == [severity]

@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 
 from craton.cli.ps import _table, _waiting_lines
-from craton.orchestration import Standing, glance, glances
-from craton.orchestration import watch as watching
+from craton.orchestration import Standing
 from craton.orchestration.backend import Submission, write_submission
-from craton.orchestration.watch import WAITING_LOOK_SECONDS, Follower, next_pause
-from craton.telemetry import Heartbeat, RunDirectory, summarize, write_heartbeat
+from craton.orchestration.watching import Follower, glance, summary_cache
+from craton.orchestration.watching import watch as watching
+from craton.orchestration.watching.watch import WAITING_LOOK_SECONDS, next_pause
+from craton.telemetry import RunDirectory, summarize
+from craton.telemetry.node import Heartbeat, write_heartbeat
 
 SAMPLES = Path(__file__).with_name("slurm_samples")
 # What planning a job takes, and reading one. (Typer itself loads pydantic to read a command line.)
-HEAVY = {"numpy", "torch", "yaml", "craton.job", "craton.planning", "craton.ml", "craton.orchestration.draft"}
+HEAVY = {"numpy", "torch", "yaml", "craton.job", "craton.planning", "craton.ml", "craton.orchestration.draft.draft"}
 
 
 def make_run(root: Path, name: str, steps: int = 3) -> RunDirectory:
@@ -96,7 +98,7 @@ def test_a_run_that_has_ended_is_added_up_once(root: Path, monkeypatch: pytest.M
     first = glance(run)
     assert (first.summary.state, first.summary.step, first.summary.wall_seconds) == ("failed", 3, 3.0)
     with monkeypatch.context() as patched:
-        patched.setattr(glances, "summarize", lambda _: pytest.fail("its files are read again"))
+        patched.setattr(summary_cache, "summarize", lambda _: pytest.fail("its files are read again"))
         assert glance(run) == first
         moved = RunDirectory(run.path.rename(root / "moved"))
         assert (glance(moved).summary.name, glance(moved).summary.path) == ("moved", moved.path)

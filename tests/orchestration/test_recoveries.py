@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from craton.agent import Generation
-from craton.orchestration import Recoveries, read_recoveries
-from craton.orchestration.recoveries import under_way
-from craton.telemetry import Recorder, RunDirectory
+from craton.orchestration.watching import read_recoveries
+from craton.orchestration.watching.recoveries import Recoveries, under_way
+from craton.telemetry import RunDirectory
+from craton.telemetry.rank import Recorder
 
 
 @pytest.fixture

@@ -10,15 +10,9 @@ from counting import counting_job, start, wait_for_state
 from waiting import wait_until
 
 from craton.agent import LaunchError, read_launch
-from craton.orchestration import (
-    RunStateError,
-    draft_resume,
-    kill_run,
-    resume_run,
-    resumed_job,
-    stop_run,
-    wait_for_agents,
-)
+from craton.orchestration import RunStateError
+from craton.orchestration.start import draft_resume, kill_run, resume_run, resumed_job, stop_run
+from craton.orchestration.watching import wait_for_agents
 from craton.telemetry import RunDirectory, summarize
 
 

@@ -8,13 +8,15 @@ import pytest
 from counting import counting_job, wait_for_state
 from typer.testing import CliRunner
 
-from craton import load_job, run
 from craton.agent import read_launch
 from craton.cli.app import app
-from craton.job import dump_job
-from craton.orchestration import RunStateError, SchedulerError, copies
+from craton.job import dump_job, load_job
+from craton.orchestration import RunStateError
 from craton.orchestration.backend import Submission, write_submission
+from craton.orchestration.errors import SchedulerError
 from craton.orchestration.slurm import SlurmBackend
+from craton.orchestration.start import copies
+from craton.orchestration.start.python import run
 from craton.telemetry import RunDirectory, RunExistsError, list_runs
 
 

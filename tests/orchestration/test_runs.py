@@ -12,34 +12,29 @@ import pytest
 from counting import counting_job, start, wait_for_state
 from waiting import wait_until
 
-from craton.agent import avoid_node, read_launch
-from craton.job import Layout
-from craton.orchestration import (
-    Follower,
-    Resize,
-    RunStateError,
-    SchedulerError,
-    Size,
-    StartError,
+from craton.agent import read_launch
+from craton.agent.coordination import avoid_node
+from craton.job.layout import Layout
+from craton.orchestration import RunStateError, StartError, living_agents, local
+from craton.orchestration.backend import Submission, write_submission
+from craton.orchestration.changes import resize as resizing
+from craton.orchestration.changes import resize_run
+from craton.orchestration.changes.resize import Resize, with_nodes
+from craton.orchestration.draft import Size, draft_run
+from craton.orchestration.errors import SchedulerError
+from craton.orchestration.local import read_agents
+from craton.orchestration.slurm import SlurmBackend
+from craton.orchestration.start import (
     check_name_is_free,
     draft_resume,
-    draft_run,
     kill_run,
-    living_agents,
-    local,
     newest_checkpoint,
-    read_agents,
-    resize_run,
     resume_run,
     resumed_job,
     runs,
     stop_run,
-    wait_for_agents,
 )
-from craton.orchestration import resize as resizing
-from craton.orchestration.backend import Submission, write_submission
-from craton.orchestration.resize import with_nodes
-from craton.orchestration.slurm import SlurmBackend
+from craton.orchestration.watching import Follower, wait_for_agents
 from craton.telemetry import Marker, RunDirectory, RunExistsError, summarize
 
 LONG = {"STEPS": 100_000}

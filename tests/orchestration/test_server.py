@@ -12,32 +12,28 @@ import pytest
 from counting import wait_for_state
 from waiting import wait_until
 
+from craton.agent.processes import free_port
 from craton.job import Job, dump_job, load_job, parse_job
 from craton.orchestration import (
     RunStateError,
+    ServerAddress,
     ServerWatch,
     Stages,
     StartError,
     address_of,
-    draft,
-    draft_resize,
-    draft_resume,
-    draft_run,
-    free_port,
-    is_server,
     living_agents,
-    resume_run,
-    resumed_job,
     serve_job,
     server_name,
     server_of,
-    start_run,
-    stop_run,
-    wait_for_agents,
 )
 from craton.orchestration.backend import Submission, write_submission
-from craton.orchestration.server import ServerAddress, check_port
-from craton.telemetry import Heartbeat, RunDirectory, RunSummary, summarize, write_heartbeat
+from craton.orchestration.changes import draft_resize
+from craton.orchestration.draft import draft, draft_run
+from craton.orchestration.server import check_port
+from craton.orchestration.start import draft_resume, resume_run, resumed_job, start_run, stop_run
+from craton.orchestration.watching import is_server, wait_for_agents
+from craton.telemetry import RunDirectory, RunSummary, summarize
+from craton.telemetry.node import Heartbeat, write_heartbeat
 
 ANSWERING = Path(__file__).with_name("answering.py")
 TINY = "{name: tiny, layers: 2, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, vocab: 512, max_sequence: 2048}"

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from craton.agent import Launch
-from craton.agent.coordinator import Coordinator, Release
+from craton.agent.coordination import Coordinator, Release
 from craton.job import parse_job
-from craton.orchestration import StartError, check_machine, draft_run, resumed_job
-from craton.orchestration.chaos import faults_left
-from craton.orchestration.resize import among_nodes, with_nodes
-from craton.telemetry import Recorder, RunDirectory
+from craton.orchestration import StartError, check_machine
+from craton.orchestration.changes import faults_left
+from craton.orchestration.changes.resize import among_nodes, with_nodes
+from craton.orchestration.draft import draft_run
+from craton.orchestration.start import resumed_job
+from craton.telemetry import RunDirectory
+from craton.telemetry.rank import Recorder
 
 RUN = Path("/runs/small")
 JOB = """\
@@ -95,7 +98,7 @@ def test_spares_stand_beside_the_nodes_that_work() -> None:
     assert (launch.nodes, launch.num_nodes, draft.num_ranks) == (["node-0", "node-1", "node-2"], 2, 2)
     assert (launch.tries, launch.spare_seconds, launch.give_up_seconds) == (5, 4.0, 600.0)
     assert launch.agent_command[-3:] == ["craton.agent", "/runs/small", "--node"]
-    assert launch.nursery[-2:] == ["craton.ml.nursery", "/runs/small"]
+    assert launch.nursery[-2:] == ["craton.ml.fork_server", "/runs/small"]
 
 
 def test_chaos_of_the_job_is_checked_against_its_nodes() -> None:

@@ -11,16 +11,18 @@ from slurm_runs import chain_job, no_code
 
 from craton.agent import read_launch, write_launch
 from craton.job import Job, parse_job
-from craton.orchestration import draft_run
 from craton.orchestration.backend import Submission, write_submission
-from craton.orchestration.resize import among_nodes
+from craton.orchestration.changes.resize import among_nodes
+from craton.orchestration.draft import draft_run
 from craton.orchestration.slurm import batch
 from craton.orchestration.slurm.batch import SlurmBatch
 from craton.orchestration.slurm.checks import check_seconds
 from craton.orchestration.slurm.records import JobRecord
 from craton.orchestration.slurm.starts import read_starts
 from craton.orchestration.slurm.step import SlurmStep, complaint_of
-from craton.telemetry import Heartbeat, Recorder, RunDirectory, write_heartbeat
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import Heartbeat, write_heartbeat
+from craton.telemetry.rank import Recorder
 
 NONCE = "0123456789abcdef"
 LEFT = "leaving for Slurm: the time limit is near, or another job takes the nodes\n"

@@ -21,8 +21,9 @@ from slurm_runs import (
 )
 from waiting import wait_until
 
-from craton.orchestration import release_run
-from craton.telemetry import RunDirectory, read_lines
+from craton.orchestration.start import release_run
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_lines
 
 GPUS = "gres: 'gpu:8', preflight: quick, preflight_ignore: [gpu_driver, gpu_count]"  # which no driver knows
 LIMIT = "time_limit: 1m, save_before: 40s"

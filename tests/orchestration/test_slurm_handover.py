@@ -15,16 +15,24 @@ import pytest
 from slurm_lab import SlurmLab
 from slurm_runs import chain_job, expect_whole_chain, look, standing, submit, wait, wait_for_run
 
-from craton.orchestration import draft_run, read_submission, resume_run, start_run, stop_run
+from craton.orchestration import NoAnswerError, RunStateError, read_submission
 from craton.orchestration.backend import BACKEND_FILE, Submission, write_submission
-from craton.orchestration.errors import NoAnswerError, RunStateError, SchedulerError
-from craton.orchestration.runs import draft_resume, resumed_job
-from craton.orchestration.slurm import ScriptOptions, batch, handover, sbatch_script, tools
-from craton.orchestration.slurm.backend import SlurmBackend, submit_array
+from craton.orchestration.draft import draft_run
+from craton.orchestration.errors import SchedulerError
+from craton.orchestration.slurm import (
+    SCRIPT_FILE,
+    ScriptOptions,
+    SlurmBackend,
+    batch,
+    handover,
+    sbatch_script,
+    submit_array,
+    tools,
+)
 from craton.orchestration.slurm.handover import claim, hand_over, is_fresh, number_of
 from craton.orchestration.slurm.records import JobRecord
-from craton.orchestration.slurm.script import SCRIPT_FILE
-from craton.orchestration.state import settled
+from craton.orchestration.start import draft_resume, resume_run, resumed_job, start_run, stop_run
+from craton.orchestration.watching import settled
 from craton.telemetry import RunDirectory, summarize
 
 NONCE = "0123456789abcdef"

@@ -10,9 +10,9 @@ import pytest
 from slurm_lab import LEAVES, SlurmLab
 from waiting import wait_until
 
-from craton.orchestration.slurm import why_waiting
 from craton.orchestration.slurm.room import room_for
 from craton.orchestration.slurm.tools import read_snapshot
+from craton.orchestration.slurm.waiting import why_waiting
 
 FULL = 25  # minutes that leaf1 and half of leaf2 are taken for
 

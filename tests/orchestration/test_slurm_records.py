@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from craton.orchestration import SchedulerError
+from craton.orchestration.errors import SchedulerError
 from craton.orchestration.slurm import tools
 from craton.orchestration.slurm.allocation import allocate, switch_paths
 from craton.orchestration.slurm.checks import failed_hosts

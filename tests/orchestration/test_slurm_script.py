@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from craton.job import ContentError, JobError, parse_job
-from craton.orchestration import Draft, StartError, draft_run
+from craton.orchestration import StartError
+from craton.orchestration.draft import Draft, draft_run
 from craton.orchestration.slurm import ScriptOptions, SlurmBackend, sbatch_script
 from craton.orchestration.slurm.batch import MAX_EXCLUDED, avoided_hosts
 from craton.orchestration.slurm.mounts import _whole_snapshot, image_of, mounts_of

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from slurm_runs import chain_job, last_words
 
-from craton.orchestration import draft_run
-from craton.orchestration.slurm import batch, checks
+from craton.orchestration.draft import draft_run
+from craton.orchestration.slurm import SCRIPT_FILE, batch, checks
 from craton.orchestration.slurm.checks import software_failure
-from craton.orchestration.slurm.script import SCRIPT_FILE
 from craton.orchestration.slurm.starts import Starts, may_start_again, next_start, read_starts, write_starts
 from craton.orchestration.slurm.step import SlurmStep
 from craton.telemetry import RunDirectory

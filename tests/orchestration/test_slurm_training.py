@@ -14,8 +14,10 @@ from slurm_lab import SlurmLab
 from slurm_runs import events_of, hosts_of, last_words, losses_of, no_code, submit, wait_for_run, wait_for_step
 
 from craton.agent import newest_generation
+from craton.agent.processes import free_port
 from craton.job import Job, parse_job
-from craton.orchestration import draft_run, free_port, start_run
+from craton.orchestration.draft import draft_run
+from craton.orchestration.start import start_run
 from craton.telemetry import RunDirectory
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

@@ -26,8 +26,10 @@ from slurm_runs import (
 )
 
 from craton.cli import main
-from craton.orchestration import SchedulerError, draft_run, kill_run, settled_summaries, stop_run
-from craton.orchestration.copies import start_copies
+from craton.orchestration.draft import draft_run
+from craton.orchestration.errors import SchedulerError
+from craton.orchestration.start import kill_run, start_copies, stop_run
+from craton.orchestration.watching import settled_summaries
 from craton.telemetry import find_run, summarize
 
 
@@ -150,7 +152,7 @@ def test_fifty_runs_at_once_are_one_question(slurm: SlurmLab, root: Path) -> Non
     drafts = [
         draft_run(job.model_copy(update={"name": f"many-{number}"}), root / f"many-{number}") for number in range(50)
     ]
-    from craton.orchestration import start_run
+    from craton.orchestration.start import start_run
 
     runs = [start_run(draft, root) for draft in drafts]
     questions = job_questions(slurm)

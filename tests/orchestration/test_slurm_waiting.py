@@ -10,16 +10,11 @@ from datetime import datetime
 
 import pytest
 
-from craton.infrastructure import expand_hosts
-from craton.orchestration.slurm import SlurmState, records, why_waiting
-from craton.orchestration.slurm.records import (
-    JobRecord,
-    NodeRecord,
-    PartitionRecord,
-    ReservationRecord,
-    SwitchRecord,
-)
-from craton.orchestration.slurm.waiting import HELD, REASONS, limit_in_words
+from craton.infrastructure.topology import expand as expand_hosts
+from craton.orchestration.slurm import records
+from craton.orchestration.slurm.records import JobRecord, NodeRecord, PartitionRecord, ReservationRecord, SwitchRecord
+from craton.orchestration.slurm.tools import SlurmState
+from craton.orchestration.slurm.waiting import HELD, REASONS, limit_in_words, why_waiting
 
 NOON = datetime(2026, 11, 15, 12, 0).timestamp()
 AT_1405 = datetime(2026, 11, 15, 14, 5).timestamp()

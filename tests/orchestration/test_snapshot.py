@@ -19,16 +19,8 @@ import pytest
 
 from craton.job import Job, parse_job
 from craton.orchestration import StartError
-from craton.orchestration.snapshot import (
-    STORE,
-    _is_stored,
-    check_code,
-    code_folder,
-    code_summary,
-    find_code,
-    keep_code,
-    manifest_path,
-)
+from craton.orchestration.draft import check_code, code_folder, code_summary, find_code, keep_code, manifest_path
+from craton.orchestration.draft.code_archive import STORE, _is_stored
 from craton.telemetry import RunDirectory
 
 NOBODY = 65534  # the user that has no rights
@@ -199,7 +191,7 @@ def test_what_is_stored_is_read_once_and_written_never(
         opened.append(f"{mode} {Path(path).name}")
         return open(path, mode, *about, **more)
 
-    monkeypatch.setattr("craton.orchestration.snapshot.open", counted, raising=False)
+    monkeypatch.setattr("craton.orchestration.draft.code_archive.open", counted, raising=False)
     snapshot(folder, root, "second")
     assert sorted(opened) == ["rb model.py", "rb train.py"]
 
@@ -305,7 +297,7 @@ def test_a_file_that_leaves_the_store_before_it_is_linked_is_stored_again(
         swept[-1].unlink()
         return is_stored
 
-    monkeypatch.setattr("craton.orchestration.snapshot._is_stored", look_then_sweep)
+    monkeypatch.setattr("craton.orchestration.draft.code_archive._is_stored", look_then_sweep)
     second = snapshot(folder, root, "second")
     monkeypatch.undo()
     assert len(swept) == 2
@@ -323,7 +315,7 @@ def test_nothing_but_files_is_left_of_the_copying(folder: Path, root: Path) -> N
 def test_a_file_that_vanishes_is_left_out_and_one_that_keeps_changing_is_refused(
     folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("craton.orchestration.snapshot.CHUNK_BYTES", 1 << 10)  # many pauses in which it grows
+    monkeypatch.setattr("craton.orchestration.draft.code_archive.CHUNK_BYTES", 1 << 10)  # many pauses in which it grows
     write(folder, {"passing.tmp": "x", "growing.log": "x" * 8_000_000})
     found = find_code(job_in(folder), root)
     assert found is not None
@@ -366,7 +358,7 @@ def test_what_no_run_holds_leaves_the_store_but_not_at_once(
     snapshot(folder, root, "second")
     assert lonely.exists(), "it may be about to be linked by a run that is just being made"
     os.utime(note, (time.time() - 2 * 86400,) * 2)
-    monkeypatch.setattr("craton.orchestration.snapshot.KEEP_SECONDS", 0.0)
+    monkeypatch.setattr("craton.orchestration.draft.code_archive.KEEP_SECONDS", 0.0)
     snapshot(folder, root, "third")
     assert not lonely.exists()
     check_code(RunDirectory(root / "second"))

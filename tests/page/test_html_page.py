@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from html_pages import HOSTILE, Reader, needs_browser, open_in_browser
 
-from craton.page import (
+from craton.html_report import (
     Figure,
     Markup,
     Tile,

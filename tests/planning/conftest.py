@@ -9,13 +9,13 @@ from datetime import date
 import pytest
 
 from craton.infrastructure import Cluster, Gpu, Instance, Price
-from craton.job import Layout, ModelShape
+from craton.job.layout import Layout
+from craton.job.model import ModelShape
+from craton.planning import CostPlan, Plan
 from craton.planning.result import (
     Alternative,
     Bottleneck,
-    CostPlan,
     GoodputPlan,
-    Plan,
     RecoveryPlan,
     ScalingPoint,
     Sensitivity,

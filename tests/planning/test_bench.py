@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 
-from craton.job import Layout
-from craton.planning import Bench, Case, bench, bench_json, bench_plan, corpus_path, decisions, statistics, summary
-from craton.planning.bench import GIVEN_SEEDS, CaseResult, family_median
-from craton.planning.corpus import corpus, row_of
-from craton.planning.fitting import Fit, FitRow, Prediction
+from craton.bench import bench_json, bench_plan, summary
+from craton.bench import planner as bench
+from craton.bench.planner import GIVEN_SEEDS, Bench, CaseResult, decisions, family_median, statistics
+from craton.job.layout import Layout
+from craton.planning.calibration import Case, Fit, Prediction, corpus, row_of
+from craton.planning.calibration.fitting import FitRow
+from craton.planning.calibration.published_rows import corpus_path
 
 ROWS: list[dict[str, Any]] = json.loads(Path(corpus_path()).read_text(encoding="utf-8"))["cases"]
 BY_ID = {row["id"]: row for row in ROWS}

@@ -15,30 +15,32 @@ from typing import Any
 import numpy as np
 import pytest
 
-from craton.infrastructure import cluster_of, gpu
-from craton.job import CratonError, JobError, Layout, load_job, model_preset
-from craton.planning import (
+from craton.errors import CratonError
+from craton.infrastructure import cluster_of
+from craton.infrastructure.catalog import gpu
+from craton.job import JobError, load_job
+from craton.job.layout import Layout
+from craton.job.model import model_preset
+from craton.planning import plan
+from craton.planning.calibration import (
     CalibrationError,
-    ProfileError,
+    LoggedRun,
     calibrate,
-    corpus_path,
+    case_machine,
+    corpus,
     find_profile,
     load_pins,
-    load_profile,
     load_runs,
-    plan,
+    predict,
     save_profile,
 )
-from craton.planning.calibration import MIN_RUNS, PINNED_DEVIATION, LoggedRun
-from craton.planning.collectives import all_reduce_seconds
-from craton.planning.composition import compose
-from craton.planning.compute import group_of
-from craton.planning.corpus import case_machine, case_terms, corpus
-from craton.planning.kernels import attention_seconds, gemm_seconds
-from craton.planning.machine import MachineRates, machine_of
-from craton.planning.profiles import predict
+from craton.planning.calibration.fit_profile import MIN_RUNS, PINNED_DEVIATION
+from craton.planning.calibration.profiles import ProfileError, load_profile
+from craton.planning.calibration.published_rows import case_terms, corpus_path
+from craton.planning.rates import MachineRates, all_reduce_seconds, attention_seconds, gemm_seconds, machine_of
 from craton.planning.software import INDEX, NAMES
-from craton.planning.training import StepModel
+from craton.planning.step import StepModel, compose
+from craton.planning.step.compute import group_of
 
 BY_ID: dict[str, dict[str, Any]] = {
     row["id"]: row for row in json.loads(Path(corpus_path()).read_text(encoding="utf-8"))["cases"]

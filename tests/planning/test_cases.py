@@ -15,12 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from craton.infrastructure import gpu
-from craton.job import CratonError
-from craton.planning import Case, CaseFileError, Skipped, corpus_path, find_profile, load_cases
-from craton.planning.cases import family_of, machine_of, precision_of, sharding_of
-from craton.planning.corpus import case_terms
-from craton.planning.profiles import predict
+from craton.errors import CratonError
+from craton.infrastructure.catalog import gpu
+from craton.planning.calibration import Case, Skipped, find_profile, load_cases, predict
+from craton.planning.calibration.cases import CaseFileError, family_of, machine_of, precision_of, sharding_of
+from craton.planning.calibration.published_rows import case_terms, corpus_path
 
 ROWS: list[dict[str, Any]] = json.loads(Path(corpus_path()).read_text(encoding="utf-8"))["cases"]
 BY_ID = {row["id"]: row for row in ROWS}

@@ -13,17 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from craton.planning.collectives import (
+from craton.planning.rates import (
     Group,
     Network,
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
-    broadcast_seconds,
-    network,
     point_to_point_seconds,
     reduce_scatter_seconds,
 )
+from craton.planning.rates.collectives import broadcast_seconds, network
 
 OPERATIONS = [all_reduce_seconds, all_gather_seconds, reduce_scatter_seconds, all_to_all_seconds, broadcast_seconds]
 P5 = network("hopper", 450e9, 8, 8, 50e9, efa_version=2)

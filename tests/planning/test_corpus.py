@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from craton.planning import Case
-from craton.planning.composition import compose
-from craton.planning.corpus import case_terms, corpus, labels_of, row_of
+from craton.planning.calibration import Case, corpus, row_of
+from craton.planning.calibration.published_rows import case_terms, labels_of
 from craton.planning.software import prior_log
+from craton.planning.step import compose
 
 
 def seconds(case: Case) -> float:

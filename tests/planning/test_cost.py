@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from craton.infrastructure import Price, PurchaseKind, cluster_of, instance
-from craton.planning.cost import billed_instances, cost_plan
-from craton.planning.result import CostPlan
+from craton.infrastructure import Price, cluster_of
+from craton.infrastructure.catalog import instance
+from craton.infrastructure.hardware import PurchaseKind
+from craton.planning import CostPlan
+from craton.planning.economics import billed_instances, cost_plan
 
 DAY = 86400.0
 TODAY = date(2026, 11, 15)

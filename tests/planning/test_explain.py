@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 
 from craton.infrastructure import Cluster, cluster_of
-from craton.job import Layout, ModelShape, load_job, model_preset
-from craton.planning import Bottleneck, Sensitivity, find_profile, plan
-from craton.planning.composition import StepTimes, compose
-from craton.planning.explain import PARTS, bottleneck, sensitivities, why_lost
-from craton.planning.machine import machine_of
-from craton.planning.result import LAYERS, PHASES
+from craton.job import load_job
+from craton.job.layout import Layout
+from craton.job.model import ModelShape, model_preset
+from craton.planning import plan
+from craton.planning.calibration import find_profile
+from craton.planning.rates import machine_of
+from craton.planning.report import PARTS, bottleneck, sensitivities, why_lost
+from craton.planning.result import LAYERS, PHASES, Bottleneck, Sensitivity
 from craton.planning.search import Candidate, evaluate
-from craton.planning.training import StepModel
+from craton.planning.step import StepModel, StepTimes, compose
 
 EIGHT_B = model_preset("llama-3.1-8b")
 P5 = cluster_of("p5.48xlarge", 16)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from craton.infrastructure import cluster_of
-from craton.job import Layout, model_preset
-from craton.planning.composition import StepTerms, compose, stack
-from craton.planning.corpus import corpus, effect_labels, row_of
-from craton.planning.fitting import LEVELS, QUANTILE_80, SCALES, Fit, FitRow, Prediction, linearise
-from craton.planning.machine import machine_of
+from craton.job.layout import Layout
+from craton.job.model import model_preset
+from craton.planning.calibration import Fit, Prediction, corpus, effect_labels, linearise, row_of
+from craton.planning.calibration.fitting import LEVELS, QUANTILE_80, SCALES, FitRow
+from craton.planning.rates import machine_of
 from craton.planning.software import INDEX, NAMES, SPREAD, Traits, prior_log
-from craton.planning.training import StepModel
+from craton.planning.step import StepModel, StepTerms, compose, stack
 
 TRAITS = Traits()
 PLACES = {name: machine_of(cluster_of(name, 8)) for name in ("p5.48xlarge", "p4de.24xlarge")}

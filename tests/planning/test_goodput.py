@@ -16,17 +16,18 @@ from counted_calls import counted_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from craton.infrastructure import Cluster, StorageTier, instance
-from craton.planning.goodput import (
+from craton.infrastructure import Cluster, StorageTier
+from craton.infrastructure.catalog import instance
+from craton.planning.economics import goodput_plan
+from craton.planning.economics.goodput import (
     REFERENCE_RUN_SECONDS,
     best_interval,
     expected_goodput,
     failure_rate,
-    goodput_plan,
     tier_goodput,
 )
+from craton.planning.economics.storage import checkpoint_bytes, recovery_facts, storage_plan
 from craton.planning.result import GoodputPlan, RecoveryPlan, TierPlan
-from craton.planning.storage import checkpoint_bytes, recovery_facts, storage_plan
 
 DAY, HOUR, MINUTE = 86400.0, 3600.0, 60.0
 PAGE = Path(__file__).parents[2] / "docs" / "goodput.md"

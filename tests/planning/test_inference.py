@@ -9,9 +9,10 @@ from counted_calls import counted_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from craton.infrastructure import gpu
-from craton.job import ModelShape, model_preset
-from craton.planning import Roofline, Roofs, ServedModel, roofs_of
+from craton.infrastructure.catalog import gpu
+from craton.job.model import ModelShape, model_preset
+from craton.planning.serving import Roofline, Roofs, ServedModel
+from craton.planning.serving.step import roofs_of
 
 H200 = Roofs(bytes_per_second=4.3e12, flops=790e12)  # measured: copies, and products of random bf16 matrices
 

@@ -7,15 +7,22 @@ from dataclasses import replace
 import pytest
 
 from craton.infrastructure import cluster_of
-from craton.job import Layout, MlaShape, ModelShape, model_preset, stage_layers
-from craton.planning.compute import COLLECTIVES, layer_terms
-from craton.planning.flops import flops_per_token
-from craton.planning.inventory import StageInventory, inventory
-from craton.planning.machine import machine_of
-from craton.planning.operations import Transfer, Weight, layer_operations, layer_weights
-from craton.planning.profiles import STACKS
-from craton.planning.sharding import num_layers, padded_size
-from craton.planning.training import Workload
+from craton.job.layout import Layout, stage_layers
+from craton.job.model import MlaShape, ModelShape, model_preset
+from craton.planning.calibration import STACKS
+from craton.planning.rates import machine_of
+from craton.planning.step import (
+    StageInventory,
+    Weight,
+    Workload,
+    flops_per_token,
+    inventory,
+    layer_weights,
+    num_layers,
+    padded_size,
+)
+from craton.planning.step.compute import COLLECTIVES, layer_terms
+from craton.planning.step.operations import Transfer, layer_operations
 
 OWN = STACKS["craton"]
 EIGHT_B = model_preset("llama-3.1-8b")

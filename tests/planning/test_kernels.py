@@ -12,14 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from craton.planning.kernels import (
-    GpuRates,
-    attention_seconds,
-    elementwise_seconds,
-    gemm_seconds,
-    gpu_rates,
-    grouped_gemm_seconds,
-)
+from craton.planning.rates import GpuRates, attention_seconds, gemm_seconds, grouped_gemm_seconds
+from craton.planning.rates.kernels import elementwise_seconds, gpu_rates
 
 TERA = 1e12
 A100 = gpu_rates("ampere", {"bf16": 312 * TERA}, {"bf16": 271.2 * TERA}, 2.0 * TERA)

@@ -14,14 +14,14 @@ from counted_calls import counted_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from craton.infrastructure import gpu
-from craton.job import Layout, MlaShape, ModelShape, model_preset
-from craton.planning.adapters import adapter_parameters
-from craton.planning.cases import Case, load_cases
-from craton.planning.memory import INSTANTS, Memory, memory, memory_bytes
-from craton.planning.profiles import STACKS
+from craton.infrastructure.catalog import gpu
+from craton.job.layout import Layout
+from craton.job.model import MlaShape, ModelShape, model_preset
+from craton.planning.calibration import STACKS, Case, load_cases
+from craton.planning.memory import Memory, memory, memory_bytes
+from craton.planning.memory.peak import INSTANTS
 from craton.planning.software import Traits
-from craton.planning.training import Workload
+from craton.planning.step import Workload, adapter_parameters
 
 GIB = 2**30
 RESULTS = Path(__file__).parents[2] / "data" / "training_results.json"

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from craton.infrastructure import resolve_cluster
-from craton.planning import CaseFileError, plan
-from craton.planning.corpus import corpus, effect_labels, row_of
-from craton.planning.fitting import Fit
-from craton.planning.own_runs import OwnRun, load_own_runs, own_runs
-from craton.planning.profiles import STACKS, predict, profile_from_fit
+from craton.planning import plan
+from craton.planning.calibration import STACKS, Fit, corpus, effect_labels, own_runs, predict, profile_from_fit, row_of
+from craton.planning.calibration.cases import CaseFileError
+from craton.planning.calibration.measured_steps import OwnRun, load_own_runs
 from craton.planning.setting import setting_of
 
 ROW = {

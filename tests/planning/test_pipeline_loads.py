@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from craton.job import Layout, Schedule, model_preset
-from craton.planning import STACKS, UNKNOWN, Workload
+from craton.job.layout import Layout, Schedule
+from craton.job.model import model_preset
+from craton.planning.calibration import STACKS, UNKNOWN
 from craton.planning.memory import memory
-from craton.planning.pipeline_loads import ROUNDS, Load, pipeline_loads
+from craton.planning.step import Workload, pipeline_loads
+from craton.planning.step.schedule_loads import ROUNDS, Load
 
 EIGHT_B = model_preset("llama-3.1-8b")
 

@@ -18,11 +18,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from craton.errors import CratonError
 from craton.infrastructure import local, local_machine
 from craton.infrastructure.microbenchmark import Measurement
-from craton.job import CratonError, layout_is_valid, load_job, parse_job
-from craton.planning import Plan, PlanError, plan, plan_clusters, plan_html, plan_to_json, render_front, render_plan
-from craton.planning.findings import is_on_front
+from craton.job import load_job, parse_job
+from craton.job.layout import layout_is_valid
+from craton.planning import Plan, PlanError, plan, plan_clusters
+from craton.planning.report import plan_html, plan_to_json, render_front, render_plan
+from craton.planning.report.findings import is_on_front
 from craton.planning.result import LAYERS, PHASES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -16,24 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from craton.infrastructure import Gpu, cluster_of, gpu, gpus
-from craton.job import CratonError, Layout, load_job, model_preset
-from craton.planning import (
-    CONSTANTS,
-    ProfileError,
-    SoftwareProfile,
-    find_profile,
-    load_profile,
-    plan,
-    save_profile,
-    software_names,
-)
-from craton.planning.composition import StepTerms
-from craton.planning.machine import machine_of
-from craton.planning.own_runs import own_runs
-from craton.planning.profiles import ENOUGH_ROWS, predict
-from craton.planning.software import INDEX, NAMES
-from craton.planning.training import StepModel
+from craton.errors import CratonError
+from craton.infrastructure import Gpu, cluster_of
+from craton.infrastructure.catalog import gpu, gpus
+from craton.job import load_job
+from craton.job.layout import Layout
+from craton.job.model import model_preset
+from craton.planning import CONSTANTS, plan
+from craton.planning.calibration import find_profile, own_runs, predict, save_profile
+from craton.planning.calibration.profiles import ENOUGH_ROWS, ProfileError, load_profile, software_names
+from craton.planning.rates import machine_of
+from craton.planning.software import INDEX, NAMES, SoftwareProfile
+from craton.planning.step import StepModel, StepTerms
 
 CARDS: list[Gpu] = [gpu(entry.name) for entry in gpus()]
 UNKNOWN_CARD = Gpu("Z9000", "rubin", {"bf16": 4e15}, {}, 3e11, 2e13, 1.8e12, 1800)

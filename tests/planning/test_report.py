@@ -11,11 +11,9 @@ from datetime import date
 import pytest
 from rich.console import Console
 
-from craton.job import Layout
-from craton.planning import findings, quantities
-from craton.planning.report import render_front, render_plan
-from craton.planning.report_json import plan_to_json
-from craton.planning.result import Plan
+from craton.job.layout import Layout
+from craton.planning import Plan
+from craton.planning.report import findings, plan_to_json, quantities, render_front, render_plan
 
 Golden = Callable[[str, str], None]
 START = date(2026, 11, 20)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from html_pages import HOSTILE, Reader, check_in_browser, needs_browser
 
-from craton.planning.report_html import plan_html
-from craton.planning.result import Plan
+from craton.planning import Plan
+from craton.planning.report import plan_html
 
 ALL_PLOTS = ["plot-step", "plot-memory", "plot-front", "plot-scaling", "plot-goodput", "plot-sensitivity"]
 

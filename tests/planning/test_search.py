@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from craton.infrastructure import cluster_of
-from craton.job import Layout, ModelShape, layout_is_valid, model_preset
-from craton.planning import find_profile
-from craton.planning.machine import MachineRates, machine_of
+from craton.job.layout import Layout, layout_is_valid
+from craton.job.model import ModelShape, model_preset
+from craton.planning.calibration import find_profile
+from craton.planning.rates import MachineRates, machine_of
 from craton.planning.search import SAFE_SHARE, Candidate, Search, evaluate, layouts, search
-from craton.planning.training import StepModel
+from craton.planning.step import StepModel
 
 DENSE = ModelShape("dense", 8, 1024, 4096, 8, 4, 128, 32000)
 EXPERTS = ModelShape("experts", 8, 1024, 4096, 8, 8, 128, 32000, experts=6, top_k=2, moe_ffn_hidden=1024)

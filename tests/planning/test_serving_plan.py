@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from craton.infrastructure import Cluster, LocalMachine, Measurement, instance_of_machine
+from craton.infrastructure import Cluster
+from craton.infrastructure.local import LocalMachine, instance_of_machine
+from craton.infrastructure.microbenchmark import Measurement
 from craton.job import parse_job
-from craton.planning import PlanError, Roofline, Roofs, ServedModel, ServePlan, plan_serving, render_serving
-from craton.planning import serving_to_json as to_json
+from craton.planning import PlanError
+from craton.planning.report import render_serving
+from craton.planning.report import serving_to_json as to_json
+from craton.planning.serving import Roofline, Roofs, ServedModel, ServePlan, plan_serving
 
 
 def planned(model: str = "llama-3.1-8b", cluster: str = "p5en.48xlarge x 1", more: str = "", tp: int = 0) -> ServePlan:

@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from craton.infrastructure import Cluster, StorageTier, cluster_of, instance
+from craton.infrastructure import Cluster, StorageTier, cluster_of
+from craton.infrastructure.catalog import instance
+from craton.planning.economics.storage import (
+    checkpoint_bytes,
+    data_bytes_per_token,
+    recovery_facts,
+    storage_plan,
+    tier_plan,
+)
 from craton.planning.result import TierPlan
-from craton.planning.storage import checkpoint_bytes, data_bytes_per_token, recovery_facts, storage_plan, tier_plan
 
 TB, GB = 1e12, 1e9
 OVERHEAD = recovery_facts()["storage"]["save_overhead_seconds"]

@@ -11,16 +11,15 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from craton.infrastructure import Cluster, cluster_of
-from craton.job import Layout, MlaShape, ModelShape, layout_is_valid, model_preset
-from craton.planning import SoftwareProfile, Traits, find_profile
-from craton.planning.collectives import all_reduce_seconds
-from craton.planning.composition import StepTimes, compose, stack
-from craton.planning.compute import group_of
-from craton.planning.flops import attention_flops_per_token, flops_per_token
-from craton.planning.machine import machine_of
-from craton.planning.profiles import predict
-from craton.planning.software import INDEX, NAMES, prior_log
-from craton.planning.training import StepModel, fullest_rank
+from craton.job.layout import Layout, layout_is_valid
+from craton.job.model import MlaShape, ModelShape, model_preset
+from craton.planning.calibration import find_profile, predict
+from craton.planning.rates import all_reduce_seconds, machine_of
+from craton.planning.software import INDEX, NAMES, SoftwareProfile, Traits, prior_log
+from craton.planning.step import StepModel, StepTimes, compose, flops_per_token, stack
+from craton.planning.step.compute import group_of
+from craton.planning.step.flops import attention_flops_per_token
+from craton.planning.step.training import fullest_rank
 
 EIGHT_B = model_preset("llama-3.1-8b")
 SMALL = ModelShape("small", 6, 512, 1408, 8, 4, 64, 32000)

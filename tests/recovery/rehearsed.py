@@ -17,8 +17,10 @@ from typing import Any
 
 import waiting
 
-from craton.orchestration.rehearsal import EXPERTS, Rehearsal, running
-from craton.telemetry import LedgerReader, RunDirectory, read_lines
+from craton.bench.recovery.rehearsal import EXPERTS, Rehearsal, running
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_lines
+from craton.telemetry.rank import LedgerReader
 
 LIMIT_SECONDS = 240.0
 SHARED_MEMORY = "/dev/shm"

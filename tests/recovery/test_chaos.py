@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rehearsed import LAYOUTS, events, expect_same_end, fired, killed_in, running, shared_memory, undisturbed
 
+from craton.bench.recovery.rehearsal import Rehearsal
 from craton.job import random_faults
-from craton.orchestration.rehearsal import Rehearsal
 
 STEPS = 40
 NODES = ("node-0", "node-1")

@@ -28,8 +28,8 @@ from rehearsed import (
 )
 
 from craton.agent import Launch, write_launch
-from craton.orchestration.local import start_agents
-from craton.orchestration.rehearsal import Rehearsal, end_rehearsal, write_rehearsal
+from craton.bench.recovery.rehearsal import Rehearsal, end_rehearsal, write_rehearsal
+from craton.orchestration import start_agents
 from craton.telemetry import RunDirectory
 
 STEPS = 30

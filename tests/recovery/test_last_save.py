@@ -16,10 +16,11 @@ from listeners import LOOPBACK, listeners_of
 from rehearsed import events, finish, losses, processes_of, wait_until
 
 from craton.agent import write_launch
-from craton.orchestration import newest_checkpoint
-from craton.orchestration.local import start_agents
-from craton.orchestration.rehearsal import Rehearsal, end_rehearsal, write_rehearsal
-from craton.telemetry import RunDirectory, process_start, read_status, summarize
+from craton.bench.recovery.rehearsal import Rehearsal, end_rehearsal, write_rehearsal
+from craton.orchestration import start_agents
+from craton.orchestration.start import newest_checkpoint
+from craton.telemetry import RunDirectory, summarize
+from craton.telemetry.node import process_start, read_status
 
 STEPS = 6
 ROOM = "64m"  # more than the state needs; the small disk has less

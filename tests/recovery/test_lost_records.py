@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rehearsed import events, finish, last_words, losses, running
 
-from craton.orchestration.rehearsal import Rehearsal
+from craton.bench.recovery.rehearsal import Rehearsal
 
 STEPS = 40
 

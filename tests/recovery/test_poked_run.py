@@ -15,7 +15,7 @@ from listeners import LOOPBACK, listeners_of
 from rehearsed import check_ledger, events, finish, losses, processes_of, running, wait_until
 
 from craton.agent import newest_generation
-from craton.orchestration.rehearsal import Rehearsal
+from craton.bench.recovery.rehearsal import Rehearsal
 from craton.telemetry import RunDirectory
 
 STEPS = 16

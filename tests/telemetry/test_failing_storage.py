@@ -9,15 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from craton.telemetry import (
-    Heartbeat,
-    RunDirectory,
-    SafeOutput,
-    read_heartbeat,
-    replace_text,
-    storage_problem,
-    write_heartbeat,
-)
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import SafeOutput, replace_text, storage_problem
+from craton.telemetry.node import Heartbeat, read_heartbeat, write_heartbeat
 
 
 def fill(disk: Path) -> Path:
@@ -80,7 +74,7 @@ def test_what_is_wrong_with_the_storage_is_said_with_the_remedy(small_disk: Path
 def test_a_process_whose_log_is_on_a_full_disk_prints_on(small_disk: Path) -> None:
     code = """
 import sys, warnings
-from craton.telemetry import protect_output
+from craton.telemetry.files import protect_output
 protect_output()
 print("first", file=sys.stderr, flush=True)
 print("ready", flush=True)

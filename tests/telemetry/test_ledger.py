@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from craton.telemetry import LEDGER_KINDS, LedgerClock, LedgerReader, RunDirectory, ledger
+from craton.telemetry import RunDirectory
+from craton.telemetry.rank import LEDGER_KINDS, LedgerClock, LedgerReader, ledger
 
 
 class Watch:

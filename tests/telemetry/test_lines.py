@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from craton.telemetry import LineWriter, UnsafeFileError, noting_unread, read_lines, tail_lines
+from craton.telemetry.files import LineWriter, UnsafeFileError, noting_unread, read_lines, tail_lines
 
 
 def test_a_torn_last_line_is_left_for_the_next_read(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_lines_that_a_full_disk_does_not_take_wait_and_are_written_whole_and_in_
     code = f"""
 import resource
 from pathlib import Path
-from craton.telemetry import LineWriter
+from craton.telemetry.files import LineWriter
 writer = LineWriter(Path({str(path)!r}))
 lines = [b'{{"step":%d,"text":"' % step + b"x" * 80 + b'"}}' for step in range(5)]
 resource.setrlimit(resource.RLIMIT_FSIZE, (250, resource.RLIM_INFINITY))

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import wait_until
 
-from craton.telemetry import LEDGER_KINDS, LedgerClock, RankPage, TrapError
+from craton.telemetry.rank import LEDGER_KINDS, LedgerClock, RankPage
+from craton.telemetry.rank.shared_memory import TrapError
 
 
 def fork(work: Callable[[], None]) -> int:

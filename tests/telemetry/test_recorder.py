@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from craton.telemetry import Recorder, RunDirectory, read_lines
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_lines
+from craton.telemetry.rank import Recorder
 
 
 def drain(descriptor: int) -> list[dict[str, object]]:

@@ -9,22 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from craton.telemetry import (
+from craton.telemetry import RunDirectory, read_json
+from craton.telemetry.files import (
     LineWriter,
-    RunDirectory,
     UnsafeFileError,
     append_regular,
     names_in,
     noting_unread,
     open_regular,
     paths_in,
-    read_heartbeat,
-    read_json,
     read_lines,
     read_regular,
     tail_lines,
 )
-from craton.telemetry import regular_files as limits
+from craton.telemetry.files import regular_files as limits
+from craton.telemetry.node import read_heartbeat
 
 
 @pytest.fixture
@@ -127,7 +126,7 @@ def test_documents_lines_and_folders_have_a_maximum(run: RunDirectory, monkeypat
     with pytest.raises(UnsafeFileError, match="has more than 67,108,864 bytes"):
         read_regular(run.plan_path)
     assert read_json(run.plan_path) == {}
-    monkeypatch.setattr("craton.telemetry.lines.MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("craton.telemetry.files.lines.MAX_LINE_BYTES", 100)
     path = run.events_path("node-0")
     path.write_bytes(b'{"a": 1}\n' + b"x" * 1000 + b"\n")
     assert read_lines(path, 0, 5) == ([{"a": 1}], 9)

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from craton.telemetry import (
-    LEDGER_KINDS,
-    MetricsEndpoint,
-    NodeStatus,
-    RankStatus,
-    RunDirectory,
-    read_status,
-    write_status,
-)
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import MetricsEndpoint, NodeStatus, RankStatus, read_status, write_status
+from craton.telemetry.rank import LEDGER_KINDS
 
 
 def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -9,21 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from craton.telemetry import (
-    LOST_SECONDS,
-    STEADY,
-    Heartbeat,
-    LedgerReader,
-    RunDirectory,
-    Summarizer,
-    monotonic_clock_id,
-    read_heartbeat,
-    summarize,
-    touch_heartbeat,
-    wall_offset,
-    write_heartbeat,
-)
-from craton.telemetry.steadyclock import SteadyClock
+from craton.telemetry import RunDirectory, Summarizer, summarize
+from craton.telemetry.node import LOST_SECONDS, Heartbeat, read_heartbeat, touch_heartbeat, write_heartbeat
+from craton.telemetry.rank import STEADY, LedgerReader, monotonic_clock_id, wall_offset
+from craton.telemetry.rank.steady_clock import SteadyClock
 
 HOUR = 3600.0
 

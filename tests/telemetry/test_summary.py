@@ -12,17 +12,9 @@ from typing import Any
 import pytest
 from counted_calls import counted_calls
 
-from craton.telemetry import (
-    Heartbeat,
-    NodeStatus,
-    RankStatus,
-    Recorder,
-    RunDirectory,
-    Summarizer,
-    summarize,
-    write_heartbeat,
-    write_status,
-)
+from craton.telemetry import RunDirectory, Summarizer, summarize
+from craton.telemetry.node import Heartbeat, NodeStatus, RankStatus, write_heartbeat, write_status
+from craton.telemetry.rank import Recorder
 
 PLAN = {
     "steps": 100,

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from craton.telemetry import Recorder, RunDirectory, SinkError
+from craton.telemetry import RunDirectory
+from craton.telemetry.errors import SinkError
+from craton.telemetry.rank import Recorder
 from craton.telemetry.sinks import SINKS
 from craton.telemetry.track import follow
 

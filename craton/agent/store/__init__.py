@@ -4,8 +4,15 @@
 `torch.distributed.Store` of a client.
 """
 
-from craton.agent.store.client import StoreClient
-from craton.agent.store.server import StoreServer
-from craton.agent.store.wire import StoreError, StoreTimeoutError
+from __future__ import annotations
 
-__all__ = ["StoreClient", "StoreError", "StoreServer", "StoreTimeoutError"]
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.agent.store.client import StoreClient
+    from craton.agent.store.server import StoreServer
+    from craton.agent.store.wire import StoreError, StoreTimeoutError
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

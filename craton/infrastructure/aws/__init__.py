@@ -1,7 +1,13 @@
 """The cluster itself on AWS, rendered from a cluster file: ParallelCluster, HyperPod, EKS and PCS."""
 
-from craton.infrastructure.aws.provisioning import Provisioning, provision
-from craton.infrastructure.aws.scripts import EXPORTERS, SLURM_PAGES
-from craton.infrastructure.aws.site import TARGETS
+from __future__ import annotations
 
-__all__ = ["EXPORTERS", "SLURM_PAGES", "TARGETS", "Provisioning", "provision"]
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.infrastructure.aws.provisioning import provision
+    from craton.infrastructure.aws.scripts import EXPORTERS, SLURM_PAGES
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -12,7 +12,7 @@ from craton.infrastructure.aws.parallelcluster import parallelcluster
 from craton.infrastructure.aws.pcs import pcs
 from craton.infrastructure.aws.queues import machine_label, namespace_object, queue_objects, topology_name
 from craton.infrastructure.aws.site import SLURM_TARGETS, AwsSite, site_of
-from craton.job import ClusterFile
+from craton.job.cluster import ClusterFile
 
 ASSET_TAG = "/sys/devices/virtual/dmi/id/board_asset_tag"  # the id of the instance, on Nitro
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from craton.infrastructure.aws.interfaces import level_labels
 from craton.infrastructure.aws.site import GIB, AwsSite
-from craton.infrastructure.topology_write import HOSTNAME_LABEL, kai_topology, kueue_topology
+from craton.infrastructure.topology import HOSTNAME_LABEL, kai_topology, kueue_topology
 from craton.infrastructure.yaml_text import to_yaml
 
 Manifest = dict[str, Any]

@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args
 from craton.infrastructure.catalog import instance as catalog_instance
 from craton.infrastructure.errors import CatalogError, ProvisionError
 from craton.infrastructure.hardware import Instance
-from craton.job import Aws, ClusterFile, did_you_mean
+from craton.job.cluster import Aws, ClusterFile
+from craton.nearest import did_you_mean
 
 Target = Literal["parallelcluster", "hyperpod-slurm", "hyperpod-eks", "eks", "pcs"]
 TARGETS: tuple[str, ...] = get_args(Target)

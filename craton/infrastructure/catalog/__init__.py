@@ -1,29 +1,13 @@
 """The tables of GPUs, instances and storage services, and the way to a name in them."""
 
-from craton.infrastructure.catalog.facts import KEYS, Catalog, CatalogEntry, Fact, Key, load_catalog, user_catalog_path
-from craton.infrastructure.catalog.lookup import (
-    entry,
-    gpu,
-    gpu_of_entry,
-    gpus,
-    instance,
-    instance_of_entry,
-    instances,
-)
+from __future__ import annotations
 
-__all__ = [
-    "KEYS",
-    "Catalog",
-    "CatalogEntry",
-    "Fact",
-    "Key",
-    "entry",
-    "gpu",
-    "gpu_of_entry",
-    "gpus",
-    "instance",
-    "instance_of_entry",
-    "instances",
-    "load_catalog",
-    "user_catalog_path",
-]
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.infrastructure.catalog.facts import KEYS, CatalogEntry, load_catalog
+    from craton.infrastructure.catalog.lookup import entry, gpu, gpus, instance, instances
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

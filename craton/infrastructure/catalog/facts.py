@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from craton.infrastructure.errors import CatalogError
 from craton.infrastructure.hardware import Price, PurchaseKind
-from craton.job import did_you_mean
+from craton.nearest import did_you_mean
 
 SHIPPED = Path(__file__).parent
 SHIPPED_FILES = ("sources.toml", "gpus.toml", "instances.toml", "storage.toml")

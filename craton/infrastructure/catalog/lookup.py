@@ -8,7 +8,7 @@ from __future__ import annotations
 from craton.infrastructure.catalog.facts import Catalog, CatalogEntry, load_catalog
 from craton.infrastructure.errors import CatalogError
 from craton.infrastructure.hardware import Gpu, Instance
-from craton.job import did_you_mean
+from craton.nearest import did_you_mean
 
 TERA, GIGA, MEGA = 1e12, 1e9, 1e6
 GIB, MIB, TIB = 2.0**30, 2.0**20, 2.0**40

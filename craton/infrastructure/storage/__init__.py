@@ -5,28 +5,18 @@
 `CachedFolder` reads it file by file.
 """
 
-from craton.infrastructure.storage.cache import CachedFolder, cache_root, mirror, mirror_folder
-from craton.infrastructure.storage.folder import GrowingFile, sync_folder
-from craton.infrastructure.storage.moving import copy_down
-from craton.infrastructure.storage.numbers import tiers_of
-from craton.infrastructure.storage.store import (
-    ObjectInfo,
-    ObjectWriter,
-    Store,
-)
-from craton.infrastructure.storage.opening import open_store
+from __future__ import annotations
 
-__all__ = [
-    "CachedFolder",
-    "GrowingFile",
-    "ObjectInfo",
-    "ObjectWriter",
-    "Store",
-    "cache_root",
-    "copy_down",
-    "mirror",
-    "mirror_folder",
-    "open_store",
-    "sync_folder",
-    "tiers_of",
-]
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.infrastructure.storage.cache import CachedFolder, cache_root, mirror
+    from craton.infrastructure.storage.folder import GrowingFile, sync_folder
+    from craton.infrastructure.storage.moving import copy_down
+    from craton.infrastructure.storage.numbers import tiers_of
+    from craton.infrastructure.storage.opening import open_store
+    from craton.infrastructure.storage.store import ObjectWriter, Store
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from craton.infrastructure.catalog import CatalogEntry, entry
 from craton.infrastructure.errors import CatalogError
 from craton.infrastructure.hardware import Instance, StorageTier
-from craton.job import ClusterFile, StorageNumbers
+from craton.job.cluster import ClusterFile, StorageNumbers
 
 MEGA, GIGA, TIB = 1e6, 1e9, 2.0**40
 DEFAULT_SHARED = "fsx-persistent-2-1000"

@@ -278,7 +278,7 @@ def _say_rows(job: Job, folders: Mapping[str, Path]) -> None:
 
 def _mirror(url: str) -> str:
     """The folder that stands for a URL: of shards all but what is in them, of anything else everything."""
-    from craton.infrastructure import CachedFolder
+    from craton.infrastructure.storage import CachedFolder
 
     folder = CachedFolder(url)
     is_shards = INDEX in folder.listing and is_shard_folder(folder.path(INDEX).parent)

@@ -30,7 +30,7 @@ from craton.ml.data.errors import DataError
 from craton.ml.data.sample import Integers
 
 if TYPE_CHECKING:
-    from craton.infrastructure import CachedFolder
+    from craton.infrastructure.storage import CachedFolder
 
 FORMAT = 1
 INDEX = "index.json"
@@ -254,7 +254,7 @@ def _crc32(file: BinaryIO) -> int:
 
 def _behind(folder: Path) -> tuple[CachedFolder, str] | None:
     """The cache of an object store that a folder is a part of."""
-    from craton.infrastructure import CachedFolder
+    from craton.infrastructure.storage import CachedFolder
 
     return CachedFolder.of(folder)
 

@@ -48,7 +48,7 @@ def find_tokenizer(name: str) -> Path:
 
 def mirror_tokenizer(url: str) -> Path:
     """The folder on this machine for a folder at a URL, with the tokenizer's files, where it has some."""
-    from craton.infrastructure import mirror
+    from craton.infrastructure.storage import mirror
 
     return mirror(url, lambda name: name in (TOKENIZER, *COMPANIONS))
 

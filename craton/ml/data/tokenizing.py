@@ -151,14 +151,14 @@ def train_tokenizer(
 
 def _outgoing(url: str) -> Path:
     """Where shards are made that go to a URL."""
-    from craton.infrastructure import cache_root
+    from craton.infrastructure.storage import cache_root
 
     return cache_root() / "outgoing" / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 def _make_ready(url: str) -> None:
     """Told before hours of work: that the place is taken, or may not be written."""
-    from craton.infrastructure import open_store
+    from craton.infrastructure.storage import open_store
 
     store = open_store(url)
     store.check_writable()
@@ -168,7 +168,8 @@ def _make_ready(url: str) -> None:
 
 
 def _send(url: str) -> None:
-    from craton.infrastructure import StorageError, copy_down
+    from craton.infrastructure import StorageError
+    from craton.infrastructure.storage import copy_down
 
     folder = _outgoing(url)
     try:

@@ -16,11 +16,11 @@ def is_fused(x: Tensor) -> bool:
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(x + delta, root-mean-square norm of it); x alone when there is no delta."""
     if is_fused(x) and not torch.is_grad_enabled():
-        from craton.ml.kernels import triton_serving_norm
+        from craton.ml.kernels.triton import serving_norm
 
-        return triton_serving_norm.add_norm(x, delta, weight, epsilon)
+        return serving_norm.add_norm(x, delta, weight, epsilon)
     if is_fused(x):
-        from craton.ml.kernels.triton_norm import AddNorm
+        from craton.ml.kernels.triton import AddNorm
 
         return AddNorm.apply(x, delta, weight, epsilon)  # type: ignore[no-any-return]
     return reference.add_norm(x, delta, weight, epsilon)
@@ -48,7 +48,7 @@ def split_and_rotate(
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, for autograd functions that write their own backward pass."""
     if is_fused(gate):
-        from craton.ml.kernels import triton_swiglu
+        from craton.ml.kernels.triton import swiglu as triton_swiglu
 
         return triton_swiglu.swiglu(gate, up)
     return reference.swiglu(gate, up)
@@ -57,7 +57,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(silu(gate) · up once more, gradient of gate, gradient of up). The fused kernel writes them over its inputs."""
     if is_fused(gate):
-        from craton.ml.kernels import triton_swiglu
+        from craton.ml.kernels.triton import swiglu as triton_swiglu
 
         triton_swiglu.swiglu_backward_(gate, up, gradient)
         return gradient, gate, up

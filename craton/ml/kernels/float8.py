@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from craton.errors import CratonError
-from craton.job import FP8_MULTIPLE
+from craton.job.layout import FP8_MULTIPLE
 
 Recipe = Literal["tensorwise", "rowwise"]
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -61,7 +61,7 @@ def quantize(
         row_scale = largest / size.amax(1).float().clamp(min=LEAST) if straight else source.new_ones(2).float()
         column_scale = largest / size.amax(0).float().clamp(min=LEAST) if transposed else row_scale
     if source.is_cuda:
-        from craton.ml.kernels.triton_float8 import quantize as fused
+        from craton.ml.kernels.triton import quantize as fused
 
         plain, turned = fused(source, row_scale, column_scale, dtype, straight, transposed)
     else:
@@ -75,7 +75,7 @@ def quantize_rows(source: Tensor) -> Quantized:
     """A matrix as e4m3 values with a scale for each row, in one pass. A row with a NaN or an infinity in it gives NaN
     in every product, and harms no other row."""
     if source.is_cuda:
-        from craton.ml.kernels.triton_float8 import quantize_rows as fused
+        from craton.ml.kernels.triton import quantize_rows as fused
 
         values, inverse = fused(source, VALUES, LEAST)
         return Quantized(values, inverse, None, inverse)

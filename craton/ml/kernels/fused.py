@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from craton.ml.kernels import triton_rope
+from craton.ml.kernels.triton import rope
 
 
 class SplitAndRotate(torch.autograd.Function):
@@ -16,9 +16,9 @@ class SplitAndRotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cosine: Tensor, sine: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cosine, sine)
-        return triton_rope.split_and_rotate(qkv, cosine, sine, heads, kv_heads)
+        return rope.split_and_rotate(qkv, cosine, sine, heads, kv_heads)
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
         cosine, sine = ctx.saved_tensors
-        return triton_rope.join_and_rotate_back(query, key, value, cosine, sine), None, None, None, None
+        return rope.join_and_rotate_back(query, key, value, cosine, sine), None, None, None, None

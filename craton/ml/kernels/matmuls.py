@@ -16,7 +16,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, peers: Peers |
     """x [..., in] · weight [out, in]ᵀ + bias. With peers x is this rank's share of the tokens, [tokens / tp, in], the
     weight its part of the rows, and the result [tokens, out / tp]."""
     if peers is None and _is_skinny(x):
-        from craton.ml.kernels.paged import skinny_linear
+        from craton.ml.kernels.serving import skinny_linear
 
         return skinny_linear(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], -1)
     if peers is None and (torch.compiler.is_compiling() or not torch.is_grad_enabled()):
@@ -49,7 +49,7 @@ def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, peers: Peers | 
     """down(silu(gate(x)) · up(x)); x [..., hidden], weights [out, in]. With peers x is this rank's share of the tokens
     and the weights its parts."""
     if peers is None and _is_skinny(x):
-        from craton.ml.kernels.paged import skinny_gated, skinny_linear
+        from craton.ml.kernels.serving import skinny_gated, skinny_linear
 
         return skinny_linear(skinny_gated(x.flatten(0, -2), gate, up), down).view(x.shape)
     if peers is None and (torch.compiler.is_compiling() or not torch.is_grad_enabled()):
@@ -79,6 +79,6 @@ def gated_linears(gate: Tensor, up: Tensor, weights: Sequence[Tensor]) -> tuple[
 
 def _is_skinny(x: Tensor) -> bool:
     """Whether a product without gradients has so few rows that its time is that of reading the weight."""
-    from craton.ml.kernels.paged import FEW_ROWS
+    from craton.ml.kernels.serving import FEW_ROWS
 
     return not torch.is_grad_enabled() and is_fused(x) and x.numel() <= FEW_ROWS * x.shape[-1]

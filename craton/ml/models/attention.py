@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from craton.ml.collectives import ALONE, Connections, own_part
-from craton.ml.kernels import Documents, Past, attention, reference, split_and_rotate
+from craton.ml.kernels import Documents, attention, reference, split_and_rotate
+from craton.ml.kernels.serving import Past
 from craton.ml.models.config import DecoderConfig
 from craton.ml.models.linear import Linear, Norm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from craton.job import ModelShape
+from craton.job.model import ModelShape
 from craton.ml.models.rope import RopeConfig
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from craton.ml.collectives import ALONE, Connections, local, own_part, own_slices
-from craton.ml.kernels import Documents, Past, add_norm
+from craton.ml.kernels import Documents, add_norm
+from craton.ml.kernels.serving import Past
 from craton.ml.models.attention import Attention
 from craton.ml.models.config import DecoderConfig
 from craton.ml.models.linear import Embedding, Linear, Norm

@@ -14,7 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from craton.job import ModelError, ModelShape, load_config, model_from_config
+from craton.job import ModelError
+from craton.job.model import ModelShape, load_config, model_from_config
 from craton.ml.models.config import DecoderConfig, RoutingConfig
 from craton.ml.models.rope import RopeConfig
 from craton.remote import is_url
@@ -146,7 +147,7 @@ def model_folder(model: str | Path) -> Path:
     from craton.ml.models.model_files import has_weights
 
     if is_url(str(model)):
-        from craton.infrastructure import mirror
+        from craton.infrastructure.storage import mirror
 
         return mirror(str(model), lambda name: any(fnmatchcase(name, pattern) for pattern in _HUB_FILES))
     path = Path(model).expanduser()

@@ -12,9 +12,8 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from craton.ml.collectives import ALONE, Connections, gather
-from craton.ml.kernels import Documents, Past, attention, reference
-from craton.ml.kernels.context import gather_in_order
-from craton.ml.kernels.recompute import ATTENTION_OPERATIONS, keeping
+from craton.ml.kernels import ATTENTION_OPERATIONS, Documents, attention, gather_in_order, keeping, reference
+from craton.ml.kernels.serving import Past
 from craton.ml.models.config import DecoderConfig
 from craton.ml.models.linear import Linear, Norm
 from craton.ml.models.rope import yarn_mscale

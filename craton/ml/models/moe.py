@@ -19,8 +19,7 @@ from torch.nn.functional import grouped_mm, linear
 
 from craton.errors import CratonError
 from craton.ml.collectives import ALONE, Connections, local, own_part
-from craton.ml.kernels import reference, swiglu, swiglu_backward
-from craton.ml.kernels.weight_gradients import weight_gradient
+from craton.ml.kernels import reference, swiglu, swiglu_backward, weight_gradient
 from craton.ml.models.config import DecoderConfig, RoutingConfig
 from craton.ml.models.dispatch import Delivery, permute, repeat_tokens, rows_per_expert, sort_by_expert
 from craton.ml.models.mlp import Mlp

@@ -118,7 +118,7 @@ def save_folder(
 
 def _fetch(folder: Path) -> None:
     """Of a folder that mirrors one in an object store, what is not there yet; one process of a machine does it."""
-    from craton.infrastructure import CachedFolder
+    from craton.infrastructure.storage import CachedFolder
 
     if (found := CachedFolder.of(folder)) is not None:
         cached, inside = found

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from craton.agent import address_towards, pin_interfaces
+from craton.agent.processes import address_towards, pin_interfaces
 from craton.ml.selftest.pairs import Pair, next_pairs, slow_pairs, suspects
 from craton.ml.store import join_group_of_environment
 

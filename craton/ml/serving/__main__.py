@@ -26,27 +26,31 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from craton.agent import EXIT_FINAL, newest_generation, run_secret
+from craton.agent import newest_generation
+from craton.agent.coordination import run_secret
+from craton.agent.processes import EXIT_FINAL
 from craton.errors import CratonError
 from craton.job import Job, load_job
-from craton.ml.serving.adapters import Adapters
-from craton.ml.serving.build import build_runner, join_engine
-from craton.ml.serving.gang import TensorParallelGroup, follow
-from craton.ml.serving.grammars import Grammars
-from craton.ml.serving.latencies import Latencies
-from craton.ml.serving.message_bytes import MessageLine
+from craton.ml.serving.device import Adapters, EngineRank, Served, TensorParallelGroup, follow, load_served
+from craton.ml.serving.engine import (
+    EngineProcess,
+    Latencies,
+    Rates,
+    build_runner,
+    join_engine,
+    measure_roofs,
+    tell_failure,
+)
+from craton.ml.serving.grammar import Grammars
+from craton.ml.serving.heartbeat import EngineHeartbeat, patience_of
 from craton.ml.serving.messages import Stats
-from craton.ml.serving.models import Served, load_served
-from craton.ml.serving.packing import WireError
-from craton.ml.serving.pulse import EngineHeartbeat, patience_of
-from craton.ml.serving.rank import EngineRank
-from craton.ml.serving.rates import Rates
-from craton.ml.serving.roofs import measure_roofs
-from craton.ml.serving.service import EngineProcess, tell_failure
 from craton.ml.serving.settings import EngineSettings
+from craton.ml.serving.wire import MessageLine, WireError
 from craton.ml.store import join_group_of_environment, leave_group
-from craton.planning import Roofline, ServedModel
-from craton.telemetry import Recorder, RunDirectory, own_page, protect_output
+from craton.planning.serving import Roofline, ServedModel
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import protect_output
+from craton.telemetry.rank import Recorder, own_page
 
 TOOL_STYLES = {"off": "none", "llama3": "llama3_json", "qwen3": "hermes", "qwen3-coder": "qwen3_coder"}
 REASONING_STYLES = {"off": "none"}

@@ -13,7 +13,8 @@ import warnings
 from dataclasses import asdict
 
 from craton.errors import CratonError
-from craton.job import Layout, load_job
+from craton.job import load_job
+from craton.job.layout import Layout
 from craton.ml.trace.comparison import compare
 from craton.ml.trace.trace import trace
 

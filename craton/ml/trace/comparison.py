@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from craton.job import Job, Layout
+from craton.job import Job
+from craton.job.layout import Layout
 from craton.ml.trace.records import CollectiveTotal, RankTrace, Trace, TraceFinding
-from craton.planning import STACKS, UNKNOWN, Memory, StageInventory, Workload, inventory, memory
+from craton.planning.calibration import STACKS, UNKNOWN
+from craton.planning.memory import Memory, memory
+from craton.planning.step import StageInventory, Workload, inventory
 
 BYTES_TOLERANCE = 0.01  # of collectives and FLOPs
 MEMORY_TOLERANCE = 0.05
@@ -148,17 +151,17 @@ def _findings(rank: RankComparison, traced: RankTrace) -> list[TraceFinding]:
             relief = "find the layer that forgot it; a sum over ranks that is missing leaves wrong numbers"
         elif row.traced_count > row.planned_count:
             text = f"{row.name} is called {row.traced_count:g} times a step, only {row.planned_count:g} are expected"
-            relief = "gather once and keep it, or correct the plan (craton/planning/operations.py)"
+            relief = "gather once and keep it, or correct the plan (craton/planning/step/operations.py)"
         else:
             text = f"{row.name} moves {row.traced:.4g} bytes a step, {row.planned:.4g} are expected"
-            relief = "compare the tensors that it is given with the plan's (craton/planning/operations.py)"
+            relief = "compare the tensors that it is given with the plan's (craton/planning/step/operations.py)"
         found.append(TraceFinding(", ".join(sorted(seen)) or f"rank {rank.rank}", text, relief))
     is_plain = any(row.name == "attention" and not row.traced for row in rank.flops)
     for row in rank.flops:
         if row.agrees or (row.name == "gemm" and is_plain):
             continue
         text = f"{row.name} takes {row.traced:.4g} FLOP a step, {row.planned:.4g} are expected"
-        relief = "compare the operators with the plan's (craton/planning/operations.py)"
+        relief = "compare the operators with the plan's (craton/planning/step/operations.py)"
         if row.name == "attention" and is_plain:
             text = "attention runs as plain products over all pairs of tokens, not as a fused kernel"
             relief = "on GPUs a context group has fused kernels in 16 bit only: train in bf16"
@@ -172,7 +175,7 @@ def _memory_findings(rows: tuple[ComparisonRow, ...], worst: RankTrace) -> list[
         return []
     off = max(parts, key=lambda row: abs(row.traced - row.planned))
     text = f"memory reaches {total.traced / total.planned:.2f} times what is planned, most of it {off.name}"
-    relief = f"look at what is alive in the {worst.memory_instant} (craton/planning/own_memory.py)"
+    relief = f"look at what is alive in the {worst.memory_instant} (craton/planning/memory/own_memory.py)"
     return [TraceFinding(f"rank {worst.rank}", text, relief)]
 
 

@@ -81,7 +81,7 @@ def _replacements(mode: FakeTensorMode) -> list[tuple[Any, str, Any]]:
         (FakeTensor, "is_cuda", property(lambda _: True)),
         (KernelInterface, "__getitem__", lambda _kernel, _grid: nothing),
         (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=PROCESSORS)),
-        (import_module("craton.ml.kernels.attention"), "scaled_dot_product_attention", _cudnn_attention),
+        (import_module("craton.ml.kernels.causal_attention"), "scaled_dot_product_attention", _cudnn_attention),
         (import_module("craton.ml.kernels.partial_attention"), "cudnn_takes", lambda *_: True),
         (torch, "rms_norm", _fused_norm),
         (nn.Module, "to_empty", to_fake),

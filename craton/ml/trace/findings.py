@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from craton.job import Layout
+from craton.job.layout import Layout
 from craton.ml.models import Decoder, DecoderConfig
 from craton.ml.trace.records import RankTrace, Recording, TraceFinding
 from craton.ml.trace.runs import LayerRun
@@ -40,7 +40,7 @@ def parameter_findings(recording: Recording, config: DecoderConfig, layout: Layo
         yield TraceFinding(
             module,
             f"{name} {held} on this rank; the layout cuts it {inner * sharded} times ({layout})",
-            f"give {module} to fully_shard, or to the cut by tp or ep, in craton/ml/training/parallel.py",
+            f"give {module} to fully_shard, or to the cut by tp or ep, in craton/ml/training/parallel/mesh.py",
         )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from craton.job import Layout, ModelShape, stage_layers
+from craton.job.layout import Layout, stage_layers
+from craton.job.model import ModelShape
 
 TRACED_LAYERS = 3  # of a run: its ends, and one between that is like every other
 

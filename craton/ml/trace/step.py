@@ -18,25 +18,27 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from craton.job import Action, Job, Layout
+from craton.job import Job
+from craton.job.layout import Action, Layout
 from craton.ml.models import DecoderConfig
 from craton.ml.trace.fake import fake_rank
 from craton.ml.trace.patches import replaced
 from craton.ml.trace.records import Recording, Window
 from craton.ml.trace.runs import Depth, LayerRun
 from craton.ml.trace.watch import NO_BLOCK, StepWatch
-from craton.ml.training import loop
-from craton.ml.training.batch import Batch
-from craton.ml.training.build import build_decoder, build_optimizer
-from craton.ml.training.loop import Trainer
-from craton.ml.training.objectives import objective_of
-from craton.ml.training.optimizer import AdamW
-from craton.ml.training.parallel import make_ranks
-from craton.ml.training.parts import Parts
-from craton.ml.training.pipeline import Pipeline
-from craton.ml.training.ranks import Ranks
-from craton.ml.training.schedule import Schedule
-from craton.telemetry import LedgerClock
+from craton.ml.training import (
+    AdamW,
+    Batch,
+    Parts,
+    Schedule,
+    Trainer,
+    build_decoder,
+    build_optimizer,
+    loop,
+    objective_of,
+)
+from craton.ml.training.parallel import Pipeline, Ranks, make_ranks
+from craton.telemetry.rank import LedgerClock
 
 MORE_MICRO_BATCHES = 2  # than fill the pipeline: with the first and the last there is one between
 

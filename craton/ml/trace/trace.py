@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from craton.job import Job, Layout, ModelShape
+from craton.job import Job
+from craton.job.layout import Layout
+from craton.job.model import ModelShape
 from craton.ml.models import config_from_shape
 from craton.ml.trace.fake import TraceError
 from craton.ml.trace.findings import layer_findings, parameter_findings, stage_findings

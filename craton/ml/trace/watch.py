@@ -22,7 +22,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from craton.ml.kernels.weight_gradients import LateGradients
+from craton.ml.kernels import LateGradients
 from craton.ml.trace.operators import collective_of, flops_of, is_attention, tensors_in
 from craton.ml.trace.patches import replaced
 from craton.ml.trace.records import PARTS, Amount, CollectiveKey, FlopKey, Phase, Place

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from craton.ml.training.session import main, run_and_exit
-from craton.telemetry import protect_output
+from craton.telemetry.files import protect_output
 
 if __name__ == "__main__":
     protect_output()

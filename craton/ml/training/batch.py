@@ -11,8 +11,7 @@ from torch import Tensor
 
 from craton.errors import CratonError
 from craton.ml.collectives import Peers
-from craton.ml.kernels import Documents
-from craton.ml.kernels.documents import ContextSlice
+from craton.ml.kernels import ContextSlice, Documents
 
 IGNORED = -100  # a label that no loss looks at
 

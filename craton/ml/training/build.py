@@ -19,27 +19,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from craton.agent import run_secret
+from craton.agent.coordination import run_secret
 from craton.errors import CratonError
-from craton.job import RESCUE, Job, Layout, load_job, place_of, rescue_place
+from craton.job import Job, load_job
+from craton.job.layout import Layout
+from craton.job.sections import RESCUE, place_of, rescue_place
 from craton.ml.data import Loader, Source, open_source
 from craton.ml.functions import FunctionError, load_function, search_folder, user_code
-from craton.ml.kernels.float8 import check_device
+from craton.ml.kernels import check_device
 from craton.ml.models import Decoder, DecoderConfig, config_from_shape, load_weights
 from craton.ml.training import float8
-from craton.ml.training.checkpoint import Checkpointer, PeerSetup, TierFolder
-from craton.ml.training.checkpoint_tiers import OWNER
+from craton.ml.training.checkpoint import OWNER, Checkpointer, TierFolder
+from craton.ml.training.checkpoint.peer import PeerSetup
 from craton.ml.training.lora import add_adapters, base_only, initialize_adapters
+from craton.ml.training.measure import Meter, PlannedStep
 from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
-from craton.ml.training.meter import Meter, PlannedStep
 from craton.ml.training.objectives import objective_of
 from craton.ml.training.optimizer import AdamW
 from craton.ml.training.orders import Order, connect
-from craton.ml.training.parallel import make_ranks, parallelize, parameter_dtype
+from craton.ml.training.parallel import Ranks, make_ranks, parallelize, parameter_dtype
 from craton.ml.training.parts import Parts
-from craton.ml.training.ranks import Ranks
 from craton.ml.training.schedule import Schedule
-from craton.telemetry import LedgerClock, Recorder, RunDirectory, read_regular, read_regular_text
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_regular, read_regular_text
+from craton.telemetry.rank import LedgerClock, Recorder
 
 
 class SetupError(CratonError):

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from craton.ml.data import Source, collate
 from craton.ml.training.batch import Batch
 from craton.ml.training.objectives import Objective, batch_loss
-from craton.ml.training.pipeline import Pipeline
-from craton.ml.training.ranks import Ranks
+from craton.ml.training.parallel import Pipeline, Ranks
 
 
 @torch.no_grad()

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from craton.job import FP8_MULTIPLE
+from craton.job.layout import FP8_MULTIPLE
 from craton.ml.collectives import gather, local, own_part, scatter_sum
-from craton.ml.kernels import swiglu, swiglu_backward
-from craton.ml.kernels.float8 import (
+from craton.ml.kernels import (
     GRADIENTS,
     VALUES,
     Float8Error,
@@ -26,10 +25,11 @@ from craton.ml.kernels.float8 import (
     product_of_turned,
     product_with_transposed,
     quantize,
+    swiglu,
+    swiglu_backward,
+    weight_gradient,
 )
-from craton.ml.kernels.weight_gradients import weight_gradient
-from craton.ml.models.linear import Linear
-from craton.ml.models.mlp import Mlp
+from craton.ml.models import Linear, Mlp
 
 
 def convert(model: nn.Module, recipe: Recipe) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from craton.errors import CratonError
-from craton.job import FaultPolicy, Train
+from craton.job.sections import FaultPolicy, Train
 
 WINDOW_STEPS = 128  # of good losses, whose median is the level a spike is measured against
 MIN_STEPS = 8  # before there is a level

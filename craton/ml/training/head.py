@@ -123,7 +123,7 @@ def _values(hidden: Tensor, weight: Tensor, labels: Tensor, peers: Peers | None)
     if peers is not None:
         return _in_parts(logits, labels, peers)[0]
     if is_fused(logits):
-        from craton.ml.kernels.triton_cross_entropy import log_probs_
+        from craton.ml.kernels.triton import log_probs_
 
         return log_probs_(logits, labels, None)[0]
     known = labels >= 0
@@ -143,7 +143,7 @@ def _slopes(
         slope *= (coefficients * (labels >= 0)).unsqueeze(-1)
         return values, slope.to(logits.dtype)
     if is_fused(logits):
-        from craton.ml.kernels.triton_cross_entropy import log_probs_
+        from craton.ml.kernels.triton import log_probs_
 
         values, _ = log_probs_(logits, labels, coefficients.contiguous())
         return values, logits
@@ -165,7 +165,7 @@ def _in_parts(logits: Tensor, labels: Tensor, peers: Peers) -> tuple[Tensor, Ten
 
 def _scaled(tensor: Tensor, factor: Tensor) -> Tensor:
     if is_fused(tensor):
-        from craton.ml.kernels.triton_cross_entropy import scale_
+        from craton.ml.kernels.triton import scale_
 
         return scale_(tensor, factor)
     return tensor.mul_(factor)

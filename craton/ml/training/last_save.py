@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from craton.job import RESCUE
+from craton.job.sections import RESCUE
 from craton.ml.training.checkpoint import CheckpointError
 from craton.ml.training.saves import Saves
 

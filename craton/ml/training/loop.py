@@ -22,20 +22,16 @@ from torch import Tensor
 
 from craton.ml.data import Loader
 from craton.ml.training.batch import Batch
+from craton.ml.training.checkpoint.peer import PEER
 from craton.ml.training.evaluate import evaluate
 from craton.ml.training.guard import BadStep, StepGuard, TrainingStoppedError
 from craton.ml.training.last_save import save_for_good
+from craton.ml.training.measure import HostCopy, Readout, StepRecords, StepTimer
 from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
 from craton.ml.training.objectives import batch_loss
-from craton.ml.training.parallel import accumulate_gradients
+from craton.ml.training.parallel import Pipeline, accumulate_gradients, sum_uncut_gradients
 from craton.ml.training.parts import Parts
-from craton.ml.training.peer import PEER
-from craton.ml.training.pipeline import Pipeline
-from craton.ml.training.readout import HostCopy, Readout
 from craton.ml.training.saves import Saves
-from craton.ml.training.step_records import StepRecords
-from craton.ml.training.tensor import sum_uncut_gradients
-from craton.ml.training.timing import StepTimer
 
 DISTRUST_STEPS = 5  # after a restore from memory, in which a loss that is not finite is laid to it
 

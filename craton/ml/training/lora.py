@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from craton.errors import CratonError
-from craton.job import Lora
+from craton.job.sections import Lora
 from craton.ml.collectives import ALONE, gather, local, scatter_sum
 from craton.ml.kernels import gated_linears, linear, linears
-from craton.ml.models.decoder import fill_normal
-from craton.ml.models.linear import Linear
-from craton.ml.models.mlp import Mlp
+from craton.ml.models import Linear, Mlp, fill_normal
 
 TARGETS = {
     "attention": ("qkv", "output", "q", "q_a", "q_b", "kv_a", "kv_b"),

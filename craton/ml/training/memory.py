@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from craton.errors import CratonError
-from craton.job import Train
-from craton.ml.training.meter import PlannedStep, peak_memory_bytes
-from craton.ml.training.ranks import Ranks
+from craton.job.sections import Train
+from craton.ml.training.measure import PlannedStep, peak_memory_bytes
+from craton.ml.training.parallel import Ranks
 
 GIB = 2**30
 

@@ -148,7 +148,7 @@ class AdamW:
         return torch.stack((scale, good.to(torch.float32)))
 
     def _update(self, name: str, parameter: Tensor, learning_rate: float, control: Tensor) -> None:
-        from craton.ml.kernels.triton_adamw import adamw_
+        from craton.ml.kernels.triton import adamw_
 
         weight = local(parameter)
         if weight.numel() == 0:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from craton.ml.training.checkpoint import CheckpointError
+from craton.ml.training.measure import record_missing
 from craton.ml.training.parts import Parts
-from craton.ml.training.step_records import record_missing
 
 SAVE_EVENTS = {
     "saved": "checkpoint_saved",

@@ -21,14 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from craton.agent import EXIT_FINAL
+from craton.agent.processes import EXIT_FINAL
 from craton.errors import CratonError
 from craton.ml.data import DataError
 from craton.ml.functions import FunctionError
 from craton.ml.training.build import RankIdentity, build
 from craton.ml.training.loop import Trainer
 from craton.ml.training.orders import Order, Orders, RegroupError
-from craton.telemetry import LedgerClock, Recorder, RunDirectory, summarize
+from craton.telemetry import RunDirectory, summarize
+from craton.telemetry.rank import LedgerClock, Recorder
 
 EXIT_FAILED = 1
 BLAME_SECONDS = 2.0  # an error of ours may be another rank's death: how long word of that may take
@@ -55,7 +56,7 @@ def import_everything() -> None:
         "torch.distributed.pipelining",
         "torch.distributed.tensor.parallel",
         "craton.ml.kernels",
-        "craton.ml.training.checkpoint_objects",
+        "craton.ml.training.checkpoint.objects",
         "craton.telemetry.summary",
     ):
         with contextlib.suppress(ImportError):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from craton.digits import counted
 from craton.observability.diagnosis.phases import Straggling, find_slowness, find_straggling, is_on_processors
-from craton.observability.diagnosis.restarts import LOST, find_loop
+from craton.observability.diagnosis.restart_history import LOST, find_loop
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
 from craton.observability.diagnosis.tables import hung_in, threshold
 from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, UNSAVED, Symptom, Symptoms

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-from craton.infrastructure import NodeRoot, read_mounts
+from craton.infrastructure.probes import NodeRoot, read_mounts
 from craton.observability.exporter.collector import Collector
 from craton.observability.exporter.exposition import Sample
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from craton.errors import CratonError
-from craton.infrastructure import NodeRoot, read_mounts
+from craton.infrastructure.probes import NodeRoot, read_mounts
 from craton.observability.exporter.collector import Collector, reason
 from craton.observability.exporter.exposition import Sample
 from craton.observability.exporter.families import FAMILIES

@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Iterator
 
-from craton.infrastructure import NodeRoot
+from craton.infrastructure.probes import NodeRoot
 from craton.observability.exporter.collector import Collector
 from craton.observability.exporter.exposition import Sample
 from craton.observability.exporter.families import FAMILIES

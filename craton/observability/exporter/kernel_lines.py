@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, Protocol
 
-from craton.infrastructure import NodeRoot
+from craton.infrastructure.probes import NodeRoot
 
 RECORD_BYTES = 8192  # the longest record of /dev/kmsg (CONSOLE_EXT_LOG_MAX)
 SourceName = Literal["kmsg", "journal", "file", "none"]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from craton.infrastructure import NodeRoot
+from craton.infrastructure.probes import NodeRoot
 from craton.observability.exporter.collector import Collector
 from craton.observability.exporter.exposition import Sample
 

@@ -12,22 +12,26 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from craton.errors import CratonError
-from craton.infrastructure import NodeRoot
+from craton.infrastructure.probes import NodeRoot
 from craton.limits import explain, raise_file_limit
-from craton.observability.exporter.cards import Cards
 from craton.observability.exporter.collector import Collector, Team
 from craton.observability.exporter.drives import DriveCollector
 from craton.observability.exporter.exposition import CONTENT_TYPE, Page, Sample
 from craton.observability.exporter.fabric import FabricCollector
 from craton.observability.exporter.filesystem import FilesystemCollector
-from craton.observability.exporter.gpu import CardLabels, CardSource, GpuCollector
+from craton.observability.exporter.gpus import (
+    CardLabels,
+    Cards,
+    CardSource,
+    GpuCollector,
+    Occupants,
+    RecordedCards,
+    XidCollector,
+)
 from craton.observability.exporter.host import HostCollector, host_name
 from craton.observability.exporter.lustre import LustreCollector
-from craton.observability.exporter.occupants import Occupants
-from craton.observability.exporter.recorded_cards import RecordedCards
 from craton.observability.exporter.runs import RunsCollector
 from craton.observability.exporter.runs_here import RunsHere
-from craton.observability.exporter.xid import XidCollector
 from craton.telemetry import runs_root
 from craton.version import VERSION
 
@@ -153,6 +157,6 @@ def cards_of(root: NodeRoot, nvml: str) -> Callable[[], Cards] | None:
         return None
     if root.is_recorded:
         return lambda: RecordedCards(root)
-    from craton.observability.exporter.nvml import NvmlCards
+    from craton.observability.exporter.gpus import NvmlCards
 
     return NvmlCards

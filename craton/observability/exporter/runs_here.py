@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from craton.telemetry import RunDirectory, read_heartbeat, read_status
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import read_heartbeat, read_status
 
 LOOK_SECONDS = 10.0  # between two looks
 FRESH_SECONDS = 60.0  # a file that nobody has written for so long tells of processes that are gone

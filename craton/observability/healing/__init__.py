@@ -7,44 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from craton.lazy import loader
+from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.observability.healing.acting import MODES, Healing, heal, undo
-    from craton.observability.healing.ledger import LedgerEntry, Ledger, LedgerError, lemons
+    from craton.observability.healing.ledger import Ledger, lemons
     from craton.observability.healing.places import HealingScope, look, place_of, read_report
-    from craton.observability.healing.policy import Decision, decide, most_out
-    from craton.observability.healing.troubles import Trouble, of_doctor, of_verdict, rules
+    from craton.observability.healing.policy import Decision
 else:
-    __getattr__ = loader(
-        __name__,
-        {
-            "acting": ("MODES", "Healing", "heal", "undo"),
-            "ledger": ("Entry", "Ledger", "LedgerError", "lemons"),
-            "places": ("Place", "look", "place_of", "read_report"),
-            "policy": ("Decision", "decide", "most_out"),
-            "troubles": ("Trouble", "of_doctor", "of_verdict", "rules"),
-        },
-    )
-
-__all__ = [
-    "MODES",
-    "Decision",
-    "LedgerEntry",
-    "Healing",
-    "Ledger",
-    "LedgerError",
-    "HealingScope",
-    "Trouble",
-    "decide",
-    "heal",
-    "lemons",
-    "look",
-    "most_out",
-    "of_doctor",
-    "of_verdict",
-    "place_of",
-    "read_report",
-    "rules",
-    "undo",
-]
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -27,7 +27,8 @@ from craton.observability.healing.ledger import (
 from craton.observability.healing.places import AGENT_ERRORS, HealingScope
 from craton.observability.healing.policy import LEAVES, Decision, decide, most_out, over_share
 from craton.observability.healing.troubles import Trouble
-from craton.orchestration import NoAnswerError, ServiceNode, come_back, evacuate, plan_evacuation
+from craton.orchestration import NoAnswerError, ServiceNode
+from craton.orchestration.changes import come_back, evacuate, plan_evacuation
 from craton.telemetry import RunDirectory, find_run
 
 MODES = ("off", "advise", "act")

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from craton.errors import CratonError
-from craton.infrastructure import HEALTH_ACTIONS
+from craton.infrastructure.probes import HEALTH_ACTIONS
 from craton.observability.healing.troubles import Trouble, rules
-from craton.telemetry import LineWriter, read_lines
+from craton.telemetry.files import LineWriter, read_lines
 
 LEDGER_FILE, LOCK_FILE = "heal.jsonl", ".heal.lock"
 EntryKind = Literal["incident", "take_out", "hand_over", "move", "undo", "failed"]

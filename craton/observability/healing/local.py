@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from craton.agent import read_avoided, read_launch
-from craton.orchestration import RunStateError, ServiceNode, come_back, plan_evacuation, working_nodes
+from craton.agent import read_launch
+from craton.agent.coordination import read_avoided
+from craton.orchestration import RunStateError, ServiceNode
+from craton.orchestration.changes import come_back, plan_evacuation, working_nodes
 from craton.telemetry import RunDirectory
 
 

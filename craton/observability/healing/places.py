@@ -10,22 +10,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from craton.agent import avoid_node
+from craton.agent.coordination import avoid_node
 from craton.errors import CratonError
-from craton.job import ClusterFile, SchedulerSettings, load_cluster, load_job
-from craton.observability.diagnosis import chosen_run, diagnose, take_snapshot
+from craton.job import load_job
+from craton.job.cluster import ClusterFile, SchedulerSettings, load_cluster
+from craton.observability.diagnosis import diagnose
+from craton.observability.diagnosis.collect import chosen_run, take_snapshot
 from craton.observability.healing.local import RunService
 from craton.observability.healing.troubles import Trouble, of_doctor, of_verdict, rules
-from craton.orchestration import (
-    MOVING,
-    NodeService,
-    hosts_of,
-    read_submission,
-    service_of,
-    settled_summaries,
-    working_nodes,
-)
-from craton.telemetry import RunDirectory, RunSummary, list_runs, open_regular, paths_in, runs_root, summarize
+from craton.orchestration import NodeService, read_submission, service_of
+from craton.orchestration.changes import hosts_of, working_nodes
+from craton.orchestration.watching import MOVING, settled_summaries
+from craton.telemetry import RunDirectory, RunSummary, list_runs, runs_root, summarize
+from craton.telemetry.files import open_regular, paths_in
 
 DEFAULT_MODE, DEFAULT_SHARE = "advise", 0.1
 MAX_REPORT_BYTES = 64 << 20  # of what a doctor wrote of thousands of nodes

@@ -20,10 +20,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
-from craton.infrastructure import HEALTH_ACTIONS, HealthAction
+from craton.infrastructure.probes import HEALTH_ACTIONS, HealthAction
 from craton.observability.healing.ledger import LedgerEntry, earlier_episodes, is_answered, num_looks, other_runs_with
 from craton.observability.healing.troubles import Trouble, gravest, rules
-from craton.orchestration import Evacuation, ServiceNode
+from craton.orchestration import ServiceNode
+from craton.orchestration.changes import Evacuation
 
 Deed = Literal["none", "take_out", "move", "hand_over"]
 HANDED = "Action:"  # how the reason of a node begins that was handed over

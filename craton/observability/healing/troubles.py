@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any, Literal, cast
 
 from craton.errors import CratonError
-from craton.infrastructure import HEALTH_ACTIONS, HealthAction
+from craton.infrastructure.probes import HEALTH_ACTIONS, HealthAction
 from craton.observability.diagnosis import Verdict
 
 Source = Literal["doctor", "why"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from craton.infrastructure import CatalogError, instance
-from craton.job import ClusterFile
+from craton.infrastructure import CatalogError
+from craton.infrastructure.catalog import instance
+from craton.job.cluster import ClusterFile
 from craton.observability.prometheus.kubernetes import EXPORTER_LABELS, NAMESPACE, Manifest, MonitoredCluster
 from craton.observability.prometheus.targets import EXPORTERS
 

@@ -10,15 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from craton.observability.prometheus.scrape import (
-    AGENTS,
-    KUEUE,
-    KUEUE_NAMESPACE,
-    RUN,
-    SERVERS,
-    dcgm_relabeling,
-    node_meta,
-)
+from craton.observability.prometheus.scrape import KUEUE, KUEUE_NAMESPACE, RUN, dcgm_relabeling, node_meta
+from craton.observability.prometheus.targets import AGENTS, SERVERS
 
 Manifest = dict[str, Any]
 API = "monitoring.coreos.com/v1"

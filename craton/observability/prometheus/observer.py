@@ -21,9 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from craton.infrastructure import CatalogError, TopologyError, read_topology, to_yaml
-from craton.infrastructure import instance as catalog_instance
-from craton.job import ClusterFile
+from craton.infrastructure import CatalogError, TopologyError, to_yaml
+from craton.infrastructure.catalog import instance as catalog_instance
+from craton.infrastructure.topology import read_topology
+from craton.job.cluster import ClusterFile
 from craton.observability.prometheus.alertmanager import alertmanager_config, write_private
 from craton.observability.prometheus.errors import ObserveError
 from craton.observability.prometheus.processes import (

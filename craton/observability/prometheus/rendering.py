@@ -14,7 +14,7 @@ from pathlib import Path
 from shlex import quote
 
 from craton.infrastructure import to_yaml
-from craton.job import ClusterFile
+from craton.job.cluster import ClusterFile
 from craton.observability.exporter import dcgm_counters
 from craton.observability.prometheus.alertmanager import alertmanager_config
 from craton.observability.prometheus.exporter_service import (

@@ -20,8 +20,10 @@ from datetime import date
 from importlib import resources
 from typing import Any, Literal, get_args
 
-from craton.infrastructure import HEALTH_ACTIONS, CatalogError, instance, xid_facts
-from craton.job import ClusterFile
+from craton.infrastructure import CatalogError
+from craton.infrastructure.catalog import instance
+from craton.infrastructure.probes import HEALTH_ACTIONS, xid_facts
+from craton.job.cluster import ClusterFile
 from craton.observability.exporter import SHARED_KINDS
 from craton.observability.prometheus.errors import ObserveError
 

@@ -11,7 +11,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from craton.infrastructure import EXPORTER_PORTS, SLURM_PAGES
+from craton.infrastructure.aws import EXPORTERS as EXPORTER_PORTS
+from craton.infrastructure.aws import SLURM_PAGES
 from craton.observability.prometheus.targets import AGENTS, EXPORTERS, FOUND_JOBS, SERVERS
 
 Job = dict[str, Any]

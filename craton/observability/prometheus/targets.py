@@ -22,10 +22,14 @@ from functools import lru_cache
 from pathlib import Path
 from queue import SimpleQueue
 
-from craton.infrastructure import EXPORTER_PORTS
-from craton.job import CratonError, load_job
-from craton.orchestration import address_of, is_server
-from craton.telemetry import Heartbeat, RunDirectory, UnsafeFileError, names_in, read_heartbeat, read_json
+from craton.errors import CratonError
+from craton.infrastructure.aws import EXPORTERS as EXPORTER_PORTS
+from craton.job import load_job
+from craton.orchestration import address_of
+from craton.orchestration.watching import is_server
+from craton.telemetry import RunDirectory, read_json
+from craton.telemetry.files import UnsafeFileError, names_in
+from craton.telemetry.node import Heartbeat, read_heartbeat
 
 AGENTS, SERVERS = "craton", "craton-serve"
 EXPORTERS = {"craton-node": 9500, **EXPORTER_PORTS}  # ours, and those a provisioned cluster has

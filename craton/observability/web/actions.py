@@ -72,7 +72,7 @@ def _outcome(action: str, run_name: str, code: int, output: str, errors: str) ->
 def _stop(run: RunDirectory) -> ActionOutcome:
     """Asks only: the verb waits for the end, which takes as long as a checkpoint, and which the page shows anyway."""
     from craton.errors import CratonError
-    from craton.orchestration import stop_run
+    from craton.orchestration.start import stop_run
 
     try:
         stop_run(run)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from craton import figures
-from craton.observability.web.history import Curves
-from craton.observability.web.serving import LATENCIES
+from craton.observability.web.readers import Curves
+from craton.observability.web.sources import LATENCIES
 
 Chart = dict[str, Any]
 OWN = "own "  # begins the name of a chart of the job's own metric

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from craton.observability.web.ranks import PHASES, RankTable
+from craton.observability.web.readers import PHASES, RankTable
 
 MAX_COLUMNS = 400
 MIN_SCALE, MAX_SCALE = 0.1, 0.3  # of a step: where colours are full; small differences stay pale

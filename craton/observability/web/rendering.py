@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 
 from craton import figures
-from craton.observability.web.verdicts import cause_first
+from craton.observability.web.sources import cause_first
 
 FOLDER = Path(__file__).parent
 STATE_TONES = {

@@ -14,24 +14,47 @@ from typing import Any
 import numpy as np
 
 from craton import figures
-from craton.observability.web.background import Background
-from craton.observability.web.cached import Cached
 from craton.observability.web.charts import serving_charts, training_charts
 from craton.observability.web.heatmap import heat_map
-from craton.observability.web.history import History
-from craton.observability.web.nodes import BAD, Nodes, read_member, topology
-from craton.observability.web.queries import DEADLINE_SECONDS, GPU_FAMILIES, Answered, Prometheus
-from craton.observability.web.ranks import PHASES, RankTable, RankTails
-from craton.observability.web.recorded_looks import RecordedLooks, joined, last_busy
-from craton.observability.web.records import TROUBLE, Records
+from craton.observability.web.readers import (
+    BAD,
+    PHASES,
+    TROUBLE,
+    History,
+    Nodes,
+    RankTable,
+    RankTails,
+    RecordedLooks,
+    Records,
+    joined,
+    last_busy,
+    read_member,
+    topology,
+)
 from craton.observability.web.rendering import render
-from craton.observability.web.schedulers import Schedulers
-from craton.observability.web.serving import LATENCIES, ServerLook, ServerLooks, look_curves
+from craton.observability.web.sources import (
+    DEADLINE_SECONDS,
+    EXAMINED,
+    GPU_FAMILIES,
+    LATENCIES,
+    MAX_NODES,
+    Answered,
+    Background,
+    Cached,
+    Late,
+    Prometheus,
+    Schedulers,
+    ServerLook,
+    ServerLooks,
+    Verdicts,
+    job_kind,
+    look_curves,
+)
 from craton.observability.web.stragglers import finding, straggler
-from craton.observability.web.summaries import EXAMINED, MAX_NODES, job_kind
-from craton.observability.web.verdicts import Late, Verdicts
-from craton.orchestration import MOVING, RunStateError, is_server, server_of, settled_summaries
-from craton.telemetry import LEDGER_KINDS, RunDirectory, RunSummary, Summarizer, read_json
+from craton.orchestration import RunStateError, server_of
+from craton.orchestration.watching import MOVING, is_server, settled_summaries
+from craton.telemetry import RunDirectory, RunSummary, Summarizer, read_json
+from craton.telemetry.rank import LEDGER_KINDS
 
 QUICK_SECONDS, SLOW_SECONDS = 1.0, 2.0
 GPU_SECONDS = 10.0

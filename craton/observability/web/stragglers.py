@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from craton import figures
-from craton.observability.diagnosis import RunFacts, Snapshot, SnapshotRank, straggler_of
-from craton.observability.web.nodes import NodeMember
-from craton.observability.web.ranks import KEPT_LINES, MEAN_LINES, PHASES, RankTable
-from craton.observability.web.verdicts import CachedVerdict, Late, late_of
-from craton.orchestration import MOVING, read_submission
+from craton.observability.diagnosis import straggler_of
+from craton.observability.diagnosis.snapshot import RunFacts, Snapshot, SnapshotRank
+from craton.observability.web.readers import KEPT_LINES, MEAN_LINES, PHASES, NodeMember, RankTable
+from craton.observability.web.sources import CachedVerdict, Late, late_of
+from craton.orchestration import read_submission
+from craton.orchestration.watching import MOVING
 from craton.telemetry import RunDirectory
 
 TIMES = (*PHASES, "step")  # the first columns of a table

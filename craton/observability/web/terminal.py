@@ -20,18 +20,39 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from craton import figures
-from craton.observability.web.background import FIRST_SECONDS, Background
-from craton.observability.web.history import History
-from craton.observability.web.local_gpus import LocalGpus
-from craton.observability.web.nodes import BAD, Nodes, NodeView, read_member
-from craton.observability.web.queries import DEADLINE_SECONDS, GPU_FAMILIES, Prometheus, prometheus_address
-from craton.observability.web.ranks import COLUMNS, PHASES, RankTable, RankTails
+from craton.observability.web.readers import (
+    BAD,
+    COLUMNS,
+    PHASES,
+    History,
+    Nodes,
+    NodeView,
+    RankTable,
+    RankTails,
+    read_member,
+)
+from craton.observability.web.sources import (
+    DEADLINE_SECONDS,
+    EXAMINED,
+    FIRST_SECONDS,
+    GPU_FAMILIES,
+    MAX_NODES,
+    Background,
+    CachedVerdict,
+    LocalGpus,
+    Prometheus,
+    Verdicts,
+    examine,
+    not_examined,
+    prometheus_address,
+)
 from craton.observability.web.stragglers import finding, straggler
-from craton.observability.web.summaries import EXAMINED, MAX_NODES
-from craton.observability.web.verdicts import CachedVerdict, Verdicts, examine, not_examined
-from craton.orchestration import MOVING, Standing, is_server, settled_summaries, standings_of
+from craton.orchestration import Standing
+from craton.orchestration.watching import MOVING, is_server, settled_summaries, standings_of
 from craton.printable import printable_line
-from craton.telemetry import RankStatus, RunDirectory, RunSummary, Summarizer, noting_unread
+from craton.telemetry import RunDirectory, RunSummary, Summarizer
+from craton.telemetry.files import noting_unread
+from craton.telemetry.node import RankStatus
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -8,34 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from craton.lazy import loader
+from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.orchestration.kubernetes.backend import KubernetesBackend
-    from craton.orchestration.kubernetes.emitters import manifests, to_yaml
-    from craton.orchestration.kubernetes.standing import standing_of
-    from craton.orchestration.kubernetes.target import KubernetesTarget, target_of
-    from craton.orchestration.kubernetes.waiting import Seen, Waiting, why_waiting
+    from craton.orchestration.kubernetes.backend import KubernetesBackend, end_pods_on
+    from craton.orchestration.kubernetes.node_maintenance import KubernetesService
 else:
-    __getattr__ = loader(
-        __name__,
-        {
-            "backend": ("KubernetesBackend",),
-            "emitters": ("manifests", "to_yaml"),
-            "standing": ("standing_of",),
-            "target": ("Target", "target_of"),
-            "waiting": ("Seen", "Waiting", "why_waiting"),
-        },
-    )
-
-__all__ = [
-    "KubernetesBackend",
-    "Seen",
-    "KubernetesTarget",
-    "Waiting",
-    "manifests",
-    "standing_of",
-    "target_of",
-    "to_yaml",
-    "why_waiting",
-]
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

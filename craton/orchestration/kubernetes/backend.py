@@ -37,7 +37,8 @@ from craton.orchestration.kubernetes.objects import OURS, seen_of
 from craton.orchestration.kubernetes.pods import INSTANCE, Manifest
 from craton.orchestration.kubernetes.standing import GONE, is_running, leaving_of, living, standing_of
 from craton.orchestration.kubernetes.target import KubernetesTarget, target_of
-from craton.telemetry import RunDirectory, RunError, read_regular_text
+from craton.telemetry import RunDirectory, RunError
+from craton.telemetry.files import read_regular_text
 
 MANIFEST_FILE = "kubernetes.yaml"
 KILL_SECONDS = 1  # 0 would only make Kubernetes forget the pods, while they go on

@@ -12,8 +12,8 @@ import shutil
 import tarfile
 from pathlib import Path
 
+from craton.orchestration.draft import code_folder, manifest_path
 from craton.orchestration.errors import StartError
-from craton.orchestration.snapshot import code_folder, manifest_path
 
 MAX_BYTES = 700_000  # packed: in base64 it must fit the 1 MiB that etcd takes
 

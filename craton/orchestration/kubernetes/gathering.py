@@ -17,12 +17,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from craton.agent import Launch
-from craton.infrastructure import natural, resolve_cluster
-from craton.job import CratonError, Layout, load_job
+from craton.errors import CratonError
+from craton.infrastructure import resolve_cluster
+from craton.infrastructure.topology import natural
+from craton.job import load_job
+from craton.job.layout import Layout
 from craton.orchestration.kubernetes.places import Places
 from craton.orchestration.kubernetes.podfile import write_whole
 from craton.orchestration.placement import audit, layout_of, order_nodes
-from craton.telemetry import LineWriter, RunDirectory, read_json
+from craton.telemetry import RunDirectory, read_json
+from craton.telemetry.files import LineWriter
 
 LOOK_SECONDS = 0.2
 STRAGGLER_SECONDS = 20.0  # that pods beyond those needed are waited for: spares, the rest of an elastic run

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from craton.infrastructure import read_topology
+from craton.infrastructure.topology import read_topology
 from craton.job import Job
 from craton.orchestration.kubernetes.target import DEFAULT_LABELS
 

@@ -30,7 +30,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from craton.agent import Launch, LaunchError, forget_avoided, next_number, parse_launch, read_launch, write_launch
+from craton.agent import Launch, LaunchError, next_number, parse_launch, read_launch, write_launch
+from craton.agent.coordination import forget_avoided
 from craton.orchestration.chaos_orders import disarm
 from craton.orchestration.kubernetes.codepack import unpack_code
 from craton.orchestration.kubernetes.exits import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_FATAL
@@ -47,7 +48,8 @@ from craton.orchestration.kubernetes.podfile import (
 from craton.orchestration.kubernetes.podlogs import LogCopier
 from craton.orchestration.placement import layout_of
 from craton.orchestration.preflight import preflight
-from craton.telemetry import MARKERS, RunDirectory, RunError, read_heartbeat, read_json
+from craton.telemetry import MARKERS, RunDirectory, RunError, read_json
+from craton.telemetry.node import read_heartbeat
 
 UNFIT_FOLDER = "unfit"  # of the run directory: a file for every pod whose node failed pre-flight
 INDEX_VARIABLES = ("JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "LWS_WORKER_INDEX")

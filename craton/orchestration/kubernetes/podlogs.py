@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TextIO
 
 from craton.agent import newest_generation
-from craton.telemetry import RunDirectory, open_regular, paths_in
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import open_regular, paths_in
 
 TURN_SECONDS = 0.5
 MAX_BYTES = 1 << 20  # of a log in one turn

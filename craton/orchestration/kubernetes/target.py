@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from craton.infrastructure import Instance, resolve_cluster
-from craton.job import TRAINING_KINDS, Job, RecoverSection, SchedulerSettings, StorageNumbers, place_of
+from craton.job import TRAINING_KINDS, Job
+from craton.job.cluster import SchedulerSettings, StorageNumbers
+from craton.job.sections import RecoverSection, place_of
 from craton.orchestration.draft import JOB_FOLDER, Draft
 from craton.orchestration.errors import StartError
 from craton.orchestration.kubernetes.names import (

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from craton.infrastructure import expand_hosts
+from craton.infrastructure.topology import expand as expand_hosts
 from craton.orchestration.slurm.records import NodeRecord, SwitchRecord
 from craton.telemetry import RunDirectory, read_json
 
 if TYPE_CHECKING:
-    from craton.job import Layout
+    from craton.job.layout import Layout
 
 ALLOCATION_FILE = "allocation.json"
 

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING
 from craton.orchestration.backend import Standing, Submission, read_submission, write_submission
 from craton.orchestration.errors import SchedulerError, StartError
 from craton.orchestration.slurm.allocation import read_allocation
-from craton.orchestration.slurm.handover import (
-    NEVER,
-    RELEASED,
-    RESTARTS,
-    hand_over,
-    is_fresh,
-    unheard_numbers,
-)
+from craton.orchestration.slurm.handover import NEVER, RELEASED, RESTARTS, hand_over, is_fresh, unheard_numbers
 from craton.orchestration.slurm.mounts import image_of, mounts_of
 from craton.orchestration.slurm.records import JobRecord, job_of
 from craton.orchestration.slurm.script import SCRIPT_FILE, ScriptOptions, copies_stem, sbatch_script

@@ -30,9 +30,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from craton.agent import Launch, LaunchError, forget_avoided, next_number, read_launch, write_launch
-from craton.infrastructure import expand_hosts, resolve_cluster
-from craton.job import CratonError, Job, load_job
+from craton.agent import Launch, LaunchError, next_number, read_launch, write_launch
+from craton.agent.coordination import forget_avoided
+from craton.errors import CratonError
+from craton.infrastructure import resolve_cluster
+from craton.infrastructure.topology import expand as expand_hosts
+from craton.job import Job, load_job
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.placement import Audit, audit, layout_of
 from craton.orchestration.run_files import stopped_by_user, write_whole
@@ -46,7 +49,8 @@ from craton.orchestration.slurm.script import signal_seconds
 from craton.orchestration.slurm.starts import may_start_again, next_start, read_starts, write_starts
 from craton.orchestration.slurm.step import HYPERPOD, IMAGE_SECONDS, SlurmStep, agents_command, complaint_of, end_step
 from craton.orchestration.slurm.tools import ask, patiently, read_jobs, read_nodes, read_switches
-from craton.telemetry import LineWriter, RunDirectory, read_json, read_regular, summarize
+from craton.telemetry import RunDirectory, read_json, summarize
+from craton.telemetry.files import LineWriter, read_regular
 
 LEAVE = "leaving for Slurm:"
 LOOK_SECONDS = 0.5

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from craton.orchestration.errors import SchedulerError
-from craton.orchestration.preflight_finding import PreflightFinding
-from craton.orchestration.preflight_gang import check_compute
-from craton.orchestration.preflight_selftest import COMPUTE_SECONDS
+from craton.orchestration.preflight import COMPUTE_SECONDS, PreflightFinding, check_compute
 from craton.orchestration.slurm.script import SCRIPT_FILE
 from craton.orchestration.slurm.step import IMAGE_SECONDS, SlurmStep, doctor_command, end_step
 from craton.orchestration.slurm.tools import cancel_steps
-from craton.telemetry import RunDirectory, paths_in, read_regular
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import paths_in, read_regular
 
 CHECK_SECONDS = 120.0
 EARLIER = "earlier"  # the folder of the reports of the start before

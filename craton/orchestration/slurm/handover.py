@@ -19,7 +19,8 @@ from craton.orchestration.errors import NoAnswerError, RunStateError, SchedulerE
 from craton.orchestration.slurm.records import JobRecord
 from craton.orchestration.slurm.script import SCRIPT_FILE, nonce_of
 from craton.orchestration.slurm.tools import ANSWER_SECONDS, read_jobs_of, submit
-from craton.telemetry import RunDirectory, read_regular_text
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_regular_text
 
 NONCE = "nonce"
 TASK = "task"  # of a run that is one of an array

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from craton.agent import Launch
-from craton.telemetry import LOST_SECONDS, RunDirectory, read_heartbeat
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import LOST_SECONDS, read_heartbeat
 
 FIRST_SECONDS = 180.0  # from the start of the step to the first sign of life of a node, on top of its image
 LEAVE_SECONDS = 5.0  # from an agent's last word to the end of its process

@@ -73,8 +73,9 @@ def mounts_of(job: Job, run: RunDirectory, launch: Launch) -> tuple[str, ...]:
 
 
 def _paths(job: Job, run: RunDirectory, launch: Launch) -> Iterable[str]:
-    from craton.infrastructure import cache_root
-    from craton.job import TRAINING_KINDS, place_of
+    from craton.infrastructure.storage import cache_root
+    from craton.job import TRAINING_KINDS
+    from craton.job.sections import place_of
     from craton.orchestration.draft import JOB_FOLDER
 
     yield str(run.path.parent)

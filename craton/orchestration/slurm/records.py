@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from craton.infrastructure import TopologyError, expand_hosts
+from craton.infrastructure import TopologyError
+from craton.infrastructure.topology import expand as expand_hosts
 
 NOTHING = ("", "(null)", "N/A", "None", "n/a", "Unknown", "UNLIMITED", "INFINITE")
 PENDING, RUNNING = "PENDING", "RUNNING"

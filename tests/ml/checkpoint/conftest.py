@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more cores there would be more, and tests name the one that they harm."""
-    monkeypatch.setattr("craton.ml.training.checkpoint.file_threads", lambda: 1)
+    monkeypatch.setattr("craton.ml.training.checkpoint.checkpointer.file_threads", lambda: 1)

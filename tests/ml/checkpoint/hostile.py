@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from craton.ml.training.checkpoint_sums import BLOCK_BYTES, CHECKSUMS, COMPLETE
+from craton.ml.training.checkpoint.checksums import BLOCK_BYTES, CHECKSUMS, COMPLETE
 
 METADATA = ".metadata"
 

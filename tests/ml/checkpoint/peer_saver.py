@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from craton.ml.training.checkpoint import Checkpointer, PeerSetup
+from craton.ml.training.checkpoint import Checkpointer
+from craton.ml.training.checkpoint.peer import PeerSetup
 
 LAST_STEP = 10**9
 

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 from waiting import wait_until
 
-from craton.ml.training.checkpoint import Checkpointer, SaveReport, TierFolder
+from craton.ml.training.checkpoint import Checkpointer, TierFolder
+from craton.ml.training.checkpoint.lane import SaveReport
 
 
 def state(seed: int, sharded: bool, width: int = 33) -> dict[str, Tensor]:

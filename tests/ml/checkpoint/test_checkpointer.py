@@ -22,7 +22,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
 
 from craton.errors import CratonError
-from craton.ml.training.checkpoint import Checkpointer, CheckpointError, DifferentModelError, TierFolder
+from craton.ml.training.checkpoint import Checkpointer, CheckpointError, TierFolder
+from craton.ml.training.checkpoint.checksums import DifferentModelError
 
 
 def save_on_ranks(path: Path, step: int, sharded: bool) -> tuple[dict[str, Tensor], float]:
@@ -228,7 +229,9 @@ def test_a_step_that_is_reached_again_after_a_rollback_is_written_again(tmp_path
 SAVE_THEN_HANG = """
 import os, signal, sys, threading, torch
 from pathlib import Path
-from craton.ml.training.checkpoint import Checkpointer, CheckpointError, DifferentModelError, SaveReport, TierFolder
+from craton.ml.training.checkpoint import Checkpointer, CheckpointError, TierFolder
+from craton.ml.training.checkpoint.checksums import DifferentModelError
+from craton.ml.training.checkpoint.lane import SaveReport
 
 checkpointer = Checkpointer([TierFolder("shared", Path(sys.argv[1]))], 0, 1)
 checkpointer.save(1, {"model.a": torch.ones(64, 32), "optimizer.exp_avg.a": torch.ones(64, 32)}, {}, wait=True)
@@ -338,7 +341,7 @@ def test_several_files_at_a_time_and_bytes_that_are_summed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's own sums would cost a third of the throughput; outside of checkpoints they stay."""
-    monkeypatch.setattr("craton.ml.training.checkpoint.file_threads", lambda: 3)
+    monkeypatch.setattr("craton.ml.training.checkpoint.checkpointer.file_threads", lambda: 3)
     expected = {f"model.{index}": torch.full((1000 + index,), float(index)) for index in range(3)}
     checkpointer = single([TierFolder("shared", tmp_path)])
     checkpointer.save(1, expected, {}, wait=True)

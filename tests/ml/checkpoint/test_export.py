@@ -94,8 +94,9 @@ def test_an_exported_run_computes_the_same_in_transformers(
 @torch.no_grad()
 @pytest.mark.parametrize("targets", ["attention", "all"])
 def test_adapters_alone_are_served_as_they_were_trained(tmp_path: Path, data: Path, targets: str) -> None:
-    from craton.ml.serving.adapters import Adapters
-    from craton.ml.training.lora import add_adapters, merge_adapters
+    from craton.ml.serving.device import Adapters
+    from craton.ml.training import merge_adapters
+    from craton.ml.training.lora import add_adapters
 
     base = decoder(a_run(tmp_path, data, "first"), 1)
     folder = save_folder(base.state_dict(), base.config, tmp_path / "base", dtype=torch.float32)
@@ -252,7 +253,7 @@ def test_temperature_top_k_and_seed_do_what_they_say() -> None:
 def test_the_command_writes_what_the_function_says(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from craton.ml.data.tokenizer import end_of_document, load_tokenizer
+    from craton.ml.data import end_of_document, load_tokenizer
 
     run = a_run(tmp_path, data)
     model = decoder(run, 5)

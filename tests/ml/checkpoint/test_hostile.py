@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 from craton.errors import CratonError
 from craton.job import parse_job
 from craton.ml import export, sample
-from craton.ml.serving.models import load_served
-from craton.ml.training.checkpoint import TierFolder, find_checkpoint
-from craton.ml.training.checkpoint_archive import read_archive
-from craton.ml.training.checkpoint_metadata import parse_metadata
-from craton.ml.training.checkpoint_open import open_tier
-from craton.ml.training.checkpoint_sums import CheckpointError, FileSum, Seal
+from craton.ml.serving.device import load_served
+from craton.ml.training.checkpoint import CheckpointError, TierFolder, find_checkpoint
+from craton.ml.training.checkpoint.archive import read_archive
+from craton.ml.training.checkpoint.checksums import FileSum, Seal
+from craton.ml.training.checkpoint.metadata import parse_metadata
+from craton.ml.training.checkpoint.opening import open_tier
 
 FIRST, SECOND = 1, 2
 SHARD = "__0_0_0.distcp"

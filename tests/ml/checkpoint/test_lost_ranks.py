@@ -18,7 +18,8 @@ from nodes import Nodes, nodes_of
 from states import numbers
 from waiting import PATIENCE_SECONDS
 
-from craton.ml.training.checkpoint import Checkpointer, RanksLostError, TierFolder
+from craton.ml.training.checkpoint import Checkpointer, TierFolder
+from craton.ml.training.checkpoint.checksums import RanksLostError
 
 Told = tuple[str, list[str]]
 

@@ -9,7 +9,8 @@ import torch
 from keepers import Keepers
 from torch import Tensor
 
-from craton.ml.training.checkpoint import Checkpointer, PeerSetup
+from craton.ml.training.checkpoint import Checkpointer
+from craton.ml.training.checkpoint.peer import PeerSetup
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

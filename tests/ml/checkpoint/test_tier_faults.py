@@ -16,7 +16,7 @@ from states import equal, numbers, rank_and_world, single, wait_for_report
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from craton.ml.training.checkpoint import Checkpointer, CheckpointError, TierFolder, find_checkpoint, read_tensors
-from craton.ml.training.checkpoint_folder import FolderTier
+from craton.ml.training.checkpoint.folder_tier import FolderTier
 
 
 @pytest.fixture

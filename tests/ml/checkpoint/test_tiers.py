@@ -26,9 +26,9 @@ from torch import Tensor
 from waiting import wait_until
 
 from craton.ml.training.checkpoint import Checkpointer, CheckpointError, TierFolder, find_checkpoint, read_tensors
-from craton.ml.training.checkpoint_folder import FolderFiles
-from craton.ml.training.checkpoint_objects import ObjectFiles
-from craton.ml.training.checkpoint_read import SPAN_BYTES
+from craton.ml.training.checkpoint.folder_tier import FolderFiles
+from craton.ml.training.checkpoint.objects import ObjectFiles
+from craton.ml.training.checkpoint.read import SPAN_BYTES
 
 KINDS = ("nvme", "shared", "s3")
 

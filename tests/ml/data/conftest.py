@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from counted_shards import VOCAB, MakeShards
 
-from craton.ml.data import TokenizerMark
-from craton.ml.data.shards import Shards
+from craton.ml.data import Shards
+from craton.ml.data.shards import TokenizerMark
 from craton.ml.data.tokenizer import train_bpe
 from craton.ml.data.writer import ShardWriter
 

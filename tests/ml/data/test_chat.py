@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from craton.ml.data import IGNORED, ChatSource, DataError, Shards, tokenize
+from craton.ml.data import DataError, Shards, load_tokenizer, tokenize
 from craton.ml.data.chat import ChatEncoder
-from craton.ml.data.conversations import best_fit
-from craton.ml.data.tokenizer import load_tokenizer
+from craton.ml.data.conversations import ChatSource, best_fit
+from craton.ml.data.sample import IGNORED
 
 # The shapes of the templates people use, in our own words.
 CHATML = (

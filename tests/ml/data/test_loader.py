@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from counted_shards import MakeShards
 
-from craton.ml.data import IGNORED, DataError, Loader, Mixture, Sample, Source, TokenSource, collate
+from craton.ml.data import DataError, Loader, Source, collate
+from craton.ml.data.sample import IGNORED, Sample
+from craton.ml.data.tokens import Mixture, TokenSource
 
 SEQUENCE = 16
 

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from craton.cli.data import app
 from craton.errors import CratonError
-from craton.job import Evaluate, Job, parse_job
+from craton.job import Job, parse_job
+from craton.job.sections.train import Evaluate
 from craton.ml.data import DataError, Shards, open_source, prepare, tokenize
 from craton.ml.data.tokenizer import train_bpe
 

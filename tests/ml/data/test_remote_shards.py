@@ -9,9 +9,10 @@ import pytest
 from counted_shards import MakeShards
 from s3 import FaultProxy
 
-from craton.infrastructure import StorageError, copy_down, mirror, open_store
-from craton.ml.data import preparing
-from craton.ml.data.shards import INDEX, Shards
+from craton.infrastructure import StorageError
+from craton.infrastructure.storage import copy_down, mirror, open_store
+from craton.ml.data import Shards, preparing
+from craton.ml.data.shards import INDEX
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from counted_shards import VOCAB, MakeShards
 
-from craton.ml.data import DataError, Shards, TokenSource
+from craton.ml.data import DataError, Shards
+from craton.ml.data.tokens import TokenSource
 
 
 def test_a_stream_reads_the_same_across_shards(make_shards: MakeShards) -> None:

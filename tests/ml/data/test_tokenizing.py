@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from waiting import PATIENCE_SECONDS
 
-from craton.ml.data import DataError, DiskFullError, Shards, tokenize
+from craton.ml.data import DataError, Shards, end_of_document, load_tokenizer, tokenize
 from craton.ml.data.documents import PIECE_BYTES
-from craton.ml.data.tokenizer import end_of_document, load_tokenizer
+from craton.ml.data.errors import DiskFullError
 
 TEXTS = ["The first document, naïve: 数.", "def f(x):\n\treturn x\n", "A third one.\n\n"]
 

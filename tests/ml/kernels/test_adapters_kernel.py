@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from craton.ml.kernels.adapters import add_adapters
+from craton.ml.kernels.serving import add_adapters
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS = 3

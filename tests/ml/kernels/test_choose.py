@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chisquare, kstest
 from torch import Tensor
 
-from craton.ml.kernels import paged
+from craton.ml.kernels.serving import paged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -19,8 +19,8 @@ def _fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param != "twin":
         pytest.importorskip("triton", reason="Triton is not installed")
     if request.param == "triton in one part":
-        monkeypatch.setattr("craton.ml.kernels.triton_choose.processors", lambda _: 1)
-        monkeypatch.setattr("craton.ml.kernels.triton_choose.PROGRAMS_PER_PROCESSOR", 1)
+        monkeypatch.setattr("craton.ml.kernels.triton.choose.processors", lambda _: 1)
+        monkeypatch.setattr("craton.ml.kernels.triton.choose.PROGRAMS_PER_PROCESSOR", 1)
     use_triton(monkeypatch, request.param != "twin")
 
 

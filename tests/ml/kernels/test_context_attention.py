@@ -17,9 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from craton.ml.collectives import Peers
-from craton.ml.kernels import Documents, attention
-from craton.ml.kernels.context import gather_in_order
-from craton.ml.kernels.documents import ContextSlice, PieceOffsets, visible
+from craton.ml.kernels import ContextSlice, Documents, attention, gather_in_order
+from craton.ml.kernels.documents import PieceOffsets, visible
 from craton.ml.kernels.partial_attention import Cudnn, Flash, Formula, Kernel, PackedFlash, choose_kernel
 
 SEQUENCE = 32

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from craton.ml.kernels import paged, reference
+from craton.ml.kernels import reference
+from craton.ml.kernels.serving import paged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_paged import DEVICE, Requests, close
 
-from craton.ml.kernels import paged
+from craton.ml.kernels.serving import paged
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -23,10 +23,10 @@ def _seed() -> None:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that short requests are several, and few places: heads are cut into pieces and take turns."""
-    monkeypatch.setattr("craton.ml.kernels.triton_paged_decode.NARROW", (16, 4, 3, 2))
-    monkeypatch.setattr("craton.ml.kernels.triton_paged_decode.LARGE_PIECE", 2)
-    monkeypatch.setattr("craton.ml.kernels.triton_paged_prefill.LARGE", (32, 16, 4, 2))
-    monkeypatch.setattr("craton.ml.kernels.triton_paged_prefill.SMALL", (16, 16, 4, 2))
+    monkeypatch.setattr("craton.ml.kernels.triton.paged_decode.NARROW", (16, 4, 3, 2))
+    monkeypatch.setattr("craton.ml.kernels.triton.paged_decode.LARGE_PIECE", 2)
+    monkeypatch.setattr("craton.ml.kernels.triton.paged_prefill.LARGE", (32, 16, 4, 2))
+    monkeypatch.setattr("craton.ml.kernels.triton.paged_prefill.SMALL", (16, 16, 4, 2))
 
 
 def twin_and_kernel(monkeypatch: pytest.MonkeyPatch, operation, *arguments, **options):  # type: ignore[no-untyped-def]
@@ -76,9 +76,9 @@ def test_decode_attention_is_the_same_however_it_is_cut(monkeypatch: pytest.Monk
     arguments = (torch.randn(2, 4, 16, device=DEVICE), requests.cache, requests.table, requests.rows, requests.lengths)
     results = []
     for whole_tiles, places in ((100, 1), (0, 2), (0, 100)):
-        monkeypatch.setattr("craton.ml.kernels.triton_paged_decode.NARROW", (16, 4, 3, 1))
-        monkeypatch.setattr("craton.ml.kernels.triton_paged_decode.WHOLE_TILES", whole_tiles)
-        monkeypatch.setattr("craton.ml.kernels.triton_paged_decode.processors", lambda _, count=places: count)
+        monkeypatch.setattr("craton.ml.kernels.triton.paged_decode.NARROW", (16, 4, 3, 1))
+        monkeypatch.setattr("craton.ml.kernels.triton.paged_decode.WHOLE_TILES", whole_tiles)
+        monkeypatch.setattr("craton.ml.kernels.triton.paged_decode.processors", lambda _, count=places: count)
         plain, ours = twin_and_kernel(monkeypatch, paged.decode_attention, *arguments, longest=64)
         results.append(ours)
         close(ours, plain)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from craton.ml.kernels import paged
+from craton.ml.kernels.serving import paged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(50, 300), (33, 2048), (20, 2049)]  # outputs and inputs: odd ones, one whole tile, one and a bit

@@ -24,7 +24,7 @@ def close(left: torch.Tensor, right: torch.Tensor, tolerance: float = 2e-5) -> N
 @pytest.mark.parametrize("has_delta", [True, False])
 @pytest.mark.parametrize("columns", [64, 96])
 def test_add_norm_and_its_gradients(has_delta: bool, columns: int) -> None:
-    from craton.ml.kernels.triton_norm import AddNorm
+    from craton.ml.kernels.triton import AddNorm
 
     x, delta = (torch.randn(3, 5, columns, device=DEVICE, requires_grad=True) for _ in range(2))
     weight = torch.randn(columns, device=DEVICE, requires_grad=True)
@@ -41,7 +41,7 @@ def test_add_norm_and_its_gradients(has_delta: bool, columns: int) -> None:
 
 
 def test_norm_without_the_gradient_of_the_sum() -> None:
-    from craton.ml.kernels.triton_norm import AddNorm
+    from craton.ml.kernels.triton import AddNorm
 
     x = torch.randn(7, 32, device=DEVICE, requires_grad=True)
     weight = torch.randn(32, device=DEVICE, requires_grad=True)
@@ -102,7 +102,7 @@ def test_products_with_a_gated_input_and_their_gradients(monkeypatch: pytest.Mon
 
 
 def test_log_probs_and_the_gradient_in_place_of_the_logits() -> None:
-    from craton.ml.kernels.triton_cross_entropy import log_probs_
+    from craton.ml.kernels.triton import log_probs_
 
     logits = torch.randn(6, 1000, device=DEVICE) * 4
     labels = torch.tensor([5, 999, -100, 0, 17, 512], device=DEVICE)
@@ -119,7 +119,7 @@ def test_log_probs_and_the_gradient_in_place_of_the_logits() -> None:
 
 @pytest.mark.parametrize("has_master", [True, False])
 def test_adamw_equals_torch(has_master: bool) -> None:
-    from craton.ml.kernels.triton_adamw import adamw_
+    from craton.ml.kernels.triton import adamw_
 
     weight = torch.randn(3000, device=DEVICE)
     theirs = torch.nn.Parameter(weight.clone())
@@ -139,7 +139,7 @@ def test_adamw_equals_torch(has_master: bool) -> None:
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
-    from craton.ml.kernels.triton_adamw import adamw_
+    from craton.ml.kernels.triton import adamw_
 
     weight, gradient = torch.randn(100, device=DEVICE), torch.full((100,), float("nan"), device=DEVICE)
     before = weight.clone()
@@ -153,7 +153,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 @pytest.mark.slow
 def test_stochastic_rounding_is_right_on_average() -> None:
     """Updates far below the spacing of bf16 move the weights by their sum, where plain rounding would lose them all."""
-    from craton.ml.kernels.triton_adamw import adamw_
+    from craton.ml.kernels.triton import adamw_
 
     count, steps, learning_rate = 20_000, 20, 1e-4  # the spacing of bf16 at 1 is 7.8e-3 above, 3.9e-3 below
     weight = torch.ones(count, device=DEVICE, dtype=torch.bfloat16)

@@ -13,14 +13,8 @@ from published import FAMILIES, SEQUENCE, logits_of_published, published_model, 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from craton.ml.models import (
-    Decoder,
-    DecoderConfig,
-    config_from_huggingface,
-    config_to_huggingface,
-    load_weights,
-    save_folder,
-)
+from craton.ml.models import Decoder, DecoderConfig, config_from_huggingface, load_weights, save_folder
+from craton.ml.models.huggingface import config_to_huggingface
 
 
 def _load(folder: Path) -> Decoder:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from craton.ml.models.weights import save_tensors
+from craton.ml.models import save_tensors
 from craton.ml.training.build import run_identity
 from craton.telemetry import RunDirectory
 

@@ -10,17 +10,11 @@ import pytest
 import torch
 from published import save_published
 
-from craton.job import ModelError, ModelShape, model_preset, model_presets, parse_job
-from craton.ml.models import (
-    Decoder,
-    DecoderConfig,
-    RoutingConfig,
-    config_from_huggingface,
-    config_from_shape,
-    config_to_huggingface,
-    huggingface_family,
-    model_folder,
-)
+from craton.job import ModelError, parse_job
+from craton.job.model import ModelShape, model_preset, model_presets
+from craton.ml.models import Decoder, DecoderConfig, config_from_huggingface, config_from_shape, model_folder
+from craton.ml.models.config import RoutingConfig
+from craton.ml.models.huggingface import config_to_huggingface, huggingface_family
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from craton.job import MlaShape, ModelShape
+from craton.job.model import MlaShape, ModelShape
 from craton.ml.kernels import Documents
-from craton.ml.models import Decoder, DecoderConfig, MoE, RoutingConfig
+from craton.ml.models import Decoder, DecoderConfig
+from craton.ml.models.config import RoutingConfig
+from craton.ml.models.moe import MoE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from craton.job import ModelShape
+from craton.job.model import ModelShape
 from craton.ml.collectives import Connections, Peers
-from craton.ml.kernels.weight_gradients import LateGradients, put_off
-from craton.ml.models import DecoderConfig, MoE, RoutingConfig
-from craton.ml.models.moe import ExpertsError, balance_loss, cut_experts, route
+from craton.ml.kernels import LateGradients, put_off
+from craton.ml.models import DecoderConfig, cut_experts
+from craton.ml.models.config import RoutingConfig
+from craton.ml.models.moe import ExpertsError, MoE, balance_loss, route
 
 _SHAPE = ModelShape(
     name="tiny",

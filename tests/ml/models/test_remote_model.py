@@ -8,7 +8,7 @@ import pytest
 import torch
 from published import save_published
 
-from craton.infrastructure import copy_down
+from craton.infrastructure.storage import copy_down
 from craton.job import parse_job
 from craton.ml.models import Decoder, config_from_huggingface, config_from_shape, load_weights
 

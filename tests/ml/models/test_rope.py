@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from craton.job import ModelError
-from craton.ml.models import RopeConfig
-from craton.ml.models.rope import attention_scale, inverse_frequencies, rope_tables
+from craton.ml.models import rope_tables
+from craton.ml.models.rope import RopeConfig, attention_scale, inverse_frequencies
 
 _SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},

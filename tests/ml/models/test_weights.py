@@ -15,14 +15,8 @@ from published import logits_of_published, published_model, save_published
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from craton.ml.models import (
-    Decoder,
-    WeightsError,
-    config_from_huggingface,
-    has_weights,
-    load_weights,
-    save_folder,
-)
+from craton.ml.models import Decoder, WeightsError, config_from_huggingface, load_weights, save_folder
+from craton.ml.models.model_files import has_weights
 
 
 @pytest.fixture

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
-from craton.ml.serving.engine import Engine
-from craton.ml.serving.message_bytes import MessageLine
+from craton.ml.serving.device import StepResult
+from craton.ml.serving.engine import EngineProcess
+from craton.ml.serving.engine.engine import Engine
+from craton.ml.serving.engine.engine_process import STATS_SECONDS
+from craton.ml.serving.heartbeat import EngineHeartbeat
 from craton.ml.serving.messages import Sampling, Stats, Submit
-from craton.ml.serving.pulse import EngineHeartbeat
-from craton.ml.serving.runner import StepResult
-from craton.ml.serving.service import STATS_SECONDS, EngineProcess
+from craton.ml.serving.schedule import StepInput
 from craton.ml.serving.settings import EngineSettings
-from craton.ml.serving.work import StepInput
-from craton.telemetry import own_page
+from craton.ml.serving.wire import MessageLine
+from craton.telemetry.rank import own_page
 
 PATIENCE_SECONDS = 3.0  # several times as long as a busy machine keeps a process from running
 IDLE_REPORTS = int(2 * PATIENCE_SECONDS / STATS_SECONDS)

@@ -15,12 +15,16 @@ from model_pairs import SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 from waiting import PATIENCE_SECONDS, wait_until
 
-from craton.agent import free_port
+from craton.agent.processes import free_port
 from craton.job import parse_job
+from craton.ml.data import load_tokenizer
 from craton.ml.data.chat import ensure_template
-from craton.ml.data.tokenizer import load_tokenizer, train_bpe
-from craton.orchestration import draft_run, kill_run, living_agents, start_run
-from craton.telemetry import RunDirectory, read_lines
+from craton.ml.data.tokenizer import train_bpe
+from craton.orchestration import living_agents
+from craton.orchestration.draft import draft_run
+from craton.orchestration.start import kill_run, start_run
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_lines
 
 SECONDS = 90.0
 LONGEST = 256

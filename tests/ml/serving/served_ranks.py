@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from craton.ml.collectives import Connections, Peers, local
 from craton.ml.models import Decoder, DecoderConfig, config_from_huggingface, load_weights, save_folder
-from craton.ml.serving.adapters import Adapters
-from craton.ml.serving.float8 import quantize_model
-from craton.ml.serving.weights import WeightsReceiver, named_targets, update_from_folder, update_from_state
-from craton.ml.training.tensor import cut_parameters
+from craton.ml.serving.device import Adapters
+from craton.ml.serving.device.float8 import quantize_model
+from craton.ml.serving.device.weights import WeightsReceiver, named_targets, update_from_folder, update_from_state
+from craton.ml.training.parallel import cut_parameters
 
 
 def save_random(folder: Path, config: DecoderConfig, seed: int = 0, **sizes: int) -> Path:
@@ -111,7 +111,7 @@ class ShortRank:
 
 def failure_together(method: str) -> tuple[str, str]:
     """How a call that only one rank cannot do ends on this one."""
-    from craton.ml.serving.gang import together
+    from craton.ml.serving.device.tensor_parallel_group import together
 
     try:
         together(ShortRank(), method, (None,))  # type: ignore[arg-type]

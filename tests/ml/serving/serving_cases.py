@@ -13,8 +13,9 @@ from itertools import combinations
 from model_pairs import VOCABULARY, Answer, pair
 
 from craton.ml.models import Decoder
-from craton.ml.serving.build import build_runner, bytes_of_block, join_engine
-from craton.ml.serving.engine import Engine
+from craton.ml.serving.engine import build_runner, join_engine
+from craton.ml.serving.engine.build import bytes_of_block
+from craton.ml.serving.engine.engine import Engine
 from craton.ml.serving.messages import OutputDelta, Sampling, Stats, Submit
 from craton.ml.serving.settings import EngineSettings
 

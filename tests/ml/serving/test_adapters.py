@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from served_ranks import hidden, hidden_with_adapters, load_model, save_random
 from torch import Tensor
 
+from craton.ml.export_adapters import CONFIG, WEIGHTS
 from craton.ml.models import Decoder, config_from_huggingface
-from craton.ml.serving.adapters import CONFIG, WEIGHTS, AdapterError, Adapters
-from craton.ml.serving.float8 import quantize_model
+from craton.ml.serving.device import Adapters
+from craton.ml.serving.device.adapters import AdapterError
+from craton.ml.serving.device.float8 import quantize_model
 
 RANK = 4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -14,8 +14,8 @@ import torch
 from model_pairs import LONGEST, Answer, expect_greedy, pair
 from torch import Tensor
 
-from craton.ml.kernels.paged import plain_prefill_attention
-from craton.ml.serving.build import build_engine
+from craton.ml.kernels.serving import plain_prefill_attention
+from craton.ml.serving.engine.build import build_engine
 from craton.ml.serving.messages import OutputDelta, Sampling, Submit
 from craton.ml.serving.settings import EngineSettings, ServingError
 

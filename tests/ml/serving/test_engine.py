@@ -18,10 +18,10 @@ from served_ranks import random_model
 from craton.ml.data import load_tokenizer
 from craton.ml.data.tokenizer import train_bpe
 from craton.ml.models import Decoder
-from craton.ml.serving.build import build_engine
-from craton.ml.serving.engine import Engine
+from craton.ml.serving.engine.build import build_engine
+from craton.ml.serving.engine.engine import Engine
 from craton.ml.serving.messages import STEP_BOUNDS, Abort, Grammar, OutputDelta, Sampling, Submit
-from craton.ml.serving.sequence import Sequence as SequenceOfEngine
+from craton.ml.serving.schedule import Sequence as SequenceOfEngine
 from craton.ml.serving.settings import EngineSettings, ServingError
 
 PROMPT = (5, 17, 2, 80, 33, 9, 41)

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
-from craton.ml.data.tokenizer import load_tokenizer, train_bpe
-from craton.ml.serving import grammars as grammars_module
-from craton.ml.serving.grammar_limits import MAX_GRAMMAR_BYTES, GrammarError
-from craton.ml.serving.grammars import Grammars, mask_words
+from craton.ml.data import load_tokenizer
+from craton.ml.data.tokenizer import train_bpe
+from craton.ml.serving.grammar import GrammarError, Grammars
+from craton.ml.serving.grammar import grammars as grammars_module
+from craton.ml.serving.grammar.grammars import mask_words
+from craton.ml.serving.grammar.limits import MAX_GRAMMAR_BYTES
 from craton.ml.serving.messages import Grammar
 
 

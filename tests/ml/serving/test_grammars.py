@@ -14,9 +14,10 @@ import torch
 
 from craton.ml.data import load_tokenizer
 from craton.ml.data.tokenizer import train_bpe
-from craton.ml.serving.grammars import GrammarError, Grammars, GrammarState, mask_words
+from craton.ml.serving.device.sampler import unpack_bits
+from craton.ml.serving.grammar import GrammarError, Grammars, GrammarState
+from craton.ml.serving.grammar.grammars import mask_words
 from craton.ml.serving.messages import Grammar
-from craton.ml.serving.sampler import unpack_bits
 
 PADDED = 451  # not a multiple of anything, and far more than the tokenizer has
 DEADLINE = 60

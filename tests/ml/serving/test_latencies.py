@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from craton.ml.serving.latencies import MAX_SAMPLES, WINDOW_SECONDS, Latencies
+from craton.ml.serving.engine import Latencies
+from craton.ml.serving.engine.latencies import MAX_SAMPLES, WINDOW_SECONDS
 from craton.ml.serving.messages import OutputDelta
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from craton.ml.serving.gang import TensorParallelGroup
-from craton.ml.serving.message_bytes import Message, decode, encode
+from craton.ml.serving.device import EngineRank, TensorParallelGroup
+from craton.ml.serving.device.order_bytes import METHODS, Order, decode_order, encode_order
 from craton.ml.serving.messages import (
     Abort,
     Alternatives,
@@ -28,11 +28,8 @@ from craton.ml.serving.messages import (
     Stats,
     Submit,
 )
-from craton.ml.serving.order_bytes import METHODS, Order, decode_order, encode_order
-from craton.ml.serving.packing import WireError, pack
-from craton.ml.serving.prefix import Move
-from craton.ml.serving.rank import EngineRank
-from craton.ml.serving.work import PromptPart, RowStart, StepInput
+from craton.ml.serving.schedule import Move, PromptPart, RowStart, StepInput
+from craton.ml.serving.wire import Message, WireError, decode, encode, pack
 
 TUNED = Sampling(
     max_tokens=7,

@@ -11,7 +11,7 @@ import requests
 from live_server import Server, make_model, serving
 from waiting import PATIENCE_SECONDS
 
-from craton.loadtest import Closed, Limit, LoadSettings, LoadTarget, LoadWorkload, Open, bench_serve, parse_lengths
+from craton.bench.load import Closed, Limit, LoadSettings, LoadTarget, LoadWorkload, Open, bench_serve, parse_lengths
 
 OVERLOAD_SECONDS = 60.0
 

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from craton.ml.serving.engine import Engine
+from craton.ml.serving.device import StepResult
+from craton.ml.serving.engine.engine import Engine
 from craton.ml.serving.messages import Abort, Sampling, Submit
-from craton.ml.serving.runner import StepResult
+from craton.ml.serving.schedule import StepInput
 from craton.ml.serving.settings import EngineSettings, ServingError
-from craton.ml.serving.work import StepInput
 
 VOCABULARY, MAX_LENGTH = 4, 40  # few tokens, so that texts begin alike
 

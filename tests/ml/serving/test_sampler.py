@@ -7,7 +7,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from craton.ml.serving.sampler import Tuning, sample
+from craton.ml.serving.device.sampler import Tuning, sample
 
 VOCABULARY, DRAWS = 16, 20_000
 

@@ -16,22 +16,19 @@ from model_pairs import LONGEST, Answer, expect_greedy, pair
 from torch import Tensor
 from waiting import PATIENCE_SECONDS
 
-from craton.agent import free_port
+from craton.agent.processes import free_port
 from craton.ml.models import WeightsError
-from craton.ml.serving import service as service_module
-from craton.ml.serving.build import build_runner, join_engine
-from craton.ml.serving.gang import TensorParallelGroup
-from craton.ml.serving.message_bytes import MessageLine
+from craton.ml.serving.device import EngineRank, StepResult, TensorParallelGroup
+from craton.ml.serving.device.weights import send_weights
+from craton.ml.serving.engine import EngineProcess, build_runner, join_engine
+from craton.ml.serving.engine import engine_process as service_module
+from craton.ml.serving.heartbeat import CONTROL_SECONDS, EngineHeartbeat
 from craton.ml.serving.messages import Abort, Control, OutputDelta, Ready, Sampling, Stats, Submit
 from craton.ml.serving.messages import Answer as ControlAnswer
-from craton.ml.serving.pulse import CONTROL_SECONDS, EngineHeartbeat
-from craton.ml.serving.rank import EngineRank
-from craton.ml.serving.runner import StepResult
-from craton.ml.serving.service import EngineProcess
+from craton.ml.serving.schedule import StepInput
 from craton.ml.serving.settings import EngineSettings
-from craton.ml.serving.weights import send_weights
-from craton.ml.serving.work import StepInput
-from craton.telemetry import RankPage
+from craton.ml.serving.wire import MessageLine
+from craton.telemetry.rank import RankPage
 
 SECONDS = PATIENCE_SECONDS
 KEY = b"a key of these tests"

@@ -11,11 +11,12 @@ from gang import Gang
 from served_ranks import hidden, hidden_in_fp8, random_model, save_random
 from torch import Tensor
 
-from craton.job import MlaShape, ModelShape
-from craton.ml.kernels.float8 import VALUES, Float8Error, quantize_rows
-from craton.ml.models import Decoder, DecoderConfig, RopeConfig
-from craton.ml.serving.float8 import Float8Experts, ServedFloat8Linear, ServedFloat8Mlp, quantize_model
-from craton.ml.serving.layers import ServedMlp
+from craton.job.model import MlaShape, ModelShape
+from craton.ml.kernels import VALUES, Float8Error, quantize_rows
+from craton.ml.models import Decoder, DecoderConfig
+from craton.ml.models.rope import RopeConfig
+from craton.ml.serving.device.float8 import Float8Experts, ServedFloat8Linear, ServedFloat8Mlp, quantize_model
+from craton.ml.serving.device.layers import ServedMlp
 
 PROCESSOR = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="on a CPU torch 2.11 multiplies fp8 with one scale a tensor only"
@@ -161,7 +162,7 @@ def test_sizes_that_fp8_cannot_multiply_are_refused_before_anything_changes() ->
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, for the row that is not a number
 def test_kernel_that_quantizes_rows_finds_the_same_scales() -> None:
     from craton.ml.kernels.float8 import LEAST
-    from craton.ml.kernels.triton_float8 import quantize_rows as fused
+    from craton.ml.kernels.triton import quantize_rows as fused
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(6, 5000, generator=torch.Generator().manual_seed(0)).to(device)

@@ -30,13 +30,12 @@ from served_ranks import (
 from torch import Tensor
 from waiting import PATIENCE_SECONDS
 
-from craton.job import ModelShape
-from craton.ml.models import Decoder, DecoderConfig, RoutingConfig, WeightsError, save_folder
-from craton.ml.serving import weights
-from craton.ml.serving.adapters import Adapters
-from craton.ml.serving.float8 import quantize_model
-from craton.ml.serving.weights import (
-    MixedWeightsError,
+from craton.job.model import ModelShape
+from craton.ml.models import Decoder, DecoderConfig, WeightsError, save_folder
+from craton.ml.models.config import RoutingConfig
+from craton.ml.serving.device import Adapters, MixedWeightsError, weights
+from craton.ml.serving.device.float8 import quantize_model
+from craton.ml.serving.device.weights import (
     WeightsReceiver,
     named_targets,
     send_weights,

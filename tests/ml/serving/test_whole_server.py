@@ -26,12 +26,17 @@ from schemathesis import GenerationMode
 from transformers import LlamaForCausalLM
 from waiting import PATIENCE_SECONDS, wait_until
 
-from craton.agent import free_port, newest_generation, run_secret
+from craton.agent import newest_generation
+from craton.agent.coordination import run_secret
+from craton.agent.processes import free_port
 from craton.job import parse_job
 from craton.ml.models import Decoder, WeightsError, config_from_huggingface, load_weights
-from craton.ml.serving.weights import send_weights
-from craton.orchestration import draft_run, kill_run, living_agents, start_run, stop_run
-from craton.telemetry import RunDirectory, read_lines
+from craton.ml.serving.device.weights import send_weights
+from craton.orchestration import living_agents
+from craton.orchestration.draft import draft_run
+from craton.orchestration.start import kill_run, start_run, stop_run
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_lines
 
 SCHEMA = {
     "type": "object",

@@ -16,7 +16,7 @@ CASE_SECONDS = 120.0
 @contextmanager
 def two_ranks() -> Iterator[Connection]:
     """A line to the first of them: send a case, receive what `run_case` returns, or a text with what went wrong."""
-    from craton.agent import free_port
+    from craton.agent.processes import free_port
 
     context = warm_context()
     port = free_port()
@@ -50,9 +50,9 @@ def ask(line: Connection, case: Any) -> Any:
 def first_rank(tests: Connection, second: Connection, port: int) -> None:
     from serving_cases import MAX_LENGTH, Case, run_case
 
-    from craton.ml.serving.build import join_engine
-    from craton.ml.serving.engine import Engine
-    from craton.ml.serving.gang import TensorParallelGroup
+    from craton.ml.serving.device import TensorParallelGroup
+    from craton.ml.serving.engine import join_engine
+    from craton.ml.serving.engine.engine import Engine
 
     connect(0, port)
 
@@ -77,8 +77,8 @@ def first_rank(tests: Connection, second: Connection, port: int) -> None:
 
 
 def second_rank(first: Connection, port: int) -> None:
-    from craton.ml.serving.gang import follow
-    from craton.ml.serving.pulse import EngineHeartbeat
+    from craton.ml.serving.device import follow
+    from craton.ml.serving.heartbeat import EngineHeartbeat
 
     connect(1, port)
     while True:
@@ -108,9 +108,9 @@ def make_rank(case: Any) -> tuple[Any, Any]:
     from model_pairs import pair
     from serving_cases import settings_of
 
-    from craton.ml.serving.build import build_runner
-    from craton.ml.serving.gang import cut_model
-    from craton.ml.serving.rank import EngineRank
+    from craton.ml.serving.device import EngineRank
+    from craton.ml.serving.device.tensor_parallel_group import cut_model
+    from craton.ml.serving.engine import build_runner
 
     model = copy.deepcopy(pair(case.family)[1])
     peers = cut_model(model, torch.device("cpu"))

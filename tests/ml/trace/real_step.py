@@ -12,7 +12,8 @@ from tiny import make_trainer
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from craton.job import Job, Layout, parse_job
+from craton.job import Job, parse_job
+from craton.job.layout import Layout
 from craton.ml.collectives import Peers
 from craton.ml.models import config_from_shape
 

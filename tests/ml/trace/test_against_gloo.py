@@ -11,8 +11,9 @@ import pytest
 from gang import Gang
 from real_step import Counts, counted_step, small_job
 
-from craton.job import Layout
-from craton.ml.trace import RankTrace, trace
+from craton.job.layout import Layout
+from craton.ml.trace.records import RankTrace
+from craton.ml.trace.trace import trace
 
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "fsdp 2 · tp 2": ({"fsdp": 2, "tp": 2, "recompute": "selective"}, "dense"),

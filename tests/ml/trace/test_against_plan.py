@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from warm_processes import warm_context
 
-from craton.job import Layout, load_job, parse_job
-from craton.ml.trace import trace
+from craton.job import load_job, parse_job
+from craton.job.layout import Layout
 from craton.ml.trace.comparison import Comparison, ComparisonRow, compare
+from craton.ml.trace.trace import trace
 
 DENSE_8B, DENSE_70B, DENSE_405B = "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"
 QWEN, DEEPSEEK = "qwen3-30b-a3b", "deepseek-v3"

@@ -9,12 +9,14 @@ import pytest
 from real_step import small_job
 from torch import Tensor, nn
 
-from craton.job import Layout
+from craton.job.layout import Layout
 from craton.ml.collectives import Peers
-from craton.ml.models.decoder import Block, Decoder
-from craton.ml.trace import Trace, trace
+from craton.ml.models import Decoder
+from craton.ml.models.decoder import Block
 from craton.ml.trace.comparison import compare
-from craton.ml.training import parallel
+from craton.ml.trace.records import Trace
+from craton.ml.trace.trace import trace
+from craton.ml.training.parallel import mesh
 
 FSDP = Layout(fsdp=8)
 TENSOR = Layout(fsdp=4, tp=2)
@@ -33,7 +35,7 @@ def texts(layout: Layout, model: str = "dense", lora: str = "") -> str:
 @pytest.fixture
 def sharding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`sharding(skipped)` leaves block number `skipped` out of FSDP2."""
-    fully_shard = parallel.fully_shard
+    fully_shard = mesh.fully_shard
 
     def skip(skipped: int, whole: bool) -> None:
         blocks: list[nn.Module] = []
@@ -49,7 +51,7 @@ def sharding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                 return fully_shard(module, ignored_params=left_out, **options)
             return fully_shard(module, **options)
 
-        monkeypatch.setattr(parallel, "fully_shard", shard)
+        monkeypatch.setattr(mesh, "fully_shard", shard)
 
     return skip
 

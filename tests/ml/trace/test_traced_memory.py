@@ -13,11 +13,12 @@ from real_step import small_job
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from craton.job import Layout, parse_job
+from craton.job import parse_job
+from craton.job.layout import Layout
 from craton.ml.models import config_from_shape
-from craton.ml.trace import trace
 from craton.ml.trace.runs import TRACED_LAYERS, Depth, depths_of
 from craton.ml.trace.step import trace_step
+from craton.ml.trace.trace import trace
 from craton.ml.trace.watch import StepWatch
 
 MEASURED = Path(__file__).parents[3] / "data" / "craton_runs.json"

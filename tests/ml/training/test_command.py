@@ -21,8 +21,9 @@ from craton.job import dump_job, load_job, parse_job
 from craton.ml.training import Trainer
 from craton.ml.training.build import RankIdentity, build
 from craton.ml.training.checkpoint import CheckpointError
-from craton.ml.training.checkpoint_folder import FolderTier
-from craton.telemetry import LedgerClock, RunDirectory
+from craton.ml.training.checkpoint.folder_tier import FolderTier
+from craton.telemetry import RunDirectory
+from craton.telemetry.rank import LedgerClock
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

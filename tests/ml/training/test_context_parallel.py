@@ -15,14 +15,16 @@ from gang import Gang
 from tiny import SEQUENCE, VOCABULARY, Text, make_trainer, silenced, tiny_job
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from craton.job import Layout, MlaShape, ModelShape
+from craton.job.layout import Layout
+from craton.job.model import MlaShape, ModelShape
 from craton.ml.collectives import Peers
-from craton.ml.data import Sample
-from craton.ml.kernels.documents import ContextSlice
-from craton.ml.models.config import DecoderConfig
-from craton.ml.models.decoder import Block, Decoder
-from craton.ml.models.rope import RopeConfig, rope_tables
-from craton.ml.training.batch import IGNORED, Batch, BatchError
+from craton.ml.data.sample import Sample
+from craton.ml.kernels import ContextSlice
+from craton.ml.models import Decoder, DecoderConfig, rope_tables
+from craton.ml.models.decoder import Block
+from craton.ml.models.rope import RopeConfig
+from craton.ml.training import Batch
+from craton.ml.training.batch import IGNORED, BatchError
 from craton.ml.training.parallel import make_ranks
 
 STEPS = 4

@@ -6,7 +6,7 @@ import pytest
 from gang import Gang
 from tiny import Text, make_trainer, tiny_job
 
-from craton.job import Layout
+from craton.job.layout import Layout
 
 
 class OtherText(Text):

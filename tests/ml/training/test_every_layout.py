@@ -25,9 +25,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from craton.job import Layout, ModelShape
-from craton.ml.models.config import DecoderConfig, RoutingConfig
-from craton.ml.training.loop import Trainer
+from craton.job.layout import Layout
+from craton.job.model import ModelShape
+from craton.ml.models import DecoderConfig
+from craton.ml.models.config import RoutingConfig
+from craton.ml.training import Trainer
 
 STEPS = 20
 TOLERANCE = 2e-5  # relative, of every loss and every gradient norm

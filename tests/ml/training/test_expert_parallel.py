@@ -19,10 +19,12 @@ from tiny import VOCABULARY, make_trainer, silenced, tiny_job
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from craton.job import Layout, ModelShape
-from craton.ml.models import Decoder, MoE, RoutingConfig, load_weights, save_folder
-from craton.ml.models.config import DecoderConfig
-from craton.ml.training.loop import Trainer
+from craton.job.layout import Layout
+from craton.job.model import ModelShape
+from craton.ml.models import Decoder, DecoderConfig, load_weights, save_folder
+from craton.ml.models.config import RoutingConfig
+from craton.ml.models.moe import MoE
+from craton.ml.training import Trainer
 from craton.ml.training.parallel import make_ranks, parallelize
 
 STEPS = 6

@@ -14,9 +14,9 @@ import torch
 from gang import Gang
 from tiny import GLOBAL_BATCH, VOCABULARY, Records, Text, make_trainer, tiny_job
 
-from craton.job import Layout
+from craton.job.layout import Layout
 from craton.ml.data.sample import Sample
-from craton.ml.training.batch import Batch
+from craton.ml.training import Batch
 from craton.ml.training.checkpoint import CheckpointError
 from craton.ml.training.guard import TrainingStoppedError
 from craton.ml.training.memory import OutOfMemoryError

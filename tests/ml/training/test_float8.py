@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from craton.job import ModelShape
+from craton.job.model import ModelShape
+from craton.ml.kernels import Float8Error, quantize
 from craton.ml.models import Decoder, DecoderConfig
-from craton.ml.training.float8 import Float8Error, convert, quantize
+from craton.ml.training.float8 import convert
 
 NEEDS_ROW_SCALES = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="on a CPU torch 2.11 multiplies fp8 with one scale a tensor only"

@@ -12,9 +12,8 @@ import torch
 from tiny import SHAPE
 
 from craton.ml.functions import FunctionError, load_function, search_folder, user_code
-from craton.ml.models.config import DecoderConfig
-from craton.ml.models.decoder import Decoder
-from craton.ml.training.batch import Batch
+from craton.ml.models import Decoder, DecoderConfig
+from craton.ml.training import Batch
 from craton.ml.training.objectives import Objective, batch_loss
 
 

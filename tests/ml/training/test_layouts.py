@@ -13,13 +13,12 @@ from tiny import GLOBAL_BATCH, Text, make_trainer, moe_config, tiny_job
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 
-from craton.job import Layout
-from craton.ml.data.sample import collate
-from craton.ml.models.config import DecoderConfig
-from craton.ml.models.decoder import Decoder
-from craton.ml.training.batch import Batch
-from craton.ml.training.parallel import ParallelError, make_ranks
-from craton.ml.training.schedule import Schedule
+from craton.job.layout import Layout
+from craton.ml.data import collate
+from craton.ml.models import Decoder, DecoderConfig
+from craton.ml.training import Batch, Schedule
+from craton.ml.training.parallel import make_ranks
+from craton.ml.training.parallel.mesh import ParallelError
 
 STEPS = 6
 
@@ -148,7 +147,8 @@ def test_phases_add_up_to_the_step_and_communication_is_seen(gang: Gang, sizes: 
 
 def waits_as_on_a_gpu() -> tuple[float, float]:
     """(seconds the hooks of the GPU path saw, seconds the collectives took), both on one CPU training."""
-    from craton.ml.training.timing import StepTimer, _GpuWaits
+    from craton.ml.training.measure import StepTimer
+    from craton.ml.training.measure.timing import _GpuWaits
 
     trainer, records = make_trainer(tiny_job(STEPS), Layout(fsdp=2, precision="fp32", micro_batch=4))
     hooks = StepTimer(torch.device("cpu"))

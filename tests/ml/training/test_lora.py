@@ -10,13 +10,15 @@ import torch.distributed as dist
 from gang import Gang
 from tiny import SHAPE, Records, Text, make_trainer, tiny_job
 
-from craton.job import Layout, Lora
+from craton.job.layout import Layout
+from craton.job.sections import Lora
 from craton.ml.data import collate
 from craton.ml.models import Decoder, DecoderConfig, save_folder
-from craton.ml.training import Batch, Trainer, add_adapters, merge_adapters
+from craton.ml.training import Batch, Trainer, merge_adapters
 from craton.ml.training.build import RankIdentity, build
-from craton.ml.training.lora import LoraError, base_only, initialize_adapters
-from craton.telemetry import LedgerClock, RunDirectory
+from craton.ml.training.lora import LoraError, add_adapters, base_only, initialize_adapters
+from craton.telemetry import RunDirectory
+from craton.telemetry.rank import LedgerClock
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

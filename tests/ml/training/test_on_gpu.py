@@ -9,10 +9,11 @@ import pytest
 import torch
 from tiny import VOCABULARY, make_trainer, tiny_job
 
-from craton.job import Layout, ModelShape
+from craton.job.layout import Layout
+from craton.job.model import ModelShape
 from craton.ml.models import DecoderConfig
+from craton.ml.training import Trainer
 from craton.ml.training.checkpoint import TierFolder, find_checkpoint, read_tensors
-from craton.ml.training.loop import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from craton.ml.training.optimizer import AdamW, round_stochastically
+from craton.ml.training import AdamW
+from craton.ml.training.optimizer import round_stochastically
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:

@@ -11,12 +11,14 @@ import pytest
 import torch.distributed as dist
 from waiting import PATIENCE_SECONDS
 
-from craton.agent import EXIT_FINAL, Generation, StoreServer
+from craton.agent import Generation
+from craton.agent.processes import EXIT_FINAL
+from craton.agent.store import StoreServer
 from craton.errors import CratonError
 from craton.ml.training import session as session_module
 from craton.ml.training.orders import Order, Orders, connect
 from craton.ml.training.session import EXIT_FAILED, RankSession
-from craton.telemetry import LedgerClock
+from craton.telemetry.rank import LedgerClock
 
 ECHO = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
 RAISED = RuntimeError("the data loader is broken")

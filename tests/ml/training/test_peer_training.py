@@ -15,12 +15,12 @@ from keepers import Keepers
 from nodes import Nodes, nodes_of
 from tiny import GLOBAL_BATCH, Records, Text, make_trainer, moe_config, tiny_job
 
-from craton.agent import KeeperClient
-from craton.job import Layout
+from craton.agent.memory import KeeperClient
+from craton.job.layout import Layout
 from craton.ml.data.sample import Sample
+from craton.ml.training import Trainer
 from craton.ml.training.checkpoint import CheckpointError
-from craton.ml.training.loop import Trainer
-from craton.ml.training.peer_interval import COST_SHARE, SnapshotCost
+from craton.ml.training.checkpoint.peer.interval import COST_SHARE, SnapshotCost
 
 STEPS = 9
 CRASH_AFTER = 6

@@ -16,14 +16,15 @@ from gang import Gang
 from tiny import VOCABULARY, Text, make_trainer, tiny_job
 from torch import Tensor
 
-from craton.job import Layout, ModelShape
-from craton.ml.kernels.weight_gradients import LateGradients
-from craton.ml.models import Decoder, Stage, load_weights, save_folder
-from craton.ml.models.config import DecoderConfig, RoutingConfig
-from craton.ml.training.batch import Batch
+from craton.job.layout import Layout
+from craton.job.model import ModelShape
+from craton.ml.kernels import LateGradients
+from craton.ml.models import Decoder, DecoderConfig, Stage, load_weights, save_folder
+from craton.ml.models.config import RoutingConfig
+from craton.ml.training import Batch
 from craton.ml.training.objectives import Objective
-from craton.ml.training.parallel import ParallelError, make_ranks, parallelize
-from craton.ml.training.pipeline import Pipeline
+from craton.ml.training.parallel import Pipeline, make_ranks, parallelize
+from craton.ml.training.parallel.mesh import ParallelError
 
 STEPS = 6
 TOLERANCE = 1e-5  # relative, of losses and gradient norms: sums are taken in another order

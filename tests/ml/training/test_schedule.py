@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 from tiny import tiny_job
 
-from craton.ml.training.schedule import Schedule, ScheduleError
+from craton.ml.training import Schedule
+from craton.ml.training.schedule import ScheduleError
 
 
 def rates(shape: str, final: float = 0.1) -> list[float]:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from tiny import make_trainer, tiny_job
 
-from craton.job import Layout
-from craton.ml.training.loop import Trainer
-from craton.ml.training.step_records import record_missing
-from craton.telemetry import Recorder, RunDirectory, read_lines
+from craton.job.layout import Layout
+from craton.ml.training import Trainer
+from craton.ml.training.measure import record_missing
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_lines
+from craton.telemetry.rank import Recorder
 
 LAYOUT = Layout(micro_batch=8, precision="fp32")
 

@@ -14,16 +14,16 @@ from gang import Gang
 from tiny import VOCABULARY, Text, make_trainer, silenced, tiny_job
 from torch import Tensor
 
-from craton.job import Layout, MlaShape, ModelShape
+from craton.job.layout import Layout
+from craton.job.model import MlaShape, ModelShape
 from craton.ml.collectives import local, own_slices
-from craton.ml.models import Decoder, load_weights, save_folder
-from craton.ml.models.config import DecoderConfig, RoutingConfig
-from craton.ml.training import float8
-from craton.ml.training.batch import Batch
+from craton.ml.models import Decoder, DecoderConfig, load_weights, save_folder
+from craton.ml.models.config import RoutingConfig
+from craton.ml.training import Batch, float8
 from craton.ml.training.evaluate import evaluate
 from craton.ml.training.objectives import CROSS_ENTROPY, Objective
 from craton.ml.training.parallel import make_ranks, parallelize
-from craton.ml.training.tensor import CutError
+from craton.ml.training.parallel.tensor import CutError
 
 STEPS = 3
 TOLERANCE = 1e-5  # relative, of every loss and every gradient norm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from craton.ml.training.timing import MeasuredStepTimes
+from craton.ml.training.measure.timing import MeasuredStepTimes
 
 
 def test_a_wait_is_taken_from_the_phase_it_was_in() -> None:

@@ -13,20 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from craton.job import Job, Layout, ModelShape, parse_job
+from craton.job import Job, parse_job
+from craton.job.layout import Layout
+from craton.job.model import ModelShape
 from craton.ml.collectives import Peers
-from craton.ml.data import Loader, Sample
-from craton.ml.data.sample import window
-from craton.ml.models.config import DecoderConfig, RoutingConfig
-from craton.ml.training.build import build_decoder, build_optimizer
-from craton.ml.training.checkpoint import Checkpointer, PeerSetup, TierFolder
-from craton.ml.training.loop import Trainer
-from craton.ml.training.meter import Meter
+from craton.ml.data import Loader
+from craton.ml.data.sample import Sample, window
+from craton.ml.models import DecoderConfig
+from craton.ml.models.config import RoutingConfig
+from craton.ml.training import Parts, Schedule, Trainer, build_decoder, build_optimizer
+from craton.ml.training.checkpoint import Checkpointer, TierFolder
+from craton.ml.training.checkpoint.peer import PeerSetup
+from craton.ml.training.measure import Meter
 from craton.ml.training.objectives import CROSS_ENTROPY, Objective
 from craton.ml.training.parallel import make_ranks, parallelize, parameter_dtype
-from craton.ml.training.parts import Parts
-from craton.ml.training.schedule import Schedule
-from craton.telemetry import LedgerClock
+from craton.telemetry.rank import LedgerClock
 
 torch.set_num_threads(1)  # the machine's other cores run other tests
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from observability.dashboards.watched_cluster import EVERY_SECONDS, Cluster
 
-from craton.observability.dashboards import Panel, PanelQuery
+from craton.observability.dashboards.model import Panel, PanelQuery
 
 EVERYTHING = ".*"
 STEP_SECONDS = 1.0

@@ -13,7 +13,8 @@ from observability.dashboards.asking import EVERYTHING, answer, filled_in
 from observability.dashboards.watched_cluster import EVERY_SECONDS, HERE, P5EN, RUN, SERVER, Cluster, watched_cluster
 from waiting import PATIENCE_SECONDS
 
-from craton.observability.dashboards import BOARDS, Board, Panel, PanelQuery
+from craton.observability.dashboards.boards import BOARDS
+from craton.observability.dashboards.model import Board, Panel, PanelQuery
 
 # Served by what this machine can neither have nor simulate honestly: an FSx file system, Slurm 25.11, Kueue, NCCL's
 # inspector. Prometheus takes the queries; that they find something is not shown here.
@@ -141,7 +142,7 @@ def test_variables_offer_what_there_is(cluster: Cluster) -> None:
 
 
 def test_annotations_tell_of_alerts_that_fire(cluster: Cluster, answers: object) -> None:
-    from craton.observability.dashboards import all_dashboards
+    from craton.observability.dashboards.grafana import all_dashboards
 
     for board in BOARDS:
         (annotation,) = all_dashboards()[board.name]["annotations"]["list"]

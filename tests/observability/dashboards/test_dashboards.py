@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 from observability.prometheus.rule_cases import metrics_of
 
-from craton.observability.dashboards import BOARDS, Board, Panel, PanelQuery, all_dashboards
-from craton.observability.dashboards.grafana import RUNBOOKS_AT, dashboard_of
-from craton.observability.exporter import FAMILIES, ONLY_DCGM
-from craton.observability.prometheus import ALERTS, DATA_SOURCE, RECORDINGS, render
+from craton.observability.dashboards.boards import BOARDS
+from craton.observability.dashboards.grafana import RUNBOOKS_AT, all_dashboards, dashboard_of
+from craton.observability.dashboards.model import Board, Panel, PanelQuery
+from craton.observability.exporter import FAMILIES
+from craton.observability.exporter.dcgm import ONLY_DCGM
+from craton.observability.prometheus import ALERTS, DATA_SOURCE, render
+from craton.observability.prometheus.rules import RECORDINGS
 from craton.telemetry import METRICS, TWINS
 
 REPOSITORY = Path(__file__).parents[3]

@@ -17,9 +17,10 @@ from observability.dashboards.asking import EVERYTHING, answer
 from observability.dashboards.watched_cluster import EVERY_SECONDS, Cluster, FixedExporters
 from observability.exporter.exporting import exporting
 
-from craton.observability.dashboards import BOARDS
+from craton.observability.dashboards.boards import BOARDS
 from craton.observability.exporter import ExporterServer
-from craton.observability.prometheus import Observer, ObserverSettings, ScrapeTarget
+from craton.observability.prometheus import Observer, ObserverSettings
+from craton.observability.prometheus.targets import ScrapeTarget
 
 SECONDS = 180.0
 JOB = """\

@@ -26,22 +26,15 @@ from observability.exporter.trees import full_node, kernel_files, smart_page
 from craton.ml.serving.messages import STEP_BOUNDS, OutputDelta, Ready, Stats
 from craton.ml.serving.server.metrics import Metrics
 from craton.observability.exporter import ExporterServer, NodeExporter
-from craton.observability.prometheus import (
-    Observer,
-    ObserverProcess,
-    ObserverSettings,
-    ScrapedMachine,
-    ScrapeTarget,
-    SearchedExporters,
-    rules,
-)
-from craton.telemetry import (
-    METRICS,
+from craton.observability.prometheus import Observer, ObserverSettings, rules
+from craton.observability.prometheus.processes import ObserverProcess
+from craton.observability.prometheus.targets import ScrapedMachine, ScrapeTarget, SearchedExporters
+from craton.telemetry import METRICS, RunDirectory
+from craton.telemetry.node import (
     Heartbeat,
     MetricsEndpoint,
     NodeStatus,
     RankStatus,
-    RunDirectory,
     process_start,
     write_heartbeat,
     write_status,

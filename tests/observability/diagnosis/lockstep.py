@@ -10,7 +10,7 @@ import os
 import sys
 import time
 
-from craton.telemetry import LedgerClock, Recorder
+from craton.telemetry.rank import LedgerClock, Recorder
 
 WORK_SECONDS, OPTIMIZER_SECONDS, MIN_WAIT_SECONDS = 0.02, 0.001, 0.002
 HEALTHY_STEPS = 12

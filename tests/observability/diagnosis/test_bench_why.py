@@ -10,24 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from craton.bench.why import benchmark, live_outcomes, score, seed_of_today, simulated_outcomes
+from craton.bench.why import live as bench_live
+from craton.bench.why.benchmark import ScenarioOutcome
+from craton.bench.why.live import LIVE
+from craton.bench.why.live_rank import BATCH_BYTES, Batches
+from craton.bench.why.scenarios import Truth, Victim, draw_scenarios
+from craton.bench.why.scenarios.world import World
 from craton.cli.app import app
-from craton.observability.diagnosis import (
-    LIVE,
-    ScenarioOutcome,
-    Verdict,
-    bench,
-    bench_live,
-    live_outcomes,
-    score,
-    seed_of_today,
-    simulated_outcomes,
-)
-from craton.observability.diagnosis.bench_rank import BATCH_BYTES, Batches
+from craton.observability.diagnosis import LAYERS, Verdict
 from craton.observability.diagnosis.building import healthy
-from craton.observability.diagnosis.scenarios import Truth, draw_scenarios
-from craton.observability.diagnosis.scenarios_faults import Victim
-from craton.observability.diagnosis.scenarios_world import World
-from craton.observability.diagnosis.tables import LAYERS
 from craton.telemetry import RunDirectory
 
 FIXED_SEED = 1
@@ -40,7 +32,7 @@ def today() -> list[ScenarioOutcome]:
 
 
 def test_the_bars_hold_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "draw_scenarios", lambda *drawn: draw_scenarios(*drawn)[::ONE_IN])
+    monkeypatch.setattr(benchmark, "draw_scenarios", lambda *drawn: draw_scenarios(*drawn)[::ONE_IN])
     found = score(simulated_outcomes(FIXED_SEED))
     assert found.num_scenarios >= 10
     assert {"single", "quiet"} <= set(found.groups)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from craton.infrastructure import xid_facts
+from craton.infrastructure.probes import xid_facts
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.building import (
     healthy,
@@ -29,15 +29,24 @@ from craton.observability.diagnosis.building import (
     with_run,
     without_hardware,
 )
-from craton.observability.diagnosis.cards import CardOccupant, with_occupants, with_visible_cards
-from craton.observability.diagnosis.clock import moment_for
-from craton.observability.diagnosis.places import paths_of, with_holders
-from craton.observability.diagnosis.processes import visible_cards
-from craton.observability.diagnosis.prometheus_queries import ask_prometheus
-from craton.observability.diagnosis.snapshot import Collectives, Communicator, Snapshot, SnapshotMount, SnapshotXid
-from craton.observability.diagnosis.taking_records import Steps
-from craton.observability.diagnosis.taking_scheduler import node_words
-from craton.telemetry import Heartbeat, RunDirectory, touch_heartbeat, write_heartbeat
+from craton.observability.diagnosis.collect import ask_prometheus
+from craton.observability.diagnosis.collect.file_systems import paths_of, with_holders
+from craton.observability.diagnosis.collect.processes import visible_cards
+from craton.observability.diagnosis.collect.records import Steps
+from craton.observability.diagnosis.collect.scheduler import node_words
+from craton.observability.diagnosis.snapshot import (
+    CardOccupant,
+    Collectives,
+    Communicator,
+    Snapshot,
+    SnapshotMount,
+    SnapshotXid,
+    moment_for,
+    with_occupants,
+    with_visible_cards,
+)
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import Heartbeat, touch_heartbeat, write_heartbeat
 
 NAME = "run_rank_gradient_norm"
 
@@ -269,7 +278,7 @@ def test_a_clock_that_is_off_makes_nobody_dead(tmp_path: Path) -> None:
 
 
 def test_who_does_not_beat_stays_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("craton.observability.diagnosis.clock.BEAT_SECONDS", 0.5)
+    monkeypatch.setattr("craton.observability.diagnosis.snapshot.clock.BEAT_SECONDS", 0.5)
     run = beating(tmp_path, "elsewhere", 30.0)
     now = time.time()
     assert moment_for(run, ["a"], now) >= now

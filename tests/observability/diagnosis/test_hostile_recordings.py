@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from craton.observability.diagnosis import collectives
-from craton.observability.diagnosis.collectives import ask_ras, read_collectives, read_dumps, stuck_collectives
+from craton.observability.diagnosis.collect import collectives
+from craton.observability.diagnosis.collect.collectives import ask_ras, read_collectives, read_dumps, stuck_collectives
 from craton.telemetry import RunDirectory
 
 

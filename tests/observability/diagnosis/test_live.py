@@ -14,12 +14,17 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_SECONDS
 
+from craton.agent.processes import free_port
+from craton.bench.recovery.rehearsal import Rehearsal, running
 from craton.cli.app import app
 from craton.job import parse_job
-from craton.observability.diagnosis import Snapshot, Verdict, diagnose, take_snapshot
-from craton.orchestration import draft_run, free_port, start_run
-from craton.orchestration.rehearsal import Rehearsal, running
-from craton.telemetry import RunDirectory, read_heartbeat, read_status
+from craton.observability.diagnosis import Verdict, diagnose
+from craton.observability.diagnosis.collect import take_snapshot
+from craton.observability.diagnosis.snapshot import Snapshot
+from craton.orchestration.draft import draft_run
+from craton.orchestration.start import start_run
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import read_heartbeat, read_status
 
 RANK = Path(__file__).with_name("lockstep.py")
 SECONDS = PATIENCE_SECONDS

@@ -18,9 +18,11 @@ import pytest
 
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.building import healthy, slowed, slowed_all, with_node, without_hardware
-from craton.observability.diagnosis.prometheus_queries import ask_prometheus, machines_of, of_machines, queries
+from craton.observability.diagnosis.collect import ask_prometheus, queries
+from craton.observability.diagnosis.collect.prometheus import machines_of, of_machines
 from craton.observability.diagnosis.snapshot import SnapshotFabricDevice, SnapshotGpu, SnapshotHost, SnapshotMount
-from craton.observability.exporter import FAMILIES, ONLY_DCGM
+from craton.observability.exporter import FAMILIES
+from craton.observability.exporter.dcgm import ONLY_DCGM
 from craton.observability.prometheus import find_program
 
 Row = tuple[dict[str, str], float]

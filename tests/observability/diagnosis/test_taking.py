@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from craton.agent import avoid_node
+from craton.agent.coordination import avoid_node
 from craton.cli.app import app
 from craton.errors import CratonError
-from craton.observability.diagnosis import SnapshotError, chosen_run, diagnose, read_snapshot, take_snapshot
+from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.building import healthy, with_run, with_scheduler
-from craton.observability.diagnosis.processes import read_py_spy
-from craton.observability.diagnosis.snapshot import Serving
-from craton.observability.diagnosis.tables import log_patterns
-from craton.observability.diagnosis.taking_records import (
+from craton.observability.diagnosis.collect import chosen_run, read_snapshot, take_snapshot
+from craton.observability.diagnosis.collect.processes import read_py_spy
+from craton.observability.diagnosis.collect.records import (
     collective_seconds,
     read_logs,
     read_restarts,
@@ -29,17 +28,12 @@ from craton.observability.diagnosis.taking_records import (
     thinned,
     tiers_of,
 )
-from craton.observability.diagnosis.taking_scheduler import node_words
+from craton.observability.diagnosis.collect.scheduler import node_words
+from craton.observability.diagnosis.snapshot import Serving, SnapshotError
+from craton.observability.diagnosis.tables import log_patterns
 from craton.orchestration import ServerState
-from craton.telemetry import (
-    Heartbeat,
-    NodeStatus,
-    RankStatus,
-    RunDirectory,
-    RunNotFoundError,
-    write_heartbeat,
-    write_status,
-)
+from craton.telemetry import RunDirectory, RunNotFoundError
+from craton.telemetry.node import Heartbeat, NodeStatus, RankStatus, write_heartbeat, write_status
 
 NOW = time.time()
 PHASES = {"data": 0.01, "compute": 0.8, "communication": 0.15, "optimizer": 0.03, "checkpoint": 0.01}
@@ -96,7 +90,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> None:
     from craton.orchestration import Standing
 
     standing = Standing("running", job="7", nodes=("a", "b"))
-    monkeypatch.setattr("craton.observability.diagnosis.taking.standing_of", lambda run: standing)
+    monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.standing_of", lambda run: standing)
 
 
 @pytest.mark.usefixtures("running")
@@ -327,13 +321,15 @@ def test_a_server_is_asked_for_what_it_does_not_record(root: Path, monkeypatch: 
     with open(run.metrics_path("a"), "a", encoding="utf-8") as metrics:
         metrics.writelines(json.dumps(queue_line(ago, 30)) + "\n" for ago in (90.0, 2.0))
     state = ServerState(16, 44, 900.0, 2.5, 0.99, 7)
-    monkeypatch.setattr("craton.observability.diagnosis.taking.server_of", lambda run: None)
-    monkeypatch.setattr("craton.observability.diagnosis.taking.ServerWatch.__init__", lambda self, address: None)
-    monkeypatch.setattr("craton.observability.diagnosis.taking.ServerWatch.look", lambda self: state)
+    monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.server_of", lambda run: None)
+    monkeypatch.setattr(
+        "craton.observability.diagnosis.collect.snapshot.ServerWatch.__init__", lambda self, address: None
+    )
+    monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.ServerWatch.look", lambda self: state)
     snapshot = take_snapshot(run, now=NOW + 1.0)
     assert snapshot.serving == Serving(16, 44, 30, 0.99, 7, 2.5)
     assert diagnose(snapshot).cause == "server_memory_full"
-    monkeypatch.setattr("craton.observability.diagnosis.taking.ServerWatch.look", lambda self: None)
+    monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.ServerWatch.look", lambda self: None)
     silent = take_snapshot(run, now=NOW + 1.0)
     assert silent.serving == Serving(8, 30, 30)
     assert "its server gives no metrics" in silent.notes[0]

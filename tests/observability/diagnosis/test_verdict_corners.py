@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from craton.observability.diagnosis import Snapshot, diagnose
-from craton.observability.diagnosis.building import (
-    MOMENT,
-    healthy,
-    slowed,
-    with_host,
-    with_nodes,
-    with_rank,
-    with_run,
-)
-from craton.observability.diagnosis.snapshot import LogMatch
+from craton.observability.diagnosis import diagnose
+from craton.observability.diagnosis.building import MOMENT, healthy, slowed, with_host, with_nodes, with_rank, with_run
+from craton.observability.diagnosis.snapshot import LogMatch, Snapshot
 
 
 def ended(snapshot: Snapshot, message: str, **kinds: str) -> Snapshot:

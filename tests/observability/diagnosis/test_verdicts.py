@@ -21,7 +21,7 @@ from sick import (
     with_losses,
 )
 
-from craton.observability.diagnosis import LAYERS, causes, diagnose, straggler_of
+from craton.observability.diagnosis import LAYERS, diagnose, straggler_of
 from craton.observability.diagnosis.building import (
     asked_ras,
     healthy,
@@ -42,7 +42,8 @@ from craton.observability.diagnosis.building import (
 )
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotNode, SnapshotXid
 from craton.observability.diagnosis.symptoms import symptoms_of
-from craton.observability.healing import of_verdict
+from craton.observability.diagnosis.tables import causes
+from craton.observability.healing.troubles import of_verdict
 
 CASES = list(cases())
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from craton.agent import Launch
-from craton.agent.process import common_environment
-from craton.observability.diagnosis import collectives
+from craton.agent.processes.process import common_environment
 from craton.observability.diagnosis.building import healthy, hung
-from craton.observability.diagnosis.collectives import (
+from craton.observability.diagnosis.collect import collectives
+from craton.observability.diagnosis.collect.collectives import (
     RasFormatError,
     RefusedPickle,
     ask_ras,
@@ -31,7 +31,7 @@ from craton.observability.diagnosis.collectives import (
     read_dumps,
     stuck_collectives,
 )
-from craton.observability.diagnosis.examine_collectives import examine_collectives
+from craton.observability.diagnosis.rules import examine_collectives
 from craton.observability.diagnosis.symptoms import symptoms_of
 from craton.telemetry import RunDirectory
 

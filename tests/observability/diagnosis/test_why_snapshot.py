@@ -9,9 +9,10 @@ import pytest
 from counted_calls import counted_calls
 from sick import with_losses
 
-from craton.observability.diagnosis import Snapshot, SnapshotError, diagnose
+from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.building import asked_ras, healthy, hung, slowed, with_gpu
-from craton.observability.diagnosis.snapshot import PHASES, SCHEMA, SnapshotXid
+from craton.observability.diagnosis.snapshot import PHASES, Snapshot, SnapshotError, SnapshotXid
+from craton.observability.diagnosis.snapshot.model import SCHEMA
 
 
 def test_what_is_saved_is_read_again() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 from observability.exporter.stand_in_nvml import StandInNvml
 from prometheus_client.parser import text_string_to_metric_families
 
-from craton.infrastructure import NodeRoot
+from craton.infrastructure.probes import NodeRoot
 from craton.observability.exporter import FAMILIES, NodeExporter, cards_of
-from craton.observability.exporter.nvml import NvmlCards
+from craton.observability.exporter.gpus import NvmlCards
 
 
 @dataclass

@@ -6,7 +6,8 @@ import os
 import socket
 import time
 
-from craton.telemetry import Heartbeat, NodeStatus, RankStatus, RunDirectory, write_heartbeat, write_status
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import Heartbeat, NodeStatus, RankStatus, write_heartbeat, write_status
 
 
 def status_of(run: RunDirectory, node: str, pids: dict[int, int], host: str = "") -> None:

@@ -14,7 +14,7 @@ from observability.exporter.exporting import collected
 from s3 import S3Server
 
 from craton.errors import CratonError
-from craton.infrastructure import NodeRoot
+from craton.infrastructure.probes import NodeRoot
 from craton.observability.exporter import FAMILIES, fsx_bridge
 from craton.observability.exporter.fsx import OLD_SECONDS, FsxCollector, fetch
 

@@ -15,9 +15,9 @@ from observability.exporter.exporting import exporting, scrape
 from observability.exporter.stand_in_nvml import DriverlessNvml, FakeCard, StandInNvml, eight_cards
 from observability.exporter.trees import write_root
 
-from craton.infrastructure import NodeRoot
-from craton.observability.exporter import Cards, NodeExporter, gpu, nvml
-from craton.observability.exporter.nvml import NvmlCards
+from craton.infrastructure.probes import NodeRoot
+from craton.observability.exporter import NodeExporter
+from craton.observability.exporter.gpus import Cards, NvmlCards, gpu, nvml
 
 
 @pytest.fixture

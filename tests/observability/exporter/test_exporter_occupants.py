@@ -15,12 +15,14 @@ from observability.exporter.run_files import status_of
 from observability.exporter.stand_in_nvml import StandInNvml, eight_cards
 from waiting import wait_until
 
-from craton.infrastructure import NodeRoot
-from craton.observability.exporter import occupants, runs_here
-from craton.observability.exporter.occupants import NOBODY, GpuHolding, Occupant, Occupants, one_label
+from craton.infrastructure.probes import NodeRoot
+from craton.observability.exporter import runs_here
+from craton.observability.exporter.gpus import Occupants, occupants
+from craton.observability.exporter.gpus.occupants import NOBODY, GpuHolding, Occupant, one_label
 from craton.observability.exporter.runs import RunsCollector
 from craton.observability.exporter.runs_here import TOLD_SECONDS, RankHere, RunsHere
-from craton.telemetry import Heartbeat, RunDirectory, read_heartbeat
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import Heartbeat, read_heartbeat
 
 Start = Callable[..., int]
 

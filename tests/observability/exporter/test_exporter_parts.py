@@ -11,7 +11,7 @@ from infrastructure.node_images import DEGRADED, HEALTHY, Degraded
 from observability.exporter.exporting import Scrape, collected, exporting, scrape
 from observability.exporter.trees import INSTANCE, full_node, smart_page, write_root
 
-from craton.infrastructure import NodeRoot
+from craton.infrastructure.probes import NodeRoot
 from craton.observability.exporter import FAMILIES
 from craton.observability.exporter.drives import KELVIN, smart_samples
 from craton.observability.exporter.fabric import FabricCollector

@@ -14,7 +14,8 @@ from observability.exporter.run_files import status_of
 
 from craton.observability.exporter import runs_here
 from craton.observability.exporter.runs_here import LOOK_SECONDS, RankHere, RunsHere
-from craton.telemetry import Heartbeat, RunDirectory, write_heartbeat
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import Heartbeat, write_heartbeat
 
 _opened: list[str] | None = None
 

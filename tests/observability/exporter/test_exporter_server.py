@@ -25,7 +25,7 @@ from observability.exporter.trees import write_root
 from waiting import PATIENCE_SECONDS
 
 from craton.errors import CratonError
-from craton.infrastructure import NodeRoot
+from craton.infrastructure.probes import NodeRoot
 from craton.observability.exporter import ExporterServer, NodeExporter, cards_of, fsx_bridge
 from craton.observability.exporter.collector import Collector, Team
 from craton.observability.exporter.exposition import Sample

@@ -16,10 +16,10 @@ from observability.exporter.exporting import Scrape, exporting, scrape
 from observability.exporter.stand_in_nvml import FakeCard, StandInNvml, eight_cards
 from observability.exporter.trees import full_node
 
-from craton.infrastructure import NodeRoot, xid_facts
-from craton.observability.exporter import xid as xid_module
+from craton.infrastructure.probes import NodeRoot, xid_facts
+from craton.observability.exporter.gpus import XidCollector
+from craton.observability.exporter.gpus import xid as xid_module
 from craton.observability.exporter.kernel_lines import Journal, Kmsg, Line, NoLines, RecordedLines
-from craton.observability.exporter.xid import XidCollector
 
 COUNT, MOMENT, WINDOW = "craton_gpu_xid_errors_total", "craton_gpu_xid_moment_seconds", "DCGM_EXP_XID_ERRORS_COUNT"
 WANTED = "craton_gpu_recovery_wanted"
@@ -125,7 +125,7 @@ def test_an_event_told_twice_is_one_event(root: Path, log: Log) -> None:
 def test_events_alone_count_where_the_log_may_not_be_read(root: Path) -> None:
     nvml = StandInNvml(eight_cards())
     labels, source = xid_module.CardLabels("host"), xid_module.CardSource(None)
-    from craton.observability.exporter.nvml import NvmlCards
+    from craton.observability.exporter.gpus import NvmlCards
 
     source.cards = NvmlCards(nvml)
     labels.update(source.cards.list())

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from kubernetes_standin import StandIn
 
-from craton.job import SchedulerSettings
-from craton.observability.healing import HealingScope, Trouble, heal, undo
-from craton.orchestration import SchedulerError, evacuate, hosts_of, plan_evacuation, service_of
+from craton.job.cluster import SchedulerSettings
+from craton.observability.healing import HealingScope, heal, undo
+from craton.observability.healing.troubles import Trouble
+from craton.orchestration import service_of
 from craton.orchestration.backend import Submission, write_submission
-from craton.orchestration.kubernetes.service import cordoned, service_node
+from craton.orchestration.changes import evacuate, hosts_of, plan_evacuation
+from craton.orchestration.errors import SchedulerError
+from craton.orchestration.kubernetes.node_maintenance import cordoned, service_node
 from craton.telemetry import RunDirectory
 
 JOBSETS = "jobset.x-k8s.io/v1alpha2"

@@ -20,26 +20,27 @@ import pytest
 from rich.console import Console
 from waiting import PATIENCE_SECONDS
 
-from craton.cli import heal_view, main
-from craton.job import CratonError, load_cluster
+from craton.cli import main
+from craton.cli.views import heal as heal_view
+from craton.errors import CratonError
+from craton.job.cluster import load_cluster
 from craton.observability.healing import (
     Healing,
     HealingScope,
     Ledger,
-    LedgerEntry,
-    LedgerError,
-    Trouble,
     acting,
     heal,
     lemons,
     look,
-    of_doctor,
     place_of,
     read_report,
     undo,
 )
+from craton.observability.healing.ledger import LedgerEntry, LedgerError
 from craton.observability.healing.policy import over_share
-from craton.orchestration import NoAnswerError, SchedulerError, ServiceNode
+from craton.observability.healing.troubles import Trouble, of_doctor
+from craton.orchestration import NoAnswerError, ServiceNode
+from craton.orchestration.errors import SchedulerError
 from craton.telemetry import RunDirectory, RunSummary
 
 NOW = 1_000_000_000.0

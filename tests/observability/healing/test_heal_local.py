@@ -13,11 +13,16 @@ import pytest
 from slurm_runs import losses_of, no_code, submit, wait_for_step
 from waiting import wait_until
 
-from craton.agent import avoid_node, newest_generation, read_avoided
+from craton.agent import newest_generation
+from craton.agent.coordination import avoid_node, read_avoided
 from craton.job import parse_job
-from craton.observability.healing import Trouble, heal, look, place_of, undo
-from craton.orchestration import draft_resume, kill_run, resume_run, resumed_job, spare_nodes, working_nodes
-from craton.telemetry import RunDirectory, read_heartbeat
+from craton.observability.healing import heal, look, place_of, undo
+from craton.observability.healing.troubles import Trouble
+from craton.orchestration.changes import working_nodes
+from craton.orchestration.changes.evacuation import spare_nodes
+from craton.orchestration.start import draft_resume, kill_run, resume_run, resumed_job
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import read_heartbeat
 
 
 def start(root: Path, name: str, spares: int) -> RunDirectory:

@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
-from craton.infrastructure import HEALTH_ACTIONS
-from craton.observability.diagnosis import Finding, Verdict, building, causes, diagnose
+from craton.infrastructure.probes import HEALTH_ACTIONS
+from craton.observability.diagnosis import Verdict, building, diagnose
 from craton.observability.diagnosis.snapshot import SnapshotXid
-from craton.observability.healing import Decision, LedgerEntry, Trouble, decide, most_out, of_doctor, of_verdict, rules
-from craton.orchestration import Evacuation, ServiceNode
+from craton.observability.diagnosis.tables import causes
+from craton.observability.diagnosis.verdict import Finding
+from craton.observability.healing import Decision
+from craton.observability.healing.ledger import LedgerEntry
+from craton.observability.healing.policy import decide, most_out
+from craton.observability.healing.troubles import Trouble, of_doctor, of_verdict, rules
+from craton.orchestration import ServiceNode
+from craton.orchestration.changes import Evacuation
 
 NOW = 1_000_000_000.0
 DAY = 86400.0

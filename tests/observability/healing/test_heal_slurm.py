@@ -13,13 +13,18 @@ from slurm_lab import NODES, SlurmLab
 from slurm_runs import chain_job, expect_whole_chain, hosts_of, losses_of, submit, wait_for_run, wait_for_step
 from waiting import PATIENCE_SECONDS, wait_until
 
-from craton.agent import avoid_node, read_avoided
+from craton.agent.coordination import avoid_node, read_avoided
 from craton.cli import main
-from craton.job import SchedulerSettings
-from craton.observability.healing import Healing, HealingScope, Trouble, heal, place_of, undo
-from craton.orchestration import SchedulerError, read_submission, service_of, spare_nodes, working_nodes
-from craton.orchestration.slurm import service as slurm_service
-from craton.orchestration.slurm.service import SlurmService, default_partitions, service_nodes
+from craton.job.cluster import SchedulerSettings
+from craton.observability.healing import Healing, HealingScope, heal, place_of, undo
+from craton.observability.healing.troubles import Trouble
+from craton.orchestration import read_submission, service_of
+from craton.orchestration.changes import working_nodes
+from craton.orchestration.changes.evacuation import spare_nodes
+from craton.orchestration.errors import SchedulerError
+from craton.orchestration.slurm import SlurmService
+from craton.orchestration.slurm import node_maintenance as slurm_service
+from craton.orchestration.slurm.node_maintenance import default_partitions, service_nodes
 
 SLURM = SchedulerSettings(kind="slurm", partition="train")
 
@@ -148,7 +153,7 @@ def test_what_an_operator_took_over_meanwhile_is_not_handed_over(monkeypatch: py
         asked.append(words)
         return shown(reason=reasons.pop(0), g6="IDLE+DRAIN") if words[1] == "show" else ""
 
-    monkeypatch.setattr("craton.orchestration.slurm.service.ask", answer)
+    monkeypatch.setattr("craton.orchestration.slurm.node_maintenance.ask", answer)
     service = SlurmService(SLURM, is_hyperpod=True)
     assert service.hand_over("g6", "cd34", "replace")
     asked.clear()

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from craton.telemetry import Heartbeat, MetricsEndpoint, RunDirectory, process_start, write_heartbeat
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import Heartbeat, MetricsEndpoint, process_start, write_heartbeat
 
 
 def need(*names: str) -> None:

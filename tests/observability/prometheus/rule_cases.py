@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from craton.observability.prometheus import ALERTS, RECORDINGS, AlertRule, rule_groups
+from craton.observability.prometheus import ALERTS
+from craton.observability.prometheus.rules import RECORDINGS, AlertRule, rule_groups
 
 CASES = Path(__file__).with_name("cases")
 _SERIES = re.compile(r"^(?P<name>[^ {]+(?:\{[^}]*\})?)\s+(?P<values>.+)$")

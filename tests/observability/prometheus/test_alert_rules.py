@@ -14,20 +14,21 @@ from observed import need
 from rule_cases import all_expressions, cases, metrics_of, write_tests
 from waiting import PATIENCE_SECONDS
 
-from craton.infrastructure import xid_facts
-from craton.job import ClusterFile
-from craton.observability.exporter import FAMILIES, ONLY_DCGM, SHARED_KINDS
-from craton.observability.prometheus import (
+from craton.infrastructure.probes import xid_facts
+from craton.job.cluster import ClusterFile
+from craton.observability.exporter import FAMILIES, SHARED_KINDS
+from craton.observability.exporter.dcgm import ONLY_DCGM
+from craton.observability.prometheus import ALERTS
+from craton.observability.prometheus.rules import (
     ACTIONS,
-    ALERTS,
     LAYERS,
     RECORDINGS,
     SEVERITIES,
     AlertRule,
     RecordingRule,
+    efa_per_node,
     rule_groups,
 )
-from craton.observability.prometheus.rules import efa_per_node
 from craton.telemetry import METRICS
 
 REPOSITORY = Path(__file__).parents[3]

@@ -20,17 +20,14 @@ from operator_kinds import SPECS, problems_of
 from typer.testing import CliRunner
 
 from craton.cli.app import app
-from craton.job import ClusterFile, CratonError, load_cluster
-from craton.observability.prometheus import (
-    ALERTS,
-    ObserveError,
-    alertmanager_config,
-    dcgm_relabeling,
-    render,
-    rendering,
-    rule_groups,
-)
+from craton.errors import CratonError
+from craton.job.cluster import ClusterFile, load_cluster
+from craton.observability.prometheus import ALERTS, render, rendering
+from craton.observability.prometheus.alertmanager import alertmanager_config
+from craton.observability.prometheus.errors import ObserveError
 from craton.observability.prometheus.exporter_service import exporter_unit
+from craton.observability.prometheus.rules import rule_groups
+from craton.observability.prometheus.scrape import dcgm_relabeling
 from craton.orchestration.kubernetes.names import object_name
 from craton.orchestration.kubernetes.pods import RUN_ANNOTATION
 

@@ -15,21 +15,11 @@ from observed import LiveRun, Served
 from rich.console import Console
 from waiting import wait_until
 
-from craton.cli.live import make_console
-from craton.cli.observe_view import _picture, keep_targets
-from craton.job import load_cluster
-from craton.observability.prometheus import (
-    Observed,
-    ObserverSettings,
-    ScrapedMachine,
-    SearchedExporters,
-    TargetKeeper,
-    look_at,
-    observer,
-    targets,
-    write_targets,
-)
-from craton.observability.prometheus.targets import merged
+from craton.cli.views.live import make_console
+from craton.cli.views.observe import _picture, keep_targets
+from craton.job.cluster import load_cluster
+from craton.observability.prometheus import Observed, ObserverSettings, TargetKeeper, observer, targets
+from craton.observability.prometheus.targets import ScrapedMachine, SearchedExporters, look_at, merged, write_targets
 from craton.telemetry import list_runs
 
 JOB = """

@@ -18,11 +18,13 @@ import pytest
 from observed import LiveRun, Served, need
 from waiting import PATIENCE_SECONDS, wait_until
 
-from craton.job import load_cluster
-from craton.observability.prometheus import ObserveError, Observer, ObserverSettings, SearchedExporters, processes
+from craton.job.cluster import load_cluster
+from craton.observability.prometheus import Observer, ObserverSettings, processes
 from craton.observability.prometheus import observer as observer_module
+from craton.observability.prometheus.errors import ObserveError
 from craton.observability.prometheus.observer import data_folder
 from craton.observability.prometheus.scrape import MANAGED_BY, RUN, kubernetes_jobs
+from craton.observability.prometheus.targets import SearchedExporters
 
 pytestmark = pytest.mark.usefixtures("programs")
 DCGM = """\

@@ -11,9 +11,10 @@ from typing import Any
 import uvicorn
 from waiting import PATIENCE_SECONDS
 
-from craton.observability.web import Access, make_app
-from craton.observability.web.connections import server_config
-from craton.observability.web.verdicts import CachedVerdict, Verdicts
+from craton.observability.web.http.access import Access
+from craton.observability.web.http.application import make_app
+from craton.observability.web.http.connections import server_config
+from craton.observability.web.sources import CachedVerdict, Verdicts
 from craton.telemetry import RunDirectory
 
 TOKEN = "the-token-of-this-test-and-no-other"

@@ -25,16 +25,14 @@ from waiting import PATIENCE_SECONDS
 
 from craton.cli.ui import ui
 from craton.http_guard import AccessError, read_token
-from craton.observability.web import Access, application
-from craton.observability.web.access import SESSION_SECONDS, public_origin
 from craton.observability.web.actions import ActionOutcome
-from craton.observability.web.application import PageSite
-from craton.observability.web.connections import PageConnection
-from craton.observability.web.queries import Answered
+from craton.observability.web.http import application
+from craton.observability.web.http.access import SESSION_SECONDS, Access, public_origin
+from craton.observability.web.http.application import PageSite
+from craton.observability.web.http.connections import PageConnection
+from craton.observability.web.http.static_files import address_of_file
 from craton.observability.web.run_page import Shown
-from craton.observability.web.static_files import address_of_file
-from craton.observability.web.summaries import Summaries
-from craton.observability.web.verdicts import Verdicts
+from craton.observability.web.sources import Answered, Summaries, Verdicts
 from craton.telemetry import RunDirectory
 
 Serve = Callable[..., PageServer]

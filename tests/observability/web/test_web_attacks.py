@@ -44,8 +44,8 @@ from page_server import TOKEN, PageServer
 from raw_http import ambiguous_heads, foreign_heads, raw_answer
 from simulated_runs import write_run
 
-from craton.observability.web import application
-from craton.observability.web.verdicts import CachedVerdict, Verdicts
+from craton.observability.web.http import application
+from craton.observability.web.sources import CachedVerdict, Verdicts
 from craton.telemetry import RunDirectory
 
 Serve = Callable[..., PageServer]

@@ -20,9 +20,11 @@ from page_server import TOKEN, PageServer
 from simulated_runs import metrics_line, write_run, write_runs
 from waiting import PATIENCE_SECONDS
 
-from craton.observability.web import application, run_page
-from craton.observability.web.verdicts import CachedVerdict, Late, Verdicts
-from craton.orchestration import kill_run, living_agents
+from craton.observability.web import run_page
+from craton.observability.web.http import application
+from craton.observability.web.sources import CachedVerdict, Late, Verdicts
+from craton.orchestration import living_agents
+from craton.orchestration.start import kill_run
 from craton.telemetry import RunDirectory, find_run, list_runs, summarize
 
 Serve = Callable[..., PageServer]

@@ -16,12 +16,12 @@ from rich.console import Console
 from simulated_runs import write_run
 from waiting import wait_until
 
-from craton.observability.web import TopView, application, frame, frame_json
-from craton.observability.web.history import MAX_OWN_METRICS, History
-from craton.observability.web.recorded_looks import RecordedLooks, joined, last_busy
+from craton.observability.web import TopView, frame, frame_json
+from craton.observability.web.http import application
+from craton.observability.web.readers import History, RecordedLooks, joined, last_busy
+from craton.observability.web.readers.history import MAX_OWN_METRICS
 from craton.observability.web.run_page import RunPage, Shown
-from craton.observability.web.serving import ServerLook
-from craton.observability.web.verdicts import CachedVerdict, Verdicts, cause_first
+from craton.observability.web.sources import CachedVerdict, ServerLook, Verdicts, cause_first
 from craton.telemetry import RunDirectory
 
 Serve = Callable[..., PageServer]

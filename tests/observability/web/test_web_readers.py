@@ -16,30 +16,31 @@ import numpy as np
 import pytest
 from simulated_runs import STEP_SECONDS, metrics_line, plan_document, write_run
 
-from craton.agent import avoid_node
+from craton.agent.coordination import avoid_node
 from craton.figures import event_fields
-from craton.observability.web import history
-from craton.observability.web import nodes as nodes_module
-from craton.observability.web import ranks as ranks_module
 from craton.observability.web.charts import training_charts
 from craton.observability.web.heatmap import MAX_COLUMNS, heat_map
-from craton.observability.web.history import History
-from craton.observability.web.logs import PIECE_BYTES, read_piece, sources
-from craton.observability.web.nodes import Nodes, read_member, topology
-from craton.observability.web.ranks import KEPT_LINES, PHASES, RankTails
-from craton.observability.web.records import Records
-from craton.observability.web.rendering import render
-from craton.observability.web.serving import ServerLooks, look_curves
-from craton.orchestration import ServerAddress, histogram_quantile
-from craton.telemetry import (
-    Heartbeat,
-    NodeStatus,
-    RankStatus,
-    RunDirectory,
-    read_status,
-    write_heartbeat,
-    write_status,
+from craton.observability.web.readers import (
+    KEPT_LINES,
+    PHASES,
+    History,
+    Nodes,
+    RankTails,
+    Records,
+    history,
+    read_member,
+    read_piece,
+    sources,
+    topology,
 )
+from craton.observability.web.readers import nodes as nodes_module
+from craton.observability.web.readers import ranks as ranks_module
+from craton.observability.web.readers.logs import PIECE_BYTES
+from craton.observability.web.rendering import render
+from craton.observability.web.sources import ServerLooks, look_curves
+from craton.orchestration import ServerAddress, histogram_quantile
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import Heartbeat, NodeStatus, RankStatus, read_status, write_heartbeat, write_status
 
 
 def table_of(run: RunDirectory) -> Any:

@@ -21,22 +21,28 @@ from simulated_runs import write_run
 from test_web_readers import metrics_of
 from waiting import PATIENCE_SECONDS, wait_until
 
-from craton.agent import free_port
-from craton.observability.exporter import Card, CardProcess
-from craton.observability.web import TopView, schedulers
+from craton.agent.processes import free_port
+from craton.observability.exporter.gpus.cards import Card, CardProcess
+from craton.observability.web import TopView
 from craton.observability.web import actions as actions_module
-from craton.observability.web import queries as queries_module
-from craton.observability.web import serve as serve_module
-from craton.observability.web import verdicts as verdicts_module
 from craton.observability.web.actions import act, healed
-from craton.observability.web.background import Background
-from craton.observability.web.local_gpus import LocalGpus
-from craton.observability.web.queries import Answered, Prometheus
+from craton.observability.web.http import serve as serve_module
 from craton.observability.web.run_page import RunPage
-from craton.observability.web.schedulers import Schedulers
-from craton.observability.web.verdicts import CachedVerdict, Verdicts
+from craton.observability.web.sources import (
+    Answered,
+    Background,
+    CachedVerdict,
+    LocalGpus,
+    Prometheus,
+    Schedulers,
+    Verdicts,
+    schedulers,
+)
+from craton.observability.web.sources import queries as queries_module
+from craton.observability.web.sources import verdicts as verdicts_module
 from craton.orchestration import Standing
-from craton.telemetry import Heartbeat, RunDirectory, write_heartbeat
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import Heartbeat, write_heartbeat
 
 Serve = Callable[..., PageServer]
 

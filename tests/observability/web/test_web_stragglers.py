@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from simulated_runs import STEP_SECONDS, write_run
 
-from craton.observability.diagnosis import RunFacts, Snapshot, Symptom, straggler_of, symptoms, taking
+from craton.observability.diagnosis import Symptom, straggler_of, symptoms
+from craton.observability.diagnosis.collect import snapshot as taking
+from craton.observability.diagnosis.snapshot import RunFacts, Snapshot
 from craton.observability.diagnosis.verdict import Symptoms
-from craton.observability.web.nodes import NodeMember, read_member
-from craton.observability.web.ranks import KEPT_LINES, RankTable, RankTails
+from craton.observability.web.readers import KEPT_LINES, NodeMember, RankTable, RankTails, read_member
+from craton.observability.web.sources import CachedVerdict, Late, examine
 from craton.observability.web.stragglers import finding, straggler
-from craton.observability.web.verdicts import CachedVerdict, Late, examine
 from craton.orchestration import Standing
 from craton.telemetry import RunDirectory
 

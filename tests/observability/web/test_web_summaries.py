@@ -12,9 +12,8 @@ import pytest
 from simulated_runs import write_run
 from waiting import PATIENCE_SECONDS
 
-from craton.observability.web import summaries as summaries_module
-from craton.observability.web.summaries import Summaries
-from craton.observability.web.verdicts import CachedVerdict, Verdicts
+from craton.observability.web.sources import CachedVerdict, Summaries, Verdicts
+from craton.observability.web.sources import summaries as summaries_module
 from craton.telemetry import RunDirectory, Summarizer
 
 

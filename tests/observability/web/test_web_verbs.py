@@ -24,21 +24,14 @@ from simulated_runs import write_run
 from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.errors import CratonError
-from craton.observability.web import TopView, frame_json, serve_page, terminal
-from craton.observability.web.queries import prometheus_address
+from craton.observability.web import TopView, frame_json, terminal
+from craton.observability.web.http import serve_page
+from craton.observability.web.sources import CachedVerdict, Late, prometheus_address
 from craton.observability.web.terminal import TopLook
-from craton.observability.web.verdicts import CachedVerdict, Late
 from craton.orchestration import Standing
 from craton.orchestration.backend import Submission, write_submission
-from craton.telemetry import (
-    Heartbeat,
-    NodeStatus,
-    RankStatus,
-    RunDirectory,
-    RunError,
-    write_heartbeat,
-    write_status,
-)
+from craton.telemetry import RunDirectory, RunError
+from craton.telemetry.node import Heartbeat, NodeStatus, RankStatus, write_heartbeat, write_status
 
 LATE = Late("rank 5 on node-2 spends 1.50 times as long on the work of a step", (5,), ("node-2",), 0.25)
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 
 from craton.ml.serving.server.errors import ApiError, BadRequestError, ConflictError
+from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.protocol import LoadAdapterRequest, UnloadAdapterRequest, UpdateWeightsRequest
-from craton.ml.serving.server.service import HttpService
 
 
 def admin_routes(service: HttpService) -> APIRouter:

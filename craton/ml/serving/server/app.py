@@ -21,8 +21,8 @@ from craton.ml.serving.server.chat import chat
 from craton.ml.serving.server.completions import complete
 from craton.ml.serving.server.errors import ApiError, BadRequestError, ClientGoneError
 from craton.ml.serving.server.gate import Gate
+from craton.ml.serving.server.http_service import TOO_LONG, HttpService
 from craton.ml.serving.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from craton.ml.serving.server.service import TOO_LONG, HttpService
 from craton.version import VERSION
 
 CLIENT_GONE = 499  # nginx's; nobody reads it but logs

@@ -9,12 +9,11 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from craton.ml.serving.messages import Grammar
-from craton.ml.serving.server.answer import Addition, AnswerReader
 from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.generation import Answers, Choice, Prompt, respond, to_json
-from craton.ml.serving.server.logprobs import chat_logprobs, prompt_logprobs
+from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.protocol import ChatRequest, NamedTool, check_grammar
-from craton.ml.serving.server.service import HttpService
+from craton.ml.serving.server.text import Addition, AnswerReader, chat_logprobs, prompt_logprobs
 from craton.ml.serving.server.tools import (
     CallPart,
     Parsed,

@@ -7,12 +7,11 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from craton.ml.serving.server.answer import Addition, AnswerReader
 from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.generation import Answers, Choice, Prompt, respond, to_json
-from craton.ml.serving.server.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
+from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.protocol import MAX_CHOICES, CompletionRequest
-from craton.ml.serving.server.service import HttpService
+from craton.ml.serving.server.text import Addition, AnswerReader, completion_logprobs, echoed_logprobs, prompt_logprobs
 
 DEFAULT_TOKENS = 16  # OpenAI's
 

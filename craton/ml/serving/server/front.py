@@ -19,13 +19,13 @@ from typing import get_args
 import uvicorn
 
 from craton.errors import CratonError
-from craton.http_guard.connections import BoundedHttpTools, ConnectionLimits
+from craton.http_guard import BoundedHttpTools, ConnectionLimits
 from craton.limits import file_shortage, name_limit, raise_file_limit
 from craton.ml.serving.server.access import ADMIN_VARIABLE, KEYS_VARIABLE, ServerAccess, read_admin_key, read_api_keys
 from craton.ml.serving.server.app import make_app
 from craton.ml.serving.server.errors import UnavailableError
+from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.link import EngineLink
-from craton.ml.serving.server.service import HttpService
 from craton.ml.serving.server.settings import ReasoningStyle, ServerSettings, ToolStyle
 from craton.ml.serving.server.wire import Wire
 

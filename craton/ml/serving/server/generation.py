@@ -19,12 +19,11 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from craton.ml.serving.messages import Alternatives, OutputDelta, Sampling
-from craton.ml.serving.server.answer import Addition, AnswerReader
 from craton.ml.serving.server.errors import ApiError, BadRequestError, BrokenError, ClientGoneError, UnavailableError
+from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.metrics import ServerMeter
 from craton.ml.serving.server.protocol import GenerationRequest
-from craton.ml.serving.server.service import HttpService
-from craton.ml.serving.server.vocabulary import Detokenizer, TokenNumbers
+from craton.ml.serving.server.text import Addition, AnswerReader, Detokenizer, TokenNumbers
 
 DONE = b"data: [DONE]\n\n"
 

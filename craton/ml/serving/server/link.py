@@ -17,7 +17,6 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
-from craton.ml.serving.message_bytes import Message
 from craton.ml.serving.messages import (
     Abort,
     Control,
@@ -30,9 +29,9 @@ from craton.ml.serving.messages import (
     Stats,
     Submit,
 )
-from craton.ml.serving.packing import WireError
 from craton.ml.serving.server.errors import ApiError, ClientGoneError, TooSlowError, UnavailableError
 from craton.ml.serving.server.wire import Wire
+from craton.ml.serving.wire import Message, WireError
 
 MAX_HELD_VALUES = 1 << 18  # tokens and alternatives of one request that its client has not taken; about 10 MB
 

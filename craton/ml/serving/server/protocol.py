@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from craton.ml.serving.grammar_limits import GrammarError, check_size
+from craton.ml.serving.grammar import GrammarError, check_size
 from craton.ml.serving.messages import Grammar
 from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.fields import unknown_fields

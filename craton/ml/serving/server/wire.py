@@ -11,8 +11,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
-from craton.ml.serving.message_bytes import Message, decode, encode
-from craton.ml.serving.packing import MAX_MESSAGE_BYTES, WireError
+from craton.ml.serving.wire import MAX_MESSAGE_BYTES, Message, WireError, decode, encode
 
 READ_BYTES = 1 << 20
 PATIENCE_SECONDS = 1e6  # a timeout, however long, makes Python wait for a socket that does not block itself

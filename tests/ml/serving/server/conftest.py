@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # so that the tests find the scr
 
 from scripted_engine import Script, ScriptedEngine, Served, controlled, tokens_of
 
-from craton.ml.data.tokenizer import load_tokenizer, train_bpe
+from craton.ml.data import load_tokenizer
+from craton.ml.data.tokenizer import train_bpe
 
 PYTHON_TAG = "<|python_tag|>"  # Llama's mark of a call, which texts leave out
 

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from openai import OpenAI
 from waiting import PATIENCE_SECONDS
 
-from craton.ml.serving.message_bytes import MessageLine
 from craton.ml.serving.messages import (
     Abort,
     Alternatives,
@@ -36,6 +35,7 @@ from craton.ml.serving.messages import (
     Request,
     Submit,
 )
+from craton.ml.serving.wire import MessageLine
 
 SECONDS = PATIENCE_SECONDS
 VOCABULARY = 320

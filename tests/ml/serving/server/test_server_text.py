@@ -14,11 +14,11 @@ from scripted_engine import Script, Served
 from tokenizers import Tokenizer, decoders, models
 
 from craton.ml.serving.messages import OutputDelta
-from craton.ml.serving.server.answer import AnswerReader, StopStrings
 from craton.ml.serving.server.errors import BadRequestError
-from craton.ml.serving.server.service import generation_defaults
-from craton.ml.serving.server.templates import ChatTemplate, load_template
-from craton.ml.serving.server.vocabulary import HELD_TOKENS, Detokenizer, Vocabulary
+from craton.ml.serving.server.http_service import generation_defaults
+from craton.ml.serving.server.text import AnswerReader, ChatTemplate, Detokenizer, Vocabulary, load_template
+from craton.ml.serving.server.text.answer import StopStrings
+from craton.ml.serving.server.text.vocabulary import HELD_TOKENS
 
 EMOJI = "naïve 👩‍👩‍👧 数 fox"
 

@@ -16,10 +16,9 @@ import pytest
 from scripted_engine import SECONDS
 from waiting import wait_until
 
-from craton.ml.serving.message_bytes import MessageLine, encode
 from craton.ml.serving.messages import Abort, Failed, OutputDelta, Stats, Submit
-from craton.ml.serving.packing import WireError
 from craton.ml.serving.server.wire import Wire
+from craton.ml.serving.wire import MessageLine, WireError, encode
 
 LONG = tuple(range(500_000))
 

@@ -14,7 +14,6 @@ from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.tools import (
     Parsed,
     Parser,
-    Plain,
     ReasoningParser,
     ToolChoice,
     begins_inside,
@@ -22,6 +21,7 @@ from craton.ml.serving.server.tools import (
     guess_style,
     make_parser,
 )
+from craton.ml.serving.server.tools.parsed import Plain
 
 AUTO = ToolChoice("auto")
 SCHEMAS = {

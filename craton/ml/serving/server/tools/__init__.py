@@ -1,27 +1,21 @@
 """Tool calls and reasoning in an answer's text: found as it streams, the same however it is cut into chunks."""
 
-from craton.ml.serving.server.tools.choice import (
-    Schemas,
-    ToolChoice,
-    choice_grammar,
-    guess_style,
-    keeps_special_tokens,
-    make_parser,
-)
-from craton.ml.serving.server.tools.parsed import CallPart, Parsed, Parser, Plain
-from craton.ml.serving.server.tools.reasoning import ReasoningParser, begins_inside
+from __future__ import annotations
 
-__all__ = [
-    "CallPart",
-    "Parsed",
-    "Parser",
-    "Plain",
-    "ReasoningParser",
-    "Schemas",
-    "ToolChoice",
-    "begins_inside",
-    "choice_grammar",
-    "guess_style",
-    "keeps_special_tokens",
-    "make_parser",
-]
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.ml.serving.server.tools.choice import (
+        Schemas,
+        ToolChoice,
+        choice_grammar,
+        guess_style,
+        keeps_special_tokens,
+        make_parser,
+    )
+    from craton.ml.serving.server.tools.parsed import CallPart, Parsed, Parser
+    from craton.ml.serving.server.tools.reasoning import ReasoningParser, begins_inside
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

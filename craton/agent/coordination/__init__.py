@@ -1,0 +1,33 @@
+"""The agents of a run together: leader election, membership decisions, signed messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.agent.coordination.coordinator import (
+        SILENT_SECONDS,
+        Action,
+        Coordinator,
+        Fail,
+        Finish,
+        Notice,
+        RankFailure,
+        Release,
+        Start,
+    )
+    from craton.agent.coordination.excluded_nodes import (
+        AVOID_FILE,
+        avoid_node,
+        forget_avoided,
+        read_avoided,
+        welcome_node,
+    )
+    from craton.agent.coordination.hangs import HANG_STEPS, RankProgress
+    from craton.agent.coordination.leader_election import Claimed, Followed, Heard, LeaderElection
+    from craton.agent.coordination.strangers import Strangers
+    from craton.agent.coordination.wire import Link, Message, check_secret, run_secret
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

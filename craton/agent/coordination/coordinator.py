@@ -1,0 +1,445 @@
+"""Decides who the ranks of a run are: the next generation after a failure, a lost node, a new one, or a resize.
+
+Pure: it is told what the agents say and what time it is, and answers what is to be done, so that every decision can be
+tested without a process. One agent has one at a time: the first node's, and when that is gone, the next one's.
+
+- A rank that ended, raised or hangs: a new generation with the same nodes. Which rank hangs is for `hangs` to say.
+- A node that is to be avoided: a spare takes its place, if there is one, and no step is lost. Until all ranks are in
+  such a planned generation, those still in the one before are watched there, and no other planned one is begun.
+- A node that is gone: a spare takes its place; without one it is waited for; an elastic run then goes on with fewer.
+- After `tries` tries that brought no new step the run has failed: it would break again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from craton.agent.coordination.hangs import RankProgress, find_hang
+from craton.agent.generation import Generation
+from craton.agent.launch import Launch
+from craton.digits import counted
+
+SILENT_SECONDS = 5.0  # an agent that says nothing for this long is gone; it speaks several times a second
+ECHO_SECONDS = 0.3  # how long the cause of a broken connection is waited for
+PAUSE_SECONDS = 1.5  # a coordinator that decides several times a second has not run for this long
+FRESH_SECONDS = 1.0  # how old an agent's word may be when it is judged who hangs
+FIRST_SECONDS = 60.0  # how long a node has to get ready, when it is there or the run begins
+RETURN_SECONDS = 0.3  # an agent whose connection broke may dial again
+COME_OVER_SECONDS = 1.0  # how long a new coordinator that knows of a fault waits for agents that look for it
+SETTLE_SECONDS = 1.0  # a node that joined is taken in when it has stayed this long
+RELEASE_SECONDS = 5.0  # how long ago a smaller generation must have begun a new step before other nodes are let go
+
+
+@dataclass
+class Member:
+    """A node whose agent is there."""
+
+    node: str
+    since: float
+    heard: float
+    is_ready: bool = False  # its keeper stands, its ranks can be made
+    keeper: str = ""
+    store: str = ""
+    generation: int = -1  # the one that its agent has heard of
+    done_with: int = -1  # the generation that its ranks have ended well
+    ranks: dict[int, RankProgress] = field(default_factory=dict)
+    leaving: dict[int, RankProgress] = field(default_factory=dict)  # by their ranks in the generation before
+    done: frozenset[int] = frozenset()  # ranks that have ended well
+    gone_since: float | None = None  # its connection broke
+    is_released: bool = False
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """Why a generation cannot go on."""
+
+    text: str
+    time: float  # epoch seconds at which it stopped moving
+    ranks: tuple[int, ...] = ()  # to be ended first
+    generation: int | None = None  # in which it happened; None: the present one
+    is_final: bool = False  # it would happen again: the run has failed
+    is_early: bool = False  # so soon after the first start that it would too, unless there was a step
+    is_echo: bool = False  # a rank whose connection to another one broke: most likely that one's fault
+
+
+@dataclass(frozen=True)
+class Start:
+    """A generation to be begun, and ranks that are to be ended first."""
+
+    generation: Generation
+    end: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fail:
+    text: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Every rank has ended well."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """Nodes that the run needs no more."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something for people to know."""
+
+    event: str
+    text: str
+
+
+Action = Start | Fail | Finish | Release | Notice
+
+
+class Coordinator:
+    def __init__(self, launch: Launch, me: str, current: Generation | None, next_number: int, now: float) -> None:
+        """`current` is the generation under way that this coordinator takes over, if any."""
+        self.launch, self.me, self.current = launch, me, current
+        self.members: dict[str, Member] = {}
+        self._next_number = next_number
+        self._faults: list[RankFailure] = []
+        self._failures = current.failures if current else 0
+        self._failed_at = current.failed_at if current else -1  # the step of the last failure
+        self._reached = current.reached if current else 0
+        self._short_since: float | None = None
+        self._told_short = False
+        self._began = now
+        self._awaited = set(current.nodes if current else [])  # have not come over yet
+        self._resized: tuple[int, dict[str, Any] | None] | None = None
+        self._avoided: frozenset[str] = frozenset()
+        self._finished = False
+        self._clock = 0.0  # epoch seconds of the last tick
+        self._ticked = now
+        self._entered_at: int | None = None  # the step at which all ranks were in the present generation
+        self._moving_since: float | None = None
+
+    # -- what it is told ------------------------------------------------------------------------------------------
+
+    def joined(self, node: str, now: float) -> None:
+        member = self.members.setdefault(node, Member(node, since=now, heard=now))
+        member.heard, member.gone_since = now, None
+        self._awaited.discard(node)
+
+    def heard(self, node: str, status: Mapping[str, Any], now: float) -> None:
+        """A status message of a node's agent."""
+        is_new = node not in self.members
+        self.joined(node, now)
+        member = self.members[node]
+        if is_new and self.current and node in self.current.nodes and status.get("generation", -1) < 0:
+            self._faults.append(RankFailure(f"{node} is lost: its agent was started anew", self._clock))
+        member.is_ready = bool(status.get("ready"))
+        member.keeper, member.store = str(status.get("keeper", "")), str(status.get("store", ""))
+        member.generation, member.done_with = int(status.get("generation", -1)), int(status.get("done_with", -1))
+        member.done = frozenset(int(rank) for rank in status.get("done", ()))
+        member.ranks, member.leaving = _progress(status.get("ranks", {})), _progress(status.get("leaving", {}))
+        steps = [rank.step for rank in member.ranks.values() if self.current and rank.generation == self.current.number]
+        self._reached = max([self._reached, *(step - 1 for step in steps)])
+
+    def left(self, node: str, now: float) -> None:
+        """The connection to an agent broke."""
+        if (member := self.members.get(node)) is not None and member.gone_since is None:
+            member.gone_since = now
+
+    def fault(self, fault: RankFailure) -> None:
+        """What an agent saw of its own ranks; of an earlier generation it is old news, unless ranks are still in it."""
+        if self.current is None:
+            return
+        is_left = fault.generation == self.current.number - 1 and self._is_being_left()
+        if is_left or fault.generation in (None, self.current.number):
+            self._faults.append(fault)
+
+    def resize(self, nodes: int, layout: dict[str, Any] | None) -> None:
+        self._resized = (nodes, layout)
+
+    def avoid(self, nodes: frozenset[str]) -> None:
+        """Nodes that the run leaves when it has enough others."""
+        self._avoided = nodes
+
+    # -- what it decides ------------------------------------------------------------------------------------------
+
+    def tick(self, now: float, clock: float) -> list[Action]:
+        """What is to be done now; `clock` is the same moment in epoch seconds."""
+        self._clock = clock
+        self._forgive_pause(now)
+        if self._finished:
+            return []
+        self._drop_gone(now, clock)
+        if self.current is not None and not self._faults:
+            if all(self._is_done(node) for node in self.current.nodes):
+                self._finished = True
+                return [Finish()]
+            self._look_for_hangs(now, clock)
+        echoes = self._faults and all(fault.is_echo for fault in self._faults)
+        if echoes and clock - min(fault.time for fault in self._faults) < ECHO_SECONDS:
+            return []
+        is_wrong = not self._reached  # a command that has done no step yet, and fails at once
+        final = next((fault for fault in self._faults if fault.is_final or (fault.is_early and is_wrong)), None)
+        if final is not None:
+            self._finished = True
+            return [Fail(final.text)]
+        if self.current is not None and any(self._may_return(node, now) for node in self.current.nodes):
+            return []
+        nodes = self._nodes_of_next(now)
+        if isinstance(nodes, Fail):
+            self._finished = True
+            return [nodes]
+        actions: list[Action] = []
+        if nodes is None:
+            actions += self._tell_shortage()
+        elif self.current is None or self._faults or (nodes != self.current.nodes and self._has_entered()):
+            actions += self._start(nodes, clock)
+        return actions + self._release(now)
+
+    def _forgive_pause(self, now: float) -> None:
+        """The seconds for which this coordinator itself did not run (a machine that was frozen or resumed) are held
+        against no agent: what they sent meanwhile may not have been read yet."""
+        pause, self._ticked = now - self._ticked, now
+        if pause > PAUSE_SECONDS:
+            self._began += pause
+            for member in self.members.values():
+                member.heard = min(now, member.heard + pause)
+
+    def _drop_gone(self, now: float, clock: float) -> None:
+        for node, member in list(self.members.items()):
+            broke = member.gone_since is not None and now - member.gone_since > RETURN_SECONDS
+            silent = node != self.me and now - member.heard > SILENT_SECONDS
+            if broke or silent:
+                del self.members[node]
+                if self.current is not None and (node in self.current.nodes or self._leaving(member)):
+                    since = now - (member.gone_since if broke and member.gone_since is not None else member.heard)
+                    how = "its agent is gone" if broke else f"no sign of life for {SILENT_SECONDS:.0f} s"
+                    self._faults.append(RankFailure(f"{node} is lost: {how}", clock - since))
+        if self.current is not None and now - self._began > SILENT_SECONDS:
+            # after a change of coordinator: nodes that never came over
+            for node in self.current.nodes:
+                if node not in self.members and not self._faults:
+                    self._faults.append(RankFailure(f"{node} is lost: its agent is gone", clock))
+
+    def _look_for_hangs(self, now: float, clock: float) -> None:
+        assert self.current is not None
+        number, is_left = self.current.number, self._is_being_left()
+        watched = [node for node in self.current.nodes if not self._is_done(node)]
+        leaving = [node for node, member in self.members.items() if self._leaving(member)]
+        found: list[tuple[str, tuple[int, ...], RankProgress]] = []  # name, which to end, what it does
+        for node in [*watched, *leaving]:
+            member = self.members.get(node)
+            if member is None or now - member.heard > FRESH_SECONDS:
+                return  # what is not known to be so now is not held against anybody
+            for rank in self.current.ranks_of(node):
+                if rank in member.done:
+                    continue
+                status = member.ranks.get(rank)
+                if is_left:  # who has entered waits for those that have not
+                    if status is not None and member.generation == number and status.generation == number - 1:
+                        found.append((f"rank {rank}", (rank,), status))
+                elif status is None or status.generation != number:
+                    return  # still on its way: its agent sees to that
+                else:
+                    found.append((f"rank {rank}", (rank,), status))
+            for rank, status in self._leaving(member).items():  # their agent ends them with the planned generation
+                found.append((f"rank {rank}, which leaves {node},", (), status))
+        failures = self._failures if self._reached <= self._failed_at else 0
+        hanging = find_hang([status for _, _, status in found], failures)
+        if hanging is not None:
+            name, end, last = found[hanging]
+            doing = "is stopped by a signal" if last.is_stopped else f"hangs in {last.kind}"
+            text = f"{name} {doing} at step {last.step}: no progress for {last.age:.1f} s"
+            self._faults.append(RankFailure(text, clock - last.age, end))
+
+    def _has_entered(self) -> bool:
+        """Whether all ranks are in the present generation, or have ended well there."""
+        current = self.current
+        return current is not None and all(
+            (member := self.members.get(node)) is not None
+            and all(
+                rank in member.done or (rank in member.ranks and member.ranks[rank].generation == current.number)
+                for rank in current.ranks_of(node)
+            )
+            for node in current.nodes
+        )
+
+    def _is_being_left(self) -> bool:
+        """Whether ranks are at work in the generation before, for a planned one. Those of a job's own command are not:
+        they were told to end, and their agents see to that."""
+        is_planned = self.current is not None and self.current.is_planned and bool(self.launch.nursery)
+        return is_planned and not self._has_entered()
+
+    def _leaving(self, member: Member) -> dict[int, RankProgress]:
+        """The ranks of a node without a part in the present generation that others still wait for."""
+        if self.current is None or not member.leaving or not self._is_being_left():
+            return {}
+        return {rank: each for rank, each in member.leaving.items() if each.generation == self.current.number - 1}
+
+    def _may_return(self, node: str, now: float) -> bool:
+        """Whether its connection broke a moment ago, or it has not come over yet from the coordinator before."""
+        if (member := self.members.get(node)) is not None:
+            return member.gone_since is not None
+        return node in self._awaited and now - self._began <= (COME_OVER_SECONDS if self._faults else SILENT_SECONDS)
+
+    def _is_done(self, node: str) -> bool:
+        member = self.members.get(node)
+        return self.current is not None and member is not None and member.done_with == self.current.number
+
+    def _nodes_of_next(self, now: float) -> list[str] | Fail | None:
+        """The nodes of the generation that should be; the present ones where nothing is to change, None to wait."""
+        order = {node: index for index, node in enumerate(self.launch.nodes)}
+        ready = sorted(
+            (member.node for member in self.members.values() if member.is_ready and member.gone_since is None),
+            key=lambda node: order.get(node, len(order)),
+        )
+        target = self._resized[0] if self._resized else self.launch.working_nodes
+        others = [node for node in ready if node not in self._avoided]
+        if len(others) >= target:
+            ready = others
+        present = self.current.nodes if self.current else []
+        staying = [node for node in present if node in ready]
+        is_whole = bool(present) and len(staying) == len(present)
+        if is_whole:  # a node that joined is taken in when it has stayed for a while
+            self._short_since = None
+            able = [node for node in ready if node in present or now - self.members[node].since >= SETTLE_SECONDS]
+            size = target if len(able) >= target else self._size(len(able), target)
+            return present if size is None or size <= len(present) <= target else _seated(present, able, size)
+        if len(ready) >= target:
+            self._short_since = None
+            return _seated(present, ready, target)
+        size = self._size(len(ready), target)
+        if self._short_since is None:
+            self._short_since = now
+        short = now - self._short_since
+        is_coming = not present or any(not member.is_ready for member in self.members.values())
+        patience = max(self.launch.spare_seconds, FIRST_SECONDS) if is_coming else self.launch.spare_seconds
+        if size is not None and short >= patience:
+            self._short_since = None
+            return _seated(present, ready, size)
+        if short >= self.launch.give_up_seconds:
+            missing = [node for node in (present or self.launch.nodes[:target]) if node not in ready]
+            return Fail(
+                f"{', '.join(missing)} did not come back within {self.launch.give_up_seconds:.0f} s, and the job needs "
+                f"{counted(target, 'node')}; `craton resume` goes on when it is there, `cluster: NAME x "
+                f"{max(1, len(ready))}.."
+                f"{target}` goes on with fewer"
+            )
+        return None
+
+    def _size(self, available: int, target: int) -> int | None:
+        """The largest number of nodes the run can go on with; None: it cannot."""
+        if not self.launch.min_nodes:
+            return None
+        sizes = [int(size) for size in self.launch.layouts] + [self.launch.working_nodes]
+        fitting = [size for size in sizes if self.launch.min_nodes <= size <= min(available, target)]
+        return max(fitting, default=None)
+
+    def _tell_shortage(self) -> list[Action]:
+        if self._told_short or self.current is None:
+            return []
+        self._told_short = True
+        why = "; ".join(fault.text for fault in self._faults) or "too few nodes"
+        return [Notice("waiting_for_nodes", f"{why}; waiting for a node to take its place")]
+
+    def _start(self, nodes: list[str], clock: float) -> list[Action]:
+        faults, self._faults = self._faults, []
+        faults = [fault for fault in faults if not fault.is_echo] or faults
+        if faults and self.current is not None:
+            if self._reached > self._failed_at:
+                self._failures = 0
+            self._failed_at = self._reached
+            self._failures += 1
+            if self._failures > self.launch.tries:
+                self._finished = True
+                return [Fail(self._gave_up(faults))]
+        self._told_short = False
+        first = self.members[nodes[0]]
+        generation = Generation(
+            number=self._next_number,
+            nodes=nodes,
+            ranks_per_node=self.launch.ranks_per_node,
+            store=first.store,
+            keepers={node: self.members[node].keeper for node in nodes if self.members[node].keeper},
+            layout=self._layout(len(nodes)),
+            reason="; ".join(dict.fromkeys(fault.text for fault in faults)) or self._why(nodes),
+            reached=self._reached,
+            is_planned=bool(self.current) and not faults,
+            broke_at=min((fault.time for fault in faults), default=0.0),
+            failures=self._failures,
+            failed_at=self._failed_at,
+            by=self.me,
+            time=clock,
+        )
+        self._next_number += 1
+        self.current = generation
+        self._entered_at = self._moving_since = None
+        return [Start(generation, tuple(rank for fault in faults for rank in fault.ranks))]
+
+    def _gave_up(self, faults: Sequence[RankFailure]) -> str:
+        text = "; ".join(dict.fromkeys(fault.text for fault in faults))
+        if self.launch.tries == 0:
+            return text
+        where = f"step {self._reached + 1}"
+        return f"{text}\nthis was failure {self._failures} in a row at {where}: it would break there again"
+
+    def _layout(self, size: int) -> dict[str, Any] | None:
+        if self._resized and self._resized[0] == size and self._resized[1]:
+            return self._resized[1]
+        return self.launch.layouts.get(str(size))
+
+    def _why(self, nodes: list[str]) -> str:
+        if self.current is None:
+            return "start"
+        if left := [node for node in self.current.nodes if node not in nodes and node in self._avoided]:
+            return f"{', '.join(left)} left for a spare"
+        before, after = len(self.current.nodes), len(nodes)
+        change = "grown" if after > before else "shrunk" if after < before else "changed"
+        return f"{change} from {before} to {counted(after, 'node')}"
+
+    def _release(self, now: float) -> list[Action]:
+        """After a resize by hand, nodes beyond those that work and the spares."""
+        if self._resized is None or self.current is None or len(self.current.nodes) != self._resized[0]:
+            return []
+        if self._moving_since is None and self._has_moved():
+            self._moving_since = now
+        if self._moving_since is None or now - self._moving_since < RELEASE_SECONDS:
+            return []
+        spares = len(self.launch.nodes) - self.launch.working_nodes
+        idle = [
+            node
+            for node in self.launch.nodes
+            if node in self.members and node not in self.current.nodes and not self.members[node].is_released
+        ]
+        surplus = tuple(sorted(idle, key=lambda node: node in self._avoided)[spares:])  # the healthy stay
+        for node in surplus:
+            self.members[node].is_released = True
+        return [Release(surplus)] if surplus else []
+
+    def _has_moved(self) -> bool:
+        """Whether a step was begun after all ranks had entered the present generation."""
+        assert self.current is not None
+        if not self._has_entered():
+            return False
+        members = [self.members[node] for node in self.current.nodes]
+        step = max((rank.step for member in members for rank in member.ranks.values()), default=0)
+        self._entered_at = step if self._entered_at is None else self._entered_at
+        return step > self._entered_at
+
+
+def _progress(ranks: Mapping[Any, Sequence[Any]]) -> dict[int, RankProgress]:
+    """rank → what an agent says of it."""
+    return {int(rank): RankProgress(*values) for rank, values in ranks.items()}
+
+
+def _seated(present: Sequence[str], ready: Sequence[str], size: int | None) -> list[str]:
+    """`size` nodes: whoever works already keeps its place, others take the places of the lost."""
+    assert size is not None
+    staying = [node for node in present if node in ready]
+    others = [node for node in ready if node not in staying]
+    if len(present) != size:
+        return [*staying, *others][:size]
+    return [node if node in ready else others.pop(0) for node in present]

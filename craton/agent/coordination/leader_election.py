@@ -1,0 +1,151 @@
+"""The agents of a run among themselves: who coordinates, and the links to and from it.
+
+An agent looks for one that says it coordinates, and follows it. Where none does, the first of those that can be reached
+takes it on: at once when it is the first node of all, after a moment for others to return when it is not. An agent that
+coordinates goes on looking; when it finds an earlier node that does too (a network that was cut is whole again), it
+follows that one. Two that coordinate at the same time do no harm: only one can create the next generation.
+
+Threads only read and dial; what they find is put into one queue, which the agent's loop empties.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from craton.agent.coordination.wire import Link, Listener, Message, dial
+from craton.agent.launch import Launch
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import read_heartbeat
+
+FIRST_SECONDS = 20.0  # how long earlier nodes have to appear when a run begins
+TAKEOVER_SECONDS = 0.5  # and to return when there was a coordinator
+LOOK_SECONDS = 0.1
+ANSWER_SECONDS = 3.0  # an agent that dialed and gets no answer asks the next one
+AGAIN_SECONDS = 2.0  # between two looks of one that coordinates
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A message over a link; None: the link is at its end."""
+
+    link: Link
+    message: Message | None
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A link to the agent that coordinates."""
+
+    link: Link
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """Nobody else coordinates."""
+
+
+News = Heard | Followed | Claimed
+
+
+class LeaderElection:
+    """`wake` is called from threads when there is news."""
+
+    def __init__(
+        self, run: RunDirectory, launch: Launch, node: int, secret: bytes, host: str, wake: Callable[[], None]
+    ) -> None:
+        self._run, self._launch, self._secret, self._wake = run, launch, secret, wake
+        self._index, self._node = node, launch.nodes[node]
+        self._news: SimpleQueue[News] = SimpleQueue()
+        self._listener = Listener(host, secret, self._welcome)
+        self.address = f"{host}:{self._listener.port}"
+        self.coordinates = False  # set by the agent's loop
+        self._looking = threading.Event()
+        self._closed = False
+        self._has_followed = False
+        self._seeker = threading.Thread(target=self._seek, name="council", daemon=True)
+        self._seeker.start()
+
+    def look(self) -> None:
+        """Look for a coordinator, from now on."""
+        self._looking.set()
+
+    def take(self) -> News | None:
+        try:
+            return self._news.get_nowait()
+        except Empty:
+            return None
+
+    def close(self) -> None:
+        self._closed = True
+        self._looking.set()
+        self._listener.close()
+
+    def _post(self, news: News) -> None:
+        self._news.put(news)
+        self._wake()
+
+    def _welcome(self, link: Link) -> None:
+        """One who dialed: it asks first who coordinates, and stays when it is us."""
+        message = link.receive()
+        if message is None or message.get("is") != "who":
+            link.close()
+            return
+        link.node = str(message.get("node", ""))
+        if link.send({"is": "answer", "coordinates": self.coordinates}) and self.coordinates:
+            self._read(link)
+        else:
+            link.close()
+
+    def _read(self, link: Link) -> None:
+        while (message := link.receive()) is not None:
+            self._post(Heard(link, message))
+        self._post(Heard(link, None))
+
+    def _seek(self) -> None:
+        while not self._closed:
+            if not self.coordinates:
+                self._looking.wait()
+            began = time.monotonic()
+            while not self._closed:
+                found, earlier_lives = self._ask_everybody()
+                if found is not None:
+                    self._looking.clear()
+                    self._has_followed = True
+                    self._post(Followed(found))
+                    self._read(found)
+                    break
+                if self.coordinates:
+                    time.sleep(AGAIN_SECONDS)
+                    continue
+                patience = TAKEOVER_SECONDS if self._has_followed else FIRST_SECONDS
+                if not earlier_lives and (self._index == 0 or time.monotonic() - began > patience):
+                    self._looking.clear()
+                    self.coordinates = True
+                    self._post(Claimed())
+                    break
+                time.sleep(LOOK_SECONDS)
+
+    def _ask_everybody(self) -> tuple[Link | None, bool]:
+        """(a link to one that coordinates, whether an agent of an earlier node answers)."""
+        earlier_lives = False
+        for index, node in enumerate(self._launch.nodes):
+            if index == self._index or self._closed or (self.coordinates and index > self._index):
+                continue
+            beat = read_heartbeat(self._run, node)
+            if beat is None or beat.generation != self._launch.generation or not beat.address:
+                continue
+            if beat.state not in ("running", "spare") or beat.is_stopped_here:  # one that is stopped answers nothing
+                continue
+            if (link := dial(beat.address, self._secret, 1.0)) is None:
+                continue
+            link.node = node
+            answer = link.receive(ANSWER_SECONDS) if link.send({"is": "who", "node": self._node}) else None
+            if answer is not None and answer.get("coordinates"):
+                return link, True
+            link.close()
+            earlier_lives = earlier_lives or (answer is not None and index < self._index)
+        return None, earlier_lives

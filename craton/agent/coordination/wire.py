@@ -1,0 +1,233 @@
+"""How agents speak to each other: small JSON messages over TCP, every one signed with the run's secret.
+
+Both sides prove that they know the secret before anything else is read. A frame is its length, an HMAC-SHA256 over the
+connection's two nonces, its direction, its number and its text, and the text; so nothing can be forged, repeated or put
+in another order. A connection that breaks these rules is closed. Reading is done in threads, which hand what they read
+to the agent's single loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from craton.agent.coordination.strangers import Strangers
+from craton.agent.errors import LaunchError
+from craton.limits import explain
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_regular
+
+GREETING = b"craton1 "
+NONCE_BYTES, MAC_BYTES = 16, 32
+MAX_FRAME_BYTES = 8 << 20
+HANDSHAKE_SECONDS = 3.0
+SEND_SECONDS = 3.0
+ACCEPT_AGAIN_SECONDS = 0.1
+SECRET_CHARACTERS = 64  # hexadecimal: 256 bits
+
+Message = dict[str, Any]
+
+
+def run_secret(run: RunDirectory) -> bytes:
+    """The run's secret, made by whoever needs it first. LaunchError when it is empty or too short to keep others out;
+    OSError when it cannot be made or read."""
+    if (secret := check_secret(run)) is not None:
+        return secret
+    _make_secret(run)
+    secret = check_secret(run)
+    if secret is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(run.secret_path))
+    return secret
+
+
+def check_secret(run: RunDirectory) -> bytes | None:
+    """The run's secret, or None where none was made yet; LaunchError and OSError as above."""
+    try:
+        secret = read_regular(run.secret_path)
+    except FileNotFoundError:
+        return None
+    if len(secret.strip()) < SECRET_CHARACTERS:
+        raise LaunchError(
+            f"{run.secret_path} holds {len(secret.strip())} characters, and a secret has {SECRET_CHARACTERS}: remove "
+            f"it while the run is stopped, and `craton resume {run.name}` makes a new one"
+        )
+    return secret
+
+
+def _make_secret(run: RunDirectory) -> None:
+    """Whole or not at all, and once: of two that make one at the same time, the first one counts."""
+    fresh = run.secret_path.with_name(f".secret.{secrets.token_hex(8)}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            text = secrets.token_hex(SECRET_CHARACTERS // 2).encode()
+            if os.write(descriptor, text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(fresh))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        with contextlib.suppress(FileExistsError):
+            os.link(fresh, run.secret_path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+
+
+class Link:
+    """One connection to another agent. `send` may be called from one thread, while the reader has another."""
+
+    def __init__(self, connection: socket.socket, secret: bytes, nonces: bytes, dialed: bool) -> None:
+        self._connection, self._secret, self._nonces = connection, secret, nonces
+        self._directions = (b">", b"<") if dialed else (b"<", b">")
+        self._sent = self._received = 0
+        self._lock = threading.Lock()
+        self.is_open = True
+        self.node = ""  # who is at the other end, once it has said so
+
+    def send(self, message: Message) -> bool:
+        """False when the other side is gone; the link is closed then."""
+        text = json.dumps(message, separators=(",", ":")).encode()
+        with self._lock:
+            mac = self._mac(self._directions[0], self._sent, text)
+            self._sent += 1
+            try:
+                self._connection.sendall(struct.pack(">I", len(text)) + mac + text)
+            except OSError:
+                self.close()
+                return False
+        return True
+
+    def receive(self, seconds: float | None = None) -> Message | None:
+        """The next message; None when the link is at its end, somebody else is on it, or nothing comes in time."""
+        try:
+            self._connection.settimeout(seconds)
+            (length,) = struct.unpack(">I", self._read(4))
+            if length > MAX_FRAME_BYTES:
+                raise OSError("a frame that no agent sends")
+            mac, text = self._read(MAC_BYTES), self._read(length)
+            if not hmac.compare_digest(mac, self._mac(self._directions[1], self._received, text)):
+                raise OSError("a frame that is not signed")
+            self._received += 1
+            message = json.loads(text)
+            if not isinstance(message, dict):
+                raise ValueError(text)
+            return message
+        except (OSError, ValueError):
+            self.close()
+            return None
+
+    def close(self) -> None:
+        self.is_open = False
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _mac(self, direction: bytes, number: int, text: bytes) -> bytes:
+        return hmac.digest(self._secret, self._nonces + direction + struct.pack(">Q", number) + text, "sha256")
+
+    def _read(self, count: int) -> bytes:
+        return _read(self._connection, count)
+
+
+def dial(address: str, secret: bytes, timeout: float = HANDSHAKE_SECONDS) -> Link | None:
+    """A link to the agent that listens at host:port; None where none does that knows the secret."""
+    host, _, port = address.rpartition(":")
+    try:
+        connection = socket.create_connection((host, int(port)), timeout)
+    except (OSError, ValueError):
+        return None
+    return _shake_hands(connection, secret, dialed=True)
+
+
+class Listener:
+    """Accepts other agents; every link that knows the secret is given to `welcome` in a thread of its own."""
+
+    def __init__(self, host: str, secret: bytes, welcome: Callable[[Link], None]) -> None:
+        self._socket = socket.create_server((host, 0), backlog=128)
+        self._secret, self._welcome, self._closed = secret, welcome, False
+        self._strangers = Strangers()
+        self.port = int(self._socket.getsockname()[1])
+        threading.Thread(target=self._accept, name="agents", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        has_told = False
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not has_told:
+                    has_told = True
+                    print(f"craton agent: cannot accept another agent: {explain(error)}", file=sys.stderr, flush=True)
+                time.sleep(ACCEPT_AGAIN_SECONDS)  # too many open files, or a caller that has gone
+                continue
+            self._strangers.add(connection)
+            threading.Thread(target=self._greet, args=(connection,), name="agent", daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        link = _shake_hands(connection, self._secret, dialed=False)
+        self._strangers.remove(connection)
+        if link is not None:
+            self._welcome(link)
+
+
+def _shake_hands(connection: socket.socket, secret: bytes, dialed: bool) -> Link | None:
+    """Each side sends a nonce, and the other one signs both: whoever dialed first."""
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    try:
+        connection.settimeout(HANDSHAKE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        mine = secrets.token_bytes(NONCE_BYTES)
+        connection.sendall(GREETING + mine)
+        greeting = _read(connection, len(GREETING) + NONCE_BYTES, deadline)
+        theirs = greeting[len(GREETING) :]
+        if not greeting.startswith(GREETING) or theirs == mine:
+            raise OSError("not an agent")
+        nonces = mine + theirs if dialed else theirs + mine
+        proofs = [hmac.digest(secret, nonces + side, "sha256") for side in (b"dialed", b"listened")]
+        own, other = proofs if dialed else reversed(proofs)
+        if dialed:
+            connection.sendall(own)
+        if not hmac.compare_digest(_read(connection, MAC_BYTES, deadline), other):
+            raise OSError("the secret of another run")
+        if not dialed:
+            connection.sendall(own)
+        connection.settimeout(None)
+        # Linux: a send to a machine that is gone without a word fails after this long, not after a quarter of an hour.
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_SECONDS * 1000))
+    except OSError:
+        connection.close()
+        return None
+    return Link(connection, secret, nonces, dialed)
+
+
+def _read(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
+    """OSError when the other side closes, or the deadline passes: also on one that sends a byte now and then."""
+    data = b""
+    while len(data) < count:
+        if deadline is not None:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+        part = connection.recv(count - len(data))
+        if not part:
+            raise OSError("closed")
+        data += part
+    return data

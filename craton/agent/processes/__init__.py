@@ -1,0 +1,33 @@
+"""Processes of a node: ranks, the fork server, the keeper; their output, network and CPU time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.agent.processes.cpuwait import CpuWait
+    from craton.agent.processes.fork_server import NURSERY_VARIABLE, Nursery, NurseryError, answer_requests
+    from craton.agent.processes.network import address_towards, pin_interfaces
+    from craton.agent.processes.output import CommandOutput
+    from craton.agent.processes.ports import free_port
+    from craton.agent.processes.process import (
+        EXIT_FINAL,
+        RECORDING_VARIABLES,
+        ChildProcess,
+        RankProcess,
+        adopt_orphans,
+        end_sink,
+        failure_text,
+        fill,
+        how_ended,
+        open_log,
+        pipe,
+        rank_environment,
+        reap,
+        start_rank,
+        start_sink,
+    )
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,0 +1,112 @@
+"""The nursery as the agent sees it: a process that has imported what ranks need, and forks one when asked.
+
+A fork takes milliseconds where an import takes seconds, so a rank that died is back at once. Whom the nursery forks
+becomes the agent's own child (see `adopt_orphans`), and outlives the nursery. What is forked is a rank, or the keeper.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from craton.agent.launch import Launch
+from craton.agent.processes.process import ChildProcess, common_environment, start
+from craton.telemetry import RunDirectory
+from craton.telemetry.rank import STEADY
+
+FORK_SECONDS = 4.0  # less than what makes the agent itself look dead
+MESSAGE_BYTES = 1 << 20
+NURSERY_VARIABLE = "CRATON_NURSERY"  # environment of the nursery: the descriptor of its end of the connection
+KIND = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
+
+
+class NurseryError(OSError):
+    """It is gone, or did not do what it was asked."""
+
+
+class Nursery:
+    """One process; `child` is to be reaped like any other."""
+
+    def __init__(self, run: RunDirectory, launch: Launch, node: str) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, KIND)
+        log_path = run.path / "logs" / f"nursery-{node}.log"
+        environment = {**common_environment(run, launch, node), NURSERY_VARIABLE: str(theirs.fileno())}
+        try:
+            process, offset = start(launch.nursery, environment, log_path, (theirs.fileno(),))
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.connection = ours
+        self.child = ChildProcess(f"nursery of {node}", process.pid, log_path, offset, STEADY.now())
+        self.is_ready = False
+
+    def hear(self) -> None:
+        """Takes what it says by itself: that it is ready."""
+        try:
+            said = self.connection.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        self.is_ready = self.is_ready or said == b"ready"
+
+    def fork(self, what: str, environment: Mapping[str, str], log_path: Path, descriptors: Mapping[str, int]) -> int:
+        """The process number of a new rank or keeper, whose environment names these descriptors."""
+        request = {"what": what, "environment": dict(environment), "log": str(log_path), "agent": os.getpid()}
+        request["descriptors"] = list(descriptors)
+        try:
+            socket.send_fds(self.connection, [json.dumps(request).encode()], list(descriptors.values()))
+            if not select.select([self.connection], [], [], FORK_SECONDS)[0]:
+                raise NurseryError(f"{self.child.name} did not answer within {FORK_SECONDS:.0f} s")
+            answer = self.connection.recv(MESSAGE_BYTES)
+        except NurseryError:
+            self.child.send(signal.SIGKILL)
+            raise
+        except OSError as error:
+            raise NurseryError(f"{self.child.name} is gone ({error.strerror})") from error
+        if not answer.isdigit():
+            self.child.send(signal.SIGKILL)
+            raise NurseryError(f"{self.child.name} is gone, or cannot fork")
+        return int(answer)
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def answer_requests(connection: socket.socket, become: Sequence[str]) -> tuple[str, dict[str, str], str, int]:
+    """The nursery's side: forks whenever it is asked, and returns in the new process with (what it is to become, its
+    environment, its log, the agent's process number). Ends the process when the agent is gone."""
+    connection.sendall(b"ready")
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 16)
+        if not data:
+            os._exit(0)
+        request = json.loads(data)
+        assert request["what"] in become, request["what"]
+        reading, writing = os.pipe()
+        first = os.fork()
+        if first == 0:
+            second = os.fork()
+            if second:
+                os.write(writing, str(second).encode())
+                os._exit(0)
+            for descriptor in (reading, writing):
+                os.close(descriptor)
+            connection.close()
+            named = {name: str(each) for name, each in zip(request["descriptors"], descriptors, strict=True)}
+            return request["what"], {**request["environment"], **named}, request["log"], int(request["agent"])
+        os.close(writing)
+        pid = os.read(reading, 32)
+        os.close(reading)
+        os.waitpid(first, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.sendall(pid)

@@ -1,0 +1,396 @@
+"""The processes of a node: ranks, the nursery they are forked in, the keeper of their state, and sinks.
+
+Each is the head of a session of its own (a Ctrl-C in the agent's terminal does not reach it), dies with the agent
+(child.py), and leaves nobody behind: when it has ended, what is left of its process group is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import craton.agent.processes.child as child_program
+from craton.agent.generation import Generation
+from craton.agent.launch import Launch
+from craton.agent.processes.output import CommandOutput
+from craton.job.sections import PLACEHOLDERS
+from craton.limits import MORE_MEMORY, limit_hint, memory_text, oom_kills
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import append_regular, open_regular
+from craton.telemetry.rank import STEADY, RankPage
+
+EXIT_FINAL = 3  # of a rank: the job itself is at fault, and another try would fail as well
+PIPE_BYTES = 1 << 20
+# Where PyTorch's flight recorder writes, each rank's number added; the first that is set counts (as of 2.11 and 2.13).
+RECORDING_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+# How long a thread without work spins before it sleeps: libgomp (PyTorch's wheels) would 300,000 times, Intel's OpenMP
+# for 200 ms. To sleep at once costs 4 to 19 % on an idle machine (benchmarks/waiting_policy.py, docs/measurements.md).
+WAITING_POLICY = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
+WAITING_VARIABLES = ("OMP_WAIT_POLICY", *WAITING_POLICY)
+GROUP_SECONDS = 1.0
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_NAME = "(" + "|".join(PLACEHOLDERS) + ")"
+_PLACEHOLDER = re.compile(rf"\{{\{{{_NAME}\}}\}}|(?<!\$)\{{{_NAME}\}}")  # ${name} is a shell's own
+
+
+@dataclass
+class ChildProcess:
+    """A started process, and how it ended."""
+
+    name: str  # "rank 3", "sink tensorboard", "keeper"
+    pid: int
+    log_path: Path
+    log_offset: int  # where the log began for this process
+    started: float  # epoch seconds of the steady clock, as is the end
+    stdin: int = -1  # our end, where there is one
+    ended: float | None = None
+    code: int = 0  # once it has ended: exit code, or minus the signal that ended it
+    sent: set[signal.Signals] = field(default_factory=set)
+    oom_kills_before: int = field(default_factory=oom_kills)
+
+    @property
+    def is_running(self) -> bool:
+        return self.ended is None
+
+    def send(self, number: signal.Signals) -> None:
+        """SIGTERM goes to the process, which may have work to finish; SIGKILL to its whole group."""
+        if not self.is_running:
+            return
+        self.sent.add(number)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if number == signal.SIGKILL:
+                os.killpg(self.pid, number)
+            else:
+                os.kill(self.pid, number)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        except (OSError, IndexError):
+            return False
+
+    def last_lines(self, count: int = 20, max_bytes: int = 16 << 10) -> list[str]:
+        """The end of what this process printed."""
+        if isinstance(self, RankProcess) and self.output is not None:
+            return self.output.tail_lines()[-count:]
+        try:
+            with open_regular(self.log_path) as handle:
+                size = handle.seek(0, os.SEEK_END)
+                handle.seek(max(self.log_offset, size - max_bytes))
+                return handle.read().decode(errors="replace").splitlines()[-count:]
+        except OSError:
+            return []
+
+
+@dataclass
+class RankProcess(ChildProcess):
+    """A rank, the pipe its records come through, and the one through which it is told of generations."""
+
+    rank: int = 0
+    records: int = -1  # descriptor of the reading end
+    orders: int = -1  # of the writing end; -1: it takes none
+    values: dict[str, str] = field(default_factory=dict)  # what placeholders stand for in it
+    page: RankPage | None = None  # which it shares with the agent
+    output: CommandOutput | None = None  # of a job's own command
+
+    def close(self) -> None:
+        for descriptor in (self.records, self.orders):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.records = self.orders = -1
+
+
+def common_environment(run: RunDirectory, launch: Launch, node: str) -> dict[str, str]:
+    """What all ranks of a node find in their environment, in whichever generation."""
+    is_said = any({**os.environ, **launch.env}.get(name) for name in RECORDING_VARIABLES)
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(launch.threads_per_rank),
+        **waiting_policy({**os.environ, **launch.env}),
+        **({} if is_said else {RECORDING_VARIABLES[0]: str(run.recording_prefix)}),
+        **launch.env,
+        **({"CUDA_VISIBLE_DEVICES": launch.cards[node]} if node in launch.cards else {}),
+        **({"CUDA_VISIBLE_DEVICES": ""} if launch.hides_gpus else {}),
+        "LOCAL_WORLD_SIZE": str(launch.ranks_per_node),
+        "CRATON_RUN": str(run.path),
+        "CRATON_NODE": node,
+    }
+
+
+def waiting_policy(given: Mapping[str, str]) -> dict[str, str]:
+    """How threads of a rank wait for each other: asleep after a short while. One that spins takes the CPU from the one
+    it waits for when others use the machine too. Nothing where any of it is `given`: the settings work together."""
+    return {} if any(name in given for name in WAITING_VARIABLES) else dict(WAITING_POLICY)
+
+
+def rank_environment(launch: Launch, generation: Generation, node: str, rank: int) -> dict[str, str]:
+    """What tells one rank from another, in the words of torchrun."""
+    host, _, port = generation.store.rpartition(":")
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(generation.world),
+        "LOCAL_RANK": str(rank - generation.ranks_of(node).start),
+        "MASTER_ADDR": host or launch.master_address,
+        "MASTER_PORT": port or str(launch.master_port),
+        "CRATON_GENERATION": str(generation.number),
+    }
+
+
+def placeholder_values(
+    run: RunDirectory, launch: Launch, generation: Generation, node: str, rank: int
+) -> dict[str, str]:
+    """What `{name}` in a job's own command is replaced by; in its environment the same is called CRATON_NAME."""
+    words = rank_environment(launch, generation, node, rank)
+    values = {
+        "rank": words["RANK"],
+        "local_rank": words["LOCAL_RANK"],
+        "world_size": words["WORLD_SIZE"],
+        "node_rank": str(generation.nodes.index(node)),
+        "num_nodes": str(len(generation.nodes)),
+        "processes_per_node": str(generation.ranks_per_node),
+        "gpus_per_node": str(launch.gpus_per_node or generation.ranks_per_node),
+        "master_address": words["MASTER_ADDR"],
+        "master_port": words["MASTER_PORT"],
+        "run": str(run.path),
+    }
+    assert tuple(values) == PLACEHOLDERS, values
+    return values
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """The text with its placeholders replaced; `{{rank}}` is written as `{rank}`, `${rank}` and other braces stay."""
+    return _PLACEHOLDER.sub(lambda found: f"{{{found[1]}}}" if found[1] else values[found[2]], text)
+
+
+def search_path() -> str:
+    """$PATH with the agent's own programs first, as if its virtual environment were active."""
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([str(Path(sys.executable).parent), *folders]))
+
+
+def pipe() -> tuple[int, int]:
+    """(reading, writing): a large pipe that never blocks."""
+    reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    with contextlib.suppress(OSError, AttributeError):  # an unprivileged user has a limited amount of pipe memory
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return reading, writing
+
+
+def start_rank(
+    run: RunDirectory, launch: Launch, generation: Generation, node: str, rank: int, page: int
+) -> RankProcess:
+    """A rank of a job's own command; `page` is the descriptor of its page."""
+    reading, writing = pipe()
+    started = STEADY.now()
+    values = placeholder_values(run, launch, generation, node, rank)
+    common = {"PATH": search_path(), **common_environment(run, launch, node)}
+    environment = {
+        **{name: fill(value, values) for name, value in common.items()},
+        **rank_environment(launch, generation, node, rank),
+        **{f"CRATON_{name.upper()}": value for name, value in values.items()},
+        "CRATON_RECORDS": str(writing),
+        "CRATON_PAGE": str(page),
+    }
+    # A text for the shell keeps its braces: it has the environment, and nothing is put into it that it could execute.
+    is_text = launch.command[:2] == ["/bin/sh", "-c"]
+    command = launch.command if is_text else [fill(word, values) for word in launch.command]
+    log_path = run.log_path(rank)
+    output = CommandOutput(open_log(log_path))
+    folder = launch.workdir or None
+    try:
+        process, log_offset = start(
+            command, environment, log_path, (writing, page), folder=folder, output=output.writing
+        )
+    except OSError:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+        os.close(output.writing)
+    begun = (f"rank {rank}", process.pid, log_path, log_offset, started)
+    return RankProcess(*begun, rank=rank, records=reading, values=values, output=output)
+
+
+def start_sink(run: RunDirectory, sink: str) -> ChildProcess:
+    """A sink goes on until `end_sink` closes its standard input."""
+    command = [sys.executable, "-m", "craton.telemetry.track", str(run.path), sink, "--until-stdin-closes"]
+    log_path = run.path / "logs" / f"track-{sink}.log"
+    started = STEADY.now()
+    process, log_offset = start(command, {"PYTHONUNBUFFERED": "1"}, log_path, (), stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    return ChildProcess(
+        f"sink {sink}", process.pid, log_path, log_offset, started, stdin=os.dup(process.stdin.fileno())
+    )
+
+
+def end_sink(sink: ChildProcess) -> None:
+    os.close(sink.stdin)
+
+
+def adopt_orphans() -> None:
+    """Processes that a child leaves behind become children of the agent, which reaps them: process 1 may not. So does
+    a rank that the nursery has forked."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap(children: Sequence[ChildProcess]) -> list[ChildProcess]:
+    """Takes note of every process that has ended, ours first to end first; orphans are reaped and forgotten."""
+    ended: list[ChildProcess] = []
+    by_pid = {each.pid: each for each in children if each.is_running}
+    while True:
+        try:
+            status = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return ended
+        if status is None:
+            return ended
+        if status.si_pid not in by_pid:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(status.si_pid, os.WNOHANG)
+            continue
+        child = by_pid.pop(status.si_pid)
+        # The group goes while its head is still a zombie: until then its number cannot belong to anybody else.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        _, code = os.waitpid(child.pid, 0)
+        child.code = os.waitstatus_to_exitcode(code)
+        child.ended = STEADY.now()
+        ended.append(child)
+        _reap_group(child.pid)
+        if isinstance(child, RankProcess) and child.values:
+            _end_orphans(child.values, {*by_pid})
+
+
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log_path: Path,
+    pass_descriptors: tuple[int, ...],
+    stdin: int = subprocess.DEVNULL,
+    folder: str | None = None,
+    output: int | None = None,
+) -> tuple[subprocess.Popen[bytes], int]:
+    """(process, length of its log so far). Who ends it and how is found out by `reap`, not by the Popen object. It
+    prints to the log, or to the descriptor `output`."""
+    with open_log(log_path) as log:
+        offset = log.tell()
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", child_program.__file__, str(os.getpid()), *command],
+            stdin=stdin,
+            stdout=log if output is None else output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            cwd=folder,
+            pass_fds=pass_descriptors,
+            start_new_session=True,
+        )
+    process.returncode = 0  # it must not look for its process when it is collected
+    return process, offset
+
+
+def open_log(path: Path) -> BinaryIO:
+    """A log to append to. On storage that does not open it, output goes nowhere: the process matters more."""
+    try:
+        return os.fdopen(append_regular(path), "ab", buffering=0)
+    except OSError as error:
+        print(f"craton: {path} cannot be opened ({error.strerror}): this output is lost", file=sys.stderr)
+        return open(os.devnull, "ab", buffering=0)
+
+
+def _reap_group(group: int) -> None:
+    """Reaps what was killed with a process and is our child since; briefly, for the kernel may hold one back."""
+    deadline = time.monotonic() + GROUP_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG) is None:
+                time.sleep(0.002)
+        except ChildProcessError:
+            return
+
+
+def _end_orphans(values: Mapping[str, str], known: set[int]) -> None:
+    """Kills what a rank has left in sessions of its own, as torchrun starts its workers: they are our children since
+    it ended, are none of the `known` ones, and have its run and number in their environment. Their children follow."""
+    marks = [f"\0CRATON_{name.upper()}={values[name]}\0".encode() for name in ("run", "rank")]
+    deadline = time.monotonic() + GROUP_SECONDS
+    while time.monotonic() < deadline:
+        strangers = {pid: _environment(pid) for pid in _children() if pid not in known}
+        orphans = [pid for pid, environment in strangers.items() if all(mark in environment for mark in marks)]
+        if not orphans:
+            return
+        for pid in orphans:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        # One that may not be killed, or that the kernel holds back, must not hold up the agent.
+        while (orphans := [pid for pid in orphans if not _is_reaped(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+
+def _is_reaped(pid: int) -> bool:
+    """Whether a child has ended, and is gone now."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+def _children() -> list[int]:
+    """Processes whose parent we are, ended ones left out (proc(5)); none where the system does not tell."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state not in ("Z", "X"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def _environment(pid: int) -> bytes:
+    """What a process was started with, each variable between two zeros; nothing of one that has ended."""
+    try:
+        return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def failure_text(rank: RankProcess, node: str, generation: int) -> str:
+    """How a rank ended, and what it said last."""
+    last_lines = rank.last_lines()
+    headline = f"{rank.name} on {node} {how_ended(rank.code)} (generation {generation})"
+    words = [line.strip() for line in last_lines if any(letter.isalnum() for letter in line)]
+    if rank.code > 0 and words:  # it ended by itself: what it said last is most likely why
+        headline += f": {words[-1].removeprefix('craton: ')}"
+    text = [headline]
+    if rank.code == -signal.SIGKILL and oom_kills() > rank.oom_kills_before:
+        text.append(f"the kernel has killed a process because memory ran out: {memory_text()}; {MORE_MEMORY}")
+    elif rank.code == -signal.SIGKILL:
+        text.append("less memory is needed with a smaller layout.micro_batch, more layout.recompute or more ranks")
+    elif hint := limit_hint("\n".join(last_lines)):
+        text.append(hint)
+    text.append(f"the end of {rank.log_path.name}:" if last_lines else f"{rank.log_path.name} is empty")
+    return "\n".join([*text, *(f"  {line}" for line in last_lines)])
+
+
+def how_ended(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = "; the kernel does that when memory runs out" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"

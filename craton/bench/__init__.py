@@ -1,0 +1,12 @@
+"""What `craton bench` runs: cases, scenario generators, the load generator, scorers. No product package imports it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.bench.planner import bench_json, bench_plan, summary
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

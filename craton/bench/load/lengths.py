@@ -1,0 +1,73 @@
+"""How long prompts and answers are: a number, a range, or a distribution, written as a user writes it.
+
+    512                  always
+    100..1024            every length between, alike often
+    normal(512,128)      mean and standard deviation, in tokens
+    lognormal(512,400)   mean and standard deviation of the lengths themselves, in tokens
+
+A drawn length is a whole number and at least 1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from craton.bench.load.errors import WorkloadError
+
+_NUMBER = r"\s*(\d+(?:\.\d+)?)\s*"
+_RANGE = re.compile(r"\s*(\d+)\s*\.\.\s*(\d+)\s*")
+_DISTRIBUTION = re.compile(rf"\s*(normal|lognormal)\s*\({_NUMBER},{_NUMBER}\)\s*")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What lengths are drawn from. `first` and `second`: both ends of a range, or mean and standard deviation."""
+
+    kind: Literal["fixed", "uniform", "normal", "lognormal"]
+    first: float
+    second: float = 0.0
+
+    def __str__(self) -> str:
+        if self.kind == "fixed":
+            return f"{self.first:g}"
+        if self.kind == "uniform":
+            return f"{self.first:g}..{self.second:g}"
+        return f"{self.kind}({self.first:g},{self.second:g})"
+
+    def draw(self, generator: np.random.Generator) -> int:
+        match self.kind:
+            case "fixed":
+                return int(self.first)
+            case "uniform":
+                return int(generator.integers(int(self.first), int(self.second), endpoint=True))
+            case "normal":
+                length = generator.normal(self.first, self.second)
+            case "lognormal":
+                # mean m, deviation s: sigma² = ln(1 + s²/m²), mu = ln(m) − sigma²/2
+                variance = math.log1p((self.second / self.first) ** 2)
+                length = generator.lognormal(math.log(self.first) - variance / 2, math.sqrt(variance))
+        return max(1, round(length))
+
+
+def parse_lengths(text: str, what: str) -> Lengths:
+    """The lengths that `text` says; `what` is the option it was given with."""
+    if text.strip().isdecimal():
+        lengths = Lengths("fixed", int(text))
+    elif found := _RANGE.fullmatch(text):
+        lengths = Lengths("uniform", int(found[1]), int(found[2]))
+        if lengths.second < lengths.first:
+            raise WorkloadError(f"{what} {text}: a range goes from the smaller to the larger number")
+    elif found := _DISTRIBUTION.fullmatch(text):
+        lengths = Lengths("normal" if found[1] == "normal" else "lognormal", float(found[2]), float(found[3]))
+    else:
+        raise WorkloadError(
+            f"{what} {text!r} is no length; write 512, 100..1024, normal(512,128) or lognormal(512,400), in tokens"
+        )
+    if lengths.first < 1:
+        raise WorkloadError(f"{what} {text}: a length is at least 1 token")
+    return lengths

@@ -1,0 +1,89 @@
+"""How requests come: so many at a time (closed), or at times that do not wait for answers (open).
+
+A closed load shows what a server can do at most; but a slow server slows its own load. An open load is how users come:
+it goes on when the server stalls, and latencies are counted from the moment a request was due.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from craton.bench.load.errors import WorkloadError
+from craton.bench.load.requests import ARRIVALS
+
+_SWEEP = re.compile(r"\s*(\d+(?:\.\d+)?)\s*\.\.\s*(\d+(?:\.\d+)?)\s*")
+
+
+@dataclass(frozen=True)
+class Closed:
+    """`concurrency` requests at a time: the next is sent when one has ended."""
+
+    concurrency: int
+
+    def __str__(self) -> str:
+        return f"{self.concurrency} at a time"
+
+
+@dataclass(frozen=True)
+class Open:
+    """Gaps between requests are drawn from a gamma distribution with mean 1/rate and shape `burstiness`: 1 is Poisson,
+    less is burstier, more is steadier."""
+
+    requests_per_second: float
+    burstiness: float = 1.0
+
+    def __str__(self) -> str:
+        kind = "Poisson" if self.burstiness == 1 else f"burstiness {self.burstiness:g}"
+        return f"{self.requests_per_second:g} requests/s, {kind}"
+
+    def times(self, seed: int, stream: int) -> Iterator[float]:
+        """Seconds after the start at which requests are due; the first at once."""
+        generator = np.random.default_rng([seed, ARRIVALS, stream])
+        scale = 1 / (self.requests_per_second * self.burstiness)
+        at = 0.0
+        for _ in count():
+            yield at
+            at += float(generator.gamma(self.burstiness, scale))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Requests are due when their trace says."""
+
+    def __str__(self) -> str:
+        return "at the times of the trace"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Open loads with rates from `low` upwards, to find the highest that the server keeps up with, at most `high`."""
+
+    low: float
+    high: float
+    burstiness: float = 1.0
+
+    def __str__(self) -> str:
+        return f"sweep over {self.low:g}..{self.high:g} requests/s"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """When a load ends: after so many requests, or when it has sent for so many seconds. What was sent is awaited."""
+
+    requests: int | None = None
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.requests:,} requests" if self.requests is not None else f"{self.seconds:g} s"
+
+
+def parse_sweep(text: str, burstiness: float = 1.0) -> Sweep:
+    found = _SWEEP.fullmatch(text)
+    if found is None or not 0 < float(found[1]) < float(found[2]):
+        raise WorkloadError(f"--sweep {text!r} is no range of rates; write 1..64, in requests/s, from above 0 upwards")
+    return Sweep(float(found[1]), float(found[2]), burstiness)

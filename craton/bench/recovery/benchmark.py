@@ -1,0 +1,264 @@
+"""`craton bench recover`: how long a small training on this machine takes to go on after a failure, measured.
+
+Each case starts a run of two nodes (`Rehearsal`), breaks it several times and reads from its own events and ledger what
+that cost: from the fault to the end of the next step, split by kind. Beside it the same training under torchrun, which
+starts all ranks again and restores from disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from craton.bench.recovery.rehearsal import Rehearsal, running, write_rehearsal
+from craton.errors import CratonError
+from craton.telemetry import RunDirectory, summarize
+from craton.telemetry.files import paths_in, read_lines
+
+CASES = ("respawn", "spare", "hang", "torchrun")
+SHOWN_KINDS = ("detect", "regroup", "restore", "compile", "redo", "waiting", "start")
+LIMIT_SECONDS = 120.0
+SETTLED_STEPS = 8  # between two faults
+ENDLESS_STEPS = 100_000
+TORCHRUN_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    # otherwise, on gloo, workers that were started again look for the dead ones under their old addresses (torch 2.13)
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
+Progress = Callable[[str, int, int], None]
+
+
+class RecoveryBenchError(CratonError):
+    """A case did not come back."""
+
+
+@dataclass
+class RecoveryCase:
+    """One way to break a run, and what each time took."""
+
+    name: str
+    ranks: int
+    step_seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)  # from the fault to the end of the next step
+    noticed: list[float] = field(default_factory=list)  # from the fault to the next generation
+    kinds: list[dict[str, float]] = field(default_factory=list)
+    restored_from: list[str] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def median_kinds(self) -> dict[str, float]:
+        return {kind: statistics.median(each.get(kind, 0.0) for each in self.kinds) for kind in SHOWN_KINDS}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "case": self.name,
+            "ranks": self.ranks,
+            "step_seconds": self.step_seconds,
+            "seconds": self.seconds,
+            "median_seconds": self.median,
+            "noticed_seconds": self.noticed,
+            "kinds": self.median_kinds() if self.kinds else {},
+            "restored_from": sorted(set(self.restored_from)),
+        }
+
+
+def bench_recover(
+    root: Path,
+    ranks: Sequence[int] = (4,),
+    rounds: int = 5,
+    cases: Sequence[str] = CASES,
+    progress: Progress | None = None,
+) -> list[RecoveryCase]:
+    """Every case for every number of ranks, one after the other; nothing else should run on the machine."""
+    unknown = [case for case in cases if case not in CASES]
+    if unknown:
+        raise RecoveryBenchError(f"{', '.join(unknown)}: not a case; allowed: {', '.join(CASES)}")
+    if any(number < 2 or number % 2 for number in ranks):
+        raise RecoveryBenchError("ranks are shared by two nodes: give even numbers from 2")
+    found = []
+    for number in ranks:
+        for case in cases:
+            report = (lambda done, name=f"{case}, {number} ranks": progress(name, done, rounds)) if progress else _quiet
+            found.append(_measure(root, case, number, rounds, report))
+    return found
+
+
+def _layout(ranks: int) -> dict[str, int]:
+    return {"fsdp": ranks, "micro_batch": max(1, Rehearsal.batch // ranks)}
+
+
+def _quiet(done: int) -> None:
+    """Nobody watches."""
+
+
+def _measure(root: Path, name: str, ranks: int, rounds: int, report: Callable[[int], None]) -> RecoveryCase:
+    case = RecoveryCase(name, ranks)
+    report(0)
+    if name == "torchrun":
+        _under_torchrun(root, case, rounds, report)
+        return case
+    spares = rounds if name == "spare" else 0
+    # a spare each round on one machine would be many processes: a node that was lost comes back as the next spare
+    rehearsal = Rehearsal(
+        f"{name}-{ranks}", ranks_per_node=ranks // 2, layout=_layout(ranks), steps=ENDLESS_STEPS, spares=min(spares, 1)
+    )
+    with running(root, rehearsal) as run:
+        generation = 0
+        _wait_for_step(run, SETTLED_STEPS, generation)
+        for number in range(rounds):
+            case.step_seconds = summarize(run).step_seconds or 0.0
+            before = summarize(run).ledger
+            moment = _break(run, name, number)
+            recovered = _wait_for(run, partial(_event, run, "recovered", moment), f"{name}: no step after the fault")
+            began = _event(run, "generation_started", moment)
+            assert began is not None
+            case.seconds.append(recovered["time"] - moment)
+            case.noticed.append(began["time"] - moment)
+            case.restored_from.append(recovered["restored_from"])
+            time.sleep(1.2)  # until the agents have written their books
+            after = summarize(run).ledger
+            case.kinds.append({kind: after.get(kind, 0.0) - before.get(kind, 0.0) for kind in SHOWN_KINDS})
+            report(number + 1)
+            generation = int(recovered["generation"])
+            _wait_for_step(run, int(recovered["step"]) + SETTLED_STEPS, generation)
+            if name == "spare":
+                _wait_for(run, partial(_spare, run), "the lost node did not come back as a spare")
+    return case
+
+
+def _break(run: RunDirectory, name: str, number: int) -> float:
+    """Breaks the run; the moment at which it did."""
+    last = max(_ranks(run))
+    if name == "spare":  # the agent with all its processes, as when a machine goes
+        pid = _agent_of(run, _node_of(run, last))
+    else:
+        pid = _ranks(run)[number % (last + 1)]
+    moment = time.time()
+    os.kill(pid, signal.SIGSTOP if name == "hang" else signal.SIGKILL)
+    return moment
+
+
+def _events(run: RunDirectory) -> list[dict[str, Any]]:
+    lines = [line for path in paths_in(run.path / "events", "*.jsonl") for line in read_lines(path)[0]]
+    return sorted(lines, key=lambda line: float(line["time"]))
+
+
+def _event(run: RunDirectory, name: str, after: float) -> dict[str, Any] | None:
+    return next((line for line in _events(run) if line["event"] == name and line["time"] > after), None)
+
+
+def _ranks(run: RunDirectory) -> dict[int, int]:
+    """rank → its present process."""
+    return {int(line["rank"]): int(line["pid"]) for line in _events(run) if line["event"] == "rank_started"}
+
+
+def _node_of(run: RunDirectory, rank: int) -> str:
+    started = [line for line in _events(run) if line["event"] == "rank_started" and line["rank"] == rank]
+    return str(started[-1]["node"])
+
+
+def _agent_of(run: RunDirectory, node: str) -> int:
+    started = [line for line in _events(run) if line["event"] == "agent_started" and line["node"] == node]
+    return int(started[-1]["pid"])
+
+
+def _spare(run: RunDirectory) -> bool:
+    """Whether a node that has no ranks stands ready: its keeper has begun since it was last started."""
+    started = [line for line in _events(run) if line["event"] in ("agent_started", "keeper_ready")]
+    last = {line["node"]: line["event"] for line in started}
+    return all(event == "keeper_ready" for event in last.values())
+
+
+def _wait_for(run: RunDirectory, look: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while time.monotonic() < deadline:
+        if (found := look()) is not None and found is not False:
+            return found
+        if run.has("FATAL"):
+            raise RecoveryBenchError(f"{what}: {run.marker_text('FATAL')}")
+        time.sleep(0.02)
+    raise RecoveryBenchError(f"{what} within {LIMIT_SECONDS:.0f} s; see {run.path / 'logs'}")
+
+
+def _wait_for_step(run: RunDirectory, step: int, generation: int) -> None:
+    def reached() -> bool:
+        lines = [line for path in paths_in(run.path / "metrics", "*.jsonl") for line in read_lines(path)[0]]
+        return any(line.get("step", 0) >= step and line.get("generation", 0) >= generation for line in lines)
+
+    _wait_for(run, reached, f"step {step} was not reached")
+
+
+def _under_torchrun(root: Path, case: RecoveryCase, rounds: int, report: Callable[[int], None]) -> None:
+    """The same training with torchrun's restart of all workers, from a checkpoint of at most five steps ago."""
+    rehearsal = Rehearsal(
+        f"torchrun-{case.ranks}",
+        ranks_per_node=case.ranks // 2,
+        layout=_layout(case.ranks),
+        steps=ENDLESS_STEPS,
+        checkpoint="{peer: off, tiers: [{to: shared, every_steps: 5, keep: 2}]}",
+    )
+    run, _ = write_rehearsal(root, rehearsal)
+    log = run.path / "logs" / "torchrun.log"
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"),
+                *(f"--max-restarts={rounds}", "--monitor-interval=0.1"),
+                *("-m", "craton.ml.training", str(run.path)),
+            ],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **TORCHRUN_ENVIRONMENT, "CRATON_RUN": str(run.path)},
+            start_new_session=True,
+        )
+    try:
+        for number in range(rounds):
+            _wait_for_steps(run, time.time(), SETTLED_STEPS, log)
+            workers = _children_of(process.pid)
+            case.step_seconds = summarize(run).step_seconds or 0.0
+            moment = time.time()
+            os.kill(workers[number % len(workers)], signal.SIGKILL)
+            restored = _wait_for(run, partial(_event, run, "restored", moment), f"torchrun is not back; see {log}")
+            first = _wait_for_steps(run, float(restored["time"]), 1, log)
+            case.seconds.append(first - moment)
+            case.restored_from.append(str(restored.get("tier", "shared")))
+            report(number + 1)
+    finally:
+        for pid in [process.pid, *_children_of(process.pid)]:  # its workers have sessions of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_for_steps(run: RunDirectory, since: float, count: int, log: Path) -> float:
+    """When the first of this many steps was done."""
+
+    def steps() -> list[float] | None:
+        return found if len(found := _steps_since(run, since)) >= count else None
+
+    return float(_wait_for(run, steps, f"no steps under torchrun; see {log}")[0])
+
+
+def _steps_since(run: RunDirectory, moment: float) -> list[float]:
+    """When rank 0 recorded a step."""
+    lines = [line for path in paths_in(run.path / "metrics", "*.jsonl") for line in read_lines(path)[0]]
+    return [line["time"] for line in lines if line.get("rank") == 0 and line["time"] > moment and "run_loss" in line]
+
+
+def _children_of(pid: int) -> list[int]:
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    return sorted(int(word) for word in listed.stdout.split())

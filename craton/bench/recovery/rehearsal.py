@@ -1,0 +1,104 @@
+"""A small training on this machine, with any number of nodes and ranks, on which failures are rehearsed.
+
+It is a run like any other: agents, keepers, ranks, ledger. Only its model is small, its data needs no file, and a node
+has as many ranks as asked, though there is no GPU for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from craton.agent import Launch, write_launch
+from craton.agent.processes import free_port
+from craton.job import dump_job, parse_job
+from craton.job.layout import Layout
+from craton.orchestration import kill_agents, start_agents
+from craton.orchestration.draft import agent_command, nursery_command, rank_command
+from craton.telemetry import RunDirectory
+
+DENSE = "{layers: 4, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, vocab: 64, tied_embeddings: true}"
+EXPERTS = (
+    "{layers: 4, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, vocab: 64, tied_embeddings: true, "
+    "experts: 4, top_k: 2, moe_ffn_hidden: 64}"
+)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What is trained, on how many ranks, and what breaks on the way."""
+
+    name: str
+    nodes: int = 2
+    ranks_per_node: int = 2
+    layout: Mapping[str, Any] = field(default_factory=dict)  # empty: FSDP over all ranks
+    model: str = DENSE
+    steps: int = 60
+    sequence: int = 32
+    batch: int = 16
+    checkpoint: str = "{peer: 1 steps, tiers: [{to: shared, every_steps: 20}]}"
+    chaos: Sequence[str] = ()
+    spares: int = 0
+    min_nodes: int = 0
+    layouts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # of other numbers of nodes
+    recover: str = "{}"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def job_text(self) -> str:
+        return (
+            f"name: {self.name}\nkind: pretrain\nmodel: {self.model}\n"
+            f'data: {{source: "craton.ml.data.patterns:walks", sequence: {self.sequence}}}\n'
+            f"train: {{global_batch_sequences: {self.batch}, steps: {self.steps}, precision: fp32, "
+            "learning_rate: 3e-3}\n"
+            f"cluster: local x {self.nodes}\ncheckpoint: {self.checkpoint}\nrecover: {self.recover}\n"
+        )
+
+
+@contextmanager
+def running(root: Path, rehearsal: Rehearsal) -> Iterator[RunDirectory]:
+    """A rehearsal that leaves no process behind."""
+    run, launch = write_rehearsal(root, rehearsal)
+    start_agents(run, launch)
+    try:
+        yield run
+    finally:
+        end_rehearsal(run)
+
+
+def end_rehearsal(run: RunDirectory) -> None:
+    """Ends every process of the run at once."""
+    if not run.has("DONE"):
+        run.mark("STOP", "the rehearsal is over")
+    kill_agents(run)
+
+
+def write_rehearsal(root: Path, rehearsal: Rehearsal) -> tuple[RunDirectory, Launch]:
+    """The run as its agents will find it."""
+    job = parse_job(rehearsal.job_text(), rehearsal.name)
+    run = RunDirectory.create(root, rehearsal.name)
+    world = rehearsal.nodes * rehearsal.ranks_per_node
+    layout = dict(rehearsal.layout) or {"fsdp": world}
+    by_nodes = {rehearsal.nodes: layout, **rehearsal.layouts}
+    launch = Launch(
+        generation=0,
+        nodes=[f"node-{number}" for number in range(rehearsal.nodes + rehearsal.spares)],
+        ranks_per_node=rehearsal.ranks_per_node,
+        command=rank_command(job, run.path),
+        nursery=nursery_command(job, run.path),
+        agent_command=agent_command(run.path),
+        env=dict(rehearsal.environment),
+        master_port=free_port(),
+        num_nodes=rehearsal.nodes,
+        min_nodes=rehearsal.min_nodes,
+        layouts={str(count): asdict(Layout(**{"precision": "fp32", **each})) for count, each in by_nodes.items()},
+        tries=job.recover.tries,
+        spare_seconds=job.recover.spare_wait,
+        give_up_seconds=job.recover.give_up,
+        chaos=list(rehearsal.chaos),
+    )
+    run.job_path.write_text(dump_job(job), encoding="utf-8")
+    write_launch(run, launch)
+    return run, launch

@@ -1,0 +1,122 @@
+"""The scenarios of `craton bench why`: what is drawn from a seed, and what is true of each.
+
+Four groups. Quiet ones have no fault, and any alarm is a false one. Single ones have one fault, double ones two in
+different layers that hurt at once. In blind ones there is a fault of which no trace that would tell its layer can be
+seen: another layer's fault would look the same, so that the only right answer is that it cannot be told.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from craton.bench.why.scenarios import hardware, programs
+from craton.bench.why.scenarios import machines as scenarios_machines
+from craton.bench.why.scenarios.faults import FAULTS, ScenarioFault, Victim
+from craton.bench.why.scenarios.quiet import QUIET
+from craton.bench.why.scenarios.world import World
+
+FAULTED = (programs, hardware, scenarios_machines)  # importing them has filled FAULTS
+# Pairs that can be seen side by side: the second does not end or hang what shows the first.
+PAIRS = (
+    ("overheats", "file_system_slow"),
+    ("overheats", "disk_full"),
+    ("loses_packets", "saves_slow"),
+    ("processor_taken", "loses_packets"),
+    ("swaps", "disk_full"),
+    ("power_capped", "read_only"),
+    ("clock_locked", "rail_slow"),
+    ("pcie_narrow", "disk_full"),
+    ("nvlink_errs", "file_system_slow"),
+    ("somebody_computes", "overheats"),
+    ("loader_slow", "overheats"),
+    ("firmware_stops", "disk_full"),
+)
+# Oddities without consequence that may stand beside a fault, as on any cluster.
+DECOYS = (
+    *("busy_host", "hot_cards", "corrected_errors", "old_xid", "few_retransmissions", "old_network_events"),
+    *("busy_file_system", "one_failed_save", "within_the_interval"),
+)
+DECOY_SHARE = 0.5  # of the worlds with a fault
+# What is left of a fault when nobody measures the machines and nobody wrote a log.
+BLINDED = (
+    "overheats",
+    "processor_taken",
+    "more_work_for_one",
+    "clock_locked",
+    "power_capped",
+    "pcie_narrow",
+    "firmware_stops",
+    "link_goes_down",
+    "asks_for_a_reset",
+    "nvlink_breaks",
+)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One fault, as it was put there."""
+
+    fault: str
+    layers: tuple[str, ...]
+    conditions: tuple[str, ...]
+    victim: Victim
+
+
+@dataclass
+class Scenario:
+    name: str
+    group: str  # quiet, single, double, blind
+    world: World
+    truths: tuple[Truth, ...] = ()
+
+
+def draw_scenarios(seed: int, moment: float) -> list[Scenario]:
+    """All simulated ones: every kind at least once, those without a fault and some others more often."""
+    found: list[Scenario] = []
+
+    def world(name: str) -> World:
+        chance = random.Random(f"{seed} {name}")
+        return World(
+            chance,
+            now=moment,
+            prefix=f"w{len(found)}",
+            num_nodes=chance.choice((2, 3, 4, 4)),
+            ranks_per_node=chance.choice((4, 4, 4, 8)),
+            steps=chance.randint(70, 95),
+            age_seconds=chance.uniform(2.5, 9.0) * 3600.0,
+            step_seconds=chance.uniform(4.0, 9.0),
+            plan_error=chance.uniform(0.95, 1.05),
+        )
+
+    for name, change in QUIET.items():
+        made = world(f"quiet {name}")
+        change(made)
+        found.append(Scenario(name, "quiet", made))
+    for name in ("plain again", "plain once more", "plain a last time"):
+        made = world(f"quiet {name}")
+        found.append(Scenario(name, "quiet", made))
+
+    def troubled(name: str) -> World:
+        made = world(name)
+        if made.chance.random() < DECOY_SHARE:
+            QUIET[made.chance.choice(DECOYS)](made)
+        return made
+
+    for name, fault in FAULTS.items():
+        made = troubled(f"single {name}")
+        found.append(Scenario(name, "single", made, (put(fault, made),)))
+    for first, second in PAIRS:
+        made = troubled(f"double {first} {second}")
+        truths = (put(FAULTS[first], made), put(FAULTS[second], made))
+        found.append(Scenario(f"{first} and {second}", "double", made, truths))
+    for name in BLINDED:
+        made = troubled(f"blind {name}")
+        truth = put(FAULTS[name], made)
+        made.is_measured = made.has_logs = False
+        found.append(Scenario(f"{name}, unseen", "blind", made, (truth,)))
+    return found
+
+
+def put(fault: ScenarioFault, world: World) -> Truth:
+    return Truth(fault.name, fault.layers, fault.conditions, fault.put(world))

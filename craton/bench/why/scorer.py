@@ -1,0 +1,145 @@
+"""What the outcomes of `craton bench why` add up to: shares of right answers against the bars, who was taken for whom,
+and whether confidence means what it says. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from craton.bench.why.benchmark import ScenarioOutcome
+from craton.observability.diagnosis import LAYERS, Verdict
+
+LAYER_BAR, VICTIM_BAR = 0.95, 0.90
+BINS = (0.0, 0.6, 0.7, 0.8, 0.9, 1.0)
+GROUPS = ("quiet", "single", "double", "blind")
+COLUMNS = ("none", "cannot tell", *LAYERS)
+
+
+@dataclass(frozen=True)
+class Bin:
+    low: float
+    high: float
+    count: int
+    mean_confidence: float
+    right_share: float
+
+
+@dataclass(frozen=True)
+class Score:
+    num_scenarios: int
+    num_live: int
+    groups: dict[str, tuple[int, int]]  # group → (right, of)
+    layers: dict[str, tuple[int, int]]  # layer of a single fault → (right, of)
+    layer_share: float  # right layer, of all scenarios with a fault that can be told
+    blind_share: float  # "cannot tell", where that is right
+    victim_share: float
+    num_victims: int
+    false_alarms: int  # of runs without a fault, or before they had one
+    num_quiet: int  # of both
+    brier: float | None  # of the confidence of verdicts that name a layer
+    bins: tuple[Bin, ...]
+    confusion: dict[str, dict[str, int]]  # true layer → what was said → how often
+    misses: tuple[str, ...] = field(default=())
+
+    @property
+    def is_good(self) -> bool:
+        return (
+            self.layer_share >= LAYER_BAR
+            and self.blind_share >= LAYER_BAR
+            and self.victim_share >= VICTIM_BAR
+            and not self.false_alarms
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "is_good": self.is_good}
+
+
+def score(outcomes: Sequence[ScenarioOutcome]) -> Score:
+    groups = {name: _count([each for each in outcomes if each.group == name]) for name in GROUPS}
+    singles = [each for each in outcomes if each.group == "single"]
+    layers = {name: _count([each for each in singles if each.true_layer == name]) for name in LAYERS}
+    faulty = [each for each in outcomes if each.group in ("single", "double")]
+    victims = [each for each in faulty if each.has_victim]
+    named = [each for each in faulty if each.verdict.layer]
+    errors = [(each.verdict.confidence - each.is_right) ** 2 for each in named]
+    return Score(
+        num_scenarios=len(outcomes),
+        num_live=sum(each.is_live for each in outcomes),
+        groups=groups,
+        layers=layers,
+        layer_share=_share(sum(each.is_right for each in faulty), len(faulty)),
+        blind_share=_share(*groups["blind"]),
+        victim_share=_share(sum(each.is_victim_right for each in victims), len(victims)),
+        num_victims=len(victims),
+        false_alarms=sum(_is_false_alarm(each) for each in outcomes),
+        num_quiet=sum(each.group == "quiet" or each.is_live for each in outcomes),
+        brier=sum(errors) / len(errors) if errors else None,
+        bins=_bins(named),
+        confusion=_confusion(outcomes),
+        misses=tuple(_told(each) for each in outcomes if _is_missed(each)),
+    )
+
+
+def _count(outcomes: Sequence[ScenarioOutcome]) -> tuple[int, int]:
+    return sum(each.is_right for each in outcomes), len(outcomes)
+
+
+def _share(right: int, of: int) -> float:
+    return right / of if of else 1.0
+
+
+def _bins(named: Sequence[ScenarioOutcome]) -> tuple[Bin, ...]:
+    found = []
+    for low, high in pairwise(BINS):
+        inside = [each for each in named if low < each.verdict.confidence <= high]
+        if inside:
+            mean = sum(each.verdict.confidence for each in inside) / len(inside)
+            found.append(Bin(low, high, len(inside), mean, _share(sum(each.is_right for each in inside), len(inside))))
+    return tuple(found)
+
+
+def _confusion(outcomes: Sequence[ScenarioOutcome]) -> dict[str, dict[str, int]]:
+    """Quiet, single and blind ones; a fault whose layer is a matter of words counts for the one that was said."""
+    table = {row: dict.fromkeys(COLUMNS, 0) for row in COLUMNS}
+    for each in outcomes:
+        if each.group == "double":
+            continue
+        said = _said(each)
+        truth = {"quiet": "none", "blind": "cannot tell"}.get(each.group, each.true_layer)
+        if each.group == "single" and said in each.truths[0].layers:
+            truth = said
+        table[truth][said] += 1
+    return table
+
+
+def _said(each: ScenarioOutcome) -> str:
+    if each.verdict.cause == "cannot_tell":
+        return "cannot tell"
+    return each.verdict.layer if each.verdict.layer and (each.verdict.is_alarm or each.group != "quiet") else "none"
+
+
+def _is_false_alarm(each: ScenarioOutcome) -> bool:
+    return each.early is not None or (each.group == "quiet" and not each.is_right)
+
+
+def _is_missed(each: ScenarioOutcome) -> bool:
+    return not each.is_right or (each.has_victim and not each.is_victim_right) or each.early is not None
+
+
+def _told(each: ScenarioOutcome) -> str:
+    truth = "; ".join(
+        f"{'/'.join(one.layers)} {one.victim.leaf or one.victim.node or ''} "
+        f"{f'rank {min(one.victim.ranks)}' if len(one.victim.ranks) == 1 else ''}".strip()
+        for one in each.truths
+    )
+    before = f"; before it, said was {_words(each.early)}" if each.early else ""
+    return f"{each.group}, {each.name}: true is {truth or 'nothing'}; said was {_words(each.verdict)}{before}"
+
+
+def _words(verdict: Verdict) -> str:
+    who = f" rank {verdict.rank}" if verdict.rank is not None else ""
+    said = f"{verdict.condition} {verdict.layer or '-'} {verdict.cause or '-'} {verdict.node}{who}"
+    others = "".join(f" + {one.cause}" for one in verdict.others)
+    return f"{said} ({verdict.confidence:.0%}){others}"

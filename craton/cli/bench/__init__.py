@@ -1,0 +1,1 @@
+"""`craton bench`: one file a benchmark."""

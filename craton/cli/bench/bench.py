@@ -1,0 +1,180 @@
+"""`craton bench plan CASES.json`: how well the planner predicts published runs. `craton bench recover`: how fast a
+training that breaks goes on. `craton bench serve URL`, how fast a server answers, and `craton bench why`, how often the
+diagnosis is right, are in files of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from craton.cli.bench.serve import serve
+from craton.cli.bench.why import why
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from craton.bench.recovery import RecoveryCase
+
+app = typer.Typer(help="Benchmarks of Craton itself.", no_args_is_help=True)
+app.command("serve")(serve)
+app.command("why")(why)
+
+
+@app.callback()
+def bench() -> None:
+    """Benchmarks of Craton itself."""
+
+
+@app.command("plan")
+def plan(
+    cases: Annotated[Path, typer.Argument(metavar="CASES", help="Published runs (JSON).", show_default=False)],
+    holdout: Annotated[
+        str,
+        typer.Option(
+            help="What no constant may have seen: group (family, GPU, model), family, or none. Runs that Craton does "
+            "not ship are never in the fit."
+        ),
+    ] = "group",
+    given: Annotated[int, typer.Option(help="With --holdout family: runs of the family handed to calibrate.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print cases, skipped and summary as JSON.")] = False,
+) -> None:
+    """Predict every run of a file and print the errors."""
+    import json
+    from typing import cast
+
+    from rich.console import Console
+
+    from craton.bench import bench_json, bench_plan
+    from craton.bench import summary as summarise
+    from craton.cli.views.progress import progress
+    from craton.errors import CratonError
+
+    if holdout not in ("group", "family", "none"):
+        raise CratonError(f"--holdout {holdout!r} is not allowed; choose group, family or none")
+    if given < 0 or (given and holdout != "family"):
+        raise CratonError("--given takes a number of runs and goes with --holdout family")
+    with progress("fits") as report:
+        result = bench_plan(cases, cast(Any, holdout), given, report)
+    if as_json:
+        print(json.dumps(bench_json(result)))
+        return
+    console = Console()
+    _print(console, summarise(result), len(result.results))
+    if result.skipped:
+        console.print(f"\nskipped {len(result.skipped)}:", highlight=False)
+        for entry in result.skipped:
+            console.print(f"  {entry.quality or '-'}  {entry.id}: {entry.reason}", highlight=False, markup=False)
+
+
+@app.command("recover")
+def recover(
+    ranks: Annotated[
+        list[int] | None, typer.Option(help="Ranks, on two nodes of this machine; may be repeated.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each case is broken.")] = 5,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="respawn (a killed rank), spare (a lost node), hang, torchrun; may be repeated; default: all."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every measurement as JSON.")] = False,
+) -> None:
+    """Break a small training on this machine again and again, and measure how long it takes to go on."""
+    import json
+    import tempfile
+
+    from rich.console import Console
+
+    from craton.bench.recovery import CASES as RECOVERY_CASES
+    from craton.bench.recovery import bench_recover
+    from craton.cli.views.progress import progress
+
+    with tempfile.TemporaryDirectory(prefix="craton-bench-") as folder, progress("recoveries") as report:
+        found = bench_recover(
+            Path(folder),
+            ranks or [4],
+            rounds,
+            case or RECOVERY_CASES,
+            lambda what, done, total: report(done, total, what),
+        )
+    if as_json:
+        print(json.dumps([entry.to_json() for entry in found]))
+        return
+    _print_recoveries(Console(), found)
+
+
+def _print_recoveries(console: Console, found: list[RecoveryCase]) -> None:
+    from statistics import median
+
+    from rich.table import Table
+
+    from craton.bench.recovery import SHOWN_KINDS as RECOVERY_KINDS
+
+    table = Table(title="From the fault to the end of the next step, medians in seconds", title_justify="left")
+    table.add_column("")
+    for entry in found:  # a case is a column: a row for each would not fit into a terminal
+        table.add_column(f"{entry.name}\n{entry.ranks} ranks", justify="right")
+    table.add_row("seconds", *(f"[bold]{entry.median:.2f}[/bold]" for entry in found))
+    table.add_row("range", *(f"{min(entry.seconds):.1f}–{max(entry.seconds):.1f}" for entry in found))
+    table.add_row("noticed", *(f"{median(entry.noticed):.2f}" if entry.noticed else "" for entry in found))
+    kinds = [entry.median_kinds() if entry.kinds else {} for entry in found]
+    for kind in RECOVERY_KINDS:
+        table.add_row(kind, *(f"{each[kind]:.2f}" if kind in each else "" for each in kinds))
+    table.add_row("(a step)", *(f"{entry.step_seconds:.2f}" for entry in found))
+    console.print(table)
+    console.print(
+        "respawn: a rank is killed · spare: a node is lost and a spare takes its place · hang: a rank stops moving · "
+        "torchrun: the same training under torchrun, all ranks started again from a checkpoint on disk",
+        highlight=False,
+    )
+
+
+def _print(console: Console, summary: dict[str, Any], count: int) -> None:
+    from rich.table import Table
+
+    title = {"group": "leave one group out", "family": "leave one family out", "none": "in sample"}
+    given = f", {summary['given']} of its runs given" if summary["given"] else ""
+    table = Table(title=f"{count} predictions, {title[summary['holdout']]}{given}", title_justify="left")
+    table.add_column("")
+    for name in ("n", "median", "mean", "p90", "bias", "inside 80 %", "high/low"):
+        table.add_column(name, justify="right")
+    rows = [(name, summary[name]) for name in ("all", "dense quality A", "moe quality A and B", "256 GPUs or more")]
+    for index, (name, entry) in enumerate(rows):
+        _row(table, name, entry, end_section=index == len(rows) - 1)
+    for view, entries in summary["by"].items():
+        for index, (name, entry) in enumerate(entries.items()):
+            _row(
+                table,
+                f"{view}: {name}" if index == 0 else f"{' ' * len(view)}  {name}",
+                entry,
+                index == len(entries) - 1,
+            )
+    console.print(table)
+    for name in ("median of family medians", "dense quality A, median of family medians"):
+        if summary[name] is not None:
+            console.print(f"{name}: {summary[name]:.1%}", highlight=False)
+    choices = summary["decisions"]
+    if choices["groups"]:
+        console.print(
+            f"decisions: the planner's choice is within 5 % of the best measured in {choices['right']} of "
+            f"{choices['groups']} groups with three or more layouts",
+            highlight=False,
+        )
+    console.print(f"skipped of quality A and B: {summary['skipped share of quality A and B']:.1%}", highlight=False)
+
+
+def _row(table: Any, name: str, entry: dict[str, float] | None, end_section: bool = False) -> None:
+    if entry is None:
+        return
+    table.add_row(
+        name,
+        str(entry["n"]),
+        *(f"{entry[key]:.1%}" for key in ("median", "mean", "p90")),
+        f"{entry['bias']:+.1%}",
+        f"{entry['inside']:.0%}",
+        f"{entry['width']:.2f}",
+        end_section=end_section,
+    )

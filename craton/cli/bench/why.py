@@ -1,0 +1,83 @@
+"""`craton bench why`: how often `craton why` is right about faults that were put there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from craton.bench.why import Score
+
+
+def why(
+    seed: Annotated[
+        int | None,
+        typer.Option(help="What victims and strengths are drawn from; today's date.", show_default=False),
+    ] = None,
+    live: Annotated[bool, typer.Option("--live/--no-live", help="Also break real processes on this machine.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print scores and every outcome as JSON.")] = False,
+) -> None:
+    """Score `craton why` on faults of every layer, on healthy runs, and on runs of which nobody can tell."""
+    import json
+    import tempfile
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from craton.bench.why import live_outcomes, seed_of_today, simulated_outcomes
+    from craton.bench.why import score as scored
+    from craton.cli.views.progress import progress
+
+    chosen = seed_of_today() if seed is None else seed
+    outcomes = []
+    with progress("scenarios") as report:
+        outcomes += simulated_outcomes(chosen, report)
+    if live:
+        with tempfile.TemporaryDirectory(prefix="craton-bench-why-") as folder, progress("live scenarios") as report:
+            outcomes += live_outcomes(chosen, Path(folder), progress=report)
+    found = scored(outcomes)
+    if as_json:
+        print(json.dumps({"seed": chosen, **found.to_json(), "outcomes": [each.to_json() for each in outcomes]}))
+    else:
+        _print(Console(), found, chosen)
+    if not found.is_good:
+        raise typer.Exit(1)
+
+
+def _print(console: Console, found: Score, seed: int) -> None:
+    from rich.table import Table
+
+    table = Table(
+        title=f"{found.num_scenarios} scenarios, {found.num_live} of them live, seed {seed}", title_justify="left"
+    )
+    for name in ("", "right", "of", ""):
+        table.add_column(name, justify="left" if not name else "right")
+    words = {"quiet": "nothing wrong", "single": "one fault", "double": "two faults", "blind": "cannot be told"}
+    for group, (right, of) in found.groups.items():
+        table.add_row(words[group], str(right), str(of), f"{right / of:.0%}" if of else "")
+    table.add_section()
+    for layer, (right, of) in found.layers.items():
+        table.add_row(f"  {layer}", str(right), str(of), f"{right / of:.0%}" if of else "")
+    console.print(table)
+    confusion = Table(title="True layer (rows) and what was said; two faults at once left out", title_justify="left")
+    confusion.add_column("")
+    for name in found.confusion:
+        confusion.add_column(name, justify="right")
+    for name, row in found.confusion.items():
+        confusion.add_row(name, *(str(count) if count else "·" for count in row.values()))
+    console.print(confusion)
+    console.print(
+        f"right layer {found.layer_share:.1%} (bar 95 %) · right node or rank {found.victim_share:.1%} of "
+        f"{found.num_victims} (bar 90 %) · false alarms {found.false_alarms} of {found.num_quiet} (bar 0) · "
+        f"cannot tell, rightly {found.blind_share:.0%}",
+        highlight=False,
+    )
+    bins = " · ".join(
+        f"{each.mean_confidence:.2f} said, {each.right_share:.2f} right ({each.count})" for each in found.bins
+    )
+    console.print(f"Brier score {found.brier:.3f}; {bins}" if found.brier is not None else bins, highlight=False)
+    for miss in found.misses:
+        console.print(f"  missed: {miss}", highlight=False, markup=False)

@@ -1,0 +1,1 @@
+"""Verbs about machines: catalog, cluster, doctor, heal, observe."""

@@ -1,0 +1,122 @@
+"""`craton doctor`: what is wrong with this node, or with nodes of a cluster, with evidence and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from craton.orchestration.preflight import Diagnosis
+
+STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}
+
+
+def doctor(
+    nodes: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NODES]",
+            help="Nodes of the Slurm that this machine belongs to, g\\[1-4]; none: this machine.",
+            show_default=False,
+        ),
+    ] = None,
+    root: Annotated[
+        Path | None, typer.Option(metavar="IMAGE", help="Read the image of a node instead.", show_default=False)
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="What the node should be: a cluster file, or a name of the catalog; none: what it says it is.",
+            show_default=False,
+        ),
+    ] = None,
+    compute: Annotated[
+        bool, typer.Option("--compute", help="Repeat the same products on every GPU, 20 s, and compare the results.")
+    ] = False,
+    bandwidth: Annotated[
+        bool, typer.Option("--bandwidth", help="Measure all-reduce in pairs, up to 60 s, and find the slow one.")
+    ] = False,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="Judge this machine as a node of a run: by its job, its launch and its environment.",
+            show_default=False,
+        ),
+    ] = None,
+    nccl_log: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|RUN",
+            help="Say which network NCCL is on, by the log of a rank, or by all logs of a run (NCCL_DEBUG=INFO).",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look for silent degradation: GPUs, network, storage, limits, versions. Exit code 1 when something fails."""
+    import json
+
+    from craton.cli.views.live import make_console
+    from craton.errors import CratonError
+    from craton.orchestration.preflight import diagnose, diagnose_nccl_log
+    from craton.orchestration.slurm import diagnose_nodes
+    from craton.telemetry import find_run
+
+    if nodes is not None and root is not None:
+        raise CratonError("--root is the image of one node; leave out NODES")
+    if run is not None and (nodes is not None or cluster is not None or nccl_log is not None):
+        raise CratonError("--run says what this machine should be; leave out NODES, --cluster and --nccl-log")
+    if nccl_log is not None and (nodes is not None or root is not None or compute or bandwidth):
+        raise CratonError("--nccl-log reads what a run wrote; leave out NODES, --root, --compute and --bandwidth")
+    if nccl_log is not None:
+        found = diagnose_nccl_log(nccl_log, cluster)
+    elif nodes is not None:
+        found = diagnose_nodes(nodes, cluster, compute=compute, bandwidth=bandwidth)
+    else:
+        asked = find_run(run) if run is not None else None
+        found = diagnose(root, cluster, run=asked, compute=compute, bandwidth=bandwidth)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        _show(found, make_console())
+    raise typer.Exit(1 if any(finding.severity == "fail" for finding in found.findings) else 0)
+
+
+def _show(found: Diagnosis, console: Console) -> None:
+    from collections import Counter
+
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    several = len(found.nodes) > 1
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("", *(["NODE"] if several else []), "CHECK", "EVIDENCE", "WHAT TO DO"):
+        table.add_column(column, no_wrap=column in ("", "NODE", "CHECK"), overflow="fold")
+    for finding in found.findings:
+        if several and finding.severity == "ok":
+            continue
+        table.add_row(
+            Text(finding.severity, style=STYLES[finding.severity]),
+            *([finding.node] if several else []),
+            finding.what,
+            Text(finding.evidence),
+            Text(finding.remedy if finding.severity != "ok" else "", style="dim"),
+        )
+    console.print(table, highlight=False)
+    counted = Counter(finding.severity for finding in found.findings)
+    told = ", ".join(
+        f"{counted[severity]} {severity}" for severity in ("fail", "warn", "note", "ok") if counted[severity]
+    )
+    if not found.nodes:
+        console.print(told, markup=False)
+        return
+    names = ", ".join(f"{node['node']} ({node['instance'] or 'not in the catalog'})" for node in found.nodes[:4])
+    more = f" and {len(found.nodes) - 4} more" if len(found.nodes) > 4 else ""
+    console.print(f"{names}{more}: {told}", markup=False, soft_wrap=True)

@@ -1,0 +1,250 @@
+"""`craton observe`: a node's exporter, Prometheus and Alertmanager on runs or a cluster, and files for others'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Metrics, rules and dashboards of nodes and runs.", no_args_is_help=True)
+
+
+@app.callback()
+def _observe() -> None:
+    """Metrics, rules and dashboards of nodes and runs."""
+
+
+@app.command()
+def node(
+    port: Annotated[int, typer.Option(help="Port to serve on; 0: any free one.")] = 9500,
+    listen: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to serve on.")] = "127.0.0.1",
+    root: Annotated[Path, typer.Option(help="Root of the node: /, where it is mounted, or an image.")] = Path("/"),
+    nvml: Annotated[str, typer.Option(metavar="auto|off", help="Whether to ask the NVIDIA driver.")] = "auto",
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            metavar="NODE",
+            help="Label `node` of everything \\[default: the host's name].",
+            show_default=False,
+        ),
+    ] = None,
+    leaf: Annotated[str, typer.Option(help="Label `leaf` of everything: the switch it hangs on.")] = "",
+    runs: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where runs are \\[default: $CRATON_RUNS, else ./runs].", show_default=False),
+    ] = None,
+    fsx: Annotated[
+        str, typer.Option(metavar="off|auto|ID,...", help="FSx file systems to ask CloudWatch about.")
+    ] = "off",
+    once: Annotated[bool, typer.Option("--once", help="Print one scrape and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print where it serves, or the scrape, as JSON.")] = False,
+) -> None:
+    """Serve one node's GPUs, network, file systems, drives and processors as metrics. Ctrl-C ends it."""
+    import json
+    import signal
+    import threading
+
+    from craton.errors import CratonError
+    from craton.infrastructure.probes import NodeRoot
+    from craton.observability.exporter import ExporterServer, NodeExporter, cards_of, fsx_bridge
+
+    if not root.is_dir():
+        raise CratonError(f"--root {root} is no folder: give /, the folder a node is mounted at, or an image")
+    at = NodeRoot(root.absolute())
+    bridge = fsx_bridge(fsx, at)
+    exporter = NodeExporter(
+        at,
+        node=name or "",
+        leaf=leaf,
+        runs_folder=runs,
+        open_cards=cards_of(at, nvml),
+        more=[bridge] if bridge else [],
+    )
+    if once:
+        text = exporter.scrape()
+        print(json.dumps({"node": exporter.node, "metrics": text}) if as_json else text, end="\n" if as_json else "")
+        exporter.close()
+        return
+    server = ExporterServer(exporter, listen, port)
+    told = {"node": exporter.node, "url": server.url}
+    said = json.dumps(told) if as_json else f"metrics of {exporter.node} at {server.url}"
+    print(said, flush=True)
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    signal.signal(signal.SIGINT, lambda *_: ended.set())
+    ended.wait()
+    server.close()
+    exporter.close()
+
+
+@app.command()
+def up(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="One run; none: all of them.", show_default=False)
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A cluster file: its runs, nodes and scheduler.", show_default=False),
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port of Prometheus; Alertmanager has the third after it.")] = 9090,
+    listen: Annotated[str, typer.Option(metavar="ADDRESS", help="Address both serve on.")] = "127.0.0.1",
+    no_alertmanager: Annotated[bool, typer.Option("--no-alertmanager", help="Start Prometheus alone.")] = False,
+    webhook: Annotated[
+        str | None, typer.Option(metavar="URL", help="Whom Alertmanager tells.", show_default=False)
+    ] = None,
+    runbooks: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where docs/runbooks of Craton is served, for links.", show_default=False),
+    ] = None,
+    every: Annotated[str, typer.Option(metavar="SECONDS", help="How often all is scraped and judged.")] = "5s",
+    for_: Annotated[
+        str | None,
+        typer.Option(
+            "--for", metavar="TIME", help="End after so long, 10m \\[default: at Ctrl-C].", show_default=False
+        ),
+    ] = None,
+    targets: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Start nothing; only keep files of targets in DIR right, for a Prometheus that runs already.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where metrics are kept, on this machine \\[default: one for these runs in ~/.local/state/craton].",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for every change.")] = False,
+) -> None:
+    """Start Prometheus and Alertmanager on a run, on all runs or on a cluster. Ctrl-C ends both; metrics stay."""
+    import json
+
+    from craton.cli.views.live import make_console
+    from craton.cli.views.observe import ended_by_signal, keep_targets, show_until
+    from craton.job.cluster import load_cluster
+    from craton.observability.prometheus import Observer, ObserverSettings, TargetKeeper
+    from craton.telemetry import find_run
+
+    settings = ObserverSettings(
+        runs=(find_run(run),) if run is not None else (),
+        cluster=load_cluster(cluster) if cluster is not None else None,
+        host=listen,
+        port=port,
+        every_seconds=_seconds("--every", every),
+        alertmanager=not no_alertmanager,
+        webhook=webhook,
+        runbooks=runbooks,
+        data=data,
+    )
+    seconds = _seconds("--for", for_) if for_ is not None else None
+    console = make_console(as_json)
+    seen = observer = None
+    try:
+        with ended_by_signal():
+            if targets is not None:
+                console.print(f"keeping the files of targets in {targets}; Ctrl-C ends it", markup=False)
+                keeper = TargetKeeper(settings, targets.absolute())
+                keep_targets(keeper, settings.every_seconds, seconds, console, as_json)
+                return
+            with Observer(settings) as observer:
+                urls = {service.name: service.url for service in observer.services}
+                if as_json:
+                    places = {"folder": str(observer.folder), "data": str(observer.data)}
+                    print(json.dumps({"event": "started", **urls, **places}), flush=True)
+                for name, url in urls.items():
+                    console.print(f"{name} {url}", markup=False)
+                if not observer.keeper.targets:
+                    console.print(observer.keeper.why_empty(), style="yellow", markup=False, soft_wrap=True)
+                seen = show_until(observer, console, as_json, seconds)
+    except KeyboardInterrupt:
+        pass  # the way to end it
+    if as_json:
+        print(json.dumps({"event": "ended", "firing": [alert["name"] for alert in seen.firing] if seen else []}))
+    else:
+        kept = f"; what was recorded is in {observer.data}" if observer else ""
+        console.print(f"ended{kept}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def render(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write into.")],
+    cluster: Annotated[Path | None, typer.Option(metavar="FILE", help="A cluster file.", show_default=False)] = None,
+    webhook: Annotated[
+        str | None, typer.Option(metavar="URL", help="Whom Alertmanager tells.", show_default=False)
+    ] = None,
+    runbooks: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where docs/runbooks of Craton is served, for links.", show_default=False),
+    ] = None,
+    amp: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Workspace of Amazon Managed Prometheus to write to.", show_default=False),
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Label of the Prometheus operator's objects, release=NAME for kube-prometheus-stack; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the names of the files as JSON.")] = False,
+) -> None:
+    """Write rules, scrape configuration and provisioning for a Prometheus, Alertmanager and Grafana of your own."""
+    import json
+
+    from craton.cli.views.live import make_console
+    from craton.errors import CratonError
+    from craton.job.cluster import load_cluster
+    from craton.observability.prometheus import NO_DASHBOARDS, NO_EXPORTER, lacks_exporter, write_private
+    from craton.observability.prometheus import render as rendered
+
+    labels = dict(_key_and_value("--label", each) for each in label or [])
+    files = rendered(load_cluster(cluster) if cluster is not None else None, webhook, amp, labels, runbooks)
+    try:
+        for name, text in files.items():
+            path = out / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if webhook is not None and path.name == "alertmanager.yml":
+                write_private(path, text)
+            else:
+                path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        what = f"{error.strerror}: {error.filename}"
+        raise CratonError(f"cannot write into --out {out} ({what}); give a folder that you may write to") from None
+    console = make_console(as_json)
+    if not any(name.startswith("grafana/dashboards/") for name in files):
+        console.print(NO_DASHBOARDS, style="yellow", markup=False, soft_wrap=True)
+    if lacks_exporter(files):
+        console.print(NO_EXPORTER, style="yellow", markup=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps({"folder": str(out), "files": sorted(files)}))
+        return
+    for name in sorted(files):
+        console.print(str(out / name), markup=False, soft_wrap=True)
+
+
+def _key_and_value(option: str, text: str) -> tuple[str, str]:
+    from craton.errors import CratonError
+
+    key, sign, value = text.partition("=")
+    if not (key and sign):
+        raise CratonError(f"{option} {text}: give KEY=VALUE, e.g. {option} release=prometheus")
+    return key, value
+
+
+def _seconds(option: str, value: str) -> float:
+    from craton.errors import CratonError
+    from craton.job.document import parse_seconds
+
+    try:
+        return parse_seconds(value)
+    except ValueError as error:
+        raise CratonError(f"{option}: {error}") from None

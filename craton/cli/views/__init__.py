@@ -1,0 +1,1 @@
+"""What verbs print: live views, tables, progress."""

@@ -1,0 +1,201 @@
+"""What `craton heal` asks, shows and repeats."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from craton.errors import CratonError
+from craton.job.document import parse_seconds, parse_share
+from craton.nearest import did_you_mean
+from craton.observability.healing import MODES, Healing, Ledger, heal, lemons, look, read_report
+
+if TYPE_CHECKING:
+    from craton.observability.healing import Decision, HealingScope
+
+STYLES = {"observe": "dim", "restart": "cyan", "reset": "yellow", "reboot": "yellow", "replace": "red"}
+SHOWN_ENTRIES = 50
+SHOWN_NODES = 16
+
+
+@dataclass(frozen=True)
+class Options:
+    mode: str
+    share: float
+    every_seconds: float
+    asks: bool
+
+
+def options_of(
+    place: HealingScope, mode: str | None, share: str | None, every: str, can_ask: bool, asks: bool
+) -> Options:
+    """What the command line says, else the cluster file. Acting without --yes needs somebody to ask."""
+    chosen = mode or place.mode
+    if chosen not in MODES:
+        raise CratonError(f"--mode {chosen} is not known; allowed: {', '.join(MODES)}")
+    try:
+        options = Options(
+            chosen,
+            parse_share(share) if share is not None else place.share,
+            parse_seconds(every),
+            chosen == "act" and asks,
+        )
+    except ValueError as error:
+        raise CratonError(f"{'--share' if share is not None else '--every'}: {error}") from None
+    if options.asks and not (can_ask and Console().is_terminal):
+        raise CratonError("`--mode act` asks before it acts, and nobody can answer here; give --yes, or --mode advise")
+    return options
+
+
+def check_node(place: HealingScope, node: str) -> None:
+    """CratonError where the scheduler has no node of that name: a slip must not read as a node that does well."""
+    names = [each.name for each in place.service.nodes()]
+    if node not in names:
+        others = f" and {len(names) - SHOWN_NODES} more" if len(names) > SHOWN_NODES else ""
+        known = f"{', '.join(names[:SHOWN_NODES]) or 'none'}{others}"
+        raise CratonError(f"--node {node}: {place.name} has no such node; it has {known}{did_you_mean(node, names)}")
+
+
+def one_pass(
+    place: HealingScope,
+    options: Options,
+    node: str | None,
+    report: Path | None,
+    prometheus: str | None,
+    console: Console,
+    as_json: bool,
+) -> Healing:
+    notes: list[str] = []
+    troubles = [] if options.mode == "off" else look(place, prometheus, notes)
+    troubles += read_report(report, notes) if report is not None and options.mode != "off" else []
+    if node is not None:
+        troubles = [each for each in troubles if each.node == node]
+
+    def approve(wanted: Sequence[Decision]) -> bool:
+        for each in wanted:
+            console.print(f"{each.node}: {_deed(each)} ({each.reason})", markup=False, soft_wrap=True)
+        return typer.confirm(f"{len(wanted)} node{'s' if len(wanted) > 1 else ''}: do it?")
+
+    healing = heal(place, troubles, options.mode, options.share, approve if options.asks else None, node)
+    notes += healing.notes
+    if as_json:
+        print(json.dumps({**healing.to_json(), "notes": notes}), flush=True)
+    else:
+        show(healing, console, notes)
+    return healing
+
+
+def watch(
+    place_now: Callable[[], HealingScope],
+    options: Options,
+    node: str | None,
+    report: Path | None,
+    prometheus: str | None,
+    console: Console,
+    as_json: bool,
+) -> None:
+    """Until Ctrl-C. A scheduler or a file system that does not answer for a while ends nothing."""
+    try:
+        while True:
+            try:
+                one_pass(place_now(), options, node, report, prometheus, console, as_json)
+            except BrokenPipeError:  # nobody reads what is told any more
+                raise
+            except (CratonError, OSError) as error:
+                console.print(f"{error}; looking again in {options.every_seconds:.0f} s", style="yellow", markup=False)
+            time.sleep(options.every_seconds)
+    except KeyboardInterrupt:
+        console.print("ended; nothing that was done is undone by this", markup=False)
+
+
+def show(healing: Healing, console: Console, notes: Sequence[str] = ()) -> None:
+    if healing.mode == "off":
+        console.print(f"healing of {healing.cluster} is off (`health: {{heal: off}}`)", markup=False)
+        return
+    out = f"{healing.num_out} of {healing.total} nodes out of service, {100 * healing.share:.3g} % may be"
+    if not healing.decisions:
+        console.print(f"{healing.cluster}: no node needs anything ({out})", markup=False)
+    else:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for column in ("NODE", "NEEDS", "WHY", "WHAT HAPPENS"):
+            table.add_column(column, no_wrap=column in ("NODE", "NEEDS"), overflow="fold")
+        numbers = {entry.node: entry.id for entry in healing.deeds}
+        for each in healing.decisions:
+            happens = _happens(each, healing, numbers.get(each.node))
+            needs = f"{each.escalated_from} → {each.action}" if each.escalated_from else each.action
+            table.add_row(each.node, Text(needs, style=STYLES[each.action]), Text(each.reason), Text(happens))
+        console.print(table, highlight=False)
+        for node, moves in healing.moves.items():
+            for move in moves if healing.mode == "advise" or node in numbers else ():
+                console.print(f"  {node}: {move}", markup=False, soft_wrap=True, highlight=False)
+        console.print(f"{healing.cluster}: {out}", markup=False)
+    for failure in healing.failures:
+        console.print(failure, style="red", markup=False, soft_wrap=True)
+    for note in notes:
+        console.print(f"  ({note})", markup=False, soft_wrap=True, highlight=False)
+    if healing.mode == "advise" and any(each.deed != "none" for each in healing.decisions):
+        console.print("nothing was done: `--mode act` does it", style="dim", markup=False)
+
+
+def show_history(place: HealingScope, console: Console, as_json: bool) -> None:
+    ledger = Ledger(place.root)
+    entries = ledger.entries()
+    worst = lemons(entries, time.time())
+    if as_json:
+        print(json.dumps({"ledger": str(ledger.path), "entries": [asdict(each) for each in entries], "lemons": worst}))
+        return
+    if not entries:
+        console.print(f"nothing stands in {ledger.path} yet", markup=False, soft_wrap=True)
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("WHEN", "NODE", "ENTRY", "ID", "NEEDS", "RUN", "WHAT"):
+        table.add_column(column, no_wrap=column != "WHAT", overflow="fold")
+    for each in entries[-SHOWN_ENTRIES:]:
+        when = datetime.fromtimestamp(each.time).strftime("%Y-%m-%d %H:%M")
+        kind = each.kind.replace("_", " ")
+        table.add_row(when, each.node, kind, each.id, each.action, each.run, Text(each.text))
+    console.print(table, highlight=False)
+    for node, count in worst.items():
+        console.print(f"{node}: in trouble {count} time{'s' if count > 1 else ''}", markup=False)
+
+
+def _happens(decision: Decision, healing: Healing, number: str | None) -> str:
+    """What is done about a node; of what was to be done and was not, that."""
+    if decision.deed == "none":
+        return decision.why_not or _left(decision)
+    if healing.mode == "advise":
+        return _deed(decision)
+    if number is not None:
+        return f"{_deed(decision)} (done, `--undo {number}`)"
+    has_failed = any(failure.startswith(f"{decision.node}: ") for failure in healing.failures)
+    return "failed: see below" if has_failed else "was not done"
+
+
+def _deed(decision: Decision) -> str:
+    if decision.deed == "hand_over":
+        return f"is handed over to be {'replaced' if decision.action == 'replace' else 'rebooted'}"
+    if decision.deed == "move":
+        return f"is out of service already, {', '.join(decision.runs)} move off it"
+    moving = (
+        f", {', '.join(decision.runs)} move{'s' if len(decision.runs) == 1 else ''} off it" if decision.runs else ""
+    )
+    return f"is taken out of service{moving}"
+
+
+def _left(decision: Decision) -> str:
+    if decision.action == "observe":
+        return "nothing now"
+    if decision.action == "restart":
+        return "its run starts again by itself"
+    return f"is out of service already{f' (`--undo {decision.mark}`)' if decision.mark else ''}"

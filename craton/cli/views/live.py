@@ -1,0 +1,317 @@
+"""A run while it runs: a panel in a terminal, a line every few seconds elsewhere.
+
+Leaving the view (Ctrl-C) never touches the run. The view ends by itself when the run does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from craton import figures
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.text import Text
+
+    from craton.orchestration.watching import Recovery, View
+    from craton.telemetry import RunDirectory
+
+LOOK_SECONDS = 0.5
+PLAIN_SECONDS = 5.0
+STORAGE_SECONDS = 15.0  # that a stop waits for a disk which does not take what the run has to write
+STATE_STYLES = {
+    "waiting": "cyan",
+    "starting": "cyan",
+    "running": "green",
+    "stopping": "cyan",
+    "stopped": "bold",  # as asked: neither a warning nor an error
+    "done": "bold green",
+    "failed": "bold red",
+    "lost": "bold red",
+}
+# Events that a log does without: every checkpoint, and what the outcome tells at length.
+_UNTOLD_EVENTS = ("checkpoint_saved", "failed", "rank_ended", "ranks_told_to_end", "recovered")
+
+
+def make_console(as_json: bool = False) -> Console:
+    """Where people read: stdout, or stderr when stdout carries JSON. A pipe is as wide as the text."""
+    from craton.cli.views.console import SafeConsole
+
+    console = SafeConsole(stderr=as_json, highlight=False)
+    return console if console.is_terminal else SafeConsole(stderr=as_json, highlight=False, width=1000)
+
+
+def watch(run: RunDirectory, console: Console, steps: int | None = None, quiet: bool = False) -> View:
+    """Show the run until it has ended; KeyboardInterrupt goes to the caller. Returns the last look."""
+    from rich.live import Live
+
+    from craton.orchestration.watching import Follower
+
+    follower = Follower(run, steps)
+    if quiet or not console.is_terminal:
+        return _watch_plainly(follower.look, None if quiet else console)
+    view = follower.look()
+    with Live(panel(view, console.width), console=console, auto_refresh=False) as live:
+        while view.is_moving:
+            time.sleep(LOOK_SECONDS)
+            view = follower.look()
+            live.update(panel(view, console.width), refresh=True)
+    return view
+
+
+def wait_for_stop(run: RunDirectory, console: Console, serves: bool = False) -> View:
+    """Until the run has ended, or cannot save its state, or its disk has not taken its last words for a while; with a
+    sign that something is going on."""
+    from rich.markup import escape
+    from rich.status import Status
+
+    from craton.orchestration.watching import Follower
+
+    follower = Follower(run)
+    what = "draining: requests under way are answered" if serves else "stopping: the ranks save a checkpoint"
+    failing_since: float | None = None
+    with Status(what, console=console) as status:
+        while (view := follower.look()).is_moving and not view.summary.unsaved:
+            reason = view.summary.message or view.summary.storage
+            if view.summary.state == "stopping" and reason:
+                status.update(f"stopping: {escape(reason)}")
+            if not view.summary.storage:
+                failing_since = None
+            elif failing_since is None:
+                failing_since = time.monotonic()
+            elif time.monotonic() - failing_since > STORAGE_SECONDS:
+                break
+            time.sleep(LOOK_SECONDS)
+    return view
+
+
+def panel(view: View, width: int) -> RenderableType:
+    """The whole picture, at most 100 columns wide."""
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.text import Text
+
+    summary = view.summary
+    width = min(width - 2, 100)  # room for the ^C that the terminal echoes, which would break the last line
+    inner = width - 4
+    ranks = f"{summary.ranks} rank{'' if summary.ranks == 1 else 's'}"
+    parts: list[RenderableType] = [_progress(view, inner)]
+    if view.recovering is not None:
+        parts.insert(0, _recovering(view.recovering, inner))
+    if summary.unsaved:
+        parts.insert(0, Text(f"NOT SAVED: {summary.unsaved}", style="bold red"))
+    if summary.state == "waiting":
+        parts.insert(0, Text(f"waits: {summary.message}", style="cyan"))
+    if summary.storage:
+        parts.insert(0, Text(summary.storage, style="yellow"))
+    if view.losses:
+        parts.append(_loss(view, inner))
+    if summary.step_seconds and summary.state != "starting":  # until then they are those of the generation before
+        parts += [Text(), _twins(view)]
+    if view.phases and summary.state != "starting":
+        parts += [Text(), _phases(view, inner)]
+    if view.recoveries and view.recovering is None:
+        last = Text(f"last recovery: {view.recoveries[-1].text}", style="yellow", no_wrap=True)
+        last.truncate(inner, overflow="ellipsis")
+        parts += [Text(), last]
+    if view.events:
+        parts += [Text(), *(_event(event, inner) for event in view.events)]
+    title = Text.assemble((summary.name, "bold"), " · ", (summary.state, STATE_STYLES[summary.state]), f" · {ranks}")
+    if summary.generation:
+        title.append(f" · generation {summary.generation}")
+    if view.recoveries:
+        count = len(view.recoveries)
+        title.append(f" · {count} recover{'y' if count == 1 else 'ies'}")
+    hint = "Ctrl-C leaves the view, the run goes on" if view.is_moving else ""
+    return Panel(
+        Group(*parts), title=title, title_align="left", subtitle=hint, subtitle_align="right", width=width, style=""
+    )
+
+
+def line(view: View) -> str:
+    """The same in one line, for a log."""
+    summary = view.summary
+    if view.recovering is not None:
+        return f"{summary.name}: RECOVERING  {view.recovering.text}"
+    if summary.unsaved:
+        return f"{summary.name}: NOT SAVED  {summary.unsaved}"
+    if summary.state == "waiting":
+        return f"{summary.name}: waits: {summary.message}"
+    if not summary.step or summary.state == "starting":
+        return f"{summary.name}: {summary.state}"
+    change = figures.change(summary.step_seconds, summary.plan.get("step_seconds"))
+    against = "" if change == figures.NONE else f" ({change} against plan)"
+    parts = [
+        f"step {summary.step:,}/{summary.steps:,}" if summary.steps else f"step {summary.step:,}",
+        f"loss {figures.digits(summary.loss)}",
+        f"{figures.amount(summary.tokens_per_second)} tokens/s",
+        f"MFU {figures.percent(summary.mfu)}",
+        f"step {figures.duration(summary.step_seconds)}{against}",
+    ]
+    if view.evaluation_loss is not None:
+        parts.insert(2, f"evaluation {figures.digits(view.evaluation_loss)}")
+    if summary.eta_seconds is not None:
+        parts.append(f"ETA {figures.remaining(summary.eta_seconds)}")
+    return f"{summary.name}: {'  '.join(parts)}"
+
+
+def _watch_plainly(look: Callable[[], View], console: Console | None) -> View:
+    printed, printed_at = "", -PLAIN_SECONDS
+    seen: list[dict[str, Any]] = []
+    told = was_recovering = None
+    storage = ""
+    while True:
+        view = look()
+        if console and view.summary.storage and not storage:
+            console.print(f"{view.summary.name}: {view.summary.storage}", soft_wrap=True, markup=False)
+        storage = view.summary.storage
+        news = [event for event in view.events if event.get("generation") == view.summary.generation]
+        for event in news:
+            if console and event not in seen and event.get("event") not in _UNTOLD_EVENTS:
+                console.print(f"{view.summary.name}: {describe(event)}", soft_wrap=True, markup=False)
+        seen = news
+        back = [each for each in view.recoveries if each.seconds is not None]
+        for recovery in back[told if told is not None else len(back) :]:
+            if console:
+                console.print(f"{view.summary.name}: RECOVERED  {recovery.text}", soft_wrap=True, markup=False)
+        told = len(back)
+        over, text = not view.is_moving, line(view)
+        due = over or view.recovering != was_recovering or time.monotonic() - printed_at >= PLAIN_SECONDS
+        was_recovering = view.recovering
+        if console and text != printed and due:
+            console.print(text, soft_wrap=True, markup=False)
+            printed, printed_at = text, time.monotonic()
+        if over:
+            return view
+        time.sleep(LOOK_SECONDS)
+
+
+def _recovering(recovery: Recovery, width: int) -> Text:
+    from rich.text import Text
+
+    seconds = max(0.0, time.time() - recovery.began)
+    text = Text(f"RECOVERING for {seconds:.0f} s: {recovery.text}", style="bold white on red", no_wrap=True)
+    text.truncate(width, overflow="ellipsis")
+    return text
+
+
+def _progress(view: View, width: int) -> RenderableType:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    summary = view.summary
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    total = summary.steps
+    steps = f"step {summary.step or 0:,}" + (f"/{total:,}" if total else "")
+    starting = summary.state == "starting"
+    bar = ProgressBar(total=total or None, completed=summary.step or 0, pulse=starting or not total)
+    right = "starting" if starting else figures.percent((summary.step or 0) / total) if total else ""
+    if summary.eta_seconds is not None and not starting:
+        right += f"  ETA {figures.remaining(summary.eta_seconds)}"
+    grid.add_row(Text(steps, style="bold"), bar, Text(right, style="bold"))
+    return grid
+
+
+def _loss(view: View, width: int) -> Text:
+    from rich.text import Text
+
+    end = f"{figures.digits(view.losses[-1])}"
+    evaluated = f"  evaluation {figures.digits(view.evaluation_loss)}" if view.evaluation_loss is not None else ""
+    curve = figures.sparkline(view.losses, width - len("loss ") - len(end) - len(evaluated) - 2)
+    return Text.assemble(("loss ", "bold"), (curve, "cyan"), "  ", (end, "bold cyan"), (evaluated, "dim"))
+
+
+def _twins(view: View) -> RenderableType:
+    """Measured beside planned, for the numbers people ask first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    summary, plan = view.summary, view.summary.plan
+    change = figures.change(summary.step_seconds, plan.get("step_seconds"))
+    rows = [
+        (
+            "measured",
+            figures.duration(summary.step_seconds),
+            "" if change == figures.NONE else change,
+            figures.amount(summary.tokens_per_second),
+            figures.percent(summary.mfu),
+            figures.percent(summary.goodput),
+        )
+    ]
+    if plan:
+        rows.append(
+            (
+                "plan",
+                figures.duration(plan.get("step_seconds")),
+                "",
+                figures.amount(plan.get("tokens_per_second")),
+                figures.percent(plan.get("mfu")),
+                figures.percent(plan.get("goodput")),
+            )
+        )
+    grid = Table.grid(padding=(0, 3))
+    for index, name in enumerate(("", "step", "", "tokens/s", "MFU", "goodput")):
+        grid.add_column(Text(name, style="dim"), justify="left" if index in (0, 2) else "right", no_wrap=True)
+    grid.show_header = True
+    for row, style in zip(rows, ("bold", ""), strict=False):
+        cells = [Text(cell, style=style) for cell in row]
+        cells[0].style = "dim"
+        cells[2].style = change_style(row[2]) if row[2] else ""
+        grid.add_row(*cells)
+    return grid
+
+
+def change_style(change: str) -> str:
+    """Green up to 10 % off the plan, yellow to 25 %, red beyond."""
+    if change.startswith("×"):
+        return "red"
+    number = abs(int(change.strip("+−± %") or 0))
+    return "green" if number <= 10 else "yellow" if number <= 25 else "red"
+
+
+def _phases(view: View, width: int) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    sides = [("measured", view.phases)]
+    if view.planned_phases:
+        sides.append(("plan", view.planned_phases))
+    longest = max([1e-9, *(seconds for _, phases in sides for seconds in phases.values())])
+    room = max(6, min(26, (width - 42) // len(sides)))
+    grid = Table.grid(padding=(0, 1))
+    grid.show_header = True
+    grid.add_column("", no_wrap=True)
+    for title, _ in sides:
+        grid.add_column(Text(title, style="dim"), justify="right", no_wrap=True, min_width=8)
+        grid.add_column("", no_wrap=True, min_width=room + 1)
+    for phase, style in figures.PHASE_STYLES.items():
+        cells = [Text(phase, style="dim")]
+        for _, phases in sides:
+            seconds = phases.get(phase)
+            bar = figures.bar((seconds or 0.0) / longest, room)
+            cells += [Text(figures.duration(seconds)), Text(bar, style=style)]
+        grid.add_row(*cells)
+    return grid
+
+
+def _event(event: dict[str, Any], width: int) -> Text:
+    from rich.text import Text
+
+    text = Text.assemble((f"{figures.clock(float(event.get('time', 0)))}  ", "dim"), describe(event))
+    text.truncate(width, overflow="ellipsis")
+    text.no_wrap = True
+    return text
+
+
+def describe(event: dict[str, Any]) -> str:
+    """`step 120 · checkpoint saved · tier shared · took 210 ms`: the event's name and its fields as they are."""
+    words = [f"step {event['step']:,}"] if event.get("step") else []
+    words.append(str(event.get("event", "event")).replace("_", " "))
+    words.append(figures.event_fields(event))
+    return " · ".join(word for word in words if word)

@@ -1,0 +1,178 @@
+"""How a run ended: in a terminal the table of predicted against measured, for scripts one JSON object."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from craton import figures
+from craton.remote import is_url
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from craton.orchestration.start import SavedStep
+    from craton.orchestration.watching import Recovery
+    from craton.telemetry import RunDirectory, RunSummary
+
+_TITLES = {"tokens_per_second": "tokens/s", "mfu": "MFU", "memory_bytes": "memory", "cost_dollars": "cost"}
+_WRITERS = {
+    "memory_bytes": figures.size,
+    "tokens_per_second": figures.amount,
+    "mfu": figures.percent,
+    "goodput": figures.percent,
+    "cost_dollars": figures.dollars,
+}
+MIN_SHARE = 0.0005  # of the time, below which a ledger kind is not worth a word
+
+
+def exit_code(summary: RunSummary) -> int:
+    """0: done, or stopped as asked; 1: failed or lost."""
+    return 1 if summary.state in ("failed", "lost") else 0
+
+
+def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> None:
+    """What became of the run, what was predicted and measured, and what to do next."""
+    from rich.text import Text
+
+    from craton.orchestration.start import newest_checkpoint
+    from craton.orchestration.watching import read_recoveries
+
+    if summary.state in ("done", "stopped") and summary.step and summary.plan:
+        print_comparison(run, summary, console)
+    if summary.ledger:
+        console.print(f"time: {ledger_text(summary)} · {goodput_text(summary)}")
+    recoveries = read_recoveries(run)
+    if recoveries:
+        console.print(recoveries_text(recoveries), style="yellow", markup=False)
+    is_gone = not run.path.is_dir()
+    saved = None if is_gone else newest_checkpoint(run)
+    at = f"; checkpoint of step {saved.step:,} in {shown(saved.path)}{not_in_tier(run, saved)}" if saved else ""
+    name = summary.name
+    if summary.state == "done":
+        took = f" in {figures.duration(summary.wall_seconds)}" if summary.wall_seconds else ""
+        console.print(Text.assemble((f"{name} is done", "bold green"), f"{took}{at}"))
+        if saved and summary.plan:
+            console.print(f"next: craton export {name} FOLDER · craton sample {name} --prompt '...'", style="dim")
+    elif summary.state == "stopped":
+        of = f" of {summary.steps:,}" if summary.steps else ""
+        console.print(Text.assemble((f"{name} stopped", "bold"), f" after step {summary.step:,}{of}{at}"))
+        console.print(f"next: craton resume {name}", style="dim")
+    elif is_gone:
+        console.print(Text(f"{name} is lost", style="bold red"))
+        console.print(Text(summary.message), soft_wrap=True)
+    else:
+        print_failure(run, summary, console, at, "" if saved else ", from the beginning")
+
+
+def not_in_tier(run: RunDirectory, saved: SavedStep) -> str:
+    """`, not in its tier: ...` where the run directory has the newest state because no tier took it."""
+    from craton.job.sections import RESCUE
+    from craton.orchestration.start import find_rescue
+
+    rescue = find_rescue(run) if saved.tier == RESCUE else None
+    return f", not in its tier: {rescue.reason}" if rescue else ""
+
+
+def print_failure(run: RunDirectory, summary: RunSummary, console: Console, at: str = "", begin: str = "") -> None:
+    """That a run failed or is lost, its last words, and what to do. `at`: what is saved; `begin`: where it goes on."""
+    from rich.text import Text
+
+    name = summary.name
+    console.print(Text(f"{name} {'failed' if summary.state == 'failed' else 'is lost'}{at}", style="bold red"))
+    console.print(Text(summary.message or "it left no message"))
+    console.print(f"logs: {shown(run.path / 'logs')} · craton logs {name}", style="dim", soft_wrap=True)
+    job = shown(run.job_path)
+    console.print(f"next: fix the cause (the job is {job}), then craton resume {name}{begin}", style="dim")
+
+
+def ledger_text(summary: RunSummary) -> str:
+    """`start 3.0 s (12 %) · productive 22.0 s (88 %)`: where every second went."""
+    total = sum(summary.ledger.values())
+    return " · ".join(
+        f"{kind} {figures.duration(seconds)} ({figures.percent(seconds / total)})"
+        for kind, seconds in summary.ledger.items()
+        if total and seconds / total >= MIN_SHARE
+    )
+
+
+def goodput_text(summary: RunSummary) -> str:
+    """`goodput 91 % (planned 97 %)`"""
+    planned = summary.plan.get("goodput")
+    return f"goodput {figures.percent(summary.goodput)}" + (f" (planned {figures.percent(planned)})" if planned else "")
+
+
+def recoveries_text(recoveries: list[Recovery]) -> str:
+    """`2 recoveries, the last: rank 3 was killed ...`"""
+    count = len(recoveries)
+    return f"{'1 recovery' if count == 1 else f'{count} recoveries, the last'}: {recoveries[-1].text}"
+
+
+def print_comparison(run: RunDirectory, summary: RunSummary, console: Console) -> None:
+    """The table of predicted against measured."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from craton.cli.views.live import change_style
+    from craton.orchestration.watching import compare
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Predicted against measured", title_justify="left")
+    table.title_style = "bold"
+    for column in ("", "predicted", "80 % interval", "measured", "ratio", ""):
+        table.add_column(column, justify="left" if column == "" else "right", no_wrap=True)
+    for each in compare(run, summary):
+        write = _WRITERS.get(each.name, figures.duration)
+        interval = "" if each.low is None else f"{write(each.low)} – {write(each.high)}"
+        ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
+        style = change_style(figures.change(each.measured, each.predicted)) if ratio and each.measured else ""
+        inside = {None: "", True: "inside", False: "outside"}[each.is_inside]
+        table.add_row(
+            _TITLES.get(each.name, each.name.removesuffix("_seconds")),
+            write(each.predicted),
+            interval,
+            Text(write(each.measured), style="bold"),
+            Text(ratio, style=style),
+            Text(inside, style={"outside": "yellow"}.get(inside, "dim")),
+        )
+    console.print(table, highlight=False)
+
+
+def outcome_json(run: RunDirectory, summary: RunSummary) -> dict[str, Any]:
+    from craton.orchestration.start import newest_checkpoint
+    from craton.orchestration.watching import compare, read_recoveries
+
+    saved = newest_checkpoint(run) if run.path.is_dir() else None
+    rows = compare(run, summary)
+    return {
+        **summary_json(summary),
+        **recoveries_json(read_recoveries(run)),
+        "checkpoint_step": saved.step if saved else None,
+        "checkpoint_path": str(saved.path) if saved else None,
+        "comparison": [{**asdict(each), "ratio": each.ratio, "is_inside": each.is_inside} for each in rows],
+    }
+
+
+def recoveries_json(recoveries: Sequence[Recovery]) -> dict[str, Any]:
+    return {"recoveries": [{**asdict(each), "text": each.text} for each in recoveries]}
+
+
+def summary_json(summary: RunSummary) -> dict[str, Any]:
+    """Every field of a summary as JSON allows it: paths as text, what is not a number as null."""
+    document = asdict(summary)
+    document["path"] = str(summary.path)
+    document["against_plan"] = summary.against_plan
+    loss = summary.loss
+    document["loss"] = None if loss is None or loss != loss else loss
+    return document
+
+
+def shown(path: Path | str) -> str:
+    """A path as short as it can be written from here; a URL as it is."""
+    if is_url(str(path)):
+        return str(path)
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") else str(path)

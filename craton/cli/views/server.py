@@ -1,0 +1,253 @@
+"""A server while it starts, answers and drains: its stages, its address and how to try it, then one live line.
+
+Leaving the view never touches the server, unless the command owns it (`craton serve`): then Ctrl-C, or SIGTERM, lets it
+finish the requests under way and stops it; once more ends it at once.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+from craton import figures
+from craton.cli.views.outcome import exit_code, outcome_json, print_failure, recoveries_text, shown
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from craton.job import Job
+    from craton.orchestration import ServerState, ServerWatch, Stages
+    from craton.orchestration.draft import Draft
+    from craton.orchestration.watching import Follower, View
+    from craton.planning.serving import ServePlan
+    from craton.telemetry import RunDirectory, RunState, RunSummary
+
+LOOK_SECONDS = 0.5
+PLAIN_SECONDS = 5.0
+WORD_SECONDS = 2.0  # between the first answer of a server and its own word of what it came to
+
+
+def follow_server(
+    run: RunDirectory, draft: Draft, console: Console, *, detach: bool, as_json: bool, owns: bool = False
+) -> None:
+    """Until the server answers, and with `detach` no longer; else until it has ended, whose exit code is this one's."""
+    from craton.cli.views.fields import print_field
+    from craton.orchestration import ServerWatch, Stages, address_of
+    from craton.orchestration.watching import Follower, wait_for_agents
+
+    server, stages, follower = ServerWatch(address_of(draft.job)), Stages(run), Follower(run)
+    if not as_json:
+        ranks = "1 rank" if draft.num_ranks == 1 else f"{draft.num_ranks} ranks"
+        print_field(console, "run", f"{shown(run.path)}, {ranks}")
+    with _told_to_end(owns and not detach):
+        try:
+            view = _wait_until_ready(server, stages, follower, console, quiet=as_json)
+            if view.is_moving:
+                ready = ready_json(draft.job, draft.serving, stages.newest, run)
+                if not as_json:
+                    print_ready(draft.job, draft.serving, ready, console)
+                if detach:
+                    _leave(run, console, ready if as_json else None)
+                    return
+                if not as_json:
+                    end = "Ctrl-C drains and stops it" if owns else "Ctrl-C leaves the view, the server goes on"
+                    console.print(end, style="dim")
+                view = _watch(run, server, follower, console, quiet=as_json)
+        except KeyboardInterrupt:
+            if not owns or detach:
+                console.print(f"\nleft the view; {run.name} goes on. {way_back(run.name)}")
+                raise typer.Exit(130) from None
+            view = _drain(run, draft.job, follower, console)
+    wait_for_agents(run)
+    if as_json:
+        print(json.dumps({**outcome_json(run, view.summary), "url": server.address.url}))
+    else:
+        print_server_outcome(run, view.summary, console)
+    raise typer.Exit(exit_code(view.summary))
+
+
+def way_back(name: str) -> str:
+    return f"`craton logs {name} -f` follows it, `craton stop {name}` drains and stops it"
+
+
+def ready_json(job: Job, plan: ServePlan | None, stage: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
+    """What a server that answers is, for people and scripts; what the engine measured wins over what was planned."""
+    from craton.orchestration import address_of
+
+    planned = {} if plan is None else {"kv_tokens": plan.kv_tokens, "max_length": plan.max_length}
+    measured = {key: stage[key] for key in planned if isinstance(stage.get(key), int)}
+    speeds = {} if plan is None else _speeds(plan)
+    assert job.serve is not None
+    has_file = job.serve.admin and job.serve.admin_key is None
+    admin = {"admin_key_file": shown(run.admin_key_path)} if has_file else {}
+    named = {"name": job.name, "url": address_of(job).url, "model": job.served_name}
+    return {**named, **admin, **planned, **measured, **speeds}
+
+
+def print_ready(job: Job, plan: ServePlan | None, ready: dict[str, Any], console: Console) -> None:
+    """Where it is, what it is called, what it holds, what it should reach, and a line to try."""
+    from rich.text import Text
+
+    from craton.cli.views.fields import print_field
+
+    assert job.serve is not None
+    console.print(Text.assemble((job.name, "bold"), " serves at ", (ready["url"], "bold green")))
+    print_field(console, "model", ", ".join([ready["model"], *job.serve.adapters]))
+    if plan is not None:
+        room = f"{figures.amount(ready['kv_tokens'])} tokens of keys and values, {ready['max_length']:,} a request"
+        print_field(console, "room", room)
+        single, best = (figures.amount(ready[f"plan_{name}_tokens_per_second"]) for name in ("single", "best"))
+        print_field(console, "predicted", f"{single} tokens/s for one request, {best} for {plan.best_batch} together")
+    if "admin_key_file" in ready:
+        print_field(console, "admin", f"POST with the key in {ready['admin_key_file']}, as a bearer token")
+    console.print(f"try:  {curl_line(job, ready['url'])}", soft_wrap=True, markup=False)
+
+
+def curl_line(job: Job, url: str) -> str:
+    """A request that this server answers; a model without a tokenizer takes tokens only."""
+    assert job.serve is not None
+    has_text = job.serve.initialize != "random"
+    prompt: object = "Once upon a time" if has_text else [1, 2, 3]
+    body = json.dumps({"model": job.served_name, "prompt": prompt, "max_tokens": 16})
+    words = ["curl", f"{url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+    line = shlex.join(words)
+    return line if job.serve.api_keys is None else f'{line} -H "Authorization: Bearer ${job.serve.api_keys}"'
+
+
+def state_line(name: str, state: ServerState | None, run_state: RunState, view: View | None = None) -> str:
+    """`serve-llama: 12 running, 3 waiting · 4.2k tokens/s · first token after 38 ms`"""
+    if view is not None and view.recovering is not None:
+        return f"{name}: RECOVERING  {view.recovering.text}"
+    if state is None:  # which is as it should be while it starts or stops
+        return f"{name}: {run_state if run_state in ('starting', 'stopping') else 'does not answer'}"
+    return (
+        f"{name}: {state.running} running, {state.waiting} waiting · "
+        f"{figures.amount(state.tokens_per_second)} tokens/s · "
+        f"first token after {figures.duration(state.first_token_seconds)}"
+    )
+
+
+def print_server_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> None:
+    """How a server ended, and what to do next."""
+    from rich.text import Text
+
+    from craton.orchestration.watching import read_recoveries
+
+    recoveries = read_recoveries(run)
+    if recoveries:
+        console.print(recoveries_text(recoveries), style="yellow", markup=False)
+    if exit_code(summary):
+        print_failure(run, summary, console)
+        return
+    console.print(Text(f"{run.name} {summary.state}", style="bold"))
+    console.print(f"next: craton resume {run.name}", style="dim")
+
+
+def _speeds(plan: ServePlan) -> dict[str, float]:
+    names = ("single_tokens_per_second", "best_tokens_per_second")
+    return {f"plan_{name}": getattr(plan, name) for name in names}
+
+
+def _wait_until_ready(
+    server: ServerWatch, stages: Stages, follower: Follower, console: Console, *, quiet: bool
+) -> View:
+    """The last look: of a run that is over, or whose server answers."""
+    from rich.status import Status
+
+    from craton.orchestration import READY
+
+    began = time.monotonic()
+    answers_since: float | None = None
+    name = follower.run.name
+    with Status(f"{name}: starting", console=console) as status:
+        while True:
+            view = follower.look()
+            for stage in stages.look():
+                if not quiet and not console.is_terminal and stage != READY:
+                    console.print(f"{name}: {stage}", soft_wrap=True, markup=False)
+            if not view.is_moving:
+                return view
+            now = time.monotonic()
+            if view.summary.state != "stopping" and server.is_ready():
+                answers_since = answers_since or now
+                if stages.is_ready or now - answers_since > WORD_SECONDS:
+                    return view
+            status.update(f"{name}: {stages.newest.get('stage', 'starting')} ({now - began:.0f} s)")
+            time.sleep(LOOK_SECONDS)
+
+
+def _watch(run: RunDirectory, server: ServerWatch, follower: Follower, console: Console, *, quiet: bool) -> View:
+    """Until the run has ended; one line that is kept up to date, or every few seconds what has changed."""
+    from rich.live import Live
+    from rich.text import Text
+
+    printed, printed_at = "", -PLAIN_SECONDS
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            state = server.look()
+            view = follower.look()  # after it: a server that was asked to stop meanwhile is no longer there
+            if not view.is_moving:
+                return view
+            text = state_line(run.name, state, view.summary.state, view)
+            if console.is_terminal and not quiet:
+                live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+            elif not quiet and text != printed and time.monotonic() - printed_at >= PLAIN_SECONDS:
+                console.print(text, soft_wrap=True, markup=False)
+                printed, printed_at = text, time.monotonic()
+            time.sleep(LOOK_SECONDS)
+
+
+def _drain(run: RunDirectory, job: Job, follower: Follower, console: Console) -> View:
+    """Stop the server as its owner; a second Ctrl-C does not wait."""
+    from craton.orchestration import RunStateError, ServerWatch, address_of
+    from craton.orchestration.start import kill_run, stop_run
+
+    assert job.serve is not None
+    state = ServerWatch(address_of(job)).look()
+    count = state.running + state.waiting if state else 0
+    left = f"{count} request{'s' if count > 1 else ''} may finish within {figures.duration(job.serve.drain)}"
+    console.print(
+        f"\n{run.name} drains: {left if count else 'no request is under way'}, new ones are refused; Ctrl-C ends it at "
+        "once"
+    )
+    try:
+        stop_run(run)
+        while follower.look().is_moving:
+            time.sleep(LOOK_SECONDS)
+    except KeyboardInterrupt:
+        kill_run(run)
+        console.print(f"\n{run.name} was ended at once")
+    except RunStateError:  # it ended before it could be told to
+        pass
+    return follower.look()
+
+
+def _leave(run: RunDirectory, console: Console, ready: dict[str, Any] | None) -> None:
+    if ready is not None:
+        print(json.dumps(ready))
+    else:
+        console.print(f"{run.name} runs on its own: {way_back(run.name)}")
+
+
+@contextmanager
+def _told_to_end(owns: bool) -> Iterator[None]:
+    """Whoever supervises the command that owns a server stops it by SIGTERM."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    if not owns:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

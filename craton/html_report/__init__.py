@@ -1,0 +1,33 @@
+"""Reports as single HTML files: skeleton, style sheet and plots. The caller supplies the content."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.html_report.document import page_html
+    from craton.html_report.markup import Markup, with_code
+    from craton.html_report.plots import (
+        Figure,
+        axis_name,
+        axis_title,
+        label,
+        log_axis,
+        log_range,
+        plain_layout,
+        vertical_line,
+    )
+    from craton.html_report.sections import (
+        Tile,
+        absent_section,
+        chip,
+        plot_section,
+        section,
+        table,
+        tiles,
+        warning_list,
+    )
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

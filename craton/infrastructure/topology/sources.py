@@ -1,0 +1,106 @@
+"""Asking for a topology: Slurm's scontrol, a Kubernetes API, EC2, or a file.
+
+Nothing is asked that the user did not name, but for Slurm and Kubernetes where one of them is plainly here. EC2 is
+asked with the user's own credentials, reading only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from craton.infrastructure.errors import TopologyError
+from craton.infrastructure.topology.read import read_ec2, read_kubernetes, read_slurm, read_topology
+from craton.infrastructure.topology.topology import Topology
+
+SOURCES = ("slurm", "kubernetes", "ec2")
+SCONTROL_SECONDS = 30
+_BY_HAND = (
+    "get the file with `aws ec2 describe-instance-topology --filters "
+    "Name=instance-type,Values=p5.48xlarge --output json > topology.json` and give --from topology.json"
+)
+
+
+def discover(source: str | None, names: Mapping[str, str] | None = None, region: str | None = None) -> Topology:
+    """The topology that `source` tells: slurm, kubernetes, ec2, the path of a file; None: what is here."""
+    source = source or _what_is_here()
+    if source == "slurm":
+        return read_slurm(_scontrol())
+    if source == "kubernetes":
+        return read_kubernetes(_kubernetes_nodes())
+    if source == "ec2":
+        return read_ec2({"Instances": _ec2_instances(region)}, names)
+    try:
+        text = Path(source).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        allowed = ", ".join(SOURCES)
+        raise TopologyError(f"--from {source}: cannot be read ({error}); allowed: {allowed}, or a file") from None
+    try:
+        return read_topology(text, names)
+    except TopologyError as error:
+        raise TopologyError(f"{source}: {error}") from None
+
+
+def _what_is_here() -> str:
+    if shutil.which("scontrol"):
+        return "slurm"
+    if os.environ.get("KUBECONFIG") or (Path.home() / ".kube" / "config").is_file():
+        return "kubernetes"
+    raise TopologyError(
+        "neither Slurm's scontrol nor a kubeconfig is here; say --from slurm, kubernetes, ec2 or a file with what "
+        "`scontrol show topology` or `kubectl get nodes -o json` printed"
+    )
+
+
+def _scontrol() -> str:
+    command = ["scontrol", "show", "topology"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
+    except FileNotFoundError:
+        raise TopologyError("scontrol is not here; run this on a node of the cluster, or give --from FILE") from None
+    except subprocess.TimeoutExpired:
+        raise TopologyError(f"scontrol did not answer in {SCONTROL_SECONDS} s; is slurmctld up?") from None
+    if done.returncode != 0:
+        raise TopologyError(f"scontrol show topology failed: {done.stderr.strip() or done.stdout.strip()}")
+    if "Name=" not in done.stdout:
+        raise TopologyError(
+            "this Slurm knows no topology (TopologyPlugin is flat); discover it --from kubernetes, ec2 or a file and "
+            "write it with --write slurm-tree"
+        )
+    return done.stdout
+
+
+def _kubernetes_nodes() -> list[Mapping[str, Any]]:
+    try:
+        from kr8s.objects import Node
+    except ImportError:
+        raise TopologyError(
+            "asking Kubernetes needs kr8s: `pip install 'craton[kubernetes]'`; or give --from FILE with what "
+            "`kubectl get nodes -o json` printed"
+        ) from None
+    try:
+        return [node if isinstance(node, dict) else node.raw for node in Node.list()]
+    except Exception as error:  # noqa: BLE001 - whatever the client raises, the user can only check the same things
+        raise TopologyError(f"Kubernetes did not list its nodes ({error}); check KUBECONFIG and permissions") from None
+
+
+def _ec2_instances(region: str | None) -> list[Mapping[str, Any]]:
+    try:
+        import boto3
+        from botocore.exceptions import BotoCoreError, ClientError
+    except ImportError:
+        raise TopologyError(f"asking EC2 needs boto3: `pip install boto3`; or {_BY_HAND}") from None
+    try:
+        session = boto3.session.Session(region_name=region)
+        if session.get_credentials() is None:
+            raise TopologyError(f"no AWS credentials were found; sign in (`aws configure`), or {_BY_HAND}")
+        if session.region_name is None:
+            raise TopologyError("no AWS region is known; give --region, or set AWS_REGION")
+        pages = session.client("ec2").get_paginator("describe_instance_topology").paginate()
+        return [instance for page in pages for instance in page["Instances"]]
+    except (BotoCoreError, ClientError) as error:
+        raise TopologyError(f"EC2 did not tell ({error}); check region and ec2:DescribeInstanceTopology") from None

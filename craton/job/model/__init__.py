@@ -1,0 +1,23 @@
+"""The `model:` section: shape, presets, Hugging Face configurations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.job.model.huggingface import load_config, model_from_config
+    from craton.job.model.presets import model_preset, model_presets
+    from craton.job.model.section import (
+        ModelNumbers,
+        ModelSpec,
+        is_function,
+        looks_like_path,
+        model_shape,
+        run_folder,
+        weights_folder,
+    )
+    from craton.job.model.shape import MlaShape, ModelShape
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

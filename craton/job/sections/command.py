@@ -1,0 +1,301 @@
+"""What a job of kind `command` says beside its command: how many processes a node gets, in which copy of which folder
+they run, and how their progress is read.
+
+A command that starts its own ranks (torchrun, vLLM) is started once a node, any other once a GPU, unless `processes:`
+says otherwise; where a launcher is hidden in a shell's text it must. Patterns come out of here as regular expressions
+that compile and name what they find.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, PlainValidator, ValidationInfo, model_validator
+
+from craton.job.document import Bytes, KeyConflictError, Seconds, Section, Size, Whole, parse_seconds, whole_number
+from craton.nearest import did_you_mean, nearest_name
+
+# What `{name}` in a command given as a list, and in `run.env`, is replaced by for each process.
+PLACEHOLDERS = (
+    "rank",
+    "local_rank",
+    "world_size",
+    "node_rank",
+    "num_nodes",
+    "processes_per_node",
+    "gpus_per_node",
+    "master_address",
+    "master_port",
+    "run",
+)
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "vllm", "sglang")
+LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", *LAUNCHERS)
+DEFAULT_LIMIT_BYTES = 200e6
+# A foreign command is silent while it evaluates or saves, which nobody can tell from a hang: only much longer is one.
+HANG_TIMES, HANG_SECONDS = 20.0, 300.0
+
+_PLACEHOLDER = re.compile(r"(?<![${])\{([a-z][a-z_]*)\}")  # ${name} is the shell's own, {{name}} is {name} as it is
+_BETWEEN_WORDS = re.compile(r"[\s;&|()<>\"'`]+")
+_GROUP = re.compile(r"\(\?P<")
+_WHOLE = r"\d+(?:[,_]\d{3})*"
+_NUMBER = (
+    rf"[-+]?(?:{_WHOLE}(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|[nN]a[nN]|[iI]nf)(?:[kKMGBT](?![A-Za-z]))?"
+)
+_METRIC = re.compile(r"[a-z][a-z0-9_]*")
+
+Processes = Literal["node", "gpu"] | int
+
+
+def starts_own_ranks(command: Sequence[str]) -> bool:
+    """Whether the command is a launcher, of which a node needs one."""
+    try:
+        words = shlex.split(command[0]) if len(command) == 1 else list(command)
+    except ValueError:  # a shell may understand quotes that are not closed here
+        return False
+    while words and (words[0] in ("exec", "env") or re.match(r"[A-Za-z_]\w*=", words[0])):
+        words.pop(0)
+    if not words:
+        return False
+    program = PurePath(words[0]).name
+    if program.startswith("python") and "-m" in words[1:3]:
+        return _is_launcher_module(words[words.index("-m") + 1] if words[-1] != "-m" else "")
+    return program in LAUNCHERS
+
+
+def named_launcher(command: Sequence[str]) -> str | None:
+    """The launcher whose name stands anywhere in the command, such as behind `cd x &&`, `bash -c` or `uv run`."""
+    words = [word for text in command for word in _BETWEEN_WORDS.split(text) if word]
+    for before, word in zip(["", *words], words, strict=False):
+        if PurePath(word).name in LAUNCHERS or (before == "-m" and _is_launcher_module(word)):
+            return word
+    return None
+
+
+def processes_per_node(command: Sequence[str], processes: Processes | None, gpus_per_node: int) -> int:
+    """As many as the job says, else one of a launcher, else one for each GPU."""
+    wanted = processes or ("node" if starts_own_ranks(command) else "gpu")
+    if isinstance(wanted, int):
+        return wanted
+    return 1 if wanted == "node" else gpus_per_node
+
+
+def check_processes(command: Sequence[str], processes: Processes | None) -> None:
+    """Refuse to guess how often a command is started that may start its own ranks, or may only name a launcher."""
+    if processes is not None or starts_own_ranks(command):
+        return
+    if launcher := named_launcher(command):
+        raise KeyConflictError(
+            f"command: whether {launcher} in it starts the ranks cannot be told; write `processes: node` if it does, "
+            "`processes: gpu` if not",
+            ("command",),
+        )
+
+
+def check_placeholders(command: Sequence[str]) -> None:
+    """Refuse `{node_rnk}` in a list, and `{node_rank}` in a text for the shell, where nothing is filled in; braces
+    around anything that looks like no placeholder are left to the command."""
+    is_text = len(command) == 1 or tuple(command[:2]) == ("/bin/sh", "-c")
+    for name in (found for word in command for found in _PLACEHOLDER.findall(word)):
+        if is_text and name in PLACEHOLDERS:
+            raise KeyConflictError(
+                f"command: {{{name}}} is not replaced in a text for the shell; write $CRATON_{name.upper()}, or the "
+                "command as a list of words",
+                ("command",),
+            )
+        near = None if is_text or name in PLACEHOLDERS else nearest_name(name, PLACEHOLDERS)
+        if near:
+            raise KeyConflictError(
+                f"command: {{{name}}} is not replaced by anything; did you mean {{{near}}}? known are "
+                + ", ".join(f"{{{each}}}" for each in PLACEHOLDERS),
+                ("command",),
+            )
+
+
+def _is_launcher_module(module: str) -> bool:
+    return any(module == known or module.startswith(f"{known}.") for known in LAUNCHER_MODULES)
+
+
+def parse_processes(value: object) -> Processes | None:
+    if value is None or value in ("node", "gpu"):
+        return value
+    try:
+        return whole_number(1, 4096)(value)
+    except ValueError:
+        raise ValueError(
+            f"{value!r} is not allowed; write node (one process a node), gpu (one for each GPU) or how many a node gets"
+            f"{did_you_mean(str(value), ('node', 'gpu'))}"
+        ) from None
+
+
+ProcessesSpec = Annotated[Processes | None, PlainValidator(parse_processes)]
+
+
+class Workdir(Section):
+    """The folder that is copied into the run, where its command runs."""
+
+    path: str | None = None  # None: the job file's folder
+    limit: Bytes = DEFAULT_LIMIT_BYTES  # of all files together
+
+
+def parse_workdir(value: object, info: ValidationInfo) -> object:
+    """A folder alone, or a section; the folder becomes absolute."""
+    if value is None or isinstance(value, Workdir):
+        return value
+    given: Any = {"path": value} if isinstance(value, str) else value
+    if isinstance(given, dict) and isinstance(given.get("path"), str):
+        start = Path((info.context or {}).get("folder", "."))
+        given = {**given, "path": str((start / Path(given["path"]).expanduser()).resolve())}
+    return Workdir.parse(given, info) if isinstance(given, dict) else given
+
+
+WorkdirSpec = Annotated[Workdir | None, BeforeValidator(parse_workdir)]
+
+
+def parse_pattern(text: object) -> str:
+    """A regular expression with named groups, of what was written: one, or a template such as `step {step}/{steps}`."""
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("it is empty; write e.g. 'step {step}/{steps} loss {loss}'")
+    expression = text if _GROUP.search(text) else _template(text)
+    try:
+        compiled = re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from None
+    if not compiled.groupindex:
+        raise ValueError(
+            f"{text!r} names nothing to read; write a template such as 'step {{step}} loss {{loss}}', or a regular "
+            "expression with named groups such as 'step (?P<step>\\d+)'"
+        )
+    for name in compiled.groupindex:
+        if not _METRIC.fullmatch(name):
+            raise ValueError(f"{name!r} cannot be the name of a metric; use small letters, digits and '_'")
+    return expression
+
+
+def _template(text: str) -> str:
+    """The regular expression of a template: spaces match any white space, `{name}` a number."""
+    parts = re.split(r"(\{[A-Za-z_]\w*\})", text.strip())
+    for index, part in enumerate(parts):
+        if index % 2:
+            name = part[1:-1]
+            parts[index] = f"(?P<{name}>{_WHOLE if name in ('step', 'steps') else _NUMBER})"
+        else:
+            parts[index] = r"\s+".join(re.escape(word) for word in re.split(r"\s+", part))
+    return "".join(parts)
+
+
+def _parse_patterns(value: object) -> object:
+    """Each of one or many, as a regular expression."""
+    many = [value] if isinstance(value, str) else value
+    if not isinstance(many, list | tuple):
+        return value
+    found = []
+    for index, text in enumerate(many):
+        try:
+            found.append(parse_pattern(text))
+        except ValueError as error:
+            raise KeyConflictError(f"progress.pattern: {error}", () if isinstance(value, str) else (index,)) from None
+    return tuple(found)
+
+
+def _parse_hang(value: object) -> str:
+    """`auto`, `off`, `10x` the usual time between two signs of progress, or a duration; as a text that reads back."""
+    text = str(value).strip()
+    if text in ("auto", "off"):
+        return text
+    if times := re.fullmatch(r"(\d+(?:\.\d+)?) ?[x×]", text):
+        if float(times[1]) >= 2:
+            return f"{float(times[1]):g}x"
+        raise ValueError(f"{value!r} would call every second step a hang; write 2x or more")
+    try:
+        return f"{parse_seconds(value):g}s"
+    except ValueError:
+        near = did_you_mean(text, ("auto", "off"))
+        raise ValueError(
+            f"{value!r} is not allowed; write auto, off, a multiple such as 10x, or e.g. 15m{near}"
+        ) from None
+
+
+def _parse_address(value: object) -> str:
+    parts = urlsplit(value) if isinstance(value, str) else None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"{value!r} is not the address of metrics; write e.g. http://127.0.0.1:8000/metrics")
+    return str(value)
+
+
+def _parse_names(value: object) -> object:
+    for there, ours in value.items() if isinstance(value, Mapping) else ():
+        if not isinstance(ours, str) or not _METRIC.fullmatch(ours):
+            raise KeyConflictError(
+                f"progress.prometheus.names: {ours!r} cannot be the name of a metric; use e.g. step, loss or "
+                "tokens_per_second",
+                (there,),
+            )
+    return value
+
+
+class PrometheusSource(Section):
+    """Metrics that the command serves itself, asked by the agent of the node that the watched process is on."""
+
+    address: Annotated[str, PlainValidator(_parse_address)]
+    names: Annotated[dict[str, str], BeforeValidator(_parse_names)]  # metric there → ours
+    every: Seconds = 5.0
+
+
+class ProgressSection(Section):
+    """How far a command is, from what it prints or serves."""
+
+    pattern: Annotated[tuple[str, ...], BeforeValidator(_parse_patterns)] = ()
+    prometheus: PrometheusSource | None = None
+    rank: Whole = 0  # whose output is read
+    steps: Size | None = None  # in all, where the output does not say
+    hang: Annotated[str, PlainValidator(_parse_hang)] = "auto"
+
+    @model_validator(mode="after")
+    def _tells_of_steps(self) -> Self:
+        if not self.pattern and self.prometheus is None:
+            raise KeyConflictError("progress: give `pattern:`, `prometheus:` or both", ())
+        if self.pattern and not self.has_steps:
+            raise KeyConflictError(
+                "progress.pattern: nothing in it is called step, so that nobody can tell how far the job is; write "
+                "{step} in a template, or (?P<step>\\d+) in a regular expression",
+                ("pattern",),
+            )
+        return self
+
+    @property
+    def has_steps(self) -> bool:
+        served = self.prometheus.names.values() if self.prometheus else ()
+        return "step" in served or any("step" in re.compile(pattern).groupindex for pattern in self.pattern)
+
+    def rank_problem(self, num_ranks: int) -> str:
+        """Why the process whose output is read will not be there, among so many; nothing where it will be."""
+        if self.rank < num_ranks:
+            return ""
+        return f"progress.rank: there is no rank {self.rank}; give one from 0 to {num_ranks - 1}"
+
+    @property
+    def patience(self) -> tuple[float, float]:
+        """(times the usual time between two signs of progress, seconds at least) after which it hangs; 0, 0: never."""
+        if self.hang == "off" or not self.has_steps:
+            return 0.0, 0.0
+        if self.hang == "auto":
+            return HANG_TIMES, HANG_SECONDS
+        return (float(self.hang[:-1]), 0.0) if self.hang.endswith("x") else (0.0, float(self.hang[:-1]))
+
+    def to_launch(self) -> dict[str, Any]:
+        """What an agent is told."""
+        times, seconds = self.patience
+        return {
+            "patterns": list(self.pattern),
+            "prometheus": self.prometheus.model_dump() if self.prometheus else None,
+            "rank": self.rank,
+            "steps": self.steps or 0,
+            "hang_times": times,
+            "hang_seconds": seconds,
+            "has_steps": self.has_steps,
+        }

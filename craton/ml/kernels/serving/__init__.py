@@ -1,0 +1,26 @@
+"""Operations of serving without gradients: paged KV cache, skinny matmuls, sampling, adapters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.ml.kernels.serving.adapters import add_adapters
+    from craton.ml.kernels.serving.paged import (
+        FEW_ROWS,
+        choose,
+        decode_attention,
+        gumbel,
+        plain_decode_attention,
+        plain_prefill_attention,
+        prefill_attention,
+        skinny_gated,
+        skinny_linear,
+        store,
+        store_rotated,
+    )
+    from craton.ml.kernels.serving.past import Norms, Past
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,0 +1,272 @@
+"""The operations of serving, without gradients: keys and values in pages, products of a few rows, choice of a token.
+
+On CUDA they are Triton kernels, elsewhere plain PyTorch. The kernels can be captured in CUDA graphs: none waits for the
+device, and what is launched depends on shapes and on upper bounds that the caller knows.
+
+One layer's cache is [blocks, 2, kv_heads, page, head_dim], keys before values, in the model's dtype or in
+float8_e4m3fn; any strides but a head's own, so that all layers of a block may lie together. A request's tokens lie in
+the blocks that its row of `table` names, [table rows, pages]; `rows` [requests] says which row that is and `lengths`
+[requests] how many tokens it has, with those of this step. Nothing beyond a request's length is read. These three must
+be written before this step's keys are stored, for attention reads them while that may still go on.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
+
+from craton.ml.kernels import elementwise, reference
+from craton.ml.kernels.sampling_hash import MIN_TEMPERATURE, MULTIPLIERS, ROW_KEYS
+
+FEW_ROWS = 8  # above which a product is no longer bound by reading its weight, and is the library's
+
+
+def store_rotated(
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    epsilon: float,
+    cache: Tensor,
+    slots: Tensor,
+    heads: int,
+    kv_heads: int,
+) -> Tensor:
+    """Cuts the fused projection [tokens, rows grouped by key/value head], writes keys and values to the cache, returns
+    the query [tokens, heads, head_dim].
+
+    Queries and keys are turned by the tables [tokens, turning dimensions / 2], before that normed where they have a
+    weight [head_dim]. `slots` [tokens] is block · page + place of each token.
+    """
+    head_dim = cache.shape[-1]
+    if elementwise.is_fused(qkv) and 2 * cosine.shape[-1] == head_dim and head_dim & (head_dim - 1) == 0:
+        from craton.ml.kernels.triton import paged_store
+
+        return paged_store.store_rotated(qkv, cosine, sine, q_weight, k_weight, epsilon, cache, slots, heads, kv_heads)
+    query, key, value = reference.split_heads(qkv, heads, kv_heads, head_dim)
+    if q_weight is not None:
+        query = rms_norm(query, (head_dim,), q_weight, epsilon)
+    if k_weight is not None:
+        key = rms_norm(key, (head_dim,), k_weight, epsilon)
+    store(reference.rotate(key, cosine, sine), value, cache, slots)
+    return reference.rotate(query, cosine, sine)
+
+
+def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Writes keys and values [tokens, kv_heads, head_dim] where `slots` [tokens] says: block · page + place."""
+    if elementwise.is_fused(key):
+        from craton.ml.kernels.triton import paged_store
+
+        paged_store.store(key, value, cache, slots)
+        return
+    page = cache.shape[3]
+    pairs = torch.stack((key, value), dim=1)  # [tokens, 2, kv_heads, head_dim]
+    if cache.dtype == torch.float8_e4m3fn:
+        largest = torch.finfo(cache.dtype).max
+        # torch writes no fp8 by index, but it does write bytes
+        cache, pairs = cache.view(torch.uint8), pairs.clamp(-largest, largest).to(cache.dtype).view(torch.uint8)
+    cache[slots // page, :, :, slots % page] = pairs.to(cache.dtype)
+
+
+def decode_attention(
+    query: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    queries: int = 1,
+    scale: float | None = None,
+    window: int = 0,
+    *,
+    longest: int,
+) -> Tensor:
+    """The last `queries` tokens of each request attend to all tokens up to themselves, or to the last `window`:
+    query [requests · queries, heads, head_dim] → the same.
+
+    `longest` is an upper bound of the lengths. A query before its request's first token (a padded request has one
+    token, whatever `queries` is) gives zeros.
+    """
+    if elementwise.is_fused(query):
+        from craton.ml.kernels.triton import paged_decode
+
+        return paged_decode.attention(query, cache, table, rows, lengths, queries, scale, window, longest)
+    return plain_decode_attention(query, cache, table, rows, lengths, queries, scale, window, longest=longest)
+
+
+def prefill_attention(
+    query: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    offsets: Tensor,
+    longest_query: int,
+    scale: float | None = None,
+    window: int = 0,
+) -> Tensor:
+    """The last tokens of each request attend to all tokens up to themselves, or to the last `window`:
+    query [tokens, heads, head_dim] → the same.
+
+    Request b's are query[offsets[b] : offsets[b + 1]], `longest_query` at most. What follows the last offset is
+    padding, whose result means nothing.
+    """
+    if elementwise.is_fused(query):
+        from craton.ml.kernels.triton import paged_prefill
+
+        return paged_prefill.attention(query, cache, table, rows, lengths, offsets, longest_query, scale, window)
+    return plain_prefill_attention(query, cache, table, rows, lengths, offsets, longest_query, scale, window)
+
+
+def plain_decode_attention(
+    query: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    queries: int = 1,
+    scale: float | None = None,
+    window: int = 0,
+    *,
+    longest: int,
+) -> Tensor:
+    """`decode_attention` in plain PyTorch."""
+    del longest  # which only kernels need
+    key, value = _gather(cache, table[rows.long()], lengths, query.dtype)
+    places = lengths[:, None] - queries + torch.arange(queries, device=query.device)
+    mixed = _attend(query.unflatten(0, (-1, queries)), key, value, places, scale, window)
+    return mixed.flatten(0, 1)
+
+
+def plain_prefill_attention(
+    query: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    offsets: Tensor,
+    longest_query: int,
+    scale: float | None = None,
+    window: int = 0,
+) -> Tensor:
+    """`prefill_attention` in plain PyTorch."""
+    del longest_query  # which only kernels need
+    mixed = torch.zeros_like(query)
+    bounds = offsets.tolist()
+    for request, (begin, end) in enumerate(pairwise(bounds)):
+        one = slice(request, request + 1)
+        key, value = _gather(cache, table[rows[one].long()], lengths[one], query.dtype)
+        places = lengths[one, None] - (end - begin) + torch.arange(end - begin, device=query.device)
+        mixed[begin:end] = _attend(query[None, begin:end], key, value, places, scale, window)[0]
+    return mixed
+
+
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+    """x [rows, in] · weight [out, in]ᵀ + bias. A weight in float8_e4m3fn has a scale [out] in fp32.
+
+    Meant for up to FEW_ROWS rows, whose time is that of reading the weight; for more it is right, but not fast.
+    """
+    if elementwise.is_fused(x) and x.shape[0] <= FEW_ROWS:
+        from craton.ml.kernels.triton import skinny
+
+        return skinny.linear(x, weight, bias, scale)
+    return linear(x, _dequantize(weight, scale, x.dtype), bias)
+
+
+def skinny_gated(
+    x: Tensor, gate: Tensor, up: Tensor, gate_scale: Tensor | None = None, up_scale: Tensor | None = None
+) -> Tensor:
+    """silu(x · gateᵀ) · (x · upᵀ) for x [rows, in] and weights [features, in], with scales where they are in fp8."""
+    if elementwise.is_fused(x) and x.shape[0] <= FEW_ROWS:
+        from craton.ml.kernels.triton import skinny
+
+        return skinny.gated(x, gate, up, gate_scale, up_scale)
+    return reference.swiglu(
+        linear(x, _dequantize(gate, gate_scale, x.dtype)), linear(x, _dequantize(up, up_scale, x.dtype))
+    )
+
+
+def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(token [rows] int64, its log-probability [rows] fp32) for logits [rows, vocabulary].
+
+    At temperature 0 the first of the largest logits; above, a sample of softmax(logits / temperature), always the same
+    for the same seed and position. The log-probability is that of the logits as they are. A row that has a NaN, or
+    whose largest logit is not finite, gives token -1 and log-probability NaN.
+    """
+    if elementwise.is_fused(logits):
+        from craton.ml.kernels.triton import choose as triton_choose
+
+        return triton_choose.choose(logits, temperature, seeds, positions)
+    logits = logits.float()
+    hot = (temperature >= MIN_TEMPERATURE)[:, None]
+    coolness = 1.0 / torch.where(hot, temperature[:, None], 1.0)
+    noise = torch.where(hot, gumbel(seeds, positions, logits.shape[1]), 0.0)
+    token = (logits * coolness + noise).argmax(-1)
+    logprob = logits.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+    sound = logits.amax(-1).isfinite() & ~logits.isnan().any(-1)
+    return torch.where(sound, token, -1), torch.where(sound, logprob, torch.nan)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+    """The noise that `choose` adds, [rows, vocabulary] in fp32: Gumbel, a function of seed, position and token."""
+    if elementwise.is_fused(seeds):
+        from craton.ml.kernels.triton import choose as triton_choose
+
+        return triton_choose.gumbel(seeds, positions, vocabulary)
+    tokens = torch.arange(vocabulary, device=seeds.device)
+    first, second = (_row_key(seeds, positions, start)[:, None] for start in ROW_KEYS)
+    bits = _mix(_mix(tokens + first) ^ second)
+    # A large Gumbel variate comes of a small exponential one, which keeps its digits when made of a small uniform one.
+    uniform = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -(-torch.log1p(-uniform)).log()
+
+
+WORD = 0xFFFFFFFF
+
+
+def _row_key(seeds: Tensor, positions: Tensor, start: int) -> Tensor:
+    key = torch.full_like(seeds, start)
+    for number in (seeds, positions):
+        key = _mix(_mix(key ^ (number & WORD)) ^ (number >> 32 & WORD))
+    return key
+
+
+def _mix(number: Tensor) -> Tensor:
+    """A permutation of the 32-bit numbers, in int64, whose products wrap around without harm to the low half."""
+    number = number & WORD
+    number = ((number ^ number >> 16) * MULTIPLIERS[0]) & WORD
+    number = ((number ^ number >> 15) * MULTIPLIERS[1]) & WORD
+    return number ^ number >> 16
+
+
+def _gather(cache: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values [requests, kv_heads, longest, head_dim] of the requests whose blocks are table [requests, pages],
+    zero beyond a request's length."""
+    page, longest = cache.shape[3], int(lengths.max())
+    pages = torch.arange(-(-longest // page), device=cache.device)
+    blocks = torch.where(pages * page < lengths[:, None], table[:, : len(pages)], 0)
+    found = cache[blocks.long()].to(dtype)  # [requests, pages, 2, kv_heads, page, head_dim]
+    found = found.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :longest]
+    live = torch.arange(longest, device=cache.device) < lengths[:, None]
+    key, value = found.masked_fill(~live[:, None, :, None], 0.0)
+    return key, value
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor, scale: float | None, window: int) -> Tensor:
+    """query [requests, queries, heads, head_dim] at these places of their requests → the same, computed in fp32."""
+    keys = torch.arange(key.shape[2], device=query.device)
+    sees = keys <= places[..., None]
+    if window:
+        sees &= keys > places[..., None] - window
+    mixed = scaled_dot_product_attention(
+        query.transpose(1, 2).float(), key.float(), value.float(), sees[:, None], scale=scale, enable_gqa=True
+    )
+    mixed = mixed.masked_fill(~sees.any(-1)[:, None, :, None], 0.0)
+    return mixed.transpose(1, 2).to(query.dtype)
+
+
+def _dequantize(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return weight if scale is None else (weight.float() * scale[:, None]).to(dtype)

@@ -1,0 +1,206 @@
+"""Triton: products of a few rows with a weight, whose time is that of reading the weight.
+
+One row is multiplied and added up in registers, K split over the threads of a program; the first tile of the weight is
+on its way before the row is there. Two rows and more go to the tensor cores, K split over the warps of a program, each
+with its own sums: a chain of dependent products would be longer than the wait for the next tile. Weights in fp8 become
+the dtype of the rows in registers, their scales are applied to the sums.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from craton.ml.kernels.triton.launch import launch_options, wait_for_inputs
+
+# (outputs of a program, inputs of a tile, warps) for one row: of long weights, of short ones and of those in fp8
+LONG, SHORT, NARROW = (2, 2048, 4), (4, 512, 4), (4, 512, 2)
+# (outputs of a program, inputs of a tile, slices of these, warps, stages of the pipeline) for two rows and more, and
+# for those in fp32, of which shared memory holds half as much
+FEW, FEW_EXACT = (16, 256, 2, 2, 7), (16, 256, 2, 2, 3)
+MAX_ROWS = 8  # the least that the tensor cores multiply with
+
+
+@triton.jit(do_not_specialize=["outs"])
+def _single(
+    x,
+    weight,
+    other,
+    scale,
+    other_scale,
+    bias,
+    out,
+    columns,
+    outs,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    EVEN: tl.constexpr,
+    OUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    index = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    column = tl.arange(0, COLUMNS)
+    place = (index % outs).to(tl.int64)[:, None] * columns + column[None, :]
+    begun = (EVEN | (column < columns))[None, :]
+    tile = tl.load(weight + place, mask=begun, other=0.0, eviction_policy="evict_first")
+    if GATED:
+        other_tile = tl.load(other + place, mask=begun, other=0.0, eviction_policy="evict_first")
+    wait_for_inputs(EARLY)
+    total = tl.zeros([OUTS, COLUMNS], tl.float32)
+    other_total = tl.zeros([OUTS, COLUMNS], tl.float32)
+    for start in range(0, columns, COLUMNS):
+        here = EVEN | (start + column < columns)
+        value = tl.load(x + start + column, mask=here, other=0.0).to(tl.float32)[None, :]
+        more = (start + COLUMNS + column < columns)[None, :]
+        following = tl.load(weight + place + start + COLUMNS, mask=more, other=0.0, eviction_policy="evict_first")
+        total += tile.to(tl.float32) * value
+        tile = following
+        if GATED:
+            following = tl.load(other + place + start + COLUMNS, mask=more, other=0.0, eviction_policy="evict_first")
+            other_total += other_tile.to(tl.float32) * value
+            other_tile = following
+    live = index < outs
+    result = tl.sum(total, 1)
+    if SCALED:
+        result *= tl.load(scale + index, mask=live, other=0.0)
+    if BIASED:
+        result += tl.load(bias + index, mask=live, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(other_total, 1)
+        if SCALED:
+            up *= tl.load(other_scale + index, mask=live, other=0.0)
+        result = result / (1 + tl.exp(-result)) * up
+    tl.store(out + index, result.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["rows", "outs"])
+def _few(
+    x,
+    weight,
+    other,
+    scale,
+    other_scale,
+    bias,
+    out,
+    rows,
+    columns,
+    outs,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    EVEN: tl.constexpr,
+    OUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICES: tl.constexpr,
+    ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    index = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    wait_for_inputs(EARLY)
+    slice_columns: tl.constexpr = COLUMNS // SLICES
+    column = tl.arange(0, SLICES)[:, None] * slice_columns + tl.arange(0, slice_columns)[None, :]
+    row = tl.arange(0, ROWS)
+    place = (index % outs).to(tl.int64)[None, :, None] * columns + column[:, None, :]
+    total = tl.zeros([SLICES, OUTS, ROWS], tl.float32)
+    other_total = tl.zeros([SLICES, OUTS, ROWS], tl.float32)
+    for start in range(0, columns, COLUMNS):
+        live = EVEN | (start + column < columns)
+        tile = tl.load(weight + place + start, mask=live[:, None, :], other=0.0, eviction_policy="evict_first")
+        value = tl.load(
+            x + row[None, None, :] * columns + start + column[:, :, None],
+            mask=(row < rows)[None, None, :] & live[:, :, None],
+            other=0.0,
+        )
+        total = tl.dot(tile.to(value.dtype), value, total, input_precision="ieee")
+        if GATED:
+            other_tile = tl.load(other + place + start, mask=live[:, None, :], other=0.0, eviction_policy="evict_first")
+            other_total = tl.dot(other_tile.to(value.dtype), value, other_total, input_precision="ieee")
+    live = index < outs
+    result = tl.sum(total, 0)
+    if SCALED:
+        result *= tl.load(scale + index, mask=live, other=0.0)[:, None]
+    if BIASED:
+        result += tl.load(bias + index, mask=live, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        up = tl.sum(other_total, 0)
+        if SCALED:
+            up *= tl.load(other_scale + index, mask=live, other=0.0)[:, None]
+        result = result / (1 + tl.exp(-result)) * up
+    tl.store(
+        out + row[None, :] * outs + index[:, None],
+        result.to(out.dtype.element_ty),
+        mask=(row < rows)[None, :] & live[:, None],
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    return _launch(x, weight, None, scale, None, bias)
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor, gate_scale: Tensor | None, up_scale: Tensor | None) -> Tensor:
+    return _launch(x, gate, up, gate_scale, up_scale, None)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    other: Tensor | None,
+    scale: Tensor | None,
+    other_scale: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    rows, columns = x.shape
+    outs = weight.shape[0]
+    assert rows <= MAX_ROWS
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    assert other is None or other.is_contiguous()
+    out = x.new_empty(rows, outs)
+    arguments = (
+        x,
+        weight,
+        weight if other is None else other,
+        x if scale is None else scale,
+        x if other_scale is None else other_scale,
+        x if bias is None else bias,
+        out,
+    )
+    options = {
+        "GATED": other is not None,
+        "SCALED": scale is not None,
+        "BIASED": bias is not None,
+        **launch_options(x),
+    }
+    if rows == 1:
+        wide = LONG if columns >= LONG[1] else SHORT
+        tile_outs, tile_columns, warps = wide if scale is None else NARROW
+        _single[(triton.cdiv(outs, tile_outs),)](
+            *arguments,
+            columns,
+            outs,
+            EVEN=columns % tile_columns == 0,
+            OUTS=tile_outs,
+            COLUMNS=tile_columns,
+            num_warps=warps,
+            **options,
+        )
+    else:
+        tile_outs, tile_columns, slices, warps, stages = FEW if x.element_size() == 2 else FEW_EXACT
+        _few[(triton.cdiv(outs, tile_outs),)](
+            *arguments,
+            rows,
+            columns,
+            outs,
+            EVEN=columns % tile_columns == 0,
+            OUTS=tile_outs,
+            COLUMNS=tile_columns,
+            SLICES=slices,
+            ROWS=MAX_ROWS,
+            num_warps=warps,
+            num_stages=stages,
+            **options,
+        )
+    return out

@@ -1,0 +1,186 @@
+"""Weights in fp8: half the memory of bf16, and half the bytes that a decode step reads.
+
+Every linear layer of the blocks, routed experts too, keeps its weight as e4m3 numbers with one scale for each row. Many
+tokens are quantized row by row and multiplied in fp8; a few tokens, whose time is that of reading the weight, are
+multiplied as they are. Embedding, head, norms and routers stay. New weights go into the same storage (`fill`), so what
+was captured with the old ones stays valid.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from craton.ml.collectives import like, local
+from craton.ml.kernels import (
+    VALUES,
+    Float8Error,
+    Quantized,
+    check_device,
+    check_sizes,
+    is_fused,
+    product,
+    quantize_rows,
+    swiglu,
+)
+from craton.ml.kernels.serving import FEW_ROWS, skinny_gated, skinny_linear
+from craton.ml.models import Decoder, Experts, Linear, Mlp, rows_per_expert
+from craton.ml.serving.device.layers import ServedLinear, ServedMlp
+
+_MATRICES: dict[type, tuple[str, ...]] = {Linear: ("weight",), Experts: ("gate", "up", "down")}
+
+
+@torch.no_grad()
+def quantize_model(model: Decoder) -> None:
+    """Quantizes the blocks in place, layer by layer: at no time is more than one weight there twice. To be called after
+    tensor parallelism has cut the model and before it gets adapters.
+
+    A model without memory (on the meta device) can be quantized as well, then be given some (`to_empty`) and filled by
+    `weights.update_from_folder`: one that fits a GPU in fp8 only is never there in bf16.
+    """
+    modules = list(model.blocks.named_modules(prefix="blocks"))
+    for name, module in modules:
+        if type(module) is Linear or type(module) is Experts:
+            for own in _MATRICES[type(module)]:
+                _check(f"{name}.{own}", getattr(module, own))
+    for _, module in modules:
+        if type(module) is Linear:
+            ServedFloat8Linear.convert(module)
+        elif type(module) is Experts:
+            Float8Experts.convert(module)
+        elif type(module) is Mlp:
+            module.__class__ = ServedFloat8Mlp
+
+
+class ServedFloat8Linear(ServedLinear):
+    """A linear layer with a scale [out] beside its weight. Cut by tensor parallelism, a rank has those of its part."""
+
+    weight_scale: Tensor
+    dtype: torch.dtype  # of what comes in and goes out
+
+    @staticmethod
+    def convert(layer: Linear) -> None:
+        """Makes a layer such a one."""
+        layer.__class__ = ServedFloat8Linear
+        assert isinstance(layer, ServedFloat8Linear)
+        layer.dtype = layer.weight.dtype
+        _quantize(layer, "weight")
+
+    def prepare(self, x: Tensor) -> Tensor | Quantized:
+        return x if _are_few(x) else quantize_rows(x)
+
+    def product(self, prepared: Any) -> Tensor:
+        weight, bias = local(self.weight), self._own_bias
+        if isinstance(prepared, Tensor):
+            return skinny_linear(prepared, weight, bias, self.weight_scale)
+        out = product(prepared, _rows(weight, self.weight_scale), self.dtype)
+        return out if bias is None else out.add_(bias)
+
+    def fill(self, name: str, part: Tensor) -> None:
+        """Takes this rank's part of a new weight in."""
+        _fill(self, name, part)
+
+    @property
+    def _own_bias(self) -> Tensor | None:
+        bias: Tensor | None = self.bias
+        return None if bias is None else local(bias)
+
+
+class ServedFloat8Mlp(ServedMlp):
+    """The gated MLP over such layers; for a few tokens gate and up are one kernel."""
+
+    gate: ServedFloat8Linear
+    up: ServedFloat8Linear
+    down: ServedFloat8Linear
+
+    def lift(self, x: Tensor) -> Tensor:
+        if not _are_few(x):
+            return super().lift(x)
+        gate, up = self.gate, self.up
+        return skinny_gated(x, local(gate.weight), local(up.weight), gate.weight_scale, up.weight_scale)
+
+
+class Float8Experts(Experts):
+    """Routed experts with scales [experts, out] beside gate, up and down."""
+
+    gate_scale: Tensor
+    up_scale: Tensor
+    down_scale: Tensor
+
+    @staticmethod
+    def convert(experts: Experts) -> None:
+        """Makes experts such ones."""
+        experts.__class__ = Float8Experts
+        for name in _MATRICES[Experts]:
+            _quantize(experts, name)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [pairs, hidden] sorted by expert; `ends` int32 [experts], where each expert's rows end."""
+        if len(x) == 0:  # no row may come from any rank
+            return x
+        rows = quantize_rows(x)
+        gated = _grouped_product(rows, local(self.gate), self.gate_scale, ends, x.dtype)
+        lifted = _grouped_product(rows, local(self.up), self.up_scale, ends, x.dtype)
+        rows = quantize_rows(swiglu(gated, lifted))
+        return _grouped_product(rows, local(self.down), self.down_scale, ends, x.dtype)
+
+    def fill(self, name: str, part: Tensor) -> None:
+        """Takes this rank's part of a new weight in, expert by expert."""
+        _fill(self, name, part)
+
+
+def _check(name: str, parameter: Tensor) -> None:
+    part = local(parameter)
+    check_device(part.device)
+    check_sizes(f"{name} (on one rank)" if part.shape != parameter.shape else name, *part.shape[-2:])
+    if part.is_cuda and part.dtype is not torch.bfloat16:
+        raise Float8Error(f"precision fp8: {name} is {part.dtype}; on a GPU fp8 products give bf16, so load it as that")
+
+
+def _are_few(x: Tensor) -> bool:
+    """Whether x [tokens, in] is for the kernels that read a weight once and do not quantize tokens."""
+    return is_fused(x) and len(x) <= FEW_ROWS
+
+
+def _quantize(module: nn.Module, name: str) -> None:
+    """Puts fp8 numbers in the place of a parameter, and their scales beside it."""
+    whole: Tensor = getattr(module, name)
+    part = local(whole)
+    values = torch.empty_like(part, dtype=VALUES, memory_format=torch.contiguous_format)
+    scale = part.new_empty(part.shape[:-1], dtype=torch.float32)
+    setattr(module, name, nn.Parameter(like(whole, values), requires_grad=False))
+    module.register_buffer(f"{name}_scale", scale, persistent=False)
+    _fill(module, name, part)
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, name: str, part: Tensor) -> None:
+    """part [..., out, in]: quantized one matrix at a time, so that a stack of experts is not there twice."""
+    values, scale = local(getattr(module, name)), getattr(module, f"{name}_scale")
+    matrices = zip(values.view(-1, *values.shape[-2:]), scale.view(-1, scale.shape[-1]), strict=True)
+    for (own, own_scale), matrix in zip(matrices, part.view(-1, *part.shape[-2:]), strict=True):
+        quantized = quantize_rows(matrix.to(own.device))
+        assert quantized.straight is not None
+        own.copy_(quantized.straight)
+        own_scale.copy_(quantized.straight_inverse)
+
+
+def _rows(weight: Tensor, scale: Tensor) -> Quantized:
+    return Quantized(weight, scale, None, scale)
+
+
+def _grouped_product(rows: Quantized, weight: Tensor, scale: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """rows [pairs, in] sorted by expert · weight [experts, out, in]ᵀ of each one's expert → [pairs, out]."""
+    values, inverse = rows.straight, rows.straight_inverse
+    assert values is not None
+    if values.is_cuda:
+        turned = weight.transpose(-2, -1)
+        out: Tensor = torch._scaled_grouped_mm(
+            values, turned, inverse, scale, offs=ends, out_dtype=dtype, use_fast_accum=True
+        )
+        return out
+    sizes = rows_per_expert(ends).tolist()  # torch has no grouped fp8 product elsewhere
+    parts = zip(values.split(sizes), inverse.split(sizes), weight, scale, strict=True)
+    return torch.cat([product(_rows(x, by), _rows(own, own_scale), dtype) for x, by, own, own_scale in parts if len(x)])

@@ -1,0 +1,142 @@
+"""Whole decode steps as CUDA graphs: model, head and sampler, for some numbers of requests.
+
+A step takes the next larger one; requests of nobody fill it up, which read and write the dummy's row and block. Graphs
+see only addresses that never change: tables, weights, keys and values, and small buffers with rows, lengths and tokens.
+With drafts there are graphs for steps in which every request has all of its drafts, too. Where there are no graphs the
+same steps can be run as they are, which tests do.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from craton.ml.collectives import Peers
+from craton.ml.serving.device.sampler import Chosen
+from craton.ml.serving.device.upload import Upload
+from craton.ml.serving.schedule import StepInput
+
+WARM_UPS = 2
+MAX_DRAFTED = 256  # tokens of a step with drafts: with more, computing costs more than reading the weights does
+
+Outputs = tuple[Tensor, ...]
+
+
+def graph_sizes(largest: int, multiple: int = 1) -> list[int]:
+    """1, 2, 4, 8, then every 8 up to 256, then every 32; each of them a multiple, of which ranks take equal shares."""
+    sizes = [1, 2, 4, *range(8, min(largest, 256) + 1, 8), *range(288, largest + 1, 32)]
+    wanted = [size for size in sizes if size < largest] + [largest]
+    return sorted({-(-size // multiple) * multiple for size in wanted})
+
+
+class DecodeRunner(Protocol):
+    """What graphs need of the runner whose steps they capture."""
+
+    device: torch.device
+    dtype: torch.dtype
+    peers: Peers | None
+    rows: int
+    upload: Upload
+    vocabulary: int
+
+    def decode_body(self, rows: Tensor, lengths: Tensor, logits: Tensor, tokens: Tensor | None) -> Outputs: ...
+
+
+class DecodeGraphs:
+    """One for each number of requests, made when `capture` is called; until then no step is taken."""
+
+    def __init__(self, runner: DecodeRunner, largest: int, draft_tokens: int = 0) -> None:
+        self._runner = runner
+        multiple = 1 if runner.peers is None else runner.peers.size
+        self.sizes = {1: graph_sizes(largest, multiple)}
+        if draft_tokens:
+            queries = 1 + draft_tokens
+            self.sizes[queries] = graph_sizes(max(1, min(largest, MAX_DRAFTED // queries)), multiple)
+        largest = self.sizes[1][-1]
+        rows = max(queries * sizes[-1] for queries, sizes in self.sizes.items())
+        device = runner.device
+        self._inputs = torch.zeros(2, largest, dtype=torch.int32, device=device)  # rows, lengths
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # of steps with drafts
+        self._logits = torch.empty(rows, runner.vocabulary, dtype=runner.dtype, device=device)
+        self._steps: dict[tuple[int, int], tuple[Callable[[], None], Outputs]] = {}
+
+    def capture(self) -> None:
+        """The largest first, so that all share its memory."""
+        gc.collect()
+        pool = None
+        with torch.inference_mode():
+            for queries, sizes in self.sizes.items():
+                for size in reversed(sizes):
+                    self._fill(size, queries, np.zeros(0, np.int32), np.zeros(0, np.int32))
+                    body = self._body(size, queries)
+                    if self._runner.device.type == "cuda":
+                        graph, outputs = _capture(body, WARM_UPS if pool is None else 1, pool)
+                        pool = pool or graph.pool()
+                        self._steps[size, queries] = (graph.replay, outputs)
+                    else:
+                        self._steps[size, queries] = _repeat(body)
+
+    def drop(self) -> None:
+        self._steps.clear()
+
+    def takes(self, work: StepInput) -> bool:
+        """Whether every request has one token, or all its drafts, and there is a graph for so many."""
+        requests, queries = len(work.rows), int(work.counts[0])
+        return (
+            bool(self._steps)
+            and queries in self.sizes
+            and requests <= self.sizes[queries][-1]
+            and bool((work.counts == queries).all())
+            and len(work.sampled) == requests * queries
+        )
+
+    def replay(self, work: StepInput) -> tuple[Tensor, Chosen, Tensor]:
+        """(logits, what was chosen, positions of it), valid until the next replay."""
+        requests, queries = len(work.rows), int(work.counts[0])
+        size = next(size for size in self.sizes[queries] if size >= requests)
+        self._fill(size, queries, work.rows, work.lengths)
+        if queries > 1:
+            self._tokens[: len(work.tokens)].copy_(self._runner.upload.send(work.tokens))
+        step, (tokens, logprobs, positions) = self._steps[size, queries]
+        step()
+        count = requests * queries
+        return self._logits[:count], Chosen(tokens[:count], logprobs[:count]), positions[:count]
+
+    def _fill(self, size: int, queries: int, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """Rows and lengths of the requests, and of nobody's up to the size; these have just the tokens of the step."""
+        inputs = np.empty((2, size), np.int32)
+        inputs[0, : len(rows)], inputs[0, len(rows) :] = rows, self._runner.rows - 1
+        inputs[1, : len(rows)], inputs[1, len(rows) :] = lengths, queries
+        self._inputs[:, :size].copy_(self._runner.upload.send(inputs))
+
+    def _body(self, size: int, queries: int) -> Callable[[], Outputs]:
+        rows, lengths = self._inputs[0, :size], self._inputs[1, :size]
+        count = size * queries
+        tokens = self._tokens[:count] if queries > 1 else None
+        return lambda: self._runner.decode_body(rows, lengths, self._logits[:count], tokens)
+
+
+def _capture(body: Callable[[], Outputs], warm_ups: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+    for _ in range(warm_ups):
+        body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        outputs = body()
+    return graph, outputs
+
+
+def _repeat(body: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    """The same without a graph: results are where the first ones were."""
+    outputs = tuple(each.clone() for each in body())
+
+    def step() -> None:
+        for kept, new in zip(outputs, body(), strict=True):
+            kept.copy_(new)
+
+    return step, outputs

@@ -1,0 +1,57 @@
+"""The linear layers of a model that serves, in steps that fp8 weights and adapters change one by one.
+
+A layer is given all tokens, multiplies them with this rank's part of its weight and adds what adapters say; tokens are
+gathered before and summed over ranks after, once, whatever a layer adds. There are no gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from craton.ml.kernels import linear, swiglu
+from craton.ml.models import Linear, Mlp
+
+
+class ServedLinear(Linear):
+    """A linear layer whose product and additions can be replaced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out]; cut by tensor parallelism, tokens lie in one dimension."""
+        peers, flat = self.peers, x.flatten(0, -2)
+        if peers is None:
+            return self.own(flat).view(*x.shape[:-1], -1)
+        return self.own(peers.gather(flat)) if self.cut == 0 else peers.scatter_sum(self.own(flat))
+
+    def own(self, x: Tensor) -> Tensor:
+        """x [tokens, in of this rank] → [tokens, out of this rank]; a share of the sum over ranks where `cut` is 1."""
+        return self.adapt(self.product(self.prepare(x)), x)
+
+    def prepare(self, x: Tensor) -> Any:
+        """What `product` takes; layers of one kind take the same."""
+        return x
+
+    def product(self, prepared: Any) -> Tensor:
+        """The product with the weight, and the bias: a new tensor, which `adapt` may change."""
+        return linear(prepared, self.weight, self.bias)
+
+
+class ServedMlp(Mlp):
+    """The gated MLP over such layers."""
+
+    gate: ServedLinear
+    up: ServedLinear
+    down: ServedLinear
+
+    def forward(self, x: Tensor) -> Tensor:
+        peers, flat = self.connections.tensor, x.flatten(0, -2)
+        if peers is None:
+            return self.down.own(self.lift(flat)).view(x.shape)
+        return peers.scatter_sum(self.down.own(self.lift(peers.gather(flat))))
+
+    def lift(self, x: Tensor) -> Tensor:
+        """silu(gate(x)) · up(x)."""
+        prepared = self.gate.prepare(x)
+        gated, lifted = (layer.adapt(layer.product(prepared), x) for layer in (self.gate, self.up))
+        return swiglu(gated, lifted)

@@ -1,0 +1,100 @@
+"""The model that a job serves: weights from a folder, a run, or drawn at random, on this rank's device."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from craton.errors import CratonError
+from craton.job import Job
+from craton.ml.collectives import Peers, local, own_slices
+from craton.ml.data import end_of_document, find_tokenizer, load_tokenizer
+from craton.ml.export import RunModel, open_run
+from craton.ml.models import Decoder, DecoderConfig, config_from_huggingface, config_from_shape, load_weights
+from craton.ml.serving.device.float8 import quantize_model
+from craton.ml.serving.device.tensor_parallel_group import cut_model
+from craton.ml.serving.settings import ServingError
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is ready to be served, and what belongs to it."""
+
+    model: Decoder
+    peers: Peers | None
+    tokenizer_folder: Path | None
+    stop_tokens: tuple[int, ...]
+
+
+def load_served(job: Job, device: torch.device) -> Served:
+    """This rank's part of the model; all ranks of the process group call it."""
+    assert job.serve is not None
+    opened = open_run(str(job.trained_run)) if job.trained_run is not None else None
+    folder = None if opened is not None else job.weights_folder
+    config = _config(job, opened, folder)
+    dtype = DTYPES[job.serve.precision]
+    with torch.device("meta"):
+        model = Decoder(config)
+    model = model.to(dtype)
+    peers = cut_model(model, device) if dist.is_initialized() and dist.get_world_size() > 1 else None
+    model = model.to_empty(device=device)
+    if opened is not None:
+        _fill(model, opened, dtype)
+    elif folder is not None:
+        load_weights(model, folder)
+    else:
+        model.initialize(job.serve.seed)
+    if job.serve.precision == "fp8":
+        quantize_model(model)
+    tokenizer = _tokenizer_folder(opened, folder)
+    return Served(model, peers, tokenizer, _stop_tokens(folder, tokenizer))
+
+
+def _config(job: Job, opened: RunModel | None, folder: Path | None) -> DecoderConfig:
+    if opened is not None:
+        return opened.config
+    if folder is not None:
+        return config_from_huggingface(folder)
+    if job.model_shape is None:
+        raise ServingError(
+            f"model {job.model} is a function of yours: only Craton's own decoder, in one of its families, is served"
+        )
+    return config_from_shape(job.model_shape)
+
+
+@torch.no_grad()
+def _fill(model: Decoder, opened: RunModel, dtype: torch.dtype) -> None:
+    """Every rank reads the whole checkpoint on the host and keeps its part."""
+    whole = dict(opened.model(torch.device("cpu"), dtype).state_dict())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in whole:
+            local(tensor).copy_(whole[name][own_slices(tensor)])
+
+
+def _tokenizer_folder(opened: RunModel | None, folder: Path | None) -> Path | None:
+    try:
+        if opened is not None:
+            return opened.tokenizer_folder()
+        return None if folder is None else find_tokenizer(str(folder))
+    except CratonError:
+        return None  # tokens are served without one
+
+
+def _stop_tokens(folder: Path | None, tokenizer: Path | None) -> tuple[int, ...]:
+    """The tokens that end an answer: all that the generation configuration names, else the tokenizer's own."""
+    for place in (folder, tokenizer):
+        for file in ("generation_config.json", "config.json"):
+            if place is not None and (place / file).is_file():
+                found = json.loads((place / file).read_text(encoding="utf-8")).get("eos_token_id")
+                if found is not None:
+                    return tuple(found) if isinstance(found, list) else (int(found),)
+    if tokenizer is None:
+        return ()
+    end = end_of_document(tokenizer, load_tokenizer(tokenizer))
+    return () if end is None else (end,)

@@ -1,0 +1,98 @@
+"""One rank of an engine: its part of the weights, and everything that is done to it on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from craton.ml.collectives import local
+from craton.ml.models import Decoder
+from craton.ml.serving.device.runner import Runner, StepResult
+from craton.ml.serving.device.weights import WeightsReceiver, named_targets, update_from_folder
+from craton.ml.serving.schedule import StepInput
+from craton.ml.serving.settings import ServingError
+
+if TYPE_CHECKING:
+    from craton.ml.serving.device.adapters import Adapters
+
+
+class EngineRank:
+    """Steps, and what those who run an engine do with its weights. The same methods are called on every rank."""
+
+    def __init__(self, runner: Runner, adapters: Adapters | None = None, number: int = 0, secret: bytes = b"") -> None:
+        self.runner = runner
+        self.adapters = adapters
+        self._number = number
+        self._secret = secret
+        self._kept: dict[str, Tensor] = {}  # weights of a rank that sleeps
+        self._sizes: dict[str, int] = {}
+        self._has_weights = self._has_cache = True
+
+    @property
+    def model(self) -> Decoder:
+        return self.runner.model
+
+    def execute(self, work: StepInput) -> StepResult:
+        assert self._has_weights, "asleep"
+        assert self._has_cache, "asleep"
+        return self.runner.execute(work)
+
+    def load_adapter(self, name: str, folder: str) -> int:
+        return self._adapters.load(name, Path(folder))
+
+    def unload_adapter(self, name: str) -> None:
+        self._adapters.unload(name)
+
+    def update_from_folder(self, folder: str) -> None:
+        update_from_folder(self.model, Path(folder))
+
+    def receive_weights(self, address: str, wait_seconds: float) -> int:
+        """Waits at an address, whose port each further rank counts up by one, for new weights; their version."""
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ServingError(f"{address!r} is not an address; write host:port")
+        with WeightsReceiver(f"{host}:{int(port) + self._number}", self._secret) as receiver:
+            return receiver.receive(self.model, wait_seconds)
+
+    @torch.no_grad()
+    def sleep(self, level: int) -> None:
+        """The device is free for somebody else: keys and values are let go, weights too. At level 1 they are kept in
+        host memory, at level 2 they have to be sent again."""
+        sent = named_targets(self.model)
+        for name, part in self._tensors():
+            if level == 1 or name not in sent:  # adapters are small, and nobody would send them again
+                self._kept[name] = part.to("cpu", copy=True)
+            self._sizes[name] = part.untyped_storage().nbytes()
+            part.untyped_storage().resize_(0)
+        self.runner.sleep()
+        self._has_weights = self._has_cache = False
+
+    @torch.no_grad()
+    def wake(self, parts: Sequence[str]) -> None:
+        """Takes back the memory of "weights", of the "kv_cache", or of both."""
+        if "weights" in parts and not self._has_weights:
+            for name, part in self._tensors():
+                part.untyped_storage().resize_(self._sizes[name])
+                if name in self._kept:
+                    part.copy_(self._kept.pop(name))
+            self._has_weights = True
+        if "kv_cache" in parts and not self._has_cache:
+            self.runner.wake()
+            self._has_cache = True
+        if self._has_weights and self._has_cache:
+            self.runner.capture()
+
+    def _tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """What this rank keeps of parameters and buffers; a tied one comes once."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            yield name, local(tensor)
+
+    @property
+    def _adapters(self) -> Adapters:
+        if self.adapters is None:
+            raise ServingError("the engine was started without room for adapters; set `max_adapters`")
+        return self.adapters

@@ -1,0 +1,436 @@
+"""The device's half of an engine: weights, keys and values, and a row of state for every running request.
+
+A step is handed over and runs; nothing here waits for the device. What it chose is in the device's own table for the
+next step, and comes back when somebody reads it. With peers every rank does the same work on its part of the weights
+and chooses the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from craton.ml.collectives import Peers, own_part
+from craton.ml.kernels import add_norm, linear
+from craton.ml.kernels.serving import FEW_ROWS
+from craton.ml.models import Decoder, rope_tables
+from craton.ml.serving.device.attention_backends import AttentionBatch, make_backend
+from craton.ml.serving.device.graphs import DecodeGraphs
+from craton.ml.serving.device.paged import PagedPast
+from craton.ml.serving.device.sampler import Chosen, Tuning, logprobs_of, sample
+from craton.ml.serving.device.upload import Upload
+from craton.ml.serving.messages import Alternatives
+from craton.ml.serving.schedule import DUMMY, Move, PromptPart, StepInput, has_penalties
+from craton.ml.serving.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from craton.ml.serving.device.adapters import Adapters
+
+PADDING = 16  # tokens of a step are a multiple of it on a GPU: kernels are compiled for one kind of number
+# what a row has of its request's sampling, and what it is where nothing was asked for
+NUMBERS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
+WARM_REQUESTS, WARM_TOKENS = (1, 33, 257), (2, 256)
+PROMPT_ROWS = 256  # of logits that are made at once for a prompt's log-probabilities
+
+
+@dataclass
+class StepResult:
+    """What a step chose; `read` waits for it."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    alternatives: tuple[Tensor, Tensor] | None
+    prompts: list[tuple[Tensor, Tensor, Tensor]]  # of each part: likeliest tokens, their logprobs, those of the targets
+    done: torch.cuda.Event | None = None
+
+    def read(self) -> tuple[list[int], list[float]]:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.tokens.tolist(), self.logprobs.tolist()
+
+    def read_alternatives(self) -> list[tuple[list[int], list[float]]]:
+        assert self.alternatives is not None
+        tokens, logprobs = self.alternatives
+        return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+
+    def read_prompts(self, parts: list[PromptPart]) -> list[list[Alternatives]]:
+        """Of each part, the log-probabilities of its targets, each with the likeliest tokens after it."""
+        found = []
+        for part, (likeliest, best, own) in zip(parts, self.prompts, strict=True):
+            rows = zip(part.targets, own.tolist(), likeliest.tolist(), best.tolist(), strict=True)
+            found.append(
+                [
+                    Alternatives((token, *tokens[: part.alternatives]), (logprob, *logprobs[: part.alternatives]))
+                    for token, logprob, tokens, logprobs in rows
+                ]
+            )
+        return found
+
+
+@dataclass
+class RowTable:
+    """What is known of the request in each row. Numbers are kept on the host and sent when one has changed."""
+
+    rows: int
+    vocabulary: int
+    device: torch.device
+    next_token: Tensor = field(init=False)
+    written: Tensor | None = None  # int32 [rows, vocabulary]
+    seen: Tensor | None = None  # bool [rows, vocabulary]
+
+    def __post_init__(self) -> None:
+        self.next_token = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+        self._host = np.zeros((len(NUMBERS), self.rows), np.float32)
+        self._host[:] = np.asarray([list(NUMBERS.values())], np.float32).T
+        self._whole = np.zeros((4, self.rows), np.int32)  # seeds in two halves, top_k, adapter
+        self._whole[3] = -1
+        self._numbers = torch.from_numpy(self._host.copy()).to(self.device)
+        self.numbers = dict(zip(NUMBERS, self._numbers, strict=True))
+        self.seeds, self.top_k = (torch.zeros(self.rows, dtype=torch.int64, device=self.device) for _ in range(2))
+        self.adapters = torch.full((self.rows,), -1, dtype=torch.int32, device=self.device)
+
+    def start(self, work: StepInput, upload: Upload) -> None:
+        """Takes in the requests that got a row, and tokens that the device does not have."""
+        if work.next_tokens:
+            sent = upload.send(np.asarray(work.next_tokens, np.int32)).long()
+            self.next_token[sent[:, 0]] = sent[:, 1]
+        if not work.starts:
+            return
+        for start in work.starts:
+            sampling, row = start.sampling, start.row
+            self._host[:, row] = (
+                sampling.temperature,
+                sampling.top_p,
+                sampling.min_p,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+                sampling.repetition_penalty,
+            )
+            low = start.seed & 0xFFFFFFFF
+            self._whole[:, row] = (low - (low >> 31 << 32), start.seed >> 32, sampling.top_k, start.adapter)
+            if has_penalties(sampling):
+                self._count(row, start.prompt, start.written)
+        self._numbers.copy_(upload.send(self._host.view(np.int32)).view(torch.float32))
+        low, high, top_k, adapters = upload.send(self._whole)
+        self.seeds.copy_((high.long() << 32) | (low.long() & 0xFFFFFFFF))
+        self.top_k.copy_(top_k)
+        self.adapters.copy_(adapters)
+
+    def tuning(self, work: StepInput, rows: Tensor, allowed: Tensor | None) -> Tuning:
+        """What the requests of these rows ask for."""
+        places = work.sampled_rows
+
+        def asked(name: str) -> Tensor | None:
+            host = self._host[list(NUMBERS).index(name)]
+            return self.numbers[name][rows] if bool((host[places] != NUMBERS[name]).any()) else None
+
+        presence, frequency, repetition = asked("presence"), asked("frequency"), asked("repetition")
+        counts = self.written is not None and (presence is not None or frequency is not None)
+        sees = self.seen is not None and repetition is not None
+        added = None
+        if work.added:
+            index, token, value = zip(*work.added, strict=True)
+            added = (
+                torch.tensor(index, device=self.device),
+                torch.tensor(token, device=self.device),
+                torch.tensor(value, dtype=torch.float32, device=self.device),
+            )
+        return Tuning(
+            top_k=self.top_k[rows] if bool(self._whole[2][places].any()) else None,
+            top_p=asked("top_p"),
+            min_p=asked("min_p"),
+            presence=presence,
+            frequency=frequency,
+            repetition=repetition,
+            written=self.written[rows] if counts and self.written is not None else None,
+            seen=self.seen[rows] if sees and self.seen is not None else None,
+            added=added,
+            allowed=allowed,
+        )
+
+    def count(self, rows: Tensor, tokens: Tensor) -> None:
+        """Tokens that were chosen count for the next ones."""
+        if self.written is not None and self.seen is not None:
+            known = tokens.clamp(min=0)
+            self.written[rows, known] += 1
+            self.seen[rows, known] = True
+
+    def _count(self, row: int, prompt: tuple[int, ...], written: tuple[int, ...]) -> None:
+        if self.written is None or self.seen is None:
+            self.written = torch.zeros(self.rows, self.vocabulary, dtype=torch.int32, device=self.device)
+            self.seen = torch.zeros(self.rows, self.vocabulary, dtype=torch.bool, device=self.device)
+        counts = torch.bincount(torch.tensor(written, dtype=torch.int64), minlength=self.vocabulary)
+        self.written[row] = counts.to(self.device, torch.int32)
+        self.seen[row] = self.written[row] > 0
+        self.seen[row, torch.tensor(prompt, dtype=torch.int64, device=self.device)] = True
+
+
+class Runner:
+    """Executes steps in the order in which they come."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        settings: EngineSettings,
+        max_length: int,
+        blocks: int,
+        host_blocks: int = 0,
+        peers: Peers | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.peers, self.adapters = peers, adapters
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        shape = model.config.shape
+        self.vocabulary, self.page = shape.vocab, settings.page
+        self.rows = settings.max_running + 1  # the last one is the dummy's
+        columns = -(-max_length // settings.page) + 1
+        cache_shape = block_shape(model, settings.page, 1 if peers is None else peers.size)
+        precision = torch.float8_e4m3fn if settings.kv_precision == "fp8" else self.dtype
+        cache = torch.zeros(blocks, *cache_shape, dtype=precision, device=self.device)
+        table = torch.full((self.rows, columns), DUMMY, dtype=torch.int32, device=self.device)
+        self.past = PagedPast(cache, table, make_backend(settings.backend))
+        self.host_cache = None
+        if host_blocks:
+            self.host_cache = torch.empty(
+                host_blocks, *cache_shape, dtype=precision, pin_memory=self.device.type == "cuda"
+            )
+        self.table = RowTable(self.rows, self.vocabulary, self.device)
+        positions = torch.arange(columns * settings.page, device=self.device).unsqueeze(0)
+        head_dim = shape.mla.qk_rope if shape.mla else shape.head_dim
+        self.cosine, self.sine = (table[0] for table in rope_tables(positions, head_dim, model.config.rope))
+        self.longest = columns * settings.page
+        self.upload = Upload(self.device)
+        self._padding = PADDING if self.device.type == "cuda" else (1 if peers is None else peers.size)
+        self.graphs: DecodeGraphs | None = None
+        is_wanted = settings.graphs == "always" or (settings.graphs == "auto" and self.device.type == "cuda")
+        if is_wanted and self.past.backend.can_be_captured and _has_captured_products(model):
+            self.graphs = DecodeGraphs(self, settings.max_running, settings.draft_tokens)
+
+    @torch.inference_mode()
+    def execute(self, work: StepInput) -> StepResult:
+        """Starts a step; its result can be read later."""
+        self._move(work.moves)
+        self._update_table(work)
+        self.table.start(work, self.upload)
+        if self.graphs is not None and self.graphs.takes(work):
+            logits, chosen, positions = self.graphs.replay(work)
+            rows = self.upload.send(work.sampled_rows) if work.is_tuned or self.table.written is not None else None
+            prompts: list[tuple[Tensor, Tensor, Tensor]] = []
+        else:
+            hidden, positions = self._forward(work)
+            prompts = [self._prompt(hidden, part) for part in work.prompts]
+            sampled = self.upload.send(work.sampled)
+            rows = self.upload.send(work.sampled_rows).long()
+            logits = self.logits(hidden[sampled]) if len(work.sampled) else hidden.new_empty(0, self.vocabulary)
+            positions = positions[sampled] + 1
+            chosen = None
+        if len(work.sampled) and (chosen is None or work.is_tuned or work.alternatives):
+            assert rows is not None or chosen is not None
+            rows = self.upload.send(work.sampled_rows).long() if rows is None else rows.long()
+            allowed = None if work.allowed is None else self.upload.send(work.allowed)
+            tuning = self.table.tuning(work, rows, allowed) if work.is_tuned else None
+            chosen = sample(
+                logits,
+                self.table.numbers["temperature"][rows],
+                self.table.seeds[rows],
+                positions,
+                tuning,
+                work.alternatives,
+            )
+            self.table.next_token[rows] = chosen.tokens.clamp(min=0)
+        if chosen is None:
+            empty = torch.empty(0, dtype=torch.int64, device=self.device)
+            chosen = Chosen(empty, empty.float())
+        elif rows is not None:
+            self.table.count(rows.long(), chosen.tokens)
+        return self._result(chosen, prompts)
+
+    def capture(self) -> None:
+        """Makes the graphs, and what else is made at first use; weights, keys and values must be there."""
+        if self.graphs is not None:
+            self.graphs.capture()
+        if self.graphs is not None or self.device.type == "cuda":
+            self._warm_up()
+
+    def sleep(self) -> None:
+        """Lets keys and values, and the graphs that name them, go."""
+        if self.graphs is not None:
+            self.graphs.drop()
+        self.past.cache.untyped_storage().resize_(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        cache = self.past.cache
+        cache.untyped_storage().resize_(cache.numel() * cache.element_size())
+        cache.view(torch.uint8).zero_()
+
+    def decode_body(
+        self, rows: Tensor, lengths: Tensor, logits: Tensor, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One token of every request, from the device's own table and back to it: what a graph is made of.
+
+        rows, lengths int32 [requests]; logits are written to the tensor given → (tokens, their logprobs, positions).
+        Where `tokens` [requests · queries] are given, they are the last ones of each request, and all give another.
+        """
+        queries = len(logits) // len(rows)
+        places = rows.long()
+        if tokens is None:
+            tokens, positions = self.table.next_token[places], lengths.long() - 1
+        else:
+            steps = torch.arange(-queries, 0, device=self.device)
+            places = places.repeat_interleave(queries)
+            positions = (lengths.long()[:, None] + steps).flatten()
+        slots = self._slots(places, positions)
+        self.past.begin(AttentionBatch(rows, lengths, slots, len(rows), longest=self.longest, queries=queries))
+        if self.adapters is not None:
+            self.adapters.of_tokens = self.table.adapters[places]
+        hidden = self._hidden(tokens, positions)
+        if self.peers is None and len(hidden) > FEW_ROWS:
+            torch.mm(hidden, own_part(self.model.head_weight).t(), out=logits)
+        else:
+            logits.copy_(self.logits(hidden))
+        positions = positions + 1
+        chosen = sample(logits, self.table.numbers["temperature"][places], self.table.seeds[places], positions)
+        if queries == 1:
+            self.table.next_token[places] = chosen.tokens.clamp(min=0)
+        return chosen.tokens, chosen.logprobs, positions
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] → [rows, vocabulary], on every rank."""
+        part = linear(hidden, own_part(self.model.head_weight))
+        if self.peers is None:
+            return part
+        whole = self.peers.gather(part).view(self.peers.size, len(hidden), -1)
+        return whole.transpose(0, 1).flatten(1)
+
+    def _forward(self, work: StepInput) -> tuple[Tensor, Tensor]:
+        """All tokens of a step through the model: hidden [tokens, hidden], positions [tokens]."""
+        counts, lengths, rows = work.counts, work.lengths, work.rows
+        tokens = int(counts.sum())
+        others = np.zeros(len(counts) - work.decode + 1, np.int32)
+        np.cumsum(counts[work.decode :], out=others[1:])
+        sent = work.tokens
+        if extra := -tokens % self._padding:  # one more request, of nobody, makes it a whole number
+            counts, lengths, rows = np.append(counts, extra), np.append(lengths, extra), np.append(rows, self.rows - 1)
+            others = np.append(others, others[-1] + extra)
+            sent = np.append(sent, np.zeros(extra, np.int32))
+        counts, lengths, rows = (each.astype(np.int32) for each in (counts, lengths, rows))
+        ends = np.cumsum(counts)
+        position = np.arange(tokens + extra) - np.repeat(ends - lengths, counts)
+        fields = (rows, lengths, others, sent, np.repeat(rows, counts), position)
+        packed = self.upload.send(np.concatenate([each.astype(np.int32) for each in fields]))
+        device_rows, device_lengths, offsets, known, token_rows, positions = packed.split(
+            [len(each) for each in fields]
+        )
+        token_rows, positions = token_rows.long(), positions.long()
+        written = self.table.next_token[token_rows[: work.decode]]
+        inputs = torch.cat([written, known.long()])
+        batch = AttentionBatch(
+            device_rows,
+            device_lengths,
+            self._slots(token_rows, positions),
+            work.decode,
+            offsets,
+            longest_query=int(counts[work.decode :].max(initial=0)),
+            longest=self.longest,
+        )
+        self.past.begin(batch)
+        if self.adapters is not None:
+            self.adapters.of_tokens = self.table.adapters[token_rows]
+        return self._hidden(inputs, positions), positions
+
+    def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens, positions [tokens] → the hidden state after the last norm [tokens, hidden]."""
+        model = self.model
+        rope = (self.cosine[positions].unsqueeze(0), self.sine[positions].unsqueeze(0))
+        residual, delta = model.embedding(tokens.unsqueeze(0)), None
+        for block in model.blocks:
+            residual, delta = block(residual, delta, rope, self.past)
+        hidden = add_norm(residual, delta, own_part(model.norm.weight), model.config.norm_epsilon)[1]
+        return hidden.flatten(0, 1) if self.peers is None else self.peers.gather(hidden)
+
+    def _warm_up(self) -> None:
+        """Kernels are compiled at first use: now, and not in the middle of somebody's answer. Texts are read by nobody:
+        few and many, short and long ones take different kernels."""
+        largest = self.rows - 1
+        for requests in sorted({min(each, largest) for each in WARM_REQUESTS}):
+            for tokens in WARM_TOKENS:
+                counts = np.full(requests, 2, np.int32)
+                counts[0] = min(tokens, self.longest)
+                dummies = np.full(requests, self.rows - 1, np.int32)
+                known, last = np.zeros(counts.sum(), np.int32), np.cumsum(counts, dtype=np.int32) - 1
+                self.execute(StepInput(dummies, counts, counts, 0, known, last, dummies))
+
+    def _slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        blocks = self.past.table[rows, positions // self.page].long()
+        return blocks * self.page + positions % self.page
+
+    def _prompt(self, hidden: Tensor, part: PromptPart) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of the targets and the likeliest tokens, a few rows of logits at a time."""
+        targets = torch.tensor(part.targets, device=self.device)
+        likeliest, best, own = [], [], []
+        for begin in range(0, len(targets), PROMPT_ROWS):
+            chunk = targets[begin : begin + PROMPT_ROWS]
+            first = part.begin + begin
+            logits = self.logits(hidden[first : first + len(chunk)])
+            values, tokens = logits.float().log_softmax(-1).topk(max(1, part.alternatives))
+            likeliest.append(tokens)
+            best.append(values)
+            own.append(logprobs_of(logits, chunk))
+        return torch.cat(likeliest), torch.cat(best), torch.cat(own)
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        cache, host = self.past.cache, self.host_cache
+        for move in moves:
+            if move.kind == "copy":
+                cache[move.target].copy_(cache[move.source])
+            elif move.kind == "out":
+                assert host is not None
+                host[move.target].copy_(cache[move.source], non_blocking=True)
+            else:
+                assert host is not None
+                cache[move.target].copy_(host[move.source], non_blocking=True)
+
+    def _update_table(self, work: StepInput) -> None:
+        if work.table:
+            changes = self.upload.send(np.asarray(work.table, np.int32)).long()
+            self.past.table[changes[:, 0], changes[:, 1]] = changes[:, 2].int()
+
+    def _result(self, chosen: Chosen, prompts: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
+        def back(tensor: Tensor) -> Tensor:
+            if self.device.type != "cuda":
+                return tensor.clone()
+            return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+        alternatives = None
+        if chosen.alternatives is not None:
+            alternatives = (back(chosen.alternatives[0]), back(chosen.alternatives[1]))
+        found = [(back(first), back(second), back(third)) for first, second, third in prompts]
+        result = StepResult(back(chosen.tokens), back(chosen.logprobs), alternatives, found)
+        if self.device.type == "cuda":
+            result.done = torch.cuda.Event()
+            result.done.record()
+        return result
+
+
+def _has_captured_products(model: Decoder) -> bool:
+    """Whether a CUDA graph can hold the products of all layers: those of experts look at the host's memory, unless they
+    are in bf16 or fp8 (torch 2.11)."""
+    parameter = next(model.parameters())
+    return not (model.config.shape.experts and parameter.is_cuda and parameter.dtype is not torch.bfloat16)
+
+
+def block_shape(model: Decoder, page: int, ranks: int = 1) -> tuple[int, ...]:
+    """Of one block of keys and values: [layers, 2, kv heads, page, head_dim]."""
+    shape = model.config.shape
+    if shape.mla:  # keys and values of every head, expanded
+        return shape.layers, 2, shape.heads // ranks, page, shape.mla.qk_nope + shape.mla.qk_rope
+    return shape.layers, 2, shape.kv_heads // ranks, page, shape.head_dim

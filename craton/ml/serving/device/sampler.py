@@ -1,0 +1,121 @@
+"""From logits to the next tokens, all rows at once, without waiting for the device.
+
+Randomness is a function of a request's seed, the place in its text and the token, so an answer does not depend on what
+else was computed with it, and verifying drafts gives what writing without them would have given. Log-probabilities are
+those of the model, before temperature, penalties and masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from craton.ml.kernels.serving import choose, gumbel
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What rows of a batch ask for beside a temperature; None where no row does."""
+
+    top_k: Tensor | None = None  # int64 [rows], 0: all
+    top_p: Tensor | None = None  # fp32 [rows]
+    min_p: Tensor | None = None  # fp32 [rows]
+    presence: Tensor | None = None  # fp32 [rows]
+    frequency: Tensor | None = None  # fp32 [rows]
+    repetition: Tensor | None = None  # fp32 [rows]
+    written: Tensor | None = None  # int32 [rows, vocabulary], how often each token was written
+    seen: Tensor | None = None  # bool [rows, vocabulary], in the prompt or written
+    added: tuple[Tensor, Tensor, Tensor] | None = None  # row, token, what is added to its logit
+    allowed: Tensor | None = None  # int32 [rows, ⌈vocabulary / 32⌉], a bit for each token
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The next token of each row; -1 where the logits are not numbers."""
+
+    tokens: Tensor  # int64 [rows]
+    logprobs: Tensor  # fp32 [rows]
+    alternatives: tuple[Tensor, Tensor] | None = None  # the likeliest tokens and their logprobs [rows, n]
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    tuning: Tuning | None = None,
+    alternatives: int = 0,
+) -> Chosen:
+    """logits [rows, vocabulary]; `positions` are those of the tokens to be chosen."""
+    if tuning is None:
+        tokens, logprobs = choose(logits, temperature, seeds, positions)
+    else:
+        tokens = _choose_tuned(logits.float(), temperature, seeds, positions, tuning)
+        logprobs = logprobs_of(logits, tokens)
+    if not alternatives:
+        return Chosen(tokens, logprobs)
+    best, likeliest = logits.float().log_softmax(-1).topk(alternatives)
+    return Chosen(tokens, logprobs, (likeliest, best))
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probabilities [rows] of these tokens; of -1 not a number."""
+    logits = logits.float()
+    found = logits.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    return found.masked_fill(tokens < 0, torch.nan)
+
+
+def _choose_tuned(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, tuning: Tuning) -> Tensor:
+    is_number = logits.max(-1).values.isfinite() & ~logits.isnan().any(-1)
+    logits = _penalize(logits, tuning)
+    if tuning.added is not None:
+        rows, tokens, values = tuning.added
+        logits = logits.index_put((rows, tokens), values, accumulate=True)
+    if tuning.allowed is not None:
+        logits = logits.masked_fill(~unpack_bits(tuning.allowed, logits.shape[-1]), -torch.inf)
+    is_random = temperature > 0
+    scaled = logits / torch.where(is_random, temperature, 1.0).unsqueeze(-1)
+    scaled = _truncate(scaled, tuning)
+    noise = gumbel(seeds, positions, logits.shape[-1])
+    tokens = torch.where(is_random.unsqueeze(-1), scaled + noise, logits).argmax(-1)
+    return tokens.masked_fill(~is_number, -1)
+
+
+def _penalize(logits: Tensor, tuning: Tuning) -> Tensor:
+    if tuning.repetition is not None and tuning.seen is not None:
+        factor = tuning.repetition.unsqueeze(-1)
+        penalized = torch.where(logits > 0, logits / factor, logits * factor)
+        logits = torch.where(tuning.seen, penalized, logits)
+    if tuning.written is not None:
+        if tuning.frequency is not None:
+            logits = logits - tuning.frequency.unsqueeze(-1) * tuning.written
+        if tuning.presence is not None:
+            logits = logits - tuning.presence.unsqueeze(-1) * (tuning.written > 0)
+    return logits
+
+
+def _truncate(logits: Tensor, tuning: Tuning) -> Tensor:
+    """Leaves the likeliest tokens: the top_k, of these the fewest whose probabilities reach top_p, and of these all
+    that have at least min_p of the likeliest one's."""
+    if tuning.top_k is not None or tuning.top_p is not None:
+        ordered, order = logits.sort(-1, descending=True)
+        place = torch.arange(logits.shape[-1], device=logits.device)
+        if tuning.top_k is not None:
+            most = torch.where(tuning.top_k > 0, tuning.top_k, logits.shape[-1]).unsqueeze(-1)
+            ordered = ordered.masked_fill(place >= most, -torch.inf)
+        if tuning.top_p is not None:
+            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all that are likelier
+            ordered = ordered.masked_fill((before >= tuning.top_p.unsqueeze(-1)) & (place > 0), -torch.inf)
+        logits = torch.empty_like(logits).scatter_(-1, order, ordered)
+    if tuning.min_p is not None:
+        least = logits.max(-1, keepdim=True).values + tuning.min_p.unsqueeze(-1).log()
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return logits
+
+
+def unpack_bits(words: Tensor, count: int) -> Tensor:
+    """int32 [rows, words] → bool [rows, count], lowest bit first."""
+    bits = torch.arange(32, device=words.device, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> bits) & 1).bool().flatten(-2)[..., :count]

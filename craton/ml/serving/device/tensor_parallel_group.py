@@ -1,0 +1,178 @@
+"""Several ranks that share the weights of one model and act as one device.
+
+The first one has the engine; it tells the others each step before it does it itself. All choose the same tokens, so
+nothing comes back. A rank that is lost ends all of them: with a part of the weights gone there is nothing to compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from craton.errors import CratonError
+from craton.ml.collectives import Connections, Peers
+from craton.ml.models import Decoder
+from craton.ml.serving.device.order_bytes import EXECUTE, Order, decode_order, encode_order
+from craton.ml.serving.device.rank import EngineRank
+from craton.ml.serving.device.runner import StepResult
+from craton.ml.serving.device.weights import MixedWeightsError
+from craton.ml.serving.heartbeat import EngineHeartbeat
+from craton.ml.serving.schedule import StepInput
+from craton.ml.serving.settings import ServingError
+from craton.ml.serving.wire import receive_bytes
+from craton.ml.training.parallel import cut_parameters
+
+TEXT_BYTES = 4096  # of what a rank tells the others
+IDLE_SECONDS = 1.0  # between two signs of life of a rank that is told nothing
+WEIGHT_METHODS = ("update_from_folder", "receive_weights")  # of a rank, which can be done again
+
+
+class RanksDifferError(RuntimeError):
+    """Something was done on some ranks and not on others, and cannot be undone: they have to start again."""
+
+
+class TensorParallelGroup:
+    """The first rank, and its lines to the others."""
+
+    def __init__(self, rank: EngineRank, others: Sequence[Connection] = ()) -> None:
+        self.rank = rank
+        self._others = others
+        self._is_closing = False
+
+    def execute(self, work: StepInput) -> StepResult:
+        self._tell(EXECUTE, (work,))
+        return self.rank.execute(work)
+
+    def every(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of every rank; what the first one returns."""
+        self._tell(method, arguments)
+        return together(self.rank, method, arguments)
+
+    def start(self, method: str, *arguments: Any) -> Future[Any]:
+        """The same on a thread, so that others can be heard meanwhile; nothing else may be asked of the ranks then."""
+        future: Future[Any] = Future()
+
+        def call() -> None:
+            device = self.rank.runner.device
+            try:
+                with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                    future.set_result(self.every(method, *arguments))
+            except BaseException as error:  # noqa: BLE001 -- whatever it is, whoever asks for the result gets it
+                future.set_exception(error)
+
+        # A process whose front end is gone does not wait for it.
+        threading.Thread(target=call, daemon=True, name=method).start()
+        return future
+
+    def close(self) -> None:
+        """Lets the others go."""
+        self._is_closing = True
+        for line in self._others:
+            with contextlib.suppress(OSError):
+                line.send_bytes(encode_order(None))
+
+    def watch(self, lost: Callable[[int], None]) -> None:
+        """Calls `lost` with the number of a rank whose line ends, from a thread."""
+
+        def look(number: int, line: Connection) -> None:
+            try:
+                line.recv_bytes()
+            except (EOFError, OSError):
+                if not self._is_closing:
+                    lost(number)
+
+        for number, line in enumerate(self._others, 1):
+            threading.Thread(target=look, args=(number, line), daemon=True, name=f"rank {number}").start()
+
+    def _tell(self, method: str, arguments: tuple[Any, ...]) -> None:
+        if not self._others:
+            return
+        order = encode_order((method, arguments))
+        for number, line in enumerate(self._others, 1):
+            try:
+                line.send_bytes(order)
+            except OSError as error:
+                raise ConnectionError(f"rank {number} of the tensor-parallel group is lost: {error}") from error
+
+
+def follow(rank: EngineRank, first: Connection, pulse: EngineHeartbeat) -> None:
+    """Does what the first rank says until that lets it go, or is gone."""
+    with pulse:
+        while (order := _next_order(first, pulse)) is not None:
+            method, arguments = order
+            if method == EXECUTE:
+                rank.execute(*arguments)
+                continue
+            try:
+                with pulse.patient():
+                    together(rank, method, arguments)
+            except CratonError as error:  # which the first rank has too, and tells whoever asked
+                print(f"{method}: {error}", file=sys.stderr, flush=True)
+
+
+def _next_order(first: Connection, pulse: EngineHeartbeat) -> Order | None:
+    """None: there will be no more."""
+    try:
+        pulse.beat()
+        while not first.poll(IDLE_SECONDS):
+            pulse.beat()
+        order = receive_bytes(first)
+    except (EOFError, OSError):
+        return None
+    return decode_order(order)
+
+
+def together(rank: EngineRank, method: str, arguments: tuple[Any, ...]) -> Any:
+    """Does on one rank what all of them do. When it fails on some and not on others, none of them is as it was."""
+    result: Any = None
+    failure: CratonError | None = None
+    try:
+        result = getattr(rank, method)(*arguments)
+    except CratonError as error:
+        failure = error
+    except torch.OutOfMemoryError as error:  # the others wait to hear of it
+        failure = ServingError(f"the device has not enough free memory: {str(error).splitlines()[0]}")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        texts = gather_texts(None if failure is None else f"{type(failure).__name__}: {failure}")
+        failed = {number: text for number, text in enumerate(texts) if text is not None}
+        if failed and len(failed) < len(texts):
+            told = "; ".join(f"rank {number}: {text}" for number, text in failed.items())
+            what = f"{method} went through on some ranks only ({told})"
+            if method in WEIGHT_METHODS:
+                raise MixedWeightsError(f"{what}; update the weights")
+            raise RanksDifferError(what)
+    if failure is not None:
+        raise failure
+    return result
+
+
+def gather_texts(text: str | None) -> list[str | None]:
+    """The texts of all ranks, as far as they fit, or None where there is none; as plain numbers, not as objects."""
+    data = b"" if text is None else text.encode(errors="replace")[: TEXT_BYTES - 1]
+    mine = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+    if text is not None:
+        mine[: len(data) + 1] = torch.tensor([1, *data], dtype=torch.uint8)
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, mine)
+    return [bytes(each[1:].tolist()).rstrip(b"\0").decode(errors="replace") if each[0] else None for each in theirs]
+
+
+def cut_model(model: Decoder, device: torch.device) -> Peers:
+    """Leaves this rank's part of the weights, over all ranks there are; on the meta device or with memory."""
+    world = dist.get_world_size()
+    mesh = DeviceMesh(device.type, torch.arange(world), mesh_dim_names=("tp",))
+    cut_parameters(model, mesh)
+    peers = Peers(mesh.get_group("tp"))
+    talking: list[Any] = [module for module in model.modules() if hasattr(module, "connections")]
+    for module in talking:
+        module.connections = Connections(tensor=peers)
+    return peers

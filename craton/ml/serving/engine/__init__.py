@@ -1,0 +1,16 @@
+"""The engine: requests in, tokens out, one step at a time, and the process around it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.ml.serving.engine.build import build_runner, join_engine
+    from craton.ml.serving.engine.engine_process import EngineProcess, tell_failure
+    from craton.ml.serving.engine.latencies import Latencies
+    from craton.ml.serving.engine.roofline import measure_roofs
+    from craton.ml.serving.engine.throughput import Rates
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

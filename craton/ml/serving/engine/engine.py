@@ -1,0 +1,569 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+`step` starts the next step before it reads back the one before, so the device never waits for the host; only requests
+whose next token depends on the last one here (grammars, drafts) make it read first. What a step finds wrong with one
+request ends that request; the others go on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from craton.errors import CratonError
+from craton.ml.serving.device import MAX_DRAFTED, StepResult
+from craton.ml.serving.engine.throughput import Rates
+from craton.ml.serving.messages import Abort, Alternatives, Finish, OutputDelta, Sampling, Stats, Submit
+from craton.ml.serving.schedule import (
+    BlockPool,
+    Integers,
+    PrefixTree,
+    ScheduledChunk,
+    ScheduledStep,
+    Scheduler,
+    Sequence,
+    StepInput,
+    guess,
+    is_plain,
+    pack,
+)
+from craton.ml.serving.settings import EngineSettings, NotNowError, ServingError
+
+if TYPE_CHECKING:
+    from craton.ml.serving.grammar import Grammars, GrammarState
+
+State = Literal["running", "paused", "asleep"]
+SEEDS = 2**62
+
+
+class Executor(Protocol):
+    """What computes steps: one device, or several that share the weights."""
+
+    def execute(self, work: StepInput) -> StepResult: ...
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was started and not read back."""
+
+    step: ScheduledStep
+    work: StepInput
+    result: StepResult
+    version: int
+
+
+class Engine:
+    """Of a model with so many tokens. Not for several threads."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        settings: EngineSettings,
+        vocabulary: int,
+        max_length: int,
+        blocks: int,
+        host_blocks: int = 0,
+        stop_tokens: Iterable[int] = (),
+        grammars: Grammars | None = None,
+        adapters: Mapping[str, int] | None = None,
+        rates: Rates | None = None,
+    ) -> None:
+        self.settings = settings
+        self.vocabulary, self.max_length = vocabulary, max_length
+        self.version = 0
+        self.state: State = "running"
+        self.refusal = ""  # why no request is taken
+        self.adapters: dict[str, int] = dict(adapters or {})
+        self._executor = executor
+        self._grammars = grammars
+        self._stop_tokens = frozenset(stop_tokens)
+        self._pool = BlockPool(blocks)
+        self._host_pool = BlockPool(host_blocks) if host_blocks > 1 else None
+        self._tree = PrefixTree(self._pool, settings.page, self._host_pool)
+        self.scheduler = Scheduler(self._pool, self._tree, settings.max_running, settings.chunk_tokens)
+        self._sequences: dict[int, list[Sequence]] = {}
+        self._compiling: list[tuple[Future[GrammarState], Sequence]] = []
+        self._flights: deque[Flight] = deque()
+        self._ended: list[OutputDelta] = []
+        self._rates = rates or Rates()
+        self._seeds = random.Random()
+        self._drafts = self._drafted = self._accepted = 0
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._sequences and not self._flights and not self._ended
+
+    @property
+    def is_still(self) -> bool:
+        """Whether the next step would find nothing to do: all that there is, if anything, waits for its grammar."""
+        has_started = self._flights or self.scheduler.running or self.scheduler.waiting
+        return not self._ended and not has_started
+
+    def submit(self, request: Submit) -> None:
+        """Takes a request in. What is wrong with it is its last piece, and nobody else's trouble."""
+        try:
+            self._check(request)
+        except ServingError as error:
+            is_ours = isinstance(error, NotNowError)
+            for index in range(request.copies):
+                self._ended.append(OutputDelta(request.id, index, finish="error", error=str(error), is_ours=is_ours))
+            return
+        sampling = request.sampling
+        limit = min(sampling.max_tokens, self.max_length - len(request.prompt))
+        sequence = self._sequence(request, replace(sampling, max_tokens=limit))
+        self._sequences[request.id] = [sequence]
+        if sampling.grammar is None:
+            self.scheduler.add(sequence)
+        else:
+            assert self._grammars is not None
+            self._compiling.append((self._grammars.start(sampling.grammar), sequence))
+
+    def abort(self, request: Abort) -> None:
+        """Ends a request, or one copy of it, that has not ended yet."""
+        for sequence in list(self._sequences.get(request.id, ())):
+            if request.index is None or (sequence.index == request.index and sequence.copies == 1):
+                self._ended += self._give_up(sequence, "abort")
+            elif sequence.index <= request.index < sequence.index + sequence.copies:  # a copy that is not made yet
+                if request.index not in sequence.skipped:
+                    sequence.skipped.add(request.index)
+                    self._ended.append(OutputDelta(sequence.id, request.index, finish="abort"))
+                if len(sequence.skipped) == sequence.copies:
+                    self._end(sequence, "abort")
+
+    def fork(self, id: int, index: int, new_id: int, sampling: Sampling | None = None) -> None:  # noqa: A002
+        """A new request that goes on from where another one is, with its own choices from there on."""
+        parent = next((each for each in self._sequences.get(id, ()) if each.index == index), None)
+        if parent is None or parent.copies > 1:
+            raise ServingError(f"request {id}, copy {index}, is not running: only those that are can be forked")
+        if new_id in self._sequences:
+            raise ServingError(f"request {new_id} is running already")
+        chosen = sampling or parent.sampling
+        if chosen.grammar != parent.sampling.grammar or (chosen.grammar is not None and parent.grammar is None):
+            raise ServingError("a fork is held to the grammar of its parent, once that is compiled, and to no other")
+        limit = min(chosen.max_tokens, self.max_length - parent.prompt_length)
+        if limit <= len(parent.tokens) - parent.prompt_length:
+            raise ServingError(f"request {id} has written as much as the fork may; give it more max_tokens")
+        child = replace(
+            parent,
+            id=new_id,
+            index=0,
+            tokens=list(parent.tokens),
+            sampling=replace(chosen, max_tokens=limit),
+            seed=self._seed(chosen, 0),
+            stops=self._stops(chosen),
+            is_plain=is_plain(chosen),
+            **_unstarted(),
+            grammar=None if parent.grammar is None else parent.grammar.fork(),
+            is_new=True,
+            admitted=0.0,
+        )
+        self._sequences[new_id] = [child]
+        self.scheduler.fork(parent, child)
+
+    def step(self) -> list[OutputDelta]:
+        """Starts the next step, and tells what the one before it brought."""
+        pieces = self.take_ended()
+        if self._must_read_first():
+            pieces += self._read_all()
+        if self.state != "running":
+            return pieces + self._read_all()
+        if self.settings.draft_tokens:
+            self._guess()
+        step = self.scheduler.schedule()
+        if step is None:
+            return pieces + self._read_all()
+        self._start(step)
+        if len(self._flights) > int(self.settings.overlap):
+            pieces += self._read(self._flights.popleft())
+        return pieces
+
+    def take_ended(self) -> list[OutputDelta]:
+        """The last pieces of those that ended outside of a step: refused, aborted, with a grammar that is none."""
+        self._collect_grammars()
+        pieces, self._ended = self._ended, []
+        return pieces
+
+    # -- for those who run it ---------------------------------------------------------------------------------------
+
+    def pause(self, mode: Literal["abort", "wait", "keep"] = "keep") -> list[OutputDelta]:
+        """Computes nothing until `resume`. Running requests end now, end first, or stay as they are."""
+        self._expect("running")
+        pieces: list[OutputDelta] = []
+        if mode == "abort":
+            for id in list(self._sequences):  # noqa: A001
+                self.abort(Abort(id))
+        elif mode == "wait":
+            self.stop_admitting()
+            while not self.is_drained:
+                pieces += self.step()
+        self.scheduler.is_admitting = True
+        pieces += self._read_all()
+        self.state = "paused"
+        return pieces + self.take_ended()
+
+    def stop_admitting(self) -> None:
+        """What runs goes on, and nothing new begins; `pause` ends that when all is drained, or sooner."""
+        self._expect("running")
+        self.scheduler.is_admitting = False
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all that was let in has ended."""
+        return not self.scheduler.running and not self._flights
+
+    def resume(self) -> None:
+        self._expect("paused")
+        self.state = "running"
+
+    def release(self) -> list[OutputDelta]:
+        """Gives up all keys and values: running requests will be computed again."""
+        pieces = self._read_all()
+        self.scheduler.preempt_all()
+        self.forget()
+        return pieces
+
+    def forget(self) -> None:
+        """Gives up what is kept of texts; what is in use leaves with its users."""
+        self.scheduler.forget(lambda root: True)
+
+    def change_version(self, version: int | None = None, recompute: bool = False) -> list[OutputDelta]:
+        """Tokens are those of other weights from now on. `recompute`: also keys and values of what is running."""
+        pieces = self._read_all()
+        if recompute:
+            self.scheduler.preempt_all()
+        self.refusal = ""
+        self.version = self.version + 1 if version is None else version
+        self.scheduler.change_version(self.version)
+        return pieces
+
+    def refuse(self, reason: str) -> list[OutputDelta]:
+        """Ends all requests and takes none until the weights are whole again."""
+        pieces = self._read_all()
+        for sequence in [each for copies in self._sequences.values() for each in copies]:
+            pieces += self._give_up(sequence, "error", reason, is_ours=True)
+        self.refusal = reason
+        return pieces
+
+    def finish_flights(self) -> list[OutputDelta]:
+        """Reads back all that was started."""
+        return self._read_all()
+
+    def drop_adapter(self, name: str) -> list[OutputDelta]:
+        """Requests of an adapter that goes end with it."""
+        pieces = self._read_all()
+        for sequence in [each for copies in self._sequences.values() for each in copies if each.adapter == name]:
+            pieces += self._give_up(sequence, "error", f"adapter {name!r} was unloaded", is_ours=True)
+        del self.adapters[name]
+        self.forget_adapter(name)
+        return pieces
+
+    def forget_adapter(self, name: str) -> None:
+        """Gives up what is kept of texts computed with an adapter."""
+        self.scheduler.forget(lambda root: root[1] == name)
+
+    def check(self) -> None:
+        """That no block was lost and none has an owner too many."""
+        self.scheduler.check()
+        if self._host_pool is not None:
+            self._host_pool.check([self._tree.held_on_host()])
+
+    def stats(self) -> Stats:
+        counters = self.scheduler.counters
+        host = self._host_pool
+        return Stats(
+            running=len(self.scheduler.running),
+            waiting=self.scheduler.waiting + len(self._compiling),
+            blocks_used=self._pool.count - self._pool.free - self._tree.evictable,
+            blocks=self._pool.count,
+            host_blocks_used=0 if host is None else host.count - host.free,
+            host_blocks=0 if host is None else host.count,
+            preemptions=counters.preemptions,
+            prefix_queries=counters.queried_tokens,
+            prefix_hits=counters.device_tokens,
+            host_hits=counters.host_tokens,
+            drafts=self._drafts,
+            drafted=self._drafted,
+            accepted=self._accepted,
+            steps=self._rates.steps,
+            step_tokens=self._rates.step_tokens,
+            steps_by_tokens=tuple(self._rates.steps_by_tokens),
+            step_seconds=self._rates.step_seconds,
+            plan_step_seconds=self._rates.plan_step_seconds,
+            roofline=self._rates.roofline,
+            tokens_per_second=self._rates.tokens_per_second,
+            weights_version=self.version,
+            state=self.state,
+            refusal=self.refusal,
+        )
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def _start(self, step: ScheduledStep) -> None:
+        for part in step.parts:
+            if part.samples and part.sequence.copies > 1:
+                self._copy(part.sequence, step)
+        allowed, lost = self._allowed(step)
+        work = pack(step, allowed)
+        self._flights.append(Flight(step, work, self._executor.execute(work), self.version))
+        for sequence, error in lost:
+            self._ended.append(OutputDelta(sequence.id, sequence.index, finish="error", error=error))
+            self._end(sequence, "error")
+
+    def _must_read_first(self) -> bool:
+        return bool(self.settings.draft_tokens) or any(
+            sequence.grammar is not None for sequence in self.scheduler.running
+        )
+
+    def _read_all(self) -> list[OutputDelta]:
+        pieces: list[OutputDelta] = []
+        while self._flights:
+            pieces += self._read(self._flights.popleft())
+        return pieces
+
+    def _read(self, flight: Flight) -> list[OutputDelta]:
+        tokens, logprobs = flight.result.read()
+        self._rates.record(flight.step, len(tokens))
+        likeliest = flight.result.read_alternatives() if flight.work.alternatives else None
+        self._take_prompts(flight)
+        pieces = []
+        begin = 0
+        for part in flight.step.parts:
+            sequence = part.sequence
+            if not part.samples:
+                self.scheduler.commit(sequence)
+                continue
+            end = begin + 1 + part.drafts
+            if sequence.finish is None:
+                piece = OutputDelta(sequence.id, sequence.index)
+                self._take(sequence, part, tokens[begin:end], piece)
+                count = len(piece.tokens)
+                piece.logprobs = logprobs[begin : begin + count]
+                piece.versions = [flight.version] * count
+                if likeliest is not None and sequence.sampling.logprobs is not None:
+                    wanted = sequence.sampling.logprobs
+                    piece.alternatives = [
+                        Alternatives((token, *others[:wanted]), (logprob, *values[:wanted]))
+                        for token, logprob, (others, values) in zip(
+                            piece.tokens, piece.logprobs, likeliest[begin : begin + count], strict=True
+                        )
+                    ]
+                pieces.append(piece)
+            begin = end
+        return pieces
+
+    def _take(self, sequence: Sequence, part: ScheduledChunk, tokens: list[int], piece: OutputDelta) -> None:
+        """Adds what was chosen for a sequence to it, as far as its drafts were right and it does not end."""
+        if part.drafts:
+            right = 0
+            while right < part.drafts and sequence.drafts[right] == tokens[right]:
+                right += 1
+            self._drafts += 1
+            self._drafted += part.drafts
+            self._accepted += right
+            tokens = tokens[: right + 1]
+            sequence.drafts = []
+        else:
+            sequence.in_flight -= 1
+        if sequence.is_new:
+            piece.cached_tokens, piece.prompt_logprobs = sequence.cached_tokens, sequence.prompt_logprobs
+            piece.admitted = sequence.admitted
+            sequence.is_new = False
+        for token in tokens:
+            if token < 0:
+                piece.error = (
+                    "the model's output for this request is not a number (NaN or infinite); its weights may be damaged"
+                )
+                piece.finish, piece.is_ours = "error", True
+                # What it computed must not reach others, and where it went wrong is not known.
+                self.scheduler.forget(lambda root: root == (sequence.version, sequence.adapter))
+            elif token in sequence.stops:
+                piece.finish, piece.stop_token = "stop", token
+            else:
+                sequence.tokens.append(token)
+                piece.tokens.append(token)
+                try:
+                    piece.finish = self._finish_of(sequence, token)
+                except CratonError as error:  # its grammar has come to its limits
+                    piece.finish, piece.error = "error", str(error)
+            if piece.finish is not None:
+                break
+        if part.drafts:
+            sequence.computed = len(sequence.tokens) - 1
+        self.scheduler.commit(sequence)
+        if piece.finish is not None:
+            self._end(sequence, piece.finish)
+
+    def _finish_of(self, sequence: Sequence, token: int) -> Finish | None:
+        if sequence.grammar is not None:
+            sequence.grammar.accept(token)
+            if sequence.grammar.is_finished:
+                return "stop"
+        is_full = len(sequence.tokens) - sequence.prompt_length >= sequence.sampling.max_tokens
+        return "length" if is_full else None
+
+    def _give_up(self, sequence: Sequence, finish: Finish, error: str = "", is_ours: bool = False) -> list[OutputDelta]:
+        """Ends a sequence, and with it the copies that would have been made of it; their last pieces."""
+        copies = set(range(sequence.index, sequence.index + sequence.copies)) - sequence.skipped
+        self._end(sequence, finish)
+        return [
+            OutputDelta(sequence.id, index, finish=finish, error=error, is_ours=is_ours) for index in sorted(copies)
+        ]
+
+    def _end(self, sequence: Sequence, finish: Finish) -> None:
+        sequence.finish = finish
+        self.scheduler.finish(sequence)
+        copies = self._sequences[sequence.id]
+        copies.remove(sequence)
+        if not copies:
+            del self._sequences[sequence.id]
+
+    def _take_prompts(self, flight: Flight) -> None:
+        if not flight.work.prompts:
+            return
+        found = flight.result.read_prompts(flight.work.prompts)
+        for asked, values in zip(flight.work.prompts, found, strict=True):
+            part = flight.step.parts[asked.part]
+            sequence = part.sequence
+            sequence.prompt_found |= {part.begin + 1 + offset: value for offset, value in enumerate(values)}
+            if len(sequence.prompt_found) == sequence.prompt_length - 1:
+                places = range(1, sequence.prompt_length)
+                sequence.prompt_logprobs = [None, *(sequence.prompt_found[place] for place in places)]
+
+    # -- what sequences need ------------------------------------------------------------------------------------------
+
+    def _check(self, request: Submit) -> None:
+        sampling = request.sampling
+        if request.id in self._sequences:
+            raise ServingError(f"request {request.id} is running already")
+        if not request.prompt:
+            raise ServingError("the prompt has no tokens; give at least one")
+        if len(request.prompt) >= self.max_length:
+            raise ServingError(
+                f"the prompt has {len(request.prompt)} tokens and the model takes {self.max_length} with the answer; "
+                "shorten it"
+            )
+        if sampling.max_tokens < 1:
+            raise ServingError(f"max_tokens is {sampling.max_tokens}; it must be 1 or more")
+        outside = [token for token in request.prompt if not 0 <= token < self.vocabulary]
+        outside += [token for token in sampling.logit_bias if not 0 <= token < self.vocabulary]
+        if outside:
+            raise ServingError(f"token {outside[0]} is not one of the model's {self.vocabulary}")
+        if request.adapter is not None and request.adapter not in self.adapters:
+            known = ", ".join(self.adapters) or "none is loaded"
+            raise ServingError(f"adapter {request.adapter!r} is not loaded; there are: {known}")
+        if sampling.grammar is not None and self._grammars is None:
+            raise ServingError("this engine has no tokenizer, so answers cannot be held to a grammar")
+        if self.refusal:
+            raise NotNowError(self.refusal)
+        if self.state == "asleep":
+            raise NotNowError("the engine is asleep; wake it first")
+
+    def _sequence(self, request: Submit, sampling: Sampling, index: int = 0) -> Sequence:
+        return Sequence(
+            request.id,
+            index,
+            list(request.prompt),
+            sampling,
+            self._seed(sampling, index),
+            len(request.prompt),
+            self._stops(sampling),
+            is_plain(sampling),
+            priority=request.priority,
+            adapter=request.adapter,
+            copies=request.copies,
+            adapter_slot=-1 if request.adapter is None else self.adapters[request.adapter],
+            prompt_logprobs=[None] if len(request.prompt) == 1 else None,
+        )
+
+    def _stops(self, sampling: Sampling) -> frozenset[int]:
+        return frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self._stop_tokens)
+
+    def _seed(self, sampling: Sampling, index: int) -> int:
+        return self._seeds.randrange(SEEDS) if sampling.seed is None else (sampling.seed + index) % SEEDS
+
+    def _copy(self, first: Sequence, step: ScheduledStep) -> None:
+        """The other copies of a request whose prompt is being computed go on from its blocks."""
+        made = [index for index in range(first.copies) if index not in first.skipped]
+        if made[0] != first.index:
+            first.index, first.seed = made[0], self._seed(first.sampling, made[0])
+            if first not in step.started:  # the device has the seed of the copy that it was
+                step.started.append(first)
+        for index in made[1:]:
+            child = replace(
+                first,
+                index=index,
+                tokens=list(first.tokens),
+                seed=self._seed(first.sampling, index),
+                copies=1,
+                skipped=set(),
+                **_unstarted(),
+                grammar=None if first.grammar is None else first.grammar.fork(),
+                prompt_found={},
+                sampling=replace(first.sampling, prompt_logprobs=None),
+            )
+            self._sequences[first.id].append(child)
+            self.scheduler.fork(first, child)
+            child.cached_tokens = first.cached_tokens  # what its first copy computed was not found
+        first.copies = 1
+
+    def _guess(self) -> None:
+        """Drafts for all who write, or for nobody: where some of them have a guess, the others get any tokens, so that
+        the step is one that there is a graph for. With many requests computing drafts costs more than it saves."""
+        count = self.settings.draft_tokens
+        running = self.scheduler.running
+        guesses: dict[Sequence, list[int]] = {}
+        for sequence in running:
+            sequence.drafts = []
+        if len(running) * (count + 1) > MAX_DRAFTED:
+            return
+        for sequence in running:
+            left = min(sequence.sampling.max_tokens - sequence.outputs, self.max_length - sequence.length) - 1
+            if sequence.pending == 1 and sequence.grammar is None and sequence.is_plain and left >= count:
+                guesses[sequence] = guess(sequence.tokens, count)
+        if not any(guesses.values()):
+            return
+        for sequence, found in guesses.items():
+            sequence.drafts = found + [sequence.tokens[-1]] * (count - len(found))
+
+    def _collect_grammars(self) -> None:
+        for compiled, sequence in list(self._compiling):
+            if sequence.finish is not None:
+                self._compiling.remove((compiled, sequence))
+                assert self._grammars is not None
+                self._grammars.cancel(compiled)
+            elif compiled.done():
+                self._compiling.remove((compiled, sequence))
+                if (error := compiled.exception()) is not None:
+                    self._ended += self._give_up(sequence, "error", str(error))
+                else:
+                    sequence.grammar = compiled.result()
+                    self.scheduler.add(sequence)
+
+    def _allowed(self, step: ScheduledStep) -> tuple[Integers | None, list[tuple[Sequence, str]]]:
+        """Bits of the tokens that each sampled place may choose; None: all of them may choose any. Beside it those
+        whose grammar has come to its limits, and why."""
+        if not any(part.sequence.grammar is not None for part in step.parts):
+            return None, []
+        assert self._grammars is not None
+        sampled = [part.sequence for part in step.parts if part.samples for _ in range(1 + part.drafts)]
+        allowed = np.full((len(sampled), -(-self.vocabulary // 32)), -1, np.int32)
+        states = {row: sequence.grammar for row, sequence in enumerate(sampled) if sequence.grammar is not None}
+        failed = self._grammars.fill(states, allowed)
+        return allowed, [(sampled[row], error) for row, error in failed.items()]
+
+    def _expect(self, state: State) -> None:
+        if self.state != state:
+            raise ServingError(f"the engine is {self.state}; it must be {state} for this")
+
+
+def _unstarted() -> dict[str, Any]:
+    """What a sequence is whose computation has not begun."""
+    return {"in_flight": 0, "drafts": [], "blocks": [], "nodes": [], "row": -1, "computed": 0}

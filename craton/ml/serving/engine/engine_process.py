@@ -1,0 +1,321 @@
+"""The engine's process: it takes what the front end sends, computes, and sends back what came of it.
+
+One turn of the loop is one step. Whoever is in charge of the engine is heard between two steps. What he asks for may
+take minutes (an answer that must end first, weights that somebody has yet to send): then the loop goes on turning, with
+steps where there may be some and without where the ranks are busy, so that requests are taken, aborts are heard, and
+everybody sees that the engine lives. It ends when the front end does, or with the reason why it cannot go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from craton.errors import CratonError
+from craton.ml.serving.device import RECEIVE_SECONDS, MixedWeightsError, TensorParallelGroup
+from craton.ml.serving.engine.engine import Engine, State
+from craton.ml.serving.engine.latencies import Latencies
+from craton.ml.serving.heartbeat import CONTROL_SECONDS, EngineHeartbeat
+from craton.ml.serving.messages import Abort, Control, EngineReply, Failed, Ready, Stats, Submit
+from craton.ml.serving.settings import ServingError
+from craton.ml.serving.wire import MessageLine, WireError
+
+IDLE_SECONDS = 0.05  # between two looks when there is nothing to compute
+COMPILING_SECONDS = 0.002  # and when all there is waits for its grammar
+BUSY_SECONDS = 0.005  # and while the ranks do what a control asks for
+STATS_SECONDS = 0.5
+PARTS = ("weights", "kv_cache")  # of what sleeps
+NO_WEIGHTS = (
+    "sleep level 2 discarded the weights; send new ones with POST /update_weights (a folder, or the address of a "
+    "trainer that sends them), or restart the server"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method of every rank that a control needs; its result comes back where the control asks for it."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+Steps = Generator[Call | None, Any, Any]  # of a control: a call, or None for a turn of the loop; then its result
+
+
+@dataclass
+class Task:
+    """A control that is not done at once."""
+
+    id: int
+    steps: Steps
+    call: Future[Any] | None = None  # that it waits for
+    began: float = 0.0  # the call
+
+
+class EngineProcess:
+    """An engine behind one line to a front end. `record` gets its numbers twice a second."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        gang: TensorParallelGroup,
+        front: MessageLine,
+        pulse: EngineHeartbeat,
+        record: Callable[[Stats, Latencies], None] | None = None,
+    ) -> None:
+        self._name = name
+        self._engine = engine
+        self._gang = gang
+        self._front = front
+        self._pulse = pulse
+        self._record = record
+        self._latencies = Latencies()
+        self._next_stats = 0.0
+        self._awake = set(PARTS)
+        self._before_sleep: State = "running"
+        self._turns = 0  # how often somebody paused or resumed the engine at once
+        self._waiting: list[Task] = []  # for a turn
+        self._calling: Task | None = None  # whose call the ranks are busy with
+        self._later: deque[Control] = deque()  # that came meanwhile: each finds the engine as the one before left it
+        self._controls: dict[str, Callable[..., Any]] = {
+            "pause": self._pause,
+            "resume": self._resume,
+            "sleep": self._sleep,
+            "wake": self._wake,
+            "reset_prefix_cache": self._forget,
+            "load_adapter": self._load_adapter,
+            "unload_adapter": self._unload_adapter,
+            "update_weights": self._update_weights,
+            "weights_version": lambda: engine.version,
+        }
+
+    def run(self) -> None:
+        """Until the front end is gone."""
+        with self._pulse, contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
+            self._serve()
+
+    def _serve(self) -> None:
+        engine = self._engine
+        settings = engine.settings
+        self._front.send(
+            Ready(
+                self._name,
+                engine.vocabulary,
+                engine.max_length,
+                tuple(engine.adapters),
+                engine.version,
+                settings.page,
+                settings.kv_precision,
+                settings.memory,
+            )
+        )
+        while True:
+            self._hear()
+            self._send(engine.step() if self._calling is None else engine.take_ended())
+            self._go_on()
+            now = time.monotonic()
+            if self._calling is None or now - self._calling.began < CONTROL_SECONDS:
+                self._pulse.beat()
+            if now >= self._next_stats:
+                self._next_stats = now + STATS_SECONDS
+                stats = engine.stats()
+                self._front.send(stats)
+                if self._record is not None:
+                    self._record(stats, self._latencies)
+
+    def _hear(self) -> None:
+        """Takes in all that has come; waits a little when there is nothing to do."""
+        engine = self._engine
+        seconds = 0.0
+        if self._calling is not None:
+            seconds = BUSY_SECONDS
+        elif engine.state != "running" or engine.is_idle:
+            seconds = IDLE_SECONDS
+        elif engine.is_still:
+            seconds = COMPILING_SECONDS
+        while self._front.poll(seconds):
+            seconds = 0.0
+            message = self._front.recv()
+            if isinstance(message, Submit):
+                self._latencies.begin(message.id, time.monotonic())
+                engine.submit(message)
+            elif isinstance(message, Abort):
+                engine.abort(message)
+            elif isinstance(message, Control):
+                self._later.append(message)
+                self._begin()
+            else:
+                raise WireError(f"the front end sent a {type(message).__name__}, which is an engine's to send")
+
+    # -- controls -----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Controls that may begin now, in the order in which they came."""
+        while self._later and self._calling is None:
+            control = self._later.popleft()
+            action = self._controls.get(control.name)
+            if action is None:
+                known = ", ".join(self._controls)
+                self._front.send(EngineReply(control.id, error=f"{control.name!r} is not known; there are: {known}"))
+            else:
+                self._advance(Task(control.id, _steps(action, control.arguments)))
+
+    def _go_on(self) -> None:
+        """Whatever has waited for a turn, or for a call that has ended."""
+        if self._calling is not None:
+            assert self._calling.call is not None
+            if not self._calling.call.done():
+                return
+            task, self._calling = self._calling, None
+            self._advance(task)
+        waiting, self._waiting = self._waiting, []
+        for task in waiting:
+            self._advance(task)
+        self._begin()
+
+    def _advance(self, task: Task) -> None:
+        """Goes on with a control until it waits, or is done and answered."""
+        call, task.call = task.call, None
+        try:
+            if call is None:
+                wanted = next(task.steps)
+            elif (error := call.exception()) is not None:
+                wanted = task.steps.throw(error)
+            else:
+                wanted = task.steps.send(call.result())
+        except StopIteration as end:
+            self._front.send(EngineReply(task.id, end.value))
+        except (CratonError, TypeError) as error:
+            self._front.send(EngineReply(task.id, error=str(error)))
+        else:
+            if wanted is None:
+                self._waiting.append(task)
+                return
+            self._send(self._engine.finish_flights())
+            task.call, task.began = self._gang.start(wanted.method, *wanted.arguments), time.monotonic()
+            self._calling = task
+
+    def _pause(self, mode: str = "keep") -> Steps:
+        if mode not in ("abort", "wait", "keep"):
+            raise ServingError(f"mode {mode!r} is not known; allowed: abort, wait, keep")
+        engine = self._engine
+        if mode != "wait":
+            self._turns += 1
+            self._send(engine.pause(mode))  # type: ignore[arg-type]
+            return
+        turn = self._turns
+        engine.stop_admitting()
+        while not engine.is_drained and engine.state == "running" and turn == self._turns:
+            yield None
+        if not engine.is_drained:  # there was somebody who could not wait
+            raise ServingError(f"the engine is {engine.state} now, and not all that ran had ended")
+        if engine.state == "running":
+            self._send(engine.pause("keep"))
+
+    def _resume(self) -> None:
+        self._engine.resume()
+        self._turns += 1
+
+    def _sleep(self, level: int = 1) -> Steps:
+        engine = self._engine
+        if engine.state == "asleep":
+            raise ServingError("the engine is asleep already")
+        self._before_sleep = engine.state
+        if engine.state == "running":
+            self._send(engine.pause("keep"))
+        self._send(engine.release())
+        yield Call("sleep", (level,))
+        engine.state = "asleep"
+        self._awake.clear()
+        if level > 1:
+            self._send(engine.refuse(NO_WEIGHTS))
+
+    def _wake(self, tags: Sequence[str] = PARTS) -> Steps:
+        """What is still missing afterwards, by name, and what to do about it."""
+        if self._engine.state != "asleep":
+            raise ServingError(f"the engine is {self._engine.state}, not asleep")
+        if unknown := set(tags) - set(PARTS):
+            raise ServingError(f"{', '.join(sorted(unknown))}: not a part of an engine; allowed: {', '.join(PARTS)}")
+        yield Call("wake", (tuple(tags),))
+        self._awake.update(tags)
+        if self._awake == set(PARTS):
+            self._engine.state = self._before_sleep
+        missing = {part: f"asleep; POST /wake_up?tags={part}" for part in PARTS if part not in self._awake}
+        if self._engine.refusal:
+            missing["weights"] = self._engine.refusal
+        return {"state": self._engine.state, "missing": missing}
+
+    def _forget(self) -> None:
+        if self._engine.state == "asleep":
+            raise ServingError("the engine is asleep and keeps nothing")
+        self._engine.forget()
+
+    def _load_adapter(self, name: str, folder: str) -> Steps:
+        self._expect_weights()
+        if name == self._name:
+            raise ServingError(f"{name!r} is the model's own name; give the adapter another one")
+        slot: int = yield Call("load_adapter", (name, folder))
+        self._engine.adapters[name] = slot
+        self._engine.forget_adapter(name)
+        return slot
+
+    def _unload_adapter(self, name: str) -> Steps:
+        self._expect_weights()
+        if name not in self._engine.adapters:
+            raise ServingError(
+                f"adapter {name!r} is not loaded; there are: {', '.join(self._engine.adapters) or 'none'}"
+            )
+        self._send(self._engine.drop_adapter(name))
+        yield Call("unload_adapter", (name,))
+
+    def _update_weights(
+        self,
+        folder: str | None = None,
+        address: str | None = None,
+        version: int | None = None,
+        recompute: bool = False,
+        wait_seconds: float = RECEIVE_SECONDS,
+    ) -> Steps:
+        """New weights in place, from a folder or from whoever sends them to an address; graphs stay valid."""
+        self._expect_weights()
+        if (folder is None) == (address is None):
+            raise ServingError("give a folder, or an address at which the weights are to be received")
+        try:
+            if folder is not None:
+                yield Call("update_from_folder", (folder,))
+            else:
+                version = yield Call("receive_weights", (address, wait_seconds))
+        except MixedWeightsError as error:
+            self._send(self._engine.refuse(str(error)))
+            raise
+        self._send(self._engine.change_version(version, recompute))
+        return {"version": self._engine.version}
+
+    def _expect_weights(self) -> None:
+        if "weights" not in self._awake:
+            raise ServingError("the engine is asleep; wake it, or its weights alone, before they are changed")
+
+    def _send(self, pieces: list[Any]) -> None:
+        if pieces:
+            self._latencies.note(pieces, time.monotonic())
+            self._front.send(pieces)
+
+
+def _steps(action: Callable[..., Any], arguments: Mapping[str, Any]) -> Steps:
+    """An action as steps, whether it has some or is done at once."""
+    done = action(**arguments)
+    return (yield from done) if isinstance(done, Generator) else done
+
+
+def tell_failure(front: MessageLine, reason: str) -> None:
+    """The last word of an engine that cannot go on."""
+    try:
+        front.send(Failed(reason))
+    except OSError:
+        return

@@ -1,0 +1,239 @@
+"""`python -m craton.ml.serving.grammar.worker FOLDER VOCABULARY STOP…`: tries grammars out before the engine uses them.
+
+A compiled grammar cannot be sent to another process, and a compilation cannot be stopped from inside its own. So each
+grammar is first compiled here, in a child that has limits on time and memory and can be killed, and followed for some
+tokens. The engine compiles again only what passed.
+
+Requests come as JSON lines: {"id", "source"}, or {"cancel": id}; answers leave as {"id", "seconds", "bytes"} or
+{"id", "error"}. Two children run at a time: one for grammars that are new, for a moment only, and one for those that
+took longer, so that slow grammars wait for each other and quick ones do not wait for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import selectors
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from craton.ml.serving.grammar.limits import (
+    MAX_BYTES,
+    MAX_MASK_SECONDS,
+    MAX_SECONDS,
+    MAX_WAIT_SECONDS,
+    QUICK_SECONDS,
+    TRIED_TOKENS,
+    parser_limits,
+)
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+NICENESS = 10  # the engine's steps come first
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+READ_BYTES = 1 << 16
+
+
+@dataclass
+class Trial:
+    """One grammar."""
+
+    id: int
+    source: str
+    pid: int = 0
+    pipe: int = -1
+    deadline: float = 0.0
+    answer: bytes = b""
+
+
+class GrammarLane:
+    """Grammars that are tried one after the other, each for so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.waiting: deque[Trial] = deque()
+        self.running: Trial | None = None
+
+
+class Worker:
+    """Reads requests and tries grammars until its input ends."""
+
+    def __init__(self, tokenizer: LLTokenizer, vocabulary: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._quick, self._slow = GrammarLane(QUICK_SECONDS), GrammarLane(MAX_WAIT_SECONDS)
+        self._selector = selectors.DefaultSelector()
+        self._input = b""
+
+    def run(self) -> None:
+        self._selector.register(0, selectors.EVENT_READ)
+        while True:
+            ready = {key.fd for key, _ in self._selector.select(self._patience())}
+            if 0 in ready and not self._read():
+                break
+            for lane in (self._quick, self._slow):
+                trial = lane.running
+                if trial is not None and trial.pipe in ready:
+                    self._take(lane, trial)
+                elif trial is not None and time.monotonic() >= trial.deadline:
+                    self._give_up(lane, trial)
+                if lane.running is None and lane.waiting:
+                    self._begin(lane, lane.waiting.popleft())
+        for lane in (self._quick, self._slow):
+            if lane.running is not None:
+                self._end(lane, lane.running)
+
+    def _patience(self) -> float | None:
+        deadlines = [lane.running.deadline for lane in (self._quick, self._slow) if lane.running is not None]
+        return max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
+
+    def _read(self) -> bool:
+        """Takes requests in; False when there will be no more."""
+        data = os.read(0, READ_BYTES)
+        *lines, self._input = (self._input + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "cancel" in message:
+                self._cancel(message["cancel"])
+            else:
+                self._quick.waiting.append(Trial(message["id"], message["source"]))
+        return bool(data)
+
+    def _cancel(self, number: int) -> None:
+        for lane in (self._quick, self._slow):
+            lane.waiting = deque(trial for trial in lane.waiting if trial.id != number)
+            if lane.running is not None and lane.running.id == number:
+                self._end(lane, lane.running)
+
+    def _begin(self, lane: GrammarLane, trial: Trial) -> None:
+        reading, writing = os.pipe()
+        trial.pid = os.fork()
+        if trial.pid == 0:
+            try:
+                os.close(reading)
+                os.write(writing, json.dumps(self.try_out(trial.source)).encode())
+            finally:
+                os._exit(0)
+        os.close(writing)
+        trial.pipe, trial.answer = reading, b""
+        trial.deadline = time.monotonic() + lane.seconds
+        lane.running = trial
+        self._selector.register(reading, selectors.EVENT_READ)
+
+    def _take(self, lane: GrammarLane, trial: Trial) -> None:
+        """What a child says; its end without a word is that of one who went beyond a limit."""
+        data = os.read(trial.pipe, READ_BYTES)
+        trial.answer += data
+        if data:
+            return
+        answer = trial.answer
+        status = self._end(lane, trial)
+        if answer:
+            _say({"id": trial.id, **json.loads(answer)})
+            return
+        is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
+        limit = f"{MAX_SECONDS} s of CPU time" if is_late else f"{MAX_BYTES >> 20} MiB of memory"
+        _say({"id": trial.id, "error": f"compiling it takes more than {limit}; simplify it"})
+
+    def _give_up(self, lane: GrammarLane, trial: Trial) -> None:
+        self._end(lane, trial)
+        if lane is self._quick:
+            self._slow.waiting.append(trial)
+        else:
+            _say({"id": trial.id, "error": f"compiling it takes more than {MAX_WAIT_SECONDS:g} s; simplify it"})
+
+    def _end(self, lane: GrammarLane, trial: Trial) -> int:
+        """Kills the child where it still runs; its status."""
+        lane.running = None
+        self._selector.unregister(trial.pipe)
+        os.close(trial.pipe)
+        os.kill(trial.pid, signal.SIGKILL)
+        return os.waitpid(trial.pid, 0)[1]
+
+    def try_out(self, source: str, limited: bool = True) -> dict[str, Any]:
+        """In a child: compiles the grammar and follows it for some tokens; what it cost, or what is wrong with it."""
+        from llguidance import LLMatcher
+
+        if limited:
+            _limit_this_process()
+        before = _memory_bytes()[1]
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=parser_limits())
+        mask = (ctypes.c_int32 * -(-self._vocabulary // 32))()
+        state = 1
+        for _ in range(TRIED_TOKENS):
+            if matcher.is_error():
+                return {"error": matcher.get_error().strip()[:2000]}
+            if matcher.is_stopped():
+                break
+            began = time.thread_time()
+            matcher.unsafe_compute_mask_ptr(ctypes.addressof(mask), ctypes.sizeof(mask))
+            if (seconds := time.thread_time() - began) > MAX_MASK_SECONDS:
+                return {
+                    "error": f"finding its next tokens takes {seconds * 1e3:.0f} ms, and may take "
+                    f"{MAX_MASK_SECONDS * 1e3:.0f}; simplify it"
+                }
+            allowed = [
+                32 * word + bit for word, bits in enumerate(mask) if bits for bit in range(32) if bits >> bit & 1
+            ]
+            if not allowed:
+                break
+            state = state * 48271 % 2147483647  # a fixed sequence of choices
+            matcher.try_consume_tokens([allowed[state % len(allowed)]])
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return {"seconds": used.ru_utime + used.ru_stime, "bytes": max(_memory_bytes()[1] - before, 0)}
+
+
+def _limit_this_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    wanted = {
+        resource.RLIMIT_AS: _memory_bytes()[0] + MAX_BYTES,
+        resource.RLIMIT_CPU: MAX_SECONDS,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, limit in wanted.items():
+        hard = resource.getrlimit(kind)[1]
+        lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (lower, lower))
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)  # the last words of one that runs out of memory are not for the run's log
+
+
+def _memory_bytes() -> tuple[int, int]:
+    """(address space, resident) of this process."""
+    size, resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[:2]
+    return int(size) * resource.getpagesize(), int(resident) * resource.getpagesize()
+
+
+def _say(message: dict[str, Any]) -> None:
+    os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def main(arguments: Sequence[str]) -> int:
+    from llguidance import LLTokenizer
+
+    from craton.ml.data import load_tokenizer
+
+    folder, vocabulary, *stops = arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends its workers
+    os.nice(NICENESS)
+    text = load_tokenizer(Path(folder)).to_str()
+    tokenizer = LLTokenizer(text, n_vocab=int(vocabulary), eos_token=[int(stop) for stop in stops])
+    worker = Worker(tokenizer, int(vocabulary))
+    worker.try_out(r'%llguidance {} start: "a"', limited=False)  # what the library makes once is no grammar's cost
+    worker.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

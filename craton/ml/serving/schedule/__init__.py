@@ -1,0 +1,25 @@
+"""Scheduling without torch: requests, KV cache blocks, the prefix cache, and the next batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.ml.serving.schedule.batch import (
+        Integers,
+        PromptPart,
+        RowStart,
+        StepInput,
+        has_penalties,
+        is_plain,
+        pack,
+    )
+    from craton.ml.serving.schedule.blocks import DUMMY, BlockPool
+    from craton.ml.serving.schedule.drafts import guess
+    from craton.ml.serving.schedule.prefix import Move, PrefixTree
+    from craton.ml.serving.schedule.scheduler import ScheduledChunk, ScheduledStep, Scheduler
+    from craton.ml.serving.schedule.sequence import Sequence
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

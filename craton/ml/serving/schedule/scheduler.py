@@ -1,0 +1,353 @@
+"""Which requests are computed in the next step, and how many tokens of each: that is all it hands out.
+
+Requests that write come first, then those whose text is being read, then new ones, in the order of their priority and
+arrival. A new one is let in when the blocks it needs, and those the running ones are expected to need until they end,
+can be had; when that was too hopeful the one of the worst priority, of these the newest, gives its blocks up and is
+computed again later. Nobody who runs has to leave for one that waits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from craton.ml.serving.schedule.blocks import BlockPool
+from craton.ml.serving.schedule.prefix import Move, PrefixNode, PrefixTree, Root
+from craton.ml.serving.schedule.sequence import Sequence
+
+REMEMBERED = 64  # answers whose lengths say how long the next ones will be
+# Reading prompts makes a step longer for all who write. So that it is seldom much longer, no more is read than is due:
+MIN_READ = 512  # tokens, which cost about as much as writing for a hundred requests does
+READ_STEPS = 4  # in which all that waits would be read
+FIRST_OUTPUTS = 256.0  # tokens that a request is expected to write before anything is known
+MAX_ENDED = 64  # requests that ended while they waited and may lie among those that wait, whatever their number
+
+
+@dataclass(slots=True)
+class ScheduledChunk:
+    """The next `count` tokens of a sequence, from `begin` on. `samples`: the last of them gives another token, and so
+    does the one before each of its `drafts`."""
+
+    sequence: Sequence
+    begin: int
+    count: int
+    samples: bool
+    drafts: int = 0
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """What is computed together; sequences with a single token come first."""
+
+    parts: list[ScheduledChunk]
+    moves: list[Move] = field(default_factory=list)
+    table: list[tuple[int, int, int]] = field(default_factory=list)  # row, column, block: what changed
+    started: list[Sequence] = field(default_factory=list)  # that have a new row
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.count for part in self.parts)
+
+
+@dataclass(slots=True)
+class _Making:
+    """A step in the making: tokens that it may still have, and its parts."""
+
+    budget: int
+    parts: dict[Sequence, ScheduledChunk] = field(default_factory=dict)
+    is_admitting: bool = False  # those who run have what they need
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    preemptions: int = 0
+    queried_tokens: int = 0
+    device_tokens: int = 0  # of the queried, found on the device
+    host_tokens: int = 0  # of the queried, found in host memory
+
+
+class Scheduler:
+    """Sequences, rows and blocks. `version` is that of the weights."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        tree: PrefixTree,
+        max_running: int,
+        chunk_tokens: int,
+    ) -> None:
+        self.pool = pool
+        self.tree = tree
+        self.page = tree.page
+        self.chunk_tokens = max(chunk_tokens, 1)
+        self.version = 0
+        self.is_admitting = True
+        self.running: dict[Sequence, None] = {}  # in the order in which they were let in
+        self.counters = Counters()
+        self._queue: list[tuple[int, int, Sequence]] = []  # a heap: priority, arrival, whose; some of these have ended
+        self._waiting: dict[Sequence, int] = {}  # and those that have not, with the tokens that they had then
+        self._waiting_tokens = 0
+        self._arrivals = count()
+        self._order: dict[Sequence, int] = {}  # arrival of each that has not ended
+        self._rows = list(range(max_running - 1, -1, -1))
+        self._table: list[tuple[int, int, int]] = []
+        self._started: list[Sequence] = []
+        self._outputs, self._ended = FIRST_OUTPUTS, 0  # what requests wrote, in the mean; of how many
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        self._order[sequence] = next(self._arrivals)
+        self._wait(sequence)
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step; None when there is nothing to compute now."""
+        making = _Making(self.chunk_tokens)
+        reading: list[Sequence] = []
+        unread = self._waiting_tokens
+        for sequence in list(self.running):
+            pending = sequence.pending
+            if pending != 1:
+                reading.append(sequence)
+                unread += pending
+            elif making.budget:
+                self._continue(sequence, 1, making)
+        making.budget = min(making.budget, max(MIN_READ, unread // READ_STEPS))
+        for sequence in reading:
+            if making.budget and sequence.row >= 0:
+                self._continue(sequence, _fitting(sequence, making.budget), making)
+        making.is_admitting = True
+        while making.budget and self.is_admitting and self._rows and (waiting := self._next_waiting()) is not None:
+            if not self._admit(waiting) or not self._continue(waiting, _fitting(waiting, making.budget), making):
+                break
+        if not making.parts:
+            return None
+        parts = sorted(making.parts.values(), key=lambda part: part.count > 1)
+        step = ScheduledStep(parts, self.tree.moves, self._table, self._started)
+        self.tree.moves, self._table, self._started = [], [], []
+        return step
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Lets `child`, whose tokens are a beginning of the parent's, run with the parent's blocks. It shares the full
+        ones and gets a copy of the last; where there is no row for it, it waits as any other."""
+        self._order[child] = next(self._arrivals)
+        known = min(parent.computed, len(child.tokens) - 1)
+        full, rest = divmod(known, self.page)
+        copied = self._take() if rest and self._rows else None
+        if parent.row < 0 or not self._rows or (rest and copied is None):
+            self._wait(child)
+            return
+        child.version, child.is_private = parent.version, parent.is_private
+        child.blocks = parent.blocks[:full]
+        for block in child.blocks:
+            self.pool.hold(block)
+        child.nodes = parent.nodes[:full]
+        for node in child.nodes:
+            self.tree.use(node)
+        if copied is not None:
+            self.tree.moves.append(Move("copy", parent.blocks[full], copied))
+            child.blocks.append(copied)
+        child.computed = child.cached_tokens = known
+        self._start(child)
+
+    def commit(self, sequence: Sequence) -> None:
+        """Keeps the full blocks of a sequence whose tokens are known, for others that begin alike."""
+        if sequence.is_private or sequence.row < 0:
+            return
+        full = min(sequence.computed, len(sequence.tokens)) // self.page
+        while len(sequence.nodes) < full:
+            begin = len(sequence.nodes) * self.page
+            parent = sequence.nodes[-1] if sequence.nodes else self.tree.root((sequence.version, sequence.adapter))
+            key = tuple(sequence.tokens[begin : begin + self.page])
+            sequence.nodes.append(self.tree.insert(parent, key, sequence.blocks[len(sequence.nodes)]))
+
+    def finish(self, sequence: Sequence) -> None:
+        """Gives back all that a sequence had."""
+        if sequence.finish != "error" and sequence.outputs:  # an abort may be the front end's: it found a stop string
+            self._ended += 1
+            self._outputs += (sequence.outputs - self._outputs) / min(self._ended, REMEMBERED)
+        self._release(sequence)
+        self._order.pop(sequence, None)
+        if sequence in self._waiting:
+            self._stop_waiting(sequence)
+
+    def preempt_all(self) -> None:
+        """Every running sequence gives its blocks up and waits."""
+        for sequence in list(self.running):
+            self._preempt(sequence)
+
+    def change_version(self, version: int) -> None:
+        """From now on tokens are computed with other weights; what was kept is of no use to new requests, also where
+        somebody gave two weights one number."""
+        self.version = version
+        self.forget(lambda root: True)
+
+    def forget(self, chosen: Callable[[Root], bool]) -> None:
+        """Keeps nothing of what was computed below some roots; what is running there keeps its blocks for itself."""
+        for sequence in self.running:
+            if chosen((sequence.version, sequence.adapter)):
+                sequence.is_private = True
+        self.tree.forget_roots(chosen)
+
+    def check(self) -> None:
+        """That no block was lost and none has an owner too many."""
+        self.tree.check()
+        self.pool.check([*(sequence.blocks for sequence in self.running), self.tree.held()])
+        assert len(self._rows) + len(self.running) == len(set(self._rows) | {each.row for each in self.running})
+        assert len(self._order) == len(self.running) + len(self._waiting), "one neither runs nor waits, or does both"
+        assert sum(self._waiting.values()) == self._waiting_tokens
+        assert len(self._queue) <= 2 * len(self._waiting) + MAX_ENDED
+
+    def _continue(self, sequence: Sequence, tokens: int, making: _Making) -> bool:
+        """Computes so many tokens of a running sequence, if they are wanted and have room."""
+        if sequence.row < 0 or sequence.is_at_limit:  # was preempted just now, or waits to be read back
+            return False
+        begin = sequence.computed
+        end = begin + tokens
+        if end > len(sequence.blocks) * self.page and not self._room(sequence, end, making):
+            return False
+        samples = end == len(sequence.tokens) + sequence.in_flight + len(sequence.drafts)
+        making.parts[sequence] = ScheduledChunk(
+            sequence, begin, tokens, samples, len(sequence.drafts) if samples else 0
+        )
+        making.budget -= tokens
+        sequence.computed = end
+        if samples and not sequence.drafts:
+            sequence.in_flight += 1
+        return True
+
+    # -- blocks -----------------------------------------------------------------------------------------------------
+
+    def _take(self) -> int | None:
+        while not self.pool.free:  # a copy of a request may still hold what the tree gives up
+            if not self.tree.evict():
+                return None
+        return self.pool.take()
+
+    def _room(self, sequence: Sequence, length: int, making: _Making) -> bool:
+        """Gives a sequence the blocks for so many tokens, those of others if need be; False: it had to leave."""
+        needed = -(-length // self.page)
+        while len(sequence.blocks) < needed:
+            block = self._take()
+            if block is not None:
+                self._table.append((sequence.row, len(sequence.blocks), block))
+                sequence.blocks.append(block)
+                continue
+            victim = sequence
+            if not making.is_admitting:
+                victim = max(self.running, key=lambda each: (each.priority, self._order[each]))
+            if (part := making.parts.pop(victim, None)) is not None:  # it would have been computed in this very step
+                making.budget += part.count
+                victim.in_flight -= int(part.samples and not part.drafts)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.counters.preemptions += 1
+        self._release(sequence)
+        sequence.computed = 0
+        sequence.is_private = False
+        sequence.drafts.clear()
+        self._wait(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.tree.leave(sequence.nodes)
+        for block in sequence.blocks:
+            self.pool.release(block)
+        sequence.nodes, sequence.blocks = [], []
+        if sequence.row >= 0:
+            del self.running[sequence]
+            self._rows.append(sequence.row)
+            # the row may be another's in the same step, which must not be told two blocks for one place
+            self._table = [change for change in self._table if change[0] != sequence.row]
+            if sequence in self._started:
+                self._started.remove(sequence)
+            sequence.row = -1
+
+    # -- who is next --------------------------------------------------------------------------------------------------
+
+    def _wait(self, sequence: Sequence) -> None:
+        heapq.heappush(self._queue, (sequence.priority, self._order[sequence], sequence))
+        self._waiting[sequence] = len(sequence.tokens)
+        self._waiting_tokens += len(sequence.tokens)
+
+    def _stop_waiting(self, sequence: Sequence) -> None:
+        self._waiting_tokens -= self._waiting.pop(sequence)
+        if len(self._queue) > 2 * len(self._waiting) + MAX_ENDED:
+            self._queue = [entry for entry in self._queue if entry[2] in self._waiting]
+            heapq.heapify(self._queue)
+
+    def _next_waiting(self) -> Sequence | None:
+        while self._queue and self._queue[0][2] not in self._waiting:
+            heapq.heappop(self._queue)
+        if not self._queue:
+            return None
+        sequence = self._queue[0][2]
+        return None if sequence.in_flight else sequence  # what it wrote last must be known first
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Gives the first of those that wait a row and the blocks that are kept of its text, if all it needs can be
+        had."""
+        nodes: list[PrefixNode] = []
+        if sequence.sampling.prompt_logprobs is None or sequence.prompt_logprobs is not None:
+            nodes = self.tree.match((self.version, sequence.adapter), sequence.tokens)
+        for node in nodes:
+            self.tree.use(node)
+        on_device = sum(node.block is not None for node in nodes)
+        needed = -(-sequence.length // self.page) - on_device
+        growth = sum(self._growth(each) for each in self.running) + self._growth(sequence)
+        if self.running and needed + growth > self.pool.free + self.tree.evictable:
+            self.tree.leave(nodes)
+            return False
+        for index, node in enumerate(nodes):
+            if node.block is None:
+                block = self._take()
+                if block is None:
+                    self.tree.leave(nodes[index:])
+                    nodes = nodes[:index]
+                    break
+                self.tree.load(node, block)
+            assert node.block is not None
+            self.pool.hold(node.block)
+        sequence.nodes = nodes
+        sequence.blocks = [node.block for node in nodes if node.block is not None]
+        sequence.computed = len(nodes) * self.page
+        sequence.version = self.version
+        if sequence.is_new:
+            sequence.cached_tokens = sequence.computed
+            self.counters.queried_tokens += len(sequence.tokens)
+            self.counters.device_tokens += min(on_device, len(nodes)) * self.page
+            self.counters.host_tokens += max(0, len(nodes) - on_device) * self.page
+        heapq.heappop(self._queue)
+        self._stop_waiting(sequence)
+        self._start(sequence)
+        return True
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.row = self._rows.pop()
+        sequence.admitted = sequence.admitted or time.monotonic()
+        self.running[sequence] = None
+        self._started.append(sequence)
+        self._table.extend((sequence.row, column, block) for column, block in enumerate(sequence.blocks))
+
+    def _growth(self, sequence: Sequence) -> int:
+        """Blocks that a sequence will need beyond those of its present text, as far as one can tell."""
+        expected = max(self._outputs, sequence.outputs + self.page)
+        left = min(expected, sequence.sampling.max_tokens) - sequence.outputs
+        return int(left // self.page) + 1
+
+
+def _fitting(sequence: Sequence, budget: int) -> int:
+    """How many tokens of a sequence may be computed; drafts are given up first."""
+    if (over := sequence.pending - budget) > 0:
+        sequence.drafts = sequence.drafts[: max(0, len(sequence.drafts) - over)]
+    return min(sequence.pending, budget)

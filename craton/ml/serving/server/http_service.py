@@ -1,0 +1,350 @@
+"""What every endpoint needs: the engine, the texts of its model, and whether a request may be taken now.
+
+Prompts are checked here, before the engine sees them: they have tokens, the tokens are the model's, and prompt and
+answer fit into its context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from craton.ml.serving.messages import Grammar, Sampling
+from craton.ml.serving.server.errors import BadRequestError, BusyError, NotFoundError, UnavailableError
+from craton.ml.serving.server.gate import BodyLimits
+from craton.ml.serving.server.link import EngineLink, Exchange
+from craton.ml.serving.server.metrics import Metrics
+from craton.ml.serving.server.protocol import MAX_CHOICES, GenerationRequest, Message, Tool
+from craton.ml.serving.server.settings import ServerSettings, ToolStyle
+from craton.ml.serving.server.text import ChatTemplate, TextTooLongError, Vocabulary, load_template
+from craton.ml.serving.server.tools import guess_style
+
+LONG_CHARACTERS = 4_000  # a text that takes longer to render and encode than others should wait for
+ENCODERS = 2  # threads for long texts; one more core would be taken from the engine
+# Of a body: OpenAI's fields beside the prompt, and the prompt's tokens as JSON with every letter escaped.
+BODY_BYTES, BODY_BYTES_PER_TOKEN, MAX_BODY_BYTES = 2 << 20, 64, 16 << 20
+# Values of a body: the most are parsed and checked in less than 100 ms, during which no other client is answered.
+BODY_VALUES, MAX_BODY_VALUES = 100_000, 400_000
+TOOL_CHARACTERS, MESSAGE_CHARACTERS = 200, 20  # what rendering one costs beside its content
+TOO_LONG = "context_length_exceeded"
+MAX_PROMPT_LOGPROBS = 1 << 17  # values, of one prompt
+MAX_RETRY_SECONDS = 60
+ADVISED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of a generation_config.json
+
+logger = logging.getLogger("craton.serving")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """`reason` says why it is not ready, and what to do where there is something."""
+
+    status: Literal["loading", "ready", "draining", "failed", "silent", "asleep", "paused", "without weights"]
+    reason: str = ""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.status == "ready"
+
+    def body(self) -> dict[str, str]:
+        return {"status": self.status, **({"reason": self.reason} if self.reason else {})}
+
+
+class HttpService:
+    """One model, served."""
+
+    def __init__(self, settings: ServerSettings, link: EngineLink) -> None:
+        self.settings = settings
+        self.link = link
+        self.metrics = Metrics(link, settings.served_name)
+        self.is_draining = False
+        self._num_preparing = 0
+        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
+        folder = settings.model_folder
+        self.vocabulary: Vocabulary | None = None if folder is None else Vocabulary(folder)
+        self.template: ChatTemplate | None = None if folder is None else load_template(folder)
+        self._defaults = {} if folder is None else generation_defaults(folder)
+        self.tool_style: ToolStyle = settings.tool_style
+        if self.tool_style == "auto":
+            self.tool_style = guess_style(self.template.source) if self.template is not None else "none"
+
+    @property
+    def name(self) -> str:
+        """Under which the model is served."""
+        return self.settings.served_name or self.link.working().model
+
+    def readiness(self) -> Readiness:
+        """Whether requests are taken and computed now."""
+        link = self.link
+        if link.failure is not None:
+            return Readiness("failed", link.failure)
+        if self.is_draining:
+            return Readiness("draining", "the server is shutting down")
+        if link.silent_seconds > self.settings.silent_seconds:
+            return Readiness("silent", f"the engine has said nothing for {link.silent_seconds:.0f} s")
+        if link.ready is None:
+            return Readiness("loading", "the model is being loaded")
+        if link.stats.state == "asleep":
+            return Readiness("asleep", "the engine is asleep; POST /wake_up")
+        if link.stats.refusal:
+            return Readiness("without weights", link.stats.refusal)
+        if link.stats.state == "paused":
+            return Readiness("paused", "the engine is paused; POST /resume")
+        return Readiness("ready")
+
+    def body_limits(self) -> BodyLimits:
+        """A body has the tokens of its prompts, as texts or as numbers, and little else."""
+        length = 0 if self.link.ready is None else self.link.ready.max_length
+        by_context = min(BODY_BYTES + BODY_BYTES_PER_TOKEN * length, MAX_BODY_BYTES)
+        values = max(BODY_VALUES, min(MAX_CHOICES * length, MAX_BODY_VALUES), 2 * length)
+        return BodyLimits(self.settings.max_body_bytes or by_context, values)
+
+    def check_taken(self) -> None:
+        """Raises why no request is taken now, if none is."""
+        if self.is_draining:
+            raise UnavailableError("the server is shutting down", code="draining", retry_seconds=5)
+        self.link.working()
+        if self.link.waiting + self._num_preparing >= self.settings.max_waiting:
+            raise BusyError(
+                f"{self.settings.max_waiting} requests are waiting, which is as many as may",
+                code="too_many_requests",
+                retry_seconds=min(max(math.ceil(self.metrics.last_first_token_seconds), 1), MAX_RETRY_SECONDS),
+            )
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Within it a request is prepared and submitted, and counts among those that wait. Raises why none is taken."""
+        self.check_taken()
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
+
+    def exchange(self) -> Exchange:
+        return Exchange(self.link, self.settings.request_seconds)
+
+    def adapter(self, model: str | None) -> str | None:
+        """The adapter that a model's name stands for; None: the model itself."""
+        adapters = self.link.working().adapters
+        if model is None or model == self.name:
+            return None
+        if model in adapters:
+            return model
+        known = ", ".join(repr(name) for name in (self.name, *adapters))
+        raise NotFoundError(f"the model {model!r} does not exist; there is {known}", "model", "model_not_found")
+
+    async def encode(self, text: str, with_special_tokens: bool, must_fit: bool = True) -> list[int]:
+        """`must_fit`: more tokens than the context has are refused; else they are counted."""
+        vocabulary = self.texts("prompt")
+        self._check_fits(len(text))
+        limit = self.link.working().max_length if must_fit else None
+        return await self._aside(len(text), lambda: _encode(vocabulary, text, with_special_tokens, limit))
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        add_generation_prompt: bool,
+        options: dict[str, Any] | None,
+    ) -> str:
+        """The prompt of a chat as text."""
+        self.texts("messages")
+        template = self.template
+        if template is None:
+            raise BadRequestError(
+                "the model has no chat template; use /v1/completions, or put a chat_template.jinja into its folder",
+                "messages",
+            )
+        plain = [_plain_message(message, "developer" in template.source) for message in messages]
+        plain_tools = [tool.model_dump(exclude_unset=True) for tool in tools or ()]
+        characters = sum(len(message["content"]) for message in plain)
+        self._check_fits(characters)
+        if len(plain) > (length := self.link.working().max_length):
+            raise BadRequestError(
+                f"there are {len(plain)} messages; the model's context is {length} tokens", "messages", TOO_LONG
+            )
+        size = characters + TOOL_CHARACTERS * len(plain_tools) + MESSAGE_CHARACTERS * len(plain)
+        return await self._aside(size, lambda: template.render(plain, plain_tools, add_generation_prompt, options))
+
+    def texts(self, parameter: str) -> Vocabulary:
+        if self.vocabulary is None:
+            raise BadRequestError("the server has no tokenizer; send token ids as the prompt", parameter)
+        return self.vocabulary
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        ready = self.link.working()
+        if not prompt:
+            raise BadRequestError("the prompt has no tokens; it needs at least one", "prompt")
+        if len(prompt) >= ready.max_length:
+            raise BadRequestError(
+                f"the prompt has {len(prompt)} tokens; the model's context is {ready.max_length} tokens, of which the "
+                "answer needs at least one",
+                "prompt",
+                TOO_LONG,
+            )
+        self.check_tokens(prompt, "prompt")
+
+    def check_tokens(self, tokens: Sequence[int], parameter: str) -> None:
+        vocabulary = self.link.working().vocabulary
+        if tokens and (largest := max(tokens)) >= vocabulary:
+            raise BadRequestError(
+                f"{parameter} has token {largest}, which is not one of the model's {vocabulary:,}", parameter
+            )
+
+    def sampling(
+        self,
+        request: GenerationRequest,
+        prompt_tokens: int,
+        max_tokens: int | None,
+        default_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        grammar: Grammar | None,
+    ) -> Sampling:
+        """How the engine is to answer. `default_tokens` is the length where none is asked for; None: what fits."""
+        ready = self.link.working()
+        room = ready.max_length - prompt_tokens
+        if max_tokens is None:
+            max_tokens = room if default_tokens is None else min(default_tokens, room)
+        elif max_tokens > room:
+            raise BadRequestError(
+                f"the prompt's {prompt_tokens} tokens and max_tokens {max_tokens} are more than the model's context of "
+                f"{ready.max_length} tokens; ask for at most {room}",
+                "max_tokens",
+                TOO_LONG,
+            )
+        if prompt_logprobs is not None and prompt_tokens * (prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
+            raise BadRequestError(
+                f"log-probs of {prompt_logprobs} alternatives for the prompt's {prompt_tokens} tokens are more than "
+                f"{MAX_PROMPT_LOGPROBS:,} values; ask for fewer, or shorten the prompt",
+                "prompt_logprobs",
+            )
+        if request.min_tokens > max_tokens:
+            raise BadRequestError(f"min_tokens {request.min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
+        stop_tokens = tuple(dict.fromkeys(request.stop_token_ids or ()))
+        self.check_tokens(stop_tokens, "stop_token_ids")
+        chosen = {name: value for name, value in self._defaults.items() if name not in request.model_fields_set}
+        return Sampling(
+            max_tokens=max(max_tokens, 1),
+            temperature=chosen.get("temperature", request.temperature),
+            top_k=max(int(chosen.get("top_k", request.top_k)), 0),
+            top_p=chosen.get("top_p", request.top_p),
+            min_p=chosen.get("min_p", request.min_p),
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            repetition_penalty=chosen.get("repetition_penalty", request.repetition_penalty),
+            seed=request.seed,
+            logit_bias=_logit_bias(request.logit_bias or {}, ready.vocabulary),
+            min_tokens=request.min_tokens,
+            stop_tokens=stop_tokens,
+            ignore_eos=request.ignore_eos,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
+        )
+
+    def _check_fits(self, characters: int) -> None:
+        """Refuses, before it costs anything, a text that cannot fit whatever its tokens are."""
+        length, longest = self.link.working().max_length, self.texts("prompt").longest_token_bytes
+        if characters > length * longest:
+            raise BadRequestError(
+                f"the text has {characters:,} characters; the model's context of {length:,} tokens, of which the "
+                f"longest has {longest} bytes, holds at most {length * longest:,}",
+                "prompt",
+                TOO_LONG,
+            )
+
+    async def _aside(self, characters: int, work: Callable[[], Result]) -> Result:
+        """Long texts are rendered and encoded in a thread, so that answers go on streaming meanwhile."""
+        if characters <= LONG_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, work)
+
+
+def generation_defaults(folder: Path) -> dict[str, float]:
+    """What the makers of a model advise, where a request says nothing; nothing where their file cannot be used."""
+    try:
+        advised = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    found = {}
+    for name in ADVISED:
+        value = advised.get(name) if isinstance(advised, dict) else None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                GenerationRequest.model_validate({name: value})
+            except ValidationError:
+                logger.warning("%s: %s %r is left out: no request could ask for it", folder, name, value)
+                continue
+            found[name] = float(value)
+    return found
+
+
+def _encode(vocabulary: Vocabulary, text: str, with_special_tokens: bool, max_tokens: int | None) -> list[int]:
+    try:
+        return vocabulary.encode(text, with_special_tokens, max_tokens)
+    except TextTooLongError as error:
+        raise BadRequestError(
+            f"the prompt has {error.num_tokens} tokens; the model's context is {max_tokens} tokens, of which the "
+            "answer needs at least one",
+            "prompt",
+            TOO_LONG,
+        ) from None
+    except (UnicodeEncodeError, TypeError):
+        raise BadRequestError("the text has half a surrogate pair, which no encoding can hold", "prompt") from None
+
+
+def _plain_message(message: Message, has_developers: bool) -> dict[str, Any]:
+    """As templates expect it: content as one text, the arguments of calls as objects."""
+    plain: dict[str, Any] = message.model_dump(exclude_unset=True)
+    plain["content"] = _content(message)
+    if message.role == "developer" and not has_developers:
+        plain["role"] = "system"
+    for call in plain.get("tool_calls") or ():
+        function = call["function"]
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = _arguments(function["arguments"])
+    return plain
+
+
+def _content(message: Message) -> str:
+    if message.content is None:
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    texts = []
+    for part in message.content:
+        if part.type != "text" or part.text is None:
+            raise BadRequestError(f"content of type {part.type!r} cannot be read; only text can", "messages")
+        texts.append(part.text)
+    return "".join(texts)
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text  # what a model once wrote goes back to it as it was
+
+
+def _logit_bias(bias: dict[str, float], vocabulary: int) -> dict[int, float]:
+    found = {}
+    for token, value in bias.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
+            raise BadRequestError(
+                f"logit_bias has {token!r}, which is not one of the model's {vocabulary:,} tokens", "logit_bias"
+            )
+        found[int(token)] = value
+    return found

@@ -1,0 +1,151 @@
+"""From the tokens of one answer to its text: characters whole, stop strings found and removed, log-probs beside.
+
+What comes out does not depend on how the tokens were spread over pieces. Text that may be the beginning of a stop
+string is held until it is known not to be one, and log-probs are given out with the text their token begins in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from craton.ml.serving.messages import Alternatives, OutputDelta
+from craton.ml.serving.server.text.vocabulary import Detokenizer, TokenNumbers
+
+
+@dataclass(slots=True)
+class TokenScore:
+    """One token of the answer with its log-prob. `offset`: where its text begins in the answer's."""
+
+    token: int
+    logprob: float
+    alternatives: Alternatives | None
+    offset: int
+
+
+@dataclass(slots=True)
+class Addition:
+    """What one piece adds to an answer. `reason` is the stop string or token that ended it."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+    finish: str | None = None
+    reason: str | int | None = None
+
+
+class StopStrings:
+    """The first of these strings to be complete ends the text before it; of several complete at once, the longest."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        assert all(strings), "an empty string would stop every text"
+        self.found: str | None = None
+        self._strings = sorted(strings, key=len, reverse=True)
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """What of the text so far is known to stay and was not given out yet."""
+        text = self._held + text
+        ends = [(at + len(string), string) for string in self._strings if (at := text.find(string)) >= 0]
+        if ends:
+            end, self.found = min(ends, key=lambda pair: pair[0])  # the longest comes first among equals
+            self._held = ""
+            return text[: end - len(self.found)]
+        keep = max((self._begun(text, string) for string in self._strings), default=0)
+        cut = len(text) - keep
+        self._held = text[cut:]
+        return text[:cut]
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _begun(text: str, string: str) -> int:
+        """How many characters at the end of the text begin the string."""
+        for length in range(min(len(string) - 1, len(text)), 0, -1):
+            if text.endswith(string[:length]):
+                return length
+        return 0
+
+
+class AnswerReader:
+    """Reads one copy's pieces. Once `is_complete` its pieces are of no use any more."""
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer | TokenNumbers,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        has_scores: bool = False,
+    ) -> None:
+        self.num_tokens = 0  # generated, with the one that ended it
+        self.is_complete = False
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops) if stops else None
+        self._min_tokens = min_tokens
+        self._has_scores = has_scores
+        self._decoded = 0  # characters of text, held ones included
+        self._released = 0  # characters given out
+        self._scores: list[TokenScore] = []  # not given out yet
+
+    def read(self, piece: OutputDelta) -> Addition:
+        addition = Addition()
+        texts: list[str] = []
+        for place, token in enumerate(piece.tokens):
+            self.num_tokens += 1
+            addition.tokens.append(token)
+            if piece.versions:
+                addition.versions.append(piece.versions[place])
+            if self._has_scores:
+                alternatives = piece.alternatives[place] if piece.alternatives else None
+                self._scores.append(TokenScore(token, piece.logprobs[place], alternatives, self._decoded))
+            texts.append(self._check(self._detokenizer.feed(token)))
+            if self._stops is not None and self._stops.found is not None:
+                self._complete(addition, "stop", self._stops.found)
+                break
+        else:
+            if piece.finish is not None:
+                self._finish(addition, piece, texts)
+        addition.text = "".join(texts)
+        if self._has_scores:
+            self._release_scores(addition)
+        return addition
+
+    def _finish(self, addition: Addition, piece: OutputDelta, texts: list[str]) -> None:
+        texts.append(self._check(self._detokenizer.finish()))
+        if self._stops is not None:
+            if self._stops.found is not None:
+                self._complete(addition, "stop", self._stops.found)
+                return
+            texts.append(self._stops.finish())
+        self.num_tokens += piece.stop_token is not None
+        # OpenAI's enumeration has no word for an answer that was cut off from outside; it is not complete, like one
+        # that reached its length, and the reason tells them apart.
+        if piece.finish == "stop":
+            self._complete(addition, "stop", piece.stop_token)
+        else:
+            self._complete(addition, "length", "abort" if piece.finish == "abort" else None)
+
+    def _check(self, text: str) -> str:
+        self._decoded += len(text)
+        if self._stops is None or self.num_tokens <= self._min_tokens:
+            return text
+        return self._stops.feed(text)
+
+    def _complete(self, addition: Addition, finish: str, reason: str | int | None) -> None:
+        self.is_complete = True
+        addition.finish = finish
+        addition.reason = reason
+
+    def _release_scores(self, addition: Addition) -> None:
+        self._released += len(addition.text)
+        is_whole = addition.finish is not None and (self._stops is None or self._stops.found is None)
+        if is_whole:
+            addition.scores, self._scores = self._scores, []
+            return
+        kept = 0
+        while kept < len(self._scores) and self._scores[kept].offset < self._released:
+            kept += 1
+        addition.scores, self._scores = self._scores[:kept], self._scores[kept:]

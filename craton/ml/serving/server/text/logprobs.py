@@ -1,0 +1,113 @@
+"""Log-probs in the three forms clients know: OpenAI's for chats, OpenAI's for completions, vLLM's for prompts."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from craton.ml.serving.messages import Alternatives
+from craton.ml.serving.server.text.answer import TokenScore
+from craton.ml.serving.server.text.vocabulary import Vocabulary
+
+SMALLEST = -9999.0  # JSON has no infinity
+
+
+def chat_logprobs(scores: Sequence[TokenScore], top: int, vocabulary: Vocabulary | None) -> dict[str, Any]:
+    content = []
+    for score in scores:
+        likeliest = [_entry(token, value, vocabulary) for token, value in _top(score.alternatives, top)]
+        content.append({**_entry(score.token, score.logprob, vocabulary), "top_logprobs": likeliest})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    scores: Sequence[TokenScore], top: int, vocabulary: Vocabulary | None, begin: int
+) -> dict[str, Any]:
+    """`begin` is where the answer's text begins in the choice's, behind an echoed prompt."""
+    return {
+        "tokens": [_key(score.token, vocabulary) for score in scores],
+        "token_logprobs": [_finite(score.logprob) for score in scores],
+        "top_logprobs": [
+            {_key(token, vocabulary): value for token, value in _top(score.alternatives, top)} for score in scores
+        ],
+        "text_offset": [begin + score.offset for score in scores],
+    }
+
+
+def echoed_logprobs(
+    prompt: Sequence[int], found: Sequence[Alternatives | None], top: int, vocabulary: Vocabulary | None
+) -> dict[str, Any]:
+    """A prompt's own log-probs before those of its completion; its first token has none."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets, end = [], 0
+    for token in prompt:
+        offsets.append(end)
+        end += 0 if vocabulary is None else len(decoder.decode(vocabulary.token_bytes(token)))
+    return {
+        "tokens": [_key(token, vocabulary) for token in prompt],
+        "token_logprobs": [None if place is None else _finite(place.logprobs[0]) for place in found],
+        "top_logprobs": [
+            None if place is None else {_key(token, vocabulary): value for token, value in _top(place, top)}
+            for place in found
+        ],
+        "text_offset": offsets,
+    }
+
+
+def prompt_logprobs(
+    found: Sequence[Alternatives | None], top: int, vocabulary: Vocabulary | None
+) -> list[dict[str, Any] | None]:
+    """By token id; the prompt's own token first, also where it is not among the likeliest."""
+    places: list[dict[str, Any] | None] = []
+    for place in found:
+        if place is None:
+            places.append(None)
+            continue
+        likeliest = _top(place, top)
+        ranks = {token: rank for rank, (token, _) in enumerate(likeliest, 1)}
+        entries = {place.tokens[0]: place.logprobs[0], **dict(likeliest)}
+        places.append(
+            {
+                str(token): {
+                    "logprob": _finite(value),
+                    "rank": ranks.get(token),
+                    "decoded_token": _text(token, vocabulary),
+                }
+                for token, value in entries.items()
+            }
+        )
+    return places
+
+
+def _top(alternatives: Alternatives | None, count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens, the chosen one among them only if it is one."""
+    if alternatives is None or not count:
+        return []
+    values = dict(zip(alternatives.tokens, alternatives.logprobs, strict=True))
+    likeliest = sorted(values.items(), key=lambda item: -item[1])[:count]
+    return [(token, _finite(value)) for token, value in likeliest]
+
+
+def _entry(token: int, logprob: float, vocabulary: Vocabulary | None) -> dict[str, Any]:
+    encoded = b"" if vocabulary is None else vocabulary.token_bytes(token)
+    return {"token": _text(token, vocabulary), "logprob": _finite(logprob), "bytes": list(encoded)}
+
+
+def _text(token: int, vocabulary: Vocabulary | None) -> str:
+    return f"token_id:{token}" if vocabulary is None else vocabulary.token_text(token)
+
+
+def _key(token: int, vocabulary: Vocabulary | None) -> str:
+    """A name that no other token has, also for a part of a character: OpenAI's `bytes:\\xf0`."""
+    if vocabulary is None:
+        return _text(token, vocabulary)
+    encoded = vocabulary.token_bytes(token)
+    try:
+        return encoded.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in encoded)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, SMALLEST)

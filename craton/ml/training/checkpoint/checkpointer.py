@@ -1,0 +1,461 @@
+"""Checkpoints: state leaves the training for a moment, the tiers keep it, any number of ranks takes it back.
+
+`Checkpointer.save` copies this rank's tensors into CPU memory, which is all that training waits for; every tier that is
+due writes from that one copy, each in the background at its own pace. A tier that is two saves behind skips one and
+says so; a save that fails costs that save: the steps before it stay, training goes on, and the tier is tried again with
+the next save. `restore` fills the given tensors, whatever they are sharded over, from the newest step of the fastest
+tier that has it, every block of every file checked; what must be passed over is told, and the next lower copy or older
+step is taken. What a lower tier missed is then copied down to it in the background.
+
+What no lasting tier takes at the end of a run goes to the run directory (`rescue`), from where a restore finds it too.
+
+The fastest tier is the memory of the nodes (`peer`), where there are keepers: it has an interval of its own, and is
+there for faults only; a stop or the end saves to the tiers that last.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from craton.errors import CratonError
+from craton.job.sections import RESCUE
+from craton.ml.training.checkpoint.checksums import CheckpointError, DifferentModelError, RanksLostError
+from craton.ml.training.checkpoint.find import FoundStep, find_checkpoint, read_tensors, some
+from craton.ml.training.checkpoint.lane import Save, SaveReport, TierLane
+from craton.ml.training.checkpoint.opening import open_tier
+from craton.ml.training.checkpoint.peer import PEER, Note, PeerMemory, PeerSave, PeerSetup, find_saves, load_save
+from craton.ml.training.checkpoint.restore import check_names, find_together, load_together, open_together
+from craton.ml.training.checkpoint.staging import SavingRanks, Staging, file_threads, local_data, synchronize
+from craton.ml.training.checkpoint.tiers import Tier, TierFolder
+
+OUTSTANDING_SAVES = 2  # of one tier: one that is written, one that waits
+
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "DifferentModelError",
+    "PeerSetup",
+    "RanksLostError",
+    "RestoreReport",
+    "SaveReport",
+    "FoundStep",
+    "TierFolder",
+    "find_checkpoint",
+    "read_tensors",
+]
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """Where the state came from, and which checkpoints were passed over and why."""
+
+    step: int
+    tier: str
+    folder: str
+    bytes: int
+    seconds: float
+    passed_over: tuple[str, ...]
+
+
+class Checkpointer:
+    """All ranks make one and call its methods in the same order with the same arguments (but their own shards)."""
+
+    def __init__(
+        self,
+        tiers: Sequence[TierFolder],
+        rank: int,
+        world: int,
+        peer: PeerSetup | None = None,
+        rescue: TierFolder | None = None,
+        continues: bool = False,
+    ) -> None:
+        """`rescue` is where a state goes that no lasting tier takes. `continues`: the nodes' memory may hold the newest
+        state, so a tier that cannot be used now is a warning, not an error."""
+        assert len({tier.name for tier in tiers}) == len(tiers), "two tiers have the same name"
+        self.tiers = tuple(tiers)
+        self.rank, self.world = rank, world
+        self.restored: RestoreReport | None = None
+        self._tiers = [open_tier(folder) for folder in tiers]
+        self._rescue = open_tier(rescue) if rescue is not None else None
+        self._ranks = SavingRanks(world)
+        nodes = {folder.name: self._ranks.gather(folder.node) for folder in tiers}
+        self._prepare(nodes, continues)
+        threads = file_threads()
+        self._lanes = {tier.folder.name: TierLane(tier, rank, nodes[tier.folder.name], threads) for tier in self._tiers}
+        self._staging = Staging()
+        self._reports: deque[SaveReport] = deque()
+        self._last_seconds: dict[str, float] = {}  # when a timed tier was last found due
+        self._due: tuple[int, tuple[str, ...]] = (-1, ())
+        self._held: dict[str, int] = {}  # the step that the training's present course has in each tier
+        self._missed: set[str] = set()  # tiers whose last save failed or was skipped: they join the next one
+        have_keeper = self._ranks.gather(peer is not None)
+        self._peer = PeerMemory(peer, rank, self._ranks) if peer and all(have_keeper) else None
+        if any(have_keeper) and not all(have_keeper) and rank == 0:
+            without = [other for other, has in enumerate(have_keeper) if not has]
+            warnings.warn(f"state is not kept in memory: ranks {without} have no keeper", stacklevel=2)
+        self._peer_due = -1
+
+    def due(self, step: int, now: float | None = None, last: bool = False) -> bool:
+        """Whether a tier wants this step; a clock is rank 0's, so that all ranks answer the same. `last`: a save that
+        lasts follows anyway."""
+        now = time.monotonic() if now is None else now
+        names = [tier.name for tier in self.tiers if tier.every_steps and step and step % tier.every_steps == 0]
+        timed = [tier for tier in self.tiers if tier.every_seconds]
+        if timed:
+            late = [now - self._last_seconds.setdefault(tier.name, now) >= (tier.every_seconds or 0) for tier in timed]
+            late = self._ranks.flags_of_rank_0(late)
+            for tier in (tier for tier, is_late in zip(timed, late, strict=True) if is_late):
+                self._last_seconds[tier.name] = now
+                names.append(tier.name)
+        self._due = (step, tuple(names))
+        self._peer_due = step if self._peer is not None and self._peer.due(step) and not last else -1
+        return bool(names) or self._peer_due == step
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any], wait: bool = False) -> float:
+        """Saves to the tiers that `due` found due for this step, otherwise to all, and returns the seconds for which
+        training was blocked. A tier that has this very state already is left alone. With `wait` it returns when the
+        files are safe, and needs no memory for a copy.
+
+        CheckpointError when an earlier save in the background failed, and this one goes on; with `wait` when this one
+        failed, unless a tier that outlives the nodes has the state. RanksLostError when others are gone meanwhile.
+        """
+        began = time.perf_counter()
+        if self._peer is not None and self._peer_due == step and not wait:
+            self._peer_due = -1
+            self._peer.snapshot(step, tensors, counters)
+            if self._due == (step, ()):  # no other tier wants it
+                self._due = (-1, ())
+                return time.perf_counter() - began
+        earlier = self._settle(wait)
+        local = local_data(tensors)
+        wanted, taken, in_memory = self._agree(step, local, wait)
+        snapshot = self._staging.copy(local, len(taken)) if taken and in_memory else None
+        if taken and snapshot is None:
+            synchronize(local)
+        data, copied, done = (snapshot.data, snapshot.wait, snapshot.done) if snapshot else (local, _nothing, _nothing)
+        save = Save(step, dict(tensors), data, copied, dict(counters), wanted)
+        for name in taken:
+            self._lanes[name].save(save, done, self._reports.append)
+        problem = self._settle(wait=True) if taken and snapshot is None else None
+        if problem and wait and self._is_safe(step):
+            earlier, problem = "\n".join(text for text in (earlier, problem) if text), None
+        if earlier and wait:
+            warnings.warn(earlier, stacklevel=2)
+            earlier = None
+        if problem or earlier:
+            raise CheckpointError("\n".join(text for text in dict.fromkeys((earlier, problem)) if text))
+        return time.perf_counter() - began
+
+    def rescue(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
+        """Saves a state that no lasting tier took to the run directory, and waits; CheckpointError when it fails too.
+        The folder is written only now, so that runs whose tiers work have none."""
+        if self._rescue is None:
+            raise CheckpointError("there is no further place to save it to")
+        problem = None
+        if self.rank == 0:
+            try:
+                Path(self._rescue.folder.path).mkdir(exist_ok=True)  # not its parents: a run directory may be gone
+                self._rescue.remove_leftovers()
+            except OSError as error:
+                problem = f"step {step} was not saved to {self._rescue.folder.path}: {error.strerror or error}"
+        if problem := self._ranks.of_rank_0(problem):
+            raise CheckpointError(problem)
+        if RESCUE not in self._lanes:
+            self._lanes[RESCUE] = TierLane(self._rescue, self.rank, [None] * self.world, file_threads())
+        local = local_data(tensors)
+        synchronize(local)
+        wanted = tuple(tier.name for tier in self.tiers)
+        save = Save(step, dict(tensors), local, _nothing, dict(counters), wanted)
+        self._lanes[RESCUE].save(save, _nothing, self._reports.append)
+        if problem := self._settle(wait=True):
+            raise CheckpointError(problem)
+
+    def places_with_room(self) -> frozenset[str]:
+        """The tiers that have room for a save that failed before, as far as rank 0 sees them."""
+        return frozenset(name for name, lane in self._lanes.items() if lane.has_room())
+
+    def agree(self, choice: bool) -> bool:
+        """Rank 0's choice, on all ranks."""
+        return self._ranks.flags_of_rank_0([choice])[0]
+
+    def keep(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any], nodes: Sequence[str]) -> bool:
+        """For ranks that are about to be exchanged though none failed: this very state in the nodes' memory, and whole
+        there when this returns. `nodes` are those that stay, as far as this rank was told. False: there is no such
+        memory, or some of it goes with its node, so `save` must do it."""
+        if self._peer is None or not self._peer.keep(step, tensors, counters):
+            return False
+        told = [set(each) for each in self._ranks.gather(tuple(nodes)) if each]
+        return all(stay.issuperset(self._peer.setup.nodes) for stay in told)
+
+    def reserve(self, tensors: Mapping[str, Tensor], step: int = 0) -> None:
+        """Takes the memory of the copies now, so that the first saves stop training no longer than others do: of one
+        that is written, and of one that is made meanwhile. `step` is the last one done."""
+        if any(tier.every_steps or tier.every_seconds for tier in self.tiers):
+            self._staging.reserve(local_data(tensors), copies=2)
+        if self._peer is not None:
+            self._peer.reserve(step, tensors)
+
+    def finish_copy(self) -> bool:
+        """To be called before the state changes: copies that a GPU makes beside the computation end first. Whether
+        there was one."""
+        in_slot = self._peer is not None and self._peer.finish_on_device()
+        return self._staging.finish_on_device() or in_slot
+
+    def wait(self) -> None:
+        """Returns when no save is in flight; CheckpointError when one failed, RanksLostError when ranks are gone."""
+        if self._peer is not None:
+            self._peer.settle()
+        if problem := self._settle(wait=True):
+            raise CheckpointError(problem)
+
+    def reports(self) -> list[SaveReport]:
+        """The saves that ended since the last call, failed ones too. Waits for nothing."""
+        return [self._reports.popleft() for _ in range(len(self._reports))]
+
+    def notes(self) -> list[Note]:
+        """What there is to tell of the nodes' memory since the last call; the same on all ranks."""
+        return self._peer.notes() if self._peer is not None else []
+
+    def restore(
+        self,
+        tensors: Mapping[str, Tensor],
+        before: int | None = None,
+        trust_peer: bool = True,
+        needed: Sequence[str] = (),
+    ) -> dict[str, Any] | None:
+        """Fills the tensors in place and returns the counters they were saved with, and `step`; None when no tier
+        holds a checkpoint. `restored` says where they came from. The nodes' memory, which has only the newest steps, is
+        asked for one `before` the given step; without `trust_peer` not at all, from here on, nor any tier for what was
+        saved since its state was taken: that is removed. A step of a tier without one of the `needed` counters is
+        passed over.
+
+        CheckpointError when there are checkpoints and none can be used: to begin anew is for a person to decide.
+        """
+        if problem := self._settle(wait=True):
+            warnings.warn(problem, stacklevel=2)
+        began = time.perf_counter()
+        tiers = self._tiers_to_read
+        found, passed_over = find_together(self._ranks, self.rank, tiers)
+        distrusted = self.restored.step if self.restored is not None and not trust_peer else None
+        if distrusted is not None:
+            found = [(step, index) for step, index in found if step <= distrusted]
+        saves, lost = self._find_in_memory(before, trust_peer)
+        passed_over += lost
+        steps_in_memory = [(save.step, -1) for save in saves]
+        for step, index in sorted(steps_in_memory + found, key=lambda each: (-each[0], each[1])):
+            if index < 0:
+                if counters := self._restore_from_memory(saves.pop(0), tensors, passed_over, began):
+                    return counters
+                continue
+            tier = tiers[index]
+            saved, problems = open_together(self._ranks, self.rank, tier, step)
+            missing = [name for name in needed if saved is not None and name not in saved.seal.about["counters"]]
+            if missing:
+                saved, problems = None, [f"COMPLETE has no counter {', '.join(missing)}"]
+            if saved is not None:
+                check_names(self._ranks, saved, tensors)
+                problems = load_together(self._ranks, tier, saved, tensors)
+            if saved is not None and not problems:
+                size = sum(file.bytes for file in saved.seal.files.values())
+                seconds = time.perf_counter() - began
+                where = saved.files.where
+                self.restored = RestoreReport(step, saved.tier, where, size, seconds, tuple(passed_over))
+                self._held = {saved.tier: step}
+                if self._peer is not None:
+                    self._peer.restored(step, None)
+                if distrusted is not None:
+                    self._remove_after(distrusted)
+                self._move_down(index, saved)
+                return {**saved.seal.about["counters"], "step": step}
+            passed_over.append(f"tier {tier.folder.name}: step {step} cannot be used: {some(problems)}")
+            if self.rank == 0:
+                warnings.warn(f"{passed_over[-1]}; trying an older checkpoint or another tier", stacklevel=2)
+        if passed_over:
+            raise CheckpointError(
+                "no checkpoint can be used:\n  "
+                + "\n  ".join(passed_over)
+                + "\nput a good copy in place, or remove these folders to begin anew"
+            )
+        return None
+
+    def abandon(self, seconds: float) -> bool:
+        """Gives up whatever is under way, because other ranks are gone; False when a thread still writes after this
+        long, and might spoil what the next generation writes."""
+        deadline = time.monotonic() + seconds
+        users: list[TierLane | PeerMemory] = [*self._lanes.values(), *([self._peer] if self._peer else [])]
+        ended = [user.abandon(max(0.0, deadline - time.monotonic())) for user in users]
+        return all(ended)
+
+    def close(self) -> None:
+        """Waits for the last save, and gives threads and memory back."""
+        try:
+            self.wait()
+        finally:
+            if self._peer is not None:
+                self._peer.close()
+            for lane in self._lanes.values():
+                lane.close()
+            self._staging = Staging()
+
+    @property
+    def _tiers_to_read(self) -> list[Tier]:
+        return self._tiers if self._rescue is None else [*self._tiers, self._rescue]
+
+    def _remove_after(self, step: int) -> None:
+        """Later steps leave every tier: they would be restored before better ones."""
+        for tier in self._tiers_to_read:
+            if self.rank == 0 or tier.folder.node is not None:
+                with suppress(OSError, CratonError):  # whatever it is, the next save or restore tells
+                    for later in [each for each in tier.steps() if each > step]:
+                        tier.remove(later)
+
+    def _find_in_memory(self, before: int | None, trust: bool) -> tuple[list[PeerSave], list[str]]:
+        """What the nodes' memory holds, and what it has lost."""
+        if self._peer is None:
+            return [], []
+        self._peer.settle()
+        self._peer.distrusted |= not trust
+        if self._peer.distrusted:
+            return [], []
+        saves, told, lost = find_saves(self._peer, self._ranks, before)
+        if self.rank == 0:
+            for text in (*told, *lost):
+                warnings.warn(text, stacklevel=3)
+        return saves, lost
+
+    def _restore_from_memory(
+        self, save: PeerSave, tensors: Mapping[str, Tensor], passed_over: list[str], began: float
+    ) -> dict[str, Any] | None:
+        assert self._peer is not None
+        done, problems = load_save(self._peer, self._ranks, save, tensors)
+        passed_over += problems
+        if self.rank == 0:
+            for problem in problems:
+                warnings.warn(f"{problem}; trying another copy, an older one or another tier", stacklevel=3)
+        if not done:
+            return None
+        where, seconds = f"memory of the nodes, save {save.save}", time.perf_counter() - began
+        self.restored = RestoreReport(save.step, PEER, where, save.bytes, seconds, tuple(passed_over))
+        self._held = {}
+        self._peer.restored(save.step, save.save)
+        return {**save.counters, "step": save.step}
+
+    def _prepare(self, nodes: Mapping[str, list[str | None]], continues: bool) -> None:
+        """Before the lanes, so that no rank can be writing yet: makes the places and clears what was cut off."""
+        problem = None
+        if self._rescue is not None and self.rank == 0:
+            with suppress(OSError):  # the next rescue, if there is one, tries again
+                self._rescue.remove_leftovers()
+        for tier in self._tiers:
+            of_ranks = nodes[tier.folder.name]
+            if self.rank != of_ranks.index(of_ranks[self.rank]):
+                continue
+            try:
+                tier.prepare()
+                if left := tier.remove_leftovers():
+                    warnings.warn(f"tier {tier.folder.name}: removed unfinished {', '.join(left)}", stacklevel=3)
+            except OSError as error:
+                problem = (
+                    f"checkpoint tier {tier.folder.name} cannot be used: {tier.folder.path}: "
+                    f"{error.strerror or error}; give checkpoint.tiers a folder that every rank may write to"
+                )
+            except CratonError as error:
+                problem = f"checkpoint tier {tier.folder.name} cannot be used: {error}"
+        problems = list(dict.fromkeys(text for text in self._ranks.gather(problem) if text))
+        if problems and not continues:
+            raise CheckpointError("\n".join(problems))
+        for text in problems if self.rank == 0 else ():
+            warnings.warn(f"{text}; it joins the next save when it can be used again", stacklevel=3)
+
+    def _agree(self, step: int, local: Mapping[str, Tensor], wait: bool) -> tuple[tuple[str, ...], list[str], bool]:
+        """(tiers that this state is meant for, those that are written now, whether from a copy): rank 0's choice, as
+        the lanes of different ranks end their work at different moments. The copy needs room on every rank."""
+        (due_step, due), self._due = self._due, (-1, ())  # the next save of this step is a stop: to all tiers
+        names = [tier.name for tier in self.tiers]
+        if due_step == step and due:
+            names = [name for name in names if name in due or name in self._missed]
+        names = [name for name in names if self._held.get(name) != step]
+        late = [name for name in names if self._lanes[name].outstanding >= OUTSTANDING_SAVES]
+        busy = any(lane.outstanding for lane in self._lanes.values())
+        missing = 0.0 if wait else self._staging.missing_bytes(local)
+        answers = self._ranks.gather((names, late, busy, missing))
+        names, late, busy, _ = answers[0]
+        missing = max(answer[3] for answer in answers)
+        reasons = dict.fromkeys(late, "the saves before it are still being written")
+        if missing and busy:
+            told = f"a further copy of the state needs {missing:,.0f} bytes more memory than a rank has free"
+            reasons = {name: reasons.get(name, told) for name in names}
+        for name, reason in reasons.items():
+            where = str(self._lanes[name].tier.folder.path)
+            self._reports.append(SaveReport(step, name, where, 0, 0.0, reason, "skipped"))
+            self._missed.add(name)
+        taken = [name for name in names if name not in reasons]
+        if taken and missing and self.rank == 0:
+            warnings.warn(
+                f"a copy of the state needs {missing:,.0f} bytes more memory than a rank has free; training waits "
+                "until the checkpoint is written",
+                stacklevel=3,
+            )
+        return tuple(names), taken, not wait and not missing
+
+    def _settle(self, wait: bool) -> str | None:
+        """Takes note of the saves that ended, or with `wait` of all; what went wrong, if something did. RanksLostError
+        when it waited for ranks that are gone."""
+        problems = []
+        for lane in self._lanes.values():
+            reports, broken = lane.finished(wait)
+            if broken and wait and self.world > 1:
+                raise RanksLostError(broken[0])
+            problems += broken
+            for report in reports:
+                if report.error is None:
+                    self._held[report.tier] = report.step
+                    self._missed.discard(report.tier)
+                    if report.tier in self._lasting:
+                        self._forget_rescued(report.step)
+                else:
+                    self._missed.add(report.tier)
+                    problems.append(report.error)
+        return "\n".join(dict.fromkeys(problems)) or None
+
+    def _is_safe(self, step: int) -> bool:
+        """Whether a tier has this state that is still there when the nodes are gone."""
+        return any(self._held.get(name) == step for name in (*self._lasting, RESCUE))
+
+    @property
+    def _lasting(self) -> list[str]:
+        return [tier.name for tier in self.tiers if tier.node is None]
+
+    def _forget_rescued(self, step: int) -> None:
+        """A lasting tier has this step: the run directory need not hold it, nor an older one."""
+        if self._rescue is not None and self.rank == 0:
+            with suppress(OSError):  # what stays there is only in the way, and goes with the next save
+                for rescued in self._rescue.steps():
+                    if rescued <= step:
+                        self._rescue.remove(rescued)
+
+    def _move_down(self, index: int, saved: FoundStep) -> None:
+        """Lower tiers that this step was meant for and that hold nothing as new get a copy in the background."""
+        names = []
+        if self.rank == 0:
+            lower = self._tiers if saved.tier == RESCUE else self._tiers[index + 1 :]
+            for tier in lower:
+                with suppress(OSError, CratonError):  # a tier that cannot be looked at is tried with the next save
+                    meant = tier.folder.node is None and tier.folder.name in saved.seal.about["tiers"]
+                    if meant and max(tier.complete_steps(), default=-1) < saved.step:
+                        names.append(tier.folder.name)
+        for name in self._ranks.of_rank_0(names):
+            self._lanes[name].move(saved.step, saved.files, saved.seal, self._reports.append)
+
+
+def _nothing() -> None:
+    """A save that is written from the tensors themselves has no copy to give back."""

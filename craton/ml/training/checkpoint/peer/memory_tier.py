@@ -1,0 +1,395 @@
+"""State in memory that outlives the ranks: the fastest checkpoint tier.
+
+After every k-th step a rank copies its tensors into a slot of its node's keeper, which sums it, copies it to another
+node's keeper, and answers. Then the ranks tell each other, beside the training, that all of them have that answer, and
+only when a rank knows it does it overwrite its other slot. So two slots are enough: whenever a rank dies, the save
+before the one under way is whole everywhere, and it is overwritten nowhere before the next one is. On a GPU the copy
+runs beside the next forward pass; the slot's header is cleared in the same stream, so it too comes after all that the
+host has waited for.
+
+What goes wrong costs this tier, on all ranks at once and out loud; the training goes on, unless ranks are gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from craton.agent import KeeperError
+from craton.agent.memory import HEADER_BYTES, KeeperClient, OwnSlot
+from craton.infrastructure import free_memory_bytes
+from craton.ml.training.checkpoint.checksums import RanksLostError
+from craton.ml.training.checkpoint.peer.interval import MEASURED_SNAPSHOTS, Costs, SnapshotCost
+from craton.ml.training.checkpoint.peer.layout import SlotLayout, layout_of
+from craton.ml.training.checkpoint.staging import FREE_SHARE, SavingRanks, local_data
+from craton.ml.training.measure import resolved
+from craton.telemetry.rank import own_page
+
+PEER = "peer"  # the tier's name
+AGREE_TIMEOUT = timedelta(minutes=10)  # beyond what a keeper's commit may take
+COPIES = 2  # slots of a rank, here and at its buddy
+
+_FAILED, _UNCOPIED, _WHOLE = 0, 1, 2  # what became of a snapshot, the worst of all ranks counts
+
+
+@dataclass(frozen=True)
+class PeerSetup:
+    """Where the memory is; made by whoever starts the ranks of a generation. With neither interval, as often as costs
+    under 2 %."""
+
+    keeper: str  # the name of this node's keeper
+    node: str
+    nodes: Sequence[str]  # of every rank
+    keepers: Mapping[str, str]  # node → host:port at which its keeper takes copies
+    generation: int
+    every_steps: int | None = None
+    every_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something to be recorded as an event, and said to whoever reads the log."""
+
+    event: str
+    step: int
+    fields: dict[str, Any]
+    text: str
+
+
+@dataclass
+class _OpenSlot:
+    """A slot that this rank fills."""
+
+    own: OwnSlot
+    memory: mmap.mmap
+    header: Tensor
+    chunks: list[Tensor]
+    save: str | None
+    step: int
+
+
+class PeerMemory:
+    """Made by all ranks of a generation, which call its methods in the same order."""
+
+    def __init__(self, setup: PeerSetup, rank: int, ranks: SavingRanks) -> None:
+        self.setup, self.rank = setup, rank
+        self.client = KeeperClient(setup.keeper)
+        self.distrusted = False  # for restoring, in this generation
+        self.off: str | None = "no slots were taken"
+        self._ranks = ranks
+        self._agreeing = SavingRanks(ranks.world, AGREE_TIMEOUT)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="peer-commit")
+        self._interval = setup.every_steps
+        self._layout = SlotLayout((), "[]")
+        self._layouts: list[str] = []
+        self._slots: list[_OpenSlot] = []
+        self._token = ""
+        self._buddy: str | None = None
+        self._course, self._base = [setup.generation, 0], 0
+        self._complete: str | None = None  # the newest save that every rank is known to have
+        self._snapshots = 0  # of this course
+        self._last_step = 0
+        self._under_way: Future[tuple[int, list[str], float]] | None = None
+        self._filling: _OpenSlot | None = None
+        self._is_copied = True
+        self._registered: list[int] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._zero: Tensor | None = None
+        self._costs = Costs()
+        self._notes: list[Note] = []
+
+    def reserve(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Takes the slots, and finds out who keeps a copy of this rank's. When a rank has no room, none has a slot."""
+        self._layout = layout_of(tensors)
+        self._last_step = step
+        problem = None
+        try:
+            self._check_room()
+        except KeeperError as error:
+            problem = str(error)
+        if self._turn_off(step, self._ranks.gather(problem)):
+            return
+        try:
+            self._token, slots = self.client.reserve(self.rank, self._layout.bytes, self.setup.generation)
+            self._slots = [self._open(slot) for slot in slots]
+            self._register(tensors)
+        except (KeeperError, OSError, RuntimeError) as error:
+            problem = str(error)
+        answers = self._ranks.gather((problem, self._layout.digest))
+        self._layouts = [digest for _, digest in answers]
+        self._buddy = self._choose_buddy()
+        self.off = None
+        self._turn_off(step, [text for text, _ in answers])
+
+    @property
+    def is_on(self) -> bool:
+        return self.off is None
+
+    def due(self, step: int) -> bool:
+        """Whether a snapshot of this step is wanted; the same on all ranks."""
+        if self.is_on and self._interval is None:
+            self._costs.step_ended()
+            if self._costs.snapshots >= MEASURED_SNAPSHOTS:
+                self._choose_interval()
+        return self.is_on and step - self._last_step >= (self._interval or 1)
+
+    def snapshot(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
+        """Copies the tensors into the slot that is not the newest whole one; the rest happens beside the training."""
+        began = time.perf_counter()
+        self.settle()
+        if not self.is_on:
+            return
+        settled = time.perf_counter()
+        slot = min(self._slots, key=lambda each: (each.save == self._complete and each.save is not None, each.step))
+        local = local_data(tensors)
+        sources = [local[chunk.name] for chunk in self._layout.chunks]
+        save = self._save_name(step)
+        manifest = {
+            "rank": self.rank,
+            "world": self._ranks.world,
+            "generation": self.setup.generation,
+            "step": step,
+            "save": save,
+            "course": self._course,
+            "base": self._base,
+            "complete": self._complete,
+            "counters": dict(counters),
+            "bytes": self._layout.bytes,
+            "layout": self._layout.digest,
+            "layouts": self._layouts,
+            "tensors": self._layout.text,
+        }
+        if (page := own_page()) is not None:
+            page.set_beside("staging", True)
+        copied = self._copy(slot, sources)
+        slot.save, slot.step, self._filling, self._last_step = save, step, slot, step
+        self._snapshots += 1
+        frees = self._snapshots == 2  # the first one of this generation is whole everywhere
+        if self._interval is None:
+            self._costs.snapshot_taken(began, settled)
+        self._under_way = self._thread.submit(self._commit, slot.own.slot, manifest, self._complete, copied, frees)
+
+    def finish_on_device(self) -> bool:
+        """Before the state changes: the device ends a copy first. Whether there was one."""
+        event, self._copied = self._copied, None
+        if event is None:
+            return False
+        stream = torch.cuda.current_stream()
+        if self._interval is not None:
+            stream.wait_event(event)
+            return True
+        before = stream.record_event(torch.cuda.Event(enable_timing=True))
+        stream.wait_event(event)
+        self._costs.device_waits.append((before, stream.record_event(torch.cuda.Event(enable_timing=True))))
+        return True
+
+    def settle(self) -> None:
+        """Waits until every rank knows what became of the last snapshot; RanksLostError when they cannot agree."""
+        work, self._under_way = self._under_way, None
+        if work is None:
+            return
+        assert self._filling is not None
+        code, problems, seconds = work.result()
+        if self._interval is None:
+            self._costs.commits.append(seconds)
+        if code == _FAILED:
+            self._filling.save, self._filling.step = None, -1
+            self._turn_off(self._last_step, problems)
+            return
+        self._complete = self._filling.save
+        is_copied = code == _WHOLE
+        if self._is_copied and not is_copied:
+            fields = {"reason": "; ".join(problems)}
+            self._note("peer_not_copied", fields, f"state in memory has no copy on another node: {fields['reason']}")
+        self._is_copied = is_copied
+
+    def restored(self, step: int, save: str | None) -> None:
+        """The training goes on from this step; `save` is the one it was restored from, when it was from here. What came
+        later belongs to an abandoned course and must not be restored any more; nor what is not trusted."""
+        if self._snapshots:
+            self._course = [self._course[0], self._course[1] + 1]
+        self._base, self._complete, self._last_step, self._snapshots = step, save, step, 0
+        self._costs.step_began = 0.0
+        after = -1 if self.distrusted else step
+        for slot in self._slots:
+            if slot.step > after:
+                slot.save, slot.step = None, -1
+        with suppress(KeeperError):  # a keeper that is gone has forgotten everything
+            self.client.forget(after)
+
+    def notes(self) -> list[Note]:
+        """What there is to tell since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def keep(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> bool:
+        """This very state, whole on all ranks when it returns; False when there is no memory for it."""
+        if self.is_on and self._save_name(step) not in [slot.save for slot in self._slots]:
+            self.snapshot(step, tensors, counters)
+        self.settle()
+        return self.is_on
+
+    def abandon(self, seconds: float) -> bool:
+        """Other ranks are gone: lets go of the slots, unless the thread or the device still uses them after this long.
+        The keeper commits by itself what it was told of."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.client.interrupt()
+        if self._under_way is not None and wait([self._under_way], seconds).not_done:
+            return False
+        self._let_go()
+        self.client.close()
+        return True
+
+    def close(self) -> None:
+        """Ends the thread and lets go of the slots, which stay with the keeper."""
+        self._thread.shutdown(wait=True)
+        self._let_go()
+        self.client.close()
+
+    def _copy(self, slot: _OpenSlot, sources: list[Tensor]) -> torch.cuda.Event | None:
+        device = next((source.device for source in sources if source.is_cuda), None)
+        if device is None:
+            slot.header.zero_()
+            if (page := own_page()) is not None:
+                page.spring()  # half-way
+            if sources:
+                torch._foreach_copy_(slot.chunks, sources)
+            return None
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._zero = torch.zeros(1, dtype=torch.int64, device=device) if self._zero is None else self._zero
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            slot.header.copy_(self._zero, non_blocking=True)
+            torch._foreach_copy_(slot.chunks, sources, non_blocking=True)
+            self._copied = self._stream.record_event(torch.cuda.Event(blocking=True))  # the thread sleeps meanwhile
+        return self._copied
+
+    def _commit(
+        self, slot: int, manifest: dict[str, Any], keep: str | None, copied: torch.cuda.Event | None, frees: bool
+    ) -> tuple[int, list[str], float]:
+        """In the thread: what became of the snapshot on all ranks together, and why it is not better."""
+        began = time.perf_counter()
+        code, problem = _WHOLE, None
+        try:
+            if copied is not None:
+                copied.synchronize()
+            manifest["counters"] = resolved(manifest["counters"])
+            answer = self.client.filled(slot, self._token, manifest, keep, self._buddy)
+            if answer.problem is not None:
+                code, problem = _UNCOPIED, answer.problem
+            if frees:
+                self.client.free(self.setup.generation)
+        except (KeeperError, RuntimeError) as error:
+            code, problem = _FAILED, str(error)
+        try:
+            worst = self._worst(code)
+            problems = [text for text in self._agreeing.gather(problem) if text] if worst < _WHOLE else []
+        except RuntimeError as error:
+            raise RanksLostError(f"the ranks could not agree on the state in memory: {error}") from error
+        finally:
+            if (page := own_page()) is not None:
+                page.set_beside("staging", False)
+        return worst, list(dict.fromkeys(problems)), time.perf_counter() - began
+
+    def _worst(self, code: int) -> int:
+        if self._agreeing.group is None:
+            return code
+        tensor = torch.tensor([code])
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._agreeing.group)
+        return int(tensor)
+
+    def _check_room(self) -> None:
+        """KeeperError when the slots of this node's ranks, and the copies it takes, do not fit into its memory."""
+        places = 2 if len(set(self.setup.nodes)) > 1 else 1
+        wanted = places * COPIES * self.setup.nodes.count(self.setup.node)
+        there = self.client.status()["sizes"].count(self._layout.bytes)
+        needed = max(0, wanted - there) * (HEADER_BYTES + self._layout.bytes)
+        free = FREE_SHARE * free_memory_bytes()
+        if needed > free:
+            raise KeeperError(
+                f"{self.setup.node} needs {needed:,.0f} bytes of memory for slots and has {free:,.0f}; use more nodes, "
+                "or write checkpoint: {peer: off}"
+            )
+
+    def _choose_buddy(self) -> str | None:
+        """The next node's keeper; nobody, when a rank of another node holds the same state anyway."""
+        nodes = list(dict.fromkeys(self.setup.nodes))
+        if len(nodes) == 1:
+            return None
+        if absent := [node for node in nodes if node not in self.setup.keepers]:
+            reason = f"no keeper is known of {', '.join(absent)}"
+            self._note("peer_not_copied", {"reason": reason}, f"state in memory may have no copy: {reason}")
+        mine = self._layouts[self.rank]
+        if any(
+            layout == mine and self.setup.nodes[rank] != self.setup.node for rank, layout in enumerate(self._layouts)
+        ):
+            return None
+        return self.setup.keepers.get(nodes[(nodes.index(self.setup.node) + 1) % len(nodes)])
+
+    def _open(self, slot: OwnSlot) -> _OpenSlot:
+        memory = mmap.mmap(slot.descriptor, HEADER_BYTES + self._layout.bytes)
+        os.close(slot.descriptor)
+        data = torch.frombuffer(memory, dtype=torch.uint8)
+        chunks = [chunk.view(data[HEADER_BYTES:]) for chunk in self._layout.chunks]
+        return _OpenSlot(slot, memory, data[:8].view(torch.int64), chunks, slot.save, slot.step)
+
+    def _register(self, tensors: Mapping[str, Tensor]) -> None:
+        """Page-locks the slots, so that a GPU copies into them by itself."""
+        if not any(tensor.is_cuda for tensor in tensors.values()):
+            return
+        for slot in self._slots:
+            address = slot.header.data_ptr()
+            problem = torch.cuda.cudart().cudaHostRegister(address, HEADER_BYTES + self._layout.bytes, 0)
+            if int(problem) != 0:
+                raise RuntimeError(f"a slot cannot be page-locked: CUDA error {int(problem)}")
+            self._registered.append(address)
+
+    def _let_go(self) -> None:
+        for address in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._registered, self._slots = [], []
+
+    def _turn_off(self, step: int, problems: Sequence[str | None]) -> bool:
+        """Whether a rank has a problem, which ends this tier on all of them."""
+        told = list(dict.fromkeys(text for text in problems if text))
+        if not told:
+            return False
+        self.off = "; ".join(told)
+        with suppress(KeeperError):
+            self.client.give_back(self._token)
+        self._let_go()
+        self._last_step = step
+        self._note("peer_off", {"reason": self.off}, f"state is not kept in memory: {self.off}")
+        return True
+
+    def _choose_interval(self) -> None:
+        """Once the first snapshots are measured: the slowest rank counts."""
+        self.settle()
+        if not self.is_on:
+            return
+        answers = self._ranks.gather(self._costs.measured())
+        cost = SnapshotCost(*(max(each) for each in zip(*answers, strict=True)))
+        self._interval = cost.steps_in(self.setup.every_seconds) if self.setup.every_seconds else cost.smallest_interval
+        share = cost.share(self._interval)
+        every = "every step" if self._interval == 1 else f"every {self._interval} steps"
+        fields = {"steps": self._interval, "blocked_seconds": cost.blocked_seconds(self._interval), "share": share}
+        self._note("peer_interval", fields, f"state is kept in memory {every} ({share:.1%} of the time)")
+
+    def _save_name(self, step: int) -> str:
+        generation, restores = self._course
+        return f"{generation}.{restores}-{step}" if restores else f"{generation}-{step}"
+
+    def _note(self, event: str, fields: dict[str, Any], text: str) -> None:
+        self._notes.append(Note(event, self._last_step, fields, text))

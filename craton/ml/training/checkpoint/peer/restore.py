@@ -1,0 +1,262 @@
+"""From slots to tensors: which saves the keepers of all nodes hold together, and how ranks fill their tensors from one.
+
+A save is whole when every layout that its ranks had is held somewhere: by the rank's own keeper, as a copy at another,
+or by a replica. Ranks that are cut as they were then take the bytes as they are; otherwise DCP reshards. What a node
+does not hold comes from a rank whose node does. Every block is checked; a slot that is found changed is left out, and
+when the rest is still whole, the same save is tried again.
+
+All functions are called by all ranks in the same order and answer the same on all.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from craton.agent import KeeperError
+from craton.agent.memory import BLOCK_BYTES as SLOT_BLOCK_BYTES
+from craton.agent.memory import HEADER_BYTES, Holding, KeeperClient
+from craton.ml.training.checkpoint.checksums import BLOCK_BYTES, CheckpointError, FileSum, Seal, combine
+from craton.ml.training.checkpoint.find import FoundStep, some
+from craton.ml.training.checkpoint.peer.layout import SlotLayout, layout_of, metadata_of, parse_layout
+from craton.ml.training.checkpoint.peer.memory_tier import PEER, PeerMemory
+from craton.ml.training.checkpoint.read import CheckedReader
+from craton.ml.training.checkpoint.restore import check_names, load_with
+from craton.ml.training.checkpoint.staging import SavingRanks, local_data
+
+assert SLOT_BLOCK_BYTES == BLOCK_BYTES, "keepers and readers must sum the same blocks"
+
+
+@dataclass
+class HeldFile:
+    """What one rank saved, and on which nodes it is."""
+
+    layout: str
+    bytes: int
+    nodes: set[str] = field(default_factory=set)
+
+
+@dataclass
+class PeerSave:
+    """One save in the memory of all nodes together."""
+
+    save: str
+    step: int
+    course: list[int]
+    base: int
+    complete: str | None  # the save before it that every rank was known to have
+    counters: dict[str, Any]
+    layouts: list[str]  # of every rank it was made by
+    files: dict[str, HeldFile] = field(default_factory=dict)
+    slots: dict[str, Holding] = field(default_factory=dict)  # those of this node
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks whose state nobody holds."""
+        held = {file.layout for file in self.files.values() if file.nodes}
+        return [rank for rank, layout in enumerate(self.layouts) if layout not in held]
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole state, each layout once."""
+        return sum({file.layout: file.bytes for file in self.files.values()}.values())
+
+    def leave_out(self, node: str, name: str, is_here: bool) -> None:
+        self.files[name].nodes.discard(node)
+        if is_here:
+            self.slots.pop(name, None)
+
+
+def find_saves(
+    memory: PeerMemory, ranks: SavingRanks, before: int | None
+) -> tuple[list[PeerSave], list[str], list[str]]:
+    """Whole saves of the present course (of steps `before` one), newest first; what else there is to tell; and what was
+    lost, when there was a whole one that is whole no more."""
+    setup = memory.setup
+    holdings: list[Holding] = []
+    problem = None
+    try:
+        holdings = memory.client.holdings()
+    except KeeperError as error:
+        problem = f"tier {PEER} cannot be read on {setup.node}: {error}"
+    leads = list(setup.nodes).index(setup.node) == memory.rank
+    answers = ranks.gather(([_about(holding) for holding in holdings] if leads else [], setup.node, problem))
+    told = list(dict.fromkeys(text for _, _, text in answers if text))
+    saves: dict[str, PeerSave] = {}
+    for abouts, node, _ in answers:
+        for about, name, file in abouts:
+            save = saves.setdefault(about["save"], PeerSave(**about))
+            save.files.setdefault(name, HeldFile(*file)).nodes.add(node)
+    for holding in holdings:
+        if (save_name := holding.manifest["save"]) in saves:
+            saves[save_name].slots.setdefault(_file_name(holding), holding)
+    current = [
+        save for save in saves.values() if not _is_abandoned(save, saves) and (before is None or save.step < before)
+    ]
+    whole = [save for save in current if not save.missing]
+    lost: list[str] = []
+    if current and not whole:
+        newest = max(current, key=lambda save: (save.step, save.course))
+        ranks_text = ", ".join(map(str, newest.missing[:8]))
+        text = f"tier {PEER}: step {newest.step} is not whole: nobody holds the state of ranks {ranks_text}"
+        had_state = newest.complete is not None or newest.base > 0  # else the first save of all was cut off
+        (lost if had_state and before is None else told).append(text)
+    return sorted(whole, key=lambda save: (save.step, save.course), reverse=True), told, lost
+
+
+def load_save(
+    memory: PeerMemory, ranks: SavingRanks, save: PeerSave, tensors: Mapping[str, Tensor]
+) -> tuple[bool, list[str]]:
+    """Fills the tensors; whether that succeeded, and which slots were found bad on the way."""
+    told: list[str] = []
+    layout = layout_of(tensors)
+    while not save.missing:
+        files = PeerFiles(memory.client, save)
+        held = {file.layout for file in save.files.values() if file.nodes}
+        if all(ranks.gather(layout.digest in held)):
+            problems, damaged = _copy(memory, ranks, save, files, layout, tensors)
+        else:
+            problems, damaged = _reshard(memory, ranks, save, files, tensors)
+        if not problems:
+            return True, told
+        found = sorted({(memory.setup.nodes[rank], name) for each in ranks.gather(damaged) for rank, name in each})
+        told.append(f"tier {PEER}: step {save.step}: {some(problems)}")
+        if not found:
+            break
+        for node, name in found:
+            save.leave_out(node, name, node == memory.setup.node)
+    return False, told
+
+
+class PeerFiles:
+    """The slots of a save that this node holds, each as a file; read where they lie."""
+
+    def __init__(self, client: KeeperClient, save: PeerSave) -> None:
+        self.where = f"memory of the nodes, save {save.save}"
+        self._client, self._slots = client, dict(save.slots)
+        self._views: dict[str, memoryview] = {}
+
+    def size(self, name: str) -> int | None:
+        return int(self._slots[name].manifest["bytes"]) if name in self._slots else None
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        view = self._views.get(name)
+        if view is None:
+            view = self._views.setdefault(name, self._map(name))
+        return view[begin:end]
+
+    def _map(self, name: str) -> memoryview:
+        slot = self._slots[name]
+        try:
+            descriptor = self._client.open(slot.slot)
+        except KeeperError as error:
+            raise CheckpointError(f"{name} cannot be read: {error}") from error
+        try:  # private, so that nothing done to it reaches the slot
+            memory = mmap.mmap(descriptor, HEADER_BYTES + slot.manifest["bytes"], access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
+        return memoryview(memory)[HEADER_BYTES:]
+
+
+def _copy(
+    memory: PeerMemory,
+    ranks: SavingRanks,
+    save: PeerSave,
+    files: PeerFiles,
+    layout: SlotLayout,
+    tensors: Mapping[str, Tensor],
+) -> tuple[list[str], set[tuple[int, str]]]:
+    """Every rank finds its own chunks as it wants them, in one file."""
+    own = f"rank-{memory.rank:05d}"
+    fitting = [name for name, file in save.files.items() if file.layout == layout.digest and file.nodes]
+    chosen = min(fitting, key=lambda name: (files.size(name) is None, name != own, name))
+    sums = {name: _sum_of(holding) for name, holding in save.slots.items()}
+    wanted = {name for name in ranks.gather(None if chosen in sums else chosen) if name}
+    if wanted:
+        for answer in ranks.gather({name: sums[name] for name in wanted if name in sums}):
+            sums |= {name: each for name, each in answer.items() if name == chosen}
+    metadata = metadata_of([(chosen, layout)])
+    reader = CheckedReader(files, metadata, sums, ranks if ranks.world > 1 else None)
+    reader.set_up_storage_reader(metadata, False)
+    problem = None
+    try:
+        reader.read_data(LoadPlan([chunk.read_item() for chunk in layout.chunks]), _Parts(local_data(tensors)))
+    except CheckpointError as error:
+        problem = str(error)
+    return list(dict.fromkeys(text for text in ranks.gather(problem) if text)), reader.damaged
+
+
+def _reshard(
+    memory: PeerMemory, ranks: SavingRanks, save: PeerSave, files: PeerFiles, tensors: Mapping[str, Tensor]
+) -> tuple[list[str], set[tuple[int, str]]]:
+    """DCP plans who needs which part of which chunk; of each layout one file is read."""
+    chosen: dict[str, str] = {}
+    for name, file in sorted(save.files.items()):
+        if file.nodes:
+            chosen.setdefault(file.layout, name)
+    nodes = list(memory.setup.nodes)
+    mine = {}
+    for name in chosen.values():
+        first = min(save.files[name].nodes, key=nodes.index)
+        if nodes.index(first) == memory.rank and name in save.slots:
+            holding = save.slots[name]
+            mine[name] = (zlib.compress(holding.manifest["tensors"].encode(), 1), _sum_of(holding))
+    known: dict[str, tuple[bytes, FileSum]] = {}
+    for answer in ranks.gather(mine):
+        known |= answer
+    layouts = [(name, parse_layout(zlib.decompress(text).decode())) for name, (text, _) in sorted(known.items())]
+    seal = Seal(
+        {"save": save.save, "step": save.step, "counters": save.counters}, {n: s for n, (_, s) in known.items()}
+    )
+    saved = FoundStep(save.step, PEER, files, seal, metadata_of(layouts))
+    check_names(ranks, saved, tensors)
+    reader = CheckedReader(files, saved.metadata, seal.files, ranks if ranks.world > 1 else None)
+    return load_with(ranks, reader, tensors), reader.damaged
+
+
+class _Parts(DefaultLoadPlanner):
+    """Says where a chunk goes that is wanted as it is."""
+
+    def __init__(self, local: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._local = local
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        index: MetadataIndex = read_item.dest_index
+        return self._local[index.fqn]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """It was filled in place."""
+
+
+def _about(holding: Holding) -> tuple[dict[str, Any], str, tuple[str, int]]:
+    manifest = holding.manifest
+    about = {name: manifest[name] for name in ("save", "step", "course", "base", "complete", "counters", "layouts")}
+    return about, _file_name(holding), (manifest["layout"], manifest["bytes"])
+
+
+def _file_name(holding: Holding) -> str:
+    return f"rank-{holding.manifest['rank']:05d}"
+
+
+def _is_abandoned(save: PeerSave, saves: Mapping[str, PeerSave]) -> bool:
+    """Whether a later course began from before this step: then the training went another way."""
+    return any(other.course > save.course and other.base < save.step for other in saves.values())
+
+
+def _sum_of(holding: Holding) -> FileSum:
+    size, blocks = holding.manifest["bytes"], holding.manifest["sums"]
+    whole = blocks[0] if blocks else 0
+    for index, block in enumerate(blocks[1:], 1):
+        whole = combine(whole, block, min(BLOCK_BYTES, size - index * BLOCK_BYTES))
+    return FileSum(whole, size, tuple(blocks))

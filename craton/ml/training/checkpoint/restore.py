@@ -1,0 +1,115 @@
+"""What ranks do together to restore: agree on which steps there are, open one of them, and fill their tensors.
+
+All functions are called by all ranks with the same arguments (but their own tensors) and answer the same on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from craton.errors import CratonError
+from craton.ml.training.checkpoint.checksums import CheckpointError, DifferentModelError, Seal
+from craton.ml.training.checkpoint.find import (
+    GONE,
+    FoundStep,
+    different,
+    joined_parts,
+    metadata_bytes,
+    some,
+    steps_in_order,
+)
+from craton.ml.training.checkpoint.metadata import parse_metadata
+from craton.ml.training.checkpoint.read import CheckedReader
+from craton.ml.training.checkpoint.staging import SavingRanks
+from craton.ml.training.checkpoint.tiers import JoinedFiles, StepFiles, Tier
+from craton.ml.training.checkpoint.writer import ignore_single_process_warning
+
+
+def find_together(ranks: SavingRanks, rank: int, tiers: Sequence[Tier]) -> tuple[list[tuple[int, int]], list[str]]:
+    """(step, index of the tier) of everything that any node holds, newest first, then the fastest tier; and which tiers
+    cannot be looked at. Rank 0 looks at what all see, every rank at its node's own disk."""
+    seen = [index for index, tier in enumerate(tiers) if rank == 0 or tier.folder.node is not None]
+    found, problems = steps_in_order([tiers[index] for index in seen])
+    answers = ranks.gather(([(-step, seen[index]) for step, index in found], problems))
+    everything = sorted({entry for entries, _ in answers for entry in entries})
+    told = list(dict.fromkeys(line for _, lines in answers for line in lines))
+    return [(-negative, index) for negative, index in everything], told
+
+
+def open_together(ranks: SavingRanks, rank: int, tier: Tier, step: int) -> tuple[FoundStep | None, list[str]]:
+    """The step, when its seal is good and every file is on some node; otherwise what is wrong with it."""
+    is_local = tier.folder.node is not None
+    parts, problems = joined_parts(tier, step) if rank == 0 or is_local else ([], [])
+    mine = {seal.save: (files, seal) for files, seal in parts}
+    answers = ranks.gather((list(mine), problems))
+    problems = list(dict.fromkeys(line for _, lines in answers for line in lines))
+    for save in dict.fromkeys(save for saves, _ in answers for save in saves):
+        source = next(index for index, (saves, _) in enumerate(answers) if save in saves)
+        seal, metadata, problem = ranks.of_rank(source, _contents(*mine[save]) if rank == source else None)
+        files = mine[save][0] if save in mine else _seen(tier, step)
+        if problem is None and is_local:
+            here = {name for name, file in seal.files.items() if files.size(name) == file.bytes}
+            missing = set(seal.files).difference(*ranks.gather(here))
+            problem = some([f"{name} is on no node" for name in sorted(missing)]) or None
+        if problem is None:
+            try:
+                return FoundStep(step, tier.folder.name, files, seal, parse_metadata(metadata, seal.files)), []
+            except CheckpointError as error:  # on all ranks alike: they have the same bytes
+                problem = str(error)
+        problems.append(problem)
+    return None, problems or [GONE]
+
+
+def check_names(ranks: SavingRanks, saved: FoundStep, tensors: Mapping[str, Tensor]) -> None:
+    """DifferentModelError unless the names and shapes of all ranks together are those of the checkpoint. With pipeline
+    parallelism no rank has them all."""
+    shapes = {name: shape for name, (shape, _) in saved.shapes.items()}
+    answers = ranks.gather((different(shapes, tensors), set(shapes) - set(tensors)))
+    everywhere = list(dict.fromkeys(line for lines, _ in answers for line in lines))
+    unasked = set.intersection(*(names for _, names in answers))
+    everywhere += [f"{name} is only in the checkpoint" for name in sorted(unasked)]
+    if everywhere:
+        raise DifferentModelError(
+            f"{saved} is of another model or optimizer: {some(everywhere)}; "
+            f"resume with the job it was saved by, or start a run of another name"
+        )
+
+
+def load_together(ranks: SavingRanks, tier: Tier, saved: FoundStep, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Fills the tensors, resharded to how they lie now; what went wrong, if something did."""
+    lenders = ranks if tier.folder.node is not None else None
+    return load_with(ranks, CheckedReader(saved.files, saved.metadata, saved.seal.files, lenders), tensors)
+
+
+def load_with(ranks: SavingRanks, reader: CheckedReader, tensors: Mapping[str, Tensor]) -> list[str]:
+    """DCP's load with this reader on all ranks; what went wrong on any."""
+    ignore_single_process_warning()
+    try:
+        dcp.load(dict(tensors), storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
+    except CheckpointException as failure:
+        told = {
+            str(error) if isinstance(error, CheckpointError) else f"rank {rank}: {type(error).__name__}: {error}"
+            for rank, (error, _) in failure.failures.items()
+        }
+        return sorted(told)
+    return []
+
+
+def _seen(tier: Tier, step: int) -> StepFiles:
+    """What this rank sees of a step that another one opened; nothing is for the reading to find out, on all ranks."""
+    with suppress(OSError, CratonError):
+        if tier.folder.node is None:
+            return JoinedFiles(tier.open(step))
+    return JoinedFiles([])
+
+
+def _contents(files: StepFiles, seal: Seal) -> tuple[Seal | None, bytes, str | None]:
+    try:
+        return seal, metadata_bytes(files, seal), None
+    except CheckpointError as error:
+        return None, b"", str(error)

@@ -1,0 +1,144 @@
+"""What a run measures, in the words in which it was planned: run_X beside plan_X for every step, and at the end.
+
+Model FLOPs of a token and the peak they are held against are those of the plan, so both MFUs are shares of the same
+number. Times are a step old when they are recorded; see `timing`.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+import warnings
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from craton.ml.training.parallel import Ranks
+from craton.telemetry import plan_twins, read_json
+from craton.telemetry.rank import Recorder
+
+LOG_SECONDS = 5.0  # between two lines in the log of rank 0
+SUMMARY_STEPS = 1000  # the newest, whose medians are compared with the plan
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """What plan.json says of a step and of a rank."""
+
+    twins: dict[str, float]  # under the names that a run measures them by
+    memory_bytes: float
+    memory_limit_bytes: float
+    flops_per_token: float
+    peak_flops: float  # of one rank
+
+    @classmethod
+    def read(cls, path: Path) -> PlannedStep | None:
+        """None when there is no plan, as for a model that only its author knows."""
+        if not path.is_file():
+            return None
+        plan = read_json(path)
+        if not plan:
+            warnings.warn(
+                f"{path} cannot be read: nothing is compared with the plan; `craton resume` plans again", stacklevel=2
+            )
+        if not plan.get("mfu"):
+            return None
+        flops_per_second = plan["flops_per_token"] * plan["tokens_per_second"] / plan["cluster"]["num_gpus"]
+        return cls(
+            plan_twins(plan),
+            plan["memory_bytes"],
+            plan["memory_limit_bytes"],
+            plan["flops_per_token"],
+            flops_per_second / plan["mfu"],
+        )
+
+
+class Meter:
+    """Records one rank's steps; rank 0 records what all ranks share, and prints a line now and then."""
+
+    def __init__(
+        self, recorder: Recorder, ranks: Ranks, steps: int, tokens_per_step: int, prediction: PlannedStep | None
+    ) -> None:
+        self.prediction = prediction
+        self._recorder, self._ranks = recorder, ranks
+        self._steps, self._tokens_per_step = steps, tokens_per_step
+        self._measured: deque[dict[str, float]] = deque(maxlen=SUMMARY_STEPS)
+        self._evaluations: dict[int, float] = {}
+        self._recorded = 0.0  # seconds spent recording until the last step
+        self._printed = 0.0
+        self._first = True
+        if prediction is not None and ranks.rank == 0:
+            recorder.event("predicted", step=0, **prediction.twins)
+
+    def step(self, step: int, phases: dict[str, float], shared: dict[str, float], rank_gradient_norm: float) -> None:
+        """One finished step: seconds of its phases on this rank, what is the same on all, and the norm of this rank's
+        part of the gradient (NaN where none was taken), which a card that computes wrong shows first."""
+        seconds = sum(phases.values())
+        measured = {
+            "step_seconds": seconds,
+            **{f"{name}_seconds": value for name, value in phases.items()},
+            "memory_bytes": float(peak_memory_bytes(self._ranks.device)),
+        }
+        if self._ranks.rank == 0:
+            measured["tokens_per_second"] = self._tokens_per_step / seconds
+            if self.prediction is not None:
+                flops = self.prediction.flops_per_token * measured["tokens_per_second"]
+                measured["mfu"] = flops / (self.prediction.peak_flops * self._ranks.world)
+            if not self._first:  # the first step compiles and warms up; it is recorded, but says nothing of the others
+                self._measured.append(measured)
+            self._first = False
+            self._print(step, measured, shared)
+            measured = {**measured, **shared, "tokens": step * self._tokens_per_step}
+            if step in self._evaluations:
+                measured["evaluation_loss"] = self._evaluations.pop(step)
+        recorded = self._recorder.recording_seconds
+        measured["rank_gradient_norm"] = rank_gradient_norm
+        measured["recording_share"] = (recorded - self._recorded) / seconds
+        self._recorded = recorded
+        self._recorder.metrics(step, **{f"run_{name}": value for name, value in measured.items()})
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Recorded with the other numbers of this step, which come later."""
+        self._evaluations[step] = loss
+        if self._ranks.rank == 0:
+            print(f"step {step}  evaluation loss {loss:.4f}", flush=True)
+
+    def summary(self, step: int, outcome: str) -> None:
+        """Predicted against measured: the median of the newest steps, the first one left out."""
+        if self._ranks.rank != 0 or not self._measured:
+            return
+        measured = {name: median(each[name] for each in self._measured) for name in self._measured[-1]}
+        measured["memory_bytes"] = self._measured[-1]["memory_bytes"]
+        predicted = self.prediction.twins if self.prediction else {}
+        self._recorder.event("summary", step=step, outcome=outcome, measured=measured, predicted=predicted)
+        for name, value in measured.items():
+            plan = f"  predicted {predicted[name]:>12.4g}" if name in predicted else ""
+            print(f"{name:<24} measured {value:>12.4g}{plan}", flush=True)
+
+    def _print(self, step: int, measured: dict[str, float], shared: dict[str, float]) -> None:
+        now = time.monotonic()
+        if step not in (1, self._steps) and now - self._printed < LOG_SECONDS:
+            return
+        self._printed = now
+        parts: list[Any] = [
+            f"step {step}/{self._steps}",
+            f"loss {shared['loss']:.4f}",
+            f"norm {shared['gradient_norm']:.3g}",
+            f"lr {shared['learning_rate']:.3g}",
+            f"{measured['step_seconds']:.4g} s",
+            f"{measured['tokens_per_second']:,.0f} tokens/s",
+        ]
+        if "mfu" in measured:
+            parts.append(f"MFU {measured['mfu']:.1%}")
+        print("  ".join(parts), flush=True)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most this rank has used so far: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,90 @@
+"""The numbers of the newest steps, carried by every checkpoint until their lines are in the run's metrics.
+
+A step's loss is recorded one step late, through a pipe, by an agent: whoever is killed on the way takes it along, while
+the state after that step may be safe in memory or on disk. So a checkpoint carries the numbers of its own step and of
+those before it that rank 0's agent has not written yet, and whoever restores it records what is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from craton.ml.training.measure.readout import HostCopy
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import tail_lines
+from craton.telemetry.rank import Recorder
+
+MAX_RECORDS = 256  # that a checkpoint carries: an agent that is stopped for longer is replaced
+SEARCHED_BYTES = 4 << 20  # of each node's metrics, for the newest steps
+
+Record = dict[str, Any]  # step, loss, gradient_norm, learning_rate and what the objective reports
+
+
+@dataclass(frozen=True)
+class _Step:
+    step: int
+    learning_rate: float
+    numbers: HostCopy  # loss, gradient norm, this rank's own norm, whether the step counted, then the report
+    report_names: tuple[str, ...]
+
+    @cached_property
+    def record(self) -> Record:
+        loss, norm, _, _, *report = self.numbers.read()
+        values = {"loss": loss, "gradient_norm": norm, "learning_rate": self.learning_rate}
+        values |= dict(zip(self.report_names, report, strict=True))
+        return {"step": self.step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """Of a checkpoint that was restored."""
+
+    step: int
+    record: Record
+
+
+class StepRecords:
+    """Made by every rank, and fed the same on all of them."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step | _Carried] = deque(maxlen=MAX_RECORDS)
+
+    def add(self, step: int, learning_rate: float, numbers: HostCopy, report_names: list[str]) -> None:
+        self._steps.append(_Step(step, learning_rate, numbers, tuple(report_names)))
+
+    def written(self, step: int) -> None:
+        """The lines up to this step are on disk."""
+        while self._steps and self._steps[0].step <= step:
+            self._steps.popleft()
+
+    def begin(self, counters: Mapping[str, Any] | None) -> None:
+        """The training goes on from these counters; what their checkpoint carried is carried on."""
+        self._steps.clear()
+        self._steps.extend(_Carried(int(record["step"]), record) for record in (counters or {}).get("records") or ())
+
+    def later(self) -> Callable[[], list[Record]]:
+        """The records of now, to be asked for when the device has sent them."""
+        steps = tuple(self._steps)
+        return lambda: [each.record for each in steps]
+
+
+def resolved(counters: Mapping[str, Any]) -> dict[str, Any]:
+    """Counters with the values that were not known yet when they were made."""
+    return {name: value() if callable(value) else value for name, value in counters.items()}
+
+
+def record_missing(run: RunDirectory, recorder: Recorder, records: list[Record]) -> list[int]:
+    """Records the steps that the run's metrics do not have; which ones these were."""
+    wanted = {int(record["step"]): record for record in records}
+    for path in sorted((run.path / "metrics").glob("*.jsonl")) if wanted else ():
+        for line in tail_lines(path, SEARCHED_BYTES):
+            if "run_loss" in line and type(step := line.get("step")) is int:
+                wanted.pop(step, None)
+    for step, record in sorted(wanted.items()):
+        recorder.metrics(step, **{f"run_{name}": value for name, value in record.items() if name != "step"})
+    return sorted(wanted)

@@ -1,0 +1,63 @@
+"""Which file systems a run uses: those of its directory, its data and its checkpoints.
+
+A full boot partition, or somebody's mount that does not answer, is not the run's trouble. Where the job does not say
+where its data is, shared and large file systems count, and those of the operating system do not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from craton.errors import CratonError
+from craton.job import load_job
+from craton.job.sections import place_of
+from craton.observability.diagnosis.snapshot import RunFacts, SnapshotMount
+from craton.telemetry import RunDirectory
+
+OF_THE_SYSTEM = re.compile(r"/$|/(boot|dev|etc|proc|run|snap|sys|usr|var)(/|$)")
+SMALL_KINDS = re.compile(r"vfat|msdos|iso9660|squashfs|autofs|efivarfs|fuse\.(portal|gvfsd-fuse|snapfuse|sshfs)")
+
+
+def paths_of(run: RunDirectory, on: str) -> dict[str, tuple[str, ...]]:
+    """run, data, checkpoints → folders. Without a job that can be read, the run directory alone; pods have other paths
+    than their nodes, which nobody can compare."""
+    if on == "kubernetes":
+        return {}
+    found: dict[str, tuple[str, ...]] = {"run": (str(run.path.absolute()),)}
+    try:
+        job = load_job(run.job_path)
+        storage = job.cluster.file.storage if job.cluster.file else None
+        places = [place_of(tier, storage, run.path.absolute()) for tier in job.checkpoint.places]
+    except (CratonError, OSError):
+        return found
+    found["checkpoints"] = tuple(place.place for place in places if not place.is_url)
+    data = [path for path, _ in (*job.data.mixture, *job.data.validation_mixture) if Path(path).is_absolute()]
+    return {**found, **({"data": tuple(dict.fromkeys(data))} if data else {})}
+
+
+def with_holders(mounts: Sequence[SnapshotMount], paths: Mapping[str, Sequence[str]]) -> tuple[SnapshotMount, ...]:
+    """Mounts with what of the run they hold; what is known already stays."""
+    holds: dict[str, list[str]] = {}
+    for what, folders in paths.items():
+        for folder in folders:
+            points = [mount.path for mount in mounts if is_under(folder, mount.path)]
+            if points:
+                holds.setdefault(max(points, key=len), []).append(what)
+    return tuple(
+        replace(mount, holds=tuple(dict.fromkeys((*mount.holds, *holds.get(mount.path, ()))))) for mount in mounts
+    )
+
+
+def is_used(mount: SnapshotMount, run: RunFacts) -> bool:
+    if mount.holds or not mount.path.startswith("/"):  # of a Lustre client, whose mount point nobody tells
+        return True
+    if {"data", "checkpoints"} <= run.paths.keys():
+        return False
+    return not OF_THE_SYSTEM.match(mount.path) and not SMALL_KINDS.fullmatch(mount.kind)
+
+
+def is_under(path: str, mount: str) -> bool:
+    return path == mount or path.startswith(mount.rstrip("/") + "/")

@@ -1,0 +1,268 @@
+"""What a Prometheus knows of the nodes of a run, put into its snapshot.
+
+Every query of queries.toml is one HTTP request for the machines of the run; they go out side by side. A server that
+does not answer, or an answer that is no number, changes nothing but a note: a diagnosis must not depend on the
+monitoring being well, and what was not answered stays unknown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+import typing
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from craton.observability.diagnosis.collect.file_systems import with_holders
+from craton.observability.diagnosis.snapshot import (
+    CardOccupant,
+    Snapshot,
+    SnapshotFabricDevice,
+    SnapshotGpu,
+    SnapshotHost,
+    SnapshotMount,
+    SnapshotNode,
+    SnapshotXid,
+    hints_of,
+    with_occupants,
+)
+
+ANSWER_SECONDS = 5.0
+AT_ONCE = 8
+ANSWER_BYTES = 64 << 20
+SKIPPED_FILE_SYSTEMS = ("tmpfs", "devtmpfs", "overlay", "squashfs", "ramfs")
+OCCUPANTS = "craton_gpu_rank_memory_bytes"
+Ask = Callable[[str], list[dict[str, Any]]]
+_METRIC = re.compile(r"\b((?:DCGM|node|lustre|craton)_\w+)(?:\{([^}]*)\})?")  # and its own matchers
+
+
+@dataclass(frozen=True)
+class SnapshotQuery:
+    of: str
+    field: str
+    expression: str
+    label: str = ""  # whose value is what is asked for
+
+
+@dataclass
+class _Known:
+    """What was answered of one node, by the key of its part: (index of a card, name of a device or mount)."""
+
+    gpu: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fabric: dict[str, dict[str, Any]] = field(default_factory=dict)
+    host: dict[str, dict[str, Any]] = field(default_factory=dict)
+    filesystem: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lustre: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@cache
+def queries() -> tuple[SnapshotQuery, ...]:
+    text = resources.files(__package__).joinpath("queries.toml").read_text(encoding="utf-8")
+    return tuple(SnapshotQuery(**row) for row in tomllib.loads(text)["query"])
+
+
+def ask_prometheus(snapshot: Snapshot, address: str, ask: Ask | None = None) -> tuple[Snapshot, str]:
+    """The snapshot with what the server knows of its nodes, and a note when it could not be asked."""
+    machines = machines_of(snapshot.nodes)
+    put = ask or (lambda expression: answer(address, of_machines(expression, machines), snapshot.moment))
+    try:
+        put("vector(1)")
+    except (OSError, ValueError) as error:
+        return snapshot, f"Prometheus at {address} could not be asked: {error}"
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        expressions = [*(query.expression for query in queries()), OCCUPANTS]
+        told = list(pool.map(lambda expression: _quietly(put, expression), expressions))
+    *answers, occupants = [[] if isinstance(each, Exception) else each for each in told]
+    failed = [each for each in told if isinstance(each, Exception)]
+    untold = {query.field for query, each in zip(queries(), told, strict=False) if isinstance(each, Exception)}
+    known: dict[str, _Known] = {}
+    names = _names(snapshot, [row.get("metric") or {} for rows in answers for row in rows])
+    for query, rows in zip(queries(), answers, strict=True):
+        for row in rows:
+            for node in _nodes_of(row.get("metric") or {}, names):
+                _take(known.setdefault(node, _Known()), query, row)
+    nodes = tuple(
+        _onto(node, known[node.name], snapshot.run.paths, untold) if node.name in known else node
+        for node in snapshot.nodes
+    )
+    note = "" if known else f"Prometheus at {address} knows none of the nodes of this run"
+    if failed:
+        note = f"Prometheus at {address} did not answer {len(failed)} of {len(told)} queries: {failed[0]}"
+    seen = replace(snapshot, nodes=nodes)
+    return with_occupants(seen, _occupants(occupants, names)), note
+
+
+def _occupants(rows: Iterable[Mapping[str, Any]], names: Mapping[str, list[str]]) -> Iterator[CardOccupant]:
+    for row in rows:
+        labels = row.get("metric") or {}
+        card, rank = labels.get("gpu", ""), labels.get("rank", "")
+        if card.isdecimal():
+            for node in _nodes_of(labels, names):
+                yield CardOccupant(node, int(card), labels.get("run", ""), int(rank) if rank.isdecimal() else None)
+
+
+def _names(snapshot: Snapshot, rows: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
+    """What a series may call a machine → the nodes of the run that are on it. A run's own names of its nodes may be
+    those of other machines: they count only where the server knows none of its hosts."""
+    hosts: dict[str, list[str]] = {}
+    for node in snapshot.nodes:
+        host = node.host_name or node.name
+        for name in dict.fromkeys((host, host.partition(".")[0])):
+            hosts.setdefault(name, []).append(node.name)
+    if any(_nodes_of(labels, hosts) for labels in rows):
+        return hosts
+    return {node.name: [node.name] for node in snapshot.nodes}
+
+
+def machines_of(nodes: Iterable[SnapshotNode]) -> str:
+    """A regular expression of what the label node may be, with or without a domain."""
+    names = [name.partition(".")[0] for node in nodes for name in (node.host_name, node.name) if name]
+    return f"(?:{'|'.join(map(re.escape, dict.fromkeys(names)))})(?:[.].*)?"
+
+
+def of_machines(expression: str, machines: str) -> str:
+    """The expression for these machines alone, and for those whose exporter has no label node: of them nobody can tell
+    beforehand whose they are."""
+    if not _METRIC.search(expression):
+        return expression
+
+    def matching(matcher: str) -> str:
+        return _METRIC.sub(lambda found: f"{found[1]}{{{','.join(filter(None, (found[2], matcher)))}}}", expression)
+
+    named, nameless = matching(f"node=~{json.dumps(machines)}"), matching('node=""')
+    return f"({named}) or ({nameless})"
+
+
+def _quietly(ask: Ask, expression: str) -> list[dict[str, Any]] | Exception:
+    try:
+        return ask(expression)
+    except (OSError, ValueError) as error:
+        return error
+
+
+def answer(address: str, expression: str, moment: float) -> list[dict[str, Any]]:
+    """The rows of an instant query. ValueError when the server speaks something else."""
+    # In the body, because the names of a thousand machines are too long for an address.
+    arguments = urllib.parse.urlencode({"query": " ".join(expression.split()), "time": f"{moment:.3f}"})
+    request = urllib.request.Request(f"{address.rstrip('/')}/api/v1/query", data=arguments.encode())
+    if urllib.parse.urlsplit(address).scheme not in ("http", "https"):
+        raise ValueError(f"{address!r} is not an address of a Prometheus, as http://127.0.0.1:9090 is")
+    with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
+        document = json.loads(response.read(ANSWER_BYTES))
+    if not isinstance(document, dict) or document.get("status") != "success":
+        raise ValueError("it does not answer as Prometheus does")
+    rows = (document.get("data") or {}).get("result")
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _nodes_of(labels: Mapping[str, str], names: Mapping[str, list[str]]) -> list[str]:
+    """The nodes of a run that a series is of: those on its machine."""
+    told = [labels.get(name, "") for name in ("node", "Hostname", "nodename")]
+    for name in (*told, labels.get("instance", "").rpartition(":")[0]):
+        found = names.get(name) or names.get(name.partition(".")[0])
+        if name and found:
+            return found
+    return []
+
+
+def _take(known: _Known, query: SnapshotQuery, row: Mapping[str, Any]) -> None:
+    labels = row.get("metric") or {}
+    value = _number((row.get("value") or [None, None])[1])
+    if value is None:
+        return
+    if query.of == "filesystem" and labels.get("fstype") in SKIPPED_FILE_SYSTEMS:
+        return
+    key = {
+        "gpu": labels.get("gpu", ""),
+        "fabric": labels.get("device", ""),
+        "host": "host",
+        "filesystem": labels.get("mountpoint", ""),
+        "lustre": str(labels.get("target", "")).partition("-")[0],
+    }[query.of]
+    if not key or (query.of == "gpu" and not key.isdecimal()):
+        return
+    part: dict[str, Any] = getattr(known, query.of).setdefault(key, {})
+    if query.label:
+        said = labels.get(query.label, "")
+        if query.field == "xids" and said.isdecimal():
+            part.setdefault("xids", {}).setdefault(int(said), value or None)
+        elif query.field == "throttle" and said:
+            part.setdefault("throttle", []).append(said)
+        elif said:
+            part.setdefault(query.field, said)
+    elif query.of == "lustre" and query.field in part:
+        # A file system has many targets: the slowest is what a program waits for; rates add up.
+        both = (part[query.field], value)
+        part[query.field] = sum(both) if query.field.endswith("bytes_per_second") else max(both)
+    else:
+        part.setdefault(query.field, value)
+    if query.of == "gpu":
+        part.setdefault("uuid", labels.get("UUID") or labels.get("uuid") or "")
+    if query.of == "filesystem":
+        part.setdefault("kind", labels.get("fstype", ""))
+
+
+def _onto(node: SnapshotNode, known: _Known, paths: Mapping[str, Sequence[str]], untold: Set[str]) -> SnapshotNode:
+    """What is known already, from the node itself, is newer and stays; of `untold` fields nothing is known."""
+    gpus = {gpu.index: gpu for gpu in node.gpus}
+    for key, part in known.gpu.items():
+        values = dict(part)
+        xids = tuple(SnapshotXid(code, moment) for code, moment in values.pop("xids", {}).items())
+        values = {**values, **({"xids": xids} if xids else {})}
+        if "throttle" in values or (part.get("sm_clock_mhz") is not None and "throttle" not in untold):
+            values["throttle"] = tuple(values.get("throttle", ()))
+        gpus[int(key)] = _filled(gpus.get(int(key)) or SnapshotGpu(int(key)), values)
+    fabric = {device.name: device for device in node.fabric}
+    for name, part in known.fabric.items():
+        fabric[name] = _filled(fabric.get(name) or SnapshotFabricDevice(name), part)
+    mounts = {mount.path: mount for mount in node.mounts}
+    for path, part in known.filesystem.items():
+        mounts[path] = _filled(mounts.get(path) or SnapshotMount(path, part.get("kind", "")), part)
+    for name, part in known.lustre.items():
+        path = next((each.path for each in mounts.values() if each.kind == "lustre"), name)
+        mounts[path] = _filled(mounts.get(path) or SnapshotMount(path, "lustre"), part)
+    host = _filled(node.host or SnapshotHost(), known.host["host"]) if known.host else node.host
+    return replace(
+        node,
+        gpus=tuple(gpus[index] for index in sorted(gpus)),
+        gpus_known=node.gpus_known or bool(known.gpu),
+        fabric=tuple(fabric.values()),
+        mounts=with_holders(tuple(mounts.values()), paths),
+        host=host,
+    )
+
+
+def _filled(part: Any, values: Mapping[str, Any]) -> Any:
+    """Sets what is not known yet, as the type that the field has."""
+    hints = hints_of(part.__class__)
+    changes = {}
+    for each in fields(part):
+        if each.name in values and getattr(part, each.name) in (None, "", ()):
+            changes[each.name] = _as(hints[each.name], values[each.name])
+    return replace(part, **changes)
+
+
+def _as(kind: Any, value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    kinds: Iterable[Any] = typing.get_args(kind) or (kind,)
+    if bool in kinds:
+        return value != 0.0
+    return round(value) if int in kinds else value
+
+
+def _number(text: Any) -> float | None:
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        return None
+    return value if math.isfinite(value) else None

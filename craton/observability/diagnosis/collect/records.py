@@ -1,0 +1,341 @@
+"""What the files of a run tell: steps of every rank, what they do now, checkpoints, events, and lines of logs.
+
+Only the ends of files are read, and less of each the more nodes there are, so that a look at a run of a thousand nodes
+reads about a hundred megabytes. Where the end of a file does not reach far enough back to compare with, a part of what
+lies before is read as well. What rank 0 alone tells is read of nodes that held it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from craton.observability.diagnosis.restart_history import LOST
+from craton.observability.diagnosis.snapshot import PHASES, Event, LogMatch, Restart, Series, Serving, SnapshotTier
+from craton.observability.diagnosis.tables import log_patterns, threshold
+from craton.orchestration.watching import read_recoveries
+from craton.telemetry import RunDirectory, read_json
+from craton.telemetry.files import open_regular, paths_in, read_lines, tail_lines
+
+RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5
+NEWEST_STEPS = 5  # most of which must be odd
+ALL_BYTES, MAX_BYTES, MIN_BYTES = 128 << 20, 1 << 20, 32 << 10  # of the metrics of all nodes, and of one
+ALL_EVENT_BYTES, EVENT_BYTES, LOG_BYTES = 64 << 20, 256 << 10, 48 << 10
+MAX_GENERATIONS = 32  # the newest, that are read: who held rank 0, why they began
+RESTART_SECONDS = 3600.0  # that a restart counts
+MAX_LOGS = 64
+MAX_POINTS, WHOLE_POINTS = 300, 60  # of a series: thinned, but for the newest
+MAX_EVENTS = 40
+ROUTINE = (
+    "agent_started",
+    "metrics_served",
+    "coordinates",
+    "rank_started",
+    "predicted",
+    "summary",
+    "keeper_ready",
+    "peer_interval",
+    "checkpoint_saved",
+    "checkpoint_moved",
+)
+
+
+@dataclass
+class Steps:
+    """The steps of one rank in the newest generation, oldest first."""
+
+    node: str
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    begins_here: bool = False  # whether the first of them is the first of the generation
+
+    def median(self, recent: bool) -> tuple[dict[str, float], int]:
+        """Phase (and "step") → median seconds, and of how many steps."""
+        lines = self.lines[WARM_STEPS:] if self.begins_here else self.lines
+        chosen = lines[-RECENT_STEPS:] if recent else lines[-RECENT_STEPS - EARLIER_STEPS : -RECENT_STEPS]
+        found = {}
+        for phase in (*PHASES, "step"):
+            values = [value for line in chosen if (value := number(line.get(f"run_{phase}_seconds"))) is not None]
+            if values:
+                found[phase] = statistics.median(values)
+        return found, len(chosen)
+
+    def work_deviation(self) -> float | None:
+        """How much the work of a step swings."""
+        lines = self.lines[-RECENT_STEPS:]
+        parts = [
+            (number(line.get("run_step_seconds")), number(line.get("run_communication_seconds"))) for line in lines
+        ]
+        works = [step - waiting for step, waiting in parts if step is not None and waiting is not None]
+        if not works:
+            return None
+        middle = statistics.median(works)
+        return statistics.median(abs(work - middle) for work in works)
+
+    def newest(self, name: str) -> float | None:
+        return next((value for line in reversed(self.lines) if (value := _told(line, name)) is not None), None)
+
+    def lasting(self, name: str) -> float | None:
+        """The median of the newest steps, so that one odd step says nothing; NaN where most of them have no number."""
+        values = [value for line in self.lines if (value := _told(line, name)) is not None][-NEWEST_STEPS:]
+        if len(values) < NEWEST_STEPS:
+            return None
+        known = [value for value in values if math.isfinite(value)]
+        return statistics.median(known) if 2 * len(known) > len(values) else math.nan
+
+    def usual(self, name: str) -> float | None:
+        """The same before those."""
+        told = [value for line in self.lines if (value := _told(line, name)) is not None][:-NEWEST_STEPS]
+        values = [value for value in told if math.isfinite(value)]
+        return statistics.median(values) if len(values) >= WARM_STEPS else None
+
+
+def read_steps(run: RunDirectory, nodes: Sequence[str], generation: int) -> dict[int, Steps]:
+    """rank → its steps of this generation, or, before it has any, none."""
+    size = max(MIN_BYTES, min(MAX_BYTES, ALL_BYTES // max(1, len(nodes))))
+    found: dict[int, Steps] = {}
+    for node in nodes:
+        lines, is_whole = _newest_and_earlier(run.metrics_path(node), size)
+        for line in lines:
+            rank = line.get("rank")
+            if not isinstance(rank, int) or ("run_step_seconds" not in line and "run_loss" not in line):
+                continue
+            steps = found.setdefault(rank, Steps(node, begins_here=is_whole))
+            if line.get("generation") == generation:
+                steps.lines.append(line)
+            else:
+                steps.begins_here = True
+    for steps in found.values():
+        steps.lines.sort(key=lambda line: float(line.get("time") or 0.0))
+    return {rank: steps for rank, steps in found.items() if steps.lines}
+
+
+def _newest_and_earlier(path: Path, size: int) -> tuple[list[dict[str, Any]], bool]:
+    """Lines of the newest steps and, where the whole does not fit, some of those that lie as far back as is compared
+    with; and whether the first line of the file is among them. Nodes are in lock-step: on all of them it is about the
+    same steps, however long their lines are."""
+    length = _bytes(path)
+    if length <= size:
+        return tail_lines(path, size), True
+    newest_bytes = 2 * size // 3
+    newest = tail_lines(path, newest_bytes)
+    step_bytes = newest_bytes / max(1, len({line.get("step") for line in newest}))
+    back = min(length, round(step_bytes * (RECENT_STEPS + EARLIER_STEPS)))
+    room = min(size - newest_bytes, back - newest_bytes)
+    earlier = read_lines(path, length - back, room)[0] if room > 0 else []
+    return [*earlier, *newest], back == length
+
+
+def collective_seconds(steps: Mapping[int, Steps]) -> tuple[float | None, float | None]:
+    """What collectives take by themselves, in the recent steps and in those before: the least that any rank waits in a
+    step, since who comes last waits for nobody. Another rank may be last in every step, so it is found step by step."""
+    waits: dict[int, list[float]] = {}
+    for each in steps.values():
+        for line in each.lines[WARM_STEPS:] if each.begins_here else each.lines:
+            if (waited := number(line.get("run_communication_seconds"))) is not None:
+                waits.setdefault(int(line.get("step") or 0), []).append(waited)
+    least = [min(all_of) for _, all_of in sorted(waits.items()) if len(all_of) == len(steps)]
+    recent, earlier = least[-RECENT_STEPS:], least[-RECENT_STEPS - EARLIER_STEPS : -RECENT_STEPS]
+    return (statistics.median(recent) if recent else None, statistics.median(earlier) if earlier else None)
+
+
+def series_of(run: RunDirectory, nodes: Sequence[str]) -> Series:
+    """How rank 0 saw the run go, over generations; a step that was done twice counts the second time."""
+    paths = [run.metrics_path(node) for node in _first_nodes(run, nodes)]
+    lines = [line for path in paths for line in tail_lines(path, MAX_BYTES) if line.get("rank") == 0]
+    lines.sort(key=lambda line: float(line.get("time") or 0.0))
+
+    def points(name: str) -> tuple[tuple[int, float], ...]:
+        values = {int(line.get("step") or 0): value for line in lines if (value := _told(line, name)) is not None}
+        return thinned(sorted(values.items()))
+
+    return Series(
+        loss=points("run_loss"),
+        gradient_norm=points("run_gradient_norm"),
+        step_seconds=points("run_step_seconds"),
+    )
+
+
+def _first_nodes(run: RunDirectory, nodes: Sequence[str]) -> list[str]:
+    """Nodes that have held rank 0: now, and in the last generations."""
+    paths = paths_in(run.path / "generations", "[0-9]*.json")[-MAX_GENERATIONS:]
+    members = [nodes, *(read_json(path).get("nodes") or () for path in paths)]
+    return list(dict.fromkeys(str(each[0]) for each in members if each))
+
+
+def thinned(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    if len(points) <= MAX_POINTS:
+        return tuple(points)
+    old, new = points[:-WHOLE_POINTS], points[-WHOLE_POINTS:]
+    every = -(-len(old) // (MAX_POINTS - WHOLE_POINTS))
+    return (*old[::every], *new)
+
+
+def read_events(run: RunDirectory) -> list[dict[str, Any]]:
+    """All that the tails of the event files hold, in the order of time."""
+    paths = paths_in(run.path / "events", "*.jsonl")
+    size = max(MIN_BYTES, min(EVENT_BYTES, ALL_EVENT_BYTES // max(1, len(paths))))
+    lines = [line for path in paths for line in tail_lines(path, size) if isinstance(line.get("event"), str)]
+    return sorted(lines, key=lambda line: float(line.get("time") or 0.0))
+
+
+def notable(lines: Iterable[Mapping[str, Any]]) -> tuple[Event, ...]:
+    found = []
+    for line in lines:
+        name = str(line["event"])
+        if name in ROUTINE or (name == "rank_ended" and line.get("code") == 0):
+            continue
+        if name == "generation_started" and line.get("reason") == "start":
+            continue
+        told = [line.get(each) for each in ("reason", "message", "code", "during") if line.get(each) not in (None, "")]
+        rank, step, generation = (line.get(each) for each in ("rank", "step", "generation"))
+        found.append(
+            Event(
+                name=name,
+                moment=float(line.get("time") or 0.0),
+                node=str(line.get("node") or ""),
+                rank=rank if isinstance(rank, int) else None,
+                step=step if isinstance(step, int) else None,
+                generation=generation if isinstance(generation, int) else None,
+                text="; ".join(str(each) for each in told)[:300],
+            )
+        )
+    return tuple(found[-MAX_EVENTS:])
+
+
+def read_restarts(run: RunDirectory, first: int, now: float) -> tuple[tuple[Restart, ...], float | None]:
+    """Generations from this number on: those of the last hour that began because something broke, oldest first, and
+    when the last but one of all began. What each cost is asked of the ledger only where they are many."""
+    stems = [path.stem for path in paths_in(run.path / "generations", "[0-9]*.json")]
+    numbers = sorted(int(stem) for stem in stems if stem.isdecimal() and int(stem) >= first)
+    made = {each: read_json(run.generation_path(each)) for each in numbers[-MAX_GENERATIONS:]}
+    began = {each: number(document.get("time")) or 0.0 for each, document in made.items()}
+    broke = {each: at for each, document in made.items() if (at := number(document.get("broke_at")))}
+    recent = [each for each in broke if began[each] >= now - RESTART_SECONDS]
+    nodes = read_json(run.launch_path).get("nodes") or ()
+    books: dict[int, float] = {}
+    if len(recent) >= threshold("restarts_per_hour"):
+        books = {each.generation: sum(each.parts.values()) for each in read_recoveries(run)}
+    restarts = tuple(
+        Restart(began[each], broke[each], _cause(str(made[each].get("reason") or ""), nodes), books.get(each))
+        for each in recent
+    )
+    return restarts, began[numbers[-2]] if len(numbers) > 1 else None
+
+
+def _cause(reason: str, nodes: Collection[str]) -> str:
+    """A lost node, before ranks whose connections to it broke; else the first line."""
+    lost = next((each[0] for each in LOST.finditer(reason) if each[1] in nodes), None)
+    return (lost.removeprefix("; ") if lost else reason.partition("\n")[0])[:300]
+
+
+def tiers_of(lines: Iterable[Mapping[str, Any]], intervals: Mapping[str, float]) -> tuple[SnapshotTier, ...]:
+    """What events tell of checkpoints, tier by tier; those of the plan that were never saved to as well."""
+    saves: dict[str, list[Mapping[str, Any]]] = {tier: [] for tier in intervals}
+    for line in lines:
+        if line["event"] in ("checkpoint_saved", "checkpoint_failed", "checkpoint_skipped") and line.get("tier"):
+            saves.setdefault(str(line["tier"]), []).append(line)
+    return tuple(_tier(name, made, intervals.get(name)) for name, made in saves.items())
+
+
+def _tier(name: str, made: Sequence[Mapping[str, Any]], interval: float | None) -> SnapshotTier:
+    good = [line for line in made if line["event"] == "checkpoint_saved"]
+    after = list(made[made.index(good[-1]) + 1 :]) if good else list(made)
+    failed = [line for line in after if line["event"] == "checkpoint_failed"]
+    seconds = [value for line in good if (value := number(line.get("seconds"))) is not None]
+    rates = [
+        count / took
+        for line in good
+        if (count := number(line.get("bytes"))) and (took := number(line.get("seconds"))) and took > 0
+    ]
+    last = good[-1] if good else None
+    return SnapshotTier(
+        tier=name,
+        last_step=int(last["step"]) if last and isinstance(last.get("step"), int) else None,
+        last_moment=float(last.get("time") or 0.0) if last else None,
+        last_seconds=seconds[-1] if seconds else None,
+        usual_seconds=statistics.median(seconds[:-1]) if len(seconds) > 3 else None,
+        bytes_per_second=rates[-1] if rates else None,
+        usual_bytes_per_second=statistics.median(rates[:-1]) if len(rates) > 3 else None,
+        interval_seconds=interval,
+        failures=len(failed),
+        skipped=sum(line["event"] == "checkpoint_skipped" for line in after),
+        reason=str(failed[-1].get("reason") or "")[:300] if failed else "",
+    )
+
+
+def read_logs(run: RunDirectory, ranks: Sequence[int], since: float, nodes: Sequence[str]) -> tuple[LogMatch, ...]:
+    """Lines that mean something at the ends of the logs of these ranks (the first are the most interesting) and of the
+    agents, that were written since."""
+    found: list[LogMatch] = []
+    for rank in ranks[:MAX_LOGS]:
+        found += _matches(run.log_path(rank), since, rank=rank)
+    for node in nodes[:MAX_LOGS]:
+        found += _matches(run.path / "logs" / f"agent-{node}.log", since, node=node)
+    return tuple(found)
+
+
+def _matches(path: Path, since: float, rank: int | None = None, node: str = "") -> list[LogMatch]:
+    try:
+        with open_regular(path) as handle:
+            written = os.fstat(handle.fileno()).st_mtime
+            if written < since:
+                return []
+            handle.seek(max(0, handle.seek(0, os.SEEK_END) - LOG_BYTES))
+            text = handle.read(LOG_BYTES).decode(errors="replace")
+    except OSError:
+        return []
+    newest: dict[str, LogMatch] = {}
+    for line in text.splitlines():
+        pattern = next((each for each in log_patterns() if each.expression.search(line)), None)
+        if pattern is None:
+            continue
+        before = newest.get(pattern.name)
+        newest[pattern.name] = LogMatch(
+            pattern.name, line.strip()[:300], rank, node, written, before.count + 1 if before else 1
+        )
+    return list(newest.values())
+
+
+def read_serving(run: RunDirectory, nodes: Sequence[str], now: float) -> Serving | None:
+    """What a server has recorded of its queue; None where it has recorded nothing."""
+    lines = [line for node in nodes for line in tail_lines(run.metrics_path(node), EVENT_BYTES)]
+    told = sorted(
+        (at, int(running), int(waiting))
+        for line in lines
+        if (at := number(line.get("time"))) is not None
+        and (running := number(line.get("serve_running"))) is not None
+        and (waiting := number(line.get("serve_waiting"))) is not None
+    )
+    if not told:
+        return None
+    # The newest that is older than a minute tells how it was when that minute began.
+    since = max((at for at, _, _ in told if at <= now - threshold("least_queue_seconds")), default=None)
+    least = None if since is None else min(waiting for at, _, waiting in told if at >= since)
+    return Serving(running=told[-1][1], waiting=told[-1][2], least_waiting=least)
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _told(line: Mapping[str, Any], name: str) -> float | None:
+    """A number that was recorded; one that was not finite is null in the file."""
+    if name not in line:
+        return None
+    value = line[name]
+    return math.nan if value is None else number(value)
+
+
+def _bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

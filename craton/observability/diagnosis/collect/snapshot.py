@@ -1,0 +1,430 @@
+"""`take_snapshot`: everything there is to see of a run, from wherever this is.
+
+The run directory tells most. Its scheduler is asked once. A node that is this machine is looked at itself: its
+processes, cards, network, file systems and load. A Prometheus, when one is named, tells of the other nodes. NCCL's
+RAS and PyTorch's flight recorders are read when they are there. What cannot be looked at is noted in the snapshot and
+never fails it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from craton.agent import newest_generation
+from craton.agent.coordination import read_avoided
+from craton.digits import counted
+from craton.errors import CratonError
+from craton.observability.diagnosis.collect.collectives import read_collectives
+from craton.observability.diagnosis.collect.file_systems import paths_of
+from craton.observability.diagnosis.collect.node import look_at_machine
+from craton.observability.diagnosis.collect.processes import look_at_process, stack_of, visible_cards
+from craton.observability.diagnosis.collect.prometheus import ask_prometheus
+from craton.observability.diagnosis.collect.records import (
+    Steps,
+    collective_seconds,
+    notable,
+    read_events,
+    read_logs,
+    read_restarts,
+    read_serving,
+    read_steps,
+    series_of,
+    tiers_of,
+)
+from craton.observability.diagnosis.collect.scheduler import scheduler_of
+from craton.observability.diagnosis.snapshot import (
+    RunFacts,
+    Serving,
+    Snapshot,
+    SnapshotError,
+    SnapshotNode,
+    SnapshotRank,
+    moment_for,
+    with_visible_cards,
+)
+from craton.observability.diagnosis.symptoms import symptoms_of
+from craton.orchestration import ServerWatch, living_agents, read_submission, server_of
+from craton.orchestration.changes import hosts_of
+from craton.orchestration.preflight import read_nccl_log
+from craton.orchestration.start import find_rescue
+from craton.orchestration.watching import settled, standing_of
+from craton.telemetry import (
+    RunDirectory,
+    RunNotFoundError,
+    RunSummary,
+    find_run,
+    list_runs,
+    plan_checkpoint_intervals,
+    plan_twins,
+    read_json,
+    runs_root,
+    summarize,
+)
+from craton.telemetry.files import noting_unread, open_regular
+from craton.telemetry.node import Heartbeat, NodeStatus, read_heartbeat, read_status
+
+LOG_SECONDS = 3600.0  # older lines of logs belong to another life of the run
+MAX_STACKS = 4
+NCCL_CHARACTERS = 512 << 10  # of a log, from its beginning: NCCL tells when it connects
+LAYOUT = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
+
+
+def take_snapshot(
+    run: RunDirectory, prometheus: str | None = None, now: float | None = None, look_here: bool = True
+) -> Snapshot:
+    """`prometheus` is an address (else $CRATON_PROMETHEUS); without `look_here` this machine itself is left alone."""
+    with noting_unread() as unread:
+        snapshot = _taken(run, prometheus, now, look_here)
+    if not unread:
+        return snapshot
+    path, error = next(iter(unread.items()))
+    note = (
+        f"{counted(len(unread), 'file')} of the run could not be read: {path.relative_to(run.path)}: {error.strerror}"
+    )
+    return replace(snapshot, notes=(note, *snapshot.notes))
+
+
+def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_here: bool) -> Snapshot:
+    launch, plan = read_json(run.launch_path), read_json(run.plan_path)
+    moment = moment_for(run, launch.get("nodes") or (), time.time()) if now is None else now
+    notes: list[str] = []
+    standing = standing_of(run)
+    summary = settled(summarize(run, moment), standing)
+    events = read_events(run)
+    facts = _facts(run, summary, launch, plan, events, moment)
+    beats = {node: read_heartbeat(run, node) for node in facts.nodes}
+    statuses = {node: read_status(run, node) for node in facts.nodes}
+    steps = read_steps(run, facts.nodes, facts.generation)
+    now_takes, took = collective_seconds(steps)
+    facts = replace(facts, collective_seconds=now_takes, collective_seconds_before=took)
+    ranks = _ranks(steps, facts, statuses, events, moment)
+    here = [node for node, beat in beats.items() if beat is not None and beat.host == socket.gethostname()]
+    alive = {agent.node for agent in living_agents(run)} if here else set()
+    is_moving = summary.state in ("starting", "running", "stopping")
+    hosts = _hosts(run, facts, beats)
+    nodes = []
+    machine = (
+        look_at_machine(run, bool(launch.get("gpus")), facts.ranks_per_node)
+        if here and look_here and is_moving
+        else None
+    )
+    for name in facts.nodes:
+        node = _node(name, beats[name], hosts.get(name, ""), facts, launch, plan, moment)
+        beat = beats[name]
+        if beat is not None and name in here:
+            node = replace(node, stopped_agent=beat.pid if beat.is_stopped_here else None)
+            node = replace(node, agent_is_alive=name in alive if node.heartbeat_state == "running" else None)
+            if machine is not None:
+                node = machine.onto(node)
+        nodes.append(node)
+    spares = _spares(run, facts, launch, plan, moment, alive) if is_moving else ()
+    if here and is_moving and look_here:
+        ranks = tuple(look_at_process(rank) if rank.node in here else rank for rank in ranks)
+    snapshot = Snapshot(
+        moment=moment,
+        run=facts,
+        scheduler=scheduler_of(standing, facts.on, {name: hosts.get(name, name) for name in facts.nodes}),
+        ranks=ranks,
+        nodes=tuple(nodes),
+        spares=spares,
+        tiers=tiers_of(events, plan_checkpoint_intervals(plan)),
+        series=series_of(run, facts.nodes),
+        events=notable(events),
+    )
+    address = prometheus or os.environ.get("CRATON_PROMETHEUS")
+    if address:
+        snapshot, note = ask_prometheus(snapshot, address)
+        notes += [note] if note else []
+    if facts.kind == "serve" and is_moving:
+        serving, note = _serving(run, facts, moment, look_here)
+        snapshot = replace(snapshot, serving=serving)
+        notes += [note] if note else []
+    is_local = bool(here) and look_here
+    snapshot = with_visible_cards(snapshot, _visible(snapshot, launch, here if is_local and is_moving else []))
+    if is_moving:
+        asks_ras = is_local and bool(launch.get("gpus"))
+        began, per_node = facts.generation_began or 0.0, facts.ranks_per_node
+        collectives, note = read_collectives(run, launch, asks_ras, began, is_local, per_node)
+        snapshot = replace(snapshot, collectives=collectives)
+        notes += [note] if note else []
+    return _closer(run, replace(snapshot, notes=tuple(notes)), here if look_here else [])
+
+
+def chosen_run(name: str | None) -> RunDirectory:
+    """The run of this name; without one, the newest. RunNotFoundError when there is none."""
+    if name is not None:
+        return find_run(name)
+    runs = list_runs()
+    if not runs:
+        raise RunNotFoundError(f"there are no runs in {runs_root()}; CRATON_RUNS names another folder")
+    return runs[0]
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """A saved snapshot; SnapshotError when there is none."""
+    try:
+        return Snapshot.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SnapshotError(f"{path} cannot be read: {error}") from error
+
+
+def _spares(
+    run: RunDirectory,
+    facts: RunFacts,
+    launch: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    moment: float,
+    alive: Collection[str],
+) -> tuple[SnapshotNode, ...]:
+    """Nodes that wait to take another's place, without those that somebody wants out of the run."""
+    found = []
+    away = {*facts.nodes, *read_avoided(run)}
+    for name in (str(each) for each in launch.get("nodes") or () if str(each) not in away):
+        beat = read_heartbeat(run, name)
+        node = _node(name, beat, beat.host if beat else "", facts, launch, plan, moment)
+        if beat is None or node.heartbeat_state != "spare":
+            continue
+        is_here = beat.host == socket.gethostname() and bool(alive)
+        found.append(replace(node, agent_is_alive=name in alive if is_here else None))
+    return tuple(found)
+
+
+def _serving(run: RunDirectory, facts: RunFacts, moment: float, asks: bool) -> tuple[Serving | None, str]:
+    """What a server has recorded, and what its own metrics add; a note where these cannot be read."""
+    recorded = read_serving(run, facts.nodes, moment)
+    if not asks or recorded is None:  # before its first request there is nothing to judge
+        return recorded, ""
+    try:
+        told = ServerWatch(server_of(run)).look()
+    except CratonError as error:
+        return recorded, str(error)
+    if told is None:
+        return recorded, "its server gives no metrics: room for keys and values, and latencies, are not known"
+    asked = replace(recorded, running=told.running, waiting=told.waiting, first_token_seconds=told.first_token_seconds)
+    return replace(asked, kv_share=told.kv_share, preemptions=told.preemptions), ""
+
+
+def _closer(run: RunDirectory, snapshot: Snapshot, here: Sequence[str]) -> Snapshot:
+    """A second look at those that the first one makes suspicious: their logs first, and their stacks."""
+    symptoms = symptoms_of(snapshot)
+    suspects = [rank for symptom in symptoms.all for rank in symptom.ranks]
+    ended = [rank.rank for rank in snapshot.ranks if rank.exit_code not in (0, None)]
+    order = list(dict.fromkeys([*suspects, *ended, *(rank.rank for rank in snapshot.ranks)]))
+    since = max(snapshot.run.generation_began or 0.0, snapshot.moment - LOG_SECONDS)
+    if symptoms.condition in ("dead", "done", "stopped"):
+        since = snapshot.run.generation_began or 0.0
+    snapshot = replace(snapshot, logs=read_logs(run, order, since, snapshot.run.nodes))
+    if snapshot.run.is_accelerated and len(snapshot.run.nodes) > 1:
+        snapshot = replace(snapshot, nodes=tuple(_with_network(run, node, snapshot) for node in snapshot.nodes))
+    if symptoms.condition != "hung":
+        return snapshot
+    looked = [rank.rank for rank in snapshot.ranks if rank.node in here and (rank.rank in suspects or not suspects)]
+    stacks = {number: stack_of(rank) for number in looked[:MAX_STACKS] if (rank := snapshot.rank(number)) is not None}
+    return replace(
+        snapshot,
+        ranks=tuple(replace(rank, stack=stacks.get(rank.rank) or rank.stack) for rank in snapshot.ranks),
+    )
+
+
+def _hosts(run: RunDirectory, facts: RunFacts, beats: Mapping[str, Heartbeat | None]) -> dict[str, str]:
+    """Node of the run → the machine it is on: as its scheduler calls it, else as it calls itself."""
+    try:
+        called = hosts_of(run) if facts.on != "local" else {}
+    except CratonError:
+        called = {}
+    own = {name: beat.host for name, beat in beats.items() if beat is not None and beat.host}
+    return {**own, **called}
+
+
+def _visible(snapshot: Snapshot, launch: Mapping[str, Any], here: Sequence[str]) -> dict[str, str]:
+    """Node → its cards, where the launch or the environment of a rank on this machine limits them."""
+    found = {str(node): str(cards) for node, cards in (launch.get("cards") or {}).items()}
+    for rank in snapshot.ranks:
+        if rank.node in here and rank.node not in found and rank.pid is not None:
+            found[rank.node] = visible_cards(rank.pid)
+    return {node: cards for node, cards in found.items() if cards}
+
+
+def _with_network(run: RunDirectory, node: SnapshotNode, snapshot: Snapshot) -> SnapshotNode:
+    """What NCCL says it uses, in the log of the node's first rank; it does with NCCL_DEBUG=INFO."""
+    first = next((rank.rank for rank in snapshot.ranks if rank.node == node.name), None)
+    if first is None or node.nccl_network:
+        return node
+    try:
+        with open_regular(run.log_path(first)) as log:
+            told = read_nccl_log(log.read(NCCL_CHARACTERS).decode(errors="replace"))
+    except OSError:
+        return node
+    if not told.is_told:
+        return node
+    return replace(node, nccl_network=told.networks[0], nccl_interfaces=told.num_nics or None)
+
+
+def _facts(
+    run: RunDirectory,
+    summary: RunSummary,
+    launch: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    events: Sequence[Mapping[str, Any]],
+    moment: float,
+) -> RunFacts:
+    started = int(launch.get("generation") or 0)
+    newest = newest_generation(run)
+    if newest is not None and newest.number < started:
+        newest = None
+    nodes = newest.nodes if newest else (launch.get("nodes") or [])[: launch.get("num_nodes") or None]
+    layout = (newest.layout if newest else None) or plan.get("layout") or {}
+    daily = (plan.get("cost") or {}).get("dollars_per_day")
+    restarts, previous = read_restarts(run, started, moment)
+    begun = [float(line["time"]) for line in events if line["event"] == "agent_started"]
+    began = newest.time if newest and newest.time else max(begun, default=None)
+    broke = [line for line in events if line["event"] == "generation_started" and line.get("reason") != "start"]
+    on = read_submission(run).on
+    return RunFacts(
+        name=run.name,
+        kind=str(plan.get("kind") or ("command" if not plan else "")),
+        on=on,
+        paths=paths_of(run, on),
+        state=summary.state,
+        message=summary.message,
+        unsaved=summary.unsaved,
+        rescued=_rescued(run) if summary.state in ("done", "stopped") else "",
+        storage=summary.storage,
+        nodes=tuple(str(node) for node in nodes),
+        ranks_per_node=newest.ranks_per_node if newest else int(launch.get("ranks_per_node") or 0),
+        leaves={str(node): str(leaf) for node, leaf in (launch.get("leaves") or {}).items() if leaf},
+        layout={name: int(layout[name]) for name in LAYOUT if isinstance(layout.get(name), int)},
+        is_accelerated=bool(launch["gpus"]) if "gpus" in launch else None,
+        generation=newest.number if newest else started,
+        generation_began=began,
+        previous_began=previous,
+        restarts=sum(not line.get("planned") for line in broke),
+        recent_restarts=restarts,
+        step=summary.step or None,
+        steps=summary.steps,
+        updated_at=summary.updated_at if newest is None or (summary.updated_at or 0.0) >= newest.time else None,
+        plan=plan_twins(plan),
+        step_seconds_low=plan.get("step_seconds_low"),
+        step_seconds_high=plan.get("step_seconds_high"),
+        ledger=dict(summary.ledger),
+        dollars_per_hour=float(daily) / 24.0 if isinstance(daily, int | float) else None,
+        has_ended=summary.state in ("done", "failed", "stopped", "lost"),
+    )
+
+
+def _rescued(run: RunDirectory) -> str:
+    """Where the last state of a run lies that no tier took."""
+    rescue = find_rescue(run)
+    return f"its state of step {rescue.step:,} is in {rescue.path}, not in its tier: {rescue.reason}" if rescue else ""
+
+
+def _ranks(
+    steps: Mapping[int, Steps],
+    facts: RunFacts,
+    statuses: Mapping[str, NodeStatus | None],
+    events: Sequence[Mapping[str, Any]],
+    moment: float,
+) -> tuple[SnapshotRank, ...]:
+    ended = {
+        line["rank"]: line
+        for line in events
+        if line["event"] == "rank_ended"
+        and isinstance(line.get("rank"), int)
+        and line.get("generation") == facts.generation
+    }
+    started = {
+        line["rank"]: float(line.get("time") or 0.0)
+        for line in events
+        if line["event"] == "rank_started" and isinstance(line.get("rank"), int)
+    }
+    found = []
+    for number in range(facts.world):
+        node = facts.nodes[number // facts.ranks_per_node]
+        rank = SnapshotRank(number, node, number % facts.ranks_per_node if facts.is_accelerated else None)
+        rank = _with_steps(rank, steps.get(number))
+        rank = _with_status(rank, statuses.get(node), facts, moment)
+        end = ended.get(number)
+        if end is not None and float(end.get("time") or 0.0) >= started.get(number, 0.0):
+            rank = replace(
+                rank,
+                is_alive=False,
+                exit_code=end.get("code") if isinstance(end.get("code"), int) else None,
+                ended_at=float(end.get("time") or 0.0),
+                ended_in=str(end.get("during") or ""),
+                is_stopped=None,
+            )
+        found.append(rank)
+    return tuple(found)
+
+
+def _with_steps(rank: SnapshotRank, steps: Steps | None) -> SnapshotRank:
+    if steps is None:
+        return rank
+    (recent, num_recent), (earlier, num_earlier) = steps.median(recent=True), steps.median(recent=False)
+    last = steps.lines[-1]
+    return replace(
+        rank,
+        node=steps.node,
+        step=int(last.get("step") or 0),
+        step_seconds=recent.get("step"),
+        recorded_at=float(last.get("time") or 0.0) or None,
+        recent=recent,
+        earlier=earlier,
+        num_recent=num_recent,
+        num_earlier=num_earlier,
+        work_deviation_seconds=steps.work_deviation(),
+        memory_bytes=steps.newest("run_memory_bytes"),
+        gradient_norm=steps.lasting("run_rank_gradient_norm"),
+        gradient_norm_usual=steps.usual("run_rank_gradient_norm"),
+    )
+
+
+def _with_status(rank: SnapshotRank, status: NodeStatus | None, facts: RunFacts, moment: float) -> SnapshotRank:
+    if status is None or status.generation != facts.generation or facts.has_ended:
+        return rank
+    told = next((each for each in status.ranks if each.rank == rank.rank), None)
+    if told is None:
+        return rank
+    return replace(
+        rank,
+        pid=told.pid,
+        kind=told.kind,
+        beside=told.beside,
+        step=max(told.step, rank.step or 0) or None,
+        step_seconds=told.step_seconds or rank.step_seconds,
+        progress_age_seconds=told.progress_age_seconds + max(0.0, moment - status.time),
+        # Of a rank whose pace its agent does not know, it is what a start may take.
+        progress_limit_seconds=(told.progress_limit_seconds or None) if told.step_seconds else None,
+        is_stopped=told.is_stopped,
+        is_alive=True,
+    )
+
+
+def _node(
+    name: str,
+    beat: Heartbeat | None,
+    host: str,
+    facts: RunFacts,
+    launch: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    moment: float,
+) -> SnapshotNode:
+    is_present = beat is not None and (beat.generation >= int(launch.get("generation") or 0))
+    instance = (plan.get("cluster") or {}).get("instance") or {}
+    has_efa = bool(launch.get("gpus")) and bool(instance.get("efa_version"))
+    cards = int(launch.get("gpus_per_node") or launch.get("ranks_per_node") or 0) if launch.get("gpus") else 0
+    return SnapshotNode(
+        name=name,
+        leaf=facts.leaves.get(name, ""),
+        host_name=host,
+        heartbeat_age_seconds=max(0.0, moment - beat.moment) if beat and is_present else None,
+        heartbeat_state=beat.state if beat and is_present and not (facts.has_ended and facts.state == "done") else "",
+        expected_gpus=cards or None,
+        expected_fabric=int(instance.get("network_interfaces") or 0) or None if has_efa else None,
+    )

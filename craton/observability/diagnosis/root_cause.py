@@ -1,0 +1,271 @@
+"""From a snapshot to one verdict: what the run suffers from, then layer by layer who is guilty of it.
+
+The examinations are asked in the order scheduler, devices, fabric, collectives, framework, storage, host, restarts.
+What they find is weighed by how good the evidence is and by whether it sits where it hurts. A finding that only says
+*where* gives way to one that says *why* for the same victim. Two faults are two findings: the graver first, the other
+among `others`. When nothing explains the condition, the verdict is that it cannot be told, with what would tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from craton.infrastructure.probes import HEALTH_ACTIONS
+from craton.observability.diagnosis.missing_evidence import what_would_tell
+from craton.observability.diagnosis.rules import (
+    examine_collectives,
+    examine_devices,
+    examine_fabric,
+    examine_framework,
+    examine_host,
+    examine_restarts,
+    examine_scheduler,
+    examine_storage,
+)
+from craton.observability.diagnosis.sentences import action_of, paragraph
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotGpu
+from craton.observability.diagnosis.symptoms import symptoms_of
+from craton.observability.diagnosis.tables import LAYERS
+from craton.observability.diagnosis.verdict import RESTARTS, TROUBLED, Finding, Symptom, Symptoms, Verdict
+
+EXAMINATIONS: tuple[Callable[[Snapshot, Symptoms], list[Finding]], ...] = (
+    examine_scheduler,
+    examine_devices,
+    examine_fabric,
+    examine_collectives,
+    examine_framework,
+    examine_storage,
+    examine_host,
+    examine_restarts,
+)
+CANNOT_TELL = "cannot_tell"
+MIN_SCORE = 0.3  # a finding that explains less is no explanation
+MIN_OTHER = 0.45  # a further finding that is weaker is not told
+CANNOT_TELL_CONFIDENCE = 0.6
+SURE = 0.97  # nobody is surer than this
+HOURS_PER_DAY = 24.0
+HOLDS_NODES = ("starting", "running", "stopping")  # of telemetry.RunState
+# Who is slow without a reason is taken for a matter of the program, which holds only where cards and hosts are known.
+GUESSED = ("straggler", "compute_slow")
+
+
+def diagnose(snapshot: Snapshot) -> Verdict:
+    symptoms = symptoms_of(snapshot)
+    findings = merged([each for examine in EXAMINATIONS for each in examine(snapshot, symptoms)])
+    condition = symptoms.condition
+    if condition in TROUBLED or condition in ("waiting", "starting"):
+        verdict = _explained(snapshot, symptoms, findings)
+    elif condition == "healthy":
+        verdict = _at_risk(snapshot, symptoms, findings)
+    elif condition == "unknown":
+        would = (f"ask the scheduler from a machine that can: {symptoms.first.sentence}",)
+        verdict = Verdict("unknown", cause=CANNOT_TELL, confidence=CANNOT_TELL_CONFIDENCE, would_tell=would)
+    else:
+        verdict = Verdict(condition, confidence=SURE)
+    verdict = replace(verdict, cost_dollars_per_day=_cost(snapshot, verdict))
+    return replace(verdict, sentence=paragraph(snapshot, symptoms, verdict))
+
+
+def merged(findings: Sequence[Finding]) -> list[Finding]:
+    """The same cause of the same victim once, with the evidence of all: two witnesses are better than one."""
+    found: dict[tuple[str, str, int | None, str], Finding] = {}
+    for each in findings:
+        # One cause on many cards of a node, or on many nodes, is one fault with many victims.
+        key = (each.cause, each.node, each.rank, each.leaf)
+        if key in found:
+            before = found[key]
+            evidence = tuple(dict.fromkeys((*before.evidence, *each.evidence)))
+            best = max(before, each, key=lambda one: one.strength)
+            both = 1.0 - (1.0 - min(1.0, before.strength)) * (1.0 - 0.5 * min(1.0, each.strength))
+            found[key] = replace(
+                best,
+                evidence=evidence,
+                strength=max(best.strength, both),
+                health=_gravest(before, each),
+                is_urgent=before.is_urgent or each.is_urgent,
+            )
+        else:
+            found[key] = each
+    return list(found.values())
+
+
+def _gravest(*findings: Finding) -> str:
+    asked = {each.health for each in findings}
+    return next((action for action in reversed(HEALTH_ACTIONS) if action in asked), "")
+
+
+def _explained(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) -> Verdict:
+    first = symptoms.first
+    candidates = [each for each in findings if each.symptom == 0]
+    candidates = sorted(candidates, key=_rank_of, reverse=True)
+    chosen = _best(candidates)
+    if chosen is not None and chosen.cause in GUESSED and not _is_seen(snapshot, first):
+        chosen = None
+    others = _others(findings, chosen, symptoms)
+    if chosen is None:
+        if first.condition == "starting":
+            return Verdict("starting", evidence=first.evidence, confidence=SURE, others=others)
+        return Verdict(
+            first.condition,
+            node=first.nodes[0] if len(first.nodes) == 1 else "",
+            rank=first.ranks[0] if len(first.ranks) == 1 else None,
+            cause=CANNOT_TELL,
+            evidence=first.evidence,
+            confidence=CANNOT_TELL_CONFIDENCE,
+            would_tell=what_would_tell(snapshot, symptoms),
+            others=others,
+            lost_share=first.lost_share,
+        )
+    rivals = [
+        each for each in candidates if each.layer != chosen.layer and not each.about.is_symptom and each is not chosen
+    ]
+    doubt = max((_score(each) for each in rivals if _same_victim(each, chosen)), default=0.0)
+    confidence = min(SURE, chosen.about.confidence * (0.7 + 0.3 * min(1.0, chosen.strength)) - 0.15 * doubt)
+    node, rank = _victim(snapshot, first, chosen)
+    return Verdict(
+        first.condition,
+        layer=chosen.layer,
+        node=node,
+        rank=rank,
+        leaf=chosen.leaf or first.leaf,
+        cause=chosen.cause,
+        because=chosen.sentence,
+        evidence=tuple(dict.fromkeys((*first.evidence, *chosen.evidence))),
+        confidence=round(max(0.05, confidence), 3),
+        action=action_of(snapshot, first, chosen, node, rank),
+        would_tell=what_would_tell(snapshot, symptoms) if chosen.about.is_symptom else (),
+        others=others,
+        lost_share=chosen.lost_share,
+        health=chosen.health,
+        moment=chosen.moment,
+        is_urgent=chosen.is_urgent,
+    )
+
+
+def _best(candidates: list[Finding]) -> Finding | None:
+    """The best explanation: one that says why before one that says where, as long as it is good enough."""
+    why = [each for each in candidates if not each.about.is_symptom and _score(each) >= MIN_SCORE]
+    where = [each for each in candidates if each.about.is_symptom and _score(each) >= MIN_SCORE]
+    if why and where:
+        # A reason that sits somewhere else than the symptom does not explain it.
+        return why[0] if why[0].strength >= 0.5 * where[0].strength + 0.1 else where[0]
+    return next(iter(why or where), None)
+
+
+def _is_seen(snapshot: Snapshot, symptom: Symptom) -> bool:
+    """Whether the machines below the slow ranks are known to be well: that what makes them slow is known of them."""
+    nodes = [node for node in snapshot.nodes if not symptom.nodes or node.name in symptom.nodes]
+    cards = snapshot.run.is_accelerated is False or all(node.gpus_known and _has_speed(node.gpus) for node in nodes)
+    hosts = [node.host for node in nodes]
+    return (
+        cards
+        and bool(nodes)
+        and all(host and (host.load is not None or host.processor_pressure is not None) for host in hosts)
+    )
+
+
+def _has_speed(gpus: Sequence[SnapshotGpu]) -> bool:
+    """Whether clocks of these cards are known, and whether they are held down."""
+    return all(
+        gpu.sm_clock_mhz is not None and (gpu.throttle is not None or gpu.throttled_share is not None) for gpu in gpus
+    )
+
+
+def _others(findings: list[Finding], chosen: Finding | None, symptoms: Symptoms) -> tuple[Finding, ...]:
+    """Further faults: not what the chosen one brings with it, and not where it hurts without why."""
+    found: list[Finding] = []
+    for each in sorted(findings, key=_rank_of, reverse=True):
+        told = max(each.strength, each.evidence_strength if each.is_risk else 0.0)
+        if each is chosen or told < MIN_OTHER:
+            continue
+        known = [one for one in (chosen, *found) if one is not None]
+        if any(_belongs(each, one, symptoms) for one in known):
+            continue
+        found.append(each)
+    return tuple(found)
+
+
+def _belongs(each: Finding, known: Finding, symptoms: Symptoms) -> bool:
+    """Whether a finding tells nothing beyond one that is told already."""
+    if each.cause == known.cause and (each.node == known.node or not each.node):
+        return True
+    same_symptom = each.symptom is not None and each.symptom == known.symptom
+    if each.about.is_symptom and same_symptom:
+        return True
+    # What a death or a hang brings with it: the same victim, seen by another layer. A fault of the whole cluster, such
+    # as a full file system, is nobody's companion.
+    is_of_somebody = bool(each.node) or each.rank is not None or not each.is_risk
+    is_an_end = symptoms.condition in ("dead", "hung") or symptoms.first.sign == RESTARTS
+    if same_symptom and is_an_end and is_of_somebody and _same_victim(each, known):
+        return True
+    return each.cause == "node_lost" and known.cause in ("node_down", "agents_gone")
+
+
+def _same_victim(one: Finding, other: Finding) -> bool:
+    if one.rank is not None and other.rank is not None:
+        return one.rank == other.rank
+    if one.node and other.node:
+        return one.node == other.node
+    return True
+
+
+def _at_risk(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) -> Verdict:
+    """A run that does well; what may cost it later is told."""
+    risks = sorted((each for each in findings if each.is_risk), key=_rank_of, reverse=True)
+    if not risks:
+        return Verdict("healthy", confidence=SURE)
+    first = risks[0]
+    others = _others(risks, first, symptoms)
+    return Verdict(
+        "healthy",
+        layer=first.layer,
+        node=first.node,
+        rank=first.rank,
+        leaf=first.leaf,
+        cause=first.cause,
+        because=first.sentence,
+        evidence=first.evidence,
+        confidence=round(first.about.confidence * min(1.0, first.strength), 3),
+        action=action_of(snapshot, symptoms.first, first, first.node, first.rank),
+        others=others,
+        health=first.health,
+        moment=first.moment,
+        is_urgent=first.is_urgent,
+    )
+
+
+def _victim(snapshot: Snapshot, symptom: Symptom, chosen: Finding) -> tuple[str, int | None]:
+    """The node and rank of a verdict: the finding's own, else those of the symptom where they are one."""
+    node, rank = chosen.node, chosen.rank
+    if chosen.leaf and not node:
+        return "", None
+    fits_nobody = not node and rank is None
+    if fits_nobody and chosen.about.is_symptom:
+        node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
+        rank = symptom.ranks[0] if len(symptom.ranks) == 1 else None
+    if node and rank is None and len(symptom.ranks) == 1 and symptom.nodes == (node,):
+        rank = symptom.ranks[0]
+    if rank is not None and not node:
+        known = snapshot.rank(rank)
+        node = known.node if known is not None else ""
+    return node, rank
+
+
+def _cost(snapshot: Snapshot, verdict: Verdict) -> float | None:
+    """What a day of it costs: the share of the time that is lost, of what the nodes cost. A run that is dead costs what
+    it did as long as its nodes are held for it."""
+    hourly = snapshot.run.dollars_per_hour
+    is_held = verdict.condition == "dead" and snapshot.run.state in HOLDS_NODES
+    if hourly is None or not (is_held or verdict.condition in ("slow", "hung", "wrong")):
+        return None
+    share = verdict.lost_share if verdict.lost_share is not None else (0.0 if verdict.condition == "slow" else 1.0)
+    return round(share * hourly * HOURS_PER_DAY, 2)
+
+
+def _score(each: Finding) -> float:
+    return min(1.0, each.strength) * each.about.confidence
+
+
+def _rank_of(each: Finding) -> tuple[float, int]:
+    return round(_score(each), 3), -LAYERS.index(each.layer)

@@ -1,0 +1,19 @@
+"""Rules by layer: each looks at a snapshot and returns findings with evidence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.observability.diagnosis.rules.collectives import examine_collectives
+    from craton.observability.diagnosis.rules.devices import examine_devices
+    from craton.observability.diagnosis.rules.fabric import examine_fabric
+    from craton.observability.diagnosis.rules.framework import examine_framework
+    from craton.observability.diagnosis.rules.host import examine_host
+    from craton.observability.diagnosis.rules.restarts import examine_restarts
+    from craton.observability.diagnosis.rules.scheduler import examine_scheduler
+    from craton.observability.diagnosis.rules.storage import examine_storage
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

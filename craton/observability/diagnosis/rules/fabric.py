@@ -1,0 +1,224 @@
+"""The network between and inside nodes: wrong network, missing or dead links, retransmissions, NVLink."""
+
+from __future__ import annotations
+
+from craton.observability.diagnosis.rules.findings import finding, named
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotFabricDevice, SnapshotNode
+from craton.observability.diagnosis.tables import threshold
+from craton.observability.diagnosis.verdict import Condition, Finding, Symptoms
+
+TALKING = ("communication",)
+# Collectives inside a node are part of the compute phase where no kernel hides them.
+INSIDE = ("communication", "compute")
+MAX_COMPLAINTS = 1.5  # times those of the next node
+
+
+def examine_fabric(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    found = _fallback(snapshot, symptoms)
+    for node in snapshot.nodes:
+        found += _devices(node, symptoms)
+        found += _rails(node, symptoms)
+        found += _nvlink(snapshot, node, symptoms)
+    found += _losses(snapshot, symptoms)
+    found += _unresponsive(snapshot, symptoms)
+    if not found:
+        found += _only_slow(symptoms)
+    return found
+
+
+def _fallback(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """NCCL on sockets where there is something faster."""
+    if len(snapshot.run.nodes) < 2:
+        return []
+    slow = [node for node in snapshot.nodes if "socket" in node.nccl_network.lower() and _has_fabric(snapshot)]
+    if not slow:
+        return []
+    node = slow[0].name if len(slow) < len(snapshot.nodes) or len(snapshot.nodes) == 1 else ""
+    told = f"NCCL talks over TCP sockets on {named([each.name for each in slow])} though there is a faster network"
+    return finding(symptoms, "tcp_fallback", told, ("slow", "hung"), node=node, base=0.97, phases=TALKING, is_risk=True)
+
+
+def _has_fabric(snapshot: Snapshot) -> bool:
+    return any(node.expected_fabric or node.fabric for node in snapshot.nodes)
+
+
+def _devices(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
+    found: list[Finding] = []
+    down = [device.name for device in node.fabric if device.is_active is False]
+    flaps = [device.name for device in node.fabric if device.link_downs]
+    hurts: tuple[Condition, ...] = ("hung", "slow", "dead")
+    if down or flaps:
+        told = f"{named(down or flaps)} of {node.name} {'is down' if down else 'lost its link and got it back'}"
+        health = "" if down else "observe"  # no node is taken out for a link that is back
+        found += finding(
+            symptoms,
+            "link_down",
+            told,
+            hurts,
+            node=node.name,
+            base=0.96,
+            phases=TALKING,
+            is_risk=True,
+            health=health,
+        )
+    seen = len(node.fabric) if node.fabric else None
+    expected = node.expected_fabric
+    if expected and seen is not None and seen < expected:
+        told = f"{node.name} has {seen} of {expected} network devices"
+        found += finding(
+            symptoms,
+            "fabric_device_missing",
+            told,
+            ("slow", "hung"),
+            node=node.name,
+            base=0.93,
+            phases=TALKING,
+            is_risk=True,
+        )
+    elif expected and node.nccl_interfaces is not None and node.nccl_interfaces < expected:
+        told = f"NCCL uses {node.nccl_interfaces} of {expected} network devices of {node.name}"
+        found += finding(
+            symptoms,
+            "fabric_device_missing",
+            told,
+            ("slow",),
+            node=node.name,
+            base=0.93,
+            phases=TALKING,
+            is_risk=True,
+            health="observe",  # it is the job that leaves them out, and would on any node
+        )
+    return found
+
+
+def _rails(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
+    rates = {device.name: device.sent_bytes_per_second for device in node.fabric if device.is_active is not False}
+    known = {name: rate for name, rate in rates.items() if rate is not None}
+    if len(known) < 2 or max(known.values()) < threshold("rail_bytes_per_second"):
+        return []
+    least, most = min(known, key=lambda name: known[name]), max(known.values())
+    if known[least] >= threshold("rail_ratio") * most:
+        return []
+    told = f"{least} of {node.name} sends {known[least] / 1e9:.2f} GB/s, another one {most / 1e9:.2f} GB/s"
+    return finding(symptoms, "rail_imbalance", told, ("slow",), node=node.name, base=0.88, phases=TALKING)
+
+
+def _nvlink(snapshot: Snapshot, node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
+    found: list[Finding] = []
+    for gpu in node.gpus:
+        rank = snapshot.rank_on(node.name, gpu.index)
+        if gpu.nvlinks_up is not None and gpu.nvlinks and gpu.nvlinks_up < gpu.nvlinks:
+            told = f"{gpu.nvlinks_up} of {gpu.nvlinks} NVLinks of GPU {gpu.index} of {node.name} are up"
+            found += finding(
+                symptoms,
+                "nvlink_down",
+                told,
+                ("slow", "hung", "dead"),
+                node=node.name,
+                base=0.95,
+                phases=INSIDE,
+                is_risk=True,
+            )
+        rate = gpu.nvlink_errors_per_second
+        if rate is not None and rate > threshold("nvlink_errors_per_second"):
+            told = f"the NVLinks of GPU {gpu.index} of {node.name} have {rate:.0f} errors a second"
+            victim = rank if symptoms.fit(("slow", "hung"), rank=rank)[0] == 1.0 else None
+            found += finding(
+                symptoms,
+                "nvlink_errors",
+                told,
+                ("slow", "hung", "dead"),
+                node=node.name,
+                rank=victim,
+                base=0.95,
+                phases=INSIDE,
+                is_risk=True,
+            )
+    return found
+
+
+def _losses(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """What had to be sent again, was dropped or failed: by one card, one leaf or everywhere."""
+    lossy = {node.name: text for node in snapshot.nodes if (text := _lossy(node))}
+    if not lossy:
+        return []
+    leaves = {snapshot.run.leaves.get(node, "") for node in lossy}
+    evidence = list(lossy.values())[:4]
+    if len(lossy) == 1:
+        node, told = next(iter(lossy.items()))
+        return finding(
+            symptoms, "retransmissions", told, ("slow", "hung"), node=node, base=0.95, phases=TALKING, is_risk=True
+        )
+    leaf = next(iter(leaves)) if len(leaves) == 1 else ""
+    if leaf and set(snapshot.run.leaves.values()) != {leaf}:
+        told = f"{len(lossy)} nodes of {leaf} send much again, and no others do"
+        return finding(
+            symptoms,
+            "leaf_congested",
+            told,
+            ("slow", "hung"),
+            evidence=[told, *evidence],
+            leaf=leaf,
+            base=0.95,
+            phases=TALKING,
+            is_risk=True,
+        )
+    told = f"{named(list(lossy))} send much again"
+    return finding(
+        symptoms,
+        "retransmissions",
+        told,
+        ("slow", "hung"),
+        evidence=[told, *evidence],
+        base=0.93,
+        phases=TALKING,
+        is_risk=True,
+    )
+
+
+def _lossy(node: SnapshotNode) -> str:
+    for device in node.fabric:
+        if text := _loss(device):
+            return f"{device.name} of {node.name} {text}"
+    return ""
+
+
+def _loss(device: SnapshotFabricDevice) -> str:
+    share = device.retransmitted_share or 0.0
+    if share > threshold("retransmitted_share"):
+        return f"sends {share:.2%} of its bytes again"
+    if (device.errors_per_second or 0.0) > threshold("fabric_errors_per_second"):
+        return f"has {device.errors_per_second:.0f} failed requests or bad symbols a second"
+    if (device.drops_per_second or 0.0) > threshold("drops_per_second"):
+        return f"drops {device.drops_per_second:.0f} packets a second"
+    return ""
+
+
+def _unresponsive(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """Peers that did not answer. Where all nodes but one complain, that one is meant."""
+    complain = [node.name for node in snapshot.nodes if any(device.peer_events for device in node.fabric)]
+    if not complain:
+        return []
+    quiet = [node.name for node in snapshot.nodes if node.name not in complain]
+    node = quiet[0] if len(quiet) == 1 and len(complain) > 1 else complain[0] if len(complain) == 1 else ""
+    if not quiet and len(complain) > 2:
+        # Who lost the way to all others complains of each of them, the others of one.
+        counts = sorted(
+            (sum(device.peer_events or 0.0 for device in each.fabric), each.name) for each in snapshot.nodes
+        )
+        if counts[-1][0] > MAX_COMPLAINTS * counts[-2][0]:
+            node = counts[-1][1]
+    told = f"the network cards of {named(complain)} report peers that do not answer"
+    return finding(symptoms, "peer_unresponsive", told, ("hung", "slow"), node=node, base=0.85, phases=TALKING)
+
+
+def _only_slow(symptoms: Symptoms) -> list[Finding]:
+    """Collectives take longer for everybody, and nothing says why."""
+    found: list[Finding] = []
+    for symptom in symptoms.of("slow"):
+        if symptom.phase == "communication" and not symptom.ranks:
+            told = "collectives themselves take longer, for the rank that waits least as well"
+            found += finding(
+                symptoms, "communication_slow", told, ("slow",), evidence=symptom.evidence, base=0.9, phases=TALKING
+            )
+    return found

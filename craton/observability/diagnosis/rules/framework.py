@@ -1,0 +1,288 @@
+"""The program: how its ranks ended, where they stand, what their logs say, and which phase of a step takes too long."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from craton.digits import counted
+from craton.observability.diagnosis.rules.findings import finding, named
+from craton.observability.diagnosis.snapshot import LogMatch, Snapshot, SnapshotRank
+from craton.observability.diagnosis.tables import log_pattern, threshold
+from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, Condition, Finding, Symptom, Symptoms
+
+CRASHES = tuple(
+    -number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
+)
+FRAMES = (
+    (re.compile(r"FileLock|inductor|_dynamo|triton.*compil|nvcc|ninja", re.IGNORECASE), "compile_hung"),
+    (re.compile(r"checkpoint|torch/serialization|fsync|\bsave\b", re.IGNORECASE), "checkpoint_hung"),
+    (re.compile(r"dataloader|_next_data|loader|\bdata\b.*\b(read|next|get)\b", re.IGNORECASE), "data_hung"),
+)
+HANGS_IN = {"compile": "compile_hung", "data": "data_hung", "checkpoint": "checkpoint_hung"}
+SLOW_PHASES = {
+    "compute": "compute_slow",
+    "optimizer": "optimizer_slow",
+}
+RECENT_LOG_SECONDS = 900.0
+# What TORCH_DISTRIBUTED_DEBUG=DETAIL tells of a mismatch (seen of torch 2.13): each rank its own call first.
+_CALLED = re.compile(r"Rank (?P<rank>\d+) is running collective: .*?OpType=(\w+).*?TensorShape=(\[[^\]]*\])")
+
+
+def examine_framework(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    return [
+        *_ended(snapshot, symptoms),
+        *_logs(snapshot, symptoms),
+        *_hangs(snapshot, symptoms),
+        *_slow(snapshot, symptoms),
+        *_numbers(symptoms),
+        *_overload(snapshot, symptoms),
+    ]
+
+
+def _ended(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """How the rank that died first died; signals from outside are the host's affair."""
+    found: list[Finding] = []
+    for symptom in symptoms.of("dead"):
+        if symptom.sign == "stopped":
+            continue
+        if symptom.sign == "hung":
+            found += _ended_hanging(symptom, snapshot, symptoms)
+            continue
+        for number in symptom.ranks:
+            rank = snapshot.rank(number)
+            code = rank.exit_code if rank is not None else None
+            if rank is None or code is None or _broke_off(number, snapshot):
+                continue
+            during = f" while it was in {rank.ended_in}" if rank.ended_in else ""
+            if code in CRASHES or code - 128 in [-crash for crash in CRASHES]:
+                name = signal.Signals(-code if code < 0 else code - 128).name
+                told = f"rank {number} on {rank.node} crashed ({name}){during}"
+                found += finding(symptoms, "program_crashed", told, ("dead",), node=rank.node, rank=number, base=0.85)
+            elif code > 0 and code not in (137, 143):
+                told = f"rank {number} on {rank.node} ended by itself with exit code {code}{during}"
+                found += finding(symptoms, "rank_failed", told, ("dead",), node=rank.node, rank=number, base=0.75)
+    return found
+
+
+def _broke_off(number: int, snapshot: Snapshot) -> bool:
+    """Whether all that the log of a rank says is that its connection to another one ended."""
+    patterns = [log_pattern(match.pattern) for match in snapshot.logs if match.rank == number]
+    known = [pattern for pattern in patterns if pattern is not None]
+    return bool(known) and all(pattern.is_echo for pattern in known)
+
+
+def _ended_hanging(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """A run that was ended because no rank moved; the odd one is what all waited for."""
+    culprits = [rank for number in symptom.ranks if (rank := snapshot.rank(number)) is not None]
+    told = symptom.sentence.splitlines()[0] if symptom.sentence else "no rank moved any more"
+    if not culprits:
+        return finding(symptoms, "rank_hung", told, ("dead",), base=0.6)
+    kind = culprits[0].ended_in.partition("+")[0]
+    evidence = [told, f"{_them(culprits)} ended in {kind}, the others did not"]
+    one = culprits[0].rank if len(culprits) == 1 else None
+    node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
+    cause = HANGS_IN.get(kind, "rank_hung")
+    return finding(symptoms, cause, told, ("dead",), evidence=evidence, node=node, rank=one, base=0.85)
+
+
+def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """What logs say. Whose connection broke because another rank died says nothing of why that one did."""
+    found: list[Finding] = []
+    # A pattern counts once: by the victim's own line if there is one, else by the first.
+    by_pattern: dict[str, list[LogMatch]] = {}
+    for match in snapshot.logs:
+        by_pattern.setdefault(match.pattern, []).append(match)
+    ended = [*symptoms.of("dead", "hung"), *symptoms.signed(RESTARTS)]
+    victims = {rank for symptom in ended for rank in symptom.ranks}
+    own = {name for name, matches in by_pattern.items() if any(match.rank in victims for match in matches)}
+    for name, matches in by_pattern.items():
+        pattern = log_pattern(name)
+        if pattern is None:
+            continue
+        match = next((each for each in matches if each.rank in victims), matches[0])
+        if (
+            match.moment is not None
+            and snapshot.moment - match.moment > RECENT_LOG_SECONDS
+            and symptoms.condition == "healthy"
+        ):
+            continue
+        explains: tuple[Condition, ...] = ("dead", "hung")
+        phases: tuple[str, ...] = ()
+        base = 0.97
+        if pattern.is_echo:
+            base = 0.55
+        elif name == "exception":
+            base = 0.8
+        elif name == "killed":
+            base = 0.6
+        elif name == "network_socket":
+            if not any(node.fabric for node in snapshot.nodes):
+                continue  # there may be nothing faster
+            explains, phases = ("slow",), ("communication",)
+        elif name == "recompiling":
+            explains, phases = ("slow",), ("compute",)
+        elif pattern.cause in ("storage_stalled", "storage_full", "storage_read_only"):
+            explains, phases = ("dead", "hung", "slow"), ("data", "checkpoint")
+        if name == "exception" and own - {"exception"}:
+            base = 0.5  # a specific line of the same log says what the exception was
+        of = f"rank {match.rank}" if match.rank is not None else match.node or "a node"
+        told = f"the log of {of} says that {pattern.meaning}"
+        rank = snapshot.rank(match.rank) if match.rank is not None else None
+        made = finding(
+            symptoms,
+            pattern.cause,
+            told,
+            explains,
+            evidence=[f"{of}: {match.line.strip()[:200]}"],
+            node=rank.node if rank is not None else match.node,
+            rank=match.rank,
+            base=base,
+            phases=phases,
+        )
+        odd, why = None, ""
+        if pattern.is_echo:
+            odd, why = _lost_by_all(snapshot), "lived on until it was ended: it is whom the others lost"
+        elif name == "collective_mismatch":
+            odd, why = _calls_another(snapshot, matches), "called something else than the others"
+        if odd is not None:
+            evidence = f"only rank {odd.rank} on {odd.node} {why}"
+            made = [replace(each, node=odd.node, rank=odd.rank, evidence=(*each.evidence, evidence)) for each in made]
+        found += made
+    return found
+
+
+def _calls_another(snapshot: Snapshot, matches: Sequence[LogMatch]) -> SnapshotRank | None:
+    """The one rank of several whose own log tells another collective, or another size of it, than those of the rest."""
+    calls = {
+        match.rank: told.groups()
+        for match in matches
+        if match.rank is not None and (told := _CALLED.search(match.line)) and int(told["rank"]) == match.rank
+    }
+    kinds = Counter(told[1:] for told in calls.values())
+    if len(calls) < 3 or len(kinds) != 2 or min(kinds.values()) > 1:
+        return None
+    odd = next(rank for rank, told in calls.items() if kinds[told[1:]] == 1)
+    return snapshot.rank(odd)
+
+
+def _lost_by_all(snapshot: Snapshot) -> SnapshotRank | None:
+    """The one rank that was ended from outside, where all others died of a connection that broke."""
+    others = [rank for rank in snapshot.ranks if rank.exit_code is None or rank.exit_code <= 0]
+    if len(others) != 1 or len(snapshot.ranks) < 3 or others[0].exit_code != -signal.SIGTERM:
+        return None
+    is_theirs = all(_broke_off(rank.rank, snapshot) for rank in snapshot.ranks if rank is not others[0])
+    return others[0] if is_theirs else None
+
+
+def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    found: list[Finding] = []
+    for symptom in symptoms.of("hung"):
+        culprits = [rank for number in symptom.ranks if (rank := snapshot.rank(number)) is not None]
+        culprits = [rank for rank in culprits if not rank.is_stopped]
+        if not culprits:
+            continue
+        first = culprits[0]
+        stack = " | ".join(first.stack[:6])
+        by_stack = next((cause for words, cause in FRAMES if stack and words.search(stack)), None)
+        cause = HANGS_IN.get(first.kind) or by_stack or "rank_hung"
+        whom = "it" if len(culprits) == 1 else "them"
+        told = f"{_them(culprits)} {_stands(culprits, snapshot)}, and everybody waits for {whom}"
+        evidence = [told, *([f"the stack of rank {first.rank}: {stack[:300]}"] if stack else [])]
+        nodes = symptom.nodes
+        base = 0.9 if 4 * len(culprits) <= len(snapshot.ranks) or len(culprits) == 1 else 0.7
+        found += finding(
+            symptoms,
+            cause,
+            told,
+            ("hung",),
+            evidence=evidence,
+            node=nodes[0] if len(nodes) == 1 else "",
+            rank=first.rank if len(culprits) == 1 else None,
+            base=base,
+        )
+    return found
+
+
+def _them(ranks: list[SnapshotRank]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0].rank} on {ranks[0].node}"
+    nodes = list(dict.fromkeys(rank.node for rank in ranks))
+    return f"{counted(len(ranks), 'rank')} on {named(nodes)}"
+
+
+def _stands(ranks: list[SnapshotRank], snapshot: Snapshot) -> str:
+    first = ranks[0]
+    doing = {"data": "loading data", "checkpoint": "saving", "compile": "compiling", "evaluate": "evaluating"}
+    words = doing.get(first.kind, f"in {first.kind}" if first.kind else "somewhere")
+    newest = max((rank.step for rank in snapshot.ranks if rank.step is not None), default=None)
+    step = f" at step {first.step}" if first.step is not None else ""
+    if newest is not None and first.step is not None and first.step < newest:
+        step += f" while others are at step {newest}"
+    age = first.progress_age_seconds or 0.0
+    return f"stood still {age:.0f} s ago, {words}{step}"
+
+
+def _slow(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    found: list[Finding] = []
+    for symptom in symptoms.of("slow"):
+        if symptom.phase not in SLOW_PHASES and not (symptom.ranks and symptom.phase not in ("data", "checkpoint")):
+            continue
+        if symptom.ranks:
+            one_rank = symptom.ranks[0] if len(symptom.ranks) == 1 else None
+            one_node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
+            found += finding(
+                symptoms,
+                "straggler",
+                _straggles(symptom),
+                ("slow",),
+                evidence=symptom.evidence,
+                node=one_node,
+                rank=one_rank,
+                leaf=symptom.leaf,
+                base=0.9,
+                phases=(symptom.phase,),
+            )
+            continue
+        cause = "slower_than_plan" if symptom.since_start else SLOW_PHASES[symptom.phase]
+        told = f"every rank takes longer in {symptom.phase}" + (
+            ", from its first step on" if symptom.since_start else " than it did before"
+        )
+        found += finding(symptoms, cause, told, ("slow",), evidence=symptom.evidence, base=0.9, phases=(symptom.phase,))
+    return found
+
+
+def _straggles(symptom: Symptom) -> str:
+    one = len(symptom.ranks) == 1
+    who = f"rank {symptom.ranks[0]} of" if one else f"ranks {named(symptom.ranks)} of"
+    where = symptom.leaf or named(symptom.nodes)
+    takes = "takes" if one else "take"
+    return f"{who} {where} {takes} longer in {symptom.phase} than the others, and nothing says why"
+
+
+def _numbers(symptoms: Symptoms) -> list[Finding]:
+    found: list[Finding] = []
+    for symptom in symptoms.of("wrong"):
+        if symptom.sign in ("not_a_number", "diverged", "loss_spike"):
+            told = {
+                "not_a_number": "the training itself broke: no card or rank stands out",
+                "diverged": "the training left its way: its loss grows",
+                "loss_spike": "the loss jumped and has not come back",
+            }[symptom.sign]
+            found += finding(symptoms, symptom.sign, told, ("wrong",), evidence=symptom.evidence, base=1.05)
+    return found
+
+
+def _overload(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    serving = snapshot.serving
+    if serving is None or not symptoms.signed(OVERLOAD):
+        return []
+    preempted = serving.preemptions or 0
+    evidence = [f"{preempted} running requests were taken out again for want of room"] if preempted else []
+    cause, told = "server_overloaded", "requests come faster than it can compute them"
+    if (serving.kv_share or 0.0) > threshold("kv_share"):
+        cause, told = "server_memory_full", f"{serving.kv_share:.0%} of its room for keys and values is in use"
+    return finding(symptoms, cause, told, ("slow",), evidence=[told, *evidence], base=0.95, phases=("queue",))

@@ -1,0 +1,235 @@
+"""The machines under the ranks: lost, out of memory or processors, and processes that somebody stopped or killed."""
+
+from __future__ import annotations
+
+import signal
+
+from craton.observability.diagnosis.rules.findings import finding, named
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotHost, SnapshotNode
+from craton.observability.diagnosis.symptoms import lost_by_word
+from craton.observability.diagnosis.tables import threshold
+from craton.observability.diagnosis.verdict import Finding, Symptoms
+
+ALL_WORK = ("data", "compute", "optimizer")
+WRONG_PLACE, SAME_SHARE = 0.3, 0.8  # what is left of an explanation that holds for others as well; "the same crowd"
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+
+
+def examine_host(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    found = [*_lost(snapshot, symptoms), *_lost_spares(snapshot, symptoms)]
+    found += [*_killed(snapshot, symptoms), *_stopped(snapshot, symptoms)]
+    for node in snapshot.nodes:
+        if node.host is not None:
+            found += _processors(node, node.host, snapshot, symptoms)
+            found += _memory(node, node.host, symptoms)
+            found += _others(node, node.host, symptoms)
+    return found
+
+
+def memory_ran_out(snapshot: Snapshot, name: str) -> str:
+    """What says that the kernel kills processes of this node for memory; "": nothing does."""
+    node = snapshot.node(name)
+    host = node.host if node else None
+    if host is None:
+        return ""
+    if host.out_of_memory_kills:
+        return f"the kernel of {name} has killed {host.out_of_memory_kills} processes for memory lately"
+    share = host.memory_available_share
+    if share is not None and share < threshold("memory_available_share"):
+        return f"{name} has {share:.1%} of its memory left"
+    return ""
+
+
+def _lost(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    limit = threshold("heartbeat_lost_seconds")
+    lost = [
+        node
+        for node in snapshot.nodes
+        if node.heartbeat_state in ("running", "spare")
+        and ((node.heartbeat_age_seconds or 0.0) > limit or node.agent_is_alive is False)
+        and not (snapshot.run.storage and node.agent_is_alive)  # a disk that takes no heartbeat makes all of them old
+    ]
+    if stopped := [node for node in lost if node.stopped_agent is not None]:
+        return [each for node in stopped for each in _stopped_agent(node, symptoms)]
+    words = lost_by_word(snapshot) if symptoms.condition == "dead" else {}
+    if not lost and not words and symptoms.condition == "dead" and snapshot.run.state == "lost":
+        told = snapshot.run.message.splitlines()[0] if snapshot.run.message else "no node shows a sign of life"
+        return finding(symptoms, "agents_gone", told, ("dead",), base=0.85)
+    if not lost and not words:
+        return []
+    if len(lost) == len(snapshot.nodes) and len(lost) > 1:
+        age = min(node.heartbeat_age_seconds or 0.0 for node in lost)
+        told = f"all {len(lost)} nodes fell silent, the last one {age:.0f} s ago"
+        return finding(symptoms, "agents_gone", told, ("dead", "hung"), base=0.9)
+    found: list[Finding] = []
+    for node in lost:
+        if node.agent_is_alive is False:
+            told = f"the agent of {node.name} is gone: its process ended without a word"
+        else:
+            told = f"{node.name} has shown no sign of life for {node.heartbeat_age_seconds or 0.0:.0f} s"
+        found += finding(symptoms, "node_lost", told, ("dead", "hung"), node=node.name, base=0.97)
+    for name, how in words.items():
+        if all(node.name != name for node in lost):
+            found += finding(symptoms, "node_lost", f"{name} was lost: {how}", ("dead",), node=name, base=0.97)
+    return found
+
+
+def _stopped_agent(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
+    told = (
+        f"the agent of {node.name} (process {node.stopped_agent}) is stopped by a signal: "
+        f"`kill -CONT {node.stopped_agent}` lets it go on"
+    )
+    return finding(symptoms, "agent_stopped", told, ("dead", "hung"), node=node.name, base=1.0)
+
+
+def _lost_spares(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """Nobody misses a spare before it is needed."""
+    found: list[Finding] = []
+    for node in snapshot.spares:
+        age = node.heartbeat_age_seconds or 0.0
+        if age <= threshold("heartbeat_lost_seconds") and node.agent_is_alive is not False:
+            continue
+        gone = "its agent is gone" if node.agent_is_alive is False else f"no sign of life for {age:.0f} s"
+        told = f"the spare {node.name} is lost: {gone}"
+        found += finding(symptoms, "spare_lost", told, (), node=node.name, base=0.95, is_risk=True)
+    return found
+
+
+def _killed(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """Ranks that a signal ended. The kernel kills when memory runs out; if it did not, somebody else did."""
+    found: list[Finding] = []
+    for symptom in symptoms.of("dead", "hung"):
+        for number in symptom.ranks if symptom.sign not in ("hung", "stopped") else ():
+            rank = snapshot.rank(number)
+            if rank is None or rank.exit_code not in (*KILLED, *ENDED):
+                continue
+            name = "SIGKILL" if rank.exit_code in KILLED else "a signal that asks to end"
+            during = f" while it was in {rank.ended_in}" if rank.ended_in else ""
+            told = f"rank {number} on {rank.node} was killed by {name}{during}"
+            memory = memory_ran_out(snapshot, rank.node) if rank.exit_code in KILLED else ""
+            if memory:
+                found += finding(
+                    symptoms,
+                    "out_of_memory",
+                    f"{told}: {memory}",
+                    ("dead", "hung"),
+                    evidence=[told, memory],
+                    node=rank.node,
+                    rank=number,
+                    base=0.97,
+                )
+            else:
+                found += finding(
+                    symptoms, "rank_killed", told, ("dead", "hung"), node=rank.node, rank=number, base=0.97
+                )
+    return found
+
+
+def _stopped(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    found: list[Finding] = []
+    for symptom in symptoms.of("dead"):
+        for number, node in zip(symptom.ranks, symptom.nodes, strict=False) if symptom.sign == "stopped" else ():
+            told = symptom.sentence.splitlines()[0]
+            found += finding(symptoms, "rank_stopped", told, ("dead",), node=node, rank=number, base=0.97)
+    stopped = [rank for rank in snapshot.ranks if rank.is_stopped or rank.process_state == "T"]
+    for rank in stopped:
+        told = f"rank {rank.rank} on {rank.node} is stopped by a signal (SIGSTOP), and everybody waits for it"
+        evidence = [
+            told,
+            *([f"stopped: {named([each.rank for each in stopped], 'rank ')}"] if len(stopped) > 1 else []),
+        ]
+        found += finding(
+            symptoms, "rank_stopped", told, ("hung",), evidence=evidence, node=rank.node, rank=rank.rank, base=1.0
+        )
+    return found
+
+
+def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    found: list[Finding] = []
+    steal = host.steal_share or 0.0
+    if steal > threshold("steal_share"):
+        told = f"the hypervisor of {node.name} takes {steal:.0%} of its processor time"
+        found += finding(symptoms, "processor_stolen", told, ("slow",), node=node.name, base=0.95, phases=ALL_WORK)
+    foreign = host.foreign_processor_share or 0.0
+    pressure = host.processor_pressure or 0.0
+    crowd = host.load / host.processors if host.load is not None and host.processors else 0.0
+    signs = []
+    if foreign > threshold("foreign_processor_share"):
+        signs.append(f"processes that are not the run's use {foreign:.0%} of the processors of {node.name}")
+    if pressure > threshold("processor_pressure"):
+        signs.append(f"some process of {node.name} waits for a processor {pressure:.0%} of the time")
+    if crowd > threshold("load_ratio"):
+        signs.append(f"{host.load:.0f} processes of {node.name} want to run on {host.processors} processors")
+    if signs:
+        # Ranks that compute on processors fill them: that alone is no fault.
+        is_usual = snapshot.run.is_accelerated is False and foreign <= threshold("foreign_processor_share")
+        base = 0.45 if is_usual else 0.95 if len(signs) > 1 or foreign > threshold("foreign_processor_share") else 0.8
+        if _hurts_others_too(node, host, snapshot, symptoms):
+            base *= WRONG_PLACE
+        # Loaders of GPU ranks starve first; ranks that compute on processors themselves would compute more slowly too.
+        phases = ALL_WORK if snapshot.run.is_accelerated is not False else ("compute", "optimizer")
+        found += finding(
+            symptoms,
+            "processor_contention",
+            signs[0],
+            ("slow",),
+            evidence=signs,
+            node=node.name,
+            base=base,
+            phases=phases,
+        )
+    return found
+
+
+def _hurts_others_too(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symptoms: Symptoms) -> bool:
+    """Whether ranks that are not slow live with the same crowd, here or on another node: then the crowd is not why."""
+    for symptom in symptoms.of("slow"):
+        if not symptom.ranks or node.name not in symptom.nodes:
+            continue
+        own = [rank.rank for rank in snapshot.ranks if rank.node == node.name]
+        if 2 * len(set(own) & set(symptom.ranks)) <= len(own):
+            return True
+        for other in snapshot.nodes:
+            crowd = other.host.processor_pressure if other.host is not None else None
+            if other.name not in symptom.nodes and crowd and crowd >= SAME_SHARE * (host.processor_pressure or 0.0):
+                return True
+    return False
+
+
+def _memory(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[Finding]:
+    signs = []
+    if (host.memory_pressure or 0.0) > threshold("pressure_full"):
+        signs.append(f"{node.name} waits for memory {host.memory_pressure:.0%} of the time")
+    if (host.swapped_bytes_per_second or 0.0) > threshold("swapped_bytes_per_second"):
+        signs.append(f"{node.name} swaps {(host.swapped_bytes_per_second or 0.0) / 1e6:.0f} MB/s")
+    left = host.memory_available_share
+    if left is not None and left < threshold("memory_available_share"):
+        signs.append(f"{node.name} has {left:.1%} of its memory left")
+    if not signs:
+        return []
+    return finding(
+        symptoms,
+        "memory_pressure",
+        signs[0],
+        ("slow", "hung"),
+        evidence=signs,
+        node=node.name,
+        base=0.93 if len(signs) > 1 else 0.85,
+        is_risk=left is not None and left < threshold("memory_available_share"),
+    )
+
+
+def _others(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[Finding]:
+    found: list[Finding] = []
+    if (host.shared_memory_full_share or 0.0) >= threshold("full_share"):
+        told = f"/dev/shm of {node.name} is {host.shared_memory_full_share:.0%} full"
+        found += finding(symptoms, "shared_memory_full", told, ("dead", "hung"), node=node.name, base=0.9, is_risk=True)
+    if host.blocked_processes:
+        told = f"{named(host.blocked_processes)} on {node.name} sleep in the kernel for long"
+        found += finding(symptoms, "process_blocked", told, ("hung", "slow"), node=node.name, base=0.6)
+    offset = host.clock_offset_seconds
+    if offset is not None and abs(offset) > threshold("clock_offset_seconds"):
+        told = f"the clock of {node.name} is {offset:+.1f} s off"
+        found += finding(symptoms, "clock_off", told, (), node=node.name, base=0.6, is_risk=True)
+    return found

@@ -1,0 +1,68 @@
+"""The scheduler: does the run wait, was it ended, are its nodes still there?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from craton.observability.diagnosis.rules.findings import finding, named
+from craton.observability.diagnosis.snapshot import SchedulerKill, Snapshot
+from craton.observability.diagnosis.verdict import UNSAVED, Finding, Symptoms
+
+KILLS = {
+    "oom": ("out_of_memory", "was ended because its memory ran out"),
+    "evicted": ("evicted", "was evicted"),
+    "preempted": ("preempted", "was preempted by another job"),
+    "time_limit": ("time_limit", "reached its time limit"),
+    "node_fail": ("node_down", "ended because a node failed"),
+    "cancelled": ("cancelled", "was cancelled"),
+}
+# A scheduler's own word for how a job ended → ours.
+WORDS = (
+    (re.compile(r"OUT_OF_MEMORY|OOMKilled", re.IGNORECASE), "oom"),
+    (re.compile(r"PREEMPT", re.IGNORECASE), "preempted"),
+    (re.compile(r"\bEvict", re.IGNORECASE), "evicted"),
+    (re.compile(r"TIMEOUT|DEADLINE|time ?limit", re.IGNORECASE), "time_limit"),
+    (re.compile(r"NODE_?FAIL|BOOT_FAIL|NodeLost|NodeNotReady", re.IGNORECASE), "node_fail"),
+    (re.compile(r"CANCEL", re.IGNORECASE), "cancelled"),
+)
+
+
+EARLIER_SECONDS = 5.0  # agents that are ended together fall silent within less
+
+
+def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    scheduler = snapshot.scheduler
+    if symptoms.condition == "waiting" and not symptoms.signed(UNSAVED):
+        told = scheduler.sentence or scheduler.reason or "it waits for its nodes"
+        return finding(symptoms, "waiting_for_nodes", told, ("waiting",))
+    found: list[Finding] = []
+    kills = list(scheduler.kills)
+    if scheduler.condition == "ended" and scheduler.outcome != "done" and not kills:
+        reason = next((ours for words, ours in WORDS if words.search(f"{scheduler.reason} {scheduler.sentence}")), None)
+        if reason is not None:
+            kills.append(SchedulerKill(reason, text=scheduler.reason or scheduler.sentence))
+    for kill in kills:
+        if kill.reason == "node_fail" and not kill.node:
+            kill = replace(kill, node=_first_silent(snapshot))
+        cause, words = KILLS.get(kill.reason, ("cancelled", f"was ended ({kill.reason})"))
+        victim = f"rank {kill.rank}" if kill.rank is not None else kill.node or f"job {scheduler.job}".strip()
+        told = f"{victim} {words}" + (f": {kill.text}" if kill.text else "")
+        found += finding(symptoms, cause, told, ("dead", "hung"), base=0.98, node=kill.node, rank=kill.rank)
+    bad = [word for word in scheduler.nodes if word.is_bad and word.node in (snapshot.run.nodes or (word.node,))]
+    for word in bad:
+        reason = f" ({word.reason})" if word.reason else ""
+        told = f"the scheduler has {word.node} as {word.state or 'gone'}{reason}"
+        evidence = [told] if len(bad) == 1 else [told, f"bad nodes: {named([each.node for each in bad])}"]
+        found += finding(symptoms, "node_down", told, ("dead", "hung"), evidence=evidence, node=word.node, base=0.97)
+    return found
+
+
+def _first_silent(snapshot: Snapshot) -> str:
+    """The node whose heartbeat ended clearly before all others'; "" where none did."""
+    ages = sorted(
+        ((node.heartbeat_age_seconds, node.name) for node in snapshot.nodes if node.heartbeat_age_seconds is not None),
+        reverse=True,
+    )
+    is_clear = len(ages) > 1 and len(ages) == len(snapshot.nodes) and ages[0][0] - ages[1][0] > EARLIER_SECONDS
+    return ages[0][1] if is_clear else ""

@@ -1,0 +1,244 @@
+"""File systems and checkpoints: stalled, slow, full; saves that fail, take too long or do not come."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from craton.digits import counted
+from craton.observability.diagnosis.collect import is_used
+from craton.observability.diagnosis.rules.findings import finding
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotMount, SnapshotNode, SnapshotTier
+from craton.observability.diagnosis.tables import threshold
+from craton.observability.diagnosis.verdict import UNSAVED, Finding, Symptom, Symptoms
+
+FILES = ("data", "checkpoint")
+READ_ONLY = re.compile(r"Read-only file system|Errno 30")
+# Functions of the kernel in which a process waits for a file system or a disk.
+WAITS_FOR_FILES = re.compile(
+    r"nfs|rpc_wait|ll_|cl_sync|ptlrpc|osc_|lustre|fuse|ceph|io_schedule|wait_on_page|folio_wait|xfs_|ext4_|jbd2|blk_"
+)
+
+
+def examine_storage(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    found: list[Finding] = []
+    if symptoms.signed(UNSAVED):
+        found += finding(symptoms, "state_unsaved", snapshot.run.unsaved, ("waiting",))
+    used = [(node, mount) for node in snapshot.nodes for mount in node.mounts if is_used(mount, snapshot.run)]
+    for path in dict.fromkeys(mount.path for _, mount in used):
+        seen = [(node, mount) for node, mount in used if mount.path == path]
+        found += _mount(path, seen, snapshot, symptoms)
+    found += _run_directory(snapshot, symptoms)
+    for tier in snapshot.tiers:
+        found += _tier(tier, snapshot, symptoms)
+    found += _blocked(snapshot, symptoms)
+    if not any(each.layer == "storage" and not each.about.is_symptom for each in found):
+        for symptom in symptoms.of("slow"):
+            found += _slow_phase(symptom, snapshot, symptoms)
+    return found
+
+
+def _run_directory(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """What the agents, or a look from here, say of the disk of the run directory."""
+    told = snapshot.run.storage
+    if not told:
+        return []
+    is_locked = "is read-only" in told
+    cause = "storage_read_only" if is_locked else "storage_stalled" if "cannot be reached" in told else "storage_full"
+    return finding(symptoms, cause, told, ("dead", "hung"), base=0.98, is_risk=True)
+
+
+def _mount(
+    path: str, seen: list[tuple[SnapshotNode, SnapshotMount]], snapshot: Snapshot, symptoms: Symptoms
+) -> list[Finding]:
+    """One file system, as all nodes see it; a fault that only some see is of these nodes."""
+    found: list[Finding] = []
+    kind = seen[0][1].kind
+
+    def where(bad: list[SnapshotNode]) -> tuple[str, str]:
+        if len(bad) == len(seen) and len(seen) > 1:
+            return "", f"{path} ({kind})" if kind else path
+        return (bad[0].name if len(bad) == 1 and len(snapshot.nodes) > 1 else ""), f"{path} on {bad[0].name}"
+
+    stalled = [node for node, mount in seen if mount.is_stalled]
+    if stalled:
+        node, name = where(stalled)
+        told = f"{name} does not answer"
+        found += finding(
+            symptoms,
+            "storage_stalled",
+            told,
+            ("hung", "slow", "dead"),
+            node=node,
+            base=0.97,
+            phases=FILES,
+            is_risk=True,
+        )
+    full = [
+        (node, mount)
+        for node, mount in seen
+        if max(mount.full_share or 0.0, mount.inodes_full_share or 0.0) >= threshold("full_share")
+    ]
+    if full:
+        node, name = where([each for each, _ in full])
+        mount = full[0][1]
+        what = "its inodes" if (mount.inodes_full_share or 0.0) > (mount.full_share or 0.0) else "it"
+        share = max(mount.full_share or 0.0, mount.inodes_full_share or 0.0)
+        told = f"{name} is full: {share:.0%} of {what} {'are' if what != 'it' else 'is'} used"
+        base = 0.9 if share >= 0.995 or _save_failed(snapshot) else 0.75
+        found += finding(symptoms, "storage_full", told, ("dead", "hung"), node=node, base=base, is_risk=True)
+    locked = [node for node, mount in seen if mount.is_read_only and _is_written(mount, snapshot)]
+    if locked:
+        node, name = where(locked)
+        told = f"{name} can only be read"
+        found += finding(symptoms, "storage_read_only", told, ("dead", "hung"), node=node, base=0.93, is_risk=True)
+    if not stalled:
+        found += _slow_mount(seen, where, symptoms)
+    short = [
+        (node, mount)
+        for node, mount in seen
+        if mount.interfaces is not None and mount.expected_interfaces and mount.interfaces < mount.expected_interfaces
+    ]
+    if short:
+        node, name = where([each for each, _ in short])
+        mount = short[0][1]
+        told = f"{name} uses {mount.interfaces} of {mount.expected_interfaces} network cards"
+        found += finding(
+            symptoms, "lustre_interfaces_missing", told, ("slow",), node=node, base=0.88, phases=FILES, is_risk=True
+        )
+    return found
+
+
+def _is_written(mount: SnapshotMount, snapshot: Snapshot) -> bool:
+    """Whether the run writes there: known, or told by a save that failed because something cannot be written."""
+    if mount.holds:
+        return bool({"run", "checkpoints"} & set(mount.holds))
+    return any(READ_ONLY.search(tier.reason) for tier in snapshot.tiers if tier.failures)
+
+
+def _slow_mount(
+    seen: list[tuple[SnapshotNode, SnapshotMount]],
+    where: Callable[[list[SnapshotNode]], tuple[str, str]],
+    symptoms: Symptoms,
+) -> list[Finding]:
+    slow = [(node, mount, text) for node, mount in seen if (text := _slowness(mount))]
+    if not slow:
+        return []
+    node, name = where([each for each, _, _ in slow])
+    told = f"{name} is slow: {slow[0][2]}"
+    base = 0.75 if "busy" in slow[0][2] else 0.95
+    return finding(symptoms, "storage_slow", told, ("slow", "hung"), node=node, base=base, phases=FILES)
+
+
+def _slowness(mount: SnapshotMount) -> str:
+    for what, now, usual, limit in (
+        ("an operation", mount.operation_seconds, mount.usual_operation_seconds, threshold("operation_seconds")),
+        ("an open or stat", mount.metadata_seconds, mount.usual_metadata_seconds, threshold("metadata_seconds")),
+    ):
+        if now is None:
+            continue
+        if usual and now > usual * threshold("storage_ratio") and now > limit / 10.0:
+            return f"{what} takes {now * 1e3:.1f} ms, usually {usual * 1e3:.1f}"
+        if now > limit:
+            return f"{what} takes {now * 1e3:.1f} ms"
+    if (mount.busy_share or 0.0) > threshold("disk_busy_share"):
+        return f"its disk is busy {mount.busy_share:.0%} of the time"
+    return ""
+
+
+def _tier(tier: SnapshotTier, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    if tier.failures >= threshold("failures_in_a_row"):
+        why = f": {tier.reason}" if tier.reason else ""
+        told = f"the last {counted(tier.failures, 'checkpoint')} of tier {tier.tier} failed{why}"
+        return finding(symptoms, "checkpoint_failing", told, ("dead",), base=0.9, is_risk=True)
+    ratio = threshold("checkpoint_ratio")
+    took, usual = tier.last_seconds, tier.usual_seconds
+    rate, usual_rate = tier.bytes_per_second, tier.usual_bytes_per_second
+    is_slow = bool(took and usual and took > ratio * usual and took - usual > 1.0)
+    is_slow |= bool(rate and usual_rate and rate * ratio < usual_rate)
+    if is_slow:
+        told = f"the last save to tier {tier.tier} took {took or 0.0:.0f} s" + (
+            f", usually {usual:.0f}" if usual else ""
+        )
+        evidence = [
+            told,
+            *([f"{tier.skipped} saves since were skipped because it was not done"] if tier.skipped else []),
+        ]
+        return finding(
+            symptoms,
+            "checkpoint_slow",
+            told,
+            ("slow", "hung"),
+            evidence=evidence,
+            base=0.92,
+            phases=("checkpoint",),
+            # Slow saves in the background cost nothing until one is not done when the next is due.
+            is_risk=tier.skipped >= threshold("failures_in_a_row")
+            or (tier.interval_seconds is not None and (took or 0.0) > tier.interval_seconds),
+        )
+    return _stale(tier, snapshot, symptoms)
+
+
+def _stale(tier: SnapshotTier, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    began, interval = snapshot.run.generation_began, tier.interval_seconds
+    if symptoms.condition not in ("healthy", "slow") or not interval or began is None:
+        return []
+    since = max(began, tier.last_moment or began)
+    age = snapshot.moment - since
+    # A tier that is seconds old is judged with the patience of minutes: agents and schedulers pause.
+    if age <= max(threshold("stale_intervals") * interval, 120.0):
+        return []
+    last = f"since step {tier.last_step}" if tier.last_step is not None else "ever"
+    told = f"nothing was saved to tier {tier.tier} {last}: {age / 60:.0f} min, planned every {interval / 60:.1f}"
+    return finding(symptoms, "checkpoint_stale", told, (), base=0.85, is_risk=True)
+
+
+def _blocked(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """A rank that everybody waits for sleeps in the kernel, in a file system's code."""
+    found: list[Finding] = []
+    for symptom in symptoms.of("hung"):
+        for number in symptom.ranks:
+            rank = snapshot.rank(number)
+            if rank is None or rank.process_state != "D":
+                continue
+            by_channel = bool(WAITS_FOR_FILES.search(rank.wait_channel))
+            if by_channel or rank.kind in ("data", "checkpoint"):
+                channel = f" in {rank.wait_channel}" if rank.wait_channel else ""
+                told = f"rank {number} on {rank.node} sleeps in the kernel{channel}: it waits for a file system"
+                base = 0.93 if by_channel else 0.8
+                found += finding(symptoms, "storage_stalled", told, ("hung",), node=rank.node, rank=number, base=base)
+    return found
+
+
+def _slow_phase(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """The loss is in a phase that reads or writes files, and no file system says why."""
+    node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
+    rank = symptom.ranks[0] if len(symptom.ranks) == 1 else None
+    if symptom.phase == "checkpoint":
+        told = "steps wait for their checkpoints"
+        return finding(
+            symptoms, "checkpoint_slow", told, ("slow",), evidence=symptom.evidence, base=0.8, node=node, rank=rank
+        )
+    if symptom.phase != "data":
+        return []
+    told = "steps wait for their data"
+    nodes = [each for each in snapshot.nodes if not symptom.nodes or each.name in symptom.nodes]
+    mounts = [mount for each in nodes for mount in each.mounts if "data" in mount.holds or not mount.holds]
+    is_known = any(mount.operation_seconds is not None for mount in mounts)
+    if is_known:
+        text = f"{told}, and the file system that holds them has room to spare"
+        return finding(
+            symptoms,
+            "loader_slow",
+            text,
+            ("slow",),
+            evidence=[*symptom.evidence, text],
+            base=0.85,
+            node=node,
+            rank=rank,
+        )
+    return finding(symptoms, "data_slow", told, ("slow",), evidence=symptom.evidence, base=0.85, node=node, rank=rank)
+
+
+def _save_failed(snapshot: Snapshot) -> bool:
+    return any(tier.failures for tier in snapshot.tiers)

@@ -1,0 +1,39 @@
+"""Everything a diagnosis may look at, at one moment, as plain data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.observability.diagnosis.snapshot.cards import CardOccupant, with_occupants, with_visible_cards
+    from craton.observability.diagnosis.snapshot.clock import moment_for
+    from craton.observability.diagnosis.snapshot.model import (
+        PHASES,
+        Collectives,
+        Communicator,
+        Event,
+        LogMatch,
+        NodeWord,
+        Restart,
+        RunFacts,
+        SchedulerKill,
+        SchedulerState,
+        Series,
+        Serving,
+        Snapshot,
+        SnapshotError,
+        SnapshotFabricDevice,
+        SnapshotGpu,
+        SnapshotHost,
+        SnapshotMount,
+        SnapshotNode,
+        SnapshotRank,
+        SnapshotTier,
+        SnapshotXid,
+        StuckCollective,
+        hints_of,
+    )
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

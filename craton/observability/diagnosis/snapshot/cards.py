@@ -1,0 +1,84 @@
+"""Which cards of a node are the run's, and which rank computes on which.
+
+A node may hold more than one job. Then the n-th rank is not on the n-th card, and a sick card may be somebody else's:
+cards that the run does not hold are left out of its snapshot, and a rank whose card nobody tells has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from craton.observability.diagnosis.snapshot.model import Snapshot, SnapshotNode, SnapshotRank
+
+
+@dataclass(frozen=True)
+class CardOccupant:
+    """A process of a rank on a card, as the node exporter tells."""
+
+    node: str  # of the run
+    card: int
+    run: str
+    rank: int | None
+
+
+def with_visible_cards(snapshot: Snapshot, visible: Mapping[str, str]) -> Snapshot:
+    """`visible` is node → its cards in the order of its ranks, by index or UUID, as CUDA_VISIBLE_DEVICES has them. Of
+    a node that is not in it, and has more cards than the run wants, nobody knows which rank is on which."""
+    nodes, places = [], dict[str, dict[int, int] | None]()
+    for node in snapshot.nodes:
+        wanted = visible.get(node.name, "").split(",")[: node.expected_gpus]
+        own = {
+            place: gpu.index
+            for place, name in enumerate(wanted)
+            for gpu in node.gpus
+            if name.strip() in (gpu.uuid or "-", str(gpu.index))
+        }
+        if own:
+            places[node.name] = own
+            node = replace(node, gpus=tuple(gpu for gpu in node.gpus if gpu.index in own.values()))
+        elif len(node.gpus) > (node.expected_gpus or len(node.gpus)) and _are_guessed(snapshot, node):
+            places[node.name] = None
+        nodes.append(node)
+    per_node = max(1, snapshot.run.ranks_per_node)
+
+    def placed(rank: SnapshotRank) -> SnapshotRank:
+        if rank.node not in places:
+            return rank
+        own = places[rank.node]
+        return replace(rank, gpu=None if own is None else own.get(rank.rank % per_node))
+
+    return replace(snapshot, nodes=tuple(nodes), ranks=tuple(map(placed, snapshot.ranks)))
+
+
+def with_occupants(snapshot: Snapshot, occupants: Iterable[CardOccupant]) -> Snapshot:
+    """Cards that only others hold are left out; a rank is where its process has memory."""
+    told = list(occupants)
+    mine: dict[tuple[str, int], int] = {}  # (node, card) → rank
+    for each in told:
+        rank = snapshot.rank(each.rank) if each.run == snapshot.run.name and each.rank is not None else None
+        if rank is not None and rank.node == each.node:
+            mine[each.node, each.card] = rank.rank
+    held = {(each.node, each.card) for each in told}
+    card_of = {rank: card for (_, card), rank in mine.items()}
+
+    def without_others(node: SnapshotNode) -> SnapshotNode:
+        gpus = [gpu for gpu in node.gpus if (node.name, gpu.index) in mine or (node.name, gpu.index) not in held]
+        own = [gpu for gpu in gpus if (node.name, gpu.index) in mine]
+        # One that nobody holds may be that of a rank which has ended.
+        return replace(node, gpus=tuple(own if len(own) >= (node.expected_gpus or len(gpus) + 1) else gpus))
+
+    def placed(rank: SnapshotRank) -> SnapshotRank:
+        if rank.rank in card_of:
+            return replace(rank, gpu=card_of[rank.rank])
+        is_taken = rank.gpu is not None and (rank.node, rank.gpu) in held
+        return replace(rank, gpu=None) if is_taken else rank
+
+    nodes = tuple(without_others(node) for node in snapshot.nodes)
+    return replace(snapshot, nodes=nodes, ranks=tuple(map(placed, snapshot.ranks)))
+
+
+def _are_guessed(snapshot: Snapshot, node: SnapshotNode) -> bool:
+    """Whether the cards of its ranks are only their places on the node."""
+    per_node = max(1, snapshot.run.ranks_per_node)
+    return all(rank.gpu == rank.rank % per_node for rank in snapshot.ranks if rank.node == node.name)

@@ -1,0 +1,44 @@
+"""What time it is for a run. Signs of life bear the clocks of its nodes and of its file system; that of whoever looks
+may be off by more than a sign of life may be old, and would then see dead nodes where all is well.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import LOST_SECONDS, Heartbeat, read_heartbeat
+from craton.telemetry.rank import monotonic_clock_id
+
+BEAT_SECONDS = 2.5  # agents beat every second
+LOOK_SECONDS = 0.2
+MAX_OFF_SECONDS = 3600.0  # signs that are older are old
+
+
+def moment_for(run: RunDirectory, nodes: Sequence[str], now: float) -> float:
+    """`now` by this machine's clock, or, when that is off, the moment of the newest sign of life."""
+    newest = _newest(run, nodes)
+    if newest is not None and newest.clock and newest.clock == monotonic_clock_id():
+        return newest.moment + newest.age_seconds()  # its clock, also while ours and its labels disagree after a jump
+    if newest is None or newest.moment >= now:
+        return now if newest is None else newest.moment
+    age = now - newest.moment
+    is_here = newest.host == socket.gethostname()  # one clock
+    if age > MAX_OFF_SECONDS or is_here or newest.state not in ("running", "spare"):
+        return now
+    if age <= LOST_SECONDS:
+        return newest.moment
+    deadline = time.monotonic() + BEAT_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+        again = _newest(run, nodes)
+        if again is not None and again.moment > newest.moment:  # it beats: nothing is old but our idea of the time
+            return again.moment
+    return now + BEAT_SECONDS
+
+
+def _newest(run: RunDirectory, nodes: Sequence[str]) -> Heartbeat | None:
+    beats = [beat for node in nodes if (beat := read_heartbeat(run, node)) is not None]
+    return max(beats, key=lambda beat: beat.moment, default=None)

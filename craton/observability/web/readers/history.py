@@ -1,0 +1,196 @@
+"""The curves of a run: loss, speed and step time over the steps, and the job's own metrics, from what rank 0 recorded.
+
+Only what is new is read, so that a look costs what was written since the last one. Where that is much, as at the first
+look or after hours without one, chunks spread evenly over it tell the shape and its end tells today. Lines of other
+ranks are passed over unparsed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from craton.telemetry import METRICS, RunDirectory, read_json
+from craton.telemetry.files import open_regular, parse_line, paths_in
+
+WHOLE_BYTES = 6 << 20  # what is new up to this size is read from beginning to end
+CHUNKS, CHUNK_BYTES = 300, 16 << 10  # of more, beside its last WHOLE_BYTES // 4
+MAX_POINTS = 600  # of a curve on the page, which is about as wide in pixels
+KEPT_POINTS = 4 * MAX_POINTS
+MAX_EVALUATIONS = 300  # likewise, beside them: of evaluations
+KEPT_EVALUATIONS = 2 * MAX_EVALUATIONS
+MAX_OWN_METRICS = 24  # that are drawn; the number of the others is shown
+MAX_COUNTED_METRICS = 1000  # a job that invents a name at every step must not fill the memory
+MAX_NAME_CHARACTERS = 100
+CURVES = ("run_loss", "run_evaluation_loss", "run_tokens_per_second", "run_step_seconds", "run_gradient_norm")
+STAMP = ("time", "step", "generation", "node", "rank")  # of every line
+_RANK_0 = (b'"rank":0}', b'"rank":0,', b'"rank": 0}', b'"rank": 0,')
+
+Point = tuple[float, ...]  # values of CURVES; NaN where there is none
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Steps and, for each of CURVES that has any, its value at every one; None between."""
+
+    steps: list[int]
+    values: dict[str, list[float | None]]
+    own: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)  # name → its steps and values
+    num_hidden: int = 0  # metrics of the job's own that are not in `own`
+
+
+class History:
+    """Follows rank 0 over the generations and the nodes it was on."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._forget()
+
+    def _forget(self) -> None:
+        """As before the first look; files that became shorter were begun anew."""
+        self._offsets: dict[Path, int] = {}
+        self._points: dict[int, dict[str, float]] = {}
+        self._nodes: dict[int, str] = {}  # generation → node of rank 0
+        self._own: list[str] = []  # names in the order in which they were first seen
+        self._hidden: set[str] = set()
+
+    def look(self) -> Curves:
+        if any(_is_shorter(path, offset) for path, offset in self._offsets.items()):
+            self._forget()
+        for node in self._nodes_of_rank_0():
+            path = self._run.metrics_path(node)
+            for line in self._new_lines(path):
+                self._take(line)
+        self._thin()
+        return self._curves()
+
+    def _nodes_of_rank_0(self) -> list[str]:
+        for path in paths_in(self._run.path / "generations", "[0-9]*.json"):
+            if path.stem.isdecimal() and int(path.stem) not in self._nodes:
+                nodes = read_json(path).get("nodes")
+                if isinstance(nodes, list) and nodes:
+                    self._nodes[int(path.stem)] = str(nodes[0])
+        if not self._nodes:
+            launched = read_json(self._run.launch_path).get("nodes")
+            return [str(launched[0])] if isinstance(launched, list) and launched else []
+        return list(dict.fromkeys(node for _, node in sorted(self._nodes.items())))
+
+    def _new_lines(self, path: Path) -> Iterator[bytes]:
+        try:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                offset = self._offsets.get(path, 0)
+                if size - offset > WHOLE_BYTES:
+                    begin, offset = offset, size - WHOLE_BYTES // 4
+                    for number in range(CHUNKS):
+                        start = begin + number * (offset - begin) // CHUNKS
+                        yield from _whole_lines(file, start, CHUNK_BYTES, is_cut=number > 0)[0]
+                    lines, end = _whole_lines(file, offset, size - offset, is_cut=True)
+                else:
+                    lines, end = _whole_lines(file, offset, max(0, size - offset), is_cut=False)
+                self._offsets[path] = end
+                yield from lines
+        except OSError:
+            return
+
+    def _take(self, line: bytes) -> None:
+        if not any(mark in line for mark in _RANK_0):
+            return
+        document = parse_line(line)
+        if document is None or document.get("rank") != 0 or not isinstance(document.get("step"), int):
+            return
+        names = [*CURVES, *self._own_names(document)]
+        values = {name: value for name in names if (value := finite(document.get(name))) is not None}
+        if values:  # a step that is done again replaces what it was before
+            self._points.setdefault(document["step"], {}).update(values)
+
+    def _own_names(self, document: Mapping[str, Any]) -> list[str]:
+        """Of the line's metrics, those that the job has named itself and that are drawn."""
+        found = []
+        for name, value in document.items():
+            if name in METRICS or name in STAMP or finite(value) is None:
+                continue
+            is_known = name in self._own
+            if not is_known and (len(self._own) >= MAX_OWN_METRICS or len(name) > MAX_NAME_CHARACTERS):
+                if len(self._hidden) < MAX_COUNTED_METRICS:
+                    self._hidden.add(name)
+                continue
+            if not is_known:
+                self._own.append(name)
+            found.append(name)
+        return found
+
+    def _thin(self) -> None:
+        if len(self._points) <= KEPT_POINTS:
+            return
+        kept = set(on_grid(self._points, KEPT_POINTS // 2))
+        for name in ("run_evaluation_loss", *self._own):  # which may be recorded seldom
+            kept.update(on_grid(self._steps_of(name), KEPT_EVALUATIONS))
+        self._points = {step: values for step, values in self._points.items() if step in kept}
+
+    def _steps_of(self, name: str) -> list[int]:
+        return [step for step, values in self._points.items() if name in values]
+
+    def _curves(self) -> Curves:
+        evaluated = on_grid(self._steps_of("run_evaluation_loss"), MAX_EVALUATIONS)
+        shown = sorted({*on_grid(self._points, MAX_POINTS), *evaluated})
+        values: dict[str, list[float | None]] = {}
+        for name in CURVES:
+            column = [self._points[step].get(name) for step in shown]
+            if any(value is not None for value in column):
+                values[name] = [None if value is None else _short(value) for value in column]
+        own = {}
+        for name in self._own:
+            steps = sorted(on_grid(self._steps_of(name), MAX_EVALUATIONS))
+            own[name] = (steps, [_short(self._points[step][name]) for step in steps])
+        return Curves(shown, values, own, len(self._hidden))
+
+
+def finite(value: object) -> float | None:
+    """A number that can be drawn; None for all else, such as NaN, or an integer larger than any float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def on_grid(steps: Iterable[int], most: int) -> list[int]:
+    """At most so many of the steps (and the last one): the first of every stretch of a grid over step numbers. The
+    grid's stride is a power of two, so that thinning again and again keeps the same steps as thinning once would, and
+    leaves the curve equally fine everywhere."""
+    ordered = sorted(steps)
+    stride = 1
+    while True:
+        found: dict[int, int] = {}
+        for step in ordered:
+            found.setdefault(step // stride, step)
+        if len(found) <= most:
+            return list(dict.fromkeys([*found.values(), *ordered[-1:]]))
+        stride *= 2
+
+
+def _is_shorter(path: Path, size: int) -> bool:
+    try:
+        return os.stat(path).st_size < size
+    except OSError:
+        return False
+
+
+def _whole_lines(file: Any, start: int, size: int, is_cut: bool) -> tuple[list[bytes], int]:
+    """The lines of a stretch that have their ends in it, without the first where it may be cut; and where they end."""
+    file.seek(start)
+    data: bytes = file.read(size)
+    end = data.rfind(b"\n") + 1
+    begin = data.find(b"\n") + 1 if is_cut else 0
+    return data[begin:end].split(b"\n"), start + end

@@ -1,0 +1,222 @@
+"""The nodes of a run by leaf, and how each does: by its heartbeat, by what its agent says of its ranks, by its speed.
+
+Health is one word a node, the worst that is true of it: `lost` (its agent is silent), `stopped` (a rank is held by a
+signal), `stuck` (a rank makes no progress), `slow` (the others wait for a rank of it), `alert` (Prometheus fires one
+for it), else what its agent says of itself. Spares are nodes too: one that is silent cannot take another's place.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from craton.agent.coordination import read_avoided
+from craton.telemetry import RunDirectory, read_json
+from craton.telemetry.files import names_in
+from craton.telemetry.node import LOST_SECONDS, Heartbeat, NodeStatus, RankStatus, read_heartbeat, read_status
+
+# The worst first; a node has the first of these that is true of it.
+HEALTH = ("lost", "stopped", "stuck", "slow", "alert", "running", "spare", "done", "released", "unknown")
+BAD = HEALTH[:5]
+STUCK_STEPS = 5.0  # medians of its own step that a rank may go without progress
+MIN_STUCK_SECONDS = 30.0
+READ_AGAIN_SECONDS = 10.0  # a heartbeat that seems to be the same file: inodes are given again
+_STANDING_STILL = ("productive", "data", "compile")  # kinds in which a rank ought to make progress
+
+
+@dataclass(frozen=True)
+class NodeMember:
+    """Who is in the run's newest generation."""
+
+    generation: int
+    nodes: list[str]  # in the order of ranks
+    ranks_per_node: int
+    leaves: dict[str, str]
+    spares: tuple[str, ...] = ()  # that may take a place in the next one
+    num_stages: int = 1  # of the pipeline
+    is_accelerated: bool | None = None  # whether ranks compute on GPUs; None: nobody said
+
+
+@dataclass(frozen=True)
+class NodeView:
+    node: str
+    leaf: str
+    health: str
+    reason: str  # why it is bad; empty when it is not
+    ranks: str  # a letter a rank: the first of what it books its time as, "!" one that is in trouble; a spare has none
+    first_rank: int
+    heartbeat_age_seconds: float | None
+    is_spare: bool = False
+
+
+def read_member(run: RunDirectory) -> NodeMember:
+    """From the newest generation, or before there is one from what the agents were told."""
+    launch = read_json(run.launch_path)
+    given = launch.get("generation")
+    started = given if isinstance(given, int) else 0
+    try:
+        names = [name for name in names_in(run.path / "generations") if name[:-5].isdecimal()]
+    except OSError:
+        names = []
+    newest = max((int(name[:-5]) for name in names), default=-1)
+    made = read_json(run.generation_path(newest)) if newest >= started else {}
+    nodes = made.get("nodes") or (launch.get("nodes") or [])[: launch.get("num_nodes") or None]
+    members = {str(node) for node in nodes}
+    others = [node for node in launch.get("nodes") or () if isinstance(node, str) and node not in members]
+    avoided = read_avoided(run) if others else {}
+    leaves = launch.get("leaves")
+    layout = made.get("layout") or read_json(run.plan_path).get("layout")
+    stages = layout.get("pp") if isinstance(layout, dict) else None
+    return NodeMember(
+        generation=newest if made else started,
+        nodes=[str(node) for node in nodes if isinstance(node, str)],
+        ranks_per_node=int(made.get("ranks_per_node") or launch.get("ranks_per_node") or 1),
+        leaves={str(node): str(leaf) for node, leaf in leaves.items()} if isinstance(leaves, dict) else {},
+        spares=tuple(node for node in others if node not in avoided),
+        num_stages=stages if isinstance(stages, int) and stages > 0 else 1,
+        is_accelerated=bool(launch["gpus"]) if "gpus" in launch else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a node's agent said of its ranks, and what comes of it; by inode and time of the file."""
+
+    key: tuple[int, int]
+    status: NodeStatus | None
+    trouble: tuple[str, str] | None  # health and reason, of the worst rank
+    letters: str
+
+
+class Nodes:
+    """Looks at all nodes again and again; a file that was not replaced is not read again."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        # Heartbeat and status of a node: to make a path costs as much as to look at the file.
+        self._paths: dict[str, tuple[str, str]] = {}
+        # By inode, since a touch changes only the time; with the moment of reading.
+        self._beats: dict[str, tuple[int, float, Heartbeat | None]] = {}
+        self._told: dict[str, _Told] = {}
+
+    def look(self, member: NodeMember, slow_nodes: Collection[str], alerted: Collection[str]) -> list[NodeView]:
+        now = time.monotonic()
+        found = []
+        for number, node in enumerate(member.nodes):
+            beat, age = self._beat(node, now)
+            told = self._tell(node)
+            if told is not None and (told.status is None or told.status.generation != member.generation):
+                told = None
+            is_live = beat is not None and beat.state == "running"
+            health, reason = _health(node, beat, age, told.trouble if told and is_live else None, slow_nodes, alerted)
+            found.append(
+                NodeView(
+                    node=node,
+                    leaf=member.leaves.get(node, ""),
+                    health=health,
+                    reason=reason,
+                    ranks=told.letters if told else "?" * member.ranks_per_node,
+                    first_rank=number * member.ranks_per_node,
+                    heartbeat_age_seconds=age,
+                )
+            )
+        return [*found, *self._spares(member, now, alerted)]
+
+    def _spares(self, member: NodeMember, now: float, alerted: Collection[str]) -> Iterator[NodeView]:
+        """Nodes that wait to take another's place; not those that have left, or have not come yet."""
+        for node in member.spares:
+            beat, age = self._beat(node, now)
+            if beat is None or beat.state != "spare":
+                continue
+            health, reason = _health(node, beat, age, None, (), alerted)
+            reason = f"a spare: {reason}" if reason else ""
+            yield NodeView(node, member.leaves.get(node, ""), health, reason, "", 0, age, is_spare=True)
+
+    def status(self, node: str) -> NodeStatus | None:
+        """What the node's agent had said of its ranks at the last look."""
+        told = self._told.get(node)
+        return told.status if told else None
+
+    def _tell(self, node: str) -> _Told | None:
+        try:
+            seen = os.stat(self._path(node)[1])
+        except OSError:
+            self._told.pop(node, None)
+            return None
+        key = (seen.st_ino, seen.st_mtime_ns)
+        told = self._told.get(node)
+        if told is None or told.key != key:
+            status = read_status(self._run, node)
+            ranks = status.ranks if status else ()
+            told = self._told[node] = _Told(key, status, _trouble(ranks), _letters(ranks))
+        return told
+
+    def _beat(self, node: str, now: float) -> tuple[Heartbeat | None, float | None]:
+        try:
+            seen = os.stat(self._path(node)[0])
+        except OSError:
+            return None, None
+        known = self._beats.get(node)
+        if known is None or known[0] != seen.st_ino or now - known[1] >= READ_AGAIN_SECONDS:
+            known = self._beats[node] = (seen.st_ino, now, read_heartbeat(self._run, node))
+        beat = known[2] and replace(known[2], moment=seen.st_mtime)
+        return beat, max(0.0, beat.age_seconds() if beat else time.time() - seen.st_mtime)
+
+    def _path(self, node: str) -> tuple[str, str]:
+        if node not in self._paths:
+            self._paths[node] = (str(self._run.heartbeat_path(node)), str(self._run.status_path(node)))
+        return self._paths[node]
+
+
+def is_stuck(rank: RankStatus) -> bool:
+    """Whether a rank has gone without progress for longer than its own steps explain, and than it says it may need."""
+    own = rank.progress_limit_seconds if rank.kind == "productive" and rank.step_seconds else 0.0
+    limit = max(MIN_STUCK_SECONDS, STUCK_STEPS * rank.step_seconds, own)
+    return rank.kind in _STANDING_STILL and rank.progress_age_seconds > limit
+
+
+def _health(
+    node: str,
+    beat: Heartbeat | None,
+    age: float | None,
+    trouble: tuple[str, str] | None,
+    slow_nodes: Collection[str],
+    alerted: Collection[str],
+) -> tuple[str, str]:
+    if beat is None or age is None:
+        return "unknown", ""
+    if beat.state in ("running", "spare") and age > LOST_SECONDS:
+        return "lost", f"its agent was last seen {age:.0f} s ago"
+    if trouble is not None:
+        return trouble
+    if beat.state == "running" and node in slow_nodes:
+        return "slow", "the other ranks wait for one of it"
+    if beat.state in ("running", "spare") and node in alerted:
+        return "alert", "Prometheus has an alert for it"
+    state = "done" if beat.state in ("done", "stopped", "failed") else beat.state
+    return (state if state in HEALTH else "unknown"), ""
+
+
+def _trouble(ranks: Sequence[RankStatus]) -> tuple[str, str] | None:
+    for rank in ranks:
+        if rank.is_stopped:
+            return "stopped", f"rank {rank.rank} is held by a signal or a debugger"
+    for rank in ranks:
+        if is_stuck(rank):
+            return "stuck", f"rank {rank.rank} has made no progress for {rank.progress_age_seconds:.0f} s ({rank.kind})"
+    return None
+
+
+def _letters(ranks: Sequence[RankStatus]) -> str:
+    return "".join("!" if rank.is_stopped or is_stuck(rank) else rank.kind[:1] for rank in ranks)
+
+
+def topology(views: list[NodeView]) -> dict[str, Any]:
+    """What the page draws: leaves in the order of their first node, each with its nodes."""
+    leaves: dict[str, list[Any]] = {}
+    for view in views:
+        leaves.setdefault(view.leaf, []).append([view.node, HEALTH.index(view.health), view.ranks, view.first_rank])
+    return {"health": list(HEALTH), "leaves": [{"leaf": leaf, "nodes": nodes} for leaf, nodes in leaves.items()]}

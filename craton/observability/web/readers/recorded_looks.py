@@ -1,0 +1,105 @@
+"""How a server did, from the metric files of its run: before anybody looked at its page, and last when it is gone.
+
+A server records twice a second while it computes, and nothing while nobody asks. So a gap after a record without
+requests is idle time, and is shown as such.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from craton.observability.web.readers.history import finite
+from craton.observability.web.sources import LATENCIES, ServerLook
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import tail_lines
+
+SHOWN_SECONDS = 300.0  # before the newest look
+TAIL_BYTES = 512 << 10  # of a node: more than SHOWN_SECONDS of records
+MAX_FILES = 16  # a server has one node, or as many as it was moved to
+IDLE_SECONDS = 3.0  # without a record
+EDGE_SECONDS = 0.5  # from a record to the idle time beside it: as long as from one record to the next
+
+
+class RecordedLooks:
+    """Reads them again only when a file has changed."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._key: tuple[tuple[str, int, int], ...] | None = None
+        self._looks: list[ServerLook] = []
+
+    def read(self) -> list[ServerLook]:
+        """The last minutes, oldest first; empty where nothing was computed."""
+        paths = sorted((self._run.path / "metrics").glob("*.jsonl"), key=_modified, reverse=True)[:MAX_FILES]
+        key = tuple((path.name, *_version(path)) for path in paths)
+        if key != self._key:
+            lines = [line for path in paths for line in tail_lines(path, TAIL_BYTES)]
+            found = [look for line in lines if (look := look_of(line)) is not None]
+            self._key, self._looks = key, sorted(found, key=lambda look: look.time)
+        return self._looks
+
+
+def joined(recorded: Sequence[ServerLook], seen: Sequence[ServerLook]) -> list[ServerLook]:
+    """Looks at a server, with what it recorded before the first and after the last one; of all, the last
+    SHOWN_SECONDS."""
+    begin, end = (seen[0].time, seen[-1].time) if seen else (math.inf, math.inf)
+    before = [look for look in recorded if look.time < begin]
+    after = [look for look in recorded if look.time > end]
+    looks = [*with_idle_times([*before, *seen[:1]]), *seen[1:], *after]
+    return [look for look in looks if looks[-1].time - look.time <= SHOWN_SECONDS]
+
+
+def last_busy(looks: Sequence[ServerLook]) -> ServerLook | None:
+    """The newest look that saw a request; else the newest one. What a server did last is not that nobody asked."""
+    asked = (look for look in reversed(looks) if look.running or any(median for median, _ in look.quantiles.values()))
+    return next(asked, looks[-1] if looks else None)
+
+
+def look_of(line: Mapping[str, Any]) -> ServerLook | None:
+    """A record of a server's rank 0; None for any other line, and for one before the first step."""
+    moment, running, waiting = (finite(line.get(name)) for name in ("time", "serve_running", "serve_waiting"))
+    if line.get("rank") != 0 or not line.get("step") or moment is None or running is None or waiting is None:
+        return None
+    quantiles = {
+        name: (finite(line.get(f"serve_{name}_seconds")), finite(line.get(f"serve_{name}_seconds_p95")))
+        for name in LATENCIES
+    }
+    return ServerLook(
+        time=moment,
+        running=int(running),
+        waiting=int(waiting),
+        kv_share=finite(line.get("serve_kv_share")),
+        tokens_per_second=finite(line.get("run_tokens_per_second")),
+        prefix_hit_share=finite(line.get("serve_prefix_hit_share")),
+        preemptions=int(finite(line.get("serve_preemptions")) or 0),
+        quantiles=quantiles,
+    )
+
+
+def with_idle_times(looks: list[ServerLook]) -> list[ServerLook]:
+    """The same, with a look at the beginning and the end of every idle time."""
+    found = looks[:1]
+    for before, after in pairwise(looks):
+        if not before.running and not before.waiting and after.time - before.time > IDLE_SECONDS:
+            idle = replace(before, tokens_per_second=0.0, quantiles={})
+            found += [replace(idle, time=before.time + EDGE_SECONDS), replace(idle, time=after.time - EDGE_SECONDS)]
+        found.append(after)
+    return found
+
+
+def _version(path: Path) -> tuple[int, int]:
+    try:
+        seen = os.lstat(path)
+    except OSError:
+        return 0, 0
+    return seen.st_size, seen.st_mtime_ns
+
+
+def _modified(path: Path) -> int:
+    return _version(path)[1]

@@ -1,0 +1,33 @@
+"""Sources of the page that take long: summaries, verdicts, schedulers, Prometheus, servers; all cached."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.observability.web.sources.background import FIRST_SECONDS, Background
+    from craton.observability.web.sources.cached import Cached
+    from craton.observability.web.sources.local_gpus import LocalGpus
+    from craton.observability.web.sources.queries import (
+        DEADLINE_SECONDS,
+        GPU_FAMILIES,
+        Answered,
+        Prometheus,
+        prometheus_address,
+    )
+    from craton.observability.web.sources.schedulers import Schedulers
+    from craton.observability.web.sources.serving import LATENCIES, ServerLook, ServerLooks, look_curves
+    from craton.observability.web.sources.summaries import EXAMINED, MAX_NODES, RunRow, Summaries, job_kind
+    from craton.observability.web.sources.verdicts import (
+        CachedVerdict,
+        Late,
+        Verdicts,
+        cause_first,
+        examine,
+        late_of,
+        not_examined,
+    )
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

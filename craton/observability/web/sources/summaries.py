@@ -1,0 +1,265 @@
+"""All runs under a root, looked at again and again by one thread while somebody looks at the page.
+
+A run that has ended and did not change is not read twice, also not by the next `craton ui`; those that move are read a
+little further. Rows come out as they are known: the newest runs first, so that 500 of them never keep a page waiting.
+What cannot be read is said and tried again at the next look, and never ends the thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from craton.observability.web.sources.remembered import Remembered, recall, remember
+from craton.observability.web.sources.schedulers import Schedulers
+from craton.observability.web.sources.verdicts import CachedVerdict, Verdicts
+from craton.orchestration import read_submission
+from craton.orchestration.watching import MOVING, settled_summaries
+from craton.telemetry import MARKERS, RunDirectory, RunSummary, Summarizer, list_runs, read_json
+from craton.telemetry.files import names_in
+
+LOOK_SECONDS = 1.5  # between two looks at all runs
+MAX_SHARE = 0.2  # of the time is spent on them
+WATCHED_SECONDS = 20.0  # after the last question nobody is looking any more
+MAX_NODES = 16  # whose ledgers are read; a wide run would take minutes
+KEY_NODES = 8
+ASIDE_SECONDS = 0.5  # for which reading the next run waits at most for a page to be made
+LOST_AGAIN_SECONDS = 60.0  # a lost run says for how long nobody has heard of it
+EXAMINED = (*MOVING, "failed", "lost")  # states that somebody may ask about why
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run as the list shows it; without a summary: not read yet."""
+
+    run: RunDirectory
+    summary: RunSummary | None = None
+    kind: str = ""
+    planned_dollars: float | None = None
+    trouble: str = ""  # why it cannot be read
+    verdict: CachedVerdict | None = None
+    version: int = 0
+
+    @property
+    def state(self) -> str:
+        if self.summary is not None:
+            return self.summary.state
+        return "unreadable" if self.trouble else "reading"
+
+
+@dataclass
+class _Known:
+    key: tuple[int, ...] | None = None
+    summarizer: Summarizer | None = None
+    raw: RunSummary | None = None
+    kind: str = ""
+    planned_dollars: float | None = None
+    trouble: str = ""
+    read_at: float = float("-inf")
+
+
+@dataclass
+class Summaries:
+    """The list of runs. Any thread may ask; one thread of its own reads."""
+
+    root: Path
+    verdicts: Verdicts
+    schedulers: Schedulers = field(default_factory=Schedulers)
+    version: int = 0
+    trouble: str = ""  # what keeps the list as a whole from being read
+    _rows: dict[str, RunRow] = field(default_factory=dict)  # newest first
+    _known: dict[str, _Known] = field(default_factory=dict)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread | None = None
+    _asked_at: float = float("-inf")
+    _is_closed: bool = False
+    _is_read: bool = False
+    _num_asides: int = 0
+    _remembered: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def rows(self) -> list[RunRow]:
+        """All runs, newest first, as far as they are known."""
+        with self._changed:
+            self._asked_at = time.monotonic()
+            is_first = self._thread is None
+            if is_first and not self._is_closed:
+                self._known = {name: _known_from(each) for name, each in recall(self.root).items()}
+                self.trouble = self._list()
+                self._thread = threading.Thread(target=self._work, name="summaries", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            return list(self._rows.values())
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around what somebody waits for: runs are not read meanwhile, which would take half the time of it."""
+        with self._changed:
+            self._num_asides += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_asides -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def refresh(self) -> None:
+        """One look at all runs."""
+        trouble = self._list()
+        with self._changed:
+            rows = list(self._rows.values())
+        for row in rows:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._num_asides or self._is_closed, timeout=ASIDE_SECONDS)
+                if self._is_closed:
+                    return
+            known = self._known.setdefault(row.run.name, _Known())
+            _read(row.run, known)
+            if row.summary is None and known.raw is not None and _is_local(row.run):
+                self._publish(row.run, known, known.raw)
+            elif row.summary is None and known.trouble:
+                self._publish(row.run, known, None)
+        found = [raw for row in rows if (raw := self._known[row.run.name].raw) is not None]
+        try:
+            settled = {each.path: each for each in settled_summaries(found, self.schedulers.standings)}
+        except Exception as error:  # noqa: BLE001 - without a scheduler's answer the runs still have their own word
+            trouble = trouble or f"what schedulers say of the runs is not known: {_why(error)}"
+            settled = {each.path: each for each in found}
+        for row in rows:
+            known = self._known[row.run.name]
+            self._publish(row.run, known, settled.get(known.raw.path) if known.raw else None)
+        self._is_read, self.trouble = True, trouble
+        ended = {name: each for name, known in self._known.items() if (each := _to_remember(known)) is not None}
+        keys = {name: each.key for name, each in ended.items()}
+        if keys != self._remembered:
+            remember(self.root, ended)
+            self._remembered = keys
+
+    def _work(self) -> None:
+        while True:
+            began = time.monotonic()
+            try:
+                self.refresh()
+            except Exception as error:  # noqa: BLE001 - the next look may find it mended; until then it is said
+                self.trouble = f"the runs in {self.root} cannot be read: {_why(error)}"
+            rest = max(LOOK_SECONDS, (time.monotonic() - began) / MAX_SHARE)
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed, timeout=rest)
+                self._changed.wait_for(lambda: self._is_closed or self._is_watched())
+                if self._is_closed:
+                    return
+
+    def _is_watched(self) -> bool:
+        return time.monotonic() - self._asked_at < WATCHED_SECONDS
+
+    def _list(self) -> str:
+        """Which runs there are now; pages need not wait until all folders were looked at. What keeps them from being
+        listed, if anything does."""
+        try:
+            names = {run.name: run for run in list_runs(self.root)}
+        except OSError as error:
+            return f"the runs in {self.root} cannot be listed: {_why(error)}"
+        with self._changed:
+            if list(names) != list(self._rows):
+                self.version += 1
+                fresh = {name: RunRow(run, version=self.version) for name, run in names.items()}
+                self._rows = {name: self._rows.get(name, row) for name, row in fresh.items()}
+                self._known = {name: known for name, known in self._known.items() if name in names}
+        return ""
+
+    def _publish(self, run: RunDirectory, known: _Known, summary: RunSummary | None) -> None:
+        verdict = None
+        # Not before all runs were read once: whoever opens the page waits for the list, not for what is wrong in it.
+        if self._is_read and summary is not None and summary.state in EXAMINED:
+            key = (summary.state, summary.step, summary.updated_at)
+            verdict = self.verdicts.ask(run, key, is_moving=summary.state in MOVING)
+        with self._changed:
+            old = self._rows.get(run.name)
+            if old is None:
+                return
+            new = RunRow(run, summary, known.kind, known.planned_dollars, known.trouble, verdict, old.version)
+            if new != old:
+                self.version += 1
+                self._rows[run.name] = RunRow(
+                    run, summary, known.kind, known.planned_dollars, known.trouble, verdict, self.version
+                )
+
+
+def _known_from(remembered: Remembered) -> _Known:
+    return _Known(remembered.key, None, remembered.summary, remembered.kind, remembered.planned_dollars)
+
+
+def _to_remember(known: _Known) -> Remembered | None:
+    """Only of runs that have ended: others are read again anyway."""
+    if known.key is None or known.raw is None or known.raw.state in (*MOVING, "lost"):
+        return None
+    return Remembered(known.key, known.raw, known.kind, known.planned_dollars)
+
+
+def _read(run: RunDirectory, known: _Known) -> None:
+    """Reads a run that moves, or changed since it was read."""
+    key = _key(run)
+    if known.raw is not None and known.raw.state not in MOVING and key == known.key:
+        is_fresh = time.monotonic() - known.read_at < LOST_AGAIN_SECONDS
+        if known.raw.state != "lost" or is_fresh:
+            return
+    known.read_at = time.monotonic()
+    try:
+        if key != known.key:
+            plan = read_json(run.plan_path)
+            cost = plan.get("cost") if isinstance(plan.get("cost"), dict) else {}
+            assert isinstance(cost, dict)
+            dollars = plan.get("cost_dollars") or cost.get("cost_dollars")
+            known.kind = job_kind(plan)
+            known.planned_dollars = float(dollars) if isinstance(dollars, int | float) else None
+        known.summarizer = known.summarizer or Summarizer(run, MAX_NODES)
+        known.raw, known.trouble = known.summarizer.summary(), ""
+    except Exception as error:  # noqa: BLE001 - one broken folder hides no other run, whatever is wrong with it
+        known.raw, known.trouble = None, f"{run.path} cannot be read: {_why(error)}"
+    known.key = key
+    if known.raw is None or known.raw.state not in MOVING:
+        known.summarizer = None  # it holds a run's books
+
+
+def job_kind(plan: Mapping[str, Any]) -> str:
+    """Of the job, by its plan; what is not planned is a command."""
+    return str(plan.get("kind") or ("" if plan else "command"))
+
+
+def _is_local(run: RunDirectory) -> bool:
+    """Whether no scheduler need be asked about it."""
+    try:
+        return read_submission(run).on == "local"
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return False
+
+
+def _key(run: RunDirectory) -> tuple[int, ...]:
+    """What changes when a run that has ended goes on."""
+    paths = [run.launch_path, run.plan_path, run.path / "generations", *(run.path / marker for marker in MARKERS)]
+    try:
+        nodes = names_in(run.path / "heartbeat")[:KEY_NODES]
+    except OSError:
+        nodes = []
+    return tuple(_modified(path) for path in (*paths, *(run.heartbeat_path(node) for node in nodes)))
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _modified(path: Path) -> int:
+    try:
+        return os.lstat(path).st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,209 @@
+"""Verdicts of `craton why`, made in the background and kept: a page never waits for one.
+
+One thread examines the runs that were asked for, in turns: those without an answer first, then the one whose answer is
+oldest; every other turn is for those whose page is open. A run that moves is examined again whatever it looks like,
+since one that hangs looks the same all the time. What cannot be examined gets a verdict that says so: a page without an
+answer must not look like one that found nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from craton.telemetry import RunDirectory
+
+if TYPE_CHECKING:
+    from craton.observability.diagnosis import Symptom
+
+OPENINGS = ("has failed", "is lost", "has lost a part of itself", "is slow", "hangs", "computes wrong")  # of a sentence
+_EXIT = re.compile(r"(.{1,80}? exited with code -?\d+) \(generation \d+\): (.+)", re.DOTALL)
+FRESH_SECONDS = 15.0
+LOOKED_AT_SECONDS = 10.0  # after the last urgent question its page is open
+FORGET_SECONDS = 600.0  # after the last question at all
+REST_SHARE = 3.0  # an examination is followed by a rest of so many times its length
+
+
+@dataclass(frozen=True)
+class Late:
+    """Ranks that the others wait for."""
+
+    sentence: str
+    ranks: tuple[int, ...]  # the slowest first
+    nodes: tuple[str, ...]
+    share: float  # of every step, that is lost to them
+
+
+@dataclass(frozen=True)
+class CachedVerdict:
+    """A verdict as the page shows it."""
+
+    condition: str
+    sentence: str
+    layer: str = ""
+    node: str = ""
+    rank: int | None = None
+    confidence: float | None = None
+    action: str = ""
+    evidence: tuple[str, ...] = ()
+    would_tell: tuple[str, ...] = ()
+    cost_dollars_per_day: float | None = None
+    others: tuple[str, ...] = ()
+    late: Late | None = None
+    time: float = 0.0
+    cause: str = ""  # the most likely one in a few words; empty where there is none, or it is not known
+
+    def in_short(self, name: str) -> str:
+        """What a narrow column shows of run `name`: the cause first, and neither the name nor the condition again."""
+        if self.cause:
+            return self.cause
+        text = self.sentence.removeprefix(name).lstrip(" :")
+        opening, _, rest = text.partition(": ")
+        return cause_first(rest if rest and opening in OPENINGS else text)
+
+
+def cause_first(message: str) -> str:
+    """A run's message with the error before the rank that exited with it."""
+    found = _EXIT.fullmatch(message)
+    return f"{found[2].rstrip('.')} ({found[1]})" if found else message
+
+
+@dataclass(eq=False)
+class _Wanted:
+    run: RunDirectory
+    key: object  # what the run looked like: another look is needed when it changes
+    first_asked_at: float
+    asked_at: float
+    is_moving: bool = False
+    looked_at: float = float("-inf")
+    answer: CachedVerdict | None = None
+    answered_for: object = None
+    answered_at: float = float("-inf")
+
+
+def examine(run: RunDirectory, prometheus: str | None = None) -> CachedVerdict:
+    """What `craton why` says now."""
+    from craton.observability.diagnosis import diagnose, straggler_of
+    from craton.observability.diagnosis.collect import take_snapshot
+
+    snapshot = take_snapshot(run, prometheus)
+    return answer_of(diagnose(snapshot), straggler_of(snapshot))
+
+
+def not_examined(error: Exception) -> CachedVerdict:
+    words = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return CachedVerdict("unknown", f"it could not be examined: {words}", time=time.time())
+
+
+def late_of(symptom: Symptom | None) -> Late | None:
+    """In the words of `craton why`."""
+    return Late(symptom.evidence[0], symptom.ranks, symptom.nodes, symptom.lost_share or 0.0) if symptom else None
+
+
+def answer_of(verdict: Any, straggler: Symptom | None = None) -> CachedVerdict:
+    return CachedVerdict(
+        condition=verdict.condition,
+        sentence=verdict.sentence,
+        layer=verdict.layer,
+        node=verdict.node,
+        rank=verdict.rank,
+        confidence=verdict.confidence,
+        action=verdict.action,
+        evidence=tuple(verdict.evidence),
+        would_tell=tuple(verdict.would_tell),
+        cost_dollars_per_day=verdict.cost_dollars_per_day,
+        others=tuple(str(getattr(each, "sentence", each)) for each in verdict.others),
+        late=late_of(straggler),
+        time=time.time(),
+        cause=verdict.because,
+    )
+
+
+@dataclass
+class Verdicts:
+    """`ask` returns what is known and makes sure that it will be known better."""
+
+    examine: Callable[[RunDirectory], CachedVerdict] = examine
+    _wanted: dict[str, _Wanted] = field(default_factory=dict)
+    _wake: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread | None = None
+    _is_closed: bool = False
+    _is_turn_of_looked_at: bool = True
+
+    def ask(
+        self, run: RunDirectory, key: object, *, is_moving: bool = False, urgent: bool = False
+    ) -> CachedVerdict | None:
+        """The newest verdict. `key` is what the run looks like; one that has ended and not changed is not examined
+        twice. `urgent`: its page is open. None: not yet."""
+        now = time.monotonic()
+        with self._wake:
+            wanted = self._wanted.get(run.name)
+            if wanted is None or wanted.run != run:
+                wanted = self._wanted[run.name] = _Wanted(run, key, now, now)
+            wanted.key, wanted.is_moving, wanted.asked_at = key, is_moving, now
+            if urgent:
+                wanted.looked_at = now
+            if self._thread is None and not self._is_closed:
+                self._thread = threading.Thread(target=self._work, name="verdicts", daemon=True)
+                self._thread.start()
+            self._wake.notify()
+            return wanted.answer
+
+    def known(self, run: RunDirectory) -> CachedVerdict | None:
+        """The newest verdict, without asking for another."""
+        with self._wake:
+            wanted = self._wanted.get(run.name)
+            return wanted.answer if wanted is not None and wanted.run == run else None
+
+    def close(self) -> None:
+        with self._wake:
+            self._is_closed = True
+            self._wake.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                due = self._due()
+                while due is None and not self._is_closed:
+                    self._wake.wait(timeout=1.0)
+                    due = self._due()
+                if self._is_closed or due is None:
+                    return
+                key = due.key
+            began = time.monotonic()
+            try:
+                answer = self.examine(due.run)
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with one run, the page goes on and says so
+                answer = not_examined(error)
+            ended = time.monotonic()
+            with self._wake:
+                due.answer, due.answered_for, due.answered_at = answer, key, ended
+                self._wake.wait_for(lambda: self._is_closed, timeout=REST_SHARE * (ended - began))
+
+    def _due(self) -> _Wanted | None:
+        """Whose turn it is among those whose answer is old, or of another state of the run."""
+        now = time.monotonic()
+        self._wanted = {name: each for name, each in self._wanted.items() if now - each.asked_at < FORGET_SECONDS}
+        due = [each for each in self._wanted.values() if _is_due(each, now)]
+        looked_at = [each for each in due if now - each.looked_at < LOOKED_AT_SECONDS]
+        chosen = min(looked_at if looked_at and self._is_turn_of_looked_at else due, key=_turn, default=None)
+        if chosen is not None:
+            self._is_turn_of_looked_at = chosen not in looked_at
+        return chosen
+
+
+def _is_due(wanted: _Wanted, now: float) -> bool:
+    if wanted.answer is None:
+        return True
+    is_old = now - wanted.answered_at > FRESH_SECONDS
+    return is_old and (wanted.is_moving or wanted.answered_for != wanted.key)
+
+
+def _turn(wanted: _Wanted) -> tuple[bool, float]:
+    """Those without an answer first, then the oldest answer."""
+    is_answered = wanted.answer is not None
+    return is_answered, wanted.answered_at if is_answered else wanted.first_asked_at

@@ -1,0 +1,154 @@
+"""Breaking a run on purpose: faults that fit the run, the order that its agents pick up, and what came of it.
+
+An order is RUN/chaos/ID.json, written whole. The agents record `chaos_armed` when they have read it and `chaos_fired`,
+with the fault's own text, when they do it.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from craton.agent import Launch, newest_generation, read_launch
+from craton.job import (
+    RANDOM_KINDS,
+    TRAINING_KINDS,
+    FaultError,
+    InjectedFault,
+    Job,
+    check_fault,
+    load_job,
+    parse_fault,
+    random_faults,
+)
+from craton.orchestration.draft import tier_names
+from craton.orchestration.run_files import write_whole
+from craton.orchestration.watching import check_is_seen, check_running
+from craton.telemetry import RunDirectory, summarize
+from craton.telemetry.files import paths_in, read_lines
+
+SOON_STEPS = 2  # the first random fault is at least so far ahead: an order takes half a second to arrive
+
+
+def check_can_break(run: RunDirectory) -> None:
+    check_running(run, "break")
+    check_is_seen(run, "`kubectl exec POD -- craton chaos …` is heard, in any of its pods")
+
+
+def faults_for(run: RunDirectory, texts: Sequence[str]) -> list[InjectedFault]:
+    """The faults of these lines, each one possible in this run as it is now."""
+    check_can_break(run)
+    job, launch = load_job(run.job_path), read_launch(run)
+    world, nodes = _membership(run, launch)
+    step = summarize(run).step
+    faults = [parse_fault(text) for text in texts]
+    for fault in faults:
+        check_fault(
+            fault,
+            world=world,
+            nodes=sorted({*nodes, *launch.nodes}, key=[*launch.nodes, *nodes].index),
+            tiers=tier_names(job),
+            step=step,
+            steps=job.steps,
+            trains=job.kind in TRAINING_KINDS,
+        )
+    return faults
+
+
+def random_faults_for(
+    run: RunDirectory, count: int, seed: int, kinds: Iterable[str] = RANDOM_KINDS
+) -> list[InjectedFault]:
+    """Faults drawn from a seed, spread over the steps that are left."""
+    check_can_break(run)
+    job = load_job(run.job_path)
+    world, nodes = _membership(run, read_launch(run))
+    if job.steps is None:
+        raise FaultError(f"--random spreads faults over the steps of a job, and {run.name} does not say how many")
+    first = summarize(run).step + SOON_STEPS
+    return random_faults(count, seed, job.steps, world, nodes, tier_names(job), kinds, first)
+
+
+def arm_faults(run: RunDirectory, faults: Sequence[InjectedFault]) -> Path:
+    """Write the order; the agents of the run carry it out."""
+    check_can_break(run)
+    path = run.chaos_folder / f"{time.time_ns()}-{os.getpid()}.json"
+    order = {"faults": [fault.text for fault in faults], "by": getpass.getuser(), "time": time.time()}
+    write_whole(path, json.dumps(order, indent=1) + "\n")
+    return path
+
+
+def fired_faults(run: RunDirectory, since: float = 0.0) -> dict[str, float]:
+    """Text → epoch seconds of every fault that has happened from this moment on, oldest first. What every node does for
+    itself, such as to flip a byte of its own memory, counts when the first has."""
+    found: dict[str, float] = {}
+    for event in sorted(_events(run), key=lambda event: float(event.get("time", 0.0))):
+        moment = float(event.get("time", 0.0))
+        if event.get("event") == "chaos_fired" and moment >= since:
+            found.setdefault(str(event.get("fault")).partition(": ")[0], moment)  # what was done follows the fault
+    return found
+
+
+def faults_left(run: RunDirectory, job: Job, before: Launch, launch: Launch, step: int) -> list[str]:
+    """What a resume keeps of the job's chaos: what has not happened, is not past and can happen on the new nodes."""
+    happened = fired_faults(run)
+    left = []
+    for text in before.chaos:
+        try:
+            check_fault(
+                parse_fault(text),
+                world=launch.world_size,
+                nodes=launch.nodes,
+                tiers=tier_names(job),
+                step=step,
+                steps=job.steps,
+                trains=job.kind in TRAINING_KINDS,
+            )
+        except FaultError:
+            continue
+        if text not in happened:
+            left.append(text)
+    return left
+
+
+def what_happens(fault: InjectedFault) -> str:
+    """A fault in words: `at step 40, rank 3 is killed (SIGKILL)`."""
+    when = "at once"
+    if fault.during is not None:
+        when = f"during {fault.during}" + (f" from step {fault.step:,} on" if fault.step else "")
+    elif fault.step is not None:
+        when = f"at step {fault.step:,}"
+    lasting = f" for {fault.for_seconds:g} s" if fault.for_seconds else " to the end"
+    target = f"rank {fault.rank}" if fault.target == "rank" else f"the {fault.target}"
+    if fault.target in ("agent", "keeper"):
+        target = f"the {fault.target} of {fault.node}"
+    what = {
+        "kill": f"{target} is killed (SIGKILL)",
+        "hang": f"{target} is stopped (SIGSTOP)" if fault.how == "stop" else f"{target} hangs in an endless loop",
+        "fail": f"{target} raises an exception",
+        "slow-disk": f"every write to tier {fault.tier} takes {fault.seconds or 0:g} s longer{lasting}",
+        "lose-node": f"{fault.node} is lost for good: its agent and every process on it are killed",
+        "corrupt": f"a byte of the newest step in tier {fault.tier} is flipped",
+    }[fault.kind]
+    if fault.kind == "corrupt" and fault.tier == "peer":
+        whose = {"own": "the state they keep themselves", "copies": "the copies kept of them", "all": "all of it"}
+        of = "every rank" if fault.rank is None else f"rank {fault.rank}"
+        what = f"a byte of the newest step of {of} in peer memory is flipped ({whose[fault.how or 'all']})"
+    return f"{when}, {what}"
+
+
+def _membership(run: RunDirectory, launch: Launch) -> tuple[int, list[str]]:
+    """(ranks, nodes) that work now."""
+    newest = newest_generation(run)
+    if newest is None:
+        return launch.world_size, launch.nodes[: launch.working_nodes]
+    return newest.world, newest.nodes
+
+
+def _events(run: RunDirectory) -> Iterator[dict[str, Any]]:
+    for path in paths_in(run.path / "events", "*.jsonl"):
+        yield from read_lines(path)[0]

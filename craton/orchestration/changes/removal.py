@@ -1,0 +1,80 @@
+"""Runs are removed: everything in the run directory, and nothing beyond it.
+
+A run that lives, waits or may live is never removed. Checkpoints of tiers outside the run directory stay: another run
+may have been started from them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from craton.errors import CratonError
+from craton.job import load_job
+from craton.job.sections import place_of
+from craton.orchestration.errors import RunStateError
+from craton.orchestration.watching import check_not_running, launching
+from craton.telemetry import RunDirectory, summarize
+from craton.telemetry.files import noting_unread
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What removing a run takes away, and what it leaves."""
+
+    run: RunDirectory
+    size_bytes: int
+    num_checkpoints: int  # in the run directory
+    stays: tuple[str, ...]  # places of tiers outside it
+
+
+def plan_removal(run: RunDirectory) -> Removal:
+    """RunStateError for a run that is not at its end."""
+    _check_ended(run)
+    size_bytes, num_checkpoints = 0, 0
+    for folder, folders, files in os.walk(run.path):
+        num_checkpoints += sum(name.startswith("step-") for name in folders) if "checkpoints" in folder else 0
+        size_bytes += sum(os.lstat(os.path.join(folder, name)).st_size for name in files)
+    return Removal(run, size_bytes, num_checkpoints, tuple(_places_elsewhere(run)))
+
+
+def remove_run(run: RunDirectory) -> None:
+    """Everything in the run directory, and a link that leads to it; links inside it are removed, not followed."""
+    with launching(run):
+        _check_ended(run)
+        # Under another name first: one that is half removed is no run any more, and nobody starts it meanwhile.
+        place = run.path.resolve()
+        aside = place.with_name(f".{place.name}.removed.{os.getpid()}")
+        try:
+            os.rename(place, aside)
+        except OSError as error:
+            raise RunStateError(f"{run.path} cannot be removed: {error.strerror}") from None
+        if run.path.is_symlink():
+            run.path.unlink()
+    shutil.rmtree(aside)
+
+
+def _check_ended(run: RunDirectory) -> None:
+    try:
+        check_not_running(run)
+    except RunStateError as error:
+        raise RunStateError(f"{run.name} is not removed: {error}") from None
+    with noting_unread():  # a run with planted files can be removed too
+        state = summarize(run).state
+    if state in ("running", "stopping"):  # by its heartbeat, on a machine that is not seen from here
+        raise RunStateError(
+            f"{run.name} is not removed: its agents say that it is {state}; `craton stop {run.name}` stops it"
+        )
+
+
+def _places_elsewhere(run: RunDirectory) -> list[str]:
+    try:
+        job = load_job(run.job_path)
+        storage = job.cluster.file.storage if job.cluster.file else None
+        located = [place_of(tier, storage, run.path) for tier in job.checkpoint.places]
+    except CratonError as error:
+        return [f"checkpoints outside {Path(run.path).name}, if any: its job cannot be read ({error})"]
+    found = [each.place for each in located if not each.is_inside_run]
+    return [place for place in found if "://" in place or Path(place).exists()]

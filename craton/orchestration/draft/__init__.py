@@ -1,0 +1,42 @@
+"""From a job to a draft: everything that would be written and started, without touching anything."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.orchestration.draft.code_archive import (
+        check_code,
+        code_folder,
+        code_summary,
+        find_code,
+        keep_code,
+        manifest_path,
+    )
+    from craton.orchestration.draft.draft import (
+        BACKENDS,
+        COPY,
+        IMAGE_PYTHON,
+        JOB_FOLDER,
+        STOP_AT,
+        Draft,
+        Progress,
+        agent_command,
+        backend_name,
+        chaos_of,
+        check_needs,
+        draft_run,
+        gres_gpus,
+        named_job,
+        nursery_command,
+        plan_text,
+        python_of,
+        rank_command,
+        tier_names,
+        with_chaos,
+    )
+    from craton.orchestration.draft.sizes import Size, nearest_sizes, plan_size, with_chosen_layout, with_fitting_layout
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,0 +1,155 @@
+"""A job on other numbers of the same nodes: which can be trained, and the plan of each.
+
+A size that comes back can be trained: its layout divides the batch and fits the memory. What a node is does not change
+with their number, so the nodes of a smaller run on this machine are no larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from craton.digits import counted
+from craton.errors import CratonError
+from craton.infrastructure import Cluster, resized_cluster
+from craton.job import TRAINING_KINDS, Job, JobError, LayoutError, checked_layout
+from craton.job.layout import Layout
+from craton.orchestration.errors import StartError
+from craton.planning import Plan, plan
+
+STATES = ("parameters", "gradients", "optimizer states")  # parts of memory that no batch or sequence changes
+GIBIBYTE = 2**30
+NEAREST_TRIED = 64  # sizes on either side of one that is not possible
+
+
+@dataclass(frozen=True)
+class Size:
+    """A job on so many nodes."""
+
+    num_nodes: int
+    layout: Layout
+    plan: Plan | None  # None: a model whose numbers only its author knows
+
+    @property
+    def step_seconds(self) -> float | None:
+        return self.plan.step_seconds if self.plan else None
+
+    @property
+    def layout_json(self) -> dict[str, Any]:
+        """The layout as plan.json has it."""
+        return asdict(self.layout)
+
+
+def with_fitting_layout(job: Job, num_ranks: int) -> Job:
+    """The job for another number of ranks, as `resize` and `resume` have it: the layout that it names where so many
+    ranks can take it, else one that the planner chooses."""
+    try:
+        checked_layout(job, num_ranks, trained=True)
+    except JobError:
+        return with_chosen_layout(job)
+    return job
+
+
+def with_chosen_layout(job: Job) -> Job:
+    return job.model_copy(update={"layout": None})
+
+
+def plan_size(job: Job, num_nodes: int, ranks_per_node: int, cluster: Cluster | None) -> Size:
+    """The job on `num_nodes` of the nodes it has, or what keeps it from running there. Without a cluster there is no
+    plan, as for a model that is a function."""
+    if cluster is None:
+        return Size(num_nodes, _unplanned_layout(job, num_nodes * ranks_per_node), None)
+    found = plan(job, cluster=resized_cluster(cluster, num_nodes, job.cluster.file))
+    check_offload(job, found)
+    check_memory(job, found)
+    return Size(num_nodes, found.layout, found)
+
+
+def elastic_sizes(
+    job: Job, ranks_per_node: int, largest: Plan | None, progress: Callable[[int, int, str], None] | None = None
+) -> tuple[list[Size], dict[int, str]]:
+    """Every size that an elastic job can run on, smallest first, and why the others are not possible. Without one below
+    the largest there are none."""
+    cluster = largest.cluster if largest else None
+    most = cluster.num_nodes if cluster else job.cluster.num_nodes
+    counts = range(job.cluster.min_nodes, most)
+    found, refused = [], {}
+    for done, count in enumerate(counts):
+        if progress:
+            progress(done, len(counts), counted(count, "node"))
+        try:
+            found.append(plan_size(job, count, ranks_per_node, cluster))
+        except CratonError as error:
+            refused[count] = str(error)
+    if found and largest is not None:
+        found.append(Size(most, largest.layout, largest))
+    elif found:
+        found.append(plan_size(job, most, ranks_per_node, None))
+    return found, refused
+
+
+def nearest_sizes(job: Job, wanted: int, ranks_per_node: int, cluster: Cluster | None) -> list[int]:
+    """The nearest number of nodes below and the nearest above `wanted` on which the job can be trained."""
+    below = range(wanted - 1, max(0, wanted - 1 - NEAREST_TRIED), -1)
+    above = range(wanted + 1, wanted + 1 + NEAREST_TRIED)
+    found = (_first_possible(job, counts, ranks_per_node, cluster) for counts in (below, above))
+    return [count for count in found if count is not None]
+
+
+def check_offload(job: Job, found: Plan) -> None:
+    if found.layout.offload != "none":
+        raise StartError(
+            f"{job.where('layout', 'offload')}offload {found.layout.offload} can be planned but not trained yet; "
+            "write offload: none"
+        )
+
+
+def check_memory(job: Job, found: Plan) -> None:
+    """Refuse before launch what would run out of memory, with what to change."""
+    if found.fits:
+        return
+    need, limit = found.memory_bytes / GIBIBYTE, found.memory_limit_bytes / GIBIBYTE
+    largest = sorted(found.memory_parts.items(), key=lambda part: -part[1])[:2]
+    parts = " and ".join(f"{name} {size / GIBIBYTE:.3g} GiB" for name, size in largest)
+    raise StartError(
+        f"{job.where('layout' if job.layout else 'cluster')}{job.name} does not fit {found.cluster.name}: a rank needs "
+        f"{need:.3g} of {limit:.3g} GiB ({parts}); use {' or '.join(_relief(job, found))}"
+    )
+
+
+def _first_possible(job: Job, counts: Iterable[int], ranks_per_node: int, cluster: Cluster | None) -> int | None:
+    for count in counts:
+        try:
+            plan_size(job, count, ranks_per_node, cluster)
+        except CratonError:
+            continue
+        return count
+    return None
+
+
+def _unplanned_layout(job: Job, world: int) -> Layout:
+    """As the training loop chooses it where there is no plan."""
+    assert job.kind in TRAINING_KINDS, f"kind {job.kind} has no layout"
+    layout = job.fixed_layout(world) or Layout(fsdp=world, precision=job.precision)
+    if layout.world != world or job.global_batch_sequences % (layout.data_parallel * layout.micro_batch):
+        raise LayoutError(
+            f"{job.where('layout')}{job.global_batch_sequences} sequences a step cannot be shared by {world} ranks "
+            f"with {layout}"
+        )
+    return layout
+
+
+def _relief(job: Job, found: Plan) -> list[str]:
+    """What would make the job fit, the nearest first."""
+    fitting = [each.layout for each in found.alternatives if each.fits and each.cluster == found.cluster.name]
+    if fitting:
+        return [f"the layout {fitting[0]}"]
+    relief = []
+    if sum(found.memory_parts.get(name, 0.0) for name in STATES) < found.memory_limit_bytes:
+        if found.layout.micro_batch > 1:
+            relief.append("layout: {micro_batch: 1}")
+        if found.layout.recompute != "full":
+            relief.append("layout: {recompute: full}")
+        relief.append("a shorter data.sequence")
+    return [*relief, "a smaller model", "more or larger machines"]

@@ -1,0 +1,162 @@
+"""Nodes of Kubernetes taken out of service and back: cordoned, and tainted `craton.dev/unhealthy=MARK:NoSchedule`.
+
+What others have done to a node stays: their taints are kept, and one that is out already is not taken out. A change is
+sent with the version of the node that it was made from, so that of two at once one is refused, and tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from craton.job.cluster import SchedulerSettings
+from craton.orchestration.errors import SchedulerError
+from craton.orchestration.kubernetes.api import EVERY_NAMESPACE, Connection, KubernetesApiError, ask
+from craton.orchestration.kubernetes.pods import MANAGED_BY, Manifest
+from craton.orchestration.node_maintenance import MARK, ServiceNode
+
+TAINT = "craton.dev/unhealthy"
+REASON = "craton.dev/heal-reason"
+GPU, OF_NVIDIA = "nvidia.com/gpu", "nvidia.com/"  # whole ones; those and the slices of one
+NODE_POOL = "karpenter.sh/nodepool"
+# https://docs.aws.amazon.com/sagemaker/latest/dg/sagemaker-hyperpod-eks-resiliency-node-labels.html, read 2026-11-16:
+# Schedulable, Unschedulable, UnschedulablePendingReboot, UnschedulablePendingReplacement.
+HYPERPOD_HEALTH, HYPERPOD_OUT = "sagemaker.amazonaws.com/node-health-status", "Unschedulable"
+# Taints of those who take nodes away: https://karpenter.sh/docs/concepts/disruption/ (v1; `disruption` before that) and
+# cluster-autoscaler/utils/taints/taints.go of kubernetes/autoscaler, read 2026-11-16.
+GOING = ("karpenter.sh/disrupted", "karpenter.sh/disruption", "ToBeDeletedByClusterAutoscaler")
+NOT_ENDED = "status.phase!=Succeeded,status.phase!=Failed"
+MAX_TRIES = 5
+CONFLICT = 409
+Change = Callable[[Manifest], Manifest | None]
+
+
+class KubernetesService:
+    def __init__(self, scheduler: SchedulerSettings) -> None:
+        self._namespace, self._pool = scheduler.namespace, scheduler.node_pool
+
+    def nodes(self) -> list[ServiceNode]:
+        """Of the node pool, or of the cluster: those with GPUs, where some have. One is idle where no pod has its GPUs;
+        who may not see the pods of all namespaces, and who has no GPUs, knows only which are busy with runs."""
+        return ask(self._nodes)
+
+    async def _nodes(self, connection: Connection) -> list[ServiceNode]:
+        in_pool = {"labelSelector": f"{NODE_POOL}={self._pool}"} if self._pool else {}
+        every = await connection.list("v1", "Node", "", **in_pool)
+        # One that we took out stays one of them when its driver, and with it its GPUs, do not come back.
+        with_gpus = [node for node in every if has_gpus(node) or mark_of(node)] if any(map(has_gpus, every)) else []
+        pods = await connection.list_if_shown(["v1"], "Pod", EVERY_NAMESPACE, fieldSelector=NOT_ENDED)
+        knows_idle = bool(with_gpus) and pods is not None
+        if pods is None:
+            namespace, ours = self._namespace or connection.namespace, f"{MANAGED_BY}=craton"
+            pods = await connection.list_if_shown(["v1"], "Pod", namespace, fieldSelector=NOT_ENDED, labelSelector=ours)
+        busy = {str((pod.get("spec") or {}).get("nodeName")) for pod in pods or () if is_work(pod)}
+        return [service_node(node, busy, knows_idle) for node in with_gpus or every]
+
+    def take_out(self, node: str, mark: str, reason: str) -> None:
+        ask(lambda connection: _change(connection, node, lambda found: cordoned(found, mark, reason)))
+
+    def can_hand_over(self, action: str) -> bool:
+        return False
+
+    def hand_over(self, node: str, mark: str, action: str) -> bool:
+        """Clouds repair what is cordoned and unhealthy by their own rules."""
+        return False
+
+    def give_back(self, node: str, mark: str) -> str:
+        return ask(lambda connection: _give_back(connection, node, mark))
+
+
+def cordoned(node: Manifest, mark: str, reason: str) -> Manifest:
+    """The patch that takes a node out; pure. SchedulerError where it is out already, by whomever."""
+    if out := why_out(node):
+        raise SchedulerError(f"{node['metadata']['name']} is out of service meanwhile ({out}), and left as it is")
+    taints = (node.get("spec") or {}).get("taints") or ()
+    taint = {"key": TAINT, "value": mark, "effect": "NoSchedule"}
+    return {
+        "metadata": {"annotations": {REASON: f"{MARK}{mark} {reason}"}},
+        "spec": {"unschedulable": True, "taints": [*taints, taint]},
+    }
+
+
+def uncordoned(node: Manifest, mark: str) -> Manifest | None:
+    """The patch that gives it back; None where it does not bear the mark."""
+    if mark_of(node) != mark:
+        return None
+    taints = [each for each in (node.get("spec") or {}).get("taints") or () if each.get("key") != TAINT]
+    return {"metadata": {"annotations": {REASON: None}}, "spec": {"unschedulable": None, "taints": taints or None}}
+
+
+def mark_of(node: Mapping[str, Any]) -> str:
+    taints = (node.get("spec") or {}).get("taints") or ()
+    return next((str(each.get("value") or "") for each in taints if each.get("key") == TAINT), "")
+
+
+def has_gpus(node: Manifest) -> bool:
+    return GPU in ((node.get("status") or {}).get("capacity") or {})
+
+
+def why_out(node: Manifest) -> str:
+    """Empty: it takes new work."""
+    metadata, spec = node["metadata"], node.get("spec") or {}
+    if mark := mark_of(node):
+        return str((metadata.get("annotations") or {}).get(REASON) or f"{MARK}{mark}")
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    if any(each.get("type") == "Ready" and each.get("status") != "True" for each in conditions):
+        return "it is not ready"
+    health = str((metadata.get("labels") or {}).get(HYPERPOD_HEALTH) or "")
+    if health.startswith(HYPERPOD_OUT):
+        return f"HyperPod calls it {health}"
+    if taken := [each["key"] for each in spec.get("taints") or () if each.get("key") in (TAINT, *GOING)]:
+        return f"it is tainted {taken[0]}"
+    return "it is cordoned" if spec.get("unschedulable") else ""
+
+
+def is_work(pod: Manifest) -> bool:
+    """Whether a pod belongs to a run, or has GPUs."""
+    spec = pod.get("spec") or {}
+    if ((pod.get("metadata") or {}).get("labels") or {}).get(MANAGED_BY) == "craton" or spec.get("resourceClaims"):
+        return True
+    containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
+    asked = [name for each in containers for name in (each.get("resources") or {}).get("requests") or ()]
+    return any(name.startswith(OF_NVIDIA) for name in asked)
+
+
+def service_node(node: Manifest, busy: Collection[str], knows_idle: bool) -> ServiceNode:
+    name, out = str(node["metadata"]["name"]), why_out(node)
+    return ServiceNode(name, bool(out), out, True if name in busy else False if knows_idle else None, mark_of(node))
+
+
+def _place(name: str) -> Manifest:
+    return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}
+
+
+async def _give_back(connection: Connection, node: str, mark: str) -> str:
+    found = await connection.read(_place(node))
+    if found is None:
+        return f"Kubernetes has no node {node}"
+    if mark_of(found) != mark:
+        reason = why_out(found)
+        return f"{node} is out by somebody else: {reason}" if reason else f"{node} is in service already"
+    is_done = await _change(connection, node, lambda now: uncordoned(now, mark))
+    return "" if is_done else f"{node} was taken over by somebody else meanwhile"
+
+
+async def _change(connection: Connection, name: str, change: Change) -> bool:
+    """Whether there was something to change."""
+    place = _place(name)
+    for tried in range(1, MAX_TRIES + 1):
+        found = await connection.read(place)
+        if found is None:
+            raise KubernetesApiError(f"Kubernetes has no node {name}; `kubectl get nodes` shows what there is", 404)
+        patch = change(found)
+        if patch is None:
+            return False
+        patch["metadata"]["resourceVersion"] = (found.get("metadata") or {}).get("resourceVersion")
+        try:
+            await connection.patch(place, patch)
+            return True
+        except KubernetesApiError as error:  # somebody else changed it meanwhile
+            if error.status != CONFLICT or tried == MAX_TRIES:
+                raise
+    raise AssertionError("the last try returns or raises")

@@ -1,0 +1,342 @@
+"""Checks of a node's GPUs: pure functions of what the probes read and what the node should be."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from craton.digits import counted
+from craton.infrastructure import CatalogError, Gpu
+from craton.infrastructure.catalog import gpu
+from craton.infrastructure.probes import (
+    HEALTH_ACTIONS,
+    GpuState,
+    HealthAction,
+    NodeReport,
+    Xid,
+    recovery_action,
+    xid_facts,
+)
+from craton.orchestration.preflight.finding import Expected, PreflightFinding, Severity
+
+SAME_MEMORY = 0.05  # how far a card's memory may be from the catalog's: less is a slice of it, more another card
+OLD_XID_SECONDS = 3600.0
+# A card off the bus does not come back without a reset or a boot, and a failed remapping stays in the card's own
+# records: of these two nvidia-smi knows at any time whether they still hold.
+TOLD_BY_NVIDIA_SMI = (64, 79)
+HARDWARE_THROTTLE = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
+THERMAL_THROTTLE = ("sw_thermal_slowdown",)
+ACTION_SEVERITY: dict[HealthAction, Severity] = {
+    "observe": "note",
+    "restart": "note",
+    "reset": "fail",
+    "reboot": "fail",
+    "replace": "fail",
+}
+ACTION_REMEDY: dict[HealthAction, str] = {
+    "observe": "nothing now",
+    "restart": "start the job again",
+    "reset": "drain the node and reset the card: nvidia-smi --gpu-reset -i INDEX, or reboot where that is not allowed",
+    "reboot": "drain and reboot the node; have it replaced when it comes back",
+    "replace": "drain the node and have it replaced",
+}
+
+
+def check_gpus(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
+    """Everything about the cards; nothing for a node that has none and should have none."""
+    gpus = report.gpus
+    if not gpus.on_bus and not gpus.cards and not expected.gpus and not gpus.driver_loaded:
+        return []
+    findings = [*check_driver(report, expected), *check_count(report, expected)]
+    if not gpus.cards:
+        return [*findings, *check_xids(report)]
+    return [
+        *findings,
+        *check_model(gpus.cards, expected),
+        *check_recovery(gpus.cards),
+        *check_memory(gpus.cards),
+        *check_throttle(gpus.cards),
+        *check_settings(gpus.cards),
+        *check_pcie(gpus.cards),
+        *check_nvlink(report, expected),
+        *check_xids(report),
+    ]
+
+
+def check_driver(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
+    gpus = report.gpus
+    if not gpus.error:
+        said = f"driver {gpus.driver_version}, CUDA up to {gpus.cuda_version}"
+        return [_finding("gpu_driver", "ok", said)]
+    if gpus.on_bus or gpus.driver_loaded:
+        remedy = "`dmesg | grep -i nvrm` tells why; reboot the node, or install the driver again"
+        return [
+            _finding(
+                "gpu_driver", "fail", f"{counted(len(gpus.on_bus), 'GPU')} on the PCI bus, but {gpus.error}", remedy
+            )
+        ]
+    remedy = "start the container with its GPUs (nvidia.com/gpu, --gres=gpu:N), or leave this node out"
+    return [_finding("gpu_driver", "fail", f"no GPU is visible: {gpus.error}", remedy)] if expected.gpus else []
+
+
+def check_count(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
+    """Seven of eight: the driver's count against what a run needs, the catalog says and the bus shows."""
+    seen, on_bus, wanted = len(report.gpus.cards), len(report.gpus.on_bus), expected.gpus
+    missing = sorted(set(report.gpus.on_bus) - {card.bus_id for card in report.gpus.cards})
+    bus = f"; the PCI bus has {on_bus}, without a driver: {', '.join(missing)}" if missing and on_bus > seen else ""
+    if wanted and seen < wanted:
+        remedy = "reboot the node, have it replaced when the card stays away; give a container all its GPUs"
+        return [_finding("gpu_count", "fail", f"{seen} of {wanted} GPUs ({expected.name}){bus}", remedy)]
+    if wanted and seen > wanted and expected.instance is not None and not expected.num_gpus:
+        said = f"{counted(seen, 'GPU')}, {expected.name} has {wanted}"
+        return [_finding("gpu_count", "warn", said, "name the right instance in the cluster file")]
+    if bus and not wanted and not report.host.is_container and not report.gpus.error:
+        remedy = "reboot the node; have it replaced when the card stays away"
+        return [_finding("gpu_count", "fail", f"{seen} of {on_bus} GPUs{bus}", remedy)]
+    of = f" of {wanted}" if wanted else ""
+    return [_finding("gpu_count", "ok", f"{seen}{of} GPUs")]
+
+
+def check_model(cards: Iterable[GpuState], expected: Expected) -> list[PreflightFinding]:
+    names = Counter(card.name for card in cards)
+    if len(names) > 1:
+        said = ", ".join(f"{count} x {name}" for name, count in names.most_common())
+        return [_finding("gpu_model", "fail", f"different GPUs in one node: {said}", "have the node replaced")]
+    (name,) = names
+    instance = expected.instance
+    if instance is None or instance.gpu.generation == "cpu":
+        return [_finding("gpu_model", "ok", name)]
+    memory_bytes = min((card.memory_bytes for card in cards if card.memory_bytes), default=0.0)
+    if not is_model(name, instance.gpu):
+        said = f"{name}, but {instance.name} has {instance.gpu.name}"
+        return [_finding("gpu_model", "fail", said, "name the right instance in the cluster file, or replace the node")]
+    if memory_bytes and abs(memory_bytes / instance.gpu.memory_bytes - 1.0) > SAME_MEMORY:
+        said = f"{name} with {_mib(memory_bytes)}, the catalog says {_mib(instance.gpu.memory_bytes)}"
+        return [_finding("gpu_model", "fail", said, "switch MIG off, or correct the catalog entry")]
+    return [_finding("gpu_model", "ok", f"{name}, as {instance.name} has")]
+
+
+def is_model(name: str, wanted: Gpu) -> bool:
+    """Whether nvidia-smi's name is that of a catalog GPU: `NVIDIA H100 80GB HBM3`, `NVIDIA B300 SXM6 AC`."""
+    short = name.removeprefix("NVIDIA ").removeprefix("Tesla ")
+    try:
+        return gpu(short).name == wanted.name
+    except CatalogError:
+        words = re.split(r"[\s-]+", short.upper())
+        return wanted.name.upper().split("-")[0] in words
+
+
+def check_recovery(cards: Iterable[GpuState]) -> list[PreflightFinding]:
+    asked = [card for card in cards if card.recovery_action not in ("", "None")]
+    if not asked:
+        return [_finding("gpu_recovery", "ok", "the driver asks for no recovery")]
+    return [
+        _finding(
+            "gpu_recovery",
+            "fail",
+            f"{card.label}: the driver asks for `{card.recovery_action}`",
+            ACTION_REMEDY[recovery_action(card.recovery_action)].replace("INDEX", str(card.index)),
+            recovery_action(card.recovery_action),
+        )
+        for card in asked
+    ]
+
+
+def check_memory(cards: Iterable[GpuState]) -> list[PreflightFinding]:
+    """ECC errors and rows: what is lost now, what is repaired at the next reset, what can no longer be."""
+    findings = [finding for card in cards for finding in _memory_faults(card)]
+    return findings or [_finding("gpu_memory", "ok", "no uncorrectable ECC errors, no rows pending or failed")]
+
+
+def _memory_faults(card: GpuState) -> Iterator[PreflightFinding]:
+    def fault(
+        what: str, severity: Severity, text: str, remedy: str, action: HealthAction = "observe"
+    ) -> PreflightFinding:
+        return _finding(what, severity, f"{card.label}: {text}", remedy.replace("INDEX", str(card.index)), action)
+
+    def asks(what: str, severity: Severity, text: str, action: HealthAction) -> PreflightFinding:
+        return fault(what, severity, text, ACTION_REMEDY[action], action)
+
+    if card.remap_failed:
+        yield asks("gpu_row_remap", "fail", "rows could not be remapped", "replace")
+    elif card.remap_pending:
+        yield asks("gpu_row_remap", "warn", "a row waits to be remapped", "reset")
+    if card.unrepairable:
+        yield asks("gpu_memory", "fail", "its memory is beyond repair", "replace")
+    elif card.repair_pending:
+        yield asks("gpu_memory", "warn", "a repair waits for a reset", "reset")
+    if card.sram_threshold_exceeded:
+        yield asks("gpu_memory", "fail", "SRAM errors exceed NVIDIA's threshold", "replace")
+    if card.volatile_uncorrectable:
+        text = f"{card.volatile_uncorrectable} uncorrectable ECC errors since the driver was loaded"
+        yield asks("gpu_memory", "fail", text, "reset")
+    elif card.aggregate_uncorrectable:
+        text = f"{card.aggregate_uncorrectable} uncorrectable ECC errors in its life, none since the last reset"
+        yield fault("gpu_memory", "note", text, "watch it")
+    if card.ecc is False:
+        remedy = "nvidia-smi -i INDEX -e 1 and reboot: without it a flipped bit is a wrong result"
+        yield fault("gpu_memory", "warn", "ECC is switched off", remedy)
+
+
+def check_throttle(cards: Iterable[GpuState]) -> list[PreflightFinding]:
+    findings = []
+    for card in cards:
+        hardware = [reason for reason in card.throttle if reason in HARDWARE_THROTTLE]
+        thermal = [reason for reason in card.throttle if reason in THERMAL_THROTTLE]
+        if hardware or thermal:
+            at = f" at {card.sm_clock_mhz:.0f} of {card.max_sm_clock_mhz:.0f} MHz" if card.max_sm_clock_mhz else ""
+            warm = f", {card.temperature_celsius:.0f} °C" if card.temperature_celsius is not None else ""
+            findings.append(
+                _finding(
+                    "gpu_throttle",
+                    "fail" if hardware else "warn",
+                    f"{card.label}: {', '.join([*hardware, *thermal])}{at}{warm}",
+                    "look at cooling and power of the node; leave it out until then, it slows every rank",
+                )
+            )
+        limit, default = card.power_limit_watts, card.default_power_limit_watts
+        if limit and default and limit < default:
+            said = f"{card.label}: power limit {limit:.0f} W, its default is {default:.0f} W"
+            findings.append(_finding("gpu_throttle", "warn", said, f"nvidia-smi -i {card.index} -pl {default:.0f}"))
+    return findings or [_finding("gpu_throttle", "ok", "no card is slowed by heat or power")]
+
+
+def check_settings(cards: Iterable[GpuState]) -> list[PreflightFinding]:
+    off = [card for card in cards if card.persistence is False]
+    sliced = [card for card in cards if card.mig]
+    findings = []
+    if off:
+        said = f"persistence mode is off on {_labels(off)}"
+        findings.append(_finding("gpu_persistence", "warn", said, "systemctl enable --now nvidia-persistenced"))
+    if sliced:
+        said = f"MIG cuts {_labels(sliced)} into slices"
+        findings.append(_finding("gpu_mig", "warn", said, "nvidia-smi -mig 0, for jobs that want whole cards"))
+    return findings or [_finding("gpu_persistence", "ok", "persistence mode is on")]
+
+
+def check_pcie(cards: Iterable[GpuState]) -> list[PreflightFinding]:
+    """Fewer lanes are always a fault; a lower generation may be an idle card saving power."""
+    findings = []
+    for card in cards:
+        if card.pcie_width and card.max_pcie_width and card.pcie_width < card.max_pcie_width:
+            said = f"{card.label}: x{card.pcie_width} of x{card.max_pcie_width} lanes"
+            remedy = "reboot the node; have it replaced when the lanes stay away"
+            findings.append(_finding("gpu_pcie", "fail", said, remedy))
+        generation, newest = card.pcie_generation, card.max_pcie_generation
+        if generation and newest and generation < newest:
+            said = f"{card.label}: PCIe {generation} of {newest}{' while idle' if card.is_idle else ' under load'}"
+            remedy = "" if card.is_idle else "reboot the node; have it replaced when the link stays slow"
+            findings.append(_finding("gpu_pcie", "note" if card.is_idle else "warn", said, remedy))
+    return findings or [_finding("gpu_pcie", "ok", "every card has all its lanes")]
+
+
+def check_nvlink(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
+    cards = report.gpus.cards
+    findings = []
+    for card in cards:
+        if card.fabric_state and (card.fabric_state != "Completed" or card.fabric_status not in ("", "Success")):
+            said = f"{card.label}: NVSwitch fabric `{card.fabric_state}` {card.fabric_status}".rstrip()
+            remedy = (
+                "systemctl restart nvidia-fabricmanager with no process on the GPUs; its version must be the driver's"
+            )
+            findings.append(_finding("nvlink_fabric", "fail", said, remedy))
+    most = max((len(card.nvlinks) for card in cards), default=0)
+    instance = expected.instance
+    if most == 0:
+        wanted = instance is not None and instance.nvlink_domain_gpus > 1 and len(cards) > 1
+        if wanted and report.gpus.nvlink_told:
+            said = "no NVLink is up on any card"
+            findings.append(_finding("nvlink", "fail", said, "systemctl status nvidia-fabricmanager; reboot the node"))
+        return findings
+    fastest = max(link.gigabytes_per_second for card in cards for link in card.nvlinks)
+    for card in cards:
+        down = [str(link.number) for link in card.nvlinks if not link.is_up]
+        slow = [str(link.number) for link in card.nvlinks if 0 < link.gigabytes_per_second < 0.9 * fastest]
+        remedy = "reboot the node; have it replaced when the link stays down"
+        if down or len(card.nvlinks) < most:
+            up = sum(link.is_up for link in card.nvlinks)
+            which = f": link {', '.join(down)} inactive" if down else ""
+            findings.append(_finding("nvlink", "fail", f"{card.label}: {up} of {most} NVLinks up{which}", remedy))
+        elif slow:
+            said = f"{card.label}: link {', '.join(slow)} below {fastest:g} GB/s"
+            findings.append(_finding("nvlink", "warn", said, remedy))
+    return findings or [_finding("nvlink", "ok", f"{most} NVLinks up on each of {len(cards)} cards")]
+
+
+def check_xids(report: NodeReport) -> list[PreflightFinding]:
+    """The gravest of every card that is not over; what XID 154 said last wins over the table."""
+    log = report.kernel_log
+    if not log.is_readable:
+        said = f"the kernel log cannot be read: {log.error}"
+        return [_finding("xid", "note", said, "run as root to see XIDs, or set kernel.dmesg_restrict=0")]
+    if not log.xids:
+        return [_finding("xid", "ok", "no XID in the kernel log")]
+    return [_of_card(report, bus, [xid for xid in log.xids if xid.bus_id == bus]) for bus in _buses(log.xids)]
+
+
+def _of_card(report: NodeReport, bus: str, every: list[Xid]) -> PreflightFinding:
+    card = next((card for card in report.gpus.cards if card.bus_id.startswith(bus)), None)
+    # nvidia-smi tells nothing of a switch but what its cards see of it.
+    beside = (card,) if card is not None else report.gpus.cards if every[0].is_switch else ()
+    is_clean = bool(beside) and all(each.is_clean for each in beside)
+    xids = [xid for xid in every if not (is_clean and is_over(xid))]
+    place = card.label if card else f"{'NVSwitch' if every[0].is_switch else 'GPU'} {bus}"
+    if not xids:
+        gravest = max(every, key=lambda xid: HEALTH_ACTIONS.index(xid.action))
+        past = f"{place}: {xid_text(gravest)}{_and_more(every)}, {_when(gravest)}; nvidia-smi reports the card clean"
+        return _finding("xid", "note", past, "nothing now; the same card again is worth a support case")
+    said = next((xid for xid in reversed(xids) if xid.recovery), None)
+    causes = [xid for xid in xids if not xid.recovery] or xids
+    gravest = max(causes, key=lambda xid: HEALTH_ACTIONS.index(xid.action))
+    action, reason = gravest.action, xid_text(gravest)
+    if said is not None:
+        action = recovery_action(said.recovery)
+        reason = f"{'' if gravest.recovery else f'{reason}; '}XID 154 says `{said.recovery}`"
+    remedy = ACTION_REMEDY[action].replace("INDEX", str(card.index) if card else "INDEX")
+    fact = xid_facts().get(gravest.code)
+    if action in ("observe", "restart") and fact is not None and said is None:
+        remedy = fact.advice
+    return _finding("xid", ACTION_SEVERITY[action], f"{place}: {reason}{_and_more(xids)}", remedy, action)
+
+
+def is_over(xid: Xid) -> bool:
+    """Whether an XID of a card that nvidia-smi now reports clean tells of the past: its remedy may have been applied,
+    and the kernel log keeps it until the next boot."""
+    is_old = xid.age_seconds is not None and xid.age_seconds > OLD_XID_SECONDS
+    return xid.code in TOLD_BY_NVIDIA_SMI or is_old or xid.before_reload
+
+
+def _when(xid: Xid) -> str:
+    if xid.before_reload:
+        return "before the driver was loaded again"
+    return f"{xid.age_seconds / 3600:,.1f} h ago" if xid.age_seconds is not None else "at an unknown time"
+
+
+def _and_more(xids: list[Xid]) -> str:
+    return f" (and {len(xids) - 1} more)" if len(xids) > 1 else ""
+
+
+def xid_text(xid: Xid) -> str:
+    fact = None if xid.is_switch else xid_facts().get(xid.code)
+    name = fact.name if fact else xid.text[:80]
+    return f"{'SXID' if xid.is_switch else 'XID'} {xid.code}, {name}"
+
+
+def _buses(xids: Iterable[Xid]) -> list[str]:
+    return list(dict.fromkeys(xid.bus_id for xid in xids))
+
+
+def _labels(cards: list[GpuState]) -> str:
+    return "GPU " + ", ".join(str(card.index) for card in cards)
+
+
+def _mib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**20:,.0f} MiB"
+
+
+def _finding(
+    what: str, severity: Severity, evidence: str, remedy: str = "", action: HealthAction | Literal[""] = ""
+) -> PreflightFinding:
+    return PreflightFinding("infrastructure", what, severity, evidence, remedy, action=action)

@@ -1,0 +1,236 @@
+"""Checks of the machine around the GPUs: storage, shared memory, limits, clocks, processors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from craton.digits import counted, digits
+from craton.infrastructure.probes import UNLIMITED, NodeReport, lustre_interfaces
+from craton.orchestration.preflight.finding import Expected, PreflightFinding, Severity, lowered
+
+GIBIBYTE = 2**30
+SAME_CAPACITY = 0.95  # of the catalog's, which drives must have together: it is rounded on both sides
+MIN_SHARED_BYTES = 1 * GIBIBYTE  # a container without --shm-size has 64 MiB, and data loaders die in it
+GOOD_SHARED_BYTES = 2 * GIBIBYTE  # for every GPU: loaders' workers, NCCL, and snapshots in memory
+MIN_OPEN_FILES = 8192
+GOOD_HUGEPAGE_BYTES = 1 * GIBIBYTE
+MIN_PROCESSES = 4096
+GOOD_CLOCK_SOURCES = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
+LOCAL_KINDS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "rootfs", "squashfs", "vfat")
+SHARED_KINDS = ("lustre", "nfs", "nfs4", "efs", "beegfs", "gpfs", "ceph", "wekafs")
+KIND_NAMES = {"nfs": ("nfs", "nfs4", "efs")}  # in the mount table
+SCALING_DRIVERS = ("intel_pstate", "amd-pstate-epp")  # whose `powersave` still runs as fast as it can under load
+
+
+def check_host(report: NodeReport, expected: Expected, environment: Mapping[str, str]) -> list[PreflightFinding]:
+    return [
+        *check_drives(report, expected),
+        *check_shared_memory(report),
+        *check_lustre(report, expected),
+        *check_storage(report, expected),
+        *check_limits(report),
+        *check_hugepages(report, environment),
+        *check_clock(report),
+        *check_processors(report, expected),
+        *check_group(report),
+    ]
+
+
+def check_drives(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
+    """Local NVMe is a checkpoint tier and a cache: absent, it is quietly the root disk."""
+    drives, instance = report.disks.drives, expected.instance
+    wanted_bytes = instance.nvme_bytes if instance and instance.name != "local" else 0.0
+    total_bytes = sum(drive.size_bytes for drive in drives)
+    if wanted_bytes and total_bytes < SAME_CAPACITY * wanted_bytes:
+        there = f"{len(drives)} NVMe drives with {digits(total_bytes / 1e12)} TB"
+        said = f"{there}, {expected.name} has {digits(wanted_bytes / 1e12)}"
+        if report.host.is_container:
+            return [_finding("nvme", "note", f"{said}; a container may not see them", "mount the node's NVMe into it")]
+        return [_finding("nvme", "fail", said, "have the node replaced: a drive is gone")]
+    if not drives:
+        return []
+    loose = [drive.name for drive in drives if not drive.mounted_at]
+    if loose:
+        count = f"all {len(loose)}" if len(loose) == len(drives) else f"{len(loose)} of {len(drives)}"
+        said = f"{count} NVMe drives are mounted nowhere ({', '.join(loose)})"
+        remedy = "make a RAID 0 of them (mdadm --level=0) and mount it; what should be there lands on the root disk"
+        return [_finding("nvme", "warn", said, remedy)]
+    places = sorted({place for drive in drives for place in drive.mounted_at})
+    said = f"{len(drives)} NVMe drives, {digits(total_bytes / 1e12)} TB, at {', '.join(places)}"
+    return [_finding("nvme", "ok", said)]
+
+
+def check_shared_memory(report: NodeReport) -> list[PreflightFinding]:
+    size, has_gpus = report.disks.shared_memory_bytes, bool(report.gpus.cards)
+    if size is None:
+        return [_finding("shared_memory", "warn", "/dev/shm is not mounted", "mount -t tmpfs tmpfs /dev/shm")]
+    said = f"/dev/shm has {digits(size / GIBIBYTE)} GiB"
+    remedy = "--shm-size=64g for a container, an emptyDir with medium: Memory for a pod"
+    if size < MIN_SHARED_BYTES:
+        severity: Severity = "fail" if has_gpus else "warn"
+        return [_finding("shared_memory", severity, f"{said}: data loaders and snapshots need more", remedy)]
+    if size < GOOD_SHARED_BYTES * len(report.gpus.cards):
+        return [
+            _finding("shared_memory", "warn", f"{said}, little for {counted(len(report.gpus.cards), 'rank')}", remedy)
+        ]
+    return [_finding("shared_memory", "ok", said)]
+
+
+def check_lustre(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
+    """A mount that works over TCP looks like one that works, at a tenth of the rate."""
+    lustre = report.disks.lustre
+    if not lustre.mounts:
+        return []
+    places = ", ".join(mount.path for mount in lustre.mounts)
+    findings = [_finding("lustre_client", "ok", f"Lustre {lustre.version or 'of unknown version'} at {places}")]
+    if not lustre.version:
+        said = f"Lustre is mounted at {places}, but its client does not tell its version"
+        findings = [_finding("lustre_client", "note", said, "install lustre-client-utils for lnetctl and lctl")]
+    if not lustre.interfaces_told:
+        said = "which network Lustre uses is not known: lnetctl does not answer"
+        return [*findings, _finding("lustre_network", "note", said, "run as root, with lnetctl installed")]
+    efa = [each for each in lustre.interfaces if each.network == "efa"]
+    down = [each for each in lustre.interfaces if not each.is_up]
+    wanted = min(lustre_interfaces(expected.instance.name) if expected.instance else 0, len(report.fabric.efa))
+    again = "run FSx's configure-efa-fsx-lustre-client/setup.sh again (journalctl -u configure-efa-fsx-lustre-client)"
+    if down:
+        said = f"LNet interfaces down: {', '.join(each.nid for each in down)}"
+        return [*findings, _finding("lustre_network", "fail", said, again)]
+    if efa and wanted and len(efa) < wanted:
+        said = f"{len(efa)} of {wanted} EFA interfaces bound to Lustre ({', '.join(each.device for each in efa)})"
+        return [*findings, _finding("lustre_network", "warn", said, again)]
+    networks = sorted({each.network for each in lustre.interfaces})
+    if report.fabric.efa and not efa:
+        said = f"Lustre runs over {', '.join(networks) or 'no network'}, not EFA"
+        if lustre.wants_efa:
+            said += ", though this node was set up for it"
+            return [*findings, _finding("lustre_network", "warn", said, again)]
+        remedy = "a file system with EFA enabled is read up to seven times as fast by one node"
+        return [*findings, _finding("lustre_network", "note", said, remedy)]
+    said = f"Lustre over {', '.join(networks)}" + (f", {len(efa)} EFA interfaces" if efa else "")
+    return [*findings, _finding("lustre_network", "ok", said)]
+
+
+def check_storage(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
+    """Storage is where the cluster file says: a path that nothing is mounted at is quietly the root disk."""
+    found = [*_shared_storage(report, expected), *_local_storage(report, expected)]
+    return lowered(found, "a container may not see the mounts of its node") if report.host.is_container else found
+
+
+def _shared_storage(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
+    path, wanted = expected.shared_path, expected.shared_kind
+    mount = report.disks.mount_of(path) if path else None
+    if mount is None or mount.kind == "autofs":  # which mounts when somebody comes
+        return []
+    if mount.kind in LOCAL_KINDS:
+        there = ", ".join(each.path for each in report.disks.mounts if each.kind in SHARED_KINDS)
+        said = f"{path}, storage.shared of the cluster file, is on {mount.source} ({mount.kind}), its own disk"
+        remedy = f"mount the shared file system at {path}, or correct the path; there is {there or 'none here'}"
+        found = [PreflightFinding("orchestration", "storage_shared", "fail", said, remedy)]
+        if any(each.kind == "nfsd" for each in report.disks.mounts):
+            return lowered(found, "this node serves NFS itself")
+        return found if expected.needs_network else lowered(found, "this run stays on one node")
+    if wanted and mount.kind not in KIND_NAMES.get(wanted, (wanted,)):
+        said = f"{path} is {mount.kind}, where the cluster file says {wanted}"
+        return [_finding("storage_shared", "warn", said, "correct storage.shared.kind, or the mount")]
+    return [_finding("storage_shared", "ok", f"{path} is {mount.kind}")]
+
+
+def _local_storage(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
+    path, drives = expected.nvme_path, report.disks.drives
+    mount = report.disks.mount_of(path) if path else None
+    if mount is None:
+        return []
+    if mount.path != "/":
+        return [_finding("storage_nvme", "ok", f"{path} is on {mount.source}")]
+    said = f"{path}, storage.nvme of the cluster file, is on the root disk"
+    if not drives:
+        return [_finding("storage_nvme", "note", f"{said}, and no NVMe drive is beside it")]
+    there = ", ".join(sorted({place for drive in drives for place in drive.mounted_at})) or "mounted nowhere"
+    remedy = f"mount the NVMe drives at {path}, or correct the path; they are {there}"
+    return [PreflightFinding("orchestration", "storage_nvme", "fail", said, remedy)]
+
+
+def check_limits(report: NodeReport) -> list[PreflightFinding]:
+    files = report.host.limits.open_files
+    if files is None or files == UNLIMITED or files >= MIN_OPEN_FILES:
+        return [_finding("open_files", "ok", f"{'unlimited' if files in (None, UNLIMITED) else files} open files")]
+    said = f"a process may open {files:,} files; ranks with many shards and sockets need more"
+    remedy = "`* - nofile 65536` in /etc/security/limits.conf; LimitNOFILE=65536 for slurmd or containerd"
+    return [_finding("open_files", "warn", said, remedy)]
+
+
+def check_hugepages(report: NodeReport, environment: Mapping[str, str]) -> list[PreflightFinding]:
+    """EFA takes its buffers from huge pages, unless it is told not to."""
+    if not report.fabric.efa:
+        return []
+    if environment.get("FI_EFA_USE_HUGE_PAGE") == "0":
+        return [_finding("hugepages", "ok", "not used: FI_EFA_USE_HUGE_PAGE=0")]
+    size = report.host.hugepages * report.host.hugepage_bytes
+    said = f"{report.host.hugepages:,} huge pages, {digits(size / GIBIBYTE)} GiB"
+    if size < GOOD_HUGEPAGE_BYTES:
+        remedy = "sysctl vm.nr_hugepages=5128 (hugepages-2Mi in a pod), or FI_EFA_USE_HUGE_PAGE=0"
+        return [_finding("hugepages", "warn", f"{said}: EFA wants more", remedy)]
+    return [_finding("hugepages", "ok", said)]
+
+
+def check_clock(report: NodeReport) -> list[PreflightFinding]:
+    clock, findings = report.host.clock, []
+    if clock.source and clock.source not in GOOD_CLOCK_SOURCES:
+        said = f"the clock source is {clock.source}: every look at the time is a slow call"
+        remedy = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource; `dmesg | grep -i tsc`"
+        findings.append(_finding("clock_source", "warn", said, remedy))
+    if clock.is_synchronised is False:
+        said = f"{clock.told_by} says the clock is not synchronised: times of nodes cannot be compared"
+        findings.append(_finding("clock_sync", "warn", said, "systemctl enable --now chronyd (169.254.169.123 on EC2)"))
+    elif clock.is_synchronised is None:
+        said = "nothing tells whether the clock is synchronised"
+        findings.append(_finding("clock_sync", "note", said, "install chrony, where this is not a container"))
+    return findings or [_finding("clock_sync", "ok", f"clock {clock.source}, synchronised ({clock.told_by})")]
+
+
+def check_processors(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
+    host, findings = report.host, []
+    if host.governor == "powersave" and host.governor_driver not in SCALING_DRIVERS:
+        said = f"the processors run with the governor powersave ({host.governor_driver or 'unknown driver'})"
+        findings.append(_finding("governor", "warn", said, "cpupower frequency-set -g performance"))
+    wanted = expected.instance.vcpus if expected.instance and expected.instance.name != "local" else 0
+    if wanted and host.processors and host.processors < 0.9 * wanted:
+        said = f"{host.processors} processors are online, {expected.name} has {wanted}"
+        remedy = "name the right instance, or look for threads or sockets that were switched off"
+        findings.append(_finding("processors", "warn", said, remedy))
+    if host.numa_balancing and host.numa_nodes > 1:
+        said = "the kernel moves memory between NUMA nodes by itself"
+        findings.append(_finding("numa", "note", said, "sysctl kernel.numa_balancing=0"))
+    nodes = f"{host.numa_nodes} NUMA node{'s' if host.numa_nodes != 1 else ''}"
+    return findings or [_finding("processors", "ok", f"{host.processors} processors, {nodes}")]
+
+
+def check_group(report: NodeReport) -> list[PreflightFinding]:
+    """What the scheduler or container left of the machine."""
+    group, host = report.host.group, report.host
+    told = []
+    if group.memory_bytes is not None and group.memory_bytes < 0.95 * host.memory_bytes:
+        told.append(f"{digits(group.memory_bytes / GIBIBYTE)} of {digits(host.memory_bytes / GIBIBYTE)} GiB of memory")
+    if group.cpus is not None and group.cpus < host.processors:
+        told.append(f"{group.cpus:g} of {host.processors} processors")
+    findings = []
+    if told:
+        said = f"the control group has {' and '.join(told)}"
+        findings.append(
+            _finding("control_group", "note", said, "ask for whole nodes (--exclusive --mem=0) if not meant")
+        )
+    short = group.cpus is not None and len(report.gpus.cards) > group.cpus
+    if short:
+        said = f"{group.cpus:g} processors for {counted(len(report.gpus.cards), 'GPU')}"
+        findings.append(_finding("control_group", "warn", said, "ask for more: --cpus-per-task, or cpu in the pod"))
+    if group.processes is not None and group.processes < MIN_PROCESSES:
+        said = f"the control group may have {group.processes:,} processes; loaders and threads need more"
+        findings.append(_finding("control_group", "warn", said, "TasksMax=infinity, or a higher pod pid limit"))
+    return findings
+
+
+def _finding(what: str, severity: Severity, evidence: str, remedy: str = "") -> PreflightFinding:
+    return PreflightFinding(
+        "orchestration" if what == "control_group" else "infrastructure", what, severity, evidence, remedy
+    )

@@ -1,0 +1,139 @@
+"""The self-tests as processes: `python -m craton.ml.selftest`, here or on the nodes of a Slurm cluster.
+
+A card that is really broken hangs or kills the process that tests it. That is a finding like any other, and what the
+other devices said is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from craton.agent.processes import free_port
+from craton.orchestration.preflight.finding import PreflightFinding
+
+SELFTEST = "craton.ml.selftest"
+COMPUTE_SECONDS, BANDWIDTH_SECONDS = 180.0, 180.0  # with the start of torch on a slow file system
+CPU_RANKS = 4  # of a node without GPUs: two pairs
+SECRET_VARIABLE = "CRATON_SELFTEST_SECRET"  # what ranks prove to each other; never on a command line, which others see
+NO_TORCH = 3  # how the self-test ends where torch cannot be imported
+
+
+@dataclass(frozen=True)
+class EndedSelftest:
+    """What the processes of a self-test printed, and why they did not all end well."""
+
+    printed: list[dict[str, Any]]  # JSON lines of all of them, in the order of the processes
+    failure: str = ""
+    lacks_torch: bool = False
+
+    def finding(self, what: str, on: str = "") -> PreflightFinding:
+        if self.lacks_torch:
+            remedy = "install torch in this environment (pip install craton[train])"
+            return PreflightFinding("ML software", what, "fail", self.failure, remedy)
+        remedy = "look for XIDs (`dmesg`), and leave the node out until it passes"
+        return PreflightFinding("infrastructure", what, "fail", f"{self.failure}{on}", remedy)
+
+
+def run_compute(
+    seconds: float | None = None, limit_seconds: float = COMPUTE_SECONDS
+) -> tuple[list[dict[str, Any]], list[PreflightFinding]]:
+    """Tests every device of this machine: what those said that came to an end, and what became of the others."""
+    asked = [] if seconds is None else ["--seconds", str(seconds)]
+    ended = run_processes([[sys.executable, "-m", SELFTEST, "compute", *asked]], [{}], limit_seconds)
+    named = [name for line in ended.printed for name in line.get("devices", ())]
+    devices = sorted(
+        (line["result"] for line in ended.printed if "result" in line), key=lambda each: named.index(each["device"])
+    )
+    if not ended.failure:
+        return devices, []
+    left = [name for name in named if name not in {device["device"] for device in devices}]
+    return devices, [ended.finding("compute", f"; without a result: {', '.join(left)}" if left else "")]
+
+
+def run_bandwidth(num_gpus: int, expected: float = 0.0) -> tuple[dict[str, Any] | None, list[PreflightFinding]]:
+    """Pairs of this machine's GPUs, or of processes where it has none; None with a finding that says why not."""
+    ranks, port, secret = num_gpus or CPU_RANKS, free_port(), secrets.token_hex(32)
+    command = [sys.executable, "-m", SELFTEST, "bandwidth", "--expected", str(expected)]
+    places = [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            SECRET_VARIABLE: secret,
+        }
+        for rank in range(ranks)
+    ]
+    ended = run_processes([command] * ranks, places, BANDWIDTH_SECONDS)
+    if ended.failure or not ended.printed:
+        return None, [ended.finding("bandwidth")]
+    return ended.printed[0], []
+
+
+def bandwidth_command(first_node: str, port: int, gpus_per_node: int, expected: float) -> list[str]:
+    """One rank of every node, as srun starts it; the environment must name where they meet."""
+    words = [sys.executable, "-m", SELFTEST, "bandwidth", "--unit-ranks", str(max(gpus_per_node, 1))]
+    meeting = ["env", f"MASTER_ADDR={first_node}", f"MASTER_PORT={port}"]
+    return [*meeting, *words, "--expected", str(expected)]
+
+
+def run_processes(
+    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], limit_seconds: float
+) -> EndedSelftest:
+    """Runs them at the same time and keeps what they printed until their end, or the limit; none outlives this."""
+    end = time.monotonic() + limit_seconds
+    failure = ""
+    with ExitStack() as files:
+        errors = files.enter_context(tempfile.TemporaryFile())
+        outputs = [files.enter_context(tempfile.TemporaryFile()) for _ in commands]
+        started = []
+        try:
+            for command, environment, output in zip(commands, environments, outputs, strict=True):
+                # A thread a rank is what a node with many ranks can take, and it makes results repeatable.
+                surroundings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+                started.append(
+                    subprocess.Popen(command, env=surroundings, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
+                )
+            for process in started:
+                process.wait(timeout=max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            failure = f"the self-test did not end within {limit_seconds:.0f} s"
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        codes = [process.returncode for process in started]
+        if not failure and any(codes):
+            failure = f"the self-test {_ending(next(code for code in codes if code))}: {_last_line(errors)}"
+        return EndedSelftest([line for output in outputs for line in _lines(output)], failure, NO_TORCH in codes)
+
+
+def _ending(code: int) -> str:
+    if code == NO_TORCH:
+        return "could not start"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else "failed"
+
+
+def _last_line(file: Any) -> str:
+    file.seek(0)
+    said = file.read().decode(errors="replace").strip().splitlines()
+    return said[-1] if said else "it said nothing"
+
+
+def _lines(file: Any) -> list[dict[str, Any]]:
+    """Whole lines only: the last one of a process that was killed may be torn."""
+    file.seek(0)
+    whole = file.read().decode(errors="replace").rpartition("\n")[0].splitlines()
+    return [json.loads(line) for line in whole if line.startswith("{")]

@@ -1,0 +1,76 @@
+"""Checks of what a job stands on: versions that do not go together, torch for these GPUs, libraries that are there."""
+
+from __future__ import annotations
+
+from craton.digits import counted
+from craton.infrastructure.catalog import gpus
+from craton.infrastructure.probes import NodeReport, bad_pairs
+from craton.orchestration.preflight.finding import Expected, PreflightFinding, Severity
+from craton.orchestration.preflight.gpus import is_model
+
+
+def check_software(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
+    return [*check_versions(report, expected), *check_torch(report), *check_libraries(report)]
+
+
+def check_versions(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
+    versions = report.software.versions
+    instance = expected.instance.name if expected.instance else report.host.product
+    found = [pair for pair in bad_pairs() if pair.holds(versions, _catalog_gpu(report), instance)]
+    if found:
+        return [
+            _finding(
+                "known_bad",
+                pair.severity,
+                f"{', '.join(f'{name} {versions[name]}' for name in pair.versions)}: {pair.problem}",
+                f"{pair.remedy} ({pair.source})",
+            )
+            for pair in found
+        ]
+    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [_finding("versions", "ok", told)] if told else []
+
+
+def check_torch(report: NodeReport) -> list[PreflightFinding]:
+    version = report.software.libraries.get("torch", "")
+    if not report.gpus.cards:
+        return []
+    if not version:
+        return [_finding("torch", "note", "torch is not installed in this environment", "pip install craton[train]")]
+    if "+cpu" in version:
+        remedy = "install the build of torch for this driver's CUDA"
+        return [
+            _finding(
+                "torch", "fail", f"torch {version} cannot use the {counted(len(report.gpus.cards), 'GPU')} here", remedy
+            )
+        ]
+    return [_finding("torch", "ok", f"torch {version}")]
+
+
+def check_libraries(report: NodeReport) -> list[PreflightFinding]:
+    libraries = {name: version for name, version in report.software.libraries.items() if name != "torch"}
+    if not report.gpus.cards:
+        return []
+    there = [f"{name} {version}" for name, version in libraries.items() if version]
+    missing = [name for name, version in libraries.items() if not version]
+    findings = []
+    if "triton" in missing:
+        remedy = "install the GPU build of torch, which brings it"
+        findings.append(_finding("triton", "warn", "triton is missing: fused kernels cannot run", remedy))
+    if missing:
+        said = f"not installed: {', '.join(missing)}" + (f"; there: {', '.join(there)}" if there else "")
+        findings.append(
+            _finding("libraries", "note", said, "install what the job uses; Craton itself needs only triton")
+        )
+    return findings or [_finding("libraries", "ok", ", ".join(there))]
+
+
+def _catalog_gpu(report: NodeReport) -> str:
+    """The node's cards by the catalog's name; "" where it has none of them."""
+    if not report.gpus.cards:
+        return ""
+    return next((known.name for known in gpus() if is_model(report.gpus.cards[0].name, known)), "")
+
+
+def _finding(what: str, severity: Severity, evidence: str, remedy: str = "") -> PreflightFinding:
+    return PreflightFinding("ML software", what, severity, evidence, remedy)

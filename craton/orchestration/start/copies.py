@@ -1,0 +1,100 @@
+"""Several runs of one job, NAME-1 … NAME-N, handed to Slurm as one array: each finds its number in CRATON_COPY."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from craton.agent.processes import free_port
+from craton.orchestration.backend import BACKEND_FILE
+from craton.orchestration.draft import (
+    COPY,
+    Draft,
+    code_folder,
+    find_code,
+    keep_code,
+    named_job,
+    nursery_command,
+    python_of,
+    rank_command,
+)
+from craton.orchestration.errors import StartError
+from craton.orchestration.run_files import write_whole
+from craton.orchestration.slurm import SCRIPT_FILE, ScriptOptions, sbatch_script, submit_array
+from craton.orchestration.start.runs import check_name_is_free
+from craton.telemetry import RunDirectory
+
+
+def copy_names(draft: Draft) -> list[str]:
+    """Of the runs that a job becomes, where it has copies."""
+    return [f"{draft.job.name}-{number}" for number in range(1, draft.job.run.copies + 1)]
+
+
+def check_arrays(draft: Draft) -> None:
+    """Refuse copies where there are no arrays."""
+    if draft.on != "slurm":
+        raise StartError(
+            f"{draft.job.where('run', 'copies')}run.copies is for Slurm, which has arrays of jobs; on {draft.on} start "
+            "the job several times, with another --name each"
+        )
+
+
+def check_copies(draft: Draft, roots: Iterable[Path]) -> None:
+    """Refuse copies where there are no arrays, or where one of their names is taken in one of these folders."""
+    check_arrays(draft)
+    for root in roots:
+        for name in copy_names(draft):
+            check_name_is_free(root, name)
+
+
+def first_copy(draft: Draft, root: Path) -> tuple[RunDirectory, dict[str, str]]:
+    """The run NAME-1 and the texts in it, among them the one script of all copies; for `--dry-run`."""
+    check_arrays(draft)
+    copy = _copy(draft, root, 1, copy_names(draft)[0])
+    run = RunDirectory(root / copy.job.name)
+    return run, {**copy.files(), SCRIPT_FILE: sbatch_script(copy, run, ScriptOptions(copies=draft.job.run.copies))}
+
+
+def start_copies(draft: Draft, root: Path) -> list[RunDirectory]:
+    """Make all run directories, then hand them over as one array."""
+    check_copies(draft, [root])
+    code = find_code(draft.job, root)
+    copies = [_copy(draft, root, number, name) for number, name in enumerate(copy_names(draft), start=1)]
+    runs: list[RunDirectory] = []
+    try:
+        for copy in copies:
+            runs.append(run := RunDirectory.create(root, copy.job.name))
+            if code is not None:
+                keep_code(code, run)
+            for name, text in copy.files().items():
+                write_whole(run.path / name, text)
+        submit_array(copies[0], runs[0], ScriptOptions(copies=len(copies)))
+    except BaseException:  # Ctrl-C too
+        if not any((run.path / BACKEND_FILE).exists() for run in runs):  # else Slurm may have them
+            _remove(runs)
+        raise
+    return runs
+
+
+def _copy(draft: Draft, root: Path, number: int, name: str) -> Draft:
+    """One of the runs: by itself it is one, whoever resumes it."""
+    job = named_job(draft.job, name)
+    job = job.model_copy(update={"run": job.run.model_copy(update={"copies": 1})})
+    run, python = root / name, python_of(job, draft.on)
+    launch = replace(
+        draft.launch,
+        command=rank_command(job, run, python),
+        nursery=nursery_command(job, run, python),
+        env={**draft.launch.env, COPY: str(number)},
+        workdir=str(code_folder(run)) if draft.launch.workdir else "",
+        master_port=free_port(),
+    )
+    return replace(draft, job=job, launch=launch)
+
+
+def _remove(runs: list[RunDirectory]) -> None:
+    """Nothing has run: the names are free again."""
+    for run in runs:
+        shutil.rmtree(run.path)

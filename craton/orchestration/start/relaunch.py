@@ -1,0 +1,65 @@
+"""What a run was last started with, also where its launch.json is torn, empty or gone.
+
+A resume plans and lays out the run again from job.yaml. Of the last launch it needs only what no plan can say: its
+number, the folder of the user's own functions, which copy of an array it is, and the faults still to come. All of that
+stands in the generations, heartbeats and events of the run too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from craton.agent import Launch, LaunchError, newest_generation, next_number, read_launch
+from craton.job import Job
+from craton.orchestration.draft import JOB_FOLDER, chaos_of, rank_command
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_lines
+from craton.telemetry.node import read_heartbeat
+
+
+def last_launch(run: RunDirectory, job: Job) -> tuple[Launch, str]:
+    """The last launch, and a note where it had to be rebuilt."""
+    try:
+        return read_launch(run), ""
+    except LaunchError:
+        launch, note = rebuilt_launch(run, job)
+        return launch, f"{run.launch_path} was torn or missing: rebuilt from job.yaml, generations and events{note}"
+
+
+def rebuilt_launch(run: RunDirectory, job: Job) -> tuple[Launch, str]:
+    """The last launch as the run's other files tell of it, and what is not known any more."""
+    newest = newest_generation(run)
+    launch = Launch(
+        generation=last_generation(run),
+        nodes=newest.nodes if newest else [f"node-{number}" for number in range(job.cluster.num_nodes)],
+        ranks_per_node=newest.ranks_per_node if newest else 1,
+        command=rank_command(job, run.path),
+        env=_environment(run),
+        num_nodes=len(newest.nodes) if newest else 0,
+    )
+    chaos = chaos_of(job, launch)
+    known = JOB_FOLDER in launch.env
+    note = "" if known else "; the folder of the job file is not known, and this one is taken for it"
+    return Launch(**{**vars(launch), "chaos": chaos}), note
+
+
+def last_generation(run: RunDirectory) -> int:
+    """The highest number that any file of the run names; 0 where none does."""
+    beats = [read_heartbeat(run, path.name) for path in (run.path / "heartbeat").glob("[!.]*")]
+    told = [line.get("generation") for line in _events(run)]
+    numbers = [number for number in told if isinstance(number, int) and not isinstance(number, bool)]
+    return max([next_number(run) - 1, *(beat.generation for beat in beats if beat), *numbers, 0])
+
+
+def _environment(run: RunDirectory) -> dict[str, str]:
+    """What the agents of the newest launch said of the ranks' environment."""
+    started = [line for line in _events(run) if line.get("event") == "agent_started"]
+    newest = max(started, key=lambda line: float(line.get("time") or 0.0), default={})
+    told = newest.get("environment")
+    return {str(name): str(value) for name, value in told.items()} if isinstance(told, dict) else {}
+
+
+def _events(run: RunDirectory) -> Iterator[dict[str, Any]]:
+    for path in sorted((run.path / "events").glob("*.jsonl")):
+        yield from read_lines(path)[0]

@@ -1,0 +1,29 @@
+"""Follow a run: its state, summary, recoveries, and predicted against measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.orchestration.watching.comparison import compare
+    from craton.orchestration.watching.recoveries import Recovery, read_recoveries
+    from craton.orchestration.watching.state import (
+        GOES_ON,
+        MOVING,
+        check_is_seen,
+        check_not_running,
+        check_running,
+        is_server,
+        launching,
+        settled,
+        settled_summaries,
+        standing_of,
+        standings_of,
+        wait_for_agents,
+    )
+    from craton.orchestration.watching.summary_cache import glance
+    from craton.orchestration.watching.watch import Follower, View
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,0 +1,119 @@
+"""What a run has recovered from, by its files alone: every generation that began because something broke.
+
+A recovery is over when training moves again (a foreign command whose steps nobody reads: when its ranks are started
+again); until then `seconds` is None. Where its time went is what the ledger booked to the generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from craton.agent import Generation
+from craton.telemetry import RunDirectory, read_json
+from craton.telemetry.files import paths_in, read_lines
+from craton.telemetry.rank import LedgerReader
+
+# ledger kinds of a recovery, in their order
+PARTS = ("detect", "waiting", "regroup", "start", "restore", "compile", "redo")
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One failure, and the way back."""
+
+    generation: int  # the one that it led to
+    reason: str
+    step: int  # that was under way
+    began: float  # epoch seconds at which the run stopped moving
+    seconds: float | None  # until it moved again; None: not yet
+    lost_steps: int | None  # done before, and again
+    restored_from: str | None  # the tier
+    parts: dict[str, float]  # ledger kind → seconds
+    broke_again: bool = False  # before it moved
+
+    @property
+    def text(self) -> str:
+        """`rank 3 was killed at step 40, back after 1.4 s: detect 0.1 · regroup 0.4 · restore 0.3 · redo 0.6`"""
+        what = self.reason.splitlines()[0] if self.reason else "something broke"
+        at = "" if f"step {self.step}" in what else f" at step {self.step:,}"
+        if self.seconds is None:
+            return f"{what}{at}, {'broke again on its way back' if self.broke_again else 'not back yet'}"
+        parts = " · ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items() if seconds >= 0.05)
+        return f"{what}{at}, back after {self.seconds:.1f} s{': ' if parts else ''}{parts}"
+
+
+class Recoveries:
+    """Reads a run's generations, events and ledger; called again only what is new."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._ledger = LedgerReader(run)
+        self._generations: dict[int, Generation] = {}  # they are never changed
+        self._recovered: dict[int, dict[str, Any]] = {}
+        self._offsets: dict[Path, int] = {}
+
+    def all(self) -> list[Recovery]:
+        """Every recovery, oldest first."""
+        self._read_generations()
+        self._read_events()
+        broken = [each for _, each in sorted(self._generations.items()) if each.broke_at]
+        if not broken:
+            return []
+        books, newest = self._ledger.by_generation(), max(self._generations)
+        launch = read_json(self._run.launch_path)
+        trains = bool(launch.get("nursery") or (launch.get("progress") or {}).get("has_steps"))
+        return [
+            _recovery(each, self._told(each, trains), books.get(each.number, {}), each.number < newest)
+            for each in broken
+        ]
+
+    def _told(self, made: Generation, trains: bool) -> Mapping[str, Any]:
+        """What was recorded of the way back, by the training loop or by who reads a command's progress."""
+        if trains:
+            return self._recovered.get(made.number, {})
+        return {"seconds": made.time - made.broke_at}
+
+    def _read_generations(self) -> None:
+        for path in paths_in(self._run.path / "generations", "[0-9]*.json"):
+            if not path.stem.isdecimal() or int(path.stem) in self._generations:
+                continue
+            try:
+                made = Generation.from_message(read_json(path))
+            except TypeError:
+                continue
+            self._generations[made.number] = made
+
+    def _read_events(self) -> None:
+        for path in paths_in(self._run.path / "events", "*.jsonl"):
+            lines, self._offsets[path] = read_lines(path, self._offsets.get(path, 0))
+            for line in lines:
+                if line.get("event") == "recovered" and isinstance(line.get("generation"), int):
+                    self._recovered.setdefault(line["generation"], line)
+
+
+def under_way(recoveries: Sequence[Recovery]) -> Recovery | None:
+    """The recovery that the run is in, if any."""
+    last = recoveries[-1] if recoveries else None
+    return last if last is not None and last.seconds is None and not last.broke_again else None
+
+
+def read_recoveries(run: RunDirectory) -> list[Recovery]:
+    return Recoveries(run).all()
+
+
+def _recovery(made: Generation, told: Mapping[str, Any], books: Mapping[str, float], is_past: bool) -> Recovery:
+    seconds = float(told["seconds"]) if isinstance(told.get("seconds"), int | float) else None
+    return Recovery(
+        generation=made.number,
+        reason=made.reason,
+        step=made.reached + 1,
+        began=made.broke_at,
+        seconds=seconds,
+        lost_steps=told.get("lost_steps") if isinstance(told.get("lost_steps"), int) else None,
+        restored_from=told.get("restored_from") if isinstance(told.get("restored_from"), str) else None,
+        parts={kind: books[kind] for kind in PARTS if books.get(kind)},
+        broke_again=seconds is None and is_past,
+    )

@@ -1,0 +1,178 @@
+"""Following a run by its files alone: what the live view shows, read a little further at every look.
+
+A look costs what was written since the last one, however long the run is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from craton.orchestration.backend import Standing, read_submission
+from craton.orchestration.local import AgentProcess, living_agents, read_agents
+from craton.orchestration.watching.recoveries import Recoveries, Recovery, under_way
+from craton.orchestration.watching.state import MOVING, SCHEDULER_LOOK_SECONDS, settled, standing_of
+from craton.telemetry import RunDirectory, RunSummary, Summarizer
+from craton.telemetry.files import open_regular, paths_in, read_lines, storage_problem
+
+PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
+RECENT_LINES = 20  # a phase is shown as the mean of so many of the newest measurements
+MAX_POINTS = 4096  # of the loss curve; a longer one is thinned to every second point
+SHOWN_EVENTS = 6
+LAST_LINES = 5
+LAST_BYTES = 16 << 10
+WAITING_LOOK_SECONDS = 20.0  # between two questions about a run that has waited for a while
+# Events that every run has.
+ROUTINE = ("agent_started", "metrics_served", "coordinates", "rank_started", "agent_ended", "predicted", "summary")
+
+
+@dataclass(frozen=True)
+class View:
+    """A run at one moment."""
+
+    summary: RunSummary
+    losses: list[float]  # over the steps, thinned
+    evaluation_loss: float | None
+    phases: dict[str, float]  # measured seconds of a step, recent mean; without what was not measured
+    events: list[dict[str, Any]]  # the newest, oldest first
+    recoveries: list[Recovery] = field(default_factory=list)  # oldest first
+    recovering: Recovery | None = None  # the one that is under way
+
+    @property
+    def is_moving(self) -> bool:
+        """Not yet at its end, whichever that is."""
+        return self.summary.state in MOVING
+
+    @property
+    def planned_phases(self) -> dict[str, float]:
+        plan = self.summary.plan
+        return {phase: plan[key] for phase in PHASES if (key := f"{phase}_seconds") in plan}
+
+
+class Follower:
+    """Reads a run's metrics and events as they are written."""
+
+    def __init__(self, run: RunDirectory, steps: int | None = None) -> None:
+        self.run = run
+        self._steps = steps  # of a run without a plan
+        self._summarizer = Summarizer(run)
+        self._recoveries = Recoveries(run)
+        self._offsets: dict[Path, int] = {}
+        self._losses: dict[int, float] = {}
+        self._evaluation_loss: float | None = None
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_LINES)
+        self._events: deque[dict[str, Any]] = deque(maxlen=SHOWN_EVENTS)
+        self._is_local = read_submission(run).on == "local"
+        self._agents: list[AgentProcess] = []
+        self._standing = Standing("unknown")
+        self._asked_at, self._pause = float("-inf"), SCHEDULER_LOOK_SECONDS
+        self._has_news = False
+
+    def look(self) -> View:
+        """What has been written since the last look, added to what was seen before."""
+        for line in self._new_lines("metrics"):
+            self._take(line)
+        events = sorted(self._new_lines("events"), key=lambda line: float(line.get("time", 0.0)))
+        self._events.extend(line for line in events if _is_news(line))
+        self._has_news = self._has_news or bool(events)
+        losses = [self._losses[step] for step in sorted(self._losses)]
+        summary = self._of_this_machine() if self._is_local else self._of_a_scheduler()
+        if summary.steps is None:
+            summary = replace(summary, steps=self._steps)
+        recoveries = self._recoveries.all()
+        recovering = under_way(recoveries) if summary.state in MOVING else None
+        return View(summary, losses, self._evaluation_loss, self._phases(), list(self._events), recoveries, recovering)
+
+    def _of_this_machine(self) -> RunSummary:
+        summary = self._summarizer.summary()
+        if summary.state in MOVING and self._agents_are_gone():
+            # They may have written how it ended since the summary was made.
+            summary = self._summarizer.summary()
+            if summary.state in MOVING:
+                summary = replace(summary, state="lost", message=self._last_words())
+        return summary
+
+    def _of_a_scheduler(self) -> RunSummary:
+        """It is asked less often than the files are read, and before them: a run may end between the two. As long as it
+        waits, more and more seldom, unless its files tell that something has happened."""
+        pause = SCHEDULER_LOOK_SECONDS if self._has_news else self._pause
+        if time.monotonic() - self._asked_at >= pause:
+            self._standing = standing_of(self.run)
+            self._asked_at, self._has_news = time.monotonic(), False
+            self._pause = next_pause(self._pause, self._standing)
+        return settled(self._summarizer.summary(), self._standing)
+
+    def _agents_are_gone(self) -> bool:
+        self._agents = read_agents(self.run) or self._agents  # the directory itself may be gone
+        return bool(self._agents) and not living_agents(self.run) and not any(each.is_alive for each in self._agents)
+
+    def _last_words(self) -> str:
+        if not self.run.path.is_dir():
+            return (
+                f"{storage_problem(self.run.path)}; its agents have ended the ranks, which saved to the tiers outside "
+                "of it, if the job has any"
+            )
+        words = ["every agent of the run is gone without a word of how it ended"]
+        for agent in read_agents(self.run):
+            words += [f"{agent.node}: {line}" for line in self._last_lines(agent.log)]
+        return "\n".join(words)
+
+    def _last_lines(self, log: str) -> list[str]:
+        try:
+            with open_regular(self.run.path / log, below=self.run.path) as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
+                return file.read(LAST_BYTES).decode(errors="replace").splitlines()[-LAST_LINES:]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            return [f"its log cannot be read: {error}"]
+
+    def _new_lines(self, kind: str) -> list[dict[str, Any]]:
+        found = []
+        for path in paths_in(self.run.path / kind, "*.jsonl"):
+            lines, self._offsets[path] = read_lines(path, self._offsets.get(path, 0))
+            found += lines
+        return found
+
+    def _take(self, line: dict[str, Any]) -> None:
+        if line.get("rank", 0) != 0:
+            return
+        if isinstance(loss := line.get("run_loss"), int | float):
+            self._losses[int(line.get("step", 0))] = float(loss)
+            if len(self._losses) > MAX_POINTS:
+                self._losses = {step: self._losses[step] for step in sorted(self._losses)[::2]}
+        if isinstance(loss := line.get("run_evaluation_loss"), int | float):
+            self._evaluation_loss = float(loss)
+        if "run_step_seconds" in line:
+            if self._recent and self._recent[-1].get("generation") != line.get("generation"):
+                self._recent.clear()
+            self._recent.append(line)
+
+    def _phases(self) -> dict[str, float]:
+        found = {}
+        for phase in PHASES:
+            values = [
+                line[key] for line in self._recent if isinstance(line.get(key := f"run_{phase}_seconds"), int | float)
+            ]
+            if values:
+                found[phase] = sum(values) / len(values)
+        return found
+
+
+def next_pause(pause: float, standing: Standing) -> float:
+    """Seconds until the scheduler is asked again: waiting may take days, and others ask too."""
+    return min(2 * pause, WAITING_LOOK_SECONDS) if standing.condition == "waiting" else SCHEDULER_LOOK_SECONDS
+
+
+def _is_news(event: dict[str, Any]) -> bool:
+    """Not what every run does, and not what every rank says in the same words as rank 0."""
+    name = event.get("event")
+    if name == "rank_ended":
+        return event.get("code") != 0
+    if name == "generation_started":
+        return event.get("reason") != "start"
+    return name not in ROUTINE and (event.get("rank", 0) == 0 or name == "failed")

@@ -1,0 +1,168 @@
+"""Fitting software constants to measured steps, with honest uncertainty.
+
+A stack's constants are the sum of effects in logs: what holds for all stacks, for a GPU generation, for a family of
+software, for one release of it, and for that family on one GPU. Every effect has a normal prior whose width is the
+constant's spread times the level's share; what no constant explains is a scale per family, model and group, and
+noise. Given the derivative of log(step) by the constants this is one Gaussian system, solved at the posterior mode by
+repeated linearisation. A run of an unknown family then gets the prior of its traits and a wide interval, a run of a
+fitted one a narrow one, with no further machinery.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from threadpoolctl import ThreadpoolController
+
+from craton.planning.software import SPREAD
+from craton.planning.step import StepTerms, compose, stack
+
+Array = NDArray[np.float64]
+Labels = Mapping[str, str]
+
+# Share of a constant's spread that each level may explain, and standard deviations of log(step) that no constant
+# explains. Chosen once by the evidence of all rows and then rounded; docs/measurements.md shows what they are worth.
+LEVELS: dict[str, float] = {"all": 0.4, "generation": 0.4, "family": 1.0, "release": 0.5, "family-gpu": 0.6}
+SCALES: dict[str, float] = {"family-scale": 0.05, "release-kind": 0.06, "model": 0.05, "group": 0.04}
+UNSHARED = math.sqrt(sum(deviation**2 for name, deviation in SCALES.items() if name != "family-scale"))
+NOISE = 0.035
+OPEN_NOISE = 1.2  # times as much where a source does not state all settings
+EXPERT_NOISE = 1.5  # and where tokens are routed to experts
+TAILS = 4.0  # degrees of freedom of the noise: published tables have outliers
+TAIL_WIDTH = 1.2  # what such tails add to the spread of a new measurement
+ITERATIONS = 14
+DAMPING = (1.0, 0.7, 0.5, 0.4)  # full steps overshoot where overlap makes log(step) bend
+QUANTILE_80 = 1.2816
+
+# Matrices of a few hundred rows: threads wait for each other longer than they compute, on a busy machine 40 times as
+# long.
+_BLAS = ThreadpoolController()
+
+
+@dataclass(frozen=True)
+class FitRow:
+    """One measured step: its terms, the labels of the effects it shares with others, and where its constants start."""
+
+    terms: StepTerms
+    log_measured: float
+    labels: Labels
+    prior_log: tuple[float, ...]
+    noise: float = NOISE  # standard deviation of log(measured) that a repetition would show
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The median of a step's seconds and the standard deviation of its logarithm."""
+
+    seconds: float
+    log_deviation: float
+
+    @property
+    def low(self) -> float:
+        return self.seconds * math.exp(-QUANTILE_80 * self.log_deviation)
+
+    @property
+    def high(self) -> float:
+        return self.seconds * math.exp(QUANTILE_80 * self.log_deviation)
+
+
+class Fit:
+    """The posterior over all effects, given measured rows."""
+
+    def __init__(self, rows: Sequence[FitRow]) -> None:
+        self.variance = np.array(SPREAD) ** 2
+        self.prior = np.array([row.prior_log for row in rows])
+        self.labels = {name: np.array([row.labels.get(name, "") for row in rows]) for name in (*LEVELS, *SCALES)}
+        self.levels = self._shared(LEVELS)
+        self.scales = self._shared(SCALES)
+        terms = stack([row.terms for row in rows])
+        target = np.array([row.log_measured for row in rows])
+        theta = self.prior.copy()
+        noise = np.array([row.noise for row in rows])
+        weight = np.ones(len(rows))
+        with _BLAS.limit(limits=1):
+            for iteration in range(ITERATIONS):
+                value, self.jacobian = linearise(terms, theta)
+                gap = target - value + np.einsum("ik,ik->i", self.jacobian, theta - self.prior)
+                covariance = self._covariance() + np.diag(noise**2 * weight)
+                self.alpha: Array = np.linalg.solve(covariance, gap)
+                goal = self.prior + self._effects()
+                theta = theta + DAMPING[min(iteration, len(DAMPING) - 1)] * (goal - theta)
+                unexplained = noise * weight * self.alpha
+                weight = np.maximum(1.0, (TAILS + unexplained**2) / (TAILS + 1.0))
+            # whitens rows: w.T @ w is the inverse of their covariance
+            self.whitener: Array = np.linalg.inv(np.linalg.cholesky(covariance))
+
+    def predict(self, terms: StepTerms, labels: Labels, prior_log: Sequence[float], noise: float = NOISE) -> Prediction:
+        """The step of a run with these labels, measured or not."""
+        value, jacobian = linearise(stack([terms]), self.constants(labels, prior_log)[None, :])
+        slope = jacobian[0]
+        own = float(slope @ (self.variance * slope))
+        link = self.jacobian @ (self.variance * slope)
+        cross = sum(share**2 * link * self._same(name, labels) for name, share in LEVELS.items())
+        prior_variance = sum(share**2 * own for share in LEVELS.values())
+        scale = 0.0
+        for name, deviation in SCALES.items():
+            same = deviation**2 * self._same(name, labels)
+            cross = cross + same
+            prior_variance += deviation**2
+            scale += float(self.alpha @ same)
+        explained = self.whitener @ cross
+        variance = max(prior_variance - float(explained @ explained), 0.0) + (TAIL_WIDTH * noise) ** 2
+        return Prediction(math.exp(float(value[0]) + scale), math.sqrt(variance))
+
+    def constants(self, labels: Labels, prior_log: Sequence[float]) -> Array:
+        """Posterior mean of the constants of a stack with these labels, in logs."""
+        return np.array(prior_log) + self._weights(labels) @ self.alpha
+
+    def posterior(self, labels: Labels, prior_log: Sequence[float]) -> tuple[Array, Array]:
+        """Mean and covariance of the log-constants of a stack with these labels, followed by its log-scale: what the
+        constants leave over on every step of the stack. What differs by release and model is UNSHARED."""
+        scale = SCALES["family-scale"] ** 2
+        weights = np.vstack([self._weights(labels), scale * self._same("family-scale", labels)])
+        prior = np.append(self.variance * sum(share**2 for share in LEVELS.values()), scale)
+        explained = self.whitener @ weights.T
+        mean = np.append(np.array(prior_log), 0.0) + weights @ self.alpha
+        return mean, np.diag(prior) - explained.T @ explained
+
+    def _weights(self, labels: Labels) -> Array:
+        """How far each row's residual moves each constant of a stack with these labels: [constants, rows]."""
+        strength = sum(share**2 * self._same(name, labels) for name, share in LEVELS.items())
+        return np.asarray(self.variance[:, None] * self.jacobian.T * strength)
+
+    def _same(self, name: str, labels: Labels) -> Array:
+        label = labels.get(name, "")
+        return (self.labels[name] == label).astype(np.float64) if label else np.zeros(len(self.alpha))
+
+    def _shared(self, effects: Mapping[str, float]) -> Array:
+        """Variance that rows share through effects of the same label [rows, rows]; an empty label shares nothing."""
+        total = np.zeros((len(self.prior), len(self.prior)))
+        for name, deviation in effects.items():
+            values = self.labels[name]
+            same = (values[:, None] == values[None, :]) & (values != "")[:, None]
+            total += deviation**2 * (same | np.eye(len(values), dtype=bool))
+        return total
+
+    def _covariance(self) -> Array:
+        return np.asarray((self.jacobian * self.variance) @ self.jacobian.T * self.levels + self.scales)
+
+    def _effects(self) -> Array:
+        return np.asarray(self.levels @ (self.jacobian * self.alpha[:, None] * self.variance))
+
+
+def linearise(terms: StepTerms, theta: Array) -> tuple[Array, Array]:
+    """log(step) of stacked steps and its derivative by the log-constants [steps, constants], by differences."""
+    constants = np.exp(theta.T)
+    value = np.log(compose(terms, constants).step_seconds)
+    jacobian = np.empty_like(theta)
+    step = 1e-5
+    for j in range(theta.shape[1]):
+        kept = constants[j].copy()
+        constants[j] = kept * (1.0 + step)
+        jacobian[:, j] = (np.log(compose(terms, constants).step_seconds) - value) / step
+        constants[j] = kept
+    return value, jacobian

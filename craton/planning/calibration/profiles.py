@@ -1,0 +1,253 @@
+"""Software profiles by name: shipped ones, fitted to published runs, and a team's own from `craton calibrate`.
+
+A profile is looked up for a GPU. Where a stack was never published on that GPU, its constants come from what it does
+elsewhere and from other stacks on that generation; an unknown stack gets the priors of the generation. Either way the
+covariance says how little that is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from craton.errors import CratonError
+from craton.infrastructure import Gpu
+from craton.job import Job
+from craton.nearest import did_you_mean
+from craton.planning.calibration.fitting import (
+    EXPERT_NOISE,
+    NOISE,
+    QUANTILE_80,
+    TAIL_WIDTH,
+    UNSHARED,
+    Fit,
+    Prediction,
+    linearise,
+)
+from craton.planning.software import NAMES, AttentionKernel, Dispatcher, Selective, SoftwareProfile, Traits, prior_log
+from craton.planning.step import StepTerms, stack
+
+UNKNOWN = "craton"  # our own stack: fitted to data/craton_runs.json where it has rows, else the priors of its traits
+OWN_CLUSTER = 0.07  # spread of log(step) between a publisher's cluster and a reader's with the same software
+ENOUGH_ROWS = 3  # published runs of a stack on a GPU from which its profile counts as calibrated
+FORMAT = 1
+
+
+class ProfileError(CratonError):
+    """A software profile that does not exist or cannot be read."""
+
+
+# What each stack does by default, for planning with it.
+STACKS: dict[str, Traits] = {
+    UNKNOWN: Traits(
+        selective="element-wise",
+        chunked_head=True,
+        zero_bubble=True,
+        repeats_gate=True,
+        saves_both_widths=False,
+        fsdp2=True,
+        own_layers=True,
+        multi_token=False,
+        no_host_waits=True,
+    ),
+    "torchtitan": Traits(
+        attention="flash2", selective="operators", tensor_overlap=True, master_gradients=True, zero_bubble=True
+    ),
+    "megatron-bridge": Traits(tensor_overlap=True, dispatcher="deepep", selective="modules"),
+    "nemo": Traits(tensor_overlap=True, selective="modules", master_gradients=True),
+    "nemo-automodel": Traits(compiled=False, dispatcher="deepep", selective="operators"),
+    "megatron-lm": Traits(tensor_overlap=True, master_gradients=True),
+    "nanotron": Traits(attention="flash2", compiled=False, tensor_overlap=True, master_gradients=True),
+    "llm-foundry": Traits(attention="flash2", compiled=False),
+    "kempnerforge": Traits(attention="flash2", selective="operators"),
+    "fms-fsdp": Traits(attention="flash2", selective="operators"),
+}
+
+
+# What each trait may be.
+TRAIT_VALUES: dict[str, tuple[object, ...]] = {
+    field.name: {
+        "attention": get_args(AttentionKernel),
+        "dispatcher": get_args(Dispatcher),
+        "selective": get_args(Selective),
+    }.get(field.name, (True, False))
+    for field in fields(Traits)
+}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    software: str
+    gpu: str
+    generation: str
+    profile: SoftwareProfile
+
+
+def software_names() -> list[str]:
+    return sorted(STACKS)
+
+
+def check_software(job: Job) -> None:
+    """Raises ProfileError, with the line, when a job names a stack that has no profile."""
+    if job.software in STACKS or Path(job.software).suffix == ".json" or "/" in job.software:
+        return
+    raise _unknown(job.software, job.where("software"))
+
+
+def find_profile(software: str, card: Gpu) -> SoftwareProfile:
+    """The profile of a stack, or of a profile file, on a GPU."""
+    if Path(software).suffix == ".json" or "/" in software:
+        return load_profile(software)
+    if software not in STACKS:
+        raise _unknown(software)
+    entries = [entry for entry in _shipped() if entry.software == software]
+    for match in (
+        lambda entry: entry.gpu == card.name,
+        lambda entry: not entry.gpu and entry.generation == card.generation,
+        lambda entry: not entry.gpu and not entry.generation,
+    ):
+        found = next((entry for entry in entries if match(entry)), None)
+        if found:
+            return found.profile
+    raise AssertionError(f"profiles.json has no entry for {software} without a GPU")
+
+
+def predict(profile: SoftwareProfile, terms: StepTerms) -> Prediction:
+    """A step's median and spread under a profile."""
+    value, jacobian = linearise(stack([terms]), np.array(profile.log_constants)[None, :])
+    slope = np.append(jacobian[0], 1.0)  # the scale moves every step alike
+    noise = TAIL_WIDTH * NOISE * (EXPERT_NOISE if terms.layer.dispatches[0] else 1.0)
+    variance = float(slope @ np.array(profile.covariance) @ slope) + profile.own_cluster**2 + UNSHARED**2 + noise**2
+    return Prediction(math.exp(float(value[0]) + profile.log_scale), math.sqrt(variance))
+
+
+def interval_factor(prediction: Prediction) -> float:
+    return math.exp(QUANTILE_80 * prediction.log_deviation)
+
+
+def profile_from_fit(
+    fit: Fit, software: str, card: str, labels: dict[str, str], traits: Traits, rows: int, source: str
+) -> SoftwareProfile:
+    """What a fit knows of one stack on one GPU."""
+    mean, covariance = fit.posterior(labels, prior_log(traits))
+    return SoftwareProfile(
+        name=software,
+        gpu=card,
+        traits=traits,
+        log_constants=tuple(float(x) for x in mean[:-1]),
+        log_scale=float(mean[-1]),
+        covariance=tuple(tuple(float(x) for x in line) for line in covariance),
+        own_cluster=OWN_CLUSTER,
+        calibrated=rows >= ENOUGH_ROWS,
+        source=source,
+        rows=rows,
+    )
+
+
+def profile_json(profile: SoftwareProfile) -> dict[str, Any]:
+    """A profile as people can read it: constants by name, the covariance as its lower triangle."""
+    matrix = profile.covariance
+    return {
+        "format": FORMAT,
+        "name": profile.name,
+        "gpu": profile.gpu,
+        "calibrated": profile.calibrated,
+        "rows": profile.rows,
+        "source": profile.source,
+        "traits": asdict(profile.traits),
+        "constants": {
+            name: {"value": _short(math.exp(log)), "log_deviation": _short(math.sqrt(max(matrix[i][i], 0.0)))}
+            for i, (name, log) in enumerate(zip(NAMES, profile.log_constants, strict=True))
+        },
+        "log_scale": _short(profile.log_scale),
+        "own_cluster": _short(profile.own_cluster),
+        "unidentified": list(profile.unidentified),
+        "covariance": [[_short(x) for x in line[: i + 1]] for i, line in enumerate(matrix)],
+    }
+
+
+def profile_from_json(entry: dict[str, Any]) -> SoftwareProfile:
+    constants = entry["constants"]
+    missing = [name for name in NAMES if name not in constants]
+    if missing or len(constants) != len(NAMES):
+        raise ValueError(f"constants do not match this version; missing: {', '.join(missing) or 'none'}")
+    triangle = entry["covariance"]
+    size = len(NAMES) + 1  # the scale is the last
+    matrix = [[triangle[max(i, j)][min(i, j)] for j in range(size)] for i in range(size)]
+    numbers = [*(constants[name]["value"] for name in NAMES), entry["log_scale"], entry["own_cluster"]]
+    if not all(math.isfinite(float(number)) for line in (numbers, *matrix) for number in line):
+        raise ValueError("a constant, the scale or the covariance is not a finite number")
+    if set(entry["traits"]) != {each.name for each in fields(Traits)}:
+        raise ValueError("traits do not match this version; run `craton calibrate` again")
+    traits = Traits(**entry["traits"])
+    for name, kind in TRAIT_VALUES.items():
+        if getattr(traits, name) not in kind:
+            raise ValueError(
+                f"trait {name} {getattr(traits, name)!r} is not known; allowed: {', '.join(map(str, kind))}"
+            )
+    return SoftwareProfile(
+        name=entry["name"],
+        gpu=entry["gpu"],
+        traits=traits,
+        log_constants=tuple(math.log(constants[name]["value"]) for name in NAMES),
+        covariance=tuple(tuple(float(x) for x in line) for line in matrix),
+        log_scale=float(entry["log_scale"]),
+        own_cluster=float(entry["own_cluster"]),
+        calibrated=bool(entry["calibrated"]),
+        source=entry["source"],
+        rows=int(entry["rows"]),
+        unidentified=tuple(entry["unidentified"]),
+    )
+
+
+def save_profile(profile: SoftwareProfile, path: str | Path) -> None:
+    Path(path).write_text(json.dumps(profile_json(profile), indent=1) + "\n", encoding="utf-8")
+
+
+def load_profile(path: str | Path) -> SoftwareProfile:
+    try:
+        entry = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(entry, dict) or entry.get("format") != FORMAT:
+            raise ValueError("no software profile; expected a file written by `craton calibrate`")
+        return profile_from_json(entry)
+    except FileNotFoundError:
+        raise ProfileError(f"{path}: no such profile file") from None
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise ProfileError(f"{path}: cannot be used as a software profile: {error}") from None
+
+
+def _unknown(software: str, where: str = "") -> ProfileError:
+    hint = did_you_mean(software, STACKS)
+    return ProfileError(
+        f"{where}software {software!r} has no profile{hint} (allowed: {', '.join(software_names())}, or the path of a "
+        "file written by `craton calibrate`)"
+    )
+
+
+@lru_cache(maxsize=1)
+def _shipped() -> tuple[_Entry, ...]:
+    document = json.loads(resources.files(__package__).joinpath("profiles.json").read_text(encoding="utf-8"))
+    return tuple(
+        _Entry(entry["name"], entry["gpu"], entry["generation"], profile_from_json(entry))
+        for entry in document["profiles"]
+    )
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")

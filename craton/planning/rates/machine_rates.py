@@ -1,0 +1,71 @@
+"""What a step runs on: the rates of one GPU and of the links between them, ready for the models that use them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from craton.infrastructure import Cluster, Gpu
+from craton.infrastructure.catalog import gpu as catalog_gpu
+from craton.planning.rates.collectives import Network, network
+from craton.planning.rates.kernels import GpuRates, gpu_rates
+
+
+@dataclass(frozen=True, eq=False)
+class MachineRates:
+    gpu: Gpu
+    rates: GpuRates
+    network: Network
+    node_gpus: int
+    host_link: str = "pcie5"
+    host_link_bytes_per_second: float = 50e9  # per GPU
+
+
+@lru_cache(maxsize=256)
+def machine(
+    gpu_name: str,
+    node_gpus: int,
+    nvlink_domain: int,
+    nic_bytes_per_second: float,
+    efa_version: int,
+) -> MachineRates:
+    """A machine of catalog GPUs with a given network, as published runs describe theirs."""
+    card = catalog_gpu(gpu_name)
+    links = network(
+        card.generation, card.nvlink_bytes_per_second, nvlink_domain, node_gpus, nic_bytes_per_second, efa_version
+    )
+    return MachineRates(card, rates_of(card), links, node_gpus)
+
+
+def machine_of(cluster: Cluster) -> MachineRates:
+    """The machine of a resolved cluster."""
+    instance = cluster.instance
+    links = network(
+        instance.gpu.generation,
+        instance.gpu.nvlink_bytes_per_second,
+        instance.nvlink_domain_gpus,
+        instance.num_gpus,
+        instance.network_bytes_per_second / instance.num_gpus,
+        instance.efa_version,
+        cluster.leaf_nodes * instance.num_gpus,
+        cluster.spine_oversubscription,
+    )
+    return MachineRates(
+        instance.gpu,
+        rates_of(instance.gpu),
+        links,
+        instance.num_gpus,
+        instance.host_link,
+        instance.host_link_bytes_per_second,
+    )
+
+
+_rates: dict[int, tuple[Gpu, GpuRates]] = {}
+
+
+def rates_of(card: Gpu) -> GpuRates:
+    """Rates are compared by identity, so a card keeps the ones it got first."""
+    if id(card) not in _rates:
+        rates = gpu_rates(card.generation, card.flops, card.achievable_flops, card.memory_bytes_per_second)
+        _rates[id(card)] = (card, rates)
+    return _rates[id(card)][1]

@@ -1,0 +1,17 @@
+"""A plan for people: findings, explanations, terminal, HTML, JSON and plots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.planning.report.explain import PARTS, bottleneck, sensitivities, why_lost
+    from craton.planning.report.html import plan_html
+    from craton.planning.report.json_document import plan_to_json, serving_to_json
+    from craton.planning.report.quantities import percent
+    from craton.planning.report.serving_terminal import render_serving
+    from craton.planning.report.terminal import render_front, render_plan
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

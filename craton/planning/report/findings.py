@@ -1,0 +1,299 @@
+"""What the numbers of a plan say, in sentences and orders that the terminal and the page share.
+
+Nothing is predicted here, and every sentence holds for a plan with pieces missing: no price, no search, no failures.
+"""
+
+from __future__ import annotations
+
+from datetime import date, timedelta
+
+from craton.job.layout import Layout
+from craton.planning.economics import billed_instances
+from craton.planning.report import quantities
+from craton.planning.result import (
+    INTERVAL_LEVEL,
+    PHASES,
+    Alternative,
+    Plan,
+    RecoveryPlan,
+    ScalingPoint,
+    Sensitivity,
+    TierPlan,
+)
+
+INTERVAL_NAME = f"{100 * INTERVAL_LEVEL:.0f} % interval"
+STALE_PRICE_DAYS = 90
+_SMALLEST_PART = 0.005  # of the step; smaller parts are shown as one sum
+_KIND_NAMES = {"pretrain": "Pre-training", "sft": "Fine-tuning", "dpo": "Preference tuning", "grpo": "RL tuning"}
+_LAYOUT_SIZES = ("pp", "replicate", "fsdp", "cp", "tp", "ep", "vpp")
+LONGEST_SHOWN_SECONDS = 100 * 365 * 86400
+
+
+def verdict(plan: Plan) -> str:
+    """The answer in one or two sentences: what, on what, how long, for how much, and whether it fits."""
+    kind = _KIND_NAMES.get(plan.kind, plan.kind.capitalize())
+    work = f"{kind} {model_name(plan)} on {quantities.count(plan.tokens)} tokens"
+    where = f"on {cluster_name(plan)}"
+    price = f" and costs {quantities.dollars(plan.cost.cost_dollars)}" if plan.cost else ""
+    if plan.fits:
+        return f"{work} fits {where}, takes {quantities.duration(plan.run_seconds)}{price}."
+    needed, limit = quantities.memory(plan.memory_bytes), quantities.memory(plan.memory_limit_bytes)
+    return (
+        f"{work} does not fit {where}: a GPU needs {needed} and reports {limit}. "
+        "The times below are what it would take if it fitted."
+    )
+
+
+def model_name(plan: Plan) -> str:
+    active = f", {quantities.count(plan.model.active_parameters)} active" if plan.model.is_moe else ""
+    return f"{plan.model.name} ({quantities.count(plan.model.parameters)} parameters{active})"
+
+
+def cluster_name(plan: Plan) -> str:
+    cluster = plan.cluster
+    cards = f"{cluster.num_gpus:,} {cluster.instance.gpu.name}"
+    nodes = f"{cluster.instance.name} x {cluster.num_nodes}"
+    return f"{cluster.name} ({cards})" if cluster.name == nodes else f"{cluster.name} ({nodes}, {cards})"
+
+
+def batch_text(plan: Plan) -> str:
+    tokens = quantities.count(plan.global_batch_sequences * plan.sequence)
+    return f"{quantities.count(plan.steps)} steps of {tokens} tokens"
+
+
+def end_days(plan: Plan, start: date) -> tuple[date, date, date] | None:
+    """The day a run started on `start` ends, and the interval's; None where hours or centuries count."""
+    if plan.run_seconds < 2 * 86400 or plan.run_seconds_high > LONGEST_SHOWN_SECONDS:
+        return None
+    best, low, high = (
+        start + timedelta(days=round(seconds / 86400))
+        for seconds in (plan.run_seconds, plan.run_seconds_low, plan.run_seconds_high)
+    )
+    return best, low, high
+
+
+def price_text(plan: Plan) -> str:
+    if plan.cost is None:
+        return f"no price known for {plan.cluster.instance.name}; put yours in the cluster file"
+    age = f" ({plan.cost.price_age_days} days old)" if plan.cost.price_age_days > STALE_PRICE_DAYS else ""
+    hourly = f"${plan.cost.dollars_per_hour_per_instance:,.2f}/h per instance"
+    if plan.cost.num_instances > billed_instances(plan.cluster.instance, plan.cluster.num_nodes):
+        hourly += f" ({plan.cost.num_instances} with the spares)"
+    per_trillion = quantities.dollars(plan.cost.dollars_per_trillion_tokens)
+    return (
+        f"{plan.cost.purchase}, {hourly}, price of {plan.cost.price_date}{age}; "
+        f"{quantities.dollars(plan.cost.dollars_per_day)} a day, {per_trillion} per 1 T tokens"
+    )
+
+
+def failure_text(plan: Plan) -> str:
+    goodput = plan.goodput
+    if goodput.failures_per_day <= 0:
+        return "no failures expected"
+    every = quantities.duration(goodput.mean_hours_between_failures * 3600)
+    saved = quantities.setting(goodput.interval_seconds)
+    return f"fails every {every}, recovers from {goodput.method}, saved every {saved}"
+
+
+def calibration_text(plan: Plan) -> str:
+    if plan.calibrated:
+        return f"{plan.profile}, calibrated"
+    return f"{plan.profile}, uncalibrated: wide interval; `craton calibrate` with 3 or more logged steps narrows it"
+
+
+def bottleneck_text(plan: Plan) -> str:
+    limit = plan.bottleneck
+    share = f", {quantities.percent(limit.share)} of the step ({limit.phase})" if limit.share > 0 else ""
+    layer = "ML software" if limit.layer == "ml software" else limit.layer
+    return f"{layer}: {limit.part}{share}"
+
+
+def step_text(plan: Plan) -> str:
+    """Which phases fill the step, and what communication is not seen in it."""
+    largest = sorted(PHASES, key=lambda phase: -plan.phases.get(phase, 0.0))
+    shares = [
+        f"{'exposed ' if phase == 'communication' else ''}{phase} {quantities.percent(_share(plan, phase))}"
+        for phase in largest[:2]
+        if _share(plan, phase) >= 0.0005
+    ]
+    hidden = plan.hidden_communication_seconds
+    behind = f"; {quantities.duration(hidden)} of communication hidden behind compute" if hidden > 0 else ""
+    return f"{', '.join(shares)}{behind}"
+
+
+def memory_text(plan: Plan) -> str:
+    used = (
+        f"{quantities.memory(plan.memory_bytes)} of the {quantities.memory(plan.memory_limit_bytes)} the card reports"
+    )
+    difference = plan.memory_limit_bytes - plan.memory_bytes
+    worst = max(plan.memory_instants, key=lambda name: plan.memory_instants[name], default="")
+    peak = f"; peak: {worst}" if worst else ""
+    return f"{used}, {quantities.memory(abs(difference))} {'free' if plan.fits else 'too much'}{peak}"
+
+
+def storage_text(plan: Plan) -> str:
+    storage = plan.storage
+    limit = quantities.rate(storage.data_limit_bytes_per_second)
+    return (
+        f"checkpoint {quantities.stored(storage.checkpoint_bytes)}; "
+        f"data {quantities.rate(storage.data_bytes_per_second)} of {limit} from {storage.data_tier}"
+    )
+
+
+def goodput_text(plan: Plan) -> str:
+    goodput = plan.goodput
+    text = (
+        f"Saving every {quantities.setting(goodput.interval_seconds)} and recovering from {goodput.method} "
+        f"keeps {quantities.percent(goodput.goodput)} of the time productive"
+    )
+    best_seconds, best = max(goodput.curve, key=lambda point: point[1])
+    at_chosen = min(goodput.curve, key=lambda point: abs(point[0] - goodput.interval_seconds))[1]
+    if best - at_chosen < 0.001:
+        return f"{text}; no other interval gains more than 0.1 points"
+    return f"{text}; about every {quantities.setting(best_seconds)} would gain {100 * (best - at_chosen):.1f} points"
+
+
+def scaling_text(plan: Plan) -> str:
+    first, last = scaling_points(plan)[0], scaling_points(plan)[-1]
+    efficiency = quantities.percent(scaling_efficiencies(plan)[-1])
+    more, faster = last.num_gpus / first.num_gpus, last.tokens_per_second / first.tokens_per_second
+    return f"{more:.3g} x the GPUs give {faster:.1f} x the tokens/s: {efficiency} of ideal at {last.num_gpus:,} GPUs"
+
+
+def scaling_points(plan: Plan) -> list[ScalingPoint]:
+    return sorted(plan.scaling, key=lambda point: point.num_gpus)
+
+
+def scaling_efficiencies(plan: Plan) -> list[float]:
+    """Tokens per second and GPU against the smallest number of GPUs."""
+    points = scaling_points(plan)
+    ideal = points[0].tokens_per_second / points[0].num_gpus
+    return [point.tokens_per_second / point.num_gpus / ideal for point in points]
+
+
+def sensitivity_text(plan: Plan) -> str:
+    most = max(plan.sensitivities, key=lambda each: abs(each.effect))
+    what = f"{most.name} {most.change}".strip()
+    return f"The step is most sensitive to {what}: {quantities.signed_percent(most.effect)}"
+
+
+def front_text(plan: Plan) -> str:
+    priced = [each for each, _ in candidates(plan) if each.cost_dollars is not None and each.fits]
+    fastest = min(priced, key=lambda each: each.run_seconds)
+    cheapest = min(priced, key=lambda each: each.cost_dollars or 0.0)
+    if fastest == cheapest:
+        return f"{fastest.cluster} is both the fastest and the cheapest"
+    return (
+        f"{fastest.cluster} is fastest ({quantities.duration(fastest.run_seconds)}, "
+        f"{quantities.dollars(fastest.cost_dollars or 0.0)}), {cheapest.cluster} cheapest "
+        f"({quantities.duration(cheapest.run_seconds)}, {quantities.dollars(cheapest.cost_dollars or 0.0)})"
+    )
+
+
+def runner_up_text(runner_up: Alternative) -> str:
+    cost = "no price" if runner_up.cost_dollars is None else quantities.dollars(runner_up.cost_dollars)
+    step, run = quantities.duration(runner_up.step_seconds), quantities.duration(runner_up.run_seconds)
+    return f"step {step}, run {run}, {cost}; {runner_up.reason} ({runner_up.layout})"
+
+
+def shown_parts(plan: Plan, phase: str) -> list[tuple[str, float]]:
+    """The parts of a phase, largest first; small ones as one sum, so that they still add up to the phase."""
+    parts = sorted(plan.parts.get(phase, {}).items(), key=lambda part: -part[1])
+    shown = [(name, seconds) for name, seconds in parts if seconds >= _SMALLEST_PART * plan.step_seconds]
+    small = [(name, seconds) for name, seconds in parts if 0 < seconds < _SMALLEST_PART * plan.step_seconds]
+    if len(small) == 1:
+        return shown + small
+    return [*shown, (f"{len(small)} smaller parts", sum(seconds for _, seconds in small))] if small else shown
+
+
+def layout_change(chosen: Layout, other: Layout) -> str:
+    """What another layout changes, in the order in which layouts are printed; the whole layout if nothing is shared."""
+    words = [
+        f"{name} {getattr(other, name)}" for name in _LAYOUT_SIZES if getattr(other, name) != getattr(chosen, name)
+    ]
+    if other.fsdp > 1 and other.zero != chosen.zero:
+        words.append(f"zero {other.zero}")
+    if other.pp > 1 and other.schedule != chosen.schedule:
+        words.append(other.schedule)
+    if other.micro_batch != chosen.micro_batch:
+        words.append(f"micro_batch {other.micro_batch}")
+    if other.recompute != chosen.recompute:
+        words.append(f"recompute {other.recompute}")
+    if other.precision != chosen.precision:
+        words.append(other.precision)
+    if other.offload != chosen.offload:
+        words.append(f"offload {other.offload}")
+    return " · ".join(words) or "the same layout"
+
+
+def candidates(plan: Plan) -> list[tuple[Alternative, bool]]:
+    """The clusters a search weighed and the chosen one, fastest first, each with whether it is the chosen one."""
+    nodes = f"{plan.cluster.instance.name} x {plan.cluster.num_nodes}"
+    marked = [(each, each.cluster in (plan.cluster.name, nodes) and each.layout == plan.layout) for each in plan.front]
+    if not any(chosen for _, chosen in marked):
+        marked.append((_as_alternative(plan), True))
+    return sorted(marked, key=lambda pair: pair[0].run_seconds)
+
+
+def is_on_front(candidate: Alternative, others: list[Alternative]) -> bool:
+    """Whether no other candidate that fits is at least as fast and as cheap, and better in one of both."""
+    if candidate.cost_dollars is None or not candidate.fits:
+        return False
+    here = (candidate.run_seconds, candidate.cost_dollars)
+    rivals = [
+        (other.run_seconds, other.cost_dollars) for other in others if other.fits and other.cost_dollars is not None
+    ]
+    return not any(rival[0] <= here[0] and rival[1] <= here[1] and rival != here for rival in rivals)
+
+
+def tier_rows(plan: Plan) -> list[tuple[str, list[str]]]:
+    """Every tier in the order of the plan, with what a checkpoint costs there (every, write, blocks, read) and what
+    recovering from it gives (best every, lost per failure, goodput, its interval)."""
+    tiers = {tier.tier: tier for tier in plan.storage.tiers}
+    recoveries = {recovery.method: recovery for recovery in plan.goodput.recoveries}
+    return [
+        (name, [*_tier_cells(tiers.get(name)), *_recovery_cells(recoveries.get(name))])
+        for name in dict.fromkeys([*tiers, *recoveries])
+    ]
+
+
+def _tier_cells(tier: TierPlan | None) -> list[str]:
+    if tier is None:
+        return ["–"] * 4
+    every = quantities.setting(tier.every_seconds) if tier.every_seconds else "–"
+    return [every, *map(quantities.duration, (tier.write_seconds, tier.blocked_seconds, tier.read_seconds))]
+
+
+def _recovery_cells(recovery: RecoveryPlan | None) -> list[str]:
+    if recovery is None:
+        return ["–"] * 4
+    return [
+        quantities.setting(recovery.interval_seconds),
+        quantities.duration(recovery.detect_seconds + recovery.restart_seconds + recovery.redo_seconds),
+        quantities.percent(recovery.goodput),
+        quantities.percent_range(recovery.goodput_low, recovery.goodput_high),
+    ]
+
+
+def _as_alternative(plan: Plan) -> Alternative:
+    return Alternative(
+        cluster=plan.cluster.name,
+        layout=plan.layout,
+        step_seconds=plan.step_seconds,
+        memory_bytes=plan.memory_bytes,
+        run_seconds=plan.run_seconds,
+        cost_dollars=plan.cost.cost_dollars if plan.cost else None,
+        reason="chosen",
+        fits=plan.fits,
+        goodput=plan.goodput.goodput,
+    )
+
+
+def _share(plan: Plan, phase: str) -> float:
+    return plan.phases.get(phase, 0.0) / plan.step_seconds
+
+
+def effect_text(sensitivity: Sensitivity) -> str:
+    """An uncertainty moves the step both ways, a change one way."""
+    text = quantities.signed_percent(sensitivity.effect)
+    return f"±{text.lstrip('+−')}" if sensitivity.change.startswith("±") else text

@@ -1,0 +1,104 @@
+"""A server's plan in the terminal: whether it fits, how much text it holds, and how fast it writes. 80 columns."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from craton.planning.report import quantities
+from craton.planning.serving import ServePlan
+
+TITLE_WIDTH = 13
+
+
+def render_serving(plan: ServePlan, console: Console) -> None:
+    """Print the whole plan."""
+    status = ("FITS", "bold green") if plan.fits else ("DOES NOT FIT", "bold red")
+    console.print(Text.assemble((plan.job, "bold"), "  ", status), highlight=False)
+    console.print(Text(_verdict(plan)), highlight=False)
+    for title, text in _memory_fields(plan) + (_speed_fields(plan) if plan.fits else []):
+        _print_field(console, title, text)
+    if plan.fits:
+        heading = "Tokens a second of all requests, by their number and each one's past"
+        console.print(Text(f"\n{heading}", style="bold"), highlight=False)
+        console.print(_decode_table(plan), highlight=False)
+    for warning in plan.warnings:
+        _print_field(console, "!", warning, style="yellow")
+
+
+def _verdict(plan: ServePlan) -> str:
+    model, gpu = plan.model, plan.cluster.instance.gpu
+    size = f"{quantities.count(model.parameters)} parameters"
+    ranks = f"{plan.tp} ranks (tp {plan.tp})" if plan.tp > 1 else "1 rank"
+    return f"Serving {model.name}, {size}, in {plan.precision} with {ranks} on {gpu.name}."
+
+
+def _memory_fields(plan: ServePlan) -> list[tuple[str, str]]:
+    gibibytes = ", ".join(f"{name} {quantities.gibibytes(size)}" for name, size in plan.memory_parts.items())
+    memory = f"{quantities.memory(plan.memory_bytes)} of {quantities.memory(plan.memory_limit_bytes)} a rank"
+    kv = f"{quantities.count(plan.kv_tokens)} tokens ({quantities.stored(plan.kv_bytes_per_token)} each)"
+    if plan.fits:
+        kv += f": {_requests(plan.requests)} of {plan.mean_context:,}"
+    if plan.host_kv_tokens:
+        kv += f"; {quantities.count(plan.host_kv_tokens)} more in host memory"
+    if not plan.fits:
+        kv += f"; {plan.needed_tokens:,} are needed: raise serve.memory, use fp8, more ranks (tp) or a smaller model"
+    return [("memory", f"{memory} (GiB: {gibibytes})"), ("room", kv)]
+
+
+def _speed_fields(plan: ServePlan) -> list[tuple[str, str]]:
+    fields = [
+        ("one request", _speed(plan.single_tokens_per_second, plan.single_roof_tokens_per_second)),
+        (
+            "best batch",
+            f"{_speed(plan.best_tokens_per_second, plan.best_roof_tokens_per_second)}, {_requests(plan.best_batch)}, "
+            f"{quantities.duration(plan.best_step_seconds)} a step, bound by {plan.bound}",
+        ),
+        (
+            "first token",
+            f"{quantities.duration(plan.first_token_seconds)} after a prompt of {plan.prompt_tokens:,} tokens on an "
+            f"idle server; prompts at {quantities.count(round(plan.prefill_tokens_per_second))} tokens/s",
+        ),
+    ]
+    if plan.dollars_per_hour is not None and plan.dollars_per_million_tokens is not None:
+        per_million = quantities.dollars(plan.dollars_per_million_tokens)
+        fields.append(
+            ("cost", f"{quantities.dollars(plan.dollars_per_hour)} an hour, {per_million} a million tokens at best")
+        )
+    roofs = plan.roofs
+    rates = f"{quantities.rate(roofs.bytes_per_second)} and {quantities.count(roofs.flops / 1e12)} TFLOP/s"
+    overhead = quantities.duration(plan.overhead_seconds)
+    fields.append(
+        ("assumed", f"{quantities.percent(plan.efficiency)} of the roof ({rates} a rank), and {overhead} a step")
+    )
+    return fields
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count:,} requests"
+
+
+def _speed(predicted: float, roof: float) -> str:
+    return f"{quantities.count(round(predicted))} tokens/s (roof {quantities.count(round(roof))})"
+
+
+def _decode_table(plan: ServePlan) -> Table:
+    contexts = sorted({point.context for point in plan.decode})
+    rates = {(point.batch, point.context): point.tokens_per_second for point in plan.decode}
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("requests", justify="right")
+    for context in contexts:
+        table.add_column(f"past {context:,}", justify="right")
+    for batch in sorted({point.batch for point in plan.decode}):
+        cells = [rates.get((batch, context)) for context in contexts]
+        table.add_row(f"{batch:,}", *("no room" if rate is None else quantities.count(round(rate)) for rate in cells))
+    return table
+
+
+def _print_field(console: Console, title: str, text: str, style: str = "dim") -> None:
+    grid = Table.grid(padding=0)
+    grid.add_column(no_wrap=True, min_width=TITLE_WIDTH)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(title, style=style), Text(text))
+    console.print(grid, highlight=False)

@@ -1,0 +1,13 @@
+"""The plan of a server: memory, KV cache, step time and throughput."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.planning.serving.planner import CPU_KV_BYTES, GPU_RESERVE_BYTES, ServePlan, passing_bytes, plan_serving
+    from craton.planning.serving.step import Roofline, Roofs, ServedModel
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

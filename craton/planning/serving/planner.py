@@ -1,0 +1,285 @@
+"""From a serve job to its plan: ranks, memory, tokens that fit, seconds of a step, tokens a second.
+
+Seconds are those of `inference` divided by an efficiency, which is assumed, plus what kernels and collectives take
+however little they do. The plan's numbers are at loads that it names; what a run measures is compared with the roof of
+the very same steps instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from craton.infrastructure import CatalogError, Cluster, resolve_cluster
+from craton.job import ContentError, Job, check_job
+from craton.job.layout import Layout, check_served_layout
+from craton.job.model import ModelShape
+from craton.planning.rates import Group, MachineRates, all_gather_seconds, machine_of
+from craton.planning.serving.step import COLLECTIVES_PER_LAYER, PLAIN_BYTES, Roofline, Roofs, ServedModel, roofs_of
+from craton.planning.setting import PlanError
+
+EFFICIENCY = 0.85  # of the roof, inside kernels; assumed: what decode attention and products should reach on an H200
+KERNELS_PER_LAYER = 8  # of a step in a graph; assumed
+CPU_EFFICIENCY = 0.3  # assumed: plain torch; qwen3-0.6b in bf16 wrote 7.5 tokens/s on two Xeon cores, planned 7.2
+CPU_STEP_SECONDS = 0.01  # assumed: Python and small operations
+MEAN_CONTEXT = 1024  # tokens of a request's past, assumed where loads are compared
+PROMPT_TOKENS = 1024  # of the prompt whose first token is waited for
+ROOMY_REQUESTS = 16  # of MEAN_CONTEXT that must fit before fewer ranks are preferred
+SHORTEST = 2048  # tokens without which a server is of no use, where the job does not say
+SHOWN_BATCHES = (1, 8, 32, 128)
+SHOWN_CONTEXTS = (512, 2048, 8192)
+# As the engine has them (craton.ml.serving.engine.build).
+GPU_RESERVE_BYTES = 2**30  # libraries, code, graphs
+SAMPLER_BYTES = 48  # of a token for each request: fp32 copies, order and sums of sorted logits, noise, counts
+CPU_KV_BYTES = 2**30  # keys and values where memory is the machine's own
+
+
+@dataclass(frozen=True)
+class DecodePoint:
+    """`batch` requests with `context` tokens each, all of them writing."""
+
+    batch: int
+    context: int
+    step_seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """What a server will do. Seconds and tokens a second are predicted, unless their name says that they are the
+    roof's."""
+
+    job: str
+    kind: str
+    model: ModelShape
+    served_name: str
+    cluster: Cluster
+    tp: int
+    precision: str
+    kv_precision: str
+    page: int
+    roofs: Roofs
+    efficiency: float  # of the roof, assumed
+    overhead_seconds: float  # of a step, assumed
+    max_length: int
+    max_running: int
+    chunk_tokens: int
+    memory_bytes: float  # a rank, once it serves
+    memory_limit_bytes: float  # what the device has
+    memory_parts: dict[str, float]  # adds up to memory_bytes
+    kv_bytes_per_token: float  # over all ranks
+    kv_tokens: int
+    host_kv_tokens: int  # more that host memory holds
+    needed_tokens: int  # that must fit for it to serve at all
+    mean_context: int  # of the loads below
+    single_tokens_per_second: float  # one request
+    single_roof_tokens_per_second: float
+    best_batch: int
+    best_step_seconds: float
+    best_tokens_per_second: float
+    best_roof_tokens_per_second: float
+    bound: str  # of the best batch: "memory" or "computing"
+    prompt_tokens: int
+    first_token_seconds: float  # an idle server, a prompt of prompt_tokens
+    prefill_tokens_per_second: float
+    decode: list[DecodePoint]
+    dollars_per_hour: float | None  # of the node
+    dollars_per_million_tokens: float | None  # generated, at the best batch
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return self.kv_tokens >= self.needed_tokens
+
+    @property
+    def requests(self) -> int:
+        """Requests of the mean context that fit beside one another."""
+        return self.kv_tokens // self.mean_context
+
+
+def plan_serving(job: Job, *, cluster: Cluster | None = None) -> ServePlan:
+    """Predict a server: the ranks the job names, or the fewest that leave room; and everything that follows."""
+    serve, shape = job.serve, job.model_shape
+    if serve is None:
+        raise PlanError(f"{job.where('kind')}kind {job.kind} does not serve; `plan` predicts jobs that train")
+    assert shape is not None, "a job that serves has a model of known numbers"
+    try:
+        cluster = cluster or resolve_cluster(job.cluster, job.price)
+        check_job(job, cluster.instance.num_gpus)
+    except CatalogError as error:
+        raise PlanError(f"{job.where('cluster')}cluster: {error}") from None
+    except ContentError as error:
+        raise PlanError("; ".join(error.problems)) from None
+    machine = machine_of(cluster)
+    if serve.precision not in machine.rates.matrix_flops:
+        raise PlanError(f"{job.where('serve', 'precision')}{machine.gpu.name} does not compute in {serve.precision}")
+    candidates = [_Candidate.of(job, shape, machine, tp) for tp in _tensor_sizes(job, shape, cluster)]
+    roomy = [each for each in candidates if each.is_roomy]
+    fitting = [each for each in candidates if each.fits]
+    return (roomy or fitting[-1:] or candidates[-1:])[0].plan(job, cluster)
+
+
+def _tensor_sizes(job: Job, shape: ModelShape, cluster: Cluster) -> list[int]:
+    """As written, else all that a node has GPUs for and the model can be cut into; 1 always can."""
+    if job.layout and job.layout.tp:
+        return [job.layout.tp]
+    most = cluster.instance.num_gpus
+    return [
+        tp
+        for tp in range(1, most + 1)
+        if most % tp == 0 and not check_served_layout(Layout(tp=tp, precision=job.precision), shape)
+    ]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """The job on so many ranks."""
+
+    machine: MachineRates
+    model: ServedModel
+    roofs: Roofs
+    memory_bytes: float  # of a rank's device
+    workspace_bytes: float
+    kv_tokens: int
+    needed_tokens: int
+
+    @classmethod
+    def of(cls, job: Job, shape: ModelShape, machine: MachineRates, tp: int) -> _Candidate:
+        assert job.serve is not None
+        serve, gpu = job.serve, machine.gpu
+        is_cpu = gpu.generation == "cpu"
+        model = ServedModel(shape, serve.precision, serve.kv_precision, tp)
+        link = machine.network.nvlink_bytes_per_second * machine.network.nvlink_efficiency
+        roofs = roofs_of(gpu, serve.precision, link if tp > 1 else 0.0)
+        memory_bytes = gpu.memory_bytes
+        if is_cpu and tp > 1:  # its ranks share the processor
+            roofs = replace(roofs, bytes_per_second=roofs.bytes_per_second / tp, flops=roofs.flops / tp)
+            memory_bytes /= tp
+        workspace = passing_bytes(shape, serve.step_tokens, serve.running, PLAIN_BYTES[serve.precision])
+        workspace += 0 if is_cpu else GPU_RESERVE_BYTES
+        allowed = serve.memory * memory_bytes
+        if is_cpu:
+            allowed = min(allowed, model.weight_bytes + workspace + CPU_KV_BYTES)
+        tokens = model.kv_tokens(allowed, workspace, serve.page)
+        needed = serve.max_length or min(job.served_length, SHORTEST)
+        return cls(machine, model, roofs, memory_bytes, workspace, tokens, needed)
+
+    @property
+    def fits(self) -> bool:
+        return self.kv_tokens >= self.needed_tokens
+
+    @property
+    def is_roomy(self) -> bool:
+        return self.fits and self.kv_tokens >= ROOMY_REQUESTS * MEAN_CONTEXT
+
+    def plan(self, job: Job, cluster: Cluster) -> ServePlan:
+        assert job.serve is not None
+        serve, model = job.serve, self.model
+        roofline = Roofline(model, self.roofs)
+        efficiency = CPU_EFFICIENCY if self.machine.gpu.generation == "cpu" else EFFICIENCY
+        max_length = serve.max_length or min(job.served_length, max(self.kv_tokens, self.needed_tokens))
+        context = min(MEAN_CONTEXT, max_length)
+        batch = max(1, min(serve.running, self.kv_tokens // context))
+
+        def decode_seconds(requests: int, past: int) -> float:
+            return roofline.decode_seconds(requests, past) / efficiency + self._idle_seconds(requests)
+
+        batches = [each for each in SHOWN_BATCHES if each < batch]
+        contexts = [each for each in SHOWN_CONTEXTS if each <= max_length] or [context]
+        points = [
+            DecodePoint(requests, past, seconds, requests / seconds)
+            for requests in (*batches, batch)
+            for past in contexts
+            if requests == 1 or requests * past <= self.kv_tokens
+            for seconds in [decode_seconds(requests, past)]
+        ]
+        best_seconds, best_roof = decode_seconds(batch, context), roofline.decode_seconds(batch, context)
+        chunk, prompt = serve.step_tokens, min(PROMPT_TOKENS, max_length)
+        chunk_seconds = roofline.prefill_seconds(chunk, prompt) / efficiency + self._idle_seconds(chunk)
+        first = roofline.prefill_seconds(prompt, prompt) / efficiency
+        first += -(-prompt // chunk) * self._idle_seconds(min(prompt, chunk))
+        kv_bytes = self.kv_tokens * model.kv_bytes_per_token
+        parts = {"weights": model.weight_bytes, "workspace": self.workspace_bytes, "keys and values": kv_bytes}
+        price = cluster.price.dollars_per_hour if cluster.price else None
+        return ServePlan(
+            job=job.name,
+            kind=job.kind,
+            model=model.shape,
+            served_name=job.served_name,
+            cluster=cluster,
+            tp=model.tp,
+            precision=model.precision,
+            kv_precision=model.kv_precision,
+            page=serve.page,
+            roofs=self.roofs,
+            efficiency=efficiency,
+            overhead_seconds=self._overhead_seconds,
+            max_length=max_length,
+            max_running=serve.running,
+            chunk_tokens=chunk,
+            memory_bytes=sum(parts.values()),
+            memory_limit_bytes=self.memory_bytes,
+            memory_parts=parts,
+            kv_bytes_per_token=model.kv_bytes_per_token * model.tp,
+            kv_tokens=self.kv_tokens,
+            host_kv_tokens=int(serve.host_memory / (model.kv_bytes_per_token * model.tp)),
+            needed_tokens=self.needed_tokens,
+            mean_context=context,
+            single_tokens_per_second=1 / decode_seconds(1, context),
+            single_roof_tokens_per_second=1 / roofline.decode_seconds(1, context),
+            best_batch=batch,
+            best_step_seconds=best_seconds,
+            best_tokens_per_second=batch / best_seconds,
+            best_roof_tokens_per_second=batch / best_roof,
+            bound=_bound(roofline, batch, context),
+            prompt_tokens=prompt,
+            first_token_seconds=first,
+            prefill_tokens_per_second=chunk / chunk_seconds,
+            decode=points,
+            dollars_per_hour=price,
+            dollars_per_million_tokens=price / 3600 * 1e6 * best_seconds / batch if price is not None else None,
+            warnings=self._warnings(job, max_length),
+        )
+
+    @property
+    def _overhead_seconds(self) -> float:
+        if self.machine.gpu.generation == "cpu":
+            return CPU_STEP_SECONDS
+        return KERNELS_PER_LAYER * self.model.shape.layers * self.machine.rates.kernel_launch_seconds
+
+    def _idle_seconds(self, tokens: int) -> float:
+        """What a step takes beyond the roofline: between kernels, and in collectives beyond moving their bytes."""
+        shape, tp = self.model.shape, self.model.tp
+        if tp == 1:
+            return self._overhead_seconds
+        size = float(tokens * shape.hidden * PLAIN_BYTES[self.model.precision])
+        whole = all_gather_seconds(size, Group(tp, tp, tp), self.machine.network)
+        moved = (tp - 1) / tp * size / self.roofs.link_bytes_per_second
+        return self._overhead_seconds + COLLECTIVES_PER_LAYER * shape.layers * max(0.0, whole - moved)
+
+    def _warnings(self, job: Job, max_length: int) -> list[str]:
+        shape, tp = self.model.shape, self.model.tp
+        found = []
+        if self.fits and max_length < job.served_length:
+            found.append(
+                f"the model takes {job.served_length:,} tokens and there is room for {max_length:,}: longer texts are "
+                "refused"
+            )
+        if shape.is_moe and tp > 1:
+            found.append(f"every one of the {tp} ranks holds all {shape.experts} experts")
+        if shape.mla is not None:
+            found.append("latent attention keeps keys and values of every head, not the latents")
+        return found
+
+
+def _bound(roofline: Roofline, batch: int, context: int) -> str:
+    tokens = batch * context
+    memory = roofline.read_bytes(batch, tokens, batch) / roofline.roofs.bytes_per_second
+    return "memory" if memory >= roofline.step_flops(batch, tokens, batch) / roofline.roofs.flops else "computing"
+
+
+def passing_bytes(shape: ModelShape, chunk_tokens: int, running: int, size: int) -> float:
+    """What a step needs beside weights, keys and values: hidden states of its tokens, and for its requests logits, what
+    sorting them for top-p takes, and the counts that penalties keep."""
+    ffn = max(shape.ffn_hidden, shape.top_k * shape.moe_ffn_hidden)
+    widths = 6 * shape.hidden + 3 * ffn + 3 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return float(chunk_tokens * widths * size + running * shape.vocab * (2 * size + SAMPLER_BYTES))

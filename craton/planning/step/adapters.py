@@ -1,0 +1,65 @@
+"""Low-rank adapters: what they add to a layer, and which share of a model is trained with them.
+
+There is one to each product of a layer but router and experts (craton/ml/training/lora.py): a product that narrows to
+the rank and one that widens again. Where tensor parallelism cuts the layer's own product it cuts one of the two, and
+what passes between them is gathered or summed.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from craton.job.layout import Layout
+from craton.job.model import ModelShape
+from craton.planning.rates import OUTPUT_BYTES
+from craton.planning.software import Traits
+from craton.planning.step.operations import Operations, Product, Transfer, Weight, layer_weights
+
+
+@lru_cache(maxsize=1024)
+def adapter_weights(weights: tuple[Weight, ...], rank: int) -> tuple[tuple[Weight, Weight], ...]:
+    """(narrow, wide) of every adapter of a layer with these weights."""
+    adapted = [weight for weight in weights if weight.columns > 1.0 and not (weight.stacked or weight.is_router)]
+    return tuple(
+        (
+            Weight(rank, each.columns, is_partial=not each.cuts_columns),
+            Weight(each.rows, rank, is_partial=each.is_partial or each.cuts_columns),
+        )
+        for each in adapted
+    )
+
+
+def adapter_operations(
+    shape: ModelShape, layout: Layout, sequence: int, traits: Traits, rank: int, *, moe: bool
+) -> Operations:
+    """What adapters multiply and move in one layer for one micro-batch."""
+    tokens = layout.micro_batch * sequence / layout.cp
+    own_tokens = tokens / layout.tp if traits.sequence_parallel else tokens
+    products: list[Product] = []
+    forward: list[Transfer] = []
+    backward: list[Transfer] = []
+    between = OUTPUT_BYTES[layout.precision] * tokens * rank
+    for narrow, wide in adapter_weights(layer_weights(shape, layout.tp, layout.ep, moe=moe), rank):
+        products.append(Product(own_tokens if narrow.is_partial else tokens, rank, narrow.columns))
+        products.append(Product(own_tokens if wide.is_partial else tokens, wide.rows, rank))
+        if layout.tp > 1 and traits.sequence_parallel and narrow.is_partial != wide.is_partial:
+            gather, scatter = (Transfer(operation, "tp", between) for operation in ("all_gather", "reduce_scatter"))
+            forward.append(gather if narrow.is_partial else scatter)
+            backward.append(scatter if narrow.is_partial else gather)
+    return Operations(tuple(products), (), (), (), (), tuple(forward), tuple(backward))
+
+
+@lru_cache(maxsize=1024)
+def adapter_parameters(shape: ModelShape, rank: int) -> float:
+    """Of the whole model; `rank` 0: none."""
+    dense = shape.dense_layers if shape.is_moe else shape.layers
+    return sum(
+        count * sum(each.size for pair in adapter_weights(layer_weights(shape, 1, 1, moe=moe), rank) for each in pair)
+        for moe, count in ((False, dense), (True, shape.layers - dense))
+        if count
+    )
+
+
+def trained_share(shape: ModelShape, rank: int) -> float:
+    """Trained parameters over the model's own; `rank` 0: all of them are trained."""
+    return adapter_parameters(shape, rank) / shape.parameters if rank else 1.0

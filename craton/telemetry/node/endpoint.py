@@ -1,0 +1,144 @@
+"""The Prometheus endpoint of a node: the newest value of every metric, with the labels run, node, rank and leaf.
+
+Served by the agent from a thread of its own; prometheus-client is loaded when an endpoint is made. A metric outside the
+vocabulary (a user's own) is served as a gauge, up to MAX_OWN_METRICS names, so that a job which invents names cannot
+flood the time series database.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from craton.telemetry.rank import LEDGER_KINDS
+from craton.telemetry.vocabulary import METRICS, PREFIX, Metric
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric as Family
+
+MAX_OWN_METRICS = 100
+MAX_CONNECTIONS = 64  # at a time
+REQUEST_SECONDS = 10.0  # in which a request must arrive
+LEDGER_METRIC = "run_ledger_seconds"
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+class MetricsEndpoint:
+    """`http://ADDRESS:PORT/metrics` for one node."""
+
+    def __init__(self, run: str, node: str, leaf: str = "") -> None:
+        self._run, self._node, self._leaf = run, node, leaf
+        self._values: dict[str, dict[tuple[str, ...], float]] = {}
+        self._debts: dict[tuple[str, ...], float] = {}  # seconds of the ledger that were taken back
+        self._own_names: set[str] = set()
+        self._lock = threading.Lock()
+        self._server: Any = None
+
+    def serve(self, port: int, address: str) -> int:
+        """Starts serving and returns the port (0 asks for any free one). OSError when it is taken."""
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        self._server, _ = start_http_server(port, addr=address, registry=registry)
+        _bound_connections(self._server)
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def update(self, values: Mapping[str, Any], rank: int | None) -> None:
+        """New values of a rank; None stands for the node's agent. A value that is null was not a number: NaN."""
+        labels = ("" if rank is None else str(rank),)
+        with self._lock:
+            for name, value in values.items():
+                if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                    continue
+                if name in METRICS or self._admit(name):
+                    self._values.setdefault(name, {})[labels] = float("nan") if value is None else float(value)
+
+    def book(self, seconds_by_kind: Mapping[str, float], rank: int) -> None:
+        """Adds ledger seconds of a rank. What is taken back of a kind (a step that was broken off) is paid by the next
+        seconds of that kind: a counter that fell would look to Prometheus as if it had begun anew."""
+        with self._lock:
+            booked = self._values.setdefault(LEDGER_METRIC, {})
+            for kind in LEDGER_KINDS:  # from zero on: an increase from nothing is not seen
+                booked.setdefault((str(rank), kind), 0.0)
+            for kind, seconds in seconds_by_kind.items():
+                labels = (str(rank), kind)
+                paid = seconds - self._debts.pop(labels, 0.0)
+                if paid < 0:
+                    self._debts[labels] = -paid
+                booked[labels] = booked.get(labels, 0.0) + max(0.0, paid)
+
+    def set_labelled(self, name: str, value_by_label: Mapping[str, float]) -> None:
+        """New values of a metric of the whole run that has a label of its own."""
+        assert METRICS[name].label, name
+        with self._lock:
+            self._values.setdefault(name, {}).update({("", label): value for label, value in value_by_label.items()})
+
+    def forget(self, name: str) -> None:
+        """The run as a whole is not told of here any more."""
+        with self._lock:
+            self._values.pop(name, None)
+
+    def keep_only(self, ranks: Iterable[int]) -> None:
+        """Ranks that are on this node no more have no values here, but for what was booked for them here."""
+        kept = {"", *map(str, ranks)}
+        with self._lock:
+            for name, values in self._values.items():
+                if name != LEDGER_METRIC:
+                    for labels in [labels for labels in values if labels[0] not in kept]:
+                        del values[labels]
+
+    def collect(self) -> Iterator[Family]:
+        """What prometheus-client asks for at each scrape."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        with self._lock:
+            snapshot = {name: dict(values) for name, values in self._values.items()}
+        for name, values in sorted(snapshot.items()):
+            metric = METRICS.get(name) or Metric(name, "1", "Recorded by the job's own code", "gauge", "rank")
+            label_names = ["run", "node", "leaf", "rank", *([metric.label] if metric.label else [])]
+            make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = make(PREFIX + name, f"{metric.help} ({metric.unit})", labels=label_names)
+            for labels, value in _in_order(values.items()):
+                family.add_metric([self._run, self._node, self._leaf, *labels], value)
+            yield family
+
+    def _admit(self, name: str) -> bool:
+        if name in self._own_names:
+            return True
+        if not _NAME.fullmatch(name) or len(self._own_names) >= MAX_OWN_METRICS:
+            return False
+        self._own_names.add(name)
+        return True
+
+
+def _in_order(items: Iterable[tuple[tuple[str, ...], float]]) -> list[tuple[tuple[str, ...], float]]:
+    return sorted(items, key=lambda item: (len(item[0][0]), item[0]))
+
+
+def _bound_connections(server: Any) -> None:
+    """Connections that send nothing are closed after a while, and there are never many of them: each has a thread and
+    a descriptor of the agent."""
+    free = threading.Semaphore(MAX_CONNECTIONS)
+
+    class Handler(server.RequestHandlerClass):
+        timeout = REQUEST_SECONDS
+
+        def __init__(self, *arguments: Any) -> None:
+            try:
+                with contextlib.suppress(OSError):  # it went away, or sent no request in time
+                    super().__init__(*arguments)
+            finally:
+                free.release()
+
+    server.RequestHandlerClass = Handler
+    server.verify_request = lambda request, address: free.acquire(blocking=False)

@@ -1,0 +1,73 @@
+"""What each rank of a node does at this moment: `status/NODE.json`, replaced every few seconds by the node's agent.
+
+The metric files tell of steps that ended; this tells of the one that does not. A reader sees the old or the new text,
+never half of one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from craton.telemetry.files import replace_text
+from craton.telemetry.rundirectory import RunDirectory, read_json
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank as its agent sees it."""
+
+    rank: int
+    pid: int
+    kind: str  # what it books its time as, one of LEDGER_KINDS
+    beside: tuple[str, ...]  # what goes on in its background
+    step: int
+    progress_age_seconds: float  # since it last made progress; 0 for a command that never told of any
+    step_seconds: float  # its own median, 0 before there is one
+    is_stopped: bool  # by a signal (SIGSTOP), or a debugger
+    progress_limit_seconds: float = 0.0  # without progress, in what it is doing now, after which it hangs; 0: not told
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    time: float  # epoch seconds
+    generation: int
+    node: str
+    ranks: tuple[RankStatus, ...]
+
+
+def write_status(run: RunDirectory, status: NodeStatus) -> None:
+    """Replaces the node's status, on a full disk in place; OSError when that is not possible either."""
+    path = run.status_path(status.node)
+    path.parent.mkdir(exist_ok=True)  # a run of an older Craton has no such folder
+    text = json.dumps(asdict(status), separators=(",", ":")) + "\n"
+    replace_text(path, text, durable=False, in_place=True)
+
+
+def read_status(run: RunDirectory, node: str) -> NodeStatus | None:
+    """None where the node has no readable status."""
+    document = read_json(run.status_path(node))
+    try:
+        return NodeStatus(
+            time=float(document["time"]),
+            generation=int(document["generation"]),
+            node=str(document["node"]),
+            ranks=tuple(_rank(each) for each in document["ranks"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def _rank(document: dict[str, Any]) -> RankStatus:
+    return RankStatus(
+        rank=int(document["rank"]),
+        pid=int(document["pid"]),
+        kind=str(document["kind"]),
+        beside=tuple(str(each) for each in document["beside"]),
+        step=int(document["step"]),
+        progress_age_seconds=float(document["progress_age_seconds"]),
+        step_seconds=float(document["step_seconds"]),
+        is_stopped=bool(document["is_stopped"]),
+        progress_limit_seconds=float(document.get("progress_limit_seconds", 0.0)),
+    )

@@ -1,0 +1,338 @@
+"""A page of memory that a rank shares with its node's agent: what it does now, since when, and where its time went.
+
+The rank writes, the agent reads; a rank that dies, however it dies, leaves its books behind in the page, and the agent
+goes on booking in its place until the next process takes over. So the seconds of a rank's place in the run sum to wall
+time over any number of processes. Moments are of CLOCK_MONOTONIC, which all processes of a machine share.
+
+The page also carries what the agent asks of the rank's own code: a trap, which `craton chaos` sets and the rank springs
+at the exact moment it is set for, and a delay of every write to disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from craton.telemetry.rank.steady_clock import STEADY
+
+LEDGER_KINDS = (
+    "waiting",
+    "start",
+    "compile",
+    "productive",
+    "data",
+    "checkpoint",
+    "evaluate",
+    "detect",
+    "regroup",
+    "restore",
+    "redo",
+    "idle",
+)
+LOST_WITH_A_STEP = ("compile", "productive", "data")
+# Beside its kind: a copy into shared memory, files of a tier, and a last state that no disk has taken yet
+BESIDE = ("staging", "saving", "unsaved")
+ACTIONS = ("none", "kill", "stop", "spin", "fail")  # of a trap; stop: SIGSTOP, spin: hang with the process running
+VARIABLE = "CRATON_PAGE"  # environment of a rank: the descriptor of its page
+PAGE_BYTES = 4096
+RECENT_STEPS = 16  # whose seconds the page holds: a slow step is remembered for so many
+STEP_KINDS = ("productive", "redo")
+ANY, STEPPING = -1, -2  # kinds that a trap may be set for: all, or those of a step's own work
+
+
+class _Fields(ctypes.Structure):
+    _fields_ = (
+        ("generation", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+        ("beside", ctypes.c_int64),
+        ("since", ctypes.c_double),
+        ("progress", ctypes.c_double),
+        ("step_seconds", ctypes.c_double),
+        ("write_delay", ctypes.c_double),
+        ("slow_tier", ctypes.c_char * 64),
+        ("trap_action", ctypes.c_int64),
+        ("trap_kind", ctypes.c_int64),
+        ("trap_beside", ctypes.c_int64),
+        ("trap_step", ctypes.c_int64),
+        ("traps_sprung", ctypes.c_int64),
+        ("seconds", ctypes.c_double * len(LEDGER_KINDS)),
+        ("marked", ctypes.c_double * len(LEDGER_KINDS)),
+        ("patience", ctypes.c_double),
+        ("num_recent", ctypes.c_int64),
+        ("recent", ctypes.c_double * RECENT_STEPS),
+        ("recorded_step", ctypes.c_int64),
+    )
+
+    generation: int
+    step: int
+    kind: int
+    beside: int
+    since: float
+    progress: float
+    step_seconds: float
+    write_delay: float
+    slow_tier: bytes
+    trap_action: int
+    trap_kind: int
+    trap_beside: int
+    trap_step: int
+    traps_sprung: int
+    seconds: Any
+    marked: Any
+    patience: float
+    num_recent: int
+    recent: Any
+    recorded_step: int
+
+
+class TrapError(RuntimeError):
+    """What `craton chaos --fail` raises in a rank."""
+
+
+def monotonic_of(moment: float) -> float:
+    """A moment of this process's steady clock, on the monotonic clock of its machine."""
+    return STEADY.to_monotonic(moment)
+
+
+def own_page() -> RankPage | None:
+    """This process's page, when an agent gave it one."""
+    return RankPage.from_environment()
+
+
+@contextmanager
+def going_on(what: str) -> Iterator[None]:
+    """Says in the page that this goes on in the background."""
+    page = own_page()
+    if page is None:
+        yield
+        return
+    page.set_beside(what, True)
+    page.spring()
+    try:
+        yield
+    finally:
+        page.set_beside(what, False)
+
+
+class RankPage:
+    """One rank's page, in this process and in every other that has the descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, PAGE_BYTES)
+        self._fields = _Fields.from_buffer(self._memory)
+        self.descriptor = descriptor
+
+    @classmethod
+    def make(cls) -> RankPage:
+        """A new page that goes with the last process that holds it."""
+        if sys.platform == "linux":
+            descriptor = os.memfd_create("craton-rank")
+        else:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        os.ftruncate(descriptor, PAGE_BYTES)
+        page = cls(descriptor)
+        page._fields.generation = -1
+        page.begin("start", time.monotonic())
+        return page
+
+    @classmethod
+    def from_environment(cls) -> RankPage | None:
+        """This process's page, when an agent gave it one."""
+        try:
+            descriptor = int(os.environ[VARIABLE])
+            if os.fstat(descriptor).st_size == PAGE_BYTES:
+                return cls(descriptor)
+        except (KeyError, ValueError, OSError):
+            pass
+        return None
+
+    # -- books ----------------------------------------------------------------------------------------------------
+
+    def begin(self, kind: str, now: float) -> None:
+        """Time is booked as `kind` from this moment on, and nothing before it."""
+        self._fields.kind = LEDGER_KINDS.index(kind)
+        self._fields.since = self._fields.progress = now
+
+    def switch(self, kind: str, now: float | None = None) -> None:
+        """From now on time is booked as `kind`; what is open until now stays with the kind before."""
+        fields = self._fields
+        moment = time.monotonic() if now is None else now
+        fields.seconds[fields.kind] += moment - fields.since
+        fields.since = moment
+        fields.kind = LEDGER_KINDS.index(kind)
+
+    def begin_step(self, step: int, now: float | None = None) -> None:
+        """What is booked from here on belongs to this step."""
+        fields = self._fields
+        self.switch(self.kind, now)
+        if any(fields.marked):  # otherwise no step was under way
+            indices = [LEDGER_KINDS.index(kind) for kind in STEP_KINDS]
+            stepping = sum(fields.seconds[index] - fields.marked[index] for index in indices)
+            if stepping > 0:
+                fields.recent[fields.num_recent % RECENT_STEPS] = stepping
+                fields.num_recent += 1
+        fields.marked[:] = fields.seconds[:]
+        fields.step = step
+
+    def break_off(self, kind: str, since: float | None = None, now: float | None = None) -> None:
+        """The step in progress will not be finished: its work must be done again, and is booked as `redo`. From the
+        moment `since`, when it was interrupted, time was `detect`; from now on it is `kind`."""
+        fields = self._fields
+        now = time.monotonic() if now is None else now
+        self.switch("detect", now if since is None else min(max(since, fields.since), now))
+        for lost in LOST_WITH_A_STEP:
+            index = LEDGER_KINDS.index(lost)
+            if any(fields.marked):
+                fields.seconds[LEDGER_KINDS.index("redo")] += fields.seconds[index] - fields.marked[index]
+                fields.seconds[index] = fields.marked[index]
+        fields.marked[:] = [0.0] * len(LEDGER_KINDS)
+        self.switch(kind, now)
+
+    def totals(self, now: float) -> dict[str, float]:
+        """Seconds by kind since the page was made, the open interval included."""
+        fields = self._fields
+        totals = dict(zip(LEDGER_KINDS, fields.seconds, strict=True))
+        totals[LEDGER_KINDS[fields.kind]] += max(0.0, now - fields.since)
+        return totals
+
+    @property
+    def kind(self) -> str:
+        return LEDGER_KINDS[self._fields.kind]
+
+    @property
+    def since(self) -> float:
+        return self._fields.since
+
+    # -- progress -------------------------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """The one that the rank has entered; -1: none yet."""
+        return self._fields.generation
+
+    @generation.setter
+    def generation(self, value: int) -> None:
+        if value != self._fields.generation:  # with other ranks a step may take another time
+            self._fields.num_recent = 0
+            self._fields.recent[:] = [0.0] * RECENT_STEPS
+        self._fields.generation = value
+
+    @property
+    def step(self) -> int:
+        """The last one begun."""
+        return self._fields.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._fields.step = value
+
+    @property
+    def step_seconds(self) -> float:
+        """What a step took lately; 0: not known yet."""
+        return self._fields.step_seconds
+
+    @step_seconds.setter
+    def step_seconds(self, value: float) -> None:
+        self._fields.step_seconds = value
+
+    @property
+    def slowest_seconds(self) -> float:
+        """The slowest of the recent steps, the one that just ended included: only the seconds of the step itself, not
+        those of its data, a checkpoint or an evaluation. 0: not known yet."""
+        return float(max(self._fields.recent))
+
+    @property
+    def recorded_step(self) -> int:
+        """The newest step whose loss the agent has written to disk."""
+        return self._fields.recorded_step
+
+    @recorded_step.setter
+    def recorded_step(self, value: int) -> None:
+        self._fields.recorded_step = value
+
+    @property
+    def progress(self) -> float:
+        """When the rank last showed that it goes on."""
+        return self._fields.progress
+
+    @property
+    def patience(self) -> float:
+        """Seconds without a beat after which the rank hangs; 0: what it does decides."""
+        return self._fields.patience
+
+    @patience.setter
+    def patience(self, value: float) -> None:
+        self._fields.patience = value
+
+    def beat(self) -> None:
+        self._fields.progress = time.monotonic()
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """What goes on in the background."""
+        return tuple(name for bit, name in enumerate(BESIDE) if self._fields.beside >> bit & 1)
+
+    def set_beside(self, name: str, going_on: bool) -> None:
+        bit = 1 << BESIDE.index(name)
+        self._fields.beside = self._fields.beside | bit if going_on else self._fields.beside & ~bit
+
+    def slow_down(self, tier: str, seconds: float) -> None:
+        """Every write to the files of this checkpoint tier takes so much longer from now on."""
+        self._fields.slow_tier = tier.encode()[:63]
+        self._fields.write_delay = seconds
+
+    def write_delay(self, tier: str) -> float:
+        return self._fields.write_delay if self._fields.slow_tier == tier.encode()[:63] else 0.0
+
+    # -- traps ----------------------------------------------------------------------------------------------------
+
+    def set_trap(self, action: str, kind: str = "stepping", beside: str | None = None, step: int = 0) -> None:
+        """What is to happen when the rank next is in this kind (or "any", or "stepping": in a step's own work), with
+        this going on beside it, at this step or later."""
+        fields = self._fields
+        fields.trap_kind = {"any": ANY, "stepping": STEPPING}.get(kind, 0) or LEDGER_KINDS.index(kind)
+        fields.trap_beside = ANY if beside is None else BESIDE.index(beside)
+        fields.trap_step = step
+        fields.trap_action = ACTIONS.index(action)
+
+    @property
+    def has_trap(self) -> bool:
+        return self._fields.trap_action != 0
+
+    @property
+    def traps_sprung(self) -> int:
+        return self._fields.traps_sprung
+
+    def spring(self) -> None:
+        """Called by the rank wherever a trap may be set for."""
+        fields = self._fields
+        if fields.trap_action == 0 or fields.step < fields.trap_step:
+            return
+        if fields.trap_kind == STEPPING and self.kind not in ("compile", "productive", "redo"):
+            return
+        if fields.trap_kind not in (ANY, STEPPING, fields.kind):
+            return
+        if fields.trap_beside != ANY and not fields.beside >> fields.trap_beside & 1:
+            return
+        action = ACTIONS[fields.trap_action]
+        fields.trap_action = 0
+        fields.traps_sprung += 1
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif action == "spin":
+            while True:
+                time.sleep(60.0)
+        elif action == "fail":
+            raise TrapError(f"chaos: told to fail at step {fields.step}")
