@@ -173,7 +173,7 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
     except OSError:
         return []
     mount = root / "sys" / "fs" / "cgroup"
-    found: list[Path] = []
+    paths: list[Path] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -181,8 +181,8 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
         top = mount / controller if controllers else mount
         inside = top / path.strip("/")
         # A container may see its own cgroup as the root of the hierarchy, whatever its path is called outside.
-        found += [folder for folder in (inside, *inside.parents) if folder == top or top in folder.parents]
-    return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
+        paths += [folder for folder in (inside, *inside.parents) if folder == top or top in folder.parents]
+    return [folder for folder in dict.fromkeys(paths) if folder.is_dir()]
 
 
 def _number(path: Path) -> int | None:

@@ -164,7 +164,7 @@ class Chaos:
             if fault.tier == "peer":
                 whose = fault.how or "all"
                 done = KeeperClient(self._processes.keeper_name).corrupt(fault.rank, whose)
-                text = "; ".join(str(each) for each in done) if done else ""
+                text = "; ".join(str(item) for item in done) if done else ""
             else:
                 text = self._corrupt_file(fault)
         except (KeeperError, OSError, CratonError) as error:

@@ -55,7 +55,7 @@ class Generation:
 
     @classmethod
     def from_message(cls, document: dict[str, Any]) -> Generation:
-        known = {each.name for each in fields(cls)}
+        known = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in document.items() if name in known})
 
 

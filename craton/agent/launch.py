@@ -112,7 +112,7 @@ def parse_launch(run: RunDirectory, content: bytes) -> Launch:
     if not isinstance(document, dict):
         what = type(document).__name__
         raise LaunchError(f"{path} holds a {what}, not a JSON object; `craton resume {run.name}` rebuilds it")
-    known = [each.name for each in fields(Launch)]
+    known = [item.name for item in fields(Launch)]
     unknown = sorted(set(document) - set(known))
     missing = [name for name in ("generation", "nodes", "ranks_per_node", "command") if name not in document]
     if unknown or missing:
@@ -129,7 +129,7 @@ def _is_integer(low: int, high: int) -> Callable[[Any], bool]:
 
 
 def _is_text_list(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _is_text_table(value: Any) -> bool:

@@ -90,7 +90,7 @@ class NodeProcesses:
     @property
     def children(self) -> list[ChildProcess]:
         helpers = [self.nursery.child if self.nursery else None, self.keeper]
-        return [*(place.process for place in self.places if place.process), *(each for each in helpers if each)]
+        return [*(place.process for place in self.places if place.process), *(helper for helper in helpers if helper)]
 
     @property
     def is_ready(self) -> bool:
@@ -281,14 +281,14 @@ class NodeProcesses:
 
     def flush_output(self) -> bool:
         """Another try for output of commands that the disk has not taken; False while some waits."""
-        self._outputs = [each for each in self._outputs if not each.flush()]
-        return not any(each.waiting_bytes for each in self._outputs)
+        self._outputs = [item for item in self._outputs if not item.flush()]
+        return not any(output.waiting_bytes for output in self._outputs)
 
     def start_again(self, place: RankSlot) -> bool:
         """A rank that has left, or never came into, the present generation gets a new process. False: it has had too
         many."""
-        for rank, each in self.ranks:
-            if each is place:
+        for rank, item in self.ranks:
+            if item is place:
                 place.page.switch("regroup")
                 return self._start_rank(rank, place)
         return True
@@ -422,10 +422,10 @@ class NodeProcesses:
     def rank_status(self) -> list[RankStatus]:
         """What people want to know of this node's ranks."""
         now = time.monotonic()
-        found = []
+        result = []
         for rank, place, process in self._running():
             progress = _progress(place, process, now)
-            found.append(
+            result.append(
                 RankStatus(
                     rank=rank,
                     pid=process.pid,
@@ -438,7 +438,7 @@ class NodeProcesses:
                     progress_limit_seconds=round(progress.limit + progress.starved_seconds, 3),
                 )
             )
-        return found
+        return result
 
     def _running(self) -> list[tuple[int, RankSlot, RankProcess]]:
         return [
@@ -479,7 +479,7 @@ class NodeProcesses:
 def _progress(place: RankSlot, process: RankProcess, now: float) -> RankProgress:
     """What the rank is doing; one that never told of any progress has just made some."""
     page, progress = place.page, place.page.progress  # read once: the rank may beat meanwhile
-    told = RankProgress(
+    rank_progress = RankProgress(
         page.kind,
         page.step,
         0.0 if progress == place.mute_at else now - progress,
@@ -489,9 +489,11 @@ def _progress(place: RankSlot, process: RankProcess, now: float) -> RankProgress
         page.patience,
         page.slowest_seconds,
     )
-    if not told.age:
-        return told
-    return replace(told, starved_seconds=place.cpu_wait.seconds(process.pid, progress, told.limit, now))
+    if not rank_progress.age:
+        return rank_progress
+    return replace(
+        rank_progress, starved_seconds=place.cpu_wait.seconds(process.pid, progress, rank_progress.limit, now)
+    )
 
 
 def _has_more(descriptor: int) -> bool:

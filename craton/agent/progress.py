@@ -119,9 +119,9 @@ class Matcher:
 
     def find(self, lines: Sequence[str]) -> list[dict[str, float]]:
         """What each line says that says something. After too much time, what was found until then."""
-        found: list[dict[str, float]] = []
+        result: list[dict[str, float]] = []
         if not lines or self.is_given_up:
-            return found
+            return result
         try:
             with _processor_time(MATCH_SECONDS):
                 for line in lines:
@@ -130,10 +130,10 @@ class Matcher:
                         if match := pattern.search(line):
                             values |= _numbers(match.groupdict())
                     if values:
-                        found.append(values)
+                        result.append(values)
         except PatternError:
             self.slow_looks += 1
-        return found
+        return result
 
 
 class Scraper:
@@ -149,10 +149,10 @@ class Scraper:
         self._thread.start()
 
     def take(self) -> list[Reading]:
-        found = []
+        result = []
         while self._found:
-            found.append(self._found.popleft())
-        return found
+            result.append(self._found.popleft())
+        return result
 
     def close(self) -> None:
         self._closed.set()
@@ -253,7 +253,7 @@ class CommandProgress:
         found = self._matcher.find(lines)
         readings = _timed(found[-MAX_RECORDS:], before, course.tail.written_at, STEADY.now())
         if course.scraper is not None:
-            readings = sorted([*readings, *course.scraper.take()], key=lambda each: each.moment)
+            readings = sorted([*readings, *course.scraper.take()], key=lambda item: item.moment)
         course.num_lines += len(lines)
         course.last_line = lines[-1] if lines else course.last_line
         self._pace(course, readings)
@@ -369,12 +369,12 @@ def _timed(found: Sequence[dict[str, float]], before: float, written: float, now
 
 def _numbers(groups: Mapping[str, str | None]) -> dict[str, float]:
     """The groups that are numbers; a step is a whole one."""
-    found = {}
+    result = {}
     for name, text in groups.items():
         number = _number(text or "")
         if number is not None and not (name in ("step", "steps") and not (number >= 0 and number.is_integer())):
-            found[name] = number
-    return found
+            result[name] = number
+    return result
 
 
 def _number(text: str) -> float | None:

@@ -215,8 +215,8 @@ class Supervisor:
             elif (helper := self._processes.helper_ended(child)) is not None:
                 self._on_helper_end(helper, child)
             elif child.code != 0:
-                told = "; ".join(child.last_lines(3))
-                self.warn("sink_failed", f"{child.name} {how_ended(child.code)}: {told}; the run goes on without it")
+                message = "; ".join(child.last_lines(3))
+                self.warn("sink_failed", f"{child.name} {how_ended(child.code)}: {message}; the run goes on without it")
 
     def _due(self, what: str, now: float, seconds: float) -> bool:
         if now < self._next[what]:
@@ -294,7 +294,7 @@ class Supervisor:
             for what in BESIDE:
                 if what != "unsaved":  # the process that takes its place has that state to save
                     place.page.set_beside(what, False)
-            if any(each is place for _, each in self._processes.ranks):  # otherwise its books are closed
+            if any(item is place for _, item in self._processes.ranks):  # otherwise its books are closed
                 self._records.book(id(place), rank.rank, place.page, died_in=died_in)
         if self._ending is not None and not ended_well and self._holds_state():
             self._put_off_stop(generation)
@@ -340,15 +340,15 @@ class Supervisor:
 
     def _on_helper_end(self, helper: str, child: ChildProcess) -> None:
         hint = limit_hint("\n".join(child.last_lines()))
-        told = "; ".join([*child.last_lines(3), *([hint] if hint else [])])
+        message = "; ".join([*child.last_lines(3), *([hint] if hint else [])])
         if helper == "unborn nursery":
             self._failed_nurseries += 1
             if self._failed_nurseries >= MAX_NURSERIES and self._ending is None:
-                self.fail(f"{child.name} {how_ended(child.code)} before it was ready: {told}")
+                self.fail(f"{child.name} {how_ended(child.code)} before it was ready: {message}")
                 return
         if self._ending is None:
             event = "keeper_ended" if helper == "keeper" else "nursery_ended"
-            self.warn(event, f"{child.name} {how_ended(child.code)}: {told}; a new one starts")
+            self.warn(event, f"{child.name} {how_ended(child.code)}: {message}; a new one starts")
         is_missed = helper == "keeper" and self._processes.generation is not None and self._processes.ranks
         # Ranks that hold a state which no disk takes may be the last that have it: they do not leave for a new keeper.
         if is_missed and not self._processes.holds_state():

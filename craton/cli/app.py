@@ -93,8 +93,8 @@ def main() -> None:
             sys.exit(_report(error, exit_code=2))
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             name = str(error.filename)
-            told = f"{name[:60]}… has {len(name):,} characters, more than a file's name may have; give a shorter one"
-            sys.exit(_report(CratonError(told), exit_code=2))
+            message = f"{name[:60]}… has {len(name):,} characters, more than a file's name may have; give a shorter one"
+            sys.exit(_report(CratonError(message), exit_code=2))
         if isinstance(error, OSError):
             sys.exit(_report(error, exit_code=1))
         raise

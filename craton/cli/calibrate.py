@@ -68,7 +68,7 @@ def calibrate(
     for name in ("constant", "value", "± 1 σ", ""):
         values.add_column(name, justify="right" if name in ("value", "± 1 σ") else "left")
     for index, constant in enumerate(CONSTANTS):
-        told = (
+        message = (
             "pinned"
             if constant.name in result.pinned
             else "from these runs"
@@ -78,6 +78,8 @@ def calibrate(
             else "does not matter here"
         )
         deviation = math.sqrt(max(result.profile.covariance[index][index], 0.0))
-        values.add_row(constant.name, f"{math.exp(result.profile.log_constants[index]):.3g}", f"{deviation:.0%}", told)
+        values.add_row(
+            constant.name, f"{math.exp(result.profile.log_constants[index]):.3g}", f"{deviation:.0%}", message
+        )
     console.print(values)
     console.print(f"\nwrote {out}; use it with `software: {out}` in a job file", highlight=False)

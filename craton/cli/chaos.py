@@ -50,7 +50,7 @@ def chaos(
     from craton.telemetry import RunError, find_run
 
     console = make_console(as_json)
-    found = find_run(run)
+    directory = find_run(run)
     given = {
         "kill": kill,
         "hang": hang,
@@ -59,27 +59,33 @@ def chaos(
         "slow-disk": slow_disk,
         "lose-node": lose_node,
     }
-    faults = faults_for(found, [f"{kind} {what}" for kind, all_of_kind in given.items() for what in all_of_kind or []])
+    faults = faults_for(
+        directory, [f"{kind} {what}" for kind, all_of_kind in given.items() for what in all_of_kind or []]
+    )
     if random is not None:
         chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()]
-        faults += random_faults_for(found, random, seed, chosen) if chosen else random_faults_for(found, random, seed)
+        faults += (
+            random_faults_for(directory, random, seed, chosen) if chosen else random_faults_for(directory, random, seed)
+        )
     elif kinds:
         raise RunError("--kinds belongs to --random, which draws faults of these kinds")
     if not faults:
-        raise RunError(f"nothing to break; give e.g. `craton chaos {found.name} --kill rank=0@step=40`, or --random 5")
-    print_faults(found, faults, console)
-    confirm(found, yes)
+        raise RunError(
+            f"nothing to break; give e.g. `craton chaos {directory.name} --kill rank=0@step=40`, or --random 5"
+        )
+    print_faults(directory, faults, console)
+    confirm(directory, yes)
     since = time.time()
-    path = arm_faults(found, faults)
-    outcome: dict[str, Any] = {"run": found.name, "order": str(path), "faults": [fault.text for fault in faults]}
+    path = arm_faults(directory, faults)
+    outcome: dict[str, Any] = {"run": directory.name, "order": str(path), "faults": [fault.text for fault in faults]}
     if wait:
         try:
-            outcome |= follow(found, faults, since, console)
+            outcome |= follow(directory, faults, since, console)
         except KeyboardInterrupt:
-            console.print(f"\nleft the view; the faults are armed all the same: `craton logs {found.name} -f`")
+            console.print(f"\nleft the view; the faults are armed all the same: `craton logs {directory.name} -f`")
             raise typer.Exit(130) from None
     elif not as_json:
-        console.print(f"armed; `craton logs {found.name} --agent -f` shows them happen")
+        console.print(f"armed; `craton logs {directory.name} --agent -f` shows them happen")
     if as_json:
         print(json.dumps(outcome))
     if wait and outcome["not_fired"]:
@@ -141,16 +147,19 @@ def follow(run: RunDirectory, faults: list[InjectedFault], since: float, console
     return {
         "fired": list(fired),
         "not_fired": left,
-        "recoveries": [{**asdict(each), "text": each.text} for each in told.values()],
+        "recoveries": [{**asdict(item), "text": item.text} for item in told.values()],
     }
 
 
 def _awaited(faults: list[InjectedFault], fired: dict[str, float], view: View) -> bool:
     """Whether the last fault that breaks a run has not been recovered from yet. A rank that died before its first step
     is started again without a recovery: then the run just moves on."""
-    breaking = [fired[each.text] for each in faults if each.kind in _BREAKING and each.target != "keeper"]
+    breaking = [fired[fault.text] for fault in faults if fault.kind in _BREAKING and fault.target != "keeper"]
     if not breaking:
         return False
-    if any(each.seconds is not None and each.began + each.seconds >= max(breaking) for each in view.recoveries):
+    if any(
+        recovery.seconds is not None and recovery.began + recovery.seconds >= max(breaking)
+        for recovery in view.recoveries
+    ):
         return False
     return view.recovering is not None or (view.summary.updated_at or 0.0) < max(breaking) + SETTLED_SECONDS

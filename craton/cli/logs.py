@@ -54,30 +54,35 @@ def logs(
     from craton.printable import printable, printable_line
     from craton.telemetry import RunError, find_run
 
-    found = find_run(run)
+    directory = find_run(run)
     ranks = _ranks(rank)
     last = number if number is not None else FOLLOW_LINES if follow else None
-    pods = pod_lines(found, follow, last)
+    pods = pod_lines(directory, follow, last)
     if pods is not None and timestamps:
         raise RunError(
-            f"--timestamps: the logs of {found.name} are in its pods, whose times `kubectl logs --timestamps` prints; "
-            "leave out --timestamps"
+            f"--timestamps: the logs of {directory.name} are in its pods, whose times `kubectl logs --timestamps` "
+            "prints; leave out --timestamps"
         )
-    if pods is not None or not _files(found, ranks, agent):
-        standing = standing_of(found)
-        has_ended = standing.condition == "ended" or found.has("FATAL")
+    if pods is not None or not _files(directory, ranks, agent):
+        standing = standing_of(directory)
+        has_ended = standing.condition == "ended" or directory.has("FATAL")
         if standing.condition == "waiting":
-            print(f"{found.name} waits: {standing.sentence}", file=sys.stderr)
-        elif pods is None and has_ended and not agent and _files(found, [], agent=True):
-            print(f"{found.name} has ended before a rank printed anything; this is of its agents:", file=sys.stderr)
+            print(f"{directory.name} waits: {standing.sentence}", file=sys.stderr)
+        elif pods is None and has_ended and not agent and _files(directory, [], agent=True):
+            print(f"{directory.name} has ended before a rank printed anything; this is of its agents:", file=sys.stderr)
             agent = True
         elif pods is None and has_ended:
-            print(f"{found.name} has ended and left no logs; `craton why {found.name}` tells more", file=sys.stderr)
+            print(
+                f"{directory.name} has ended and left no logs; `craton why {directory.name}` tells more",
+                file=sys.stderr,
+            )
         elif pods is None and not follow:
-            print(f"{found.name} has no logs yet; `craton logs {found.name} -f` waits for them", file=sys.stderr)
+            print(
+                f"{directory.name} has no logs yet; `craton logs {directory.name} -f` waits for them", file=sys.stderr
+            )
     alone = not agent and len(ranks) == 1
-    clock = _Clock(found) if timestamps else None
-    lines = _lines(found, ranks, agent, follow, last) if pods is None else _of_pods(found, pods, ranks, agent)
+    clock = _Clock(directory) if timestamps else None
+    lines = _lines(directory, ranks, agent, follow, last) if pods is None else _of_pods(directory, pods, ranks, agent)
     try:
         for line in lines:
             moment = clock.moment(line) if clock else None
@@ -89,7 +94,7 @@ def logs(
             words += [] if alone else [printable(line.source)]
             print("  ".join([*words, printable_line(line.text)]), flush=follow)
     except KeyboardInterrupt:
-        print(f"\nleft the view; `craton stop {found.name}` stops the run with a checkpoint", file=sys.stderr)
+        print(f"\nleft the view; `craton stop {directory.name}` stops the run with a checkpoint", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
@@ -200,11 +205,11 @@ def _lines(run: RunDirectory, ranks: list[int], agent: bool, follow: bool, last:
 def _of_pods(run: RunDirectory, lines: Iterable[tuple[str, str]], ranks: list[int], agent: bool) -> Iterator[_Line]:
     """Lines as the files would give them; what is no rank's is the agent's, and its source the pod."""
     for pod, line in lines:
-        found = _RANK_LINE.fullmatch(line)
-        if found is None and agent:
+        match = _RANK_LINE.fullmatch(line)
+        if match is None and agent:
             yield _Line(pod, line)
-        elif found is not None and not agent and (not ranks or int(found[1]) in ranks):
-            yield _Line(run.log_path(int(found[1])).stem, found[2])
+        elif match is not None and not agent and (not ranks or int(match[1]) in ranks):
+            yield _Line(run.log_path(int(match[1])).stem, match[2])
 
 
 def _files(run: RunDirectory, ranks: list[int], agent: bool) -> list[Path]:

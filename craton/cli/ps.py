@@ -73,8 +73,12 @@ def ps(
         found = _look(True, number, states)
         broken = [{"name": name, "state": "unreadable", "message": text} for name, text in found.unreadable.items()]
         listed = [
-            {**summary_json(each), **recoveries_json(found.recoveries[each.name]), "unread": found.unread[each.name]}
-            for each in found.summaries
+            {
+                **summary_json(summary),
+                **recoveries_json(found.recoveries[summary.name]),
+                "unread": found.unread[summary.name],
+            }
+            for summary in found.summaries
         ]
         print(json.dumps([*listed, *broken]))
         return
@@ -122,11 +126,11 @@ def _look(show_all: bool, number: int | None, states: Sequence[str]) -> Listing:
     summaries = settled_summaries(summaries)
     num_found = len(summaries)
     if states:
-        summaries = [each for each in summaries if each.state in states][:number]
+        summaries = [element for element in summaries if element.state in states][:number]
         unreadable = {}
     elif not show_all and number is None:
-        recent = {each.name for each in islice((each for each in summaries if each.state not in MOVING), RECENT_RUNS)}
-        summaries = [each for each in summaries if each.state in MOVING or each.name in recent]
+        recent = {entry.name for entry in islice((item for item in summaries if item.state not in MOVING), RECENT_RUNS)}
+        summaries = [summary for summary in summaries if summary.state in MOVING or summary.name in recent]
         return Listing(summaries, recoveries, unread, unreadable, num_found - len(summaries))
     return Listing(summaries, recoveries, unread, unreadable)
 
@@ -136,13 +140,13 @@ def _states(text: str) -> list[str]:
     from craton.telemetry import RUN_STATES, RunError
 
     states = [word.strip().lower() for word in text.split(",") if word.strip()]
-    for each in states:
-        if each not in RUN_STATES:
+    for state in states:
+        if state not in RUN_STATES:
             from craton.nearest import did_you_mean
 
             raise RunError(
-                f"--state {each!r} is not a state of a run; states are {', '.join(RUN_STATES)}"
-                f"{did_you_mean(each, RUN_STATES)}"
+                f"--state {state!r} is not a state of a run; states are {', '.join(RUN_STATES)}"
+                f"{did_you_mean(state, RUN_STATES)}"
             )
     return states
 
@@ -237,7 +241,7 @@ def _table(summaries: list[RunSummary], width: int) -> list[Text]:
     from craton import figures
     from craton.cli.views.live import STATE_STYLES, change_style
 
-    rows = [_cells(each) for each in summaries]
+    rows = [_cells(item) for item in summaries]
     widths = [max(map(len, column)) for column in zip(TITLES, *rows, strict=True)]
     least = min(widths[0], MIN_NAME) + sum(widths[1:]) + 1
     gap = GAPS[0] if least + len(GAPS[0]) * (len(widths) - 1) <= width else GAPS[1]

@@ -31,35 +31,35 @@ def resize(
     from craton.telemetry import find_run, summarize
 
     console = make_console(as_json)
-    found = find_run(run)
+    directory = find_run(run)
     with progress("planning"):
-        wanted = draft_resize(found, nodes)
+        wanted = draft_resize(directory, nodes)
     since, began = time.time(), time.monotonic()
-    started = resize_run(found, wanted)
+    started = resize_run(directory, wanted)
     many = f"{wanted.before} to {nodes} node{'s' if nodes > 1 else ''}"
-    console.print(f"{found.name}: from {many}, {wanted.size.layout}")
+    console.print(f"{directory.name}: from {many}, {wanted.size.layout}")
     if started:
         console.print(f"started the agent{'s' if len(started) > 1 else ''} of {', '.join(started)}", style="dim")
     if detach:
         if as_json:
-            print(json.dumps(outcome_json(found, summarize(found))))
+            print(json.dumps(outcome_json(directory, summarize(directory))))
         return
-    follower = Follower(found)
+    follower = Follower(directory)
     try:
         with Status(f"going from {many}", console=console):
-            while not (is_done := has_resized(found, nodes, since)) and follower.look().is_moving:
+            while not (is_done := has_resized(directory, nodes, since)) and follower.look().is_moving:
                 time.sleep(LOOK_SECONDS)
     except KeyboardInterrupt:
-        console.print(f"\nnot waiting any longer; {found.name} goes to {counted(nodes, 'node')} by itself")
+        console.print(f"\nnot waiting any longer; {directory.name} goes to {counted(nodes, 'node')} by itself")
         raise typer.Exit(130) from None
     summary = follower.look().summary
     if as_json:
-        print(json.dumps(outcome_json(found, summary)))
+        print(json.dumps(outcome_json(directory, summary)))
     elif is_done:
         took = f"{time.monotonic() - began:.1f} s"
-        console.print(f"{found.name} goes on at step {summary.step:,} on {many.partition(' to ')[2]}, {took} later")
+        console.print(f"{directory.name} goes on at step {summary.step:,} on {many.partition(' to ')[2]}, {took} later")
     else:
         console.print(
-            f"{found.name} is {summary.state}, not on {counted(nodes, 'node')}: {summary.message}", style="red"
+            f"{directory.name} is {summary.state}, not on {counted(nodes, 'node')}: {summary.message}", style="red"
         )
     raise typer.Exit(0 if is_done else 1)

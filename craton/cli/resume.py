@@ -42,16 +42,17 @@ def resume(
     from craton.telemetry import RunDirectory, find_run
 
     console = make_console(as_json)
-    found = RunDirectory(find_run(run).path.resolve())  # what is linked here is called by its own path on other nodes
-    if release_run(found):
-        console.print(f"{found.name} was held; it is let go, and starts when its nodes are there")
+    # What is linked here is called by its own path on other nodes.
+    run_directory = RunDirectory(find_run(run).path.resolve())
+    if release_run(run_directory):
+        console.print(f"{run_directory.name} was held; it is let go, and starts when its nodes are there")
         raise typer.Exit(0)
-    job = resumed_job(found, cluster, steps)
+    job = resumed_job(run_directory, cluster, steps)
     with progress("planning") as report:
-        draft = draft_resume(found, job, on=on, stop_at=stop_step(stop_at, job), progress=report)
-    backend_of(draft.on).check(draft, found)
-    check_places(draft.job, found.path, draft.on)
-    saved = None if job.serve else newest_checkpoint(found)
+        draft = draft_resume(run_directory, job, on=on, stop_at=stop_step(stop_at, job), progress=report)
+    backend_of(draft.on).check(draft, run_directory)
+    check_places(draft.job, run_directory.path, draft.on)
+    saved = None if job.serve else newest_checkpoint(run_directory)
     if not as_json:
         print_plan(draft, console, saved)
     if not as_json and not job.serve:
@@ -59,8 +60,8 @@ def resume(
         where = "" if saved is None else shown(saved.path) if saved.tier == RESCUE else saved.tier
         at = f"step {saved.step:,} in {where}" if saved else none
         print_field(console, "from", at)
-    warn_of_place(draft, found.path.parent, console)
+    warn_of_place(draft, run_directory.path.parent, console)
     confirm(draft, yes, saved)
     draft = prepare(draft, console)
-    resume_run(found, draft)
-    follow(found, draft, console, detach=detach, as_json=as_json)
+    resume_run(run_directory, draft)
+    follow(run_directory, draft, console, detach=detach, as_json=as_json)

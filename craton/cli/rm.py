@@ -27,11 +27,11 @@ def rm(
     console = make_console(as_json)
     found = list(dict.fromkeys(find_run(run) for run in runs))
     removals = [plan_removal(run) for run in found]  # all are looked at before the first is removed
-    for each in removals:
-        text = f"{each.run.name}: {figures.size(each.size_bytes)} in {shown(each.run.path)}"
-        steps = f", {counted(each.num_checkpoints, 'checkpoint')} with it" if each.num_checkpoints else ""
+    for entry in removals:
+        text = f"{entry.run.name}: {figures.size(entry.size_bytes)} in {shown(entry.run.path)}"
+        steps = f", {counted(entry.num_checkpoints, 'checkpoint')} with it" if entry.num_checkpoints else ""
         console.print(f"{text}{steps}", markup=False, soft_wrap=True)
-        for place in each.stays:
+        for place in entry.stays:
             console.print(f"  stays: {place}", markup=False, soft_wrap=True, style="dim")
     if not yes:
         what = removals[0].run.name if len(removals) == 1 else counted(len(removals), "run")
@@ -40,13 +40,13 @@ def rm(
         if not typer.confirm(f"Remove {what} for good?", err=True):
             typer.echo("nothing was removed", err=True)
             raise typer.Abort
-    for each in removals:
-        remove_run(each.run)
+    for element in removals:
+        remove_run(element.run)
     if as_json:
-        told = [
-            {"name": each.run.name, "path": str(each.run.path), "bytes": each.size_bytes, "stays": list(each.stays)}
-            for each in removals
+        messages = [
+            {"name": item.run.name, "path": str(item.run.path), "bytes": item.size_bytes, "stays": list(item.stays)}
+            for item in removals
         ]
-        print(json.dumps(told))
+        print(json.dumps(messages))
         return
-    console.print(f"removed {', '.join(each.run.name for each in removals)}", markup=False, soft_wrap=True)
+    console.print(f"removed {', '.join(removal.run.name for removal in removals)}", markup=False, soft_wrap=True)

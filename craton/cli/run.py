@@ -103,7 +103,7 @@ def start_array(draft: Draft, root: Path, console: Console, as_json: bool) -> No
     with linking(root / name for name in copy_names(draft)):
         started = start_copies(draft, root)
     if as_json:
-        print(json.dumps([{"name": each.name, "path": str(each.path)} for each in started]))
+        print(json.dumps([{"name": item.name, "path": str(item.path)} for item in started]))
         return
     console.print(f"{len(started)} runs wait for their nodes, {started[0].name} to {started[-1].name}: `craton ps`")
 

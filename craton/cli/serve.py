@@ -123,10 +123,10 @@ def serve(
 def _adapters(pairs: list[str]) -> dict[str, str]:
     from craton.orchestration import StartError
 
-    found = {}
+    result = {}
     for pair in pairs:
         name, equals, folder = pair.partition("=")
         if not equals or not name or not folder:
             raise StartError(f"--adapter {pair!r} is not NAME=FOLDER")
-        found[name] = folder
-    return found
+        result[name] = folder
+    return result

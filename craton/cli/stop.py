@@ -35,59 +35,59 @@ def stop(
     from craton.telemetry.files import noting_unread, storage_problem
 
     console = make_console(as_json)
-    found = find_run(run)
-    serves = is_server(found)
-    before = None if serves else newest_checkpoint(found)
+    directory = find_run(run)
+    serves = is_server(directory)
+    before = None if serves else newest_checkpoint(directory)
     unsaved = ""
     try:
-        kill_run(found) if now else stop_run(found)
+        kill_run(directory) if now else stop_run(directory)
     except RunEndedError as ended:
-        _tell_ended(found, ended.summary, console, as_json)
+        _tell_ended(directory, ended.summary, console, as_json)
     if not now:
         try:
-            unsaved = wait_for_stop(found, console, serves).summary.unsaved
+            unsaved = wait_for_stop(directory, console, serves).summary.unsaved
         except KeyboardInterrupt:
-            console.print(f"\nnot waiting any longer; {found.name} still stops by itself")
+            console.print(f"\nnot waiting any longer; {directory.name} still stops by itself")
             raise typer.Exit(130) from None
     if not unsaved:
-        wait_for_agents(found)
+        wait_for_agents(directory)
     with noting_unread():
-        summary = settled_summaries([summarize(found)])[0]
+        summary = settled_summaries([summarize(directory)])[0]
     if as_json:
-        print(json.dumps(outcome_json(found, summary)))
+        print(json.dumps(outcome_json(directory, summary)))
         raise typer.Exit(1 if summary.state == "failed" or (summary.state == "lost" and not now) or unsaved else 0)
     if summary.state == "failed":
-        console.print(f"{found.name} failed while it stopped:\n{summary.message}", style="red", markup=False)
+        console.print(f"{directory.name} failed while it stopped:\n{summary.message}", style="red", markup=False)
         raise typer.Exit(1)
     if unsaved:
-        console.print(f"{found.name} is not stopped: {unsaved}", style="red", markup=False)
+        console.print(f"{directory.name} is not stopped: {unsaved}", style="red", markup=False)
         raise typer.Exit(1)
-    if now and not found.has("STOP"):
-        problem = storage_problem(found.path) or f"{found.path} cannot be written"
+    if now and not directory.has("STOP"):
+        problem = storage_problem(directory.path) or f"{directory.path} cannot be written"
         console.print(
-            f"{found.name} is ended, but `craton ps` shows it as lost: {problem}", style="yellow", markup=False
+            f"{directory.name} is ended, but `craton ps` shows it as lost: {problem}", style="yellow", markup=False
         )
         return
     if summary.state == "lost" and not now:
-        console.print(f"{found.name} is not stopped: {summary.message}", style="red", markup=False)
+        console.print(f"{directory.name} is not stopped: {summary.message}", style="red", markup=False)
         raise typer.Exit(1)
     if summary.state == "stopping":
         reason = "; ".join(filter(None, [summary.message, summary.storage]))
-        console.print(f"{found.name} still stops: {reason}", markup=False)
+        console.print(f"{directory.name} still stops: {reason}", markup=False)
         raise typer.Exit(1)
     if summary.state == "done":
-        _tell_ended(found, summary, console, as_json)
+        _tell_ended(directory, summary, console, as_json)
     if serves:
-        console.print(f"{found.name} stopped")
-        console.print(f"next: craton resume {found.name}", style="dim")
+        console.print(f"{directory.name} stopped")
+        console.print(f"next: craton resume {directory.name}", style="dim")
         return
-    saved = newest_checkpoint(found)
-    if is_elsewhere(found):  # so are its steps
+    saved = newest_checkpoint(directory)
+    if is_elsewhere(directory):  # so are its steps
         text = f"the newest checkpoint seen from here is of step {saved.step:,}" if saved else NOT_SEEN
-        console.print(f"{found.name} stopped; {text}")
-        console.print(f"next: craton resume {found.name}", style="dim")
+        console.print(f"{directory.name} stopped; {text}")
+        console.print(f"next: craton resume {directory.name}", style="dim")
         return
-    is_foreign = saved is None and load_job(found.job_path).kind == "command"
+    is_foreign = saved is None and load_job(directory.job_path).kind == "command"
     if is_foreign:
         text = "what its command has saved is not known here"
     elif saved is None:
@@ -97,10 +97,10 @@ def stop(
     else:
         text = f"checkpoint of step {saved.step:,} saved"
     if saved is not None and saved.tier == RESCUE:
-        text += f" in {shown(saved.path)}{not_in_tier(found, saved)}"
-    console.print(f"{found.name} stopped after step {summary.step:,}; {text}")
+        text += f" in {shown(saved.path)}{not_in_tier(directory, saved)}"
+    console.print(f"{directory.name} stopped after step {summary.step:,}; {text}")
     begin = "" if saved or is_foreign else " (from the beginning)"
-    console.print(f"next: craton resume {found.name}{begin}", style="dim")
+    console.print(f"next: craton resume {directory.name}{begin}", style="dim")
 
 
 def _tell_ended(run: RunDirectory, summary: RunSummary, console: Console, as_json: bool) -> NoReturn:
@@ -124,17 +124,17 @@ def _tell_ended(run: RunDirectory, summary: RunSummary, console: Console, as_jso
         print_failure(run, summary, console, at, "" if saved or serves else ", from the beginning")
         raise typer.Exit(code)
     if serves:
-        told = ""
+        message = ""
     elif saved is not None:
         of = "" if saved.step == summary.step else f" of step {saved.step:,}"
-        told = f"; its state{of} is saved at {shown(saved.path)}{not_in_tier(run, saved)}"
+        message = f"; its state{of} is saved at {shown(saved.path)}{not_in_tier(run, saved)}"
     elif is_elsewhere(run):
-        told = f"; {NOT_SEEN}"
+        message = f"; {NOT_SEEN}"
     else:
         is_foreign = load_job(run.job_path).kind == "command"
-        told = "; what its command has saved is not known here" if is_foreign else "; there is no checkpoint"
+        message = "; what its command has saved is not known here" if is_foreign else "; there is no checkpoint"
     after = f" after step {summary.step:,}" if summary.step and not serves else ""
     resume = f"; `craton resume {name}` {'starts it again' if serves else 'goes on'}"
     state, next_text = ("is already done", "") if summary.state == "done" else ("already stopped", resume)
-    console.print(f"{name} {state}{after}{told}{next_text}", markup=False, soft_wrap=True)
+    console.print(f"{name} {state}{after}{message}{next_text}", markup=False, soft_wrap=True)
     raise typer.Exit(0)

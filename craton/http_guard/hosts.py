@@ -32,10 +32,10 @@ def is_loopback(name: str) -> bool:
 
 def host_name(host: str) -> str | None:
     """The name in a Host header, in lower case and without port and brackets; None when the header is malformed."""
-    found = _HOST.fullmatch(host)
-    if found is None or int((found[2] or ":0")[1:]) > MAX_PORT:
+    match = _HOST.fullmatch(host)
+    if match is None or int((match[2] or ":0")[1:]) > MAX_PORT:
         return None
-    return found[1].strip("[]").lower()
+    return match[1].strip("[]").lower()
 
 
 def repeated_header(headers: Iterable[tuple[bytes, bytes]]) -> str | None:

@@ -38,13 +38,13 @@ def visible_accelerators(
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return []
-    found = [_accelerator(line) for line in (ask or _ask)().splitlines() if line.strip()]
+    result = [_accelerator(line) for line in (ask or _ask)().splitlines() if line.strip()]
     if visible is None:
-        return found
+        return result
     chosen = []
     for wanted in (name.strip() for name in visible.split(",")):
         match = next(
-            (card for card in found if card.index == wanted or (wanted and card.uuid.startswith(wanted))), None
+            (card for card in result if card.index == wanted or (wanted and card.uuid.startswith(wanted))), None
         )
         if match is None:
             break  # CUDA stops at the first name it does not know

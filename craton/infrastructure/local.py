@@ -180,14 +180,14 @@ def read_records(path: Path) -> dict[str, tuple[datetime, Measurement]]:
     except (OSError, ValueError):
         return {}
     records = document.get("machines") if isinstance(document, dict) else None
-    found = {}
+    result = {}
     for key, record in (records if isinstance(records, dict) else {}).items():
         try:
             measured_at = datetime.fromisoformat(record["measured_at"]).astimezone(UTC)
-            found[key] = (measured_at, _measurement(record["measurement"]))
+            result[key] = (measured_at, _measurement(record["measurement"]))
         except (KeyError, TypeError, ValueError):
             continue
-    return found
+    return result
 
 
 def write_records(path: Path, records: Mapping[str, tuple[datetime, Measurement]]) -> None:
@@ -257,7 +257,7 @@ def _memory_limits(groups: Path, own: Path) -> Iterator[Path]:
         else:
             continue
         group = PurePosixPath(place)
-        yield from (folder / each.relative_to("/") / name for each in (group, *group.parents))
+        yield from (folder / item.relative_to("/") / name for item in (group, *group.parents))
 
 
 def package_version(name: str) -> str:

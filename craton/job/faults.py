@@ -1,7 +1,8 @@
 """Faults made on purpose: one line of text each, the same in a job file and behind `craton chaos`.
 
-`parse_fault` turns a line into an `InjectedFault` or says which words are allowed. `check_fault` says what cannot happen
-in a given run. `random_faults` draws faults from a seed: the same arguments give the same faults, in the order of steps.
+`parse_fault` turns a line into an `InjectedFault` or says which words are allowed. `check_fault` says what cannot
+happen in a given run. `random_faults` draws faults from a seed: the same arguments give the same faults, in the order
+of steps.
 """
 
 from __future__ import annotations

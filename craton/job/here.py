@@ -62,7 +62,7 @@ def _near(path: str) -> str:
     """A name beside it that may have been meant."""
     parent = Path(path).parent
     try:
-        return did_you_mean(Path(path).name, [each.name for each in parent.iterdir()])
+        return did_you_mean(Path(path).name, [item.name for item in parent.iterdir()])
     except OSError:
         return f"; nor does the folder {parent}" if not parent.exists() else ""
 
@@ -93,7 +93,7 @@ def _function_problem(function: str, folder: Path) -> str:
     except (ImportError, ValueError, OSError) as error:
         return f"{module} cannot be looked for: {error}"
     if spec is None:
-        beside = [each.stem for each in folder.glob("*.py")] if folder.is_dir() else []
+        beside = [item.stem for item in folder.glob("*.py")] if folder.is_dir() else []
         file = f"{module.replace('.', '/')}.py"
         advice = did_you_mean(module, beside) or f"; write {file} beside the job file, or install the package"
         return f"there is no module {module!r} in {folder.absolute()}, nor an installed one{advice}"
@@ -130,5 +130,5 @@ def _top_names(spec: ModuleSpec) -> set[str] | None:
             case ast.Name(id=name, ctx=ast.Store()):
                 names.add(name)
             case ast.ImportFrom(names=imported) | ast.Import(names=imported):
-                names |= {(each.asname or each.name).partition(".")[0] for each in imported}
+                names |= {(item.asname or item.name).partition(".")[0] for item in imported}
     return None if names & {"*", "__getattr__"} else names

@@ -100,15 +100,15 @@ class RunModel:
         kept = self.run.path / "tokenizer"
         if kept.is_dir():
             return find_tokenizer(str(kept))
-        found = tokenizer_folder(self.job) or model_tokenizer(self.job)
-        if found is None and self.job.data.tokenizer is not None:
-            found = find_tokenizer(self.job.data.tokenizer)
-        if found is None:
+        result = tokenizer_folder(self.job) or model_tokenizer(self.job)
+        if result is None and self.job.data.tokenizer is not None:
+            result = find_tokenizer(self.job.data.tokenizer)
+        if result is None:
             raise ExportError(
                 f"run {self.run.name} knows no tokenizer: neither its data nor its model has one; name one with "
                 "--tokenizer FOLDER"
             )
-        return found
+        return result
 
     def _model_of_training(self) -> nn.Module:
         """As the loop builds it: with a user's own code, or with adapters, which are merged."""
@@ -161,8 +161,8 @@ def open_run(name: str, step: int | None = None) -> RunModel:
     job = load_job(run.job_path)
     if job.train is None:
         raise ExportError(f"run {run.name} is of kind {job.kind}, which trains no model")
-    found = find_checkpoint(tier_folders(job, run), step)
-    return RunModel(run, job, found.step, found)
+    checkpoint = find_checkpoint(tier_folders(job, run), step)
+    return RunModel(run, job, checkpoint.step, checkpoint)
 
 
 def open_model(name: str, step: int | None = None) -> RunModel | FolderModel:

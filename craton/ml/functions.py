@@ -45,7 +45,7 @@ def load_function(name: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         functions = sorted(
-            each for each, value in vars(module).items() if inspect.isfunction(value) and not each.startswith("_")
+            item for item, value in vars(module).items() if inspect.isfunction(value) and not item.startswith("_")
         )
         raise FunctionError(
             f"{name}: {module.__file__} has no function {attribute!r}; it has {', '.join(functions) or 'none'}"

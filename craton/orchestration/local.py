@@ -78,11 +78,11 @@ class LocalBackend:
         return Submission("local")
 
     def look(self, runs: Iterable[RunDirectory]) -> dict[str, Standing]:
-        found = {}
+        result = {}
         for run in runs:
             alive = tuple(agent.node for agent in living_agents(run))
-            found[run.name] = Standing("running" if alive else "ended", nodes=alive)
-        return found
+            result[run.name] = Standing("running" if alive else "ended", nodes=alive)
+        return result
 
     def stop(self, run: RunDirectory) -> None:
         """The agents see the marker."""
@@ -134,7 +134,7 @@ def start_agents(run: RunDirectory, launch: Launch, nodes: Iterable[int] | None 
 def read_agents(run: RunDirectory) -> list[AgentProcess]:
     """The agents as a command started them; none where the file is missing or torn."""
     try:
-        return [AgentProcess(**each) for each in json.loads(read_regular(run.path / AGENTS_FILE))]
+        return [AgentProcess(**load) for load in json.loads(read_regular(run.path / AGENTS_FILE))]
     except (OSError, ValueError, TypeError, RecursionError):
         return []
 
@@ -191,12 +191,12 @@ def _beating_agents(run: RunDirectory) -> list[AgentProcess]:
         nodes = names_in(run.path / "heartbeat", "[!.]*")
     except UnsafeFileError:  # no agent can beat there
         nodes = []
-    found = []
+    result = []
     for node in nodes:
         beat = read_heartbeat(run, node)
         if beat is not None and beat.host and beat.started:
-            found.append(AgentProcess(node, beat.pid, beat.started, beat.host))
-    return found
+            result.append(AgentProcess(node, beat.pid, beat.started, beat.host))
+    return result
 
 
 def _families(run: RunDirectory, agents: Iterable[int]) -> list[int]:

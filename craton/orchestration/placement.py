@@ -69,10 +69,10 @@ class Audit:
             lines = [f"got {got}" + (f"; asked for one {self.asked}, which cannot be checked" if self.asked else "")]
         else:
             lines = [f"asked for one {self.asked}, got {got}: {'held' if self.held else 'not held'}"]
-        for found in self.crossings:
-            if found.crossing:
-                what = "sends between stages" if found.dimension == "pp" else f"{found.dimension} groups"
-                lines.append(f"{found.crossing} of {found.groups} {what} cross a {found.border}")
+        for crossing in self.crossings:
+            if crossing.crossing:
+                what = "sends between stages" if crossing.dimension == "pp" else f"{crossing.dimension} groups"
+                lines.append(f"{crossing.crossing} of {crossing.groups} {what} cross a {crossing.border}")
         if self.asked_step_seconds and self.got_step_seconds:
             if self.got_step_seconds > self.asked_step_seconds * 1.0005:
                 money = f", ${self.dollars_per_day:,.0f} a day" if self.dollars_per_day else ""
@@ -132,7 +132,7 @@ def audit(
     known = leaf_at >= 0 and all(len(path) == depth for path in paths.values())
     leaves = {node: ".".join(path[: leaf_at + 1]) for node, path in paths.items()} if known else {}
     within = asked.within if asked else ""
-    found = Audit(
+    result = Audit(
         asked=within,
         held=_held(within, names, spread, len(paths)) if known else None,
         nodes={node: path[leaf_at] if known else "" for node, path in paths.items()},
@@ -140,8 +140,8 @@ def audit(
         crossings=_crossings(layout, ranks_per_node, list(leaves.values()), list(domains.values())) if known else [],
     )
     if job is None or cluster is None or layout is None or not known:
-        return found
-    return _priced(found, job, cluster, layout, list(leaves.values()), ranks_per_node)
+        return result
+    return _priced(result, job, cluster, layout, list(leaves.values()), ranks_per_node)
 
 
 def layout_of(plan: Mapping[str, Any]) -> Layout | None:
@@ -166,12 +166,12 @@ def _block_nodes(layout: Layout | None, ranks_per_node: int) -> list[int]:
     """Sizes in nodes, growing, of the blocks that hold a group of the layout each; every one divides the next."""
     if layout is None:
         return []
-    found: list[int] = []
+    result: list[int] = []
     for span in sorted(span for _, span, _ in _groups(layout)):
-        nodes, inner = span // ranks_per_node, found[-1] if found else 1
+        nodes, inner = span // ranks_per_node, result[-1] if result else 1
         if span % ranks_per_node == 0 and nodes > inner and nodes % inner == 0:
-            found.append(nodes)
-    return found
+            result.append(nodes)
+    return result
 
 
 def _groups(layout: Layout) -> list[tuple[str, int, int]]:
@@ -232,7 +232,7 @@ def _crossings(
     if layout is None:
         return []
     world = min(layout.world, len(leaves) * ranks_per_node)
-    found = []
+    result = []
     for name, span, stride in _groups(layout):
         for border, places in (("leaf", leaves), ("NVLink domain", domains)):
             if border != "leaf" and name not in ("tp", "ep"):
@@ -240,12 +240,12 @@ def _crossings(
             at = [places[rank // ranks_per_node] for rank in range(world)]
             if name == "pp":
                 pairs = [(at[rank], at[rank + stride]) for rank in range(world - stride)]
-                found.append(Crossing(name, border, sum(one != other for one, other in pairs), len(pairs)))
+                result.append(Crossing(name, border, sum(one != other for one, other in pairs), len(pairs)))
                 continue
             starts = [block + offset for block in range(0, world, span) for offset in range(stride)]
             groups = [set(at[start : start - start % span + span : stride]) for start in starts]
-            found.append(Crossing(name, border, sum(len(group) > 1 for group in groups), len(groups)))
-    return found
+            result.append(Crossing(name, border, sum(len(group) > 1 for group in groups), len(groups)))
+    return result
 
 
 def _whole_nodes(layout: Layout, ranks_per_node: int, leaves: Sequence[str]) -> int:

@@ -66,10 +66,10 @@ def server_name(model: str, root: Path) -> str:
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", model.rstrip("/").rpartition("/")[2])[:50].strip("-._")
     name = f"serve-{stem}" if stem else "serve"
     assert is_name(name), name
-    number, found = 2, name
-    while (root / found).exists():
-        found, number = f"{name}-{number}", number + 1
-    return found
+    number, result = 2, name
+    while (root / result).exists():
+        result, number = f"{name}-{number}", number + 1
+    return result
 
 
 @dataclass(frozen=True)
@@ -225,14 +225,14 @@ class Stages:
 
     def look(self) -> list[str]:
         """The stages that were told since the last look."""
-        found = []
+        result = []
         for path in paths_in(self._run.path / "events", "*.jsonl"):
             lines, self._offsets[path] = read_lines(path, self._offsets.get(path, 0))
             for line in lines:
                 if line.get("event") == EVENT and line.get("generation", 0) >= self._first:
                     self.newest = line
-                    found.append(str(line.get("stage")))
-        return found
+                    result.append(str(line.get("stage")))
+        return result
 
     @property
     def is_ready(self) -> bool:

@@ -296,44 +296,44 @@ def _parts(times: StepTimes, scale: float, data: float, blocked: float) -> dict[
 
 
 def _warnings(setting: Setting, candidate: Candidate) -> list[str]:
-    found = []
+    result = []
     if not candidate.fits:
         need, limit = candidate.memory_bytes / 2**30, setting.machine.gpu.memory_bytes / 2**30
-        found.append(f"does not fit: needs {need:.1f} of {limit:.1f} GiB a GPU; use more GPUs or a larger card")
+        result.append(f"does not fit: needs {need:.1f} of {limit:.1f} GiB a GPU; use more GPUs or a larger card")
     elif candidate.memory_bytes > SAFE_SHARE * setting.machine.gpu.memory_bytes:
-        found.append("fits only just: the memory model may be wrong by more than what is left")
+        result.append("fits only just: the memory model may be wrong by more than what is left")
     if candidate.layout.precision not in _precisions(setting):
-        found.append(
+        result.append(
             f"{setting.machine.gpu.name} has no matrix unit for {candidate.layout.precision}; planned at the rate of "
             "the next wider precision"
         )
     if not _same_card(setting):
-        found.append(f"the profile {setting.profile.name} was calibrated on {setting.profile.gpu}, not on this card")
+        result.append(f"the profile {setting.profile.name} was calibrated on {setting.profile.gpu}, not on this card")
     if setting.profile.name == UNKNOWN and setting.profile.calibrated:
         largest = max(run.gpus for run in own_runs())
         if candidate.layout.world > largest:
-            found.append(
+            result.append(
                 f"the profile {UNKNOWN} was measured on {largest} GPU{'s' if largest > 1 else ''}: its communication "
                 "is taken from other stacks"
             )
     placement, leaf = setting.job.placement, setting.cluster.leaf_nodes
     if placement and placement.within == "leaf" and leaf and setting.cluster.num_nodes > leaf:
-        found.append(
+        result.append(
             f"placement within leaf cannot hold: the job has {setting.cluster.num_nodes} nodes, a leaf {leaf}; "
             "planned across leaves"
         )
     if not setting.job.checkpoint.tiers and (durable := durable_tier(setting.cluster)):
-        found.append(
+        result.append(
             f"{setting.job.checkpoint.end_only_warning}; planned as if it saved to {durable} every "
             f"{DEFAULT_CHECKPOINT_SECONDS / 60:.0f} min"
         )
     if setting.shape.is_moe:
         share = f"{100 * (REAL_IMBALANCE - 1):.0f} %"
-        found.append(
+        result.append(
             f"experts are taken to be {share} out of balance; an untrained router is far worse, and published runs "
             "force balance"
         )
-    return found
+    return result
 
 
 def _better_layout(candidate: Candidate, found: Search) -> list[str]:

@@ -210,12 +210,12 @@ def _shardings(dp: int, pp: int, domain_ranks: int) -> list[tuple[int, int, int]
     if dp == 1:
         return [(1, 1, 3)]
     full = 3 if pp == 1 else 2
-    found = [(dp, 1, 3), (1, dp, 1), (1, dp, full)]
+    result = [(dp, 1, 3), (1, dp, 1), (1, dp, full)]
     if pp == 1:
-        found.append((1, dp, 2))
+        result.append((1, dp, 2))
     if 1 < domain_ranks < dp and dp % domain_ranks == 0:
-        found.append((dp // domain_ranks, domain_ranks, full))
-    return found
+        result.append((dp // domain_ranks, domain_ranks, full))
+    return result
 
 
 def _pipelines(pp: int, layers: int, zero_bubble: bool) -> list[tuple[int, Schedule]]:

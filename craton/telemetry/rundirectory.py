@@ -197,7 +197,7 @@ def list_runs(root: str | os.PathLike[str] | None = None) -> list[RunDirectory]:
     """The runs under a root, newest first; none when the root does not exist."""
     folder = Path(root) if root is not None else runs_root()
     try:
-        entries = [RunDirectory(each) for each in folder.iterdir()]
+        entries = [RunDirectory(item) for item in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted((run for run in entries if run.looks_like_a_run()), key=_made_at, reverse=True)

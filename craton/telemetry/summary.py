@@ -172,7 +172,7 @@ class _Recent:
                 lines = _last_steps(path)
             self._lines += [line for line in lines if line.get("rank") == 0]
             values = [line.get("run_memory_bytes") for line in lines]
-            self._memory_bytes = max([self._memory_bytes, *(float(each) for each in values if _is_number(each))])
+            self._memory_bytes = max([self._memory_bytes, *(float(value) for value in values if _is_number(value))])
         # Rank 0 may have moved to another node with a generation; in each of them its lines are in one file, in order.
         self._lines.sort(key=lambda line: line["generation"] if isinstance(line.get("generation"), int) else -1)
         last = self._lines[-1] if self._lines else {}
@@ -197,7 +197,7 @@ class _Recent:
 
     def medians(self) -> dict[str, float]:
         """X → median of run_X over the last steps of the newest generation."""
-        found = {}
+        result = {}
         for name in TWINS:
             values = [
                 float(line[f"run_{name}"])
@@ -205,10 +205,10 @@ class _Recent:
                 if line.get("generation") == self.generation and _is_number(line.get(f"run_{name}"))
             ]
             if values:
-                found[name] = _median(values[-WINDOW_STEPS:])
+                result[name] = _median(values[-WINDOW_STEPS:])
         if self._memory_bytes:
-            found["memory_bytes"] = self._memory_bytes
-        return found
+            result["memory_bytes"] = self._memory_bytes
+        return result
 
 
 def _median(values: list[float]) -> float:
@@ -339,7 +339,7 @@ def _is_productive(run: RunDirectory, first_node: str, generation: int) -> bool:
 def _daily_price(launch: dict[str, Any], plan: dict[str, Any]) -> float | None:
     """As the run was last started, or by its plan where an older Craton has started it."""
     found = (launch.get("dollars_per_day"), (plan.get("cost") or {}).get("dollars_per_day"))
-    return next((float(each) for each in found if _is_number(each)), None)
+    return next((float(item) for item in found if _is_number(item)), None)
 
 
 def _last_started(run: RunDirectory) -> int:

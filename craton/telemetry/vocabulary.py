@@ -33,21 +33,21 @@ class Metric:
 def plan_twins(plan: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a plan.json that a run measures too, by their names in TWINS; what it lacks is left out."""
     phases = plan.get("phases")
-    found = {}
+    result = {}
     for name in TWINS:
         value = plan.get(name)
         if value is None and isinstance(phases, Mapping):
             value = phases.get(name.removesuffix("_seconds"))
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            found[name] = float(value)
-    return found
+            result[name] = float(value)
+    return result
 
 
 def plan_checkpoint_intervals(plan: Mapping[str, Any]) -> dict[str, float]:
     """Tier → seconds from one checkpoint to the next, of a plan.json."""
     storage = plan.get("storage")
     tiers = storage.get("tiers") if isinstance(storage, Mapping) else None
-    return {str(each["tier"]): float(each["every_seconds"]) for each in tiers or () if each.get("every_seconds")}
+    return {str(tier["tier"]): float(tier["every_seconds"]) for tier in tiers or () if tier.get("every_seconds")}
 
 
 def _read() -> tuple[dict[str, Metric], tuple[str, ...]]:
@@ -58,7 +58,7 @@ def _read() -> tuple[dict[str, Metric], tuple[str, ...]]:
         if is_twin:
             twins.append(name)
         names = (f"plan_{name}", f"run_{name}") if is_twin else (name,)
-        metrics += [Metric(name=each, **row) for each in names]
+        metrics += [Metric(name=item, **row) for item in names]
     return {metric.name: metric for metric in metrics}, tuple(twins)
 
 

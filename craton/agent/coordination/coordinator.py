@@ -277,7 +277,7 @@ class Coordinator:
         """The ranks of a node without a part in the present generation that others still wait for."""
         if self.current is None or not member.leaving or not self._is_being_left():
             return {}
-        return {rank: each for rank, each in member.leaving.items() if each.generation == self.current.number - 1}
+        return {rank: item for rank, item in member.leaving.items() if item.generation == self.current.number - 1}
 
     def _may_return(self, node: str, now: float) -> bool:
         """Whether its connection broke a moment ago, or it has not come over yet from the coordinator before."""

@@ -23,7 +23,7 @@ def avoid_node(run: RunDirectory, node: str, mark: str = "") -> None:
 
 def welcome_node(run: RunDirectory, node: str) -> None:
     """Takes the wish back."""
-    _write(run, {each: mark for each, mark in read_avoided(run).items() if each != node})
+    _write(run, {item: mark for item, mark in read_avoided(run).items() if item != node})
 
 
 def forget_avoided(run: RunDirectory) -> None:

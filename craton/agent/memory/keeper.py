@@ -138,8 +138,8 @@ class Keeper:
     def close(self) -> None:
         """Ends every connection and gives all memory back."""
         self._closed = True
-        for each in (self._control, self._peers, *self._connections):
-            close_quietly(each)
+        for item in (self._control, self._peers, *self._connections):
+            close_quietly(item)
         self._buddies.close()
         self._summing.shutdown(wait=False)
         with self._lock:
@@ -220,11 +220,11 @@ class Keeper:
         for slot in slots:
             with slot.lock:  # the commit of a rank that died meanwhile ends first
                 slot.token, slot.generation = token, generation
-        told = [
+        messages = [
             {"slot": slot.number, "save": slot.save, "step": slot.manifest["step"] if slot.is_whole else -1}
             for slot in slots
         ]
-        return {"token": token, "slots": told}, descriptors
+        return {"token": token, "slots": messages}, descriptors
 
     def _make_slots(self, count: int, rank: int, num_bytes: int) -> list[Slot]:
         made: list[Slot] = []
@@ -292,7 +292,7 @@ class Keeper:
                 with self._lock:
                     self._slots.setdefault(key, []).append(slot)
             else:
-                slot = min(free, key=lambda each: each.age)
+                slot = min(free, key=lambda item: item.age)
             if slot.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 with self._lock:
                     if slot in self._slots.get(key, []) and (slot.save is None or slot.save != keep):
@@ -327,7 +327,7 @@ class Keeper:
         freed = 0
         with self._lock:
             for key, slots in list(self._slots.items()):
-                for slot in [each for each in slots if is_useless(each)]:
+                for slot in [item for item in slots if is_useless(item)]:
                     slots.remove(slot)
                     slot.close()
                     freed += HEADER_BYTES + slot.bytes

@@ -168,7 +168,7 @@ def _receive_checked(
         block = data[begin : begin + BLOCK_BYTES]
         receive_into(connection, block)
         found.append(summing.submit(crc32, block))
-    wrong = [index for index, (each, expected) in enumerate(zip(found, sums, strict=True)) if each.result() != expected]
+    wrong = [index for index, (item, expected) in enumerate(zip(found, sums, strict=True)) if item.result() != expected]
     return wrong[0] if wrong else None
 
 

@@ -101,7 +101,7 @@ def answer_requests(connection: socket.socket, become: Sequence[str]) -> tuple[s
             for descriptor in (reading, writing):
                 os.close(descriptor)
             connection.close()
-            named = {name: str(each) for name, each in zip(request["descriptors"], descriptors, strict=True)}
+            named = {name: str(item) for name, item in zip(request["descriptors"], descriptors, strict=True)}
             return request["what"], {**request["environment"], **named}, request["log"], int(request["agent"])
         os.close(writing)
         pid = os.read(reading, 32)

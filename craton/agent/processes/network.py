@@ -74,9 +74,9 @@ def _interfaces() -> dict[bytes, str]:
     request = struct.pack("iP", len(room), ctypes.addressof(room))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         (used,) = struct.unpack_from("i", fcntl.ioctl(probe.fileno(), _GET_LIST, request))
-    found = {}
+    result = {}
     for begin in range(0, used, _ENTRY_BYTES):
         entry = room.raw[begin : begin + _ENTRY_BYTES]
         name = entry[:_NAME_BYTES].partition(b"\0")[0].decode().partition(":")[0]
-        found[entry[_NAME_BYTES + 4 : _NAME_BYTES + 8]] = name
-    return found
+        result[entry[_NAME_BYTES + 4 : _NAME_BYTES + 8]] = name
+    return result

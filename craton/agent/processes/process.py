@@ -172,7 +172,7 @@ def placeholder_values(
 
 def fill(text: str, values: Mapping[str, str]) -> str:
     """The text with its placeholders replaced; `{{rank}}` is written as `{rank}`, `${rank}` and other braces stay."""
-    return _PLACEHOLDER.sub(lambda found: f"{{{found[1]}}}" if found[1] else values[found[2]], text)
+    return _PLACEHOLDER.sub(lambda item: f"{{{item[1]}}}" if item[1] else values[item[2]], text)
 
 
 def search_path() -> str:
@@ -250,7 +250,7 @@ def adopt_orphans() -> None:
 def reap(children: Sequence[ChildProcess]) -> list[ChildProcess]:
     """Takes note of every process that has ended, ours first to end first; orphans are reaped and forgotten."""
     ended: list[ChildProcess] = []
-    by_pid = {each.pid: each for each in children if each.is_running}
+    by_pid = {item.pid: item for item in children if item.is_running}
     while True:
         try:
             status = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -350,13 +350,13 @@ def _is_reaped(pid: int) -> bool:
 
 def _children() -> list[int]:
     """Processes whose parent we are, ended ones left out (proc(5)); none where the system does not tell."""
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
             if int(parent) == os.getpid() and state not in ("Z", "X"):
-                found.append(int(path.parent.name))
-    return found
+                result.append(int(path.parent.name))
+    return result
 
 
 def _environment(pid: int) -> bytes:

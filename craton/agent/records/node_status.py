@@ -69,13 +69,13 @@ class NodePublisher:
 
     def show_ranks(self, ranks: Sequence[RankStatus]) -> None:
         """How far each rank of the node is, at every scrape."""
-        for each in ranks:
+        for rank in ranks:
             values = {
-                "run_step": each.step,
-                "run_progress_age_seconds": each.progress_age_seconds,
-                "run_progress_limit_seconds": each.progress_limit_seconds,
+                "run_step": rank.step,
+                "run_progress_age_seconds": rank.progress_age_seconds,
+                "run_progress_limit_seconds": rank.progress_limit_seconds,
             }
-            self._endpoint.update(values, each.rank)
+            self._endpoint.update(values, rank.rank)
 
     def write_status(self, generation: int, ranks: Sequence[RankStatus]) -> None:
         if self.state.is_gone:

@@ -130,7 +130,7 @@ class StoreServer:
                 self._attend(key.data, events)
         if self._strangers:
             now = time.monotonic()
-            for stranger in [each for each in self._strangers if each.close_at <= now]:
+            for stranger in [item for item in self._strangers if item.close_at <= now]:
                 self._refuse(stranger, f"it sent no proof within {HANDSHAKE_SECONDS:g} s")
         return True
 

@@ -221,7 +221,7 @@ def _model_names(text: str) -> list[str]:
 def _message(text: str) -> str:
     """What a server says of an error: the sentence in its JSON where there is one."""
     with contextlib.suppress(ValueError, TypeError, AttributeError):
-        said = json.loads(text)
-        said = said.get("error", said.get("detail", said))
-        text = said["message"] if isinstance(said, dict) and "message" in said else said
+        document = json.loads(text)
+        document = document.get("error", document.get("detail", document))
+        text = document["message"] if isinstance(document, dict) and "message" in document else document
     return " ".join(str(text).split())[:_SHOWN_CHARACTERS] or "no reason given"

@@ -58,12 +58,12 @@ def parse_lengths(text: str, what: str) -> Lengths:
     """The lengths that `text` says; `what` is the option it was given with."""
     if text.strip().isdecimal():
         lengths = Lengths("fixed", int(text))
-    elif found := _RANGE.fullmatch(text):
-        lengths = Lengths("uniform", int(found[1]), int(found[2]))
+    elif match := _RANGE.fullmatch(text):
+        lengths = Lengths("uniform", int(match[1]), int(match[2]))
         if lengths.second < lengths.first:
             raise WorkloadError(f"{what} {text}: a range goes from the smaller to the larger number")
-    elif found := _DISTRIBUTION.fullmatch(text):
-        lengths = Lengths("normal" if found[1] == "normal" else "lognormal", float(found[2]), float(found[3]))
+    elif match := _DISTRIBUTION.fullmatch(text):
+        lengths = Lengths("normal" if match[1] == "normal" else "lognormal", float(match[2]), float(match[3]))
     else:
         raise WorkloadError(
             f"{what} {text!r} is no length; write 512, 100..1024, normal(512,128) or lognormal(512,400), in tokens"

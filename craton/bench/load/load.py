@@ -83,7 +83,7 @@ class Limit:
 
 
 def parse_sweep(text: str, burstiness: float = 1.0) -> Sweep:
-    found = _SWEEP.fullmatch(text)
-    if found is None or not 0 < float(found[1]) < float(found[2]):
+    match = _SWEEP.fullmatch(text)
+    if match is None or not 0 < float(match[1]) < float(match[2]):
         raise WorkloadError(f"--sweep {text!r} is no range of rates; write 1..64, in requests/s, from above 0 upwards")
-    return Sweep(float(found[1]), float(found[2]), burstiness)
+    return Sweep(float(match[1]), float(match[2]), burstiness)

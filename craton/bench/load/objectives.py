@@ -37,11 +37,11 @@ class Objectives:
 def parse_objectives(text: str) -> Objectives:
     limits: dict[str, float] = {}
     for part in text.split(","):
-        found = _LIMIT.fullmatch(part)
-        if found is None or found[1] not in NAMES or found[1] in limits:
+        match = _LIMIT.fullmatch(part)
+        if match is None or match[1] not in NAMES or match[1] in limits:
             raise WorkloadError(
                 f"--slo {part.strip()!r} is no limit; write for instance ttft=500ms,itl=50ms, with each of "
                 f"{', '.join(NAMES)} at most once, in ms or s"
             )
-        limits[found[1]] = float(found[2]) * (1e-3 if found[3] == "ms" else 1.0)
+        limits[match[1]] = float(match[2]) * (1e-3 if match[3] == "ms" else 1.0)
     return Objectives(tuple(limits.items()))

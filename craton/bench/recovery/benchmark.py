@@ -61,7 +61,7 @@ class RecoveryCase:
         return statistics.median(self.seconds)
 
     def median_kinds(self) -> dict[str, float]:
-        return {kind: statistics.median(each.get(kind, 0.0) for each in self.kinds) for kind in SHOWN_KINDS}
+        return {kind: statistics.median(item.get(kind, 0.0) for item in self.kinds) for kind in SHOWN_KINDS}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -89,12 +89,12 @@ def bench_recover(
         raise RecoveryBenchError(f"{', '.join(unknown)}: not a case; allowed: {', '.join(CASES)}")
     if any(number < 2 or number % 2 for number in ranks):
         raise RecoveryBenchError("ranks are shared by two nodes: give even numbers from 2")
-    found = []
+    result = []
     for number in ranks:
         for case in cases:
             report = (lambda done, name=f"{case}, {number} ranks": progress(name, done, rounds)) if progress else _quiet
-            found.append(_measure(root, case, number, rounds, report))
-    return found
+            result.append(_measure(root, case, number, rounds, report))
+    return result
 
 
 def _layout(ranks: int) -> dict[str, int]:
@@ -186,8 +186,8 @@ def _spare(run: RunDirectory) -> bool:
 def _wait_for(run: RunDirectory, look: Callable[[], Any], what: str) -> Any:
     deadline = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < deadline:
-        if (found := look()) is not None and found is not False:
-            return found
+        if (result := look()) is not None and result is not False:
+            return result
         if run.has("FATAL"):
             raise RecoveryBenchError(f"{what}: {run.marker_text('FATAL')}")
         time.sleep(0.02)

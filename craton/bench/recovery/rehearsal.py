@@ -93,7 +93,7 @@ def write_rehearsal(root: Path, rehearsal: Rehearsal) -> tuple[RunDirectory, Lau
         master_port=free_port(),
         num_nodes=rehearsal.nodes,
         min_nodes=rehearsal.min_nodes,
-        layouts={str(count): asdict(Layout(**{"precision": "fp32", **each})) for count, each in by_nodes.items()},
+        layouts={str(count): asdict(Layout(**{"precision": "fp32", **item})) for count, item in by_nodes.items()},
         tries=job.recover.tries,
         spare_seconds=job.recover.spare_wait,
         give_up_seconds=job.recover.give_up,

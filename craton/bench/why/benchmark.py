@@ -37,7 +37,7 @@ class ScenarioOutcome:
     @property
     def said_layers(self) -> tuple[str, ...]:
         """The guilty layer first, then those of further faults."""
-        return tuple(dict.fromkeys([self.verdict.layer, *(each.layer for each in self.verdict.others)]))
+        return tuple(dict.fromkeys([self.verdict.layer, *(other.layer for other in self.verdict.others)]))
 
     @property
     def is_right(self) -> bool:
@@ -64,11 +64,11 @@ class ScenarioOutcome:
         return all(self._names(truth) for truth in self.truths if _has_victim(truth))
 
     def _names(self, truth: Truth) -> bool:
-        said = [(self.verdict.layer, self.verdict.node, self.verdict.rank, self.verdict.leaf)]
-        said += [(each.layer, each.node, each.rank, each.leaf) for each in self.verdict.others]
+        messages = [(self.verdict.layer, self.verdict.node, self.verdict.rank, self.verdict.leaf)]
+        messages += [(other.layer, other.node, other.rank, other.leaf) for other in self.verdict.others]
         if self.group == "single":
-            said = said[:1]
-        for layer, node, rank, leaf in said:
+            messages = messages[:1]
+        for layer, node, rank, leaf in messages:
             if self.group == "double" and layer not in truth.layers:
                 continue
             victim = truth.victim
@@ -80,8 +80,8 @@ class ScenarioOutcome:
         return False
 
     def to_json(self) -> dict[str, Any]:
-        victims = [{**asdict(each.victim), "ranks": sorted(each.victim.ranks)} for each in self.truths]
-        truths = [{**asdict(each), "victim": victim} for each, victim in zip(self.truths, victims, strict=True)]
+        victims = [{**asdict(truth.victim), "ranks": sorted(truth.victim.ranks)} for truth in self.truths]
+        truths = [{**asdict(item), "victim": victim} for item, victim in zip(self.truths, victims, strict=True)]
         judged = {"is_right": self.is_right, "is_victim_right": self.is_victim_right if self.has_victim else None}
         told = {"name": self.name, "group": self.group, "is_live": self.is_live, "truths": truths}
         early = self.early.to_json() if self.early else None
@@ -108,9 +108,9 @@ def simulated_outcomes(seed: int, progress: Progress | None = None) -> list[Scen
         for scenario in scenarios:
             world = scenario.world
             runs[world.prefix] = write_world(folder / "runs", f"run-{world.prefix}", world, moment)
-        worlds = {each.world.prefix: (each.world, runs[each.world.prefix][1]) for each in scenarios}
+        worlds = {item.world.prefix: (item.world, runs[item.world.prefix][1]) for item in scenarios}
         with served(folder / "observed", worlds, moment) as ask_for:
-            found = []
+            result = []
             for number, scenario in enumerate(scenarios):
                 run, _ = runs[scenario.world.prefix]
                 with scheduler_of(run):
@@ -118,9 +118,9 @@ def simulated_outcomes(seed: int, progress: Progress | None = None) -> list[Scen
                 if scenario.world.is_measured:
                     snapshot, _ = ask_prometheus(snapshot, "the bench", ask_for(scenario.world))
                 verdict = diagnose(snapshot)
-                found.append(
+                result.append(
                     ScenarioOutcome(scenario.name, scenario.group, scenario.truths, verdict, snapshot=snapshot)
                 )
                 if progress is not None:
                     progress(number + 1, len(scenarios), scenario.name)
-            return found
+            return result

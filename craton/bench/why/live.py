@@ -178,10 +178,10 @@ def _running(case: Live, rank: int, root: Path) -> Iterator[Watch]:
     with file_server(folder / ONSET_FILE) as address:
         if case.fault == "throttled":
             env["FILE_SERVER"] = address
-        told = ", ".join(f"{key}: '{value}'" for key, value in env.items())
+        message = ", ".join(f"{key}: '{value}'" for key, value in env.items())
         job = parse_job(
             f"name: {name}\nkind: command\ncommand: [{program}]\nprocesses: {RANKS_PER_NODE}\n"
-            f"cluster: local x {NODES}\nrecover: {{tries: 0}}\nrun: {{env: {{{told}}}}}\n",
+            f"cluster: local x {NODES}\nrecover: {{tries: 0}}\nrun: {{env: {{{message}}}}}\n",
             folder=folder,
         )
         run = start_run(draft_run(job, root / job.name, port=free_port()), root)
@@ -227,4 +227,4 @@ def _has_ended(snapshot: Snapshot, verdict: Verdict) -> bool:
 def _pid(run: RunDirectory, rank: int) -> int:
     status = read_status(run, f"node-{rank // RANKS_PER_NODE}")
     assert status is not None
-    return next(each.pid for each in status.ranks if each.rank == rank)
+    return next(item.pid for item in status.ranks if item.rank == rank)

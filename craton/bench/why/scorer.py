@@ -59,7 +59,7 @@ class Score:
 def score(outcomes: Sequence[ScenarioOutcome]) -> Score:
     groups = {name: _count([each for each in outcomes if each.group == name]) for name in GROUPS}
     singles = [each for each in outcomes if each.group == "single"]
-    layers = {name: _count([each for each in singles if each.true_layer == name]) for name in LAYERS}
+    layers = {name: _count([single for single in singles if single.true_layer == name]) for name in LAYERS}
     faulty = [each for each in outcomes if each.group in ("single", "double")]
     victims = [each for each in faulty if each.has_victim]
     named = [each for each in faulty if each.verdict.layer]
@@ -69,21 +69,21 @@ def score(outcomes: Sequence[ScenarioOutcome]) -> Score:
         num_live=sum(each.is_live for each in outcomes),
         groups=groups,
         layers=layers,
-        layer_share=_share(sum(each.is_right for each in faulty), len(faulty)),
+        layer_share=_share(sum(element.is_right for element in faulty), len(faulty)),
         blind_share=_share(*groups["blind"]),
-        victim_share=_share(sum(each.is_victim_right for each in victims), len(victims)),
+        victim_share=_share(sum(victim.is_victim_right for victim in victims), len(victims)),
         num_victims=len(victims),
-        false_alarms=sum(_is_false_alarm(each) for each in outcomes),
-        num_quiet=sum(each.group == "quiet" or each.is_live for each in outcomes),
+        false_alarms=sum(_is_false_alarm(entry) for entry in outcomes),
+        num_quiet=sum(item.group == "quiet" or item.is_live for item in outcomes),
         brier=sum(errors) / len(errors) if errors else None,
         bins=_bins(named),
         confusion=_confusion(outcomes),
-        misses=tuple(_told(each) for each in outcomes if _is_missed(each)),
+        misses=tuple(_told(outcome) for outcome in outcomes if _is_missed(outcome)),
     )
 
 
 def _count(outcomes: Sequence[ScenarioOutcome]) -> tuple[int, int]:
-    return sum(each.is_right for each in outcomes), len(outcomes)
+    return sum(outcome.is_right for outcome in outcomes), len(outcomes)
 
 
 def _share(right: int, of: int) -> float:
@@ -93,22 +93,22 @@ def _share(right: int, of: int) -> float:
 def _bins(named: Sequence[ScenarioOutcome]) -> tuple[Bin, ...]:
     found = []
     for low, high in pairwise(BINS):
-        inside = [each for each in named if low < each.verdict.confidence <= high]
+        inside = [element for element in named if low < element.verdict.confidence <= high]
         if inside:
-            mean = sum(each.verdict.confidence for each in inside) / len(inside)
-            found.append(Bin(low, high, len(inside), mean, _share(sum(each.is_right for each in inside), len(inside))))
+            mean = sum(entry.verdict.confidence for entry in inside) / len(inside)
+            found.append(Bin(low, high, len(inside), mean, _share(sum(item.is_right for item in inside), len(inside))))
     return tuple(found)
 
 
 def _confusion(outcomes: Sequence[ScenarioOutcome]) -> dict[str, dict[str, int]]:
     """Quiet, single and blind ones; a fault whose layer is a matter of words counts for the one that was said."""
     table = {row: dict.fromkeys(COLUMNS, 0) for row in COLUMNS}
-    for each in outcomes:
-        if each.group == "double":
+    for outcome in outcomes:
+        if outcome.group == "double":
             continue
-        said = _said(each)
-        truth = {"quiet": "none", "blind": "cannot tell"}.get(each.group, each.true_layer)
-        if each.group == "single" and said in each.truths[0].layers:
+        said = _said(outcome)
+        truth = {"quiet": "none", "blind": "cannot tell"}.get(outcome.group, outcome.true_layer)
+        if outcome.group == "single" and said in outcome.truths[0].layers:
             truth = said
         table[truth][said] += 1
     return table
@@ -140,6 +140,6 @@ def _told(each: ScenarioOutcome) -> str:
 
 def _words(verdict: Verdict) -> str:
     who = f" rank {verdict.rank}" if verdict.rank is not None else ""
-    said = f"{verdict.condition} {verdict.layer or '-'} {verdict.cause or '-'} {verdict.node}{who}"
+    message = f"{verdict.condition} {verdict.layer or '-'} {verdict.cause or '-'} {verdict.node}{who}"
     others = "".join(f" + {one.cause}" for one in verdict.others)
-    return f"{said} ({verdict.confidence:.0%}){others}"
+    return f"{message} ({verdict.confidence:.0%}){others}"

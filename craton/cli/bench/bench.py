@@ -122,7 +122,7 @@ def _print_recoveries(console: Console, found: list[RecoveryCase]) -> None:
     table.add_row("noticed", *(f"{median(entry.noticed):.2f}" if entry.noticed else "" for entry in found))
     kinds = [entry.median_kinds() if entry.kinds else {} for entry in found]
     for kind in RECOVERY_KINDS:
-        table.add_row(kind, *(f"{each[kind]:.2f}" if kind in each else "" for each in kinds))
+        table.add_row(kind, *(f"{item[kind]:.2f}" if kind in item else "" for item in kinds))
     table.add_row("(a step)", *(f"{entry.step_seconds:.2f}" for entry in found))
     console.print(table)
     console.print(

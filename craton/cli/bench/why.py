@@ -40,7 +40,7 @@ def why(
             outcomes += live_outcomes(chosen, Path(folder), progress=report)
     found = scored(outcomes)
     if as_json:
-        print(json.dumps({"seed": chosen, **found.to_json(), "outcomes": [each.to_json() for each in outcomes]}))
+        print(json.dumps({"seed": chosen, **found.to_json(), "outcomes": [outcome.to_json() for outcome in outcomes]}))
     else:
         _print(Console(), found, chosen)
     if not found.is_good:
@@ -76,7 +76,7 @@ def _print(console: Console, found: Score, seed: int) -> None:
         highlight=False,
     )
     bins = " · ".join(
-        f"{each.mean_confidence:.2f} said, {each.right_share:.2f} right ({each.count})" for each in found.bins
+        f"{item.mean_confidence:.2f} said, {item.right_share:.2f} right ({item.count})" for item in found.bins
     )
     console.print(f"Brier score {found.brier:.3f}; {bins}" if found.brier is not None else bins, highlight=False)
     for miss in found.misses:

@@ -111,12 +111,12 @@ def _show(found: Diagnosis, console: Console) -> None:
         )
     console.print(table, highlight=False)
     counted = Counter(finding.severity for finding in found.findings)
-    told = ", ".join(
+    message = ", ".join(
         f"{counted[severity]} {severity}" for severity in ("fail", "warn", "note", "ok") if counted[severity]
     )
     if not found.nodes:
-        console.print(told, markup=False)
+        console.print(message, markup=False)
         return
     names = ", ".join(f"{node['node']} ({node['instance'] or 'not in the catalog'})" for node in found.nodes[:4])
     more = f" and {len(found.nodes) - 4} more" if len(found.nodes) > 4 else ""
-    console.print(f"{names}{more}: {told}", markup=False, soft_wrap=True)
+    console.print(f"{names}{more}: {message}", markup=False, soft_wrap=True)

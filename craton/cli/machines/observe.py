@@ -69,8 +69,8 @@ def node(
         return
     server = ExporterServer(exporter, listen, port)
     told = {"node": exporter.node, "url": server.url}
-    said = json.dumps(told) if as_json else f"metrics of {exporter.node} at {server.url}"
-    print(said, flush=True)
+    message = json.dumps(told) if as_json else f"metrics of {exporter.node} at {server.url}"
+    print(message, flush=True)
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     signal.signal(signal.SIGINT, lambda *_: ended.set())
@@ -206,7 +206,7 @@ def render(
     from craton.observability.prometheus import NO_DASHBOARDS, NO_EXPORTER, lacks_exporter, write_private
     from craton.observability.prometheus import render as rendered
 
-    labels = dict(_key_and_value("--label", each) for each in label or [])
+    labels = dict(_key_and_value("--label", item) for item in label or [])
     files = rendered(load_cluster(cluster) if cluster is not None else None, webhook, amp, labels, runbooks)
     try:
         for name, text in files.items():

@@ -60,7 +60,7 @@ def options_of(
 
 def check_node(place: HealingScope, node: str) -> None:
     """CratonError where the scheduler has no node of that name: a slip must not read as a node that does well."""
-    names = [each.name for each in place.service.nodes()]
+    names = [item.name for item in place.service.nodes()]
     if node not in names:
         others = f" and {len(names) - SHOWN_NODES} more" if len(names) > SHOWN_NODES else ""
         known = f"{', '.join(names[:SHOWN_NODES]) or 'none'}{others}"
@@ -80,11 +80,11 @@ def one_pass(
     troubles = [] if options.mode == "off" else look(place, prometheus, notes)
     troubles += read_report(report, notes) if report is not None and options.mode != "off" else []
     if node is not None:
-        troubles = [each for each in troubles if each.node == node]
+        troubles = [trouble for trouble in troubles if trouble.node == node]
 
     def approve(wanted: Sequence[Decision]) -> bool:
-        for each in wanted:
-            console.print(f"{each.node}: {_deed(each)} ({each.reason})", markup=False, soft_wrap=True)
+        for item in wanted:
+            console.print(f"{item.node}: {_deed(item)} ({item.reason})", markup=False, soft_wrap=True)
         return typer.confirm(f"{len(wanted)} node{'s' if len(wanted) > 1 else ''}: do it?")
 
     healing = heal(place, troubles, options.mode, options.share, approve if options.asks else None, node)
@@ -131,10 +131,10 @@ def show(healing: Healing, console: Console, notes: Sequence[str] = ()) -> None:
         for column in ("NODE", "NEEDS", "WHY", "WHAT HAPPENS"):
             table.add_column(column, no_wrap=column in ("NODE", "NEEDS"), overflow="fold")
         numbers = {entry.node: entry.id for entry in healing.deeds}
-        for each in healing.decisions:
-            happens = _happens(each, healing, numbers.get(each.node))
-            needs = f"{each.escalated_from} → {each.action}" if each.escalated_from else each.action
-            table.add_row(each.node, Text(needs, style=STYLES[each.action]), Text(each.reason), Text(happens))
+        for item in healing.decisions:
+            happens = _happens(item, healing, numbers.get(item.node))
+            needs = f"{item.escalated_from} → {item.action}" if item.escalated_from else item.action
+            table.add_row(item.node, Text(needs, style=STYLES[item.action]), Text(item.reason), Text(happens))
         console.print(table, highlight=False)
         for node, moves in healing.moves.items():
             for move in moves if healing.mode == "advise" or node in numbers else ():
@@ -144,7 +144,7 @@ def show(healing: Healing, console: Console, notes: Sequence[str] = ()) -> None:
         console.print(failure, style="red", markup=False, soft_wrap=True)
     for note in notes:
         console.print(f"  ({note})", markup=False, soft_wrap=True, highlight=False)
-    if healing.mode == "advise" and any(each.deed != "none" for each in healing.decisions):
+    if healing.mode == "advise" and any(decision.deed != "none" for decision in healing.decisions):
         console.print("nothing was done: `--mode act` does it", style="dim", markup=False)
 
 
@@ -153,7 +153,9 @@ def show_history(place: HealingScope, console: Console, as_json: bool) -> None:
     entries = ledger.entries()
     worst = lemons(entries, time.time())
     if as_json:
-        print(json.dumps({"ledger": str(ledger.path), "entries": [asdict(each) for each in entries], "lemons": worst}))
+        print(
+            json.dumps({"ledger": str(ledger.path), "entries": [asdict(entry) for entry in entries], "lemons": worst})
+        )
         return
     if not entries:
         console.print(f"nothing stands in {ledger.path} yet", markup=False, soft_wrap=True)
@@ -161,10 +163,10 @@ def show_history(place: HealingScope, console: Console, as_json: bool) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for column in ("WHEN", "NODE", "ENTRY", "ID", "NEEDS", "RUN", "WHAT"):
         table.add_column(column, no_wrap=column != "WHAT", overflow="fold")
-    for each in entries[-SHOWN_ENTRIES:]:
-        when = datetime.fromtimestamp(each.time).strftime("%Y-%m-%d %H:%M")
-        kind = each.kind.replace("_", " ")
-        table.add_row(when, each.node, kind, each.id, each.action, each.run, Text(each.text))
+    for item in entries[-SHOWN_ENTRIES:]:
+        when = datetime.fromtimestamp(item.time).strftime("%Y-%m-%d %H:%M")
+        kind = item.kind.replace("_", " ")
+        table.add_row(when, item.node, kind, item.id, item.action, item.run, Text(item.text))
     console.print(table, highlight=False)
     for node, count in worst.items():
         console.print(f"{node}: in trouble {count} time{'s' if count > 1 else ''}", markup=False)

@@ -172,7 +172,7 @@ def _watch_plainly(look: Callable[[], View], console: Console | None) -> View:
             if console and event not in seen and event.get("event") not in _UNTOLD_EVENTS:
                 console.print(f"{view.summary.name}: {describe(event)}", soft_wrap=True, markup=False)
         seen = news
-        back = [each for each in view.recoveries if each.seconds is not None]
+        back = [item for item in view.recoveries if item.seconds is not None]
         for recovery in back[told if told is not None else len(back) :]:
             if console:
                 console.print(f"{view.summary.name}: RECOVERED  {recovery.text}", soft_wrap=True, markup=False)

@@ -109,7 +109,7 @@ class _JsonLines:
 
     def __call__(self, seen: Observed) -> None:
         alerts = [{**alert, "labels": dict(alert["labels"])} for alert in seen.alerts]
-        line = json.dumps({"event": "seen", "targets": [dict(each) for each in seen.targets], "alerts": alerts})
+        line = json.dumps({"event": "seen", "targets": [dict(target) for target in seen.targets], "alerts": alerts})
         if line != self._told:
             self._told = line
             print(line, flush=True)
@@ -124,7 +124,7 @@ class _Lines:
         self._firing: dict[str, str] = {}
 
     def __call__(self, seen: Observed) -> None:
-        health = {f"{each['job']} {each['address']}{_whose(each)}": each["health"] for each in seen.targets}
+        health = {f"{target['job']} {target['address']}{_whose(target)}": target["health"] for target in seen.targets}
         for name, state in health.items():
             if self._health.get(name) != state:
                 self._console.print(f"{name}: {state}", style=HEALTH_STYLES.get(state, ""), markup=False)
@@ -149,18 +149,18 @@ def _picture(seen: Observed) -> RenderableType:
     if len(seen.targets) > MAX_TARGETS:
         for column in ("JOB", "UP", "TARGETS"):
             targets.add_column(column, justify="left" if column == "JOB" else "right")
-        counted = Counter(each["job"] for each in seen.targets)
-        up = Counter(each["job"] for each in seen.targets if each["health"] == "up")
+        counted = Counter(item["job"] for item in seen.targets)
+        up = Counter(target["job"] for target in seen.targets if target["health"] == "up")
         for job, count in sorted(counted.items()):
             style = "green" if up[job] == count else "bold red"
             targets.add_row(Text(job), Text(str(up[job]), style=style), str(count))
     else:
         for column in ("JOB", "ADDRESS", "RUN", "NODE", "HEALTH"):
             targets.add_column(column, no_wrap=True)
-        for each in seen.targets:
-            health = Text(each["health"], style=HEALTH_STYLES.get(each["health"], ""))
+        for entry in seen.targets:
+            health = Text(entry["health"], style=HEALTH_STYLES.get(entry["health"], ""))
             # As texts: rich takes [fd00::5] of an address for markup.
-            targets.add_row(*(Text(each[key]) for key in ("job", "address", "run", "node")), health)
+            targets.add_row(*(Text(entry[key]) for key in ("job", "address", "run", "node")), health)
     alerts = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("SEVERITY", "LAYER", "ALERT", "WHAT"):
         alerts.add_column(column, no_wrap=column != "WHAT", overflow="fold")

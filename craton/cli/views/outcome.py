@@ -124,17 +124,17 @@ def print_comparison(run: RunDirectory, summary: RunSummary, console: Console) -
     table.title_style = "bold"
     for column in ("", "predicted", "80 % interval", "measured", "ratio", ""):
         table.add_column(column, justify="left" if column == "" else "right", no_wrap=True)
-    for each in compare(run, summary):
-        write = _WRITERS.get(each.name, figures.duration)
-        interval = "" if each.low is None else f"{write(each.low)} – {write(each.high)}"
-        ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
-        style = change_style(figures.change(each.measured, each.predicted)) if ratio and each.measured else ""
-        inside = {None: "", True: "inside", False: "outside"}[each.is_inside]
+    for item in compare(run, summary):
+        write = _WRITERS.get(item.name, figures.duration)
+        interval = "" if item.low is None else f"{write(item.low)} – {write(item.high)}"
+        ratio = "" if item.ratio is None else f"{item.ratio:.2f}"
+        style = change_style(figures.change(item.measured, item.predicted)) if ratio and item.measured else ""
+        inside = {None: "", True: "inside", False: "outside"}[item.is_inside]
         table.add_row(
-            _TITLES.get(each.name, each.name.removesuffix("_seconds")),
-            write(each.predicted),
+            _TITLES.get(item.name, item.name.removesuffix("_seconds")),
+            write(item.predicted),
             interval,
-            Text(write(each.measured), style="bold"),
+            Text(write(item.measured), style="bold"),
             Text(ratio, style=style),
             Text(inside, style={"outside": "yellow"}.get(inside, "dim")),
         )
@@ -152,12 +152,12 @@ def outcome_json(run: RunDirectory, summary: RunSummary) -> dict[str, Any]:
         **recoveries_json(read_recoveries(run)),
         "checkpoint_step": saved.step if saved else None,
         "checkpoint_path": str(saved.path) if saved else None,
-        "comparison": [{**asdict(each), "ratio": each.ratio, "is_inside": each.is_inside} for each in rows],
+        "comparison": [{**asdict(row), "ratio": row.ratio, "is_inside": row.is_inside} for row in rows],
     }
 
 
 def recoveries_json(recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    return {"recoveries": [{**asdict(each), "text": each.text} for each in recoveries]}
+    return {"recoveries": [{**asdict(recovery), "text": recovery.text} for recovery in recoveries]}
 
 
 def summary_json(summary: RunSummary) -> dict[str, Any]:

@@ -26,11 +26,11 @@ def interfaces(site: AwsSite) -> list[Interface]:
     efa = site.instance.network_interfaces if site.instance.efa_version else 0
     first = bool(known.get("first_card_has_efa", True))
     cards = site.aws.network_cards or int(known.get("network_cards", max(1, efa)))
-    found = [Interface(0, 0, "interface")]
+    result = [Interface(0, 0, "interface")]
     if efa and first:
-        found.append(Interface(0, 1, "efa-only"))
-    found += [Interface(card, 0, "efa-only") for card in range(1, cards)] if efa else []
-    made = sum(interface.kind == "efa-only" for interface in found)
+        result.append(Interface(0, 1, "efa-only"))
+    result += [Interface(card, 0, "efa-only") for card in range(1, cards)] if efa else []
+    made = sum(interface.kind == "efa-only" for interface in result)
     if made != efa:
         raise ProvisionError(
             [
@@ -38,7 +38,7 @@ def interfaces(site: AwsSite) -> list[Interface]:
                 f"carry {made}; set aws.network_cards, or correct the catalog"
             ]
         )
-    return found
+    return result
 
 
 def network_layers(site: AwsSite) -> int:

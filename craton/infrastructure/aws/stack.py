@@ -130,7 +130,7 @@ def file_system(site: AwsSite, groups: list[Any]) -> dict[str, Resource]:
     }
     if lustre.efa:
         configuration["EfaEnabled"] = True
-    found: dict[str, Resource] = {
+    result: dict[str, Resource] = {
         "FileSystem": {
             "Type": "AWS::FSx::FileSystem",
             "DeletionPolicy": "Retain",  # a stack that is deleted must not take checkpoints with it
@@ -148,7 +148,7 @@ def file_system(site: AwsSite, groups: list[Any]) -> dict[str, Resource]:
         }
     }
     if lustre.data:
-        found["DataRepository"] = {
+        result["DataRepository"] = {
             "Type": "AWS::FSx::DataRepositoryAssociation",
             "Properties": {
                 "FileSystemId": {"Ref": "FileSystem"},
@@ -158,7 +158,7 @@ def file_system(site: AwsSite, groups: list[Any]) -> dict[str, Resource]:
                 "S3": {"AutoImportPolicy": {"Events": EVENTS}, "AutoExportPolicy": {"Events": EVENTS}},
             },
         }
-    return found
+    return result
 
 
 def file_system_outputs() -> dict[str, Any]:

@@ -203,11 +203,11 @@ class _Reader:
         return value
 
     def sources(self, table: object) -> dict[str, str]:
-        found = self.table(table, "sources")
-        for key, text in found.items():
+        result = self.table(table, "sources")
+        for key, text in result.items():
             if not isinstance(text, str):
                 raise self.fail(f"sources.{key}", f"must be a sentence in quotes, not {text!r}")
-        return found
+        return result
 
     def entry(self, base: CatalogEntry, table: dict[str, Any], where: str, sources: Mapping[str, str]) -> CatalogEntry:
         keys = KEYS[base.section]

@@ -22,7 +22,7 @@ def gpu(name: str) -> Gpu:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    return tuple(gpu_of_entry(found) for found in load_catalog().entries["gpus"].values())
+    return tuple(gpu_of_entry(item) for item in load_catalog().entries["gpus"].values())
 
 
 def instance(name: str) -> Instance:
@@ -32,15 +32,15 @@ def instance(name: str) -> Instance:
 
 def instances() -> tuple[Instance, ...]:
     catalog = load_catalog()
-    return tuple(instance_of_entry(found, catalog) for found in catalog.entries["instances"].values())
+    return tuple(instance_of_entry(item, catalog) for item in catalog.entries["instances"].values())
 
 
 def entry(section: str, name: str, catalog: Catalog | None = None) -> CatalogEntry:
     """What the catalog says under a name or alias, sources included; `section` is a key of KEYS."""
     entries = (catalog or load_catalog()).entries[section]
-    by_spelling = {spelling.lower(): found for found in entries.values() for spelling in (*found.aliases, found.name)}
-    found = by_spelling.get(name.strip().lower())
-    if found is None:
+    by_spelling = {spelling.lower(): item for item in entries.values() for spelling in (*item.aliases, item.name)}
+    result = by_spelling.get(name.strip().lower())
+    if result is None:
         one = {"gpus": "GPU", "instances": "instance", "storage": "storage service"}.get(section, section)
         spellings = [spelling for known in entries.values() for spelling in (known.name, *known.aliases)]
         if section == "instances":
@@ -49,7 +49,7 @@ def entry(section: str, name: str, catalog: Catalog | None = None) -> CatalogEnt
             f"unknown {one} {name!r}; known: {', '.join(entries)}, "
             f"or your own in ~/.config/craton/catalog.toml{did_you_mean(name, spellings)}"
         )
-    return found
+    return result
 
 
 def gpu_of_entry(found: CatalogEntry) -> Gpu:

@@ -24,7 +24,7 @@ class Mount:
 
     def option(self, name: str) -> str:
         """`size=65536k` → 65536k."""
-        return next((each.partition("=")[2] for each in self.options if each.startswith(f"{name}=")), "")
+        return next((option.partition("=")[2] for option in self.options if option.startswith(f"{name}=")), "")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def read_mounts(root: NodeRoot) -> tuple[Mount, ...]:
 
 
 def _drives(root: NodeRoot, mounts: tuple[Mount, ...]) -> list[Drive]:
-    found = []
+    result = []
     for name in root.names("sys/block"):
         if not re.fullmatch(r"nvme\d+n\d+", name):
             continue
@@ -102,8 +102,8 @@ def _drives(root: NodeRoot, mounts: tuple[Mount, ...]) -> list[Drive]:
         at = _mounted_at(root, name, mounts)
         if "/" in at or "Elastic Block Store" in model:
             continue
-        found.append(Drive(name, model, (root.number(f"sys/block/{name}/size") or 0) * SECTOR_BYTES, at))
-    return found
+        result.append(Drive(name, model, (root.number(f"sys/block/{name}/size") or 0) * SECTOR_BYTES, at))
+    return result
 
 
 def _mounted_at(root: NodeRoot, drive: str, mounts: tuple[Mount, ...]) -> tuple[str, ...]:
@@ -153,14 +153,16 @@ def _interfaces(text: str) -> list[LustreInterface]:
     except yaml.YAMLError:
         return []
     nets = document.get("net") if isinstance(document, dict) else None
-    found = []
+    result = []
     for net in nets if isinstance(nets, list) else []:
         kind = str(net.get("net type", "")) if isinstance(net, dict) else ""
         for interface in (net.get("local NI(s)") or []) if kind not in ("", "lo") else []:
             devices = interface.get("interfaces") or {}
             device = str(next(iter(devices.values()), "")) if isinstance(devices, dict) else ""
-            found.append(LustreInterface(kind, str(interface.get("nid", "")), device, str(interface.get("status", ""))))
-    return found
+            result.append(
+                LustreInterface(kind, str(interface.get("nid", "")), device, str(interface.get("status", "")))
+            )
+    return result
 
 
 def _unescaped(text: str) -> str:

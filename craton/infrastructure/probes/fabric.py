@@ -166,8 +166,8 @@ def _loaded(root: NodeRoot, plugins: list[str]) -> str:
     on_path = [plugin for folder in _library_path(root) for plugin in plugins if _folder(plugin) == folder]
     ways = [*on_path, *_listed(root)]
     for name in [*names, "libnccl-net.so"]:
-        if found := next((way for way in ways if Path(way).name == name), ""):
-            return found
+        if result := next((way for way in ways if Path(way).name == name), ""):
+            return result
     return ""
 
 
@@ -175,8 +175,8 @@ def _is_ofi(root: NodeRoot, plugin: str, is_installed: bool) -> bool:
     """Whether it is aws-ofi-nccl: by its name, its folder, what lies beside it or what it links to. In a folder of the
     system, which tells nothing, the installer's word that it installed one counts."""
     folder = _folder(plugin)
-    told = f"{plugin} {root.target(plugin)}"
-    if "ofi-nccl" in told or "libnccl-net-ofi" in told or root.exists(f"{folder}/libnccl-net-ofi.so"):
+    message = f"{plugin} {root.target(plugin)}"
+    if "ofi-nccl" in message or "libnccl-net-ofi" in message or root.exists(f"{folder}/libnccl-net-ofi.so"):
         return True
     return is_installed and (folder in SYSTEM_FOLDERS or folder.endswith("-linux-gnu"))
 
@@ -199,9 +199,9 @@ def _versions(root: NodeRoot) -> dict[str, str]:
 
 
 def _peer_to_peer(root: NodeRoot, devices: tuple[FabricDevice, ...]) -> str:
-    return next((said for each in devices if (said := root.read(f"{DEVICES}/{each.name}/device/p2p"))), "")
+    return next((said for device in devices if (said := root.read(f"{DEVICES}/{device.name}/device/p2p"))), "")
 
 
 def _first(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    return found[1] if found else ""
+    match = re.search(pattern, text)
+    return match[1] if match else ""

@@ -101,7 +101,7 @@ def probe_gpus(root: NodeRoot) -> Gpus:
     on_bus = tuple(_on_bus(root))
     version = root.read("proc/driver/nvidia/version")
     answer = root.ask("nvidia-smi")
-    found = Gpus(
+    gpus = Gpus(
         on_bus=on_bus,
         driver_loaded=bool(version),
         open_modules="open kernel module" in version.lower(),
@@ -109,14 +109,14 @@ def probe_gpus(root: NodeRoot) -> Gpus:
     )
     document, error = _document(answer)
     if document is None:
-        return replace(found, error=error)
+        return replace(gpus, error=error)
     links = root.ask("nvlink")
     by_card = _links(links.text) if links.worked else {}
     cards = tuple(_card(number, gpu, by_card) for number, gpu in enumerate(document.findall("gpu")))
     return replace(
-        found,
+        gpus,
         cards=cards,
-        driver_version=_text(document, "driver_version") or found.driver_version,
+        driver_version=_text(document, "driver_version") or gpus.driver_version,
         cuda_version=_text(document, "cuda_version"),
         nvlink_told=links.worked,
     )
@@ -152,9 +152,9 @@ def _card(index: int, gpu: ElementTree.Element, links: dict[str, tuple[Nvlink, .
     if reasons is None:
         reasons = gpu.find("clocks_throttle_reasons")  # before driver 535
     active = tuple(
-        re.sub(r"^clocks_(event|throttle)_reason_", "", each.tag)
-        for each in (reasons if reasons is not None else ())
-        if (each.text or "").strip() == "Active"
+        re.sub(r"^clocks_(event|throttle)_reason_", "", item.tag)
+        for item in (reasons if reasons is not None else ())
+        if (item.text or "").strip() == "Active"
     )
     return GpuState(
         index=index,
@@ -230,8 +230,8 @@ def _known(text: str) -> str:
 
 
 def _number(element: ElementTree.Element, path: str) -> float | None:
-    found = _NUMBER.match(_text(element, path))
-    return float(found[0]) if found else None
+    match = _NUMBER.match(_text(element, path))
+    return float(match[0]) if match else None
 
 
 def _whole(element: ElementTree.Element, path: str) -> int | None:
@@ -244,8 +244,8 @@ def _scaled(value: float | None, factor: float) -> float | None:
 
 
 def _total(element: ElementTree.Element, path: str, names: tuple[str, ...]) -> int | None:
-    told = [count for name in names if (count := _whole(element, f"{path}/{name}")) is not None]
-    return sum(told) if told else None
+    counts = [count for name in names if (count := _whole(element, f"{path}/{name}")) is not None]
+    return sum(counts) if counts else None
 
 
 def _flag(element: ElementTree.Element, path: str, yes: str) -> bool | None:
@@ -258,5 +258,5 @@ def _says_yes(element: ElementTree.Element, path: str) -> bool:
 
 
 def _first(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    return found[1] if found else ""
+    match = re.search(pattern, text)
+    return match[1] if match else ""

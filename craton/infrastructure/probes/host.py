@@ -96,8 +96,8 @@ def _count(ranges: str) -> int:
 
 def _limits(text: str) -> ProcessLimits:
     def soft(name: str) -> int | None:
-        found = re.search(rf"^{name}\s+(unlimited|\d+)\s", text, re.MULTILINE)
-        return None if found is None else UNLIMITED if found[1] == "unlimited" else int(found[1])
+        match = re.search(rf"^{name}\s+(unlimited|\d+)\s", text, re.MULTILINE)
+        return None if match is None else UNLIMITED if match[1] == "unlimited" else int(match[1])
 
     return ProcessLimits(soft("Max locked memory"), soft("Max open files"), soft("Max processes"))
 
@@ -108,9 +108,9 @@ def _group(root: NodeRoot) -> ControlGroup:
     for line in root.read("proc/self/cgroup").splitlines() or ["0::/"]:
         controllers, _, place = line.partition(":")[2].partition(":")
         group = PurePosixPath(place or "/")
-        for each in (group, *group.parents):
+        for item in (group, *group.parents):
             folder = (
-                f"sys/fs/cgroup/{controllers}/{each}".replace("//", "/") if controllers else f"sys/fs/cgroup/{each}"
+                f"sys/fs/cgroup/{controllers}/{item}".replace("//", "/") if controllers else f"sys/fs/cgroup/{item}"
             )
             names = ("memory.max", "memory.limit_in_bytes")
             memory += [size for name in names if (size := root.number(f"{folder}/{name}")) is not None]

@@ -63,18 +63,18 @@ def probe_kernel_log(root: NodeRoot) -> KernelLog:
 
 def read_xids(text: str, uptime_seconds: float | None = None) -> list[Xid]:
     """Every XID and SXID of a log, oldest first."""
-    found: list[Xid] = []
+    xids: list[Xid] = []
     for line in text.splitlines():
         if _LOADED.search(line):
-            found = [replace(xid, before_reload=True) for xid in found]
+            xids = [replace(xid, before_reload=True) for xid in xids]
         match = _SXID.search(line) or _XID.search(line)
         if match is None:
             continue
         written = _SINCE_BOOT.match(line)
         age = max(0.0, uptime_seconds - float(written[1])) if written and uptime_seconds is not None else None
         is_switch = match.re is _SXID
-        found.append(Xid(_bus(match[1]), int(match[2]), match[3].strip(), is_switch, age))
-    return found
+        xids.append(Xid(_bus(match[1]), int(match[2]), match[3].strip(), is_switch, age))
+    return xids
 
 
 def driver_was_loaded(line: str) -> bool:

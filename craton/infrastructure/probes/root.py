@@ -151,7 +151,11 @@ class NodeRoot:
         if self.files_only:
             return {}
         if self.is_live:
-            found = ((each.metadata["Name"], each.version) for each in distributions() if each.metadata["Name"])
+            found = (
+                (distribution.metadata["Name"], distribution.version)
+                for distribution in distributions()
+                if distribution.metadata["Name"]
+            )
             return {_package(name): version for name, version in found}
         lines = self.read(f"commands/{PACKAGES}.txt").splitlines()
         return {_package(name): version for name, version in _pairs(lines, "==")}

@@ -58,8 +58,8 @@ def cuda_of_torch(packages: dict[str, str]) -> str:
 
 def version_numbers(text: str) -> tuple[int, ...]:
     """`2.27.5+cuda12.9` → (2, 27, 5): what can be compared."""
-    found = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def _installed(packages: dict[str, str], names: tuple[str, ...]) -> str:
@@ -76,5 +76,5 @@ def _system_nccl(root: NodeRoot) -> str:
 
 
 def _first(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    return found[1] if found else ""
+    match = re.search(pattern, text)
+    return match[1] if match else ""

@@ -78,7 +78,7 @@ class Trap:
             name
             for name in sorted(environment)
             if fnmatchcase(name, self.variable)
-            and (not self.values or any(fnmatchcase(environment[name].lower(), each) for each in self.values))
+            and (not self.values or any(fnmatchcase(environment[name].lower(), value) for value in self.values))
         ]
 
 
@@ -175,7 +175,7 @@ def is_in(version: str, wanted: str) -> bool:
         assert match, f"{wanted!r} is not a range of versions"
         limit = version_numbers(match[2])
         length = max(len(numbers), len(limit))
-        padded, other = ((*each, *(0,) * (length - len(each))) for each in (numbers, limit))
+        padded, other = ((*item, *(0,) * (length - len(item))) for item in (numbers, limit))
         if not _COMPARE[match[1]](padded, other):
             return False
     return True

@@ -166,12 +166,12 @@ class CachedFolder:
         elif crc32 != state.crc32:
             return False
         try:
-            found = (self.root / name).stat()
+            status = (self.root / name).stat()
         except FileNotFoundError:
             return False
-        if (found.st_size, found.st_mtime_ns) == (state.bytes, state.mtime_ns):
+        if (status.st_size, status.st_mtime_ns) == (state.bytes, state.mtime_ns):
             return True
-        return found.st_size == state.bytes and _file_crc32(self.root / name) == state.crc32
+        return status.st_size == state.bytes and _file_crc32(self.root / name) == state.crc32
 
     def _fetch(self, name: str, crc32: int | None) -> None:
         info = self.store.info(name)
@@ -316,15 +316,15 @@ class _Entry:
 
 
 def _entries(objects: Path) -> list[_Entry]:
-    found = []
+    result = []
     for path in objects.glob(f"*/{_FILES}/**/*.json"):
         root = objects / path.relative_to(objects).parts[0]
         state = _read_state(path)
         if state is not None:
             name = path.relative_to(root / _FILES).as_posix().removesuffix(".json")
             with suppress(FileNotFoundError):
-                found.append(_Entry(root, name, state, path.stat().st_mtime))
-    return found
+                result.append(_Entry(root, name, state, path.stat().st_mtime))
+    return result
 
 
 def _limit(objects: Path, on_disk: int) -> int:

@@ -98,7 +98,7 @@ class S3Store(Store):
 
         def every() -> Names:
             found = obstore.list_with_delimiter(self._client, checked_name(prefix) if prefix else None)
-            return sorted(PurePosixPath(each).name for each in found["common_prefixes"])
+            return sorted(PurePosixPath(common_prefix).name for common_prefix in found["common_prefixes"])
 
         return self._asked(prefix, every)
 

@@ -119,7 +119,7 @@ class Store(ABC):
 
     def delete_tree(self, folder: str) -> None:
         """Every object below this folder; "" is all of them."""
-        self.delete([each.name for each in self.list(folder)])
+        self.delete([item.name for item in self.list(folder)])
 
     def where(self, name: str) -> str:
         return f"{self.url.rstrip('/')}/{name}" if name else self.url

@@ -73,7 +73,7 @@ def _split(text: str) -> list[str]:
 
 
 def _numbers(ranges: str, text: str) -> list[str]:
-    found: list[str] = []
+    names: list[str] = []
     for part in ranges.split(","):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
         if match is None:
@@ -81,5 +81,5 @@ def _numbers(ranges: str, text: str) -> list[str]:
         first, last = match[1], match[2] or match[1]
         if int(last) - int(first) >= MAX_NAMES:
             raise TopologyError(f"{text[:60]!r} stands for more than {MAX_NAMES} names; is that a slip?")
-        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-    return found
+        names += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    return names

@@ -43,12 +43,12 @@ class Topology:
 
     def groups(self, level: str) -> dict[str, list[str]]:
         """Switch → its nodes, on one level; with DOMAIN, NVLink domain → its nodes."""
-        found: dict[str, list[str]] = {}
+        result: dict[str, list[str]] = {}
         for place in self.places:
             name = place.domain if level == DOMAIN else place.path[self.levels.index(level)]
             if name:
-                found.setdefault(name, []).append(place.node)
-        return found
+                result.setdefault(name, []).append(place.node)
+        return result
 
     def addresses(self) -> dict[str, tuple[str, ...]]:
         """Node → its switches, broadest first, the NVLink domain last: what nodes are put in order by."""

@@ -86,7 +86,7 @@ def kai_topology(labels: Mapping[str, str], name: str) -> Manifest:
 
 def volcano_hypernodes(topology: Topology) -> list[Manifest]:
     """Volcano's HyperNodes: tier 1 holds nodes, every further tier the HyperNodes below it."""
-    found: list[Manifest] = []
+    manifests: list[Manifest] = []
     levels = _inner_levels(topology)
     for tier, level in enumerate(reversed(levels), start=1):
         label = topology.labels.get(level)
@@ -100,7 +100,7 @@ def volcano_hypernodes(topology: Topology) -> list[Manifest]:
                 members = [{"type": "Node", "selector": {"labelMatch": {"matchLabels": {label: switch}}}}]
             else:
                 members = [_exact("Node", node) for node in nodes]
-            found.append(
+            manifests.append(
                 {
                     "apiVersion": "topology.volcano.sh/v1alpha1",
                     "kind": "HyperNode",
@@ -108,7 +108,7 @@ def volcano_hypernodes(topology: Topology) -> list[Manifest]:
                     "spec": {"tier": tier, "tierName": level, "members": members},
                 }
             )
-    return found
+    return manifests
 
 
 def level_section(topology: Topology) -> str:

@@ -110,8 +110,8 @@ def _problem(
         return document.line(location[:-1]), f"key {location[-1]!r} is missing {under}"
     if isinstance(cause, KeyConflictError):
         lines = sorted({document.line((*location, *key)) for key in cause.keys})
-        told = f" (lines {' and '.join(map(str, lines))})" if len(lines) > 1 else ""
-        return (lines[0] if lines else line), f"{cause}{told}"
+        message = f" (lines {' and '.join(map(str, lines))})" if len(lines) > 1 else ""
+        return (lines[0] if lines else line), f"{cause}{message}"
     if isinstance(cause, ValueError):
         return line, f"{where}: {cause}" if where else str(cause)
     return line, f"{where}: {_plain_words(finding)}"

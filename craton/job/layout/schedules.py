@@ -79,7 +79,7 @@ def _warm_up(rank: int, pp: int, vpp: int) -> int:
 def _one_forward_one_backward(rank: int, pp: int, vpp: int, micro_batches: int) -> Iterator[Action]:
     """1F1B, interleaved where a rank holds several chunks: after the warm-up a backward pass follows each forward."""
     forwards = forward_actions(pp, vpp, micro_batches)
-    backwards = [Action("backward", vpp - 1 - each.chunk, each.micro_batch) for each in forwards]
+    backwards = [Action("backward", vpp - 1 - item.chunk, item.micro_batch) for item in forwards]
     warm_up = min(_warm_up(rank, pp, vpp), len(forwards))
     yield from forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):

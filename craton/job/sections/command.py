@@ -100,7 +100,7 @@ def check_placeholders(command: Sequence[str]) -> None:
     """Refuse `{node_rnk}` in a list, and `{node_rank}` in a text for the shell, where nothing is filled in; braces
     around anything that looks like no placeholder are left to the command."""
     is_text = len(command) == 1 or tuple(command[:2]) == ("/bin/sh", "-c")
-    for name in (found for word in command for found in _PLACEHOLDER.findall(word)):
+    for name in (entry for word in command for entry in _PLACEHOLDER.findall(word)):
         if is_text and name in PLACEHOLDERS:
             raise KeyConflictError(
                 f"command: {{{name}}} is not replaced in a text for the shell; write $CRATON_{name.upper()}, or the "
@@ -111,7 +111,7 @@ def check_placeholders(command: Sequence[str]) -> None:
         if near:
             raise KeyConflictError(
                 f"command: {{{name}}} is not replaced by anything; did you mean {{{near}}}? known are "
-                + ", ".join(f"{{{each}}}" for each in PLACEHOLDERS),
+                + ", ".join(f"{{{item}}}" for item in PLACEHOLDERS),
                 ("command",),
             )
 

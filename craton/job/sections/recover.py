@@ -53,7 +53,7 @@ def parse_chaos(value: object, info: ValidationInfo) -> RandomChaos | tuple[str,
     if isinstance(value, dict):
         return RandomChaos.parse(value, info)
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(each, str) for each in texts):
+    if not isinstance(texts, list | tuple) or not all(isinstance(item, str) for item in texts):
         raise ValueError(
             f"{value!r} is no list of faults; write e.g. [kill rank=3@step=40], or {{random: 10, seed: 7}}"
         )

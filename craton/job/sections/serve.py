@@ -79,7 +79,7 @@ def _parse_adapters(value: object, info: ValidationInfo) -> object:
     if not isinstance(value, dict):
         return value
     start = Path((info.context or {}).get("folder", "."))
-    found = {}
+    result = {}
     for name, folder in value.items():
         if not isinstance(folder, str) or not folder.strip():
             raise KeyConflictError(f"serve.adapters: {folder!r} is not a folder; write name: folder", (name,))
@@ -88,8 +88,8 @@ def _parse_adapters(value: object, info: ValidationInfo) -> object:
             raise KeyConflictError(
                 f"serve.adapters: {folder!r} holds no adapter ({ADAPTER_CONFIG} is missing)", (name,)
             )
-        found[name] = str(path)
-    return found
+        result[name] = str(path)
+    return result
 
 
 def _parse_speculate(value: object, info: ValidationInfo) -> Speculate | None:

@@ -175,7 +175,7 @@ def _common(first: str, second: str) -> int:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        document = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}

@@ -77,8 +77,8 @@ def plan_rows(shards: Shards, sequence: int, pack: bool = True) -> Rows:
     """The rows for one length; remembered beside the shards where they can be written to."""
     cache = shards.folder / f"rows-{sequence}{'' if pack else '-single'}.npz"
     mark = np.array([crc for shard in shards.index.shards for crc in shard.crc32.values()], np.uint64)
-    if (found := _remembered(cache, mark)) is not None:
-        return found
+    if (result := _remembered(cache, mark)) is not None:
+        return result
     ends = shards.document_ends()
     starts = np.concatenate(([0], ends[:-1]))
     stops = np.minimum(ends, starts + sequence + 1)

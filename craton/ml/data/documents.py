@@ -68,13 +68,13 @@ class DocumentChunk:
 
 def find_files(inputs: Sequence[str | Path]) -> list[InputFile]:
     """Every file of the inputs, in an order that depends only on names; nothing found is an error."""
-    found: list[InputFile] = []
+    input_files: list[InputFile] = []
     for given in inputs:
         files = _standard_library() if str(given) == STANDARD_LIBRARY else _files_of(Path(given).expanduser())
         if not any(file.size for file in files):
             raise DataError(f"{given}: holds no text; allowed: {EXPECTED}")
-        found += files
-    return found
+        input_files += files
+    return input_files
 
 
 def check_text(path: Path, is_chat: bool = False) -> None:
@@ -188,7 +188,7 @@ def _walk(root: Path, leave_out: Sequence[str] = ()) -> list[InputFile]:
 
 def _some_files(root: Path) -> Iterator[InputFile]:
     """Files of a folder in whatever order it has them; not all where there are many other ones."""
-    names = ((folder, name) for folder, _, found in os.walk(root) for name in found)
+    names = ((folder, name) for folder, _, item in os.walk(root) for name in item)
     for folder, name in islice(names, LOOK_NAMES):
         path = Path(folder, name)
         if not name.startswith(".") and (kind := _kind(path)) and path.is_file():

@@ -48,7 +48,7 @@ class TextEncoder:
     def _encode(self, texts: list[str], begins: list[bool]) -> list[list[int]]:
         """Ids of each text; only the beginning of a document gets what the tokenizer puts in front of one."""
         if all(begins):
-            return [found.ids for found in self._tokenizer.encode_batch_fast(texts)]
+            return [item.ids for item in self._tokenizer.encode_batch_fast(texts)]
         return [
             self._tokenizer.encode(text, add_special_tokens=begin).ids
             for text, begin in zip(texts, begins, strict=True)

@@ -177,9 +177,9 @@ class Shards:
             start, number = end, number + 1
 
     def _map(self, number: int, suffix: str) -> NDArray:
-        found = self._maps.get((number, suffix))
-        if found is not None:
-            return found
+        result = self._maps.get((number, suffix))
+        if result is not None:
+            return result
         shard = self.index.shards[number]
         path = self.folder / f"{shard.name}{suffix}"
         dtype = {".tokens": self.index.dtype, ".documents": "uint64", ".loss": "uint8"}[suffix]

@@ -151,7 +151,7 @@ def _from_hub(name: str) -> Path:
             "train one with --train-bpe 4096 (data.tokenizer: bpe:4096)"
         )
     try:
-        found = Path(hf_hub_download(name, TOKENIZER))
+        path = Path(hf_hub_download(name, TOKENIZER))
         for companion in COMPANIONS:
             try:
                 hf_hub_download(name, companion)
@@ -162,7 +162,7 @@ def _from_hub(name: str) -> Path:
             f"tokenizer {name!r} cannot be fetched from the Hub: {str(error).splitlines()[0]}; check the name, "
             f"HF_TOKEN for gated models, or give a folder with a {TOKENIZER}"
         ) from None
-    return found.parent
+    return path.parent
 
 
 def _without_file(folder: Path) -> Path:

@@ -82,8 +82,8 @@ class _ContextAttention(torch.autograd.Function):
         of_query, of_key, of_value = ctx.work.backward(gradient, query, keys, out, lses)
         if ctx.context is not None:
             size = ctx.context.size
-            started = [ctx.context.start_scatter_sum(_by_rank(each, size)) for each in (of_key, of_value)]
-            of_key, of_value = (ctx.context.wait(each) for each in started)
+            started = [ctx.context.start_scatter_sum(_by_rank(entry, size)) for entry in (of_key, of_value)]
+            of_key, of_value = (ctx.context.wait(item) for item in started)
         return of_query, of_key, of_value, None, None
 
 
@@ -107,7 +107,7 @@ class _Keys:
     def whole(self) -> KeysAndValues:
         if self._context is None:
             return self._given
-        key, value = (_in_order(self._context.wait(each), self._context.size) for each in self._started)
+        key, value = (_in_order(self._context.wait(item), self._context.size) for item in self._started)
         return key, value
 
 
@@ -121,12 +121,12 @@ class _Joined:
     def forward(self, query: Tensor, keys: _Keys) -> list[Tensor]:
         queries = query.chunk(2, dim=1)
         length = queries[0].shape[1]
-        parts = [[self.kernel.forward(each, *own, True)] for each, own in zip(queries, keys.own(), strict=True)]
+        parts = [[self.kernel.forward(item, *own, True)] for item, own in zip(queries, keys.own(), strict=True)]
         key, value = keys.whole()
-        for piece, each, joined in zip(self.place.pieces, queries, parts, strict=True):
+        for piece, entry, joined in zip(self.place.pieces, queries, parts, strict=True):
             if before := piece * length:
-                joined.append(self.kernel.forward(each, key[:, :before], value[:, :before], False))
-        (early, early_lse), (late, late_lse) = (join(each) for each in parts)
+                joined.append(self.kernel.forward(entry, key[:, :before], value[:, :before], False))
+        (early, early_lse), (late, late_lse) = (join(part) for part in parts)
         return [torch.cat((early, late), dim=1), early_lse, late_lse]
 
     def backward(self, gradient: Tensor, query: Tensor, keys: _Keys, out: Tensor, lses: list[Tensor]) -> Gradients:
@@ -134,18 +134,18 @@ class _Joined:
         length = queries[0].shape[1]
         pieces = list(zip(self.place.pieces, slopes, queries, outs, lses, strict=True))
         of_own = [
-            self.kernel.backward(slope, each, *own, mixed, lse, True)
-            for (_, slope, each, mixed, lse), own in zip(pieces, keys.own(), strict=True)
+            self.kernel.backward(slope, item, *own, mixed, lse, True)
+            for (_, slope, item, mixed, lse), own in zip(pieces, keys.own(), strict=True)
         ]
         key, value = keys.whole()
         of_query, of_key, of_value = [], torch.zeros_like(key), torch.zeros_like(value)
-        for (piece, slope, each, mixed, lse), (own_query, own_key, own_value) in zip(pieces, of_own, strict=True):
+        for (piece, slope, entry, mixed, lse), (own_query, own_key, own_value) in zip(pieces, of_own, strict=True):
             before = piece * length
             of_key[:, before : before + length] += own_key
             of_value[:, before : before + length] += own_value
             if before:
                 seen = key[:, :before], value[:, :before]
-                earlier = self.kernel.backward(slope, each, *seen, mixed, lse, False)
+                earlier = self.kernel.backward(slope, entry, *seen, mixed, lse, False)
                 own_query = own_query + earlier[0]
                 of_key[:, :before] += earlier[1]
                 of_value[:, :before] += earlier[2]
@@ -164,9 +164,9 @@ class _Bounded:
         key, value = keys.whole()
         length = query.shape[1] // 2
         outs, lses = [], []
-        for piece, kernel, each in zip(self.place.pieces, self.kernels, query.chunk(2, dim=1), strict=True):
+        for piece, kernel, item in zip(self.place.pieces, self.kernels, query.chunk(2, dim=1), strict=True):
             end = (piece + 1) * length
-            out, lse = kernel.forward(each, key[:, :end], value[:, :end], False)
+            out, lse = kernel.forward(item, key[:, :end], value[:, :end], False)
             outs.append(out)
             lses.append(lse)
         return [torch.cat(outs, dim=1), *lses]
@@ -176,9 +176,9 @@ class _Bounded:
         length = query.shape[1] // 2
         of_query, of_key, of_value = [], torch.zeros_like(key), torch.zeros_like(value)
         halves = (tensor.chunk(2, dim=1) for tensor in (gradient, query, out))
-        for piece, kernel, slope, each, mixed, lse in zip(self.place.pieces, self.kernels, *halves, lses, strict=True):
+        for piece, kernel, slope, item, mixed, lse in zip(self.place.pieces, self.kernels, *halves, lses, strict=True):
             end = (piece + 1) * length
-            part = kernel.backward(slope, each, key[:, :end], value[:, :end], mixed, lse, False)
+            part = kernel.backward(slope, item, key[:, :end], value[:, :end], mixed, lse, False)
             of_query.append(part[0])
             of_key[:, :end] += part[1]
             of_value[:, :end] += part[2]
@@ -203,7 +203,7 @@ def _bounded_kernels(
         offsets = [_of_rows(rows, length, piece, query.device) for piece in place.pieces]
         if documents is not None:
             offsets = list(documents.pieces)
-        return tuple(PackedFlash(scale, window, each) for each in offsets)
+        return tuple(PackedFlash(scale, window, offset) for offset in offsets)
     numbers = None if documents is None else documents.numbers
     ends = [(piece + 1) * length for piece in place.pieces]
     masks = [visible(end - length, end, window, numbers, query.device) for end in ends]
@@ -219,7 +219,7 @@ def _of_rows(rows: int, length: int, piece: int, device: torch.device) -> PieceO
 
 def _in_order(gathered: Tensor, size: int) -> Tensor:
     """[size · rows, 2 · piece, …], rank by rank → [rows, sequence, …]."""
-    by_rank = [each.chunk(2, dim=1) for each in gathered.chunk(size)]
+    by_rank = [item.chunk(2, dim=1) for item in gathered.chunk(size)]
     return torch.cat([early for early, _ in by_rank] + [late for _, late in reversed(by_rank)], dim=1)
 
 

@@ -87,7 +87,7 @@ def _measure(
         "unit_ranks": unit_ranks,
         "size_bytes": buffer.numel() * 4,
         "expected_bytes_per_second": expected,
-        "rounds": [[{"pair": pair, "bytes_per_second": rate} for pair, rate in each.items()] for each in rounds],
+        "rounds": [[{"pair": pair, "bytes_per_second": rate} for pair, rate in item.items()] for item in rounds],
         "slow_pairs": sorted(slow_pairs(rounds, expected)),
         "slow_units": suspects(rounds, units, expected),
     }
@@ -97,7 +97,7 @@ def _round(pairs: list[Pair], rank: int, unit_ranks: int, buffer: torch.Tensor) 
     """Buffer bytes per second of every pair, all measured at the same time."""
     mine: tuple[Pair, Any] | None = None
     for pair in pairs:  # every rank makes every group, in the same order: torch asks for that
-        members = [unit * unit_ranks + each for unit in pair for each in range(unit_ranks)]
+        members = [unit * unit_ranks + item for unit in pair for item in range(unit_ranks)]
         group = dist.new_group(members, timeout=LIMIT, backend=_backend(buffer.device))
         if rank in members:
             mine = pair, group
@@ -106,9 +106,9 @@ def _round(pairs: list[Pair], rank: int, unit_ranks: int, buffer: torch.Tensor) 
         dist.destroy_process_group(mine[1])
     told = _gathered((mine[0], seconds) if mine else None)
     slowest: dict[Pair, float] = {}
-    for each in told:
-        if each is not None:
-            slowest[each[0]] = max(slowest.get(each[0], 0.0), each[1])
+    for entry in told:
+        if entry is not None:
+            slowest[entry[0]] = max(slowest.get(entry[0], 0.0), entry[1])
     return {pair: buffer.numel() * buffer.element_size() / slowest[pair] for pair in pairs}
 
 
@@ -127,9 +127,9 @@ def exchange(buffer: torch.Tensor, group: Any) -> float:
 
 
 def _gathered(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    result: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(result, value)
+    return result
 
 
 def _backend(device: torch.device) -> str:

@@ -107,14 +107,14 @@ def operations(device: torch.device) -> dict[str, Operation]:
     """bf16, fp32 and, where the card has it, fp8 products; causal attention in bf16."""
     is_gpu = device.type == "cuda"
     wide, narrow = (4096, 2048) if is_gpu else (256, 192)
-    found = {
+    result = {
         "matmul_bf16": _product(wide, torch.bfloat16, device),
         "matmul_fp32": _product(narrow, torch.float32, device),
         "attention_bf16": _attention(device, *((2, 16, 2048, 128) if is_gpu else (1, 4, 128, 64))),
     }
     if is_gpu and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
-        found["matmul_fp8"] = _scaled_product(wide, device)
-    return found
+        result["matmul_fp8"] = _scaled_product(wide, device)
+    return result
 
 
 def result_hash(result: Tensor) -> str:

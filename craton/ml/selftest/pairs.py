@@ -26,7 +26,7 @@ def next_pairs(rounds: Sequence[Rates], num_units: int, expected: float = 0.0) -
     met = {frozenset(pair) for rates in rounds for pair in rates}
     chosen: list[Pair] = []
     for unit in guilty:
-        partner = next((each for each in fine if frozenset((each, unit)) not in met), None)
+        partner = next((item for item in fine if frozenset((item, unit)) not in met), None)
         if partner is not None:
             fine.remove(partner)
             chosen.append((min(unit, partner), max(unit, partner)))
@@ -57,7 +57,7 @@ def suspects(rounds: Sequence[Rates], num_units: int, expected: float = 0.0) -> 
 
 def slow_pairs(rounds: Sequence[Rates], expected: float = 0.0) -> set[Pair]:
     """Pairs below what is expected, or else below what the fast ones reach."""
-    rates = {pair: rate for each in rounds for pair, rate in each.items()}
+    rates = {pair: rate for item in rounds for pair, rate in item.items()}
     if not rates:
         return set()
     limit = SLOW * (expected or fast_rate(list(rates.values())))

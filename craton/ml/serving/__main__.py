@@ -334,10 +334,10 @@ def _recording(recorder: Recorder, run: RunDirectory) -> Callable[[Stats, Latenc
 
 
 def _latency_metrics(latencies: Latencies) -> dict[str, float]:
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for name, (median, p95) in latencies.quantiles(time.monotonic()).items():
-        found |= {f"serve_{name}_seconds": median, f"serve_{name}_seconds_p95": p95}
-    return found
+        result |= {f"serve_{name}_seconds": median, f"serve_{name}_seconds_p95": p95}
+    return result
 
 
 def _in_words(error: BaseException) -> str:

@@ -96,9 +96,12 @@ def compare_rank(rank: RankTrace, stage: StageInventory) -> RankComparison:
     for entry in stage.entries:
         count, size = planned[entry.operation, entry.dimension, entry.ranks]
         planned[entry.operation, entry.dimension, entry.ranks] = (count + entry.count, size + entry.size_bytes)
-    for each in rank.collectives:
-        count, size = traced[each.operation, each.dimension, each.group_size]
-        traced[each.operation, each.dimension, each.group_size] = (count + each.count, size + each.bytes)
+    for collective in rank.collectives:
+        count, size = traced[collective.operation, collective.dimension, collective.group_size]
+        traced[collective.operation, collective.dimension, collective.group_size] = (
+            count + collective.count,
+            size + collective.bytes,
+        )
     small = max(NEGLIGIBLE_BYTES, NEGLIGIBLE * sum(size for _, size in planned.values()))
     rows = []
     for key in sorted({*planned, *traced}, key=lambda key: (key[1], key[0], key[2])):
@@ -141,11 +144,15 @@ def _close(planned: float, traced: float, tolerance: float) -> bool:
 
 def _findings(rank: RankComparison, traced: RankTrace) -> list[TraceFinding]:
     """Collectives that are missing, or that nobody planned, with the modules that were seen to call them; and FLOPs."""
-    found = []
+    result = []
     for row in rank.collectives:
         if row.agrees:
             continue
-        seen = {each.module or "the model itself" for each in traced.collectives if row.name == _name(each)}
+        seen = {
+            collective.module or "the model itself"
+            for collective in traced.collectives
+            if row.name == _name(collective)
+        }
         if row.traced_count < row.planned_count:
             text = f"{row.name} is called {row.traced_count:g} times a step, {row.planned_count:g} are expected"
             relief = "find the layer that forgot it; a sum over ranks that is missing leaves wrong numbers"
@@ -155,7 +162,7 @@ def _findings(rank: RankComparison, traced: RankTrace) -> list[TraceFinding]:
         else:
             text = f"{row.name} moves {row.traced:.4g} bytes a step, {row.planned:.4g} are expected"
             relief = "compare the tensors that it is given with the plan's (craton/planning/step/operations.py)"
-        found.append(TraceFinding(", ".join(sorted(seen)) or f"rank {rank.rank}", text, relief))
+        result.append(TraceFinding(", ".join(sorted(seen)) or f"rank {rank.rank}", text, relief))
     is_plain = any(row.name == "attention" and not row.traced for row in rank.flops)
     for row in rank.flops:
         if row.agrees or (row.name == "gemm" and is_plain):
@@ -165,8 +172,8 @@ def _findings(rank: RankComparison, traced: RankTrace) -> list[TraceFinding]:
         if row.name == "attention" and is_plain:
             text = "attention runs as plain products over all pairs of tokens, not as a fused kernel"
             relief = "on GPUs a context group has fused kernels in 16 bit only: train in bf16"
-        found.append(TraceFinding(f"stage {rank.stage}", text, relief))
-    return found
+        result.append(TraceFinding(f"stage {rank.stage}", text, relief))
+    return result
 
 
 def _memory_findings(rows: tuple[ComparisonRow, ...], worst: RankTrace) -> list[TraceFinding]:

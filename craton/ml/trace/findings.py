@@ -50,14 +50,14 @@ def layer_findings(recording: Recording, runs: Sequence[LayerRun]) -> Iterator[T
         if run.length < MIN_NEIGHBOURS:
             continue
         calls = {layer: recording.layers.get(layer, {}) for layer in run.layers}
-        for key in sorted({key for each in calls.values() for key in each}):
-            usual, _ = Counter(each.get(key, 0) for each in calls.values()).most_common(1)[0]
-            for layer, each in calls.items():
-                if each.get(key, 0) != usual:
+        for key in sorted({key for item in calls.values() for key in item}):
+            usual, _ = Counter(call.get(key, 0) for call in calls.values()).most_common(1)[0]
+            for layer, entry in calls.items():
+                if entry.get(key, 0) != usual:
                     place, operation, dimension = key
                     yield TraceFinding(
                         f"blocks.{layer}",
-                        f"blocks.{layer} has {each.get(key, 0)} {operation} over {dimension} in its {place} pass; the "
+                        f"blocks.{layer} has {entry.get(key, 0)} {operation} over {dimension} in its {place} pass; the "
                         f"equal layers beside it have {usual}",
                         f"compare how blocks.{layer} and its neighbours are built and sharded",
                     )

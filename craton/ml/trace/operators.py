@@ -81,8 +81,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
+        for item in value:
+            yield from tensors_in(item)
 
 
 def _group(arguments: tuple[Any, ...]) -> ProcessGroup:

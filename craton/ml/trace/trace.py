@@ -83,7 +83,7 @@ def differing_ranks(shape: ModelShape, layout: Layout) -> dict[int, int]:
 def _layer_findings(depths: Depths, recordings: Sequence[Recording], has_adapters: bool) -> Iterator[TraceFinding]:
     """Layers unlike their neighbours, where most layers were traced: with adapters one of them does not count."""
     traced = zip((depths.base, *(depth for _, depth in depths.more)), recordings, strict=True)
-    depth, recording = max(traced, key=lambda each: each[0].runs[0].length)
+    depth, recording = max(traced, key=lambda item: item[0].runs[0].length)
     first, *others = depth.runs
     if has_adapters and first.first == 0:  # nothing before the first layer wants a gradient of it
         first = replace(first, first=1, length=first.length - 1)

@@ -256,17 +256,17 @@ def tier_folders(job: Job, run: RunDirectory, node: str = "node-0", writes: bool
     folders = []
     storage = job.cluster.file.storage if job.cluster.file else None
     for tier in job.checkpoint.places:
-        found = place_of(tier, storage, run.path)
+        place = place_of(tier, storage, run.path)
         folders.append(
             TierFolder(
                 tier.to,
-                found.place if found.is_url else Path(found.place),
+                place.place if place.is_url else Path(place.place),
                 tier.every,
                 tier.every_steps,
                 tier.keep,
-                node if found.is_node_local else None,
-                run_identity(run) if writes and not found.is_inside_run else None,
-                run.path if found.is_inside_run else None,
+                node if place.is_node_local else None,
+                run_identity(run) if writes and not place.is_inside_run else None,
+                run.path if place.is_inside_run else None,
             )
         )
     rescue = rescue_folder(run)

@@ -86,7 +86,7 @@ def _checked(returned: Any, name: str) -> tuple[Tensor, dict[str, Tensor]]:
     match returned:
         case (Tensor() as total, dict() as report) if all(isinstance(value, Tensor) for value in report.values()):
             shapes = {"the sum": total, **report}
-            wrong = next((f"{key} has shape {list(each.shape)}" for key, each in shapes.items() if each.ndim), None)
+            wrong = next((f"{key} has shape {list(item.shape)}" for key, item in shapes.items() if item.ndim), None)
             if wrong is None and torch.is_grad_enabled() and not total.requires_grad:
                 wrong = "the sum does not depend on log_probs"
         case _:

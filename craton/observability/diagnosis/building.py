@@ -92,9 +92,9 @@ def healthy(
             SnapshotTier("peer", step - 5, MOMENT - 5 * step_seconds, 0.5, 0.5, None, None, 10 * step_seconds),
         ),
         series=Series(
-            loss=tuple((each, 2.4 - 1e-5 * each + dice.gauss(0.0, 0.01)) for each in steps),
-            gradient_norm=tuple((each, abs(dice.gauss(0.4, 0.02))) for each in steps),
-            step_seconds=tuple((each, step_seconds * (1 + abs(dice.gauss(0.0, jitter)))) for each in steps),
+            loss=tuple((element, 2.4 - 1e-5 * element + dice.gauss(0.0, 0.01)) for element in steps),
+            gradient_norm=tuple((entry, abs(dice.gauss(0.4, 0.02))) for entry in steps),
+            step_seconds=tuple((item, step_seconds * (1 + abs(dice.gauss(0.0, jitter)))) for item in steps),
         ),
     )
 
@@ -130,7 +130,7 @@ def with_gpu(snapshot: Snapshot, node: str, index: int | None = None, **changes:
         return replace(gpu, **changes) if index in (None, gpu.index) else gpu
 
     return with_nodes(
-        snapshot, lambda each: replace(each, gpus=tuple(map(changed, each.gpus))) if each.name == node else each
+        snapshot, lambda item: replace(item, gpus=tuple(map(changed, item.gpus))) if item.name == node else item
     )
 
 
@@ -161,15 +161,15 @@ def with_host(snapshot: Snapshot, node: str | None = None, **changes: Any) -> Sn
     """Changes the host of one node, or of all."""
     return with_nodes(
         snapshot,
-        lambda each: (
-            replace(each, host=replace(each.host or SnapshotHost(), **changes)) if node in (None, each.name) else each
+        lambda item: (
+            replace(item, host=replace(item.host or SnapshotHost(), **changes)) if node in (None, item.name) else item
         ),
     )
 
 
 def with_tier(snapshot: Snapshot, tier: str, **changes: Any) -> Snapshot:
     return replace(
-        snapshot, tiers=tuple(replace(each, **changes) if each.tier == tier else each for each in snapshot.tiers)
+        snapshot, tiers=tuple(replace(item, **changes) if item.tier == tier else item for item in snapshot.tiers)
     )
 
 
@@ -212,7 +212,7 @@ def slowed_all(snapshot: Snapshot, factor: float, phase: str, *, since_start: bo
 
     def changed(rank: SnapshotRank) -> SnapshotRank:
         recent = {**rank.recent, phase: rank.recent[phase] * factor}
-        recent["step"] = sum(recent[each] for each in PHASES)
+        recent["step"] = sum(recent[item] for item in PHASES)
         earlier = dict(recent) if since_start else rank.earlier
         return replace(rank, recent=recent, earlier=earlier, step_seconds=recent["step"])
 

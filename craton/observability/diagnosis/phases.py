@@ -87,26 +87,26 @@ def find_straggling(snapshot: Snapshot) -> list[Straggling]:
     if len(ranks) < 2:
         return []
     step_seconds = statistics.median(rank.recent["step"] for rank in ranks)
-    found: list[_Behind] = []
+    behinds: list[_Behind] = []
     for stage in _stages(snapshot, ranks):
-        found += _behind(stage, snapshot)
+        behinds += _behind(stage, snapshot)
     if step_seconds <= 0:
         return []
-    found.sort(key=lambda each: -each[0])
+    behinds.sort(key=lambda entry: -entry[0])
     groups: list[Straggling] = []
-    while found and found[0][0] / step_seconds >= threshold("straggler_step_share"):
+    while behinds and behinds[0][0] / step_seconds >= threshold("straggler_step_share"):
         # Who is nearly as slow as the slowest belongs to it; who is a little slower than most does not.
-        seconds = found[0][0]
-        guilty = [each for each in found if each[0] >= 0.5 * seconds]
-        found = found[len(guilty) :]
-        groups.append(_group(guilty, step_seconds, found[0][0] if found else 0.0))
+        seconds = behinds[0][0]
+        guilty = [item for item in behinds if item[0] >= 0.5 * seconds]
+        behinds = behinds[len(guilty) :]
+        groups.append(_group(guilty, step_seconds, behinds[0][0] if behinds else 0.0))
     return groups
 
 
 def _group(guilty: Sequence[_Behind], step_seconds: float, next_seconds: float) -> Straggling:
     """What the step would gain without them is what they are behind the next ones."""
     seconds, ratio, slowest, fast = guilty[0]
-    phase = max(WORK, key=lambda each: slowest.recent.get(each, 0.0) - _mean(fast, each))
+    phase = max(WORK, key=lambda item: slowest.recent.get(item, 0.0) - _mean(fast, item))
     was = slowest.earlier.get(phase)
     before = [rank.earlier[phase] for rank in fast if phase in rank.earlier]
     since_start = was is not None and bool(before) and was - statistics.fmean(before) > 0.5 * seconds
@@ -121,19 +121,19 @@ def find_slowness(snapshot: Snapshot) -> list[Slowness]:
         return []
     on_processors = is_on_processors(snapshot)
     now = _typical(ranks, lambda rank: rank.recent, snapshot.run.collective_seconds)
-    found = []
+    result = []
     with_past = [rank for rank in ranks if rank.num_earlier >= 2 * threshold("few_steps") and "step" in rank.earlier]
     if with_past:
         before = _typical(with_past, lambda rank: rank.earlier, snapshot.run.collective_seconds_before)
         if now["step"] > before["step"] * threshold("slower_ratio_cpu" if on_processors else "slower_ratio"):
-            found += _owned(now, before, "earlier")
+            result += _owned(now, before, "earlier")
     plan = {phase: snapshot.run.plan.get(f"{phase}_seconds") for phase in (*PHASES, "step")}
     high = snapshot.run.step_seconds_high
     if high is not None and plan["step"]:
         limit = high * threshold("plan_ratio_cpu" if on_processors else "plan_ratio")
         if now["step"] > limit:
-            found += _owned(now, {phase: value or 0.0 for phase, value in plan.items()}, "plan")
-    return found
+            result += _owned(now, {phase: value or 0.0 for phase, value in plan.items()}, "plan")
+    return result
 
 
 def _stages(snapshot: Snapshot, ranks: Sequence[SnapshotRank]) -> list[list[SnapshotRank]]:
@@ -158,14 +158,14 @@ def _behind(stage: Sequence[SnapshotRank], snapshot: Snapshot) -> list[_Behind]:
     if len(stage) < FEW_RANKS:
         ratio += FEW_RANKS_MARGIN
     waits = statistics.fmean(rank.recent["communication"] for rank in fast)
-    found = []
+    result = []
     for rank in ordered:
         behind = _work(rank) - usual
         least = threshold("straggler_spreads") * max(spread, _uncertainty(rank))
         is_slow = _work(rank) > usual * ratio and behind > least
         if is_slow and waits - rank.recent["communication"] >= WAITS_LESS * behind:
-            found.append((behind, _work(rank) / usual, rank, fast))
-    return found
+            result.append((behind, _work(rank) / usual, rank, fast))
+    return result
 
 
 def _uncertainty(rank: SnapshotRank) -> float:
@@ -212,18 +212,18 @@ def _typical(
 ) -> dict[str, float]:
     """Phase → what it takes the run: medians, but communication by the rank that waits least, where known step by
     step."""
-    found = {}
+    result = {}
     for phase in (*PHASES, "step"):
         known = [values(rank)[phase] for rank in ranks if phase in values(rank)]
         if known:
-            found[phase] = statistics.median(known) if phase != "communication" else collective or min(known)
-    return found
+            result[phase] = statistics.median(known) if phase != "communication" else collective or min(known)
+    return result
 
 
 def _owned(now: dict[str, float], reference: dict[str, float], against: str) -> list[Slowness]:
     """The phase that has grown most, and every other that has grown by much: two faults slow two phases."""
     grown = {phase: now.get(phase, 0.0) - reference.get(phase, 0.0) for phase in PHASES}
-    first = max(grown, key=lambda each: grown[each])
+    first = max(grown, key=lambda item: grown[item])
     chosen = [first, *(phase for phase in PHASES if phase != first and grown[phase] > ALSO_SHARE * now["step"])]
     return [
         Slowness(

@@ -42,15 +42,15 @@ def find_loop(snapshot: Snapshot) -> Loop | None:
     restarts = snapshot.run.recent_restarts
     if len(restarts) < threshold("restarts_per_hour"):
         return None
-    seconds = max(1.0, snapshot.moment - min(each.broke_at for each in restarts))
-    lost = sum(max(each.lost_seconds or 0.0, each.moment - each.broke_at) for each in restarts)
-    victims = [_victim(each.reason, snapshot) for each in restarts]
+    seconds = max(1.0, snapshot.moment - min(element.broke_at for element in restarts))
+    lost = sum(max(entry.lost_seconds or 0.0, entry.moment - entry.broke_at) for entry in restarts)
+    victims = [_victim(item.reason, snapshot) for item in restarts]
     rank = _common(number for number, _ in victims)
     node = _common(name for _, name in victims) or ""
     if rank is not None and not node:
         known = snapshot.rank(rank)
         node = known.node if known is not None else ""
-    way = _common(_way(each.reason) for each in restarts) or "mixed"
+    way = _common(_way(restart.reason) for restart in restarts) or "mixed"
     return Loop(restarts, seconds, min(1.0, lost / seconds), rank, node, way)
 
 
@@ -74,7 +74,7 @@ def _way(reason: str) -> str:
 def _common(values: Iterable[T | None]) -> T | None:
     """What most of them are; None where they differ, or are not known."""
     listed = list(values)
-    known = Counter(each for each in listed if each is not None)
+    known = Counter(item for item in listed if item is not None)
     if not known:
         return None
     first, times = known.most_common(1)[0]

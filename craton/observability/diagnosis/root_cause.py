@@ -52,7 +52,7 @@ GUESSED = ("straggler", "compute_slow")
 
 def diagnose(snapshot: Snapshot) -> Verdict:
     symptoms = symptoms_of(snapshot)
-    findings = merged([each for examine in EXAMINATIONS for each in examine(snapshot, symptoms)])
+    findings = merged([item for examine in EXAMINATIONS for item in examine(snapshot, symptoms)])
     condition = symptoms.condition
     if condition in TROUBLED or condition in ("waiting", "starting"):
         verdict = _explained(snapshot, symptoms, findings)
@@ -70,34 +70,34 @@ def diagnose(snapshot: Snapshot) -> Verdict:
 def merged(findings: Sequence[Finding]) -> list[Finding]:
     """The same cause of the same victim once, with the evidence of all: two witnesses are better than one."""
     found: dict[tuple[str, str, int | None, str], Finding] = {}
-    for each in findings:
+    for finding in findings:
         # One cause on many cards of a node, or on many nodes, is one fault with many victims.
-        key = (each.cause, each.node, each.rank, each.leaf)
+        key = (finding.cause, finding.node, finding.rank, finding.leaf)
         if key in found:
             before = found[key]
-            evidence = tuple(dict.fromkeys((*before.evidence, *each.evidence)))
-            best = max(before, each, key=lambda one: one.strength)
-            both = 1.0 - (1.0 - min(1.0, before.strength)) * (1.0 - 0.5 * min(1.0, each.strength))
+            evidence = tuple(dict.fromkeys((*before.evidence, *finding.evidence)))
+            best = max(before, finding, key=lambda one: one.strength)
+            both = 1.0 - (1.0 - min(1.0, before.strength)) * (1.0 - 0.5 * min(1.0, finding.strength))
             found[key] = replace(
                 best,
                 evidence=evidence,
                 strength=max(best.strength, both),
-                health=_gravest(before, each),
-                is_urgent=before.is_urgent or each.is_urgent,
+                health=_gravest(before, finding),
+                is_urgent=before.is_urgent or finding.is_urgent,
             )
         else:
-            found[key] = each
+            found[key] = finding
     return list(found.values())
 
 
 def _gravest(*findings: Finding) -> str:
-    asked = {each.health for each in findings}
+    asked = {finding.health for finding in findings}
     return next((action for action in reversed(HEALTH_ACTIONS) if action in asked), "")
 
 
 def _explained(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) -> Verdict:
     first = symptoms.first
-    candidates = [each for each in findings if each.symptom == 0]
+    candidates = [finding for finding in findings if finding.symptom == 0]
     candidates = sorted(candidates, key=_rank_of, reverse=True)
     chosen = _best(candidates)
     if chosen is not None and chosen.cause in GUESSED and not _is_seen(snapshot, first):
@@ -118,9 +118,11 @@ def _explained(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) 
             lost_share=first.lost_share,
         )
     rivals = [
-        each for each in candidates if each.layer != chosen.layer and not each.about.is_symptom and each is not chosen
+        candidate
+        for candidate in candidates
+        if candidate.layer != chosen.layer and not candidate.about.is_symptom and candidate is not chosen
     ]
-    doubt = max((_score(each) for each in rivals if _same_victim(each, chosen)), default=0.0)
+    doubt = max((_score(rival) for rival in rivals if _same_victim(rival, chosen)), default=0.0)
     confidence = min(SURE, chosen.about.confidence * (0.7 + 0.3 * min(1.0, chosen.strength)) - 0.15 * doubt)
     node, rank = _victim(snapshot, first, chosen)
     return Verdict(
@@ -145,8 +147,8 @@ def _explained(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) 
 
 def _best(candidates: list[Finding]) -> Finding | None:
     """The best explanation: one that says why before one that says where, as long as it is good enough."""
-    why = [each for each in candidates if not each.about.is_symptom and _score(each) >= MIN_SCORE]
-    where = [each for each in candidates if each.about.is_symptom and _score(each) >= MIN_SCORE]
+    why = [item for item in candidates if not item.about.is_symptom and _score(item) >= MIN_SCORE]
+    where = [candidate for candidate in candidates if candidate.about.is_symptom and _score(candidate) >= MIN_SCORE]
     if why and where:
         # A reason that sits somewhere else than the symptom does not explain it.
         return why[0] if why[0].strength >= 0.5 * where[0].strength + 0.1 else where[0]
@@ -175,14 +177,14 @@ def _has_speed(gpus: Sequence[SnapshotGpu]) -> bool:
 def _others(findings: list[Finding], chosen: Finding | None, symptoms: Symptoms) -> tuple[Finding, ...]:
     """Further faults: not what the chosen one brings with it, and not where it hurts without why."""
     found: list[Finding] = []
-    for each in sorted(findings, key=_rank_of, reverse=True):
-        told = max(each.strength, each.evidence_strength if each.is_risk else 0.0)
-        if each is chosen or told < MIN_OTHER:
+    for finding in sorted(findings, key=_rank_of, reverse=True):
+        told = max(finding.strength, finding.evidence_strength if finding.is_risk else 0.0)
+        if finding is chosen or told < MIN_OTHER:
             continue
         known = [one for one in (chosen, *found) if one is not None]
-        if any(_belongs(each, one, symptoms) for one in known):
+        if any(_belongs(finding, one, symptoms) for one in known):
             continue
-        found.append(each)
+        found.append(finding)
     return tuple(found)
 
 
@@ -212,7 +214,7 @@ def _same_victim(one: Finding, other: Finding) -> bool:
 
 def _at_risk(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) -> Verdict:
     """A run that does well; what may cost it later is told."""
-    risks = sorted((each for each in findings if each.is_risk), key=_rank_of, reverse=True)
+    risks = sorted((finding for finding in findings if finding.is_risk), key=_rank_of, reverse=True)
     if not risks:
         return Verdict("healthy", confidence=SURE)
     first = risks[0]

@@ -23,8 +23,8 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
     condition = verdict.condition
     if condition == "waiting":
         job = f" as job {snapshot.scheduler.job}" if snapshot.scheduler.job else ""
-        told = f"{run.name} waits{job}: {symptoms.first.sentence}"
-        return " ".join([f"{told.rstrip('.')}.", *([_sentence(verdict.action)] if verdict.action else [])])
+        message = f"{run.name} waits{job}: {symptoms.first.sentence}"
+        return " ".join([f"{message.rstrip('.')}.", *([_sentence(verdict.action)] if verdict.action else [])])
     if condition == "unknown":
         return f"{run.name}: {symptoms.first.sentence}"
     if condition in ("done", "stopped"):
@@ -44,14 +44,14 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
     if verdict.cost_dollars_per_day is not None and verdict.cost_dollars_per_day >= MIN_DOLLARS:
         parts.append(f"It costs {dollars(verdict.cost_dollars_per_day)} a day.")
     if verdict.others:
-        parts.append("Besides: " + "; ".join(f"{each.sentence} ({each.layer})" for each in verdict.others[:3]) + ".")
+        parts.append("Besides: " + "; ".join(f"{other.sentence} ({other.layer})" for other in verdict.others[:3]) + ".")
     return " ".join(parts)
 
 
 def action_of(snapshot: Snapshot, symptom: Symptom, finding: Finding, node: str, rank: int | None) -> str:
     """What to do, with names where they are known: of several ranks the first that is where the fault is."""
     if rank is None:
-        there = (known for each in symptom.ranks if (known := snapshot.rank(each)) is not None)
+        there = (known for item in symptom.ranks if (known := snapshot.rank(item)) is not None)
         first = next((known for known in there if node in ("", known.node)), None)
         if first is not None and not finding.leaf:
             node, rank = first.node, first.rank

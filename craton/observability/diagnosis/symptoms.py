@@ -89,9 +89,9 @@ def _death(snapshot: Snapshot, message: str) -> Symptom:
         )
     if lost:
         return Symptom("dead", message, nodes=tuple(dict.fromkeys(lost)))
-    told = _VICTIM.search(message)
-    if told:
-        return Symptom("dead", message, ranks=(int(told[1]),), nodes=(told[2],))
+    match = _VICTIM.search(message)
+    if match:
+        return Symptom("dead", message, ranks=(int(match[1]),), nodes=(match[2],))
     return Symptom("dead", message)
 
 
@@ -114,12 +114,12 @@ def _fell_silent_before(snapshot: Snapshot, lost: Sequence[str], first: Snapshot
 
 def _ended_for_a_hang(snapshot: Snapshot, message: str) -> Symptom | None:
     """The agents ended all ranks because none moved: how each ended says nothing, what it was in when it did may."""
-    told = _HANG.search(message)
-    if told is None:
+    match = _HANG.search(message)
+    if match is None:
         return None
-    if told[2] == "is stopped by a signal":
-        ranks = [rank for rank in snapshot.ranks if rank.rank == int(told[1])]
-        return Symptom("dead", message, ranks=(int(told[1]),), nodes=_nodes(ranks), sign="stopped")
+    if match[2] == "is stopped by a signal":
+        ranks = [rank for rank in snapshot.ranks if rank.rank == int(match[1])]
+        return Symptom("dead", message, ranks=(int(match[1]),), nodes=_nodes(ranks), sign="stopped")
     kinds = Counter(rank.ended_in.partition("+")[0] for rank in snapshot.ranks if rank.ended_in)
     usual = kinds.most_common(1)[0][0] if kinds else ""
     odd = [rank for rank in snapshot.ranks if rank.ended_in and rank.ended_in.partition("+")[0] != usual]
@@ -203,15 +203,15 @@ def _hang(snapshot: Snapshot, culprits: Sequence[SnapshotRank], seconds: float) 
 def _limit(rank: SnapshotRank, snapshot: Snapshot) -> float:
     steps = threshold("hung_steps") * (rank.step_seconds or 0.0)
     own = rank.progress_limit_seconds or 0.0  # a command is silent while it evaluates, and says for how long it may be
-    told = hung_in(rank.kind)
-    if rank.kind in STEPPING or told is None:
+    hung = hung_in(rank.kind)
+    if rank.kind in STEPPING or hung is None:
         if not rank.step_seconds:  # its pace is not known yet: it may be compiling
             return hung_in("compile") or 0.0
         return max(threshold("hung_seconds"), steps, own)
     if rank.kind == "checkpoint":
         usual = max((tier.usual_seconds or 0.0 for tier in snapshot.tiers), default=0.0)
-        return max(told, 5.0 * usual)
-    return max(told, steps)
+        return max(hung, 5.0 * usual)
+    return max(hung, steps)
 
 
 def _culprits(ranks: Sequence[SnapshotRank]) -> list[SnapshotRank]:
@@ -257,12 +257,12 @@ def _silent(snapshot: Snapshot) -> Symptom | None:
 
 
 def _wrong(snapshot: Snapshot) -> list[Symptom]:
-    found = []
+    result = []
     ranks = _odd_ranks(snapshot)
     if ranks:
         names = ", ".join(str(rank.rank) for rank in ranks)
         text = f"computes something else on rank {names} than on the others"
-        found.append(
+        result.append(
             Symptom(
                 "wrong",
                 text,
@@ -281,13 +281,13 @@ def _wrong(snapshot: Snapshot) -> list[Symptom]:
         since = next((step for step, value in series if not math.isfinite(value)), None)
         evidence = (f"the {what} is not a number since step {since}",)
         text = f"computes no numbers any more: its {what} is not finite"
-        found.append(Symptom("wrong", text, evidence, lost_share=1.0, sign="not_a_number"))
+        result.append(Symptom("wrong", text, evidence, lost_share=1.0, sign="not_a_number"))
     elif (left := _left_its_way(losses)) is not None:
         sign, text = left
         # What is computed after a jump may be as good as ever; after the others it is not.
         lost = 0.0 if sign == "loss_spike" else 1.0
-        found.append(Symptom("wrong", text, (f"its newest losses are {_short(losses)}",), lost_share=lost, sign=sign))
-    return found
+        result.append(Symptom("wrong", text, (f"its newest losses are {_short(losses)}",), lost_share=lost, sign=sign))
+    return result
 
 
 def _odd_ranks(snapshot: Snapshot) -> list[SnapshotRank]:
@@ -353,34 +353,34 @@ def _left_its_way(values: Sequence[float]) -> tuple[str, str] | None:
 
 
 def _slow(snapshot: Snapshot) -> list[Symptom]:
-    found: list[Symptom] = []
+    symptoms: list[Symptom] = []
     straggling = find_straggling(snapshot)
-    found += [_straggles(snapshot, each) for each in straggling]
-    held_up = sum(each.lost_share for each in straggling)
+    symptoms += [_straggles(snapshot, entry) for entry in straggling]
+    held_up = sum(item.lost_share for item in straggling)
     slowness = find_slowness(snapshot)
-    for each in slowness:
+    for element in slowness:
         # What stragglers cost is in the step too; only what is beyond that is another symptom.
-        rest = each.lost_share - (held_up if each.is_first else 0.0)
-        is_theirs = each.phase in [one.phase for one in straggling]
+        rest = element.lost_share - (held_up if element.is_first else 0.0)
+        is_theirs = element.phase in [one.phase for one in straggling]
         if straggling and (rest < threshold("straggler_step_share") or is_theirs):
             continue
-        if any(symptom.phase == each.phase and not symptom.ranks for symptom in found):
+        if any(symptom.phase == element.phase and not symptom.ranks for symptom in symptoms):
             continue
-        against = since = "planned" if each.against == "plan" else "before"
-        if each.against == "plan":
+        against = since = "planned" if element.against == "plan" else "before"
+        if element.against == "plan":
             low, high = snapshot.run.step_seconds_low, snapshot.run.step_seconds_high
             against += f", {low:.3g} to {high:.3g} s at most" if low and high else ""
-        text = f"takes {each.step_seconds:.3g} s a step ({each.reference_seconds:.3g} s {against})"
+        text = f"takes {element.step_seconds:.3g} s a step ({element.reference_seconds:.3g} s {against})"
         evidence = (
             text,
-            f"{each.phase} owns most of it: {each.phase_seconds:.3g} s ({each.phase_reference:.3g} s {since})",
+            f"{element.phase} owns most of it: {element.phase_seconds:.3g} s ({element.phase_reference:.3g} s {since})",
         )
-        is_old = each.against == "plan" and not any(other.against == "earlier" for other in slowness)
-        found.append(Symptom("slow", text, evidence, phase=each.phase, lost_share=rest, since_start=is_old))
-    if not any(symptom.phase == "checkpoint" for symptom in found):
-        found += _blocked_by_saves(snapshot)
-    found += [*_breaks_again(snapshot), *_overloaded(snapshot)]
-    return sorted(found, key=lambda symptom: -(symptom.lost_share or 0.0))
+        is_old = element.against == "plan" and not any(other.against == "earlier" for other in slowness)
+        symptoms.append(Symptom("slow", text, evidence, phase=element.phase, lost_share=rest, since_start=is_old))
+    if not any(symptom.phase == "checkpoint" for symptom in symptoms):
+        symptoms += _blocked_by_saves(snapshot)
+    symptoms += [*_breaks_again(snapshot), *_overloaded(snapshot)]
+    return sorted(symptoms, key=lambda symptom: -(symptom.lost_share or 0.0))
 
 
 def _blocked_by_saves(snapshot: Snapshot) -> list[Symptom]:
@@ -426,14 +426,14 @@ def _straggles(snapshot: Snapshot, straggling: Straggling) -> Symptom:
     ranks = [rank for rank in snapshot.ranks if rank.rank in straggling.ranks]
     others = "others" if 2 * len(ranks) < len(snapshot.ranks) else "fast ones"
     one = len(ranks) == 1
-    told = (
+    message = (
         f"{_who(ranks)} {'spends' if one else 'spend'} {straggling.ratio:.2f} times as long on the work of a step as "
         f"the {others}, most of it in {straggling.phase}, and {'waits' if one else 'wait'} least"
     )
     return Symptom(
         "slow",
         f"loses {straggling.lost_share:.0%} of every step to {_who(ranks)}",
-        (told,),
+        (message,),
         straggling.ranks,
         _nodes(ranks),
         _whole_leaf(snapshot, ranks),

@@ -80,7 +80,7 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         document = asdict(self)
-        document["others"] = [{**asdict(each), "layer": each.layer} for each in self.others]
+        document["others"] = [{**asdict(other), "layer": other.layer} for other in self.others]
         return document
 
 

@@ -57,7 +57,7 @@ class Team:
     """All collectors of an exporter."""
 
     def __init__(self, collectors: Sequence[Collector], answer_seconds: float = ANSWER_SECONDS) -> None:
-        self._workers = [_Worker(each) for each in collectors]
+        self._workers = [_Worker(collector) for collector in collectors]
         self._answer_seconds = answer_seconds
 
     def collect(self, now: float) -> Iterator[Sample]:

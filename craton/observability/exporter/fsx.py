@@ -66,7 +66,9 @@ class FsxCollector(Collector):
 
 def fetch(client: Any, identities: Sequence[str], now: datetime) -> dict[tuple[str, str], tuple[float, float]]:
     """The newest value of every metric of these file systems: GetMetricData, a page after another."""
-    asked = {f"m{number}": pair for number, pair in enumerate((name, each) for each in identities for name in _ASKED)}
+    asked = {
+        f"m{number}": pair for number, pair in enumerate((name, identity) for identity in identities for name in _ASKED)
+    }
     queries = [_query(key, *pair) for key, pair in asked.items()]
     found: dict[tuple[str, str], tuple[float, float]] = {}
     for start in range(0, len(queries), MAX_QUERIES):
@@ -94,10 +96,10 @@ def fsx_bridge(asked: str, root: NodeRoot) -> FsxCollector | None:
         return None
     mounted = [mount.source for mount in read_mounts(root) if mount.kind == "lustre"]
     if asked == "auto":
-        identities = sorted({found[0] for source in mounted if (found := _IDENTITY.match(source))})
+        identities = sorted({match[0] for source in mounted if (match := _IDENTITY.match(source))})
     else:
         identities = asked.split(",")
-    bad = [each for each in identities if not _IDENTITY.fullmatch(each)]
+    bad = [identity for identity in identities if not _IDENTITY.fullmatch(identity)]
     if bad:
         raise CratonError(
             f"--fsx {bad[0]!r} is no file system of FSx: give off, auto, or names like fs-0123456789abcdef0"
@@ -105,7 +107,7 @@ def fsx_bridge(asked: str, root: NodeRoot) -> FsxCollector | None:
     session = _session(required=asked != "auto")
     if not identities or session is None:
         return None
-    region = next((found[1] for source in mounted if (found := _REGION.search(source))), None)
+    region = next((match[1] for source in mounted if (match := _REGION.search(source))), None)
     return FsxCollector(identities, lambda: session.create_client("cloudwatch", region_name=region))
 
 

@@ -174,5 +174,5 @@ def _age(written: float | None, uptime: float | None) -> float | None:
 def _uptime(root: NodeRoot) -> float | None:
     if not root.is_recorded:
         return time.clock_gettime(time.CLOCK_MONOTONIC)  # the kernel dates its log by a clock that sleeps with it
-    told = re.match(r"\d+(?:\.\d+)?", root.read("proc/uptime"))
-    return float(told[0]) if told else None
+    match = re.match(r"\d+(?:\.\d+)?", root.read("proc/uptime"))
+    return float(match[0]) if match else None

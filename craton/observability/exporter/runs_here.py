@@ -148,8 +148,8 @@ class RunsHere:
             if heartbeat.state != "running" or heartbeat.age_seconds() > FRESH_SECONDS:
                 continue
             status = read_status(run, node) if _age(run.status_path(node)) < FRESH_SECONDS else None
-            for each in status.ranks if status is not None else ():
-                yield each.pid, RankHere(run.name, str(each.rank), node), heartbeat.host == self._host
+            for rank in status.ranks if status is not None else ():
+                yield rank.pid, RankHere(run.name, str(rank.rank), node), heartbeat.host == self._host
 
     def _read_hosts(self, run: RunDirectory, hosts: _Hosts, now: float) -> None:
         folder = run.path / "heartbeat"

@@ -55,7 +55,7 @@ class Healing:
     @property
     def is_well(self) -> bool:
         """Whether nothing is left that should have been done."""
-        return not self.failures and not (self.mode == "act" and any(each.is_held for each in self.decisions))
+        return not self.failures and not (self.mode == "act" and any(decision.is_held for decision in self.decisions))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -64,7 +64,7 @@ class Healing:
             "share": self.share,
             "nodes": self.total,
             "out": self.num_out,
-            "decisions": [each.to_json() for each in self.decisions],
+            "decisions": [decision.to_json() for decision in self.decisions],
             "deeds": [entry.__dict__ for entry in self.deeds],
             "failures": list(self.failures),
             "moves": self.moves,
@@ -85,14 +85,14 @@ def heal(
     ledger = Ledger(place.root)
     if mode == "off":
         nodes = place.service.nodes()
-        return Healing(place.name, mode, share, len(nodes), sum(each.is_out for each in nodes), ())
+        return Healing(place.name, mode, share, len(nodes), sum(item.is_out for item in nodes), ())
     if mode == "advise":
         return _advise(place, ledger, troubles, share, node)
     with ledger.held():
         healing = replace(_advise(place, ledger, troubles, share, node), mode="act")
         if healing.notes:
             raise LedgerError(f"nothing is healed without its ledger: {healing.notes[0]}")
-        wanted = [each for each in healing.decisions if each.deed != "none"]
+        wanted = [decision for decision in healing.decisions if decision.deed != "none"]
         if not wanted or (approve is not None and not approve(wanted)):
             return healing
         return _act(place, ledger, healing, troubles)
@@ -128,9 +128,9 @@ def _advise(
     ways = {host: [plan_evacuation(run, own, bad) for run, own in runs] for host, runs in place.runs_on().items()}
     hands_over = [action for action in LEAVES if place.hands_over and place.service.can_hand_over(action)]
     decisions = decide(troubles, nodes, history, now, share, hands_over, ways)
-    decisions = [each for each in decisions if node in (None, each.node)]
+    decisions = [entry for entry in decisions if node in (None, entry.node)]
     seen = [
-        (_incident(place, each, now), pause_between(each.trouble)) for each in decisions if each.trouble is not None
+        (_incident(place, item, now), pause_between(item.trouble)) for item in decisions if item.trouble is not None
     ]
     notes: tuple[str, ...] = ()
     if fresh := fresh_incidents(history, seen):
@@ -139,9 +139,9 @@ def _advise(
         except LedgerError as error:
             notes = (f"what was seen is not remembered: {error}",)
     moves = {
-        each.node: [f"{way.run}: {way.sentence}" for way in ways[each.node]]
-        for each in decisions
-        if each.deed in ("take_out", "move") and ways.get(each.node)
+        decision.node: [f"{way.run}: {way.sentence}" for way in ways[decision.node]]
+        for decision in decisions
+        if decision.deed in ("take_out", "move") and ways.get(decision.node)
     }
     num_out = sum(node.is_out for node in nodes)
     return Healing(place.name, "advise", share, len(nodes), num_out, tuple(decisions), moves=moves, notes=notes)
@@ -254,7 +254,9 @@ def _exceeded(nodes: Sequence[ServiceNode], share: float) -> str:
 
 def _bad(nodes: Sequence[ServiceNode], troubles: Sequence[Trouble]) -> set[str]:
     """Where no run is to go."""
-    return {node.name for node in nodes if node.is_out} | {each.node for each in troubles if each.action in LEAVES}
+    return {node.name for node in nodes if node.is_out} | {
+        trouble.node for trouble in troubles if trouble.action in LEAVES
+    }
 
 
 def _entry(place: HealingScope, decision: Decision) -> LedgerEntry:

@@ -52,7 +52,7 @@ class LedgerEntry:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> LedgerEntry | None:
         """None for a line that is none of ours."""
-        known = {each.name for each in fields(cls)}
+        known = {field.name for field in fields(cls)}
         try:
             entry = cls(**{name: value for name, value in document.items() if name in known})
         except TypeError:
@@ -123,15 +123,15 @@ def new_id() -> str:
 
 def fresh_incidents(entries: Sequence[LedgerEntry], seen: Iterable[tuple[LedgerEntry, float]]) -> list[LedgerEntry]:
     """Of what is seen now, what the ledger has not been told, or not for so many seconds. An event is told once."""
-    told = [entry for entry in entries if entry.kind == "incident"]
-    last = {_key(entry): entry.time for entry in told}
+    messages = [entry for entry in entries if entry.kind == "incident"]
+    last = {_key(entry): entry.time for entry in messages}
     return [
-        each
-        for each, pause in seen
+        item
+        for item, pause in seen
         if (
-            not any(_is_one_event(each, earlier) for earlier in told)
-            if each.moment
-            else each.time - last.get(_key(each), float("-inf")) >= pause
+            not any(_is_one_event(item, earlier) for earlier in messages)
+            if item.moment
+            else item.time - last.get(_key(item), float("-inf")) >= pause
         )
     ]
 
@@ -188,7 +188,7 @@ def other_runs_with(entries: Iterable[LedgerEntry], trouble: Trouble, now: float
 def lemons(entries: Sequence[LedgerEntry], now: float) -> dict[str, int]:
     """Node → episodes, of those that had one; the worst first."""
     counts = {node: _episodes(*_moments(entries, node, now)) for node in {entry.node for entry in entries}}
-    return {node: count for node, count in sorted(counts.items(), key=lambda each: (-each[1], each[0])) if count}
+    return {node: count for node, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if count}
 
 
 class Moment(NamedTuple):

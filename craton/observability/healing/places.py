@@ -42,7 +42,7 @@ class HealingScope:
 
     def runs_on(self) -> dict[str, list[tuple[RunDirectory, str]]]:
         """Node of the cluster → the runs that compute there, with their own name of it."""
-        found: dict[str, list[tuple[RunDirectory, str]]] = {}
+        result: dict[str, list[tuple[RunDirectory, str]]] = {}
         for run in self.runs:
             try:
                 hosts, working = hosts_of(run), working_nodes(run)
@@ -50,8 +50,8 @@ class HealingScope:
                 continue
             for node, host in hosts.items():
                 if node in working:
-                    found.setdefault(host, []).append((run, node))
-        return found
+                    result.setdefault(host, []).append((run, node))
+        return result
 
     def avoid(self, host: str, mark: str) -> None:
         """No run takes a node of the cluster that was taken out as its spare."""
@@ -71,17 +71,17 @@ def place_of(target: str | None) -> HealingScope:
 
 def look(place: HealingScope, prometheus: str | None = None, notes: list[str] | None = None) -> list[Trouble]:
     """What ails the nodes, by the verdicts on the runs there and by what their pre-flight found."""
-    found: list[Trouble] = []
+    troubles: list[Trouble] = []
     told = notes if notes is not None else []
     for run, ended in [*((run, None) for run in place.runs), *place.ended]:
         try:
-            found += of_verdict(diagnose(take_snapshot(run, prometheus)), hosts_of(run), run.name, ended)
+            troubles += of_verdict(diagnose(take_snapshot(run, prometheus)), hosts_of(run), run.name, ended)
             for path in paths_in(run.path / "preflight", "*.json"):
                 with open_regular(path) as file:
-                    found += _of_report(file, path, told)
+                    troubles += _of_report(file, path, told)
         except Exception as error:  # noqa: BLE001 - whatever it is, it hides no other run, and it is told
             told.append(f"{run.name} could not be examined: {str(error) or type(error).__name__}")
-    return found
+    return troubles
 
 
 def read_report(path: Path, notes: list[str] | None = None) -> list[Trouble]:
@@ -103,11 +103,11 @@ def _of_report(file: BinaryIO, path: Path, notes: list[str]) -> list[Trouble]:
     document = json.loads(file.read(MAX_REPORT_BYTES))
     if not isinstance(document, dict):
         raise CratonError(f"{path} holds no object; `craton doctor NODES --json > FILE` writes it")
-    found = of_doctor(document, measured)
-    if found and time.time() - measured > rules().report_seconds:
+    result = of_doctor(document, measured)
+    if result and time.time() - measured > rules().report_seconds:
         notes.append(f"{path} is older than {rules().report_seconds / 3600:.0f} h and does not count")
         return []
-    return found
+    return result
 
 
 def ledger_root(file: ClusterFile | None) -> Path:

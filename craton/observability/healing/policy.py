@@ -82,12 +82,14 @@ def decide(
         hands_over=hands_over,
         runs_on=runs_on or {},
         moved={
-            (each.run, each.node) for each in history if each.kind == "move" and now - each.time <= rules().move_seconds
+            (element.run, element.node)
+            for element in history
+            if element.kind == "move" and now - element.time <= rules().move_seconds
         },
-        ours={(each.node, each.id) for each in history if each.kind == "take_out"},
+        ours={(entry.node, entry.id) for entry in history if entry.kind == "take_out"},
     )
     found = [cluster.decide(need) for need in sorted(needs.values(), key=_urgency)]
-    return [each for each in found if each.trouble is not None or each.deed != "none" or each.why_not]
+    return [item for item in found if item.trouble is not None or item.deed != "none" or item.why_not]
 
 
 def most_out(total: int, share: float) -> int:
@@ -119,15 +121,15 @@ class _Need:
 
 def _needed(node: str, troubles: Sequence[Trouble], history: Sequence[LedgerEntry], now: float) -> _Need:
     table, stops_run = rules(), any(each.stops_run for each in troubles)
-    evidence = tuple(dict.fromkeys(each.evidence for each in troubles))
-    open_ones = [each for each in troubles if not is_answered(history, each, now)]
+    evidence = tuple(dict.fromkeys(element.evidence for element in troubles))
+    open_ones = [trouble for trouble in troubles if not is_answered(history, trouble, now)]
     if not open_ones:
         first = gravest(troubles)
         reason = f"{first.evidence}; the node was given back since, and nothing new has happened"
         return _Need(node, "observe", reason, evidence, "", first, stops_run=stops_run)
-    settled = [each for each in open_ones if not _doubt(each, history, now)]
+    settled = [open_one for open_one in open_ones if not _doubt(open_one, history, now)]
     first = gravest(open_ones)
-    if first not in settled and not any(each.action in LEAVES for each in settled) and first.action != "observe":
+    if first not in settled and not any(entry.action in LEAVES for entry in settled) and first.action != "observe":
         reason = f"{first.evidence}; {_doubt(first, history, now)}"
         return _Need(node, "observe", reason, evidence, "", first, stops_run=stops_run)
     first = gravest(settled or open_ones)
@@ -144,7 +146,7 @@ def _needed(node: str, troubles: Sequence[Trouble], history: Sequence[LedgerEntr
         if len(others) + 1 >= table.same_card_runs:
             action, before = "reset", first.action
             reason += f"; the same card had it in {', '.join(sorted(others))} too, so it is not the program's"
-    is_urgent = first.is_urgent or any(each.is_urgent for each in settled if each.action in LEAVES)
+    is_urgent = first.is_urgent or any(item.is_urgent for item in settled if item.action in LEAVES)
     return _Need(node, action, reason, evidence, before, first, is_urgent, stops_run)
 
 
@@ -161,7 +163,7 @@ def _doubt(trouble: Trouble, history: Sequence[LedgerEntry], now: float) -> str:
 
 def _open_deed(node: ServiceNode, history: Sequence[LedgerEntry]) -> LedgerEntry | None:
     """What the ledger has of our taking the node out, where it is still out by that."""
-    deeds = [each for each in history if each.kind == "take_out" and (each.node, each.id) == (node.name, node.mark)]
+    deeds = [item for item in history if item.kind == "take_out" and (item.node, item.id) == (node.name, node.mark)]
     return deeds[-1] if deeds and node.is_out and deeds[-1].action in LEAVES else None
 
 
@@ -254,7 +256,7 @@ class _Cluster:
         for way in ways:
             if way.how not in WAITS:
                 continue
-            theirs = [name for name, others in self.runs_on.items() if any(each.run == way.run for each in others)]
+            theirs = [name for name, others in self.runs_on.items() if any(other.run == way.run for other in others)]
             needed = 1 + sum(self.nodes[name].is_out for name in theirs if name in self.nodes and name != need.node)
             if self.num_idle < needed:
                 return (
@@ -271,4 +273,4 @@ def _urgency(need: _Need) -> tuple[int, bool, float, str]:
 
 
 def _of(troubles: Sequence[Trouble], node: str) -> list[Trouble]:
-    return [each for each in troubles if each.node == node]
+    return [trouble for trouble in troubles if trouble.node == node]

@@ -48,7 +48,7 @@ def of_doctor(document: Mapping[str, Any], measured: float | None = None) -> lis
     findings = document.get("findings")
     if not isinstance(findings, list):
         raise CratonError("this is not what `craton doctor --json` prints: it has no `findings`")
-    found = [_of_finding(each, document, measured) for each in findings if isinstance(each, Mapping)]
+    found = [_of_finding(finding, document, measured) for finding in findings if isinstance(finding, Mapping)]
     return [trouble for trouble in found if trouble is not None]
 
 
@@ -59,17 +59,17 @@ def of_verdict(verdict: Verdict, hosts: Mapping[str, str], run: str = "", ended:
     table = rules().causes | (rules().causes_of_healthy if is_healthy else {})
     evidence = verdict.because or "; ".join(verdict.evidence) or verdict.sentence
     hurts = not is_healthy or verdict.is_urgent
-    told = [(verdict.cause, verdict.health, verdict.node, evidence, verdict.confidence, verdict.moment, hurts)]
-    for each in verdict.others:
-        hurts = (each.symptom is not None and not is_healthy) or each.is_urgent
-        told.append((each.cause, each.health, each.node, each.sentence, each.strength, each.moment, hurts))
-    found: list[Trouble] = []
-    for number, (cause, health, node, evidence, confidence, moment, hurts) in enumerate(told):
+    messages = [(verdict.cause, verdict.health, verdict.node, evidence, verdict.confidence, verdict.moment, hurts)]
+    for other in verdict.others:
+        hurts = (other.symptom is not None and not is_healthy) or other.is_urgent
+        messages.append((other.cause, other.health, other.node, other.sentence, other.strength, other.moment, hurts))
+    troubles: list[Trouble] = []
+    for number, (cause, health, node, evidence, confidence, moment, hurts) in enumerate(messages):
         action = health if health in HEALTH_ACTIONS else table.get(cause)
         if action is None or node not in hosts:
             continue
         stops = number == 0 and verdict.condition in ("dead", "hung")
-        found.append(
+        troubles.append(
             Trouble(
                 hosts[node],
                 action,
@@ -85,12 +85,12 @@ def of_verdict(verdict: Verdict, hosts: Mapping[str, str], run: str = "", ended:
                 stops_run=stops and ended is None,
             )
         )
-    return found
+    return troubles
 
 
 def gravest(troubles: Iterable[Trouble]) -> Trouble:
     """Of one node: what asks for most, and of those what is surest."""
-    return max(troubles, key=lambda each: (HEALTH_ACTIONS.index(each.action), each.is_urgent, each.confidence))
+    return max(troubles, key=lambda item: (HEALTH_ACTIONS.index(item.action), item.is_urgent, item.confidence))
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _xid_age_seconds(document: Mapping[str, Any], node: str, evidence: str) -> f
     """How old the newest XID that the evidence names was when it was read; 0 where the log does not tell."""
     named = _XID.search(evidence)
     try:
-        reports = [each["report"] for each in document["nodes"] if each["node"] == node]
+        reports = [item["report"] for item in document["nodes"] if item["node"] == node]
         ages = [
             float(xid["age_seconds"])
             for report in reports

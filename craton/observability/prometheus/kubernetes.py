@@ -57,7 +57,7 @@ class MonitoredCluster:
 def operator_objects(cluster: MonitoredCluster, groups: list[dict[str, Any]]) -> dict[str, Manifest]:
     """File name → object."""
     ours = {"app.kubernetes.io/managed-by": "craton"}
-    found = {
+    result = {
         "prometheusrule.yaml": _object("PrometheusRule", "craton", cluster, {"groups": groups}),
         "podmonitor-runs.yaml": _pods(AGENTS, cluster, ours, ports=("metrics",), relabel=[_RUN], own_labels=True),
         "podmonitor-servers.yaml": _pods(
@@ -72,8 +72,8 @@ def operator_objects(cluster: MonitoredCluster, groups: list[dict[str, Any]]) ->
         "servicemonitor-dcgm.yaml": _dcgm(cluster),
     }
     if cluster.gang == KUEUE:
-        found["servicemonitor-kueue.yaml"] = _kueue(cluster)
-    return found
+        result["servicemonitor-kueue.yaml"] = _kueue(cluster)
+    return result
 
 
 def _object(kind: str, name: str, cluster: MonitoredCluster, spec: Manifest) -> Manifest:

@@ -142,11 +142,11 @@ class TargetKeeper:
 
     def _look(self) -> None:
         runs = list(self.settings.runs) or list_runs(self.settings.root)
-        found: FoundTargets = look_at(runs)
+        found_targets: FoundTargets = look_at(runs)
         self._ask_slurm()
         # Slurm's first: a node is dialled by the same name whether or not a run is there.
-        machines = merged([*self._slurm_machines, *found.machines])
-        targets = [*found.targets, *self.exporters.look(machines)]
+        machines = merged([*self._slurm_machines, *found_targets.machines])
+        targets = [*found_targets.targets, *self.exporters.look(machines)]
         write_targets(self.folder, targets)
         self._runs, self.targets = runs, targets
 
@@ -259,11 +259,17 @@ class Observer:
         """How the targets do, but for Prometheus itself, and what alerts; OSError when it does not answer."""
         assert self.prometheus is not None
         active = self.prometheus.ask("/api/v1/targets", state="active")["data"]["activeTargets"]
-        targets = [each for each in active if each["labels"]["job"] != OWN_JOB]
+        targets = [item for item in active if item["labels"]["job"] != OWN_JOB]
         alerts = self.prometheus.ask("/api/v1/alerts")["data"]["alerts"]
         return Observed(
-            tuple(sorted((_told_target(each) for each in targets), key=lambda each: (each["job"], each["address"]))),
-            tuple(sorted((_told_alert(each) for each in alerts), key=lambda each: (each["severity"], each["name"]))),
+            tuple(
+                sorted((_told_target(target) for target in targets), key=lambda entry: (entry["job"], entry["address"]))
+            ),
+            tuple(
+                sorted(
+                    (_told_alert(alert) for alert in alerts), key=lambda element: (element["severity"], element["name"])
+                )
+            ),
         )
 
     def _write_config(self) -> None:
@@ -342,21 +348,21 @@ def _locked(path: Path) -> IO[str]:
 
 def _runs_of_jobs(runs: Sequence[RunDirectory]) -> dict[str, str]:
     """Slurm's job number → run, of runs that have not ended."""
-    found = {}
+    result = {}
     for run in runs:
         if not (run.has("DONE") or run.has("FATAL")):
             submission = read_submission(run)
             if submission.on == "slurm" and submission.job:
-                found[submission.job] = run.name
-    return found
+                result[submission.job] = run.name
+    return result
 
 
 def _addresses(targets: Iterable[ScrapeTarget]) -> dict[str, set[str]]:
     """Job → where its targets are."""
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for target in targets:
-        found.setdefault(target.job, set()).add(target.address)
-    return found
+        result.setdefault(target.job, set()).add(target.address)
+    return result
 
 
 def _kubeconfig() -> str | None:

@@ -38,8 +38,8 @@ def find_program(names: tuple[str, ...]) -> str:
     """Its path; ObserveError says how to install it."""
     for name in names:
         # Debian puts neither into a folder that everybody's PATH lacks, but other packages use /usr/sbin.
-        if found := shutil.which(name) or shutil.which(name, path="/usr/local/bin:/usr/sbin:/opt/prometheus"):
-            return found
+        if result := shutil.which(name) or shutil.which(name, path="/usr/local/bin:/usr/sbin:/opt/prometheus"):
+            return result
     raise ObserveError(
         f"{names[0]} is not installed; on Debian and Ubuntu `apt-get install prometheus prometheus-alertmanager`, "
         "elsewhere from prometheus.io/download, then put it on the PATH"

@@ -129,7 +129,7 @@ def _dashboards(runbooks: str | None) -> dict[str, str]:
     if find_spec(DASHBOARDS) is None or find_spec("grafana_foundation_sdk") is None:
         return {}
     found = import_module(DASHBOARDS).all_dashboards(runbooks)
-    return {f"grafana/dashboards/{name}.json": json.dumps(each, indent=1) for name, each in found.items()}
+    return {f"grafana/dashboards/{name}.json": json.dumps(item, indent=1) for name, item in found.items()}
 
 
 def _operator_patch(workspace: Workspace) -> dict[str, object]:

@@ -142,8 +142,8 @@ def checked_runbooks(url: str | None) -> str | None:
 
 
 def _rules(file: str, runbooks: str | None, *, slow: bool) -> list[dict[str, Any]]:
-    recordings = [each.document() for each in RECORDINGS if each.group == file and each.slow == slow]
-    alerts = [each.document(runbooks) for each in ALERTS if each.group == file and each.slow == slow]
+    recordings = [entry.document() for entry in RECORDINGS if entry.group == file and entry.slow == slow]
+    alerts = [item.document(runbooks) for item in ALERTS if item.group == file and item.slow == slow]
     return [*recordings, *alerts]
 
 
@@ -170,9 +170,9 @@ def _read() -> tuple[tuple[RecordingRule, ...], tuple[AlertRule, ...]]:
     folder = resources.files("craton.observability.prometheus").joinpath("rules")
     for file in FILES:
         table = tomllib.loads(folder.joinpath(f"{file}.toml").read_text(encoding="utf-8"))
-        recordings += [RecordingRule(group=file, **_with_expr(each)) for each in table.get("record", ())]
+        recordings += [RecordingRule(group=file, **_with_expr(entry)) for entry in table.get("record", ())]
         alerts += [
-            AlertRule(group=file, for_=each.pop("for", ""), **_with_expr(each)) for each in table.get("alert", ())
+            AlertRule(group=file, for_=item.pop("for", ""), **_with_expr(item)) for item in table.get("alert", ())
         ]
     return tuple(recordings), tuple(alerts)
 

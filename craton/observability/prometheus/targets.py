@@ -101,7 +101,7 @@ def run_targets(run: RunDirectory, beats: Mapping[str, Heartbeat], leaves: Mappi
     def labels(node: str) -> dict[str, str]:
         return {"run": run.name, "node": node, "leaf": str(leaves.get(node, ""))}
 
-    found = [
+    result = [
         ScrapeTarget(AGENTS, joined(_host(beat), beat.metrics_port), labels(node))
         for node, beat in beats.items()
         if beat.metrics_port
@@ -110,8 +110,8 @@ def run_targets(run: RunDirectory, beats: Mapping[str, Heartbeat], leaves: Mappi
     if server is not None:
         node, beat = next(iter(beats.items()))
         host, port = server
-        found.append(ScrapeTarget(SERVERS, joined(_host(beat) if host in EVERYWHERE else host, port), labels(node)))
-    return found
+        result.append(ScrapeTarget(SERVERS, joined(_host(beat) if host in EVERYWHERE else host, port), labels(node)))
+    return result
 
 
 @dataclass

@@ -86,18 +86,20 @@ def healed(healing: Mapping[str, Any], run_name: str) -> ActionOutcome:
     mode = healing.get("mode")
     if mode == "off":
         return ActionOutcome(False, "healing of its cluster is off (`health: {heal: off}` in the cluster file)")
-    decisions, failures = healing["decisions"], [str(each) for each in healing.get("failures") or ()]
+    decisions, failures = healing["decisions"], [str(failure) for failure in healing.get("failures") or ()]
     if not decisions and not failures:
         return ActionOutcome(True, "no node needs anything")
-    told = "; ".join([*failures, *map(_need, decisions)])
+    message = "; ".join([*failures, *map(_need, decisions)])
     numbers = list(dict.fromkeys(str(deed["id"]) for deed in healing.get("deeds") or ()))
     if numbers:
         undoing = ", ".join(f"`craton heal {run_name} --undo {number}`" for number in numbers)
-        told = f"{len(numbers)} done, to be undone by {undoing}; {told}"
+        message = f"{len(numbers)} done, to be undone by {undoing}; {message}"
     elif not failures:
-        told += ". Nothing was done" + ("" if mode == "act" else f": its cluster's policy is {mode}")
-    is_held = mode == "act" and any(each.get("why_not") and each.get("deed") == "none" for each in decisions)
-    return ActionOutcome(not failures and not is_held, told)
+        message += ". Nothing was done" + ("" if mode == "act" else f": its cluster's policy is {mode}")
+    is_held = mode == "act" and any(
+        decision.get("why_not") and decision.get("deed") == "none" for decision in decisions
+    )
+    return ActionOutcome(not failures and not is_held, message)
 
 
 def _need(decision: Mapping[str, Any]) -> str:

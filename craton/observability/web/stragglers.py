@@ -87,5 +87,5 @@ def _medians(values: NDArray[np.float64]) -> NDArray[np.float64]:
     counts = (~np.isnan(values)).sum(axis=1, keepdims=True)
     low = np.take_along_axis(ordered, np.maximum(counts - 1, 0) // 2, axis=1)
     high = np.take_along_axis(ordered, np.minimum(counts // 2, values.shape[1] - 1), axis=1)
-    found: NDArray[np.float64] = ((low + high) / 2.0)[:, 0]
-    return found
+    result: NDArray[np.float64] = ((low + high) / 2.0)[:, 0]
+    return result

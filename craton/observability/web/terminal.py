@@ -273,8 +273,8 @@ def frame_json(look: TopLook) -> dict[str, Any]:
         "storage": summary.storage,
         "unread": list(look.unread),
         "verdict": asdict(look.verdict) if look.verdict else None,
-        "nodes": [{**asdict(each), "gpus": look.gpus.get(each.node, {})} for each in look.nodes],
-        "ranks": [asdict(each) for each in look.ranks],
+        "nodes": [{**asdict(node), "gpus": look.gpus.get(node.node, {})} for node in look.nodes],
+        "ranks": [asdict(rank) for rank in look.ranks],
     }
 
 
@@ -361,7 +361,7 @@ def _lines(table: RankTable, views: list[NodeView], nodes: Nodes) -> list[RankLi
     measured = {rank: index for index, rank in enumerate(table.ranks)}
     rows = table.values.tolist()  # by rows of floats: single values of an array are slow
     step_seconds, memory_bytes = COLUMNS.index("run_step_seconds"), COLUMNS.index("run_memory_bytes")
-    found = []
+    result = []
     for view in views:
         if view.is_spare:
             continue
@@ -373,7 +373,7 @@ def _lines(table: RankTable, views: list[NodeView], nodes: Nodes) -> list[RankLi
             rank = view.first_rank + number
             index, rank_now = measured.get(rank), told.get(rank)
             row = rows[index] if index is not None else None
-            found.append(
+            result.append(
                 RankLine(
                     rank=rank,
                     node=view.node,
@@ -388,7 +388,7 @@ def _lines(table: RankTable, views: list[NodeView], nodes: Nodes) -> list[RankLi
                     memory_bytes=_known(row[memory_bytes]) if row else None,
                 )
             )
-    return found
+    return result
 
 
 def _progress_age(rank: RankStatus | None, told_age_seconds: float) -> float | None:

@@ -85,12 +85,12 @@ def arm_faults(run: RunDirectory, faults: Sequence[InjectedFault]) -> Path:
 def fired_faults(run: RunDirectory, since: float = 0.0) -> dict[str, float]:
     """Text → epoch seconds of every fault that has happened from this moment on, oldest first. What every node does for
     itself, such as to flip a byte of its own memory, counts when the first has."""
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for event in sorted(_events(run), key=lambda event: float(event.get("time", 0.0))):
         moment = float(event.get("time", 0.0))
         if event.get("event") == "chaos_fired" and moment >= since:
-            found.setdefault(str(event.get("fault")).partition(": ")[0], moment)  # what was done follows the fault
-    return found
+            result.setdefault(str(event.get("fault")).partition(": ")[0], moment)  # what was done follows the fault
+    return result
 
 
 def faults_left(run: RunDirectory, job: Job, before: Launch, launch: Launch, step: int) -> list[str]:

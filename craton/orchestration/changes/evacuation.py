@@ -78,7 +78,11 @@ def plan_evacuation(run: RunDirectory, node: str, bad: Collection[str] = ()) -> 
     """How the run would leave the node for one that is not on a bad host; nothing is done."""
     if node not in working_nodes(run):
         return Evacuation(run.name, node, "", f"{run.name} does not compute on {node}")
-    promised = [each for each in working_nodes(run) if each in read_avoided(run) and each != node]
+    promised = [
+        working_node
+        for working_node in working_nodes(run)
+        if working_node in read_avoided(run) and working_node != node
+    ]
     if spares := spare_nodes(run, bad)[len(promised) :]:
         cost = "no step is lost" if read_launch(run).nursery else "the command is told to stop, and starts again"
         return Evacuation(run.name, node, "spare", f"{spares[0]}, a spare, takes the place of {node}; {cost}")

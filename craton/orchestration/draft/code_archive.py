@@ -85,26 +85,26 @@ def find_code(job: Job, root: Path) -> FoundFile | None:
     where = job.where("workdir")
     if not folder.is_dir():
         raise StartError(f"{where}workdir: {folder} is not a folder; give the one that the command runs in")
-    found = FoundFile(folder, {}, {})
-    for path, entry in _walk(folder, {root.resolve(), runs_root().resolve()}, found.withheld):
+    found_file = FoundFile(folder, {}, {})
+    for path, entry in _walk(folder, {root.resolve(), runs_root().resolve()}, found_file.withheld):
         if entry.is_symlink():
-            found.links[path] = _target(folder, path)
+            found_file.links[path] = _target(folder, path)
         elif entry.is_file():
-            found.files[path] = entry.stat().st_size
-        if len(found.files) > MAX_FILES:
+            found_file.files[path] = entry.stat().st_size
+        if len(found_file.files) > MAX_FILES:
             raise StartError(
                 f"{where}workdir: {folder} holds more than {MAX_FILES:,} files; name those that the command does not "
                 "need in a .cratonignore there (written as a .gitignore), or give another workdir"
             )
-    if found.size > workdir.limit:
-        largest = sorted(found.files.items(), key=lambda item: -item[1])[:SHOWN]
+    if found_file.size > workdir.limit:
+        largest = sorted(found_file.files.items(), key=lambda item: -item[1])[:SHOWN]
         shown = ", ".join(f"{path} ({_megabytes(size)})" for path, size in largest)
         raise StartError(
-            f"{where}workdir: {folder} holds {_megabytes(found.size)}, and at most {_megabytes(workdir.limit)} are "
-            f"copied into a run; the largest are {shown}; name what the command does not need in a .cratonignore there "
+            f"{where}workdir: {folder} holds {_megabytes(found_file.size)}, and at most {_megabytes(workdir.limit)} "
+            f"are copied into a run; the largest are {shown}; name what the command does not need in a .cratonignore there "
             "(written as a .gitignore), give another workdir, or `workdir: {limit: 1GB}`"
         )
-    return found
+    return found_file
 
 
 def keep_code(found: FoundFile, run: RunDirectory) -> str:
@@ -241,28 +241,28 @@ def _rules_above(folder: Path) -> Rules:
             break
         above.append(parent)
         if (parent / ".git").exists():
-            return [rule for each in reversed(above) for rule in _rules_of(each)]
+            return [rule for item in reversed(above) for rule in _rules_of(item)]
     return []
 
 
 def _rules_of(folder: Path) -> Rules:
     from pathspec import GitIgnoreSpec
 
-    found: Rules = []
+    rules: Rules = []
     for name in IGNORE_FILES:
         with contextlib.suppress(OSError):
             lines = (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
-            found.append((folder, GitIgnoreSpec.from_lines(lines)))
-    return found
+            rules.append((folder, GitIgnoreSpec.from_lines(lines)))
+    return rules
 
 
 def _is_ignored(here: Path, name: str, is_folder: bool, rules: Rules) -> bool:
     """What the last rule says that says anything."""
     for folder, spec in reversed(rules):
         path = f"{here}/{name}{'/' if is_folder else ''}"[len(str(folder)) :].lstrip("/")
-        said = spec.check_file(path).include
-        if said is not None:
-            return said
+        result = spec.check_file(path).include
+        if result is not None:
+            return result
     return False
 
 
@@ -326,8 +326,8 @@ def _read(reading: BinaryIO, writing: BinaryIO | None = None) -> tuple[str, os.s
 def _readers(folder: Path, inside: str) -> int:
     """Whom of its group and the others a folder and those above it, up to the workdir, let in, as bits of a mode."""
     bits = 0o777
-    for each in (folder, *(folder / part for part in Path(inside).parents), folder / inside):
-        mode = each.stat().st_mode
+    for item in (folder, *(folder / part for part in Path(inside).parents), folder / inside):
+        mode = item.stat().st_mode
         bits &= 0o700 | (0o070 if mode & 0o010 else 0) | (0o007 if mode & 0o001 else 0)
     return bits
 

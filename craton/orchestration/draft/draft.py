@@ -325,11 +325,11 @@ def threads_of(job: Job, found: Plan | ServePlan | None, num_nodes: int, ranks_p
 
 def gres_gpus(gres: str | None) -> int:
     """GPUs of a node by the words of Slurm: `gpu`, `gpu:8`, `gpu:h100:8`, several with commas."""
-    found = 0
-    for name, *more in (each.split(":") for each in (gres or "").split(",")):
+    result = 0
+    for name, *more in (word.split(":") for word in (gres or "").split(",")):
         if name == "gpu":
-            found += int(more[-1]) if more and more[-1].isdecimal() else 1
-    return found
+            result += int(more[-1]) if more and more[-1].isdecimal() else 1
+    return result
 
 
 def usable_cores() -> int:

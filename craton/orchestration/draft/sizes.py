@@ -142,7 +142,11 @@ def _unplanned_layout(job: Job, world: int) -> Layout:
 
 def _relief(job: Job, found: Plan) -> list[str]:
     """What would make the job fit, the nearest first."""
-    fitting = [each.layout for each in found.alternatives if each.fits and each.cluster == found.cluster.name]
+    fitting = [
+        alternative.layout
+        for alternative in found.alternatives
+        if alternative.fits and alternative.cluster == found.cluster.name
+    ]
     if fitting:
         return [f"the layout {fitting[0]}"]
     relief = []

@@ -140,16 +140,16 @@ class Connection:
     async def _all(
         self, version: str, kind: str, namespace: str, selectors: Mapping[str, str], **arguments: Any
     ) -> Manifests:
-        found: Manifests = []
+        manifests: Manifests = []
         query: dict[str, str] = {"limit": str(PAGE), **selectors}
         place = {"apiVersion": version, "kind": kind, "metadata": {"namespace": namespace}}
         while True:
             page = await self._ask("GET", place, params=query, **arguments)
             # Items of a list do not say what they are.
-            found += [{"apiVersion": version, "kind": kind, **item} for item in page.get("items") or ()]
+            manifests += [{"apiVersion": version, "kind": kind, **item} for item in page.get("items") or ()]
             token = (page.get("metadata") or {}).get("continue")
             if not token:
-                return found
+                return manifests
             query = {**query, "continue": token}
 
     async def log_lines(self, pod: str, namespace: str, follow: bool, tail: int | None) -> AsyncIterator[str]:
@@ -220,10 +220,10 @@ def translated() -> Iterator[None]:
         status = error.response.status_code if error.response is not None else 0
         raise KubernetesApiError(_refusal(str(error), status), status) from None
     except (httpx.HTTPError, kr8s.APITimeoutError, kr8s.ConnectionClosedError, OSError) as error:
-        told = str(error) or type(error).__name__
+        message = str(error) or type(error).__name__
         is_unsent = isinstance(error, httpx.ConnectError | OSError)
         raise (SchedulerError if is_unsent else NoAnswerError)(
-            f"the Kubernetes cluster does not answer ({told}); `kubectl cluster-info` asks the same one"
+            f"the Kubernetes cluster does not answer ({message}); `kubectl cluster-info` asks the same one"
         ) from None
     except (KeyError, ValueError) as error:
         raise SchedulerError(

@@ -73,7 +73,7 @@ class KubernetesBackend:
         try:
             standings = ask(lambda connection: _look(connection, found))
         except SchedulerError as error:  # `ps` shows what the run directories say, and why there is no more
-            return {name: Standing("unknown", each.job, sentence=str(error)) for name, each in found.items()}
+            return {name: Standing("unknown", item.job, sentence=str(error)) for name, item in found.items()}
         return {run.name: _settled(run, found[run.name], standings[run.name]) for run in listed}
 
     def kill(self, run: RunDirectory) -> None:
@@ -172,9 +172,9 @@ async def _look(connection: Connection, runs: Mapping[str, Submission]) -> dict[
         for name, each in runs.items()
         if name not in here
     }
-    for namespace in sorted({each.details["namespace"] for each in here.values()}):
-        inside = {name: each for name, each in here.items() if each.details["namespace"] == namespace}
-        kinds = {each.details["version"]: each.job for each in inside.values()}
+    for namespace in sorted({element.details["namespace"] for element in here.values()}):
+        inside = {name: entry for name, entry in here.items() if entry.details["namespace"] == namespace}
+        kinds = {item.details["version"]: item.job for item in inside.values()}
         seen, pods = await seen_of(connection, namespace, kinds)
         for name, each in inside.items():
             found = seen.get(each.job)

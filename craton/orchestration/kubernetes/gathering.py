@@ -63,12 +63,12 @@ def gather(run: RunDirectory, launch: Launch, call: str, waiting: Callable[[int,
 
 
 def answers(run: RunDirectory, launch: Launch, call: str) -> dict[str, str]:
-    found = {}
+    result = {}
     for index in range(len(launch.nodes)):
         document = read_json(run.path / "hosts" / f"{index}.json")
         if document.get("call") == call and (node := node_of(launch, index)):
-            found[node] = str(document.get("host", ""))
-    return found
+            result[node] = str(document.get("host", ""))
+    return result
 
 
 def in_order(launch: Launch, hosts: Mapping[str, str], places: Places, layout: Layout | None) -> Launch:
@@ -88,7 +88,7 @@ def sentences(run: RunDirectory, launch: Launch, hosts: Mapping[str, str], place
     layout = layout_of(read_json(run.plan_path))
     try:
         job = load_job(run.job_path)
-        found = audit(
+        result = audit(
             {node: places.addresses.get(host, ()) for node, host in working.items()},
             job.placement,
             layout,
@@ -98,10 +98,10 @@ def sentences(run: RunDirectory, launch: Launch, hosts: Mapping[str, str], place
             cluster=None if job.cluster.is_local or layout is None else resolve_cluster(job.cluster, job.price),
         ).sentences()
     except CratonError as error:
-        found = [f"what was got cannot be compared with what was asked for: {error}"]
+        result = [f"what was got cannot be compared with what was asked for: {error}"]
     if new:
-        found.append(f"where {', '.join(new)} is was not known when the run was handed in")
-    return found
+        result.append(f"where {', '.join(new)} is was not known when the run was handed in")
+    return result
 
 
 def tell(run: RunDirectory, generation: int, event: str, message: str) -> None:

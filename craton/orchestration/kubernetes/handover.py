@@ -78,7 +78,7 @@ async def hand_over(
     """Sends the objects of a run. Whether an error leaves something on the cluster is on record then."""
     owner, *around = documents
     nodes_map = nodes_map_of(owner["metadata"]["name"])
-    has_map = any(each["metadata"]["name"] == nodes_map for each in around)
+    has_map = any(item["metadata"]["name"] == nodes_map for item in around)
     places = asyncio.create_task(_places(connection, job)) if has_map else None
     try:
         return await _create_all(connection, record, documents, environment, places)
@@ -97,9 +97,9 @@ def is_own_pod(pod: Manifest, submission: Submission) -> bool:
     if (pod["metadata"].get("labels") or {}).get(INSTANCE) != submission.job.partition("/")[2]:
         return False
     containers = (pod.get("spec") or {}).get("containers") or ()
-    env = [each for container in containers for each in container.get("env") or ()]
-    told = [each.get("value") for each in env if each["name"] == SUBMISSION_VARIABLE]
-    return submission.details.get(SUBMISSION) in (None, *told)
+    env = [entry for container in containers for entry in container.get("env") or ()]
+    messages = [item.get("value") for item in env if item["name"] == SUBMISSION_VARIABLE]
+    return submission.details.get(SUBMISSION) in (None, *messages)
 
 
 def is_pending(submission: Submission) -> bool:
@@ -223,9 +223,9 @@ async def _create_on_record(connection: Connection, record: HandoverRecord, owne
             isinstance(error, KubernetesApiError) and error.status in GATEWAYS
         )
         may_be_there = is_open or (isinstance(error, KubernetesApiError) and error.status >= 500)
-        found, is_settled = await _looked_up(connection, owner, is_open) if may_be_there else (None, True)
-        if found is not None:
-            return found
+        result, is_settled = await _looked_up(connection, owner, is_open) if may_be_there else (None, True)
+        if result is not None:
+            return result
         if is_settled:
             record.nothing_is_left()
             raise
@@ -300,7 +300,7 @@ async def _places(connection: Connection, job: Job) -> Places:
     selectors = {"labelSelector": f"node.kubernetes.io/instance-type in ({','.join(kinds)})"} if kinds else {}
     try:
         nodes = await asyncio.wait_for(connection.list_nodes(**selectors), NODES_SECONDS)
-        found = places_of(nodes, level_labels(job))
+        places = places_of(nodes, level_labels(job))
     except KubernetesApiError as error:
         what = "may not list the nodes of the cluster" if error.status == 403 else f"was not told the nodes: {error}"
         return Places(why=f"whoever handed the run in {what}")
@@ -308,24 +308,24 @@ async def _places(connection: Connection, job: Job) -> Places:
         return Places(why=str(error))
     except TimeoutError:
         return Places(why=f"the cluster did not list its nodes within {NODES_SECONDS:.0f} s")
-    if len(found.to_text()) > MAX_FILE_BYTES:
-        return Places(why=f"{len(found.addresses):,} nodes are more than fit into a ConfigMap")
-    return found
+    if len(places.to_text()) > MAX_FILE_BYTES:
+        return Places(why=f"{len(places.addresses):,} nodes are more than fit into a ConfigMap")
+    return places
 
 
 def _with_values(secret: Manifest, owner: Manifest, environment: Mapping[str, str]) -> Manifest:
     """The values of what the pods refer to in this Secret."""
     name = secret["metadata"]["name"]
-    wanted = [each for each in _secret_keys(owner, name) if each in environment]
-    return {**secret, "data": {each: base64.b64encode(environment[each].encode()).decode() for each in wanted}}
+    wanted = [secret_key for secret_key in _secret_keys(owner, name) if secret_key in environment]
+    return {**secret, "data": {item: base64.b64encode(environment[item].encode()).decode() for item in wanted}}
 
 
 def _secret_keys(thing: object, name: str) -> list[str]:
     """The keys of a Secret that anything in a manifest refers to."""
     if isinstance(thing, list):
-        return [key for each in thing for key in _secret_keys(each, name)]
+        return [key for element in thing for key in _secret_keys(element, name)]
     if not isinstance(thing, dict):
         return []
     source = thing.get("secret")
     own = [item["key"] for item in source["items"]] if isinstance(source, dict) and source.get("name") == name else []
-    return own + [key for each in thing.values() for key in _secret_keys(each, name)]
+    return own + [key for entry in thing.values() for key in _secret_keys(entry, name)]

@@ -54,4 +54,4 @@ async def read_logs(
 def _key(pod: Manifest) -> tuple[str, int]:
     """A container that was started again has a log of its own."""
     statuses = (pod.get("status") or {}).get("containerStatuses") or ()
-    return pod["metadata"]["uid"], sum(int(each.get("restartCount") or 0) for each in statuses)
+    return pod["metadata"]["uid"], sum(int(status.get("restartCount") or 0) for status in statuses)

@@ -54,7 +54,7 @@ class KubernetesService:
         return [service_node(node, busy, knows_idle) for node in with_gpus or every]
 
     def take_out(self, node: str, mark: str, reason: str) -> None:
-        ask(lambda connection: _change(connection, node, lambda found: cordoned(found, mark, reason)))
+        ask(lambda connection: _change(connection, node, lambda item: cordoned(item, mark, reason)))
 
     def can_hand_over(self, action: str) -> bool:
         return False
@@ -83,13 +83,13 @@ def uncordoned(node: Manifest, mark: str) -> Manifest | None:
     """The patch that gives it back; None where it does not bear the mark."""
     if mark_of(node) != mark:
         return None
-    taints = [each for each in (node.get("spec") or {}).get("taints") or () if each.get("key") != TAINT]
+    taints = [taint for taint in (node.get("spec") or {}).get("taints") or () if taint.get("key") != TAINT]
     return {"metadata": {"annotations": {REASON: None}}, "spec": {"unschedulable": None, "taints": taints or None}}
 
 
 def mark_of(node: Mapping[str, Any]) -> str:
     taints = (node.get("spec") or {}).get("taints") or ()
-    return next((str(each.get("value") or "") for each in taints if each.get("key") == TAINT), "")
+    return next((str(taint.get("value") or "") for taint in taints if taint.get("key") == TAINT), "")
 
 
 def has_gpus(node: Manifest) -> bool:
@@ -102,12 +102,12 @@ def why_out(node: Manifest) -> str:
     if mark := mark_of(node):
         return str((metadata.get("annotations") or {}).get(REASON) or f"{MARK}{mark}")
     conditions = (node.get("status") or {}).get("conditions") or ()
-    if any(each.get("type") == "Ready" and each.get("status") != "True" for each in conditions):
+    if any(condition.get("type") == "Ready" and condition.get("status") != "True" for condition in conditions):
         return "it is not ready"
     health = str((metadata.get("labels") or {}).get(HYPERPOD_HEALTH) or "")
     if health.startswith(HYPERPOD_OUT):
         return f"HyperPod calls it {health}"
-    if taken := [each["key"] for each in spec.get("taints") or () if each.get("key") in (TAINT, *GOING)]:
+    if taken := [taint["key"] for taint in spec.get("taints") or () if taint.get("key") in (TAINT, *GOING)]:
         return f"it is tainted {taken[0]}"
     return "it is cordoned" if spec.get("unschedulable") else ""
 
@@ -118,7 +118,7 @@ def is_work(pod: Manifest) -> bool:
     if ((pod.get("metadata") or {}).get("labels") or {}).get(MANAGED_BY) == "craton" or spec.get("resourceClaims"):
         return True
     containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
-    asked = [name for each in containers for name in (each.get("resources") or {}).get("requests") or ()]
+    asked = [name for container in containers for name in (container.get("resources") or {}).get("requests") or ()]
     return any(name.startswith(OF_NVIDIA) for name in asked)
 
 

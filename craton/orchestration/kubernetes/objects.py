@@ -50,9 +50,9 @@ async def seen_of(
     for owner in owners:
         uid, its_pods = owner["metadata"]["uid"], pods_of.get(_instance_of(owner), [])
         workload, group = workloads.get(uid), groups.get(uid)
-        parts = [each for each in (owner, workload, group, *its_pods) if each is not None]
-        told = [each for each in events if is_about(each, owner, parts)]
-        seen = Seen(owner, its_pods, workload, group, told, sorted(hidden))
+        parts = [item for item in (owner, workload, group, *its_pods) if item is not None]
+        messages = [event for event in events if is_about(event, owner, parts)]
+        seen = Seen(owner, its_pods, workload, group, messages, sorted(hidden))
         found[f"{owner['kind']}/{owner['metadata']['name']}"] = seen
     return found, pods
 
@@ -61,7 +61,7 @@ def is_about(event: Manifest, owner: Manifest, parts: Sequence[Manifest]) -> boo
     """Whether an event is of one of these objects, or of what stands between an owner and its pods. That is not asked
     for, but has one name; an older one of this name may have had events as well."""
     about = event.get("involvedObject") or {}
-    if about.get("uid") in {each["metadata"]["uid"] for each in parts}:
+    if about.get("uid") in {part["metadata"]["uid"] for part in parts}:
         return True
     name = owner["metadata"]["name"]
     between = {
@@ -78,16 +78,16 @@ async def _workloads(
     connection: Connection, namespace: str, owners: list[Manifest], hidden: set[str]
 ) -> dict[str, Manifest]:
     """Owner's uid → Kueue's object for it."""
-    uids = [each["metadata"]["uid"] for each in owners if "kueue.x-k8s.io/queue-name" in each["metadata"]["labels"]]
-    found = {}
+    uids = [owner["metadata"]["uid"] for owner in owners if "kueue.x-k8s.io/queue-name" in owner["metadata"]["labels"]]
+    result = {}
     for first in range(0, len(uids), MAX_NAMES):
         selector = f"kueue.x-k8s.io/job-uid in ({','.join(uids[first : first + MAX_NAMES])})"
         listed = await connection.list_if_shown(KUEUE_VERSIONS, "Workload", namespace, labelSelector=selector)
         if listed is None:
             hidden.add("Workload")
-        for each in listed or ():
-            found[each["metadata"]["labels"]["kueue.x-k8s.io/job-uid"]] = each
-    return found
+        for item in listed or ():
+            result[item["metadata"]["labels"]["kueue.x-k8s.io/job-uid"]] = item
+    return result
 
 
 async def _pod_groups(
@@ -95,20 +95,20 @@ async def _pod_groups(
 ) -> dict[str, Manifest]:
     """Owner's uid → Volcano's or KAI's object for it, which both end in that uid."""
     versions = set()
-    if any(each["apiVersion"] == VOLCANO_JOBS for each in owners):
+    if any(entry["apiVersion"] == VOLCANO_JOBS for entry in owners):
         versions.add(VOLCANO_GROUPS)
-    if any("kai.scheduler/queue" in each["metadata"]["labels"] for each in owners):
+    if any("kai.scheduler/queue" in item["metadata"]["labels"] for item in owners):
         versions.add(KAI_GROUPS)
-    found: dict[str, Manifest] = {}
+    result: dict[str, Manifest] = {}
     for version in sorted(versions):
         listed = await connection.list_if_shown([version], "PodGroup", namespace)
         if listed is None:
             hidden.add("PodGroup")
         for group in listed or ():
             name = group["metadata"]["name"]
-            uids = [each["metadata"]["uid"] for each in owners if name.endswith(each["metadata"]["uid"])]
-            found |= dict.fromkeys(uids, group)
-    return found
+            uids = [owner["metadata"]["uid"] for owner in owners if name.endswith(owner["metadata"]["uid"])]
+            result |= dict.fromkeys(uids, group)
+    return result
 
 
 async def _events(connection: Connection, namespace: str, owners: list[Manifest], hidden: set[str]) -> list[Manifest]:

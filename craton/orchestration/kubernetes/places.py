@@ -50,13 +50,13 @@ def places_of(nodes: Iterable[Mapping[str, Any]], labels: Mapping[str, str]) -> 
         return Places(why="the cluster had no node of the job's kind when the run was handed in")
     if "leaf" in labels:
         known = dict(labels)
-        placed = [name for name, each in own.items() if all(each.get(label) for label in known.values())]
+        placed = [name for name, entry in own.items() if all(entry.get(label) for label in known.values())]
         if not placed:
             wanted = " and ".join(f"the label {label}" for label in labels.values())
             return Places(why=f"no node has {wanted}, as the cluster file's levels say")
         known = _if_all_have(own, placed, {"zone": (DEFAULT_LABELS["zone"],)}) | known
     else:
-        items = [{"kind": "Node", "metadata": {"name": name, "labels": each}} for name, each in own.items()]
+        items = [{"kind": "Node", "metadata": {"name": name, "labels": item}} for name, item in own.items()]
         topology = read_topology(json.dumps({"kind": "NodeList", "items": items}))
         known, placed = dict(topology.labels), list(topology.nodes)
         known.pop("domain", None)
@@ -81,9 +81,9 @@ def _if_all_have(
 ) -> dict[str, str]:
     """Level → the first of its labels that all of these nodes have."""
     names = list(placed)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for level, choices in wanted.items():
         for label in choices:
             if all(own[name].get(label) for name in names):
-                found.setdefault(level, label)
-    return found
+                result.setdefault(level, label)
+    return result

@@ -180,19 +180,19 @@ def place(pod: Pod, signals: Signals) -> int | None:
     run = pod.run
     launch, places = read_launch(run), read_places(pod.places)
     if len(launch.nodes) > 1 and pod.places is not None:
-        found: list[str] = []
+        names: list[str] = []
         if places.addresses:
             hosts = call_together(pod, signals, launch)
             if isinstance(hosts, int):
                 return hosts
             launch = in_order(launch, hosts, places, layout_of(read_json(run.plan_path)))
             write_launch(run, launch)
-            found = [f"ranks go over {', '.join(f'{node} on {hosts[node]}' for node in launch.nodes if node in hosts)}"]
-            found += sentences(run, launch, hosts, places)
+            names = [f"ranks go over {', '.join(f'{node} on {hosts[node]}' for node in launch.nodes if node in hosts)}"]
+            names += sentences(run, launch, hosts, places)
         else:
-            found = [f"nodes are in the order of pods, for where they are is not known: {places.why}"]
-        tell(run, launch.generation, "placed", "; ".join(found))
-        say("; ".join(found))
+            names = [f"nodes are in the order of pods, for where they are is not known: {places.why}"]
+        tell(run, launch.generation, "placed", "; ".join(names))
+        say("; ".join(names))
     write_pod_file(run, pod.submission, used_seconds(run))
     return None
 
@@ -273,7 +273,7 @@ def config_files(folder: Path) -> list[str]:
     """The files of a mounted ConfigMap. They are links into a folder of two dots, which is exchanged as a whole."""
     found = []
     for place, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [each for each in folders if not each.startswith("..")]
+        folders[:] = [item for item in folders if not item.startswith("..")]
         found += [os.path.relpath(os.path.join(place, name), folder) for name in names if not name.startswith("..")]
     return sorted(found)
 
@@ -359,7 +359,7 @@ def is_healthy(pod: Pod) -> bool:
     node = node_of(launch, pod.index)
     if node is None:
         raise RunError(f"pod {pod.index} has no place among the {len(launch.nodes)} nodes of the run")
-    bad = [each for each in preflight(pod.run, launch, node) if each.severity == "fail"]
+    bad = [item for item in preflight(pod.run, launch, node) if item.severity == "fail"]
     for finding in bad:
         say(f"pre-flight: {host} is not fit for this run: {finding.what}: {finding.evidence}; {finding.remedy}")
     if not bad:

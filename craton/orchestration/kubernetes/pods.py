@@ -179,7 +179,7 @@ def _secret_sources(target: KubernetesTarget) -> list[Manifest]:
         {
             "secret": {
                 "name": holder,
-                "items": [{"key": name, "path": name} for name, each in target.secrets.items() if each == holder],
+                "items": [{"key": name, "path": name} for name, item in target.secrets.items() if item == holder],
             }
         }
         for holder in holders

@@ -63,7 +63,10 @@ def living(pods: Iterable[Manifest]) -> list[Manifest]:
 def is_running(pod: Manifest) -> bool:
     """Kubernetes calls a pod Running whose container has ended and waits to be started again (CrashLoopBackOff)."""
     status = pod.get("status") or {}
-    waits = any((each.get("state") or {}).get("waiting") for each in status.get("containerStatuses") or ())
+    waits = any(
+        (containerStatuse.get("state") or {}).get("waiting")
+        for containerStatuse in status.get("containerStatuses") or ()
+    )
     return status.get("phase") == "Running" and not waits
 
 
@@ -94,9 +97,9 @@ def restarts_of(seen: Seen) -> int:
     failed = int(status.get("failed") or 0) if seen.owner["kind"] == "Job" else 0
     ended = len([pod for pod in seen.pods if (pod.get("status") or {}).get("phase") == "Failed"])
     again = sum(
-        int(each.get("restartCount") or 0)
+        int(containerStatuse.get("restartCount") or 0)
         for pod in seen.pods
-        for each in (pod.get("status") or {}).get("containerStatuses") or ()
+        for containerStatuse in (pod.get("status") or {}).get("containerStatuses") or ()
     )
     return max(counted, failed, ended) + again
 

@@ -444,12 +444,12 @@ def _mount(name: str, numbers: StorageNumbers) -> PodMount:
 def _paths(job: Job) -> list[str]:
     """The files of this machine that the ranks would read or write."""
     written = [path for path, _ in (*job.data.mixture, *job.data.validation_mixture)]
-    written += [each for each in (job.data.tokenizer, job.model) if isinstance(each, str)]
+    written += [entry for entry in (job.data.tokenizer, job.model) if isinstance(entry, str)]
     written += list(job.serve.adapters.values()) if job.serve else []
     if job.kind in TRAINING_KINDS:
         storage = job.cluster.file.storage if job.cluster.file else None
         located = [place_of(tier, storage, Path(SCRATCH, job.name)) for tier in job.checkpoint.tiers]
-        written += [each.place for each in located if not each.is_inside_run and not each.is_node_local]
+        written += [item.place for item in located if not item.is_inside_run and not item.is_node_local]
     return [path for path in written if path.startswith("/")]
 
 

@@ -66,7 +66,7 @@ def why_waiting(seen: Seen) -> Waiting:
     if said is None and _have_ended(seen.pods):
         return Waiting("", MADE_AGAIN)
     if said is None and seen.hidden:
-        kinds = " and ".join(f"{each}s" for each in seen.hidden)
+        kinds = " and ".join(f"{item}s" for item in seen.hidden)
         return Waiting("", f"why is not shown to you; ask for the right to list {kinds} in its namespace")
     if said is None:
         return Waiting("", "Kubernetes has not looked at it yet")
@@ -75,8 +75,8 @@ def why_waiting(seen: Seen) -> Waiting:
 
 def _decider(seen: Seen) -> _Said | None:
     for look in (_kueue, _pod_group, _containers, _unscheduled, _events):
-        if said := look(seen):
-            return said
+        if result := look(seen):
+            return result
     if _is_queued(seen.owner) and seen.workload is None and "Workload" not in seen.hidden:
         return _Said("kueue", "QuotaReserved", "PendingEvaluation", "")
     return None
@@ -104,7 +104,9 @@ def _kueue(seen: Seen) -> _Said | None:
         return _Said("kueue", "QuotaReserved", reserved.get("reason", ""), reserved.get("message", ""))
     if admitted is None or admitted.get("status") != "True":
         checks = (seen.workload.get("status") or {}).get("admissionChecks") or ()
-        open_checks = [f"{each.get('name')} ({each.get('state')})" for each in checks if each.get("state") != "Ready"]
+        open_checks = [
+            f"{check.get('name')} ({check.get('state')})" for check in checks if check.get("state") != "Ready"
+        ]
         reason = (admitted or {}).get("reason") or "UnsatisfiedAdmissionChecks"
         words = {"checks": ", ".join(open_checks) or "of its queue"}
         return _Said("kueue", "Admitted", reason, (admitted or {}).get("message", ""), words)
@@ -132,8 +134,8 @@ def _pod_group(seen: Seen) -> _Said | None:
 
 def _kai_condition(condition: Manifest) -> _Said:
     details = condition.get("reasons") or ()
-    reason = next((each.get("reason") for each in details if each.get("reason")), None) or condition.get("reason", "")
-    messages = [str(each["message"]) for each in details if each.get("message")] or [condition.get("message", "")]
+    reason = next((item.get("reason") for item in details if item.get("reason")), None) or condition.get("reason", "")
+    messages = [str(detail["message"]) for detail in details if detail.get("message")] or [condition.get("message", "")]
     return _Said("kai", "UnschedulableOnNodePool", reason, "; ".join(messages))
 
 
@@ -147,9 +149,9 @@ def _containers(seen: Seen) -> _Said | None:
                 found.setdefault(str(held.get("reason", "")), []).append(str(held.get("message", "")))
     if not found:
         return None
-    reason = max(found, key=lambda each: (each not in ("ContainerCreating", "PodInitializing"), len(found[each])))
-    if reason == "ContainerCreating" and (said := _event(seen, ("FailedMount", "FailedAttachVolume"))):
-        return said
+    reason = max(found, key=lambda item: (item not in ("ContainerCreating", "PodInitializing"), len(found[item])))
+    if reason == "ContainerCreating" and (result := _event(seen, ("FailedMount", "FailedAttachVolume"))):
+        return result
     return _Said("kubernetes", "container", reason, found[reason][0], {"waiting": str(len(found[reason]))})
 
 
@@ -161,7 +163,7 @@ def _unscheduled(seen: Seen) -> _Said | None:
     ]
     if not held:
         return None
-    first = next((each for each in held if each.get("reason") != "SchedulingGated"), held[0])
+    first = next((item for item in held if item.get("reason") != "SchedulingGated"), held[0])
     return _Said(
         "kubernetes", "PodScheduled", first.get("reason", ""), first.get("message", ""), {"waiting": str(len(held))}
     )
@@ -213,42 +215,42 @@ def _detail(said: _Said) -> tuple[str, str, bool]:
     if said.of == "PodScheduled" and (counted := _node_counts(said.message)):
         return counted, "", False
     for pattern, fact in _facts()["messages"]:
-        if found := pattern.search(said.message):
-            return str(fact["sentence"]).format(**found.groupdict()), fact.get("reason", ""), bool(fact.get("for_ever"))
+        if match := pattern.search(said.message):
+            return str(fact["sentence"]).format(**match.groupdict()), fact.get("reason", ""), bool(fact.get("for_ever"))
     return _one_line(said.message), "", False
 
 
 def _node_counts(message: str) -> str:
     """`0/64 nodes are available: 60 Insufficient nvidia.com/gpu, 4 node(s) had untolerated taint {x: y}` for people."""
-    found = _NODES.search(_one_line(message))
-    if found is None:
+    match = _NODES.search(_one_line(message))
+    if match is None:
         return ""
     parts = []
-    for text in found["parts"].split(", "):
+    for text in match["parts"].split(", "):
         if part := _PART.fullmatch(text.strip()):
             parts.append(f"{part['count']} {_node_words(part['why'])}")
         elif parts:
             parts[-1] += f", {text}"
-    return f"of {_counted(int(found['all']), 'node')} {', '.join(parts)}" if parts else ""
+    return f"of {_counted(int(match['all']), 'node')} {', '.join(parts)}" if parts else ""
 
 
 def _nodes_beside(said: _Said, seen: Seen) -> str:
     """What is wrong with which nodes, where it is told beside the reason: Kueue and KAI do so at the end of their
     message, Volcano at its pods."""
     message = _one_line(said.message)
-    if said.by == "kueue" and (found := _EXCLUDED.search(message)):
+    if said.by == "kueue" and (match := _EXCLUDED.search(message)):
         parts = [
-            f"{each['count']} {_exclusion_words(each['what'], each['name'])}"
-            for each in _EXCLUSION.finditer(found["parts"])
+            f"{entry['count']} {_exclusion_words(entry['what'], entry['name'])}"
+            for entry in _EXCLUSION.finditer(match["parts"])
         ]
-        return f"of {_counted(int(found['all']), 'node')} {', '.join(parts)}" if parts else ""
-    if said.by == "kai" and (found := _FEW.search(message)):
-        counted = [part for each in found["parts"].split(". ") if (part := _PART.fullmatch(each.strip(" .")))]
+        return f"of {_counted(int(match['all']), 'node')} {', '.join(parts)}" if parts else ""
+    if said.by == "kai" and (match := _FEW.search(message)):
+        counted = [part for word in match["parts"].split(". ") if (part := _PART.fullmatch(word.strip(" .")))]
         parts = [f"{part['count']} {_node_words(part['why'])}" for part in counted]
         return f"of the nodes {', '.join(parts)}" if parts else ""
     if said.by == "volcano" and said.of == "Unschedulable" and "node(s)" not in message:
         held = [_conditions(pod, "conditions").get("PodScheduled") or {} for pod in seen.pods]
-        return next((counts for each in held if (counts := _node_counts(str(each.get("message", ""))))), "")
+        return next((counts for item in held if (counts := _node_counts(str(item.get("message", ""))))), "")
     return ""
 
 
@@ -257,16 +259,16 @@ def _not_made(said: _Said, seen: Seen) -> str:
     if said.of not in ("PodScheduled", "Unschedulable", "UnschedulableOnNodePool"):
         return ""
     homeless = {pod["metadata"]["name"] for pod in seen.pods if not (pod.get("spec") or {}).get("nodeName")}
-    told = [
+    events = [
         event
         for event in seen.events
         if event.get("reason") == "FailedScheduling"
         and str(event.get("message", "")).startswith(_KARPENTER)
         and (event.get("involvedObject") or {}).get("name") in homeless
     ]
-    if not told:
+    if not events:
         return ""
-    newest = max(told, key=_moment)
+    newest = max(events, key=_moment)
     why = _detail(_Said("karpenter", "event", "", newest["message"].removeprefix(_KARPENTER)))[0]
     if len(why) > _KARPENTER_LETTERS:
         why = f"{why[:_KARPENTER_LETTERS]}…"
@@ -305,14 +307,14 @@ def _node_words(why: str) -> str:
 def _facts() -> dict[str, Any]:
     document = tomllib.loads(files(__package__).joinpath("waiting.toml").read_text(encoding="utf-8"))
     return {
-        "reasons": {(each["by"], each["of"], each["reason"]): each for each in document["reason"]},
-        "messages": [(re.compile(each["pattern"], re.DOTALL), each) for each in document["message"]],
+        "reasons": {(entry["by"], entry["of"], entry["reason"]): entry for entry in document["reason"]},
+        "messages": [(re.compile(item["pattern"], re.DOTALL), item) for item in document["message"]],
     }
 
 
 def _conditions(thing: Manifest, key: str) -> dict[str, Manifest]:
     """By type, the newest of each: Volcano adds one at every try."""
-    return {each.get("type", ""): each for each in (thing.get("status") or {}).get(key) or ()}
+    return {item.get("type", ""): item for item in (thing.get("status") or {}).get(key) or ()}
 
 
 def _is_newer(condition: Manifest | None, than: Manifest) -> bool:

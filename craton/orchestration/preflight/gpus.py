@@ -68,8 +68,8 @@ def check_gpus(report: NodeReport, expected: Expected) -> list[PreflightFinding]
 def check_driver(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     gpus = report.gpus
     if not gpus.error:
-        said = f"driver {gpus.driver_version}, CUDA up to {gpus.cuda_version}"
-        return [_finding("gpu_driver", "ok", said)]
+        message = f"driver {gpus.driver_version}, CUDA up to {gpus.cuda_version}"
+        return [_finding("gpu_driver", "ok", message)]
     if gpus.on_bus or gpus.driver_loaded:
         remedy = "`dmesg | grep -i nvrm` tells why; reboot the node, or install the driver again"
         return [
@@ -90,8 +90,8 @@ def check_count(report: NodeReport, expected: Expected) -> list[PreflightFinding
         remedy = "reboot the node, have it replaced when the card stays away; give a container all its GPUs"
         return [_finding("gpu_count", "fail", f"{seen} of {wanted} GPUs ({expected.name}){bus}", remedy)]
     if wanted and seen > wanted and expected.instance is not None and not expected.num_gpus:
-        said = f"{counted(seen, 'GPU')}, {expected.name} has {wanted}"
-        return [_finding("gpu_count", "warn", said, "name the right instance in the cluster file")]
+        message = f"{counted(seen, 'GPU')}, {expected.name} has {wanted}"
+        return [_finding("gpu_count", "warn", message, "name the right instance in the cluster file")]
     if bus and not wanted and not report.host.is_container and not report.gpus.error:
         remedy = "reboot the node; have it replaced when the card stays away"
         return [_finding("gpu_count", "fail", f"{seen} of {on_bus} GPUs{bus}", remedy)]
@@ -102,19 +102,21 @@ def check_count(report: NodeReport, expected: Expected) -> list[PreflightFinding
 def check_model(cards: Iterable[GpuState], expected: Expected) -> list[PreflightFinding]:
     names = Counter(card.name for card in cards)
     if len(names) > 1:
-        said = ", ".join(f"{count} x {name}" for name, count in names.most_common())
-        return [_finding("gpu_model", "fail", f"different GPUs in one node: {said}", "have the node replaced")]
+        message = ", ".join(f"{count} x {name}" for name, count in names.most_common())
+        return [_finding("gpu_model", "fail", f"different GPUs in one node: {message}", "have the node replaced")]
     (name,) = names
     instance = expected.instance
     if instance is None or instance.gpu.generation == "cpu":
         return [_finding("gpu_model", "ok", name)]
     memory_bytes = min((card.memory_bytes for card in cards if card.memory_bytes), default=0.0)
     if not is_model(name, instance.gpu):
-        said = f"{name}, but {instance.name} has {instance.gpu.name}"
-        return [_finding("gpu_model", "fail", said, "name the right instance in the cluster file, or replace the node")]
+        message = f"{name}, but {instance.name} has {instance.gpu.name}"
+        return [
+            _finding("gpu_model", "fail", message, "name the right instance in the cluster file, or replace the node")
+        ]
     if memory_bytes and abs(memory_bytes / instance.gpu.memory_bytes - 1.0) > SAME_MEMORY:
-        said = f"{name} with {_mib(memory_bytes)}, the catalog says {_mib(instance.gpu.memory_bytes)}"
-        return [_finding("gpu_model", "fail", said, "switch MIG off, or correct the catalog entry")]
+        message = f"{name} with {_mib(memory_bytes)}, the catalog says {_mib(instance.gpu.memory_bytes)}"
+        return [_finding("gpu_model", "fail", message, "switch MIG off, or correct the catalog entry")]
     return [_finding("gpu_model", "ok", f"{name}, as {instance.name} has")]
 
 
@@ -198,8 +200,8 @@ def check_throttle(cards: Iterable[GpuState]) -> list[PreflightFinding]:
             )
         limit, default = card.power_limit_watts, card.default_power_limit_watts
         if limit and default and limit < default:
-            said = f"{card.label}: power limit {limit:.0f} W, its default is {default:.0f} W"
-            findings.append(_finding("gpu_throttle", "warn", said, f"nvidia-smi -i {card.index} -pl {default:.0f}"))
+            message = f"{card.label}: power limit {limit:.0f} W, its default is {default:.0f} W"
+            findings.append(_finding("gpu_throttle", "warn", message, f"nvidia-smi -i {card.index} -pl {default:.0f}"))
     return findings or [_finding("gpu_throttle", "ok", "no card is slowed by heat or power")]
 
 
@@ -208,11 +210,11 @@ def check_settings(cards: Iterable[GpuState]) -> list[PreflightFinding]:
     sliced = [card for card in cards if card.mig]
     findings = []
     if off:
-        said = f"persistence mode is off on {_labels(off)}"
-        findings.append(_finding("gpu_persistence", "warn", said, "systemctl enable --now nvidia-persistenced"))
+        message = f"persistence mode is off on {_labels(off)}"
+        findings.append(_finding("gpu_persistence", "warn", message, "systemctl enable --now nvidia-persistenced"))
     if sliced:
-        said = f"MIG cuts {_labels(sliced)} into slices"
-        findings.append(_finding("gpu_mig", "warn", said, "nvidia-smi -mig 0, for jobs that want whole cards"))
+        message = f"MIG cuts {_labels(sliced)} into slices"
+        findings.append(_finding("gpu_mig", "warn", message, "nvidia-smi -mig 0, for jobs that want whole cards"))
     return findings or [_finding("gpu_persistence", "ok", "persistence mode is on")]
 
 
@@ -221,14 +223,14 @@ def check_pcie(cards: Iterable[GpuState]) -> list[PreflightFinding]:
     findings = []
     for card in cards:
         if card.pcie_width and card.max_pcie_width and card.pcie_width < card.max_pcie_width:
-            said = f"{card.label}: x{card.pcie_width} of x{card.max_pcie_width} lanes"
+            message = f"{card.label}: x{card.pcie_width} of x{card.max_pcie_width} lanes"
             remedy = "reboot the node; have it replaced when the lanes stay away"
-            findings.append(_finding("gpu_pcie", "fail", said, remedy))
+            findings.append(_finding("gpu_pcie", "fail", message, remedy))
         generation, newest = card.pcie_generation, card.max_pcie_generation
         if generation and newest and generation < newest:
-            said = f"{card.label}: PCIe {generation} of {newest}{' while idle' if card.is_idle else ' under load'}"
+            message = f"{card.label}: PCIe {generation} of {newest}{' while idle' if card.is_idle else ' under load'}"
             remedy = "" if card.is_idle else "reboot the node; have it replaced when the link stays slow"
-            findings.append(_finding("gpu_pcie", "note" if card.is_idle else "warn", said, remedy))
+            findings.append(_finding("gpu_pcie", "note" if card.is_idle else "warn", message, remedy))
     return findings or [_finding("gpu_pcie", "ok", "every card has all its lanes")]
 
 
@@ -237,18 +239,20 @@ def check_nvlink(report: NodeReport, expected: Expected) -> list[PreflightFindin
     findings = []
     for card in cards:
         if card.fabric_state and (card.fabric_state != "Completed" or card.fabric_status not in ("", "Success")):
-            said = f"{card.label}: NVSwitch fabric `{card.fabric_state}` {card.fabric_status}".rstrip()
+            message = f"{card.label}: NVSwitch fabric `{card.fabric_state}` {card.fabric_status}".rstrip()
             remedy = (
                 "systemctl restart nvidia-fabricmanager with no process on the GPUs; its version must be the driver's"
             )
-            findings.append(_finding("nvlink_fabric", "fail", said, remedy))
+            findings.append(_finding("nvlink_fabric", "fail", message, remedy))
     most = max((len(card.nvlinks) for card in cards), default=0)
     instance = expected.instance
     if most == 0:
         wanted = instance is not None and instance.nvlink_domain_gpus > 1 and len(cards) > 1
         if wanted and report.gpus.nvlink_told:
-            said = "no NVLink is up on any card"
-            findings.append(_finding("nvlink", "fail", said, "systemctl status nvidia-fabricmanager; reboot the node"))
+            message = "no NVLink is up on any card"
+            findings.append(
+                _finding("nvlink", "fail", message, "systemctl status nvidia-fabricmanager; reboot the node")
+            )
         return findings
     fastest = max(link.gigabytes_per_second for card in cards for link in card.nvlinks)
     for card in cards:
@@ -260,8 +264,8 @@ def check_nvlink(report: NodeReport, expected: Expected) -> list[PreflightFindin
             which = f": link {', '.join(down)} inactive" if down else ""
             findings.append(_finding("nvlink", "fail", f"{card.label}: {up} of {most} NVLinks up{which}", remedy))
         elif slow:
-            said = f"{card.label}: link {', '.join(slow)} below {fastest:g} GB/s"
-            findings.append(_finding("nvlink", "warn", said, remedy))
+            message = f"{card.label}: link {', '.join(slow)} below {fastest:g} GB/s"
+            findings.append(_finding("nvlink", "warn", message, remedy))
     return findings or [_finding("nvlink", "ok", f"{most} NVLinks up on each of {len(cards)} cards")]
 
 
@@ -269,8 +273,8 @@ def check_xids(report: NodeReport) -> list[PreflightFinding]:
     """The gravest of every card that is not over; what XID 154 said last wins over the table."""
     log = report.kernel_log
     if not log.is_readable:
-        said = f"the kernel log cannot be read: {log.error}"
-        return [_finding("xid", "note", said, "run as root to see XIDs, or set kernel.dmesg_restrict=0")]
+        message = f"the kernel log cannot be read: {log.error}"
+        return [_finding("xid", "note", message, "run as root to see XIDs, or set kernel.dmesg_restrict=0")]
     if not log.xids:
         return [_finding("xid", "ok", "no XID in the kernel log")]
     return [_of_card(report, bus, [xid for xid in log.xids if xid.bus_id == bus]) for bus in _buses(log.xids)]
@@ -280,7 +284,7 @@ def _of_card(report: NodeReport, bus: str, every: list[Xid]) -> PreflightFinding
     card = next((card for card in report.gpus.cards if card.bus_id.startswith(bus)), None)
     # nvidia-smi tells nothing of a switch but what its cards see of it.
     beside = (card,) if card is not None else report.gpus.cards if every[0].is_switch else ()
-    is_clean = bool(beside) and all(each.is_clean for each in beside)
+    is_clean = bool(beside) and all(item.is_clean for item in beside)
     xids = [xid for xid in every if not (is_clean and is_over(xid))]
     place = card.label if card else f"{'NVSwitch' if every[0].is_switch else 'GPU'} {bus}"
     if not xids:

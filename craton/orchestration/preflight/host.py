@@ -43,37 +43,41 @@ def check_drives(report: NodeReport, expected: Expected) -> list[PreflightFindin
     total_bytes = sum(drive.size_bytes for drive in drives)
     if wanted_bytes and total_bytes < SAME_CAPACITY * wanted_bytes:
         there = f"{len(drives)} NVMe drives with {digits(total_bytes / 1e12)} TB"
-        said = f"{there}, {expected.name} has {digits(wanted_bytes / 1e12)}"
+        message = f"{there}, {expected.name} has {digits(wanted_bytes / 1e12)}"
         if report.host.is_container:
-            return [_finding("nvme", "note", f"{said}; a container may not see them", "mount the node's NVMe into it")]
-        return [_finding("nvme", "fail", said, "have the node replaced: a drive is gone")]
+            return [
+                _finding("nvme", "note", f"{message}; a container may not see them", "mount the node's NVMe into it")
+            ]
+        return [_finding("nvme", "fail", message, "have the node replaced: a drive is gone")]
     if not drives:
         return []
     loose = [drive.name for drive in drives if not drive.mounted_at]
     if loose:
         count = f"all {len(loose)}" if len(loose) == len(drives) else f"{len(loose)} of {len(drives)}"
-        said = f"{count} NVMe drives are mounted nowhere ({', '.join(loose)})"
+        message = f"{count} NVMe drives are mounted nowhere ({', '.join(loose)})"
         remedy = "make a RAID 0 of them (mdadm --level=0) and mount it; what should be there lands on the root disk"
-        return [_finding("nvme", "warn", said, remedy)]
+        return [_finding("nvme", "warn", message, remedy)]
     places = sorted({place for drive in drives for place in drive.mounted_at})
-    said = f"{len(drives)} NVMe drives, {digits(total_bytes / 1e12)} TB, at {', '.join(places)}"
-    return [_finding("nvme", "ok", said)]
+    message = f"{len(drives)} NVMe drives, {digits(total_bytes / 1e12)} TB, at {', '.join(places)}"
+    return [_finding("nvme", "ok", message)]
 
 
 def check_shared_memory(report: NodeReport) -> list[PreflightFinding]:
     size, has_gpus = report.disks.shared_memory_bytes, bool(report.gpus.cards)
     if size is None:
         return [_finding("shared_memory", "warn", "/dev/shm is not mounted", "mount -t tmpfs tmpfs /dev/shm")]
-    said = f"/dev/shm has {digits(size / GIBIBYTE)} GiB"
+    message = f"/dev/shm has {digits(size / GIBIBYTE)} GiB"
     remedy = "--shm-size=64g for a container, an emptyDir with medium: Memory for a pod"
     if size < MIN_SHARED_BYTES:
         severity: Severity = "fail" if has_gpus else "warn"
-        return [_finding("shared_memory", severity, f"{said}: data loaders and snapshots need more", remedy)]
+        return [_finding("shared_memory", severity, f"{message}: data loaders and snapshots need more", remedy)]
     if size < GOOD_SHARED_BYTES * len(report.gpus.cards):
         return [
-            _finding("shared_memory", "warn", f"{said}, little for {counted(len(report.gpus.cards), 'rank')}", remedy)
+            _finding(
+                "shared_memory", "warn", f"{message}, little for {counted(len(report.gpus.cards), 'rank')}", remedy
+            )
         ]
-    return [_finding("shared_memory", "ok", said)]
+    return [_finding("shared_memory", "ok", message)]
 
 
 def check_lustre(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
@@ -84,31 +88,31 @@ def check_lustre(report: NodeReport, expected: Expected) -> list[PreflightFindin
     places = ", ".join(mount.path for mount in lustre.mounts)
     findings = [_finding("lustre_client", "ok", f"Lustre {lustre.version or 'of unknown version'} at {places}")]
     if not lustre.version:
-        said = f"Lustre is mounted at {places}, but its client does not tell its version"
-        findings = [_finding("lustre_client", "note", said, "install lustre-client-utils for lnetctl and lctl")]
+        message = f"Lustre is mounted at {places}, but its client does not tell its version"
+        findings = [_finding("lustre_client", "note", message, "install lustre-client-utils for lnetctl and lctl")]
     if not lustre.interfaces_told:
-        said = "which network Lustre uses is not known: lnetctl does not answer"
-        return [*findings, _finding("lustre_network", "note", said, "run as root, with lnetctl installed")]
+        message = "which network Lustre uses is not known: lnetctl does not answer"
+        return [*findings, _finding("lustre_network", "note", message, "run as root, with lnetctl installed")]
     efa = [each for each in lustre.interfaces if each.network == "efa"]
-    down = [each for each in lustre.interfaces if not each.is_up]
+    down = [element for element in lustre.interfaces if not element.is_up]
     wanted = min(lustre_interfaces(expected.instance.name) if expected.instance else 0, len(report.fabric.efa))
     again = "run FSx's configure-efa-fsx-lustre-client/setup.sh again (journalctl -u configure-efa-fsx-lustre-client)"
     if down:
-        said = f"LNet interfaces down: {', '.join(each.nid for each in down)}"
-        return [*findings, _finding("lustre_network", "fail", said, again)]
+        message = f"LNet interfaces down: {', '.join(entry.nid for entry in down)}"
+        return [*findings, _finding("lustre_network", "fail", message, again)]
     if efa and wanted and len(efa) < wanted:
-        said = f"{len(efa)} of {wanted} EFA interfaces bound to Lustre ({', '.join(each.device for each in efa)})"
-        return [*findings, _finding("lustre_network", "warn", said, again)]
-    networks = sorted({each.network for each in lustre.interfaces})
+        message = f"{len(efa)} of {wanted} EFA interfaces bound to Lustre ({', '.join(item.device for item in efa)})"
+        return [*findings, _finding("lustre_network", "warn", message, again)]
+    networks = sorted({interface.network for interface in lustre.interfaces})
     if report.fabric.efa and not efa:
-        said = f"Lustre runs over {', '.join(networks) or 'no network'}, not EFA"
+        message = f"Lustre runs over {', '.join(networks) or 'no network'}, not EFA"
         if lustre.wants_efa:
-            said += ", though this node was set up for it"
-            return [*findings, _finding("lustre_network", "warn", said, again)]
+            message += ", though this node was set up for it"
+            return [*findings, _finding("lustre_network", "warn", message, again)]
         remedy = "a file system with EFA enabled is read up to seven times as fast by one node"
-        return [*findings, _finding("lustre_network", "note", said, remedy)]
-    said = f"Lustre over {', '.join(networks)}" + (f", {len(efa)} EFA interfaces" if efa else "")
-    return [*findings, _finding("lustre_network", "ok", said)]
+        return [*findings, _finding("lustre_network", "note", message, remedy)]
+    message = f"Lustre over {', '.join(networks)}" + (f", {len(efa)} EFA interfaces" if efa else "")
+    return [*findings, _finding("lustre_network", "ok", message)]
 
 
 def check_storage(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
@@ -123,16 +127,16 @@ def _shared_storage(report: NodeReport, expected: Expected) -> list[PreflightFin
     if mount is None or mount.kind == "autofs":  # which mounts when somebody comes
         return []
     if mount.kind in LOCAL_KINDS:
-        there = ", ".join(each.path for each in report.disks.mounts if each.kind in SHARED_KINDS)
-        said = f"{path}, storage.shared of the cluster file, is on {mount.source} ({mount.kind}), its own disk"
+        there = ", ".join(entry.path for entry in report.disks.mounts if entry.kind in SHARED_KINDS)
+        message = f"{path}, storage.shared of the cluster file, is on {mount.source} ({mount.kind}), its own disk"
         remedy = f"mount the shared file system at {path}, or correct the path; there is {there or 'none here'}"
-        found = [PreflightFinding("orchestration", "storage_shared", "fail", said, remedy)]
-        if any(each.kind == "nfsd" for each in report.disks.mounts):
+        found = [PreflightFinding("orchestration", "storage_shared", "fail", message, remedy)]
+        if any(item.kind == "nfsd" for item in report.disks.mounts):
             return lowered(found, "this node serves NFS itself")
         return found if expected.needs_network else lowered(found, "this run stays on one node")
     if wanted and mount.kind not in KIND_NAMES.get(wanted, (wanted,)):
-        said = f"{path} is {mount.kind}, where the cluster file says {wanted}"
-        return [_finding("storage_shared", "warn", said, "correct storage.shared.kind, or the mount")]
+        message = f"{path} is {mount.kind}, where the cluster file says {wanted}"
+        return [_finding("storage_shared", "warn", message, "correct storage.shared.kind, or the mount")]
     return [_finding("storage_shared", "ok", f"{path} is {mount.kind}")]
 
 
@@ -143,21 +147,21 @@ def _local_storage(report: NodeReport, expected: Expected) -> list[PreflightFind
         return []
     if mount.path != "/":
         return [_finding("storage_nvme", "ok", f"{path} is on {mount.source}")]
-    said = f"{path}, storage.nvme of the cluster file, is on the root disk"
+    message = f"{path}, storage.nvme of the cluster file, is on the root disk"
     if not drives:
-        return [_finding("storage_nvme", "note", f"{said}, and no NVMe drive is beside it")]
+        return [_finding("storage_nvme", "note", f"{message}, and no NVMe drive is beside it")]
     there = ", ".join(sorted({place for drive in drives for place in drive.mounted_at})) or "mounted nowhere"
     remedy = f"mount the NVMe drives at {path}, or correct the path; they are {there}"
-    return [PreflightFinding("orchestration", "storage_nvme", "fail", said, remedy)]
+    return [PreflightFinding("orchestration", "storage_nvme", "fail", message, remedy)]
 
 
 def check_limits(report: NodeReport) -> list[PreflightFinding]:
     files = report.host.limits.open_files
     if files is None or files == UNLIMITED or files >= MIN_OPEN_FILES:
         return [_finding("open_files", "ok", f"{'unlimited' if files in (None, UNLIMITED) else files} open files")]
-    said = f"a process may open {files:,} files; ranks with many shards and sockets need more"
+    message = f"a process may open {files:,} files; ranks with many shards and sockets need more"
     remedy = "`* - nofile 65536` in /etc/security/limits.conf; LimitNOFILE=65536 for slurmd or containerd"
-    return [_finding("open_files", "warn", said, remedy)]
+    return [_finding("open_files", "warn", message, remedy)]
 
 
 def check_hugepages(report: NodeReport, environment: Mapping[str, str]) -> list[PreflightFinding]:
@@ -167,41 +171,43 @@ def check_hugepages(report: NodeReport, environment: Mapping[str, str]) -> list[
     if environment.get("FI_EFA_USE_HUGE_PAGE") == "0":
         return [_finding("hugepages", "ok", "not used: FI_EFA_USE_HUGE_PAGE=0")]
     size = report.host.hugepages * report.host.hugepage_bytes
-    said = f"{report.host.hugepages:,} huge pages, {digits(size / GIBIBYTE)} GiB"
+    message = f"{report.host.hugepages:,} huge pages, {digits(size / GIBIBYTE)} GiB"
     if size < GOOD_HUGEPAGE_BYTES:
         remedy = "sysctl vm.nr_hugepages=5128 (hugepages-2Mi in a pod), or FI_EFA_USE_HUGE_PAGE=0"
-        return [_finding("hugepages", "warn", f"{said}: EFA wants more", remedy)]
-    return [_finding("hugepages", "ok", said)]
+        return [_finding("hugepages", "warn", f"{message}: EFA wants more", remedy)]
+    return [_finding("hugepages", "ok", message)]
 
 
 def check_clock(report: NodeReport) -> list[PreflightFinding]:
     clock, findings = report.host.clock, []
     if clock.source and clock.source not in GOOD_CLOCK_SOURCES:
-        said = f"the clock source is {clock.source}: every look at the time is a slow call"
+        message = f"the clock source is {clock.source}: every look at the time is a slow call"
         remedy = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource; `dmesg | grep -i tsc`"
-        findings.append(_finding("clock_source", "warn", said, remedy))
+        findings.append(_finding("clock_source", "warn", message, remedy))
     if clock.is_synchronised is False:
-        said = f"{clock.told_by} says the clock is not synchronised: times of nodes cannot be compared"
-        findings.append(_finding("clock_sync", "warn", said, "systemctl enable --now chronyd (169.254.169.123 on EC2)"))
+        message = f"{clock.told_by} says the clock is not synchronised: times of nodes cannot be compared"
+        findings.append(
+            _finding("clock_sync", "warn", message, "systemctl enable --now chronyd (169.254.169.123 on EC2)")
+        )
     elif clock.is_synchronised is None:
-        said = "nothing tells whether the clock is synchronised"
-        findings.append(_finding("clock_sync", "note", said, "install chrony, where this is not a container"))
+        message = "nothing tells whether the clock is synchronised"
+        findings.append(_finding("clock_sync", "note", message, "install chrony, where this is not a container"))
     return findings or [_finding("clock_sync", "ok", f"clock {clock.source}, synchronised ({clock.told_by})")]
 
 
 def check_processors(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     host, findings = report.host, []
     if host.governor == "powersave" and host.governor_driver not in SCALING_DRIVERS:
-        said = f"the processors run with the governor powersave ({host.governor_driver or 'unknown driver'})"
-        findings.append(_finding("governor", "warn", said, "cpupower frequency-set -g performance"))
+        message = f"the processors run with the governor powersave ({host.governor_driver or 'unknown driver'})"
+        findings.append(_finding("governor", "warn", message, "cpupower frequency-set -g performance"))
     wanted = expected.instance.vcpus if expected.instance and expected.instance.name != "local" else 0
     if wanted and host.processors and host.processors < 0.9 * wanted:
-        said = f"{host.processors} processors are online, {expected.name} has {wanted}"
+        message = f"{host.processors} processors are online, {expected.name} has {wanted}"
         remedy = "name the right instance, or look for threads or sockets that were switched off"
-        findings.append(_finding("processors", "warn", said, remedy))
+        findings.append(_finding("processors", "warn", message, remedy))
     if host.numa_balancing and host.numa_nodes > 1:
-        said = "the kernel moves memory between NUMA nodes by itself"
-        findings.append(_finding("numa", "note", said, "sysctl kernel.numa_balancing=0"))
+        message = "the kernel moves memory between NUMA nodes by itself"
+        findings.append(_finding("numa", "note", message, "sysctl kernel.numa_balancing=0"))
     nodes = f"{host.numa_nodes} NUMA node{'s' if host.numa_nodes != 1 else ''}"
     return findings or [_finding("processors", "ok", f"{host.processors} processors, {nodes}")]
 
@@ -209,24 +215,26 @@ def check_processors(report: NodeReport, expected: Expected) -> list[PreflightFi
 def check_group(report: NodeReport) -> list[PreflightFinding]:
     """What the scheduler or container left of the machine."""
     group, host = report.host.group, report.host
-    told = []
+    messages = []
     if group.memory_bytes is not None and group.memory_bytes < 0.95 * host.memory_bytes:
-        told.append(f"{digits(group.memory_bytes / GIBIBYTE)} of {digits(host.memory_bytes / GIBIBYTE)} GiB of memory")
+        messages.append(
+            f"{digits(group.memory_bytes / GIBIBYTE)} of {digits(host.memory_bytes / GIBIBYTE)} GiB of memory"
+        )
     if group.cpus is not None and group.cpus < host.processors:
-        told.append(f"{group.cpus:g} of {host.processors} processors")
+        messages.append(f"{group.cpus:g} of {host.processors} processors")
     findings = []
-    if told:
-        said = f"the control group has {' and '.join(told)}"
+    if messages:
+        message = f"the control group has {' and '.join(messages)}"
         findings.append(
-            _finding("control_group", "note", said, "ask for whole nodes (--exclusive --mem=0) if not meant")
+            _finding("control_group", "note", message, "ask for whole nodes (--exclusive --mem=0) if not meant")
         )
     short = group.cpus is not None and len(report.gpus.cards) > group.cpus
     if short:
-        said = f"{group.cpus:g} processors for {counted(len(report.gpus.cards), 'GPU')}"
-        findings.append(_finding("control_group", "warn", said, "ask for more: --cpus-per-task, or cpu in the pod"))
+        message = f"{group.cpus:g} processors for {counted(len(report.gpus.cards), 'GPU')}"
+        findings.append(_finding("control_group", "warn", message, "ask for more: --cpus-per-task, or cpu in the pod"))
     if group.processes is not None and group.processes < MIN_PROCESSES:
-        said = f"the control group may have {group.processes:,} processes; loaders and threads need more"
-        findings.append(_finding("control_group", "warn", said, "TasksMax=infinity, or a higher pod pid limit"))
+        message = f"the control group may have {group.processes:,} processes; loaders and threads need more"
+        findings.append(_finding("control_group", "warn", message, "TasksMax=infinity, or a higher pod pid limit"))
     return findings
 
 

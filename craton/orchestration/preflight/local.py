@@ -43,7 +43,7 @@ def check_local(
             others = f" (and {len(failed) - 1} more: `craton doctor` tells)" if len(failed) > 1 else ""
             raise StartError(
                 f"this machine is not fit: {failed[0].evidence}{others}; {failed[0].remedy}; where you know better, "
-                f"`run: {{preflight_ignore: [{', '.join(dict.fromkeys(each.what for each in failed))}]}}`"
+                f"`run: {{preflight_ignore: [{', '.join(dict.fromkeys(item.what for item in failed))}]}}`"
             )
 
 

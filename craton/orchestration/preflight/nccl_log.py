@@ -52,7 +52,7 @@ def diagnose_nccl_log(log: str, cluster: str | None = None) -> Diagnosis:
             lines = nccl_lines(file)
         return Diagnosis(check_nccl_logs({path.stem: lines}, expected_of(cluster) or Expected()))
     run = find_run(log)
-    logs = {each.stem: _lines_of(each) for each in paths_in(run.path / "logs", "rank-*.log")}
+    logs = {item.stem: _lines_of(item) for item in paths_in(run.path / "logs", "rank-*.log")}
     if not logs:
         raise StartError(f"{run.name} has no logs of ranks yet; start it, with NCCL_DEBUG=INFO under run.env")
     expected = expected_of(cluster)
@@ -118,22 +118,24 @@ def _judged(text: str, expected: Expected) -> list[PreflightFinding]:
     fast = "EFA" if instance and instance.efa_version else "InfiniBand"
     has_fast = instance is not None and instance.gpu.generation != "cpu"
     wanted = "libfabric" if fast == "EFA" else "ib"
-    told = f"NCCL {found.version or ''} uses {', '.join(found.networks)}".replace("  ", " ")
+    message = f"NCCL {found.version or ''} uses {', '.join(found.networks)}".replace("  ", " ")
     if has_fast and not any(wanted in name.lower() for name in found.networks):
         why = "; it did not find its plugin" if found.plugin_missing else ""
         remedy = "`craton doctor` on the node tells which part is missing; stop the run, it crawls"
-        return [PreflightFinding("ML software", "nccl_network", "fail", f"{told} instead of {fast}{why}", remedy)]
+        return [PreflightFinding("ML software", "nccl_network", "fail", f"{message} instead of {fast}{why}", remedy)]
     if found.provider and found.provider != "efa" and fast == "EFA" and has_fast:
-        said, remedy = f"{told} by the provider {found.provider}, not efa", "export FI_PROVIDER=efa"
+        said, remedy = f"{message} by the provider {found.provider}, not efa", "export FI_PROVIDER=efa"
         return [PreflightFinding("ML software", "nccl_network", "fail", said, remedy)]
     if found.num_nics and instance and found.num_nics < instance.network_interfaces:
-        said = f"{told}, on {found.num_nics} of {instance.network_interfaces} interfaces"
+        said = f"{message}, on {found.num_nics} of {instance.network_interfaces} interfaces"
         remedy = "give the container all of its EFA devices"
         return [PreflightFinding("ML software", "nccl_network", "fail", said, remedy)]
     if has_fast and _crosses_nodes(text) and not found.gpudirect:
         remedy = "load nvidia_peermem, or NVIDIA's open kernel modules; unset NCCL_NET_GDR_LEVEL"
-        return [PreflightFinding("ML software", "nccl_network", "warn", f"{told}, but without GPUDirect RDMA", remedy)]
-    return [PreflightFinding("ML software", "nccl_network", "ok", told)]
+        return [
+            PreflightFinding("ML software", "nccl_network", "warn", f"{message}, but without GPUDirect RDMA", remedy)
+        ]
+    return [PreflightFinding("ML software", "nccl_network", "ok", message)]
 
 
 def _listed(names: list[str], shown: int = 4) -> str:
@@ -146,5 +148,5 @@ def _crosses_nodes(text: str) -> bool:
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str:
-    found = pattern.search(text)
-    return found[1] if found else ""
+    match = pattern.search(text)
+    return match[1] if match else ""

@@ -54,12 +54,12 @@ def check_efa_count(report: NodeReport, expected: Expected) -> list[PreflightFin
         ]
     hidden = [device.name for device in efa if device.uverbs and device.uverbs not in report.fabric.visible_uverbs]
     if hidden:
-        said = f"{len(efa) - len(hidden)} of {len(efa)} EFA devices are in /dev/infiniband"
+        message = f"{len(efa) - len(hidden)} of {len(efa)} EFA devices are in /dev/infiniband"
         remedy = "ask for vpc.amazonaws.com/efa in the pod, or give the container its /dev/infiniband/uverbs devices"
-        return [_finding("efa_count", "fail", said, remedy, layer="orchestration")]
+        return [_finding("efa_count", "fail", message, remedy, layer="orchestration")]
     if wanted and len(efa) > wanted:
-        said = f"{len(efa)} EFA devices, {expected.name} has {wanted}"
-        return [_finding("efa_count", "warn", said, "name the right instance in the cluster file")]
+        message = f"{len(efa)} EFA devices, {expected.name} has {wanted}"
+        return [_finding("efa_count", "warn", message, "name the right instance in the cluster file")]
     down = [device.name for device in efa if not device.is_active]
     if down:
         return [_finding("efa_count", "fail", f"not active: {', '.join(down)}", "reboot the node, or replace it")]
@@ -75,9 +75,9 @@ def check_foreign_devices(report: NodeReport) -> list[PreflightFinding]:
     names = ", ".join(device.name for device in others)
     total = len(report.fabric.efa) + len(others)
     if not report.host.is_container:
-        said = f"{total} devices in /sys/class/infiniband, {len(report.fabric.efa)} of them EFA; {names} are not"
+        message = f"{total} devices in /sys/class/infiniband, {len(report.fabric.efa)} of them EFA; {names} are not"
         remedy = "count EFA by its driver; on Kubernetes use the EFA device plugin 0.5.10 or later"
-        return [_finding("efa_foreign_devices", "note", said, remedy)]
+        return [_finding("efa_foreign_devices", "note", message, remedy)]
     return [
         _finding(
             "efa_foreign_devices",
@@ -108,8 +108,8 @@ def check_libfabric(report: NodeReport) -> list[PreflightFinding]:
             )
         ]
     if efa and len(found.domains) < len(efa):
-        said = f"libfabric sees {len(found.domains)} of {len(efa)} EFA devices"
-        return [_finding("libfabric", "fail", said, "give the container all of its EFA devices")]
+        message = f"libfabric sees {len(found.domains)} of {len(efa)} EFA devices"
+        return [_finding("libfabric", "fail", message, "give the container all of its EFA devices")]
     return [_finding("libfabric", "ok", f"libfabric has the provider efa on {len(found.domains)} devices")]
 
 
@@ -124,12 +124,12 @@ def check_plugin(report: NodeReport) -> list[PreflightFinding]:
         remedy = f"export LD_LIBRARY_PATH={fabric.plugins[0].rpartition('/')[0]}:$LD_LIBRARY_PATH"
     if fabric.loaded_plugin:
         beside = f"{fabric.plugins[0]} comes behind it" if fabric.plugins else "aws-ofi-nccl is not there"
-        said = f"NCCL gets {fabric.loaded_plugin}, which does not know EFA, and {beside}: it would use TCP sockets"
+        message = f"NCCL gets {fabric.loaded_plugin}, which does not know EFA, and {beside}: it would use TCP sockets"
     elif fabric.plugins:
-        said = f"{fabric.plugins[0]} is there, but neither ldconfig nor LD_LIBRARY_PATH leads to it"
+        message = f"{fabric.plugins[0]} is there, but neither ldconfig nor LD_LIBRARY_PATH leads to it"
     else:
-        said = "aws-ofi-nccl is not there: NCCL would use TCP sockets"
-    return [_finding("nccl_plugin", "fail", said, remedy)]
+        message = "aws-ofi-nccl is not there: NCCL would use TCP sockets"
+    return [_finding("nccl_plugin", "fail", message, remedy)]
 
 
 def check_infiniband(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
@@ -144,19 +144,19 @@ def check_infiniband(report: NodeReport, expected: Expected) -> list[PreflightFi
     given = [device for device in fast if not device.uverbs or device.uverbs in report.fabric.visible_uverbs]
     if fast and len(given) < min(wanted or 1, len(fast)):
         lost = "the others are lost to NCCL" if given else "NCCL would use TCP sockets"
-        said = f"{len(given)} of {len(fast)} InfiniBand ports are in /dev/infiniband: {lost}"
-        return [_finding("infiniband", "fail", said, GIVE_VERBS, layer="orchestration")]
+        text = f"{len(given)} of {len(fast)} InfiniBand ports are in /dev/infiniband: {lost}"
+        return [_finding("infiniband", "fail", text, GIVE_VERBS, layer="orchestration")]
     if not devices and wanted and report.host.is_container:
-        said = f"0 of {wanted} InfiniBand ports were given to this container"
-        return [_finding("infiniband", "fail", said, GIVE_VERBS, layer="orchestration")]
+        text = f"0 of {wanted} InfiniBand ports were given to this container"
+        return [_finding("infiniband", "fail", text, GIVE_VERBS, layer="orchestration")]
     if len(fast) >= wanted:
-        said = f"{len(fast)} InfiniBand ports active at {due:g} Gb/s"
-        return [_finding("infiniband", "ok", said)] if active else []
+        text = f"{len(fast)} InfiniBand ports active at {due:g} Gb/s"
+        return [_finding("infiniband", "ok", text)] if active else []
     down = [f"{device.name} {device.state or 'unknown'}" for device in devices if device not in active]
     if down or len(active) < wanted:
-        told = f" ({', '.join(down)})" if down else ""
+        message = f" ({', '.join(down)})" if down else ""
         remedy = "look at cable and switch port, `ibstat` tells more; the node is slow or cut off until then"
-        return [_finding("infiniband", "fail", f"{len(fast)} of {wanted} InfiniBand ports active{told}", remedy)]
+        return [_finding("infiniband", "fail", f"{len(fast)} of {wanted} InfiniBand ports active{message}", remedy)]
     slow = [f"{device.name} {device.gigabits_per_second:g}" for device in active if device not in fast]
     remedy = "reseat or replace the cable; a port that trained slower slows every ring through it"
     return [_finding("infiniband", "warn", f"{', '.join(slow)} Gb/s where {due:g} are due", remedy)]
@@ -172,9 +172,9 @@ def check_gpudirect(report: NodeReport) -> list[PreflightFinding]:
         return [_finding("gpudirect_rdma", "ok", "nvidia_peermem is loaded")]
     if report.gpus.open_modules and is_in(kernel, ">=5.12"):
         return [_finding("gpudirect_rdma", "ok", f"dma-buf: open kernel modules on kernel {kernel}")]
-    said = "neither nvidia_peermem nor dma-buf: the network goes through host memory"
+    message = "neither nvidia_peermem nor dma-buf: the network goes through host memory"
     remedy = "modprobe nvidia_peermem, or install NVIDIA's open kernel modules"
-    return [_finding("gpudirect_rdma", "fail", said, remedy)]
+    return [_finding("gpudirect_rdma", "fail", message, remedy)]
 
 
 def check_gdrcopy(report: NodeReport) -> list[PreflightFinding]:
@@ -182,11 +182,11 @@ def check_gdrcopy(report: NodeReport) -> list[PreflightFinding]:
     if version and report.fabric.gdrcopy_device:
         return [_finding("gdrcopy", "ok", f"gdrdrv {version}")]
     if version:
-        said, remedy = "gdrdrv is loaded, but /dev/gdrdrv is not here", "give the container /dev/gdrdrv"
-        return [_finding("gdrcopy", "warn", said, remedy)]
-    said = "GDRCopy's gdrdrv is not loaded: small messages take longer"
+        message, remedy = "gdrdrv is loaded, but /dev/gdrdrv is not here", "give the container /dev/gdrdrv"
+        return [_finding("gdrcopy", "warn", message, remedy)]
+    message = "GDRCopy's gdrdrv is not loaded: small messages take longer"
     severity: Severity = "warn" if report.fabric.efa else "note"
-    return [_finding("gdrcopy", severity, said, "install GDRCopy 2.5 or later and modprobe gdrdrv")]
+    return [_finding("gdrcopy", severity, message, "install GDRCopy 2.5 or later and modprobe gdrdrv")]
 
 
 def check_gpudirect_storage(report: NodeReport) -> list[PreflightFinding]:
@@ -201,9 +201,9 @@ def check_locked_memory(report: NodeReport) -> list[PreflightFinding]:
     if limit is None or limit == UNLIMITED:
         return [_finding("locked_memory", "ok", "locked memory is not limited")]
     severity: Severity = "note" if limit >= ENOUGH_LOCKED_BYTES else "fail"
-    said = f"a process may lock {limit / 2**20:,.0f} MiB, and RDMA needs its buffers locked"
+    message = f"a process may lock {limit / 2**20:,.0f} MiB, and RDMA needs its buffers locked"
     remedy = "`* - memlock unlimited` in /etc/security/limits.conf; LimitMEMLOCK=infinity for slurmd or containerd"
-    return [_finding("locked_memory", severity, said, remedy)]
+    return [_finding("locked_memory", severity, message, remedy)]
 
 
 def check_efa_counters(report: NodeReport) -> list[PreflightFinding]:
@@ -219,15 +219,15 @@ def check_efa_counters(report: NodeReport) -> list[PreflightFinding]:
             name, value = max(hit.items(), key=lambda item: item[1])
             much = f"{100 * value:.2g} %" if fact.share_of else f"{value:,.0f}"
             devices = name if len(hit) == 1 else f"{len(hit)} devices, {name} the most"
-            said = f"{fact.name}: {much} {fact.meaning} ({devices})"
-            findings.append(_finding("efa_counters", fact.severity, said, fact.remedy))
+            message = f"{fact.name}: {much} {fact.meaning} ({devices})"
+            findings.append(_finding("efa_counters", fact.severity, message, fact.remedy))
     sent = {device.name: device.counters.get("tx_bytes", 0) for device in report.fabric.efa}
     usual = median(sent.values()) if sent else 0
     idle = [name for name, count in sent.items() if usual > BUSY_BYTES and count < FAIR_SHARE * usual]
     if idle:
-        said = f"{', '.join(idle)} carried less than half of what its neighbours did"
+        message = f"{', '.join(idle)} carried less than half of what its neighbours did"
         remedy = "compare with another node; one device that carries less is a bad path, or NCCL does not use it"
-        findings.append(_finding("efa_counters", "warn", said, remedy))
+        findings.append(_finding("efa_counters", "warn", message, remedy))
     if not findings and report.fabric.efa:
         return [_finding("efa_counters", "ok", "no retransmissions, drops or errors worth a word")]
     return findings

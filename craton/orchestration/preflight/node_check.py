@@ -121,11 +121,11 @@ def expected_by(job: Job, launch: Launch) -> Expected:
     """What a run needs of each of its nodes; fewer processes than GPUs still use all of the GPUs. Drives that no tier
     of checkpoints is on may be anywhere."""
     node_type = None if job.cluster.is_local else resolve_cluster(job.cluster, job.price).instance
-    found = Expected(node_type, launch.node_gpus if launch.gpus else 0, needs_network=launch.working_nodes > 1)
+    expected = Expected(node_type, launch.node_gpus if launch.gpus else 0, needs_network=launch.working_nodes > 1)
     if job.cluster.is_local or job.cluster.file is None:
-        return found
-    found = with_storage(found, job.cluster.file)
-    return found if any(tier.to == "nvme" for tier in job.checkpoint.tiers) else replace(found, nvme_path="")
+        return expected
+    expected = with_storage(expected, job.cluster.file)
+    return expected if any(tier.to == "nvme" for tier in job.checkpoint.tiers) else replace(expected, nvme_path="")
 
 
 def with_storage(expected: Expected, file: ClusterFile) -> Expected:
@@ -149,7 +149,7 @@ def followed(expected: Expected, root: NodeRoot, report: NodeReport) -> Expected
             mount = report.disks.mount_of(path)
             parts = path.split("/") if mount is not None and mount.path == "/" else []
             above = ["/".join(parts[:count]) for count in range(2, len(parts) + 1)]
-            link = next((each for each in above if root.target(each)), None)
+            link = next((item for item in above if root.target(item)), None)
             if link is None:
                 break
             path = os.path.normpath(os.path.join(os.path.dirname(link), root.target(link)) + path[len(link) :])
@@ -162,7 +162,7 @@ def record_preflight(
     run: RunDirectory, generation: int, node: str, findings: list[PreflightFinding], seconds: float
 ) -> None:
     """One event: how it went, how long it took, and everything that is not fine."""
-    told = [finding.to_json() for finding in findings if finding.severity != "ok"]
+    messages = [finding.to_json() for finding in findings if finding.severity != "ok"]
     line = {
         "time": time.time(),
         "step": 0,
@@ -172,7 +172,7 @@ def record_preflight(
         "worst": worst(findings),
         "seconds": round(seconds, 3),
         "checks": len(findings),
-        "findings": told,
+        "findings": messages,
     }
     writer = LineWriter(run.events_path(node))
     writer.append([json.dumps(line, separators=(",", ":")).encode()])
@@ -238,5 +238,5 @@ def check_tested(devices: list[dict[str, Any]], num_gpus: int, root: NodeRoot) -
     if seen >= num_gpus:
         return []
     remedy = "python -c 'import torch; torch.zeros(1, device=\"cuda\")' tells why; reboot the node if it is the driver"
-    said = f"nvidia-smi shows {counted(num_gpus, 'GPU')}, and torch could use {seen}"
-    return [PreflightFinding("infrastructure", "compute", "fail", said, remedy)]
+    message = f"nvidia-smi shows {counted(num_gpus, 'GPU')}, and torch could use {seen}"
+    return [PreflightFinding("infrastructure", "compute", "fail", message, remedy)]

@@ -53,7 +53,7 @@ def run_compute(
     ended = run_processes([[sys.executable, "-m", SELFTEST, "compute", *asked]], [{}], limit_seconds)
     named = [name for line in ended.printed for name in line.get("devices", ())]
     devices = sorted(
-        (line["result"] for line in ended.printed if "result" in line), key=lambda each: named.index(each["device"])
+        (line["result"] for line in ended.printed if "result" in line), key=lambda item: named.index(item["device"])
     )
     if not ended.failure:
         return devices, []

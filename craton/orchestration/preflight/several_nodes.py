@@ -38,7 +38,7 @@ class Device:
 
 def check_compute(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[PreflightFinding]:
     """Node → what `selftest compute` said of its devices, over the whole gang."""
-    devices = [Device(node, result) for node, found in results.items() for result in found]
+    devices = [Device(node, result) for node, item in results.items() for result in item]
     findings = [finding for device in devices for finding in _alone(device)]
     kinds: dict[tuple[str, str, str], list[Device]] = defaultdict(list)
     for device in devices:
@@ -51,22 +51,22 @@ def check_compute(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Pr
     repeats = sum(sum(device.result["repeats"].values()) for device in devices)
     hashes = " ".join(f"{name} {value[:8]}" for name, value in sorted(devices[0].result["hashes"].items()))
     several = "all alike" if len(devices) > 1 else "compare the hashes with those of another node"
-    said = f"{len(devices)} device{'s' if len(devices) > 1 else ''}, {repeats:,} results: {hashes}; {several}"
-    return [PreflightFinding("infrastructure", "compute", "ok", said), *slow]
+    message = f"{len(devices)} device{'s' if len(devices) > 1 else ''}, {repeats:,} results: {hashes}; {several}"
+    return [PreflightFinding("infrastructure", "compute", "ok", message), *slow]
 
 
 def _alone(device: Device) -> Iterator[PreflightFinding]:
     result = device.result
     if result["error"]:
-        said = f"{device.label}: {result['error']}"
-        yield _compute(device, said, "look for XIDs (`dmesg`), and leave the node out")
+        message = f"{device.label}: {result['error']}"
+        yield _compute(device, message, "look for XIDs (`dmesg`), and leave the node out")
     for name, count in result["mismatches"].items():
         if count:
-            said = f"{device.label}: {name} gave another result {count:,} of {result['repeats'][name]:,} times"
-            yield _compute(device, said, "drain the node and have it replaced: this card computes wrong")
+            message = f"{device.label}: {name} gave another result {count:,} of {result['repeats'][name]:,} times"
+            yield _compute(device, message, "drain the node and have it replaced: this card computes wrong")
     for name in result["wrong"]:
-        said = f"{device.label}: {name} is far from what the processor computes"
-        yield _compute(device, said, "drain the node and have it replaced: this card computes wrong")
+        message = f"{device.label}: {name} is far from what the processor computes"
+        yield _compute(device, message, "drain the node and have it replaced: this card computes wrong")
 
 
 def _odd_ones(alike: Sequence[Device]) -> Iterator[PreflightFinding]:
@@ -79,20 +79,20 @@ def _odd_ones(alike: Sequence[Device]) -> Iterator[PreflightFinding]:
         if not others:
             continue
         if 2 * count > len(alike) and len(alike) >= FEW_DEVICES:
-            for label, found in told.items():
-                if found != value:
+            for label, item in told.items():
+                if item != value:
                     named[label].append(name)
         else:
             undecided.append(name)
     for device in alike:
         if names := named.get(device.label):
-            said = f"{device.label}: {', '.join(names)} differs from {len(alike) - 1} others of {device.kind[0]}"
-            yield _compute(device, said, "drain the node and have it replaced: this card computes wrong")
+            message = f"{device.label}: {', '.join(names)} differs from {len(alike) - 1} others of {device.kind[0]}"
+            yield _compute(device, message, "drain the node and have it replaced: this card computes wrong")
     if undecided:
         who = ", ".join(device.label for device in alike)
-        said = f"{', '.join(undecided)} differs between {who}, and there is no majority"
+        message = f"{', '.join(undecided)} differs between {who}, and there is no majority"
         remedy = "test at least three devices of the kind; until then leave all of these out"
-        yield PreflightFinding("infrastructure", "compute", "fail", said, remedy)
+        yield PreflightFinding("infrastructure", "compute", "fail", message, remedy)
 
 
 def _slow_ones(alike: Sequence[Device]) -> Iterator[PreflightFinding]:
@@ -104,16 +104,16 @@ def _slow_ones(alike: Sequence[Device]) -> Iterator[PreflightFinding]:
         for device in alike:
             rate = device.result["tflops"].get(name, 0.0)
             if rate < SLOW_DEVICE * usual:
-                said = f"{device.label}: {name} at {digits(rate)} TFLOP/s, the others at {digits(usual)}"
+                message = f"{device.label}: {name} at {digits(rate)} TFLOP/s, the others at {digits(usual)}"
                 remedy = "look at clocks, heat and power of the card; it slows every rank down"
-                yield PreflightFinding("infrastructure", "compute_speed", "warn", said, remedy, device.node)
+                yield PreflightFinding("infrastructure", "compute_speed", "warn", message, remedy, device.node)
 
 
 def check_bandwidth(found: Mapping[str, Any]) -> list[PreflightFinding]:
     """What `selftest bandwidth` measured: who is slow with everybody, and whether all are slow."""
     names, expected = found["names"], float(found["expected_bytes_per_second"])
     labels = _unit_labels(names)
-    rates = {tuple(each["pair"]): each["bytes_per_second"] for one in found["rounds"] for each in one}
+    rates = {tuple(item["pair"]): item["bytes_per_second"] for one in found["rounds"] for item in one}
     if not rates:
         return [PreflightFinding("infrastructure", "bandwidth", "note", "one unit alone has no pair to measure", "")]
     usual = median(rates.values())
@@ -134,18 +134,18 @@ def check_bandwidth(found: Mapping[str, Any]) -> list[PreflightFinding]:
         ]
     slow = [(tuple(pair), rates[tuple(pair)]) for pair in found["slow_pairs"]]
     if expected and usual < SLOW_PAIR * expected:
-        said = f"all pairs are slow: {_rate(usual)} in the middle{against}"
+        text = f"all pairs are slow: {_rate(usual)} in the middle{against}"
         remedy = "look at what they have in common: NCCL's network (NCCL_DEBUG=INFO), the plugin, the placement"
-        return [PreflightFinding("infrastructure", "bandwidth", "fail", said, remedy)]
+        return [PreflightFinding("infrastructure", "bandwidth", "fail", text, remedy)]
     if slow:
-        told = ", ".join(f"{labels[a]} with {labels[b]} {_rate(rate)}" for (a, b), rate in slow)
-        said = f"{told}; the middle is {_rate(usual)}{against}"
+        message = ", ".join(f"{labels[a]} with {labels[b]} {_rate(rate)}" for (a, b), rate in slow)
+        text = f"{message}; the middle is {_rate(usual)}{against}"
         remedy = "each of them is fast with others, so it is the path between them; measure again"
         if len(labels) == 2:
             remedy = "two alone do not tell which: measure with a third"
-        return [PreflightFinding("infrastructure", "bandwidth", "warn", said, remedy)]
-    said = f"{len(rates)} pairs of {len(labels)}, {_rate(usual)} in the middle{against} ({found['backend']})"
-    return [PreflightFinding("infrastructure", "bandwidth", "ok", said)]
+        return [PreflightFinding("infrastructure", "bandwidth", "warn", text, remedy)]
+    text = f"{len(rates)} pairs of {len(labels)}, {_rate(usual)} in the middle{against} ({found['backend']})"
+    return [PreflightFinding("infrastructure", "bandwidth", "ok", text)]
 
 
 def _unit_labels(names: Sequence[str]) -> list[str]:

@@ -16,8 +16,8 @@ def check_software(report: NodeReport, expected: Expected) -> list[PreflightFind
 def check_versions(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     versions = report.software.versions
     instance = expected.instance.name if expected.instance else report.host.product
-    found = [pair for pair in bad_pairs() if pair.holds(versions, _catalog_gpu(report), instance)]
-    if found:
+    pairs = [pair for pair in bad_pairs() if pair.holds(versions, _catalog_gpu(report), instance)]
+    if pairs:
         return [
             _finding(
                 "known_bad",
@@ -25,10 +25,10 @@ def check_versions(report: NodeReport, expected: Expected) -> list[PreflightFind
                 f"{', '.join(f'{name} {versions[name]}' for name in pair.versions)}: {pair.problem}",
                 f"{pair.remedy} ({pair.source})",
             )
-            for pair in found
+            for pair in pairs
         ]
-    told = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return [_finding("versions", "ok", told)] if told else []
+    message = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [_finding("versions", "ok", message)] if message else []
 
 
 def check_torch(report: NodeReport) -> list[PreflightFinding]:
@@ -58,9 +58,9 @@ def check_libraries(report: NodeReport) -> list[PreflightFinding]:
         remedy = "install the GPU build of torch, which brings it"
         findings.append(_finding("triton", "warn", "triton is missing: fused kernels cannot run", remedy))
     if missing:
-        said = f"not installed: {', '.join(missing)}" + (f"; there: {', '.join(there)}" if there else "")
+        message = f"not installed: {', '.join(missing)}" + (f"; there: {', '.join(there)}" if there else "")
         findings.append(
-            _finding("libraries", "note", said, "install what the job uses; Craton itself needs only triton")
+            _finding("libraries", "note", message, "install what the job uses; Craton itself needs only triton")
         )
     return findings or [_finding("libraries", "ok", ", ".join(there))]
 

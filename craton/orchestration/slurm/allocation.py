@@ -96,7 +96,7 @@ def read_allocation(run: RunDirectory) -> Allocation | None:
     """None before the first start of the run."""
     document = read_json(Path(run.path) / ALLOCATION_FILE)
     try:
-        nodes = tuple(AllocatedHost(**{**each, "path": tuple(each.get("path", ()))}) for each in document["nodes"])
+        nodes = tuple(AllocatedHost(**{**node, "path": tuple(node.get("path", ()))}) for node in document["nodes"])
         return Allocation(str(document["job"]), int(document["restarts"]), nodes)
     except (KeyError, TypeError, ValueError):
         return None

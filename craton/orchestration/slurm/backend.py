@@ -54,7 +54,7 @@ class SlurmBackend:
         let go."""
         submissions = {run: read_submission(run) for run in runs}
         submissions |= unheard_numbers(submissions)
-        listed = {job.id: job for job in read_jobs([each.job for each in submissions.values() if each.job])}
+        listed = {job.id: job for job in read_jobs([item.job for item in submissions.values() if item.job])}
         jobs = {run: job_of(listed, submission.job) for run, submission in submissions.items()}
         cluster = read_snapshot() if any(job and job.is_pending for job in jobs.values()) else SlurmState()
         return {run.name: _standing(jobs[run], submission, cluster, run) for run, submission in submissions.items()}

@@ -75,19 +75,19 @@ def documents_of(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _read(reports: Iterable[Path]) -> list[dict[str, Any]]:
-    found = []
+    result = []
     for path in sorted(reports):
         with contextlib.suppress(OSError, ValueError, RecursionError):
             document = json.loads(read_regular(path).decode(errors="replace"))
             if isinstance(document, dict) and document.get("nodes") and "findings" in document:
-                found.append(document)
-    return found
+                result.append(document)
+    return result
 
 
 def failures_of(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     """Node → what is wrong with it, by its own word and by that of the others; nothing where all is well."""
-    found = {
-        str(document["nodes"][0]["node"]): [each for each in document["findings"] if each.get("severity") == "fail"]
+    result = {
+        str(document["nodes"][0]["node"]): [entry for entry in document["findings"] if entry.get("severity") == "fail"]
         for document in documents
     }
     for finding in gang_findings(documents):
@@ -95,14 +95,16 @@ def failures_of(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[Mappin
             continue
         # Without a majority nobody knows who is wrong, and no training can be trusted to any of them.
         for node in [finding.node] if finding.node else computing_nodes(documents):
-            if finding.evidence not in {each.get("evidence") for each in found[node]}:
-                found[node] = [*found[node], finding.to_json()]
-    return found
+            if finding.evidence not in {item.get("evidence") for item in result[node]}:
+                result[node] = [*result[node], finding.to_json()]
+    return result
 
 
 def gang_findings(documents: Sequence[Mapping[str, Any]]) -> list[PreflightFinding]:
     """The devices of all nodes together; nothing where none has computed."""
-    results = {str(entry["node"]): entry.get("compute") or [] for each in documents for entry in each["nodes"][:1]}
+    results = {
+        str(entry["node"]): entry.get("compute") or [] for document in documents for entry in document["nodes"][:1]
+    }
     try:
         return check_compute({node: devices for node, devices in results.items() if devices})
     except (KeyError, TypeError) as error:  # an image may hold another Craton, which tells it in other words
@@ -111,7 +113,7 @@ def gang_findings(documents: Sequence[Mapping[str, Any]]) -> list[PreflightFindi
 
 
 def computing_nodes(documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [str(entry["node"]) for each in documents for entry in each["nodes"][:1] if entry.get("compute")]
+    return [str(entry["node"]) for document in documents for entry in document["nodes"][:1] if entry.get("compute")]
 
 
 def gang_in_words(run: RunDirectory) -> str:
@@ -126,13 +128,19 @@ def software_failure(run: RunDirectory) -> str:
     documents = documents_of(run)
     if len(documents) == 1:
         alone = documents[0]["nodes"][0]["node"]
-        documents += [each for each in _read(_earlier(run)) if each["nodes"][0]["node"] != alone]
-    said = [
-        [each for each in document["findings"] if each.get("severity") == "fail" and each.get("layer") != HOST_LAYER]
+        documents += [element for element in _read(_earlier(run)) if element["nodes"][0]["node"] != alone]
+    messages = [
+        [
+            finding
+            for finding in document["findings"]
+            if finding.get("severity") == "fail" and finding.get("layer") != HOST_LAYER
+        ]
         for document in documents
     ]
-    common = set.intersection(*({each["what"] for each in failed} for failed in said)) if len(said) > 1 else set()
-    return _in_words([each for each in said[0] if each["what"] in common]) if common else ""
+    common = (
+        set.intersection(*({entry["what"] for entry in failed} for failed in messages)) if len(messages) > 1 else set()
+    )
+    return _in_words([item for item in messages[0] if item["what"] in common]) if common else ""
 
 
 def _put_aside(reports: Path) -> None:
@@ -165,4 +173,4 @@ def _end(checks: subprocess.Popen[bytes], job: str) -> None:
 
 
 def _in_words(failed: Sequence[Mapping[str, str]]) -> str:
-    return "; ".join(f"{each.get('what', 'a check')}: {each.get('evidence', 'failed')}" for each in failed[:SHOWN])
+    return "; ".join(f"{item.get('what', 'a check')}: {item.get('evidence', 'failed')}" for item in failed[:SHOWN])

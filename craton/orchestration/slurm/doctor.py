@@ -57,7 +57,7 @@ def diagnose_nodes(nodes: str, cluster: str | None, *, compute: bool = False, ba
         said = _run([*words, sys.executable, "-m", "craton", "doctor", *options])
         documents = [_document(path) for path in sorted(Path(folder).glob("*.json"))]
         errors = "".join(path.read_text(encoding="utf-8", errors="replace") for path in Path(folder).glob("*.err"))
-    findings, entries = joined(hosts, [each for each in documents if each], said or _last_line(errors))
+    findings, entries = joined(hosts, [document for document in documents if document], said or _last_line(errors))
     if compute:
         findings += check_compute({entry["node"]: entry["compute"] for entry in entries if entry["compute"]})
     measured = None
@@ -110,10 +110,10 @@ def joined(
 ) -> tuple[list[PreflightFinding], list[dict[str, Any]]]:
     """The findings of all nodes, and their entries; a node that did not answer is a finding itself."""
     entries = [entry for document in documents for entry in document["nodes"]]
-    told = [PreflightFinding(**finding) for document in documents for finding in document["findings"]]
-    findings = [finding for finding in told if finding.what not in GANG_CHECKS]
+    messages = [PreflightFinding(**finding) for document in documents for finding in document["findings"]]
+    findings = [finding for finding in messages if finding.what not in GANG_CHECKS]
     for entry in entries:  # a self-test that died on its node leaves too little to judge anew
-        findings += [replace(PreflightFinding(**each), node=entry["node"]) for each in entry.get("compute_failed", ())]
+        findings += [replace(PreflightFinding(**item), node=entry["node"]) for item in entry.get("compute_failed", ())]
     answered = {entry["node"] for entry in entries}
     why = f": {said}" if said else ""
     for host in hosts:
@@ -137,9 +137,9 @@ def _measure(file: ClusterFile | None, nodes: str, hosts: Sequence[str]) -> dict
         lines = [line for line in printed.read().decode(errors="replace").splitlines() if line.startswith("{")]
     if not lines:
         raise StartError(f"the bandwidth test gave no result: {said or 'srun said nothing'}")
-    found = json.loads(lines[-1])
-    assert isinstance(found, dict)
-    return found
+    document = json.loads(lines[-1])
+    assert isinstance(document, dict)
+    return document
 
 
 def _machine(file: ClusterFile | None) -> Instance | None:
@@ -193,7 +193,7 @@ def _last_line(text: str) -> str:
 
 def _document(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(read_regular(path))
+        document = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and "findings" in found else None
+    return document if isinstance(document, dict) and "findings" in document else None

@@ -83,7 +83,7 @@ def number_of(jobs: Iterable[JobRecord], submission: Submission) -> str:
 def unheard_numbers(submissions: Mapping[RunDirectory, Submission]) -> dict[RunDirectory, Submission]:
     """Those of these runs whose number was not heard, with what one question about their users' jobs tells of them: the
     number, or that Slurm never had them. What is found is written down, so that nobody asks again."""
-    unheard = {run: each for run, each in submissions.items() if not each.job and NEVER not in each.details}
+    unheard = {run: item for run, item in submissions.items() if not item.job and NEVER not in item.details}
     if not unheard:
         return {}
     jobs = read_jobs_of([os.getuid(), *(user for run in unheard if (user := _owner(run)) is not None)])
@@ -126,10 +126,10 @@ def _completed(run: RunDirectory, submission: Submission, jobs: Iterable[JobReco
     if not number and is_fresh(run, SETTLED_SECONDS):
         return submission
     never = {} if number else {NEVER: "true"}
-    found = replace(submission, job=number, details={**submission.details, **never})
+    result = replace(submission, job=number, details={**submission.details, **never})
     with contextlib.suppress(OSError):  # somebody else's run, which may only be read
-        write_submission(run, found)
-    return found
+        write_submission(run, result)
+    return result
 
 
 def _kept(runs: Sequence[RunDirectory]) -> str:

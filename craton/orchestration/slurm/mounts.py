@@ -64,7 +64,7 @@ def mounts_of(job: Job, run: RunDirectory, launch: Launch) -> tuple[str, ...]:
                 f"{job.where('run', 'image')}{path} cannot be shown to the image {image}, whose own {path} it "
                 "would cover; keep what the job needs in a folder of its own"
             )
-        if any(each in path for each in SEPARATORS) or not path.isprintable():
+        if any(item in path for item in SEPARATORS) or not path.isprintable():
             raise StartError(
                 f"{job.where('run', 'image')}{path!r} cannot be shown to the image {image}: container runtimes "
                 "read : and , as the end of a path; rename it"

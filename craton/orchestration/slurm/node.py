@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     except (OSError, ValueError, KeyError, StopIteration) as error:
         print(f"craton: {host} is not in {run / 'allocation.json'} ({error!r})", file=sys.stderr)
         return EXIT_WRONG
-    address = own_address(node["address"], [each["address"] for each in allocation["nodes"]])
+    address = own_address(node["address"], [item["address"] for item in allocation["nodes"]])
     return Agent(run, number, str(node["name"]), address).supervise()
 
 
@@ -113,8 +113,8 @@ def own_address(stated: str, all_addresses: list[Any]) -> str:
     """The address at which the others reach this node: the one that Slurm has for it. Where that is a loopback address
     here only (Debian's hosts file has the machine's own name at 127.0.1.1), the one it sends from to another node."""
     mine = resolved(stated)
-    others = [resolved(str(each)) for each in all_addresses if each != stated]
-    afar = [each for each in others if not each.startswith("127.")]
+    others = [resolved(str(all_address)) for all_address in all_addresses if all_address != stated]
+    afar = [other for other in others if not other.startswith("127.")]
     if not mine.startswith("127.") or not afar:
         return mine
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

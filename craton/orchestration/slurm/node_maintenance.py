@@ -99,7 +99,7 @@ def _found(node: str) -> ServiceNode | None:
     """Of whatever partition."""
     text = ask("scontrol", "show", "node")
     comments = _comments(text)
-    return next((_node(each, comments[node]) for each in nodes_of_text(text) if each.name == node), None)
+    return next((_node(item, comments[node]) for item in nodes_of_text(text) if item.name == node), None)
 
 
 def _comments(text: str) -> dict[str, str]:

@@ -142,7 +142,7 @@ class ReservationRecord:
 
 def jobs_of_json(document: Mapping[str, Any]) -> list[JobRecord]:
     """The jobs of `squeue --json`, of any version."""
-    return [_job_of_json(each) for each in document.get("jobs") or () if isinstance(each, Mapping)]
+    return [_job_of_json(job) for job in document.get("jobs") or () if isinstance(job, Mapping)]
 
 
 def jobs_of_text(text: str) -> list[JobRecord]:
@@ -354,7 +354,7 @@ def _job_of_json(fields: Mapping[str, Any]) -> JobRecord:
 
 def _state(value: Any) -> str:
     """A word, or a list of a state and its flags; a job that is still being cleaned up is COMPLETING first of all."""
-    words = [str(each) for each in value] if isinstance(value, list) else str(value or "").replace("+", " ").split()
+    words = [str(item) for item in value] if isinstance(value, list) else str(value or "").replace("+", " ").split()
     if "COMPLETING" in words:
         return "COMPLETING"
     return words[0] if words else ""
@@ -370,7 +370,7 @@ def _number(value: Any) -> float | None:
 
 def _text(value: Any) -> str:
     if isinstance(value, list):
-        return ",".join(str(each) for each in value)
+        return ",".join(str(item) for item in value)
     return "" if value is None or str(value) in NOTHING else str(value)
 
 

@@ -45,7 +45,7 @@ class Room:
         counts = [len(group & self.free) for group in groups]
         if most_nodes(counts, most, together) >= needed:
             return None
-        for name, release in sorted(self.busy.items(), key=lambda each: (each[1].moment, each[1].by)):
+        for name, release in sorted(self.busy.items(), key=lambda item: (item[1].moment, item[1].by)):
             if release.moment == FOREVER:
                 return None
             counts = [count + (name in group) for count, group in zip(counts, groups, strict=True)]
@@ -59,14 +59,14 @@ def room_for(job: JobRecord, cluster: SlurmState, now: float) -> Room:
     busy: dict[str, NodeRelease] = {}
     kept: dict[str, list[str]] = {}
     for node in usable_nodes(job, cluster):
-        holds = [NodeRelease(each.end or FOREVER, f"job {each.id}") for each in cluster.jobs_on.get(node.name, ())]
+        holds = [NodeRelease(item.end or FOREVER, f"job {item.id}") for item in cluster.jobs_on.get(node.name, ())]
         if not node.is_free and not holds:  # by a job that this user may not see
             holds.append(NodeRelease(FOREVER, ""))
         others = _kept(node, job, cluster, now)
         if node.is_free and others:
-            kept.setdefault(min(others, key=lambda each: each.moment).by, []).append(node.name)
+            kept.setdefault(min(others, key=lambda element: element.moment).by, []).append(node.name)
         if holds or others:
-            busy[node.name] = max([*holds, *others], key=lambda each: (each.moment, each.by))
+            busy[node.name] = max([*holds, *others], key=lambda entry: (entry.moment, entry.by))
         else:
             free.add(node.name)
     return Room(frozenset(free), busy, kept)
@@ -80,9 +80,16 @@ def most_nodes(counts: Iterable[int], most: int, together: int = 1) -> int:
 def usable_nodes(job: JobRecord, cluster: SlurmState) -> list[NodeRecord]:
     """Of its partition, with its features, in its reservation, not excluded, and not away."""
     excluded, required = set(hosts_of(job.excluded)), set(hosts_of(job.required))
-    own = next((each for each in cluster.reservations if job.reservation and each.name == job.reservation), None)
+    own = next(
+        (
+            reservation
+            for reservation in cluster.reservations
+            if job.reservation and reservation.name == job.reservation
+        ),
+        None,
+    )
     within = set(hosts_of(own.nodes)) if own else set()
-    wanted = [each for each in re.split(r"[&,]", job.features) if re.fullmatch(r"[A-Za-z0-9_.=-]+", each)]
+    wanted = [word for word in re.split(r"[&,]", job.features) if re.fullmatch(r"[A-Za-z0-9_.=-]+", word)]
     return [
         node
         for node in in_partition(job, cluster)
@@ -90,7 +97,7 @@ def usable_nodes(job: JobRecord, cluster: SlurmState) -> list[NodeRecord]:
         and node.name not in excluded
         and (not within or node.name in within)
         and (len(required) < max(1, job.num_nodes) or node.name in required)
-        and all(each in node.features for each in wanted)
+        and all(item in node.features for item in wanted)
     ]
 
 
@@ -104,9 +111,9 @@ def _kept(node: NodeRecord, job: JobRecord, cluster: SlurmState, now: float) -> 
     """What has the node at a time that the job would need it, beside the jobs on it."""
     end = now + job.time_limit_seconds if job.time_limit_seconds is not None else FOREVER
     reserved = [
-        NodeRelease(each.end or FOREVER, f"the reservation {each.name}")
-        for each in cluster.reservations_on.get(node.name, ())
-        if each.name != job.reservation and (each.end or FOREVER) > now and (each.start or 0.0) < end
+        NodeRelease(item.end or FOREVER, f"the reservation {item.name}")
+        for item in cluster.reservations_on.get(node.name, ())
+        if item.name != job.reservation and (item.end or FOREVER) > now and (item.start or 0.0) < end
     ]
     if "RESERVED" in node.states and not reserved and not job.reservation:
         reserved.append(NodeRelease(FOREVER, "a reservation"))

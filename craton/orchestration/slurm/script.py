@@ -78,8 +78,8 @@ def sbatch_script(draft: Draft, run: RunDirectory, options: ScriptOptions | None
 
 def nonce_of(script: str) -> str:
     """The nonce in a script's text; empty where there is none."""
-    found = _COMMENT.search(script)
-    return found[1] if found else ""
+    match = _COMMENT.search(script)
+    return match[1] if match else ""
 
 
 def directives_of(draft: Draft, run: RunDirectory, options: ScriptOptions) -> dict[str, str]:

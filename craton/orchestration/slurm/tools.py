@@ -68,29 +68,29 @@ class SlurmState:
     @cached_property
     def jobs_on(self) -> dict[str, list[JobRecord]]:
         """Node → the jobs that run on it."""
-        found: dict[str, list[JobRecord]] = {}
+        result: dict[str, list[JobRecord]] = {}
         for job in self.jobs:
             for name in hosts_of(job.nodes) if not job.is_pending and not job.has_ended else ():
-                found.setdefault(name, []).append(job)
-        return found
+                result.setdefault(name, []).append(job)
+        return result
 
     @cached_property
     def planned_on(self) -> dict[str, JobRecord]:
         """Node → the pending job that Slurm has planned it for, the first to start."""
-        found: dict[str, JobRecord] = {}
+        result: dict[str, JobRecord] = {}
         for job in sorted(self.jobs, key=lambda job: (job.start or float("inf"), job.number)):
             for name in hosts_of(job.scheduled) if job.is_pending else ():
-                found.setdefault(name, job)
-        return found
+                result.setdefault(name, job)
+        return result
 
     @cached_property
     def reservations_on(self) -> dict[str, list[ReservationRecord]]:
         """Node → the reservations that have it, now or later."""
-        found: dict[str, list[ReservationRecord]] = {}
-        for each in self.reservations:
-            for name in hosts_of(each.nodes):
-                found.setdefault(name, []).append(each)
-        return found
+        result: dict[str, list[ReservationRecord]] = {}
+        for reservation in self.reservations:
+            for name in hosts_of(reservation.nodes):
+                result.setdefault(name, []).append(reservation)
+        return result
 
     def before(self, job: JobRecord) -> list[JobRecord]:
         """The jobs of its partition that Slurm looks at before this one."""

@@ -60,8 +60,8 @@ def why_waiting(job: JobRecord, cluster: SlurmState, now: float) -> str:
     teller = _TELLERS.get(reason)
     if teller is not None:
         return teller(job, cluster, now)
-    if told := _told(job, reason or "None"):
-        return told
+    if result := _told(job, reason or "None"):
+        return result
     if limit := limit_in_words(job, reason):
         return limit
     return f"Slurm says {job.reason}; `scontrol show job {job.id}` tells more"
@@ -148,14 +148,14 @@ def _priority(job: JobRecord, cluster: SlurmState, now: float) -> str:
     if not before:
         return "; ".join(["other jobs come first", *_when(None, job, now)])
     first = before[0]
-    listed = ", ".join(each.id for each in before[:SHOWN_NODES]) + (", …" if len(before) > SHOWN_NODES else "")
+    listed = ", ".join(item.id for item in before[:SHOWN_NODES]) + (", …" if len(before) > SHOWN_NODES else "")
     come = f"{len(before)} jobs come" if len(before) > 1 else "1 job comes"
     needs = f"job {first.id} needs {_nodes(max(1, first.num_nodes))}"
     return "; ".join([f"{come} first in {job.partition} ({listed}); {needs}", *_when(None, job, now)])
 
 
 def _dependency(job: JobRecord, cluster: SlurmState, now: float) -> str:
-    known = {each.id: each for each in cluster.jobs}
+    known = {item.id: item for item in cluster.jobs}
     numbers = re.findall(r":(\d+(?:_\d+)?)", job.dependency)
     if not numbers:
         return f"waits for what it depends on: {job.dependency or 'not told'}"
@@ -166,13 +166,14 @@ def _dependency(job: JobRecord, cluster: SlurmState, now: float) -> str:
         "afternotok": "to fail",
         "singleton": "to end",
     }.get(job.dependency.partition(":")[0], "")
-    said = []
+    messages = []
     for number in numbers:
         other = known.get(number)
         state = "" if other is None else f", which is {other.state.lower()}"
         until = f" until {_clock(other.end, now)} at the latest" if other and other.end and not other.is_pending else ""
-        said.append(f"job {number}{state}{until}")
-    return f"waits for {' and '.join(said)}{f' {how}' if how and len(said) == 1 and not known.get(numbers[0]) else ''}"
+        messages.append(f"job {number}{state}{until}")
+    suffix = f" {how}" if how and len(messages) == 1 and not known.get(numbers[0]) else ""
+    return f"waits for {' and '.join(messages)}{suffix}"
 
 
 def _not_available(job: JobRecord, cluster: SlurmState, now: float) -> str:
@@ -190,15 +191,15 @@ def _not_available(job: JobRecord, cluster: SlurmState, now: float) -> str:
     elif named:
         parts.append(f"{', '.join(sorted(named))} cannot be used now")
     reserved = [
-        each
-        for each in cluster.reservations
-        if each.name != job.reservation
-        and each.start
-        and (each.end is None or each.end > now)
-        and (named or {node.name for node in there}) & set(hosts_of(each.nodes))
+        reservation
+        for reservation in cluster.reservations
+        if reservation.name != job.reservation
+        and reservation.start
+        and (reservation.end is None or reservation.end > now)
+        and (named or {node.name for node in there}) & set(hosts_of(reservation.nodes))
     ]
     if not away and reserved:
-        first = min(reserved, key=lambda each: each.start or 0.0)
+        first = min(reserved, key=lambda item: item.start or 0.0)
         until = f" until {_clock(first.end, now)}" if first.end else ""
         parts.append(f"the reservation {first.name} has nodes from {_clock(first.start, now)}{until}")
         if job.time_limit_seconds is not None and first.start and first.start > now:
@@ -207,7 +208,7 @@ def _not_available(job: JobRecord, cluster: SlurmState, now: float) -> str:
 
 
 def _reservation(job: JobRecord, cluster: SlurmState, now: float) -> str:
-    found = next((each for each in cluster.reservations if each.name == job.reservation), None)
+    found = next((reservation for reservation in cluster.reservations if reservation.name == job.reservation), None)
     if found is None:
         return f"waits for its reservation {job.reservation}, which is not there (yet)"
     if found.start and found.start > now:
@@ -227,7 +228,7 @@ def _begin_time(job: JobRecord, cluster: SlurmState, now: float) -> str:
 
 
 def _time_limit(job: JobRecord, cluster: SlurmState, now: float) -> str:
-    partition = next((each for each in cluster.partitions if each.name == job.partition), None)
+    partition = next((item for item in cluster.partitions if item.name == job.partition), None)
     asked = _span(job.time_limit_seconds) if job.time_limit_seconds else "no limit"
     allowed = f" {_span(partition.max_seconds)}" if partition and partition.max_seconds else " less"
     return (
@@ -237,7 +238,7 @@ def _time_limit(job: JobRecord, cluster: SlurmState, now: float) -> str:
 
 
 def _node_limit(job: JobRecord, cluster: SlurmState, now: float) -> str:
-    partition = next((each for each in cluster.partitions if each.name == job.partition), None)
+    partition = next((item for item in cluster.partitions if item.name == job.partition), None)
     there = in_partition(job, cluster)
     most = partition.max_nodes if partition and partition.max_nodes is not None else len(there)
     away = [node for node in there if node.is_away]
@@ -286,11 +287,11 @@ def _table() -> Mapping[str, Any]:
 
 def _kept(room: Room) -> list[str]:
     """`g6, g7 are kept for job 890`: nodes that idle, and not for this job."""
-    said = []
+    messages = []
     for whom, names in room.kept.items():
         more = f" and {len(names) - SHOWN_NODES} more" if len(names) > SHOWN_NODES else ""
-        said.append(f"{', '.join(names[:SHOWN_NODES])}{more} {'is' if len(names) == 1 else 'are'} kept for {whom}")
-    return said
+        messages.append(f"{', '.join(names[:SHOWN_NODES])}{more} {'is' if len(names) == 1 else 'are'} kept for {whom}")
+    return messages
 
 
 def _missing(job: JobRecord, cluster: SlurmState) -> list[str]:
@@ -303,12 +304,12 @@ def _missing(job: JobRecord, cluster: SlurmState) -> list[str]:
 
 def _away(nodes: Sequence[NodeRecord]) -> str:
     """`g3 is drained (hc: ecc row remap), 2 more are down`"""
-    said = []
+    messages = []
     for node in nodes[:SHOWN_NODES]:
         state = "drained" if "DRAIN" in node.states else "down" if "DOWN" in node.states else "away"
-        said.append(f"{node.name} is {state}" + (f" ({node.reason})" if node.reason else ""))
+        messages.append(f"{node.name} is {state}" + (f" ({node.reason})" if node.reason else ""))
     more = len(nodes) - SHOWN_NODES
-    return ", ".join([*said, *([f"{more} more {'is' if more == 1 else 'are'} away"] if more > 0 else [])])
+    return ", ".join([*messages, *([f"{more} more {'is' if more == 1 else 'are'} away"] if more > 0 else [])])
 
 
 def _now_or_when(is_enough: bool, earliest: NodeRelease | None, job: JobRecord, now: float) -> list[str]:

@@ -48,5 +48,5 @@ def run(
         check_copies(draft, [folder])
     prepared, _ = prepare_data(draft, progress)
     names = copy_names(prepared) if has_copies else [prepared.job.name]
-    with linking(folder / each for each in names):
+    with linking(folder / item for item in names):
         return start_copies(prepared, folder)[0] if has_copies else start_run(prepared, folder)

@@ -47,8 +47,8 @@ def rebuilt_launch(run: RunDirectory, job: Job) -> tuple[Launch, str]:
 def last_generation(run: RunDirectory) -> int:
     """The highest number that any file of the run names; 0 where none does."""
     beats = [read_heartbeat(run, path.name) for path in (run.path / "heartbeat").glob("[!.]*")]
-    told = [line.get("generation") for line in _events(run)]
-    numbers = [number for number in told if isinstance(number, int) and not isinstance(number, bool)]
+    messages = [line.get("generation") for line in _events(run)]
+    numbers = [number for number in messages if isinstance(number, int) and not isinstance(number, bool)]
     return max([next_number(run) - 1, *(beat.generation for beat in beats if beat), *numbers, 0])
 
 

@@ -283,17 +283,17 @@ def newest_checkpoint(run: RunDirectory, job: Job | None = None) -> SavedStep | 
     What is asked of S3 may fail when there is another answer."""
     job = job or load_job(run.job_path)
     storage = job.cluster.file.storage if job.cluster.file else None
-    found: list[SavedStep] = []
+    saved_steps: list[SavedStep] = []
     failed: StorageError | None = None
     places = {tier.to: place_of(tier, storage, run.path) for tier in job.checkpoint.places}
     for name, located in {**places, RESCUE: rescue_place(run.path)}.items():
         try:
-            found += _saved_objects(name, located) if located.is_url else _saved_folders(name, located, run.path)
+            saved_steps += _saved_objects(name, located) if located.is_url else _saved_folders(name, located, run.path)
         except StorageError as error:
             failed = error
-    if failed is not None and not found:
+    if failed is not None and not saved_steps:
         raise failed
-    return max(found, key=lambda saved: saved.step, default=None)
+    return max(saved_steps, key=lambda saved: saved.step, default=None)
 
 
 def find_rescue(run: RunDirectory) -> Rescue | None:
@@ -307,8 +307,8 @@ def find_rescue(run: RunDirectory) -> Rescue | None:
             if event.get("event") == "checkpoint_failed" and event.get("step") == saved.step:
                 reasons[str(event.get("tier"))] = str(event.get("reason") or "")
     prefix = f"step {saved.step} was not saved: "
-    told = [text.removeprefix(prefix) for tier, text in reasons.items() if tier != RESCUE and text]
-    return Rescue(saved.step, Path(saved.path), "; ".join(told) or "no tier took it")
+    messages = [text.removeprefix(prefix) for tier, text in reasons.items() if tier != RESCUE and text]
+    return Rescue(saved.step, Path(saved.path), "; ".join(messages) or "no tier took it")
 
 
 def check_places(job: Job, run: Path, on: str = "local") -> None:
@@ -362,8 +362,8 @@ def _saved_folders(name: str, located: TierPlace, run: Path) -> list[SavedStep]:
 
 def _saved_objects(name: str, located: TierPlace) -> list[SavedStep]:
     store = open_store(located.place)
-    folders = [each for each in store.folders() if _STEP.fullmatch(each)]
-    for folder in sorted(folders, key=lambda each: -int(each.removeprefix("step-"))):
+    folders = [item for item in store.folders() if _STEP.fullmatch(item)]
+    for folder in sorted(folders, key=lambda entry: -int(entry.removeprefix("step-"))):
         if store.exists(f"{folder}/COMPLETE"):
             return [SavedStep(int(folder.removeprefix("step-")), name, store.where(folder))]
     return []

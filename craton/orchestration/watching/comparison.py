@@ -48,14 +48,14 @@ def compare(run: RunDirectory, summary: RunSummary) -> list[Compared]:
     plan = read_json(run.plan_path)
     predicted = plan_twins(plan)
     measured = {**summary.measured, **_measured(run, summary)}
-    found = []
+    result = []
     for name in TWINS:
         if name in predicted or name in measured:
             low, high = _interval(plan, name)
             if name == "goodput" and (summary.wall_seconds or 0.0) < SHORT_RUN_SECONDS:
                 low = high = None
-            found.append(Compared(name, predicted.get(name), low, high, measured.get(name)))
-    return found
+            result.append(Compared(name, predicted.get(name), low, high, measured.get(name)))
+    return result
 
 
 def _measured(run: RunDirectory, summary: RunSummary) -> dict[str, float]:
@@ -67,12 +67,12 @@ def _measured(run: RunDirectory, summary: RunSummary) -> dict[str, float]:
     ]
     if len(steps) >= FEW_STEPS:
         steps = steps[WARM_STEPS:]
-    found = {}
+    result = {}
     for name in TWINS:
         values = [line[key] for line in steps if isinstance(line.get(key := f"run_{name}"), int | float)]
         if values and name not in ("goodput", "cost_dollars", "memory_bytes"):
-            found[name] = statistics.fmean(values) if name == "checkpoint_seconds" else statistics.median(values)
-    return found
+            result[name] = statistics.fmean(values) if name == "checkpoint_seconds" else statistics.median(values)
+    return result
 
 
 def _interval(plan: Mapping[str, Any], name: str) -> tuple[float | None, float | None]:

@@ -59,15 +59,15 @@ class Recoveries:
         """Every recovery, oldest first."""
         self._read_generations()
         self._read_events()
-        broken = [each for _, each in sorted(self._generations.items()) if each.broke_at]
+        broken = [entry for _, entry in sorted(self._generations.items()) if entry.broke_at]
         if not broken:
             return []
         books, newest = self._ledger.by_generation(), max(self._generations)
         launch = read_json(self._run.launch_path)
         trains = bool(launch.get("nursery") or (launch.get("progress") or {}).get("has_steps"))
         return [
-            _recovery(each, self._told(each, trains), books.get(each.number, {}), each.number < newest)
-            for each in broken
+            _recovery(item, self._told(item, trains), books.get(item.number, {}), item.number < newest)
+            for item in broken
         ]
 
     def _told(self, made: Generation, trains: bool) -> Mapping[str, Any]:

@@ -35,13 +35,13 @@ def standings_of(runs: Iterable[RunDirectory]) -> dict[str, Standing]:
     by_backend: dict[str, list[RunDirectory]] = {}
     for run in runs:
         by_backend.setdefault(read_submission(run).on, []).append(run)
-    found: dict[str, Standing] = {}
+    result: dict[str, Standing] = {}
     for name, theirs in by_backend.items():
         try:
-            found |= backend_of(name).look(theirs)
+            result |= backend_of(name).look(theirs)
         except SchedulerError as error:
-            found |= {run.name: Standing("unknown", sentence=str(error)) for run in theirs}
-    return found
+            result |= {run.name: Standing("unknown", sentence=str(error)) for run in theirs}
+    return result
 
 
 def settled(summary: RunSummary, standing: Standing) -> RunSummary:
@@ -65,8 +65,8 @@ def settled(summary: RunSummary, standing: Standing) -> RunSummary:
         # That no agent is seen follows from the job's end; what the run says of itself in its files does not.
         own = "" if summary.state == "lost" else summary.message
         if standing.outcome == "failed":
-            told = f"{words}: {standing.sentence}" if standing.sentence else words
-            return replace(summary, state="failed", message=own or told, eta_seconds=None)
+            message = f"{words}: {standing.sentence}" if standing.sentence else words
+            return replace(summary, state="failed", message=own or message, eta_seconds=None)
         return replace(summary, state="lost", message=own or words or summary.message, eta_seconds=None)
     return summary
 
@@ -82,7 +82,7 @@ def settled_summaries(
         if summary.state not in ("done", "failed") and read_submission(run := RunDirectory(summary.path)).on != "local"
     ]
     standings = ask(asked) if asked else {}
-    return [settled(each, standings[each.name]) if each.name in standings else each for each in listed]
+    return [settled(item, standings[item.name]) if item.name in standings else item for item in listed]
 
 
 def is_server(run: RunDirectory) -> bool:

@@ -41,10 +41,10 @@ def glance(run: RunDirectory) -> Glance:
         return kept
     with noting_unread() as unread:
         summary, recoveries = summarize(run), read_recoveries(run)
-    found = Glance(summary, recoveries, tuple(dict.fromkeys(str(error) for error in unread.values())))
+    result = Glance(summary, recoveries, tuple(dict.fromkeys(str(error) for error in unread.values())))
     if summary.state in KEPT_STATES and not unread:
-        _keep(run, sign, found)
-    return found
+        _keep(run, sign, result)
+    return result
 
 
 def _sign(run: RunDirectory) -> str:
@@ -70,7 +70,7 @@ def _kept(run: RunDirectory, sign: str) -> Glance | None:
         return None
     try:
         told: dict[str, Any] = {**document["summary"], "name": run.name, "path": run.path}  # it may have been moved
-        kept = Glance(RunSummary(**told), [Recovery(**each) for each in document["recoveries"]])
+        kept = Glance(RunSummary(**told), [Recovery(**recovery) for recovery in document["recoveries"]])
     except (KeyError, TypeError):  # of another version
         return None
     # Whoever may write to the run may have written this: a state that ps does not know is none.
@@ -79,6 +79,6 @@ def _kept(run: RunDirectory, sign: str) -> Glance | None:
 
 def _keep(run: RunDirectory, sign: str, found: Glance) -> None:
     summary = {key: value for key, value in asdict(found.summary).items() if not isinstance(value, Path)}
-    document = {"sign": sign, "summary": summary, "recoveries": [asdict(each) for each in found.recoveries]}
+    document = {"sign": sign, "summary": summary, "recoveries": [asdict(recovery) for recovery in found.recoveries]}
     with contextlib.suppress(OSError):
         replace_text(run.path / KEPT_FILE, json.dumps(document) + "\n", durable=False)

@@ -108,7 +108,7 @@ class Follower:
 
     def _agents_are_gone(self) -> bool:
         self._agents = read_agents(self.run) or self._agents  # the directory itself may be gone
-        return bool(self._agents) and not living_agents(self.run) and not any(each.is_alive for each in self._agents)
+        return bool(self._agents) and not living_agents(self.run) and not any(agent.is_alive for agent in self._agents)
 
     def _last_words(self) -> str:
         if not self.run.path.is_dir():
@@ -132,11 +132,11 @@ class Follower:
             return [f"its log cannot be read: {error}"]
 
     def _new_lines(self, kind: str) -> list[dict[str, Any]]:
-        found = []
+        result = []
         for path in paths_in(self.run.path / kind, "*.jsonl"):
             lines, self._offsets[path] = read_lines(path, self._offsets.get(path, 0))
-            found += lines
-        return found
+            result += lines
+        return result
 
     def _take(self, line: dict[str, Any]) -> None:
         if line.get("rank", 0) != 0:
@@ -153,14 +153,14 @@ class Follower:
             self._recent.append(line)
 
     def _phases(self) -> dict[str, float]:
-        found = {}
+        result = {}
         for phase in PHASES:
             values = [
                 line[key] for line in self._recent if isinstance(line.get(key := f"run_{phase}_seconds"), int | float)
             ]
             if values:
-                found[phase] = sum(values) / len(values)
-        return found
+                result[phase] = sum(values) / len(values)
+        return result
 
 
 def next_pause(pause: float, standing: Standing) -> float:

@@ -110,15 +110,15 @@ def load_own_runs(path: str | Path) -> list[OwnRun]:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))["runs"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CaseFileError(f'{path}: expected an object with a list under "runs": {error}') from None
-    found = []
+    result = []
     for position, row in enumerate(rows, start=1):
         try:
-            found.append(OwnRun.model_validate(row))
+            result.append(OwnRun.model_validate(row))
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise CaseFileError(f"{path}: run {position}: {where}: {first['msg']}") from None
-    return found
+    return result
 
 
 @lru_cache(maxsize=1)

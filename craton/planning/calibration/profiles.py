@@ -184,7 +184,7 @@ def profile_from_json(entry: dict[str, Any]) -> SoftwareProfile:
     numbers = [*(constants[name]["value"] for name in NAMES), entry["log_scale"], entry["own_cluster"]]
     if not all(math.isfinite(float(number)) for line in (numbers, *matrix) for number in line):
         raise ValueError("a constant, the scale or the covariance is not a finite number")
-    if set(entry["traits"]) != {each.name for each in fields(Traits)}:
+    if set(entry["traits"]) != {field.name for field in fields(Traits)}:
         raise ValueError("traits do not match this version; run `craton calibrate` again")
     traits = Traits(**entry["traits"])
     for name, kind in TRAIT_VALUES.items():

@@ -63,22 +63,22 @@ def cost_plan(
 
 
 def _warnings(price: Price, cost: CostPlan, age_days: int, run_seconds: float) -> list[str]:
-    found = []
+    result = []
     if age_days > STALE_PRICE_DAYS:
-        found.append(
+        result.append(
             f"the {price.kind} price is of {price.date.isoformat()}, {age_days} days old: "
             "check it and state your own in the cluster file"
         )
     if price.kind == "spot":
-        found.append(
+        result.append(
             "spot instances can be taken back with two minutes' notice: the failures planned here are hardware's only, "
             "interruptions come on top"
         )
     if price.kind == "capacity-block":
         # A block of d days gives d days less the early end.
         days = math.ceil((run_seconds + BLOCK_EARLY_MINUTES * 60) / SECONDS_PER_DAY)
-        found.append(
+        result.append(
             f"capacity blocks are sold in whole days and end about {BLOCK_EARLY_MINUTES} min early: this run needs "
             f"{days} day{'s' if days > 1 else ''}, ${days * cost.dollars_per_day:,.0f}"
         )
-    return found
+    return result

@@ -156,7 +156,7 @@ def goodput_plan(
     run = _run(cluster, num_nodes, step_seconds, run_seconds, replicate)
     goodput, used = _goodput(run, _job_tiers(run, tiers, peer), run.rate.per_day)
     low, high = _interval(run, used)
-    chosen = max(used, key=lambda each: each.share)
+    chosen = max(used, key=lambda item: item.share)
     return GoodputPlan(
         goodput=goodput,
         goodput_low=low,
@@ -333,8 +333,8 @@ def _interval(run: _Run, used: Sequence[_Saved]) -> tuple[float, float]:
     middle = lost(rate.per_day, used)
     if middle <= 0.0:
         return 1.0, 1.0
-    slow = [_scaled(each, _RECOVERY["time_high"], slow_storage=True) for each in used]
-    fast = [_scaled(each, _RECOVERY["time_low"], slow_storage=False) for each in used]
+    slow = [_scaled(entry, _RECOVERY["time_high"], slow_storage=True) for entry in used]
+    fast = [_scaled(item, _RECOVERY["time_low"], slow_storage=False) for item in used]
     more = math.hypot(math.log(lost(rate.high, used) / middle), math.log(lost(rate.per_day, slow) / middle))
     less = math.hypot(math.log(lost(rate.low, used) / middle), math.log(lost(rate.per_day, fast) / middle))
     return 1.0 / (1.0 + middle * math.exp(min(more, 700.0))), 1.0 / (1.0 + middle * math.exp(-less))
@@ -368,9 +368,9 @@ def _recoveries(run: _Run, tiers: Sequence[TierPlan]) -> list[RecoveryPlan]:
             RecoveryPlan(
                 method=name,
                 interval_seconds=own,
-                detect_seconds=sum(each.share * each.detect_seconds for each in used),
-                restart_seconds=sum(each.share * each.start_seconds for each in used) + wait + restore,
-                redo_seconds=sum(each.share * each.redo_seconds for each in used),
+                detect_seconds=sum(element.share * element.detect_seconds for element in used),
+                restart_seconds=sum(entry.share * entry.start_seconds for entry in used) + wait + restore,
+                redo_seconds=sum(item.share * item.redo_seconds for item in used),
                 goodput=goodput,
                 goodput_low=low,
                 goodput_high=high,
@@ -391,32 +391,32 @@ def _curve(run: _Run, used: Sequence[_Saved], chosen: _Saved) -> list[tuple[floa
     intervals = sorted({*(shortest * ratio**step for step in range(CURVE_POINTS - 1)), chosen.interval_seconds})
     points = []
     for interval in intervals:
-        moved = [replace(each, interval_seconds=interval) if each is chosen else each for each in used]
+        moved = [replace(item, interval_seconds=interval) if item is chosen else item for item in used]
         points.append((interval, _goodput(run, moved, run.rate.per_day)[0]))
     return points
 
 
 def _warnings(run: _Run, tiers: Sequence[TierPlan], used: Sequence[_Saved], goodput: float) -> list[str]:
-    planned = {each.tier: each for each in used}
-    found = [
+    planned = {item.tier: item for item in used}
+    result = [
         f"a checkpoint to {tier.tier} takes {tier.write_seconds:.0f} s and a step {run.step_seconds:.0f} s: "
         f"planned every {planned[tier.tier].interval_seconds:.0f} s instead of every {tier.every_seconds:.0f} s"
         for tier in tiers
         if tier.tier in planned and (tier.every_seconds or math.inf) < planned[tier.tier].shortest_seconds
     ]
     if "start" in planned:
-        found.append(
+        result.append(
             f"{100.0 * planned['start'].share:.0f} % of the failures leave no checkpoint and begin the run again: "
             "add a shared or object tier to the job's checkpoint settings"
         )
     if run.cluster.spare_nodes == 0:
         spared = _goodput(replace(run, cluster=replace(run.cluster, spare_nodes=1)), used, run.rate.per_day)[0]
         if spared - goodput > 0.005:
-            found.append(
+            result.append(
                 "no spare node, so a failed one is waited for: one spare would raise goodput from "
                 f"{100.0 * goodput:.1f} to {100.0 * spared:.1f} %"
             )
-    return found
+    return result
 
 
 def _lemon_rates(mean_per_day: float) -> tuple[float, float, float]:

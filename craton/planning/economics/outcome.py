@@ -133,9 +133,9 @@ def scaling_outcomes(setting: Setting, chosen: Candidate) -> list[RunOutcome]:
             continue
         other = _resized(setting, nodes)
         like = chosen.layout
-        found = search(other.model, other.machine, other.profile, other.world, setting.job.precision, like)
-        if found.candidates:
-            outcomes.append(outcome_of(other, found.candidates[0]))
+        match = search(other.model, other.machine, other.profile, other.world, setting.job.precision, like)
+        if match.candidates:
+            outcomes.append(outcome_of(other, match.candidates[0]))
     return outcomes
 
 
@@ -157,7 +157,7 @@ def other_hardware(setting: Setting, chosen: Candidate) -> list[RunOutcome]:
         if setting.job.precision in ("mxfp8", "nvfp4") and not node.gpu.flops.get("fp4"):
             continue
         other = setting_of(setting.job, cluster_of(name, setting.world // node.num_gpus))
-        found = search(other.model, other.machine, other.profile, other.world, setting.job.precision, chosen.layout)
-        if found.candidates:
-            outcomes.append(outcome_of(other, found.candidates[0]))
+        match = search(other.model, other.machine, other.profile, other.world, setting.job.precision, chosen.layout)
+        if match.candidates:
+            outcomes.append(outcome_of(other, match.candidates[0]))
     return outcomes

@@ -84,7 +84,7 @@ def _held(shape: ModelShape, traits: Traits, fsdp: int, cp: int, tp: int, ep: in
     if not lora_rank:
         dense, moe = (numbers(weights) for weights in of_layers)
         return _Held((dense, moe), tables, (dense, moe), tables)
-    adapters = [tuple(each for pair in adapter_weights(weights, lora_rank) for each in pair) for weights in of_layers]
+    adapters = [tuple(item for pair in adapter_weights(weights, lora_rank) for item in pair) for weights in of_layers]
     dense, moe = (numbers((*weights, *added)) for weights, added in zip(of_layers, adapters, strict=True))
     trained_dense, trained_moe = (numbers(added) for added in adapters)
     return _Held((dense, moe), tables, (trained_dense, trained_moe), dict.fromkeys(ends, numbers(())))

@@ -172,15 +172,15 @@ def scaling_efficiencies(plan: Plan) -> list[float]:
 
 
 def sensitivity_text(plan: Plan) -> str:
-    most = max(plan.sensitivities, key=lambda each: abs(each.effect))
+    most = max(plan.sensitivities, key=lambda item: abs(item.effect))
     what = f"{most.name} {most.change}".strip()
     return f"The step is most sensitive to {what}: {quantities.signed_percent(most.effect)}"
 
 
 def front_text(plan: Plan) -> str:
-    priced = [each for each, _ in candidates(plan) if each.cost_dollars is not None and each.fits]
-    fastest = min(priced, key=lambda each: each.run_seconds)
-    cheapest = min(priced, key=lambda each: each.cost_dollars or 0.0)
+    priced = [item for item, _ in candidates(plan) if item.cost_dollars is not None and item.fits]
+    fastest = min(priced, key=lambda entry: entry.run_seconds)
+    cheapest = min(priced, key=lambda element: element.cost_dollars or 0.0)
     if fastest == cheapest:
         return f"{fastest.cluster} is both the fastest and the cheapest"
     return (
@@ -229,7 +229,7 @@ def layout_change(chosen: Layout, other: Layout) -> str:
 def candidates(plan: Plan) -> list[tuple[Alternative, bool]]:
     """The clusters a search weighed and the chosen one, fastest first, each with whether it is the chosen one."""
     nodes = f"{plan.cluster.instance.name} x {plan.cluster.num_nodes}"
-    marked = [(each, each.cluster in (plan.cluster.name, nodes) and each.layout == plan.layout) for each in plan.front]
+    marked = [(item, item.cluster in (plan.cluster.name, nodes) and item.layout == plan.layout) for item in plan.front]
     if not any(chosen for _, chosen in marked):
         marked.append((_as_alternative(plan), True))
     return sorted(marked, key=lambda pair: pair[0].run_seconds)

@@ -160,15 +160,15 @@ def _alternatives_section(plan: Plan) -> Markup:
         (
             "",
             [
-                findings.layout_change(plan.layout, each.layout),
-                quantities.duration(each.step_seconds),
-                quantities.memory(each.memory_bytes),
-                quantities.duration(each.run_seconds),
-                _dollars(each.cost_dollars),
-                each.reason,
+                findings.layout_change(plan.layout, alternative.layout),
+                quantities.duration(alternative.step_seconds),
+                quantities.memory(alternative.memory_bytes),
+                quantities.duration(alternative.run_seconds),
+                _dollars(alternative.cost_dollars),
+                alternative.reason,
             ],
         )
-        for each in plan.alternatives
+        for alternative in plan.alternatives
     ]
     table = html_report.table(["layout", ">step", ">memory", ">run", ">cost", "why not"], rows, wide=True)
     return html_report.section("Alternatives", title, Markup(table + other))
@@ -183,19 +183,19 @@ def _front_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
         (
             "chosen" if chosen else "",
             [
-                f"{number} · {each.cluster}",
-                str(each.layout),
-                quantities.duration(each.step_seconds),
-                quantities.duration(each.run_seconds),
-                _dollars(each.cost_dollars),
-                quantities.percent(each.goodput) if each.goodput is not None else "–",
-                each.reason,
+                f"{number} · {entry.cluster}",
+                str(entry.layout),
+                quantities.duration(entry.step_seconds),
+                quantities.duration(entry.run_seconds),
+                _dollars(entry.cost_dollars),
+                quantities.percent(entry.goodput) if entry.goodput is not None else "–",
+                entry.reason,
             ],
         )
-        for number, (each, chosen) in enumerate(findings.candidates(plan), 1)
+        for number, (entry, chosen) in enumerate(findings.candidates(plan), 1)
     ]
     table = html_report.table(["=cluster", "layout", ">step", ">run", ">cost", ">goodput", "why"], rows, wide=True)
-    if not any(each.cost_dollars is not None and each.fits for each, _ in findings.candidates(plan)):
+    if not any(item.cost_dollars is not None and item.fits for item, _ in findings.candidates(plan)):
         return html_report.absent_section("Cost against time", "No price is known for any of these clusters.", table)
     figures["plot-front"] = plots.front_figure(plan)
     return html_report.plot_section("Cost against time", findings.front_text(plan), "plot-front", below=table)
@@ -245,8 +245,8 @@ def _sensitivity_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
     if not plan.sensitivities:
         return html_report.absent_section("Sensitivity", "Nothing was varied.")
     figures["plot-sensitivity"] = plots.sensitivity_figure(plan)
-    largest = sorted(plan.sensitivities, key=lambda each: -abs(each.effect))
-    rows = [("", [each.name, each.change or "–", findings.effect_text(each)]) for each in largest]
+    largest = sorted(plan.sensitivities, key=lambda entry: -abs(entry.effect))
+    rows = [("", [item.name, item.change or "–", findings.effect_text(item)]) for item in largest]
     table = html_report.table(["input", ">change", ">step time"], rows)
     return html_report.plot_section("Sensitivity", findings.sensitivity_text(plan), "plot-sensitivity", table)
 

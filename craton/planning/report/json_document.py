@@ -43,16 +43,16 @@ def serving_to_json(plan: ServePlan) -> dict[str, Any]:
 
 
 def _plain_fields(value: Any) -> dict[str, Any]:
-    return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
 
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return _plain_fields(value)
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, date):
         return value.isoformat()
     # numpy's scalars are floats and ints in all but type; json.dumps takes only the real ones.

@@ -82,7 +82,7 @@ def front_figure(plan: Plan) -> Figure:
         "type": "scatter",
         "mode": "lines",
         "x": [each.run_seconds / unit_seconds for each in on_front],
-        "y": [each.cost_dollars for each in on_front],
+        "y": [element.cost_dollars for element in on_front],
         "line": {"color": "@accent/45", "width": 2},
         "hoverinfo": "skip",
     }
@@ -90,13 +90,13 @@ def front_figure(plan: Plan) -> Figure:
         "type": "scatter",
         "mode": "markers+text",
         "x": times,
-        "y": [each.cost_dollars for each in everyone],
+        "y": [entry.cost_dollars for entry in everyone],
         "text": [str(number) for number, _, _ in priced],
         "textfont": {"color": ["@surface" if chosen else "@ink" for _, _, chosen in priced], "size": 11},
         "marker": {
             "size": 22,
             "color": ["@accent" if chosen else "@surface" for _, _, chosen in priced],
-            "line": {"color": ["@accent" if each in on_front else "@muted" for each in everyone], "width": 1.5},
+            "line": {"color": ["@accent" if item in on_front else "@muted" for item in everyone], "width": 1.5},
         },
         "hovertext": hover,
         "hovertemplate": "%{hovertext}<extra></extra>",
@@ -241,16 +241,16 @@ def goodput_figure(plan: Plan) -> Figure:
 
 def sensitivity_figure(plan: Plan) -> Figure:
     """A tornado: what moves the step most stands on top; right is slower."""
-    largest = sorted(plan.sensitivities, key=lambda each: -abs(each.effect))
+    largest = sorted(plan.sensitivities, key=lambda one: -abs(one.effect))
     traces, labels = [], []
     for row, each in enumerate(largest):
         name = escape(f"{each.name} {each.change}".strip())
         effect = findings.effect_text(each)
         labels.append((row, name, f"<b>{effect}</b>"))
         traces.append(_bar(row, 100 * each.effect, "@slower" if each.effect > 0 else "@faster", f"{name}<br>{effect}"))
-    widest = max(max(abs(each.effect) for each in largest) * 100, 1.0)
-    below = min(0.0, *(100 * each.effect for each in largest))
-    above = max(0.0, *(100 * each.effect for each in largest))
+    widest = max(max(abs(element.effect) for element in largest) * 100, 1.0)
+    below = min(0.0, *(100 * entry.effect for entry in largest))
+    above = max(0.0, *(100 * item.effect for item in largest))
     figure = _rows_figure(traces, labels, "change of the step time, %", [below - 0.02 * widest, above + 0.02 * widest])
     figure["layout"]["xaxis"] |= {"zeroline": True, "zerolinecolor": "@ink", "zerolinewidth": 1}
     return figure

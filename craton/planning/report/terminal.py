@@ -41,23 +41,23 @@ def render_plan(plan: Plan, console: Console, start: date | None = None) -> None
 def render_front(plan: Plan, console: Console) -> None:
     """Print every cluster the search kept, fastest first, with its layout and why it was or was not taken."""
     rows = findings.candidates(plan)
-    priced = any(each.cost_dollars is not None and each.fits for each, _ in rows)
+    priced = any(item.cost_dollars is not None and item.fits for item, _ in rows)
     finding = findings.front_text(plan) if priced else "no price is known for any of them"
     _print_lines(console, Text("Clusters  ", style="bold"), Text(finding))
     numbers = _table("  cluster", ">step", ">run", ">cost", ">goodput", "why")
     layouts = _table("  cluster", "layout")
-    for each, chosen in rows:
+    for entry, chosen in rows:
         mark = (f"{_CHOSEN} " if chosen else "  ", "bold green")
         _add_row(
             numbers,
-            Text.assemble(mark, (each.cluster, "bold" if chosen else "")),
-            quantities.duration(each.step_seconds),
-            quantities.duration(each.run_seconds),
-            "no price" if each.cost_dollars is None else quantities.dollars(each.cost_dollars),
-            "–" if each.goodput is None else quantities.percent(each.goodput),
-            Text(each.reason, style="bold" if chosen else "" if each.fits else "red"),
+            Text.assemble(mark, (entry.cluster, "bold" if chosen else "")),
+            quantities.duration(entry.step_seconds),
+            quantities.duration(entry.run_seconds),
+            "no price" if entry.cost_dollars is None else quantities.dollars(entry.cost_dollars),
+            "–" if entry.goodput is None else quantities.percent(entry.goodput),
+            Text(entry.reason, style="bold" if chosen else "" if entry.fits else "red"),
         )
-        _add_row(layouts, Text.assemble(mark, each.cluster), str(each.layout))
+        _add_row(layouts, Text.assemble(mark, entry.cluster), str(entry.layout))
     for table in (numbers, layouts):
         table.columns[0].no_wrap = True
         console.print(table, highlight=False)
@@ -186,13 +186,13 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
         return
     _print_heading(console, "Alternatives", f"{plan.layouts_evaluated:,} layouts evaluated")
     table = _table("what changes", ">step", ">memory", "why not")
-    for each in plan.alternatives[:_NUM_ALTERNATIVES]:
+    for alternative in plan.alternatives[:_NUM_ALTERNATIVES]:
         _add_row(
             table,
-            findings.layout_change(plan.layout, each.layout),
-            quantities.duration(each.step_seconds),
-            Text(quantities.memory(each.memory_bytes), style="" if each.fits else "red"),
-            each.reason,
+            findings.layout_change(plan.layout, alternative.layout),
+            quantities.duration(alternative.step_seconds),
+            Text(quantities.memory(alternative.memory_bytes), style="" if alternative.fits else "red"),
+            alternative.reason,
         )
     if plan.alternatives:
         _print_indented(console, table)
@@ -205,10 +205,10 @@ def _print_sensitivities(plan: Plan, console: Console) -> None:
     if not plan.sensitivities:
         return
     _print_heading(console, "Sensitivity", "what moves the step, and by how much")
-    largest = sorted(plan.sensitivities, key=lambda each: -abs(each.effect))
+    largest = sorted(plan.sensitivities, key=lambda entry: -abs(entry.effect))
     items = [
-        Text.assemble(f"{each.name} {each.change}".strip() + ": ", (findings.effect_text(each), "bold"))
-        for each in largest
+        Text.assemble(f"{item.name} {item.change}".strip() + ": ", (findings.effect_text(item), "bold"))
+        for item in largest
     ]
     _print_packed(console, items)
 

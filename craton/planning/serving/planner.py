@@ -113,8 +113,8 @@ def plan_serving(job: Job, *, cluster: Cluster | None = None) -> ServePlan:
     if serve.precision not in machine.rates.matrix_flops:
         raise PlanError(f"{job.where('serve', 'precision')}{machine.gpu.name} does not compute in {serve.precision}")
     candidates = [_Candidate.of(job, shape, machine, tp) for tp in _tensor_sizes(job, shape, cluster)]
-    roomy = [each for each in candidates if each.is_roomy]
-    fitting = [each for each in candidates if each.fits]
+    roomy = [item for item in candidates if item.is_roomy]
+    fitting = [candidate for candidate in candidates if candidate.fits]
     return (roomy or fitting[-1:] or candidates[-1:])[0].plan(job, cluster)
 
 
@@ -183,8 +183,8 @@ class _Candidate:
         def decode_seconds(requests: int, past: int) -> float:
             return roofline.decode_seconds(requests, past) / efficiency + self._idle_seconds(requests)
 
-        batches = [each for each in SHOWN_BATCHES if each < batch]
-        contexts = [each for each in SHOWN_CONTEXTS if each <= max_length] or [context]
+        batches = [entry for entry in SHOWN_BATCHES if entry < batch]
+        contexts = [item for item in SHOWN_CONTEXTS if item <= max_length] or [context]
         points = [
             DecodePoint(requests, past, seconds, requests / seconds)
             for requests in (*batches, batch)
@@ -258,17 +258,17 @@ class _Candidate:
 
     def _warnings(self, job: Job, max_length: int) -> list[str]:
         shape, tp = self.model.shape, self.model.tp
-        found = []
+        result = []
         if self.fits and max_length < job.served_length:
-            found.append(
+            result.append(
                 f"the model takes {job.served_length:,} tokens and there is room for {max_length:,}: longer texts are "
                 "refused"
             )
         if shape.is_moe and tp > 1:
-            found.append(f"every one of the {tp} ranks holds all {shape.experts} experts")
+            result.append(f"every one of the {tp} ranks holds all {shape.experts} experts")
         if shape.mla is not None:
-            found.append("latent attention keeps keys and values of every head, not the latents")
-        return found
+            result.append("latent attention keeps keys and values of every head, not the latents")
+        return result
 
 
 def _bound(roofline: Roofline, batch: int, context: int) -> str:

@@ -22,10 +22,10 @@ def adapter_weights(weights: tuple[Weight, ...], rank: int) -> tuple[tuple[Weigh
     adapted = [weight for weight in weights if weight.columns > 1.0 and not (weight.stacked or weight.is_router)]
     return tuple(
         (
-            Weight(rank, each.columns, is_partial=not each.cuts_columns),
-            Weight(each.rows, rank, is_partial=each.is_partial or each.cuts_columns),
+            Weight(rank, item.columns, is_partial=not item.cuts_columns),
+            Weight(item.rows, rank, is_partial=item.is_partial or item.cuts_columns),
         )
-        for each in adapted
+        for item in adapted
     )
 
 
@@ -54,7 +54,7 @@ def adapter_parameters(shape: ModelShape, rank: int) -> float:
     """Of the whole model; `rank` 0: none."""
     dense = shape.dense_layers if shape.is_moe else shape.layers
     return sum(
-        count * sum(each.size for pair in adapter_weights(layer_weights(shape, 1, 1, moe=moe), rank) for each in pair)
+        count * sum(item.size for pair in adapter_weights(layer_weights(shape, 1, 1, moe=moe), rank) for item in pair)
         for moe, count in ((False, dense), (True, shape.layers - dense))
         if count
     )

@@ -140,16 +140,16 @@ def layer_terms(
 
     def seconds(*dimensions: Dimension, scale: float = 1.0) -> tuple[float, float]:
         def of(transfers: tuple[Transfer, ...]) -> float:
-            chosen = [each for each in transfers if each.dimension in dimensions]
-            return sum(transfer_seconds(each, groups[each.dimension], network, scale) for each in chosen)
+            chosen = [transfer for transfer in transfers if transfer.dimension in dimensions]
+            return sum(transfer_seconds(item, groups[item.dimension], network, scale) for item in chosen)
 
         return of(work.forward), of(work.backward)
 
     tensor = seconds("tp")
     scattered = sum(
-        transfer_seconds(each, groups["tp"], network)
-        for each in work.forward
-        if each.dimension == "tp" and each.operation == "reduce_scatter"
+        transfer_seconds(item, groups["tp"], network)
+        for item in work.forward
+        if item.dimension == "tp" and item.operation == "reduce_scatter"
     )
     return LayerTerms(
         gemm=gemm,
@@ -198,8 +198,8 @@ def head_terms(
         permute=zero,
         kernels=(8.0, 10.0),
         tensor=(
-            sum(transfer_seconds(each, group, network) for each in work.forward),
-            sum(transfer_seconds(each, group, network) for each in work.backward),
+            sum(transfer_seconds(entry, group, network) for entry in work.forward),
+            sum(transfer_seconds(item, group, network) for item in work.backward),
         ),
         tensor_sums=0.0,
         context=zero,

@@ -179,7 +179,7 @@ class _Count:
             trained, trained_weights = sizes, weights
             if self.work.lora:
                 adapters = () if is_table else adapter_weights(weights, self.work.lora_rank)
-                trained_weights = tuple(each for pair in adapters for each in pair)
+                trained_weights = tuple(item for pair in adapters for item in pair)
                 trained = [padded_size(trained_weights, layout, traits, experts=False), 0.0]
                 sizes[0] += trained[0]
             partial += count * padded_partial_size(trained_weights, layout, traits)

@@ -86,12 +86,12 @@ def _pass_over(path: Path, error: OSError) -> None:
 
 def parse_lines(data: bytes) -> list[dict[str, Any]]:
     """The JSON objects among lines of text; anything else is skipped."""
-    found = []
+    result = []
     for line in data.split(b"\n"):
         document = parse_line(line)
         if document is not None:
-            found.append(document)
-    return found
+            result.append(document)
+    return result
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:

@@ -53,7 +53,7 @@ def read_status(run: RunDirectory, node: str) -> NodeStatus | None:
             time=float(document["time"]),
             generation=int(document["generation"]),
             node=str(document["node"]),
-            ranks=tuple(_rank(each) for each in document["ranks"]),
+            ranks=tuple(_rank(rank) for rank in document["ranks"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
@@ -64,7 +64,7 @@ def _rank(document: dict[str, Any]) -> RankStatus:
         rank=int(document["rank"]),
         pid=int(document["pid"]),
         kind=str(document["kind"]),
-        beside=tuple(str(each) for each in document["beside"]),
+        beside=tuple(str(item) for item in document["beside"]),
         step=int(document["step"]),
         progress_age_seconds=float(document["progress_age_seconds"]),
         step_seconds=float(document["step_seconds"]),

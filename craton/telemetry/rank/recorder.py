@@ -149,9 +149,9 @@ def _to_json(line: Mapping[str, Any]) -> bytes | None:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
+        return {str(key): _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     if not isinstance(value, bool | int | float | str | None):
         value = _plain(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -31,8 +31,8 @@ def verdict(report: Report) -> str:
     if not summary.answered:
         return f"None of {summary.requests:,} requests was answered."
     output, requests = rate(summary.output_tokens_per_second, "output tokens"), digits(summary.requests_per_second)
-    said = f"{output} and {requests} requests/s answered, with a load of {report.shown.load}."
-    return said if report.saturation is None else f"{saturation_text(report)} {said}"
+    message = f"{output} and {requests} requests/s answered, with a load of {report.shown.load}."
+    return message if report.saturation is None else f"{saturation_text(report)} {message}"
 
 
 def saturation_text(report: Report) -> str:
@@ -96,6 +96,6 @@ def level_cells(level: Level) -> list[str]:
         digits(offered),
         digits(summary.requests_per_second),
         digits(summary.output_tokens_per_second),
-        *(duration(getattr(found, name, None)) for found in (ttft, itl) for name in ("p50", "p99")),
+        *(duration(getattr(item, name, None)) for item in (ttft, itl) for name in ("p50", "p99")),
         rate(summary.goodput_requests_per_second, "").replace(" /s", ""),
     ]

@@ -69,10 +69,10 @@ def _tiles(report: Report) -> Markup:
             *(
                 html_report.Tile(
                     name,
-                    duration(found.p50 if found else None),
-                    f"median; p99 {duration(found.p99 if found else None)}",
+                    duration(item.p50 if item else None),
+                    f"median; p99 {duration(item.p99 if item else None)}",
                 )
-                for name, found in (("Time to first token", ttft), ("Between tokens", itl), ("End to end", e2e))
+                for name, item in (("Time to first token", ttft), ("Between tokens", itl), ("End to end", e2e))
             ),
         ]
     )
@@ -82,7 +82,7 @@ def _failures(report: Report) -> Markup:
     summary = report.shown.summary
     if not summary.failures:
         return Markup()
-    rows = [("", [each.kind, f"{each.count:,}", each.example]) for each in summary.failures]
+    rows = [("", [failure.kind, f"{failure.count:,}", failure.example]) for failure in summary.failures]
     title = f"{summary.failed:,} of {summary.requests:,} requests failed"
     return html_report.section("Errors", title, html_report.table(["=kind", ">how often", "the first of them"], rows))
 
@@ -112,8 +112,8 @@ def _latency_section(report: Report, figures: dict[str, Figure]) -> Markup:
     figures["plot-latency"] = plots.distribution_figure(report.shown.samples, report.settings.objectives)
     colors = {"TTFT": plots.FIRST, "ITL": plots.BETWEEN}
     rows = [
-        ("", [html_report.chip(colors[name], name) if name in colors else name, *findings.latency_cells(found)])
-        for name, found in findings.latencies(summary)
+        ("", [html_report.chip(colors[name], name) if name in colors else name, *findings.latency_cells(item)])
+        for name, item in findings.latencies(summary)
     ]
     table = html_report.table(["=", ">mean", ">p50", ">p95", ">p99"], rows)
     facts = html_report.table(["=", ""], [("", [name, value]) for name, value in findings.counts(summary)])

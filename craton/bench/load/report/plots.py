@@ -199,8 +199,8 @@ def _hover(sample: RequestSample) -> str:
 
 
 def _quantiles(values: np.ndarray) -> np.ndarray:
-    found: np.ndarray = np.quantile(values, np.linspace(0, 1, _CURVE_POINTS + 1)).clip(_SHORTEST_SECONDS)
-    return found
+    result: np.ndarray = np.quantile(values, np.linspace(0, 1, _CURVE_POINTS + 1)).clip(_SHORTEST_SECONDS)
+    return result
 
 
 def _rounded(values: Sequence[float] | np.ndarray) -> list[float]:

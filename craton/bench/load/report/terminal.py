@@ -41,8 +41,8 @@ def _latencies(report: Report) -> Table:
     table.add_column("")
     for name in ("mean", "p50", "p95", "p99"):
         table.add_column(name, justify="right", min_width=9)
-    for name, found in findings.latencies(report.shown.summary):
-        table.add_row(name, *findings.latency_cells(found))
+    for name, item in findings.latencies(report.shown.summary):
+        table.add_row(name, *findings.latency_cells(item))
     return table
 
 

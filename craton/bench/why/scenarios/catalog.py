@@ -73,14 +73,14 @@ class Scenario:
 
 def draw_scenarios(seed: int, moment: float) -> list[Scenario]:
     """All simulated ones: every kind at least once, those without a fault and some others more often."""
-    found: list[Scenario] = []
+    scenarios: list[Scenario] = []
 
     def world(name: str) -> World:
         chance = random.Random(f"{seed} {name}")
         return World(
             chance,
             now=moment,
-            prefix=f"w{len(found)}",
+            prefix=f"w{len(scenarios)}",
             num_nodes=chance.choice((2, 3, 4, 4)),
             ranks_per_node=chance.choice((4, 4, 4, 8)),
             steps=chance.randint(70, 95),
@@ -92,10 +92,10 @@ def draw_scenarios(seed: int, moment: float) -> list[Scenario]:
     for name, change in QUIET.items():
         made = world(f"quiet {name}")
         change(made)
-        found.append(Scenario(name, "quiet", made))
+        scenarios.append(Scenario(name, "quiet", made))
     for name in ("plain again", "plain once more", "plain a last time"):
         made = world(f"quiet {name}")
-        found.append(Scenario(name, "quiet", made))
+        scenarios.append(Scenario(name, "quiet", made))
 
     def troubled(name: str) -> World:
         made = world(name)
@@ -105,17 +105,17 @@ def draw_scenarios(seed: int, moment: float) -> list[Scenario]:
 
     for name, fault in FAULTS.items():
         made = troubled(f"single {name}")
-        found.append(Scenario(name, "single", made, (put(fault, made),)))
+        scenarios.append(Scenario(name, "single", made, (put(fault, made),)))
     for first, second in PAIRS:
         made = troubled(f"double {first} {second}")
         truths = (put(FAULTS[first], made), put(FAULTS[second], made))
-        found.append(Scenario(f"{first} and {second}", "double", made, truths))
+        scenarios.append(Scenario(f"{first} and {second}", "double", made, truths))
     for name in BLINDED:
         made = troubled(f"blind {name}")
         truth = put(FAULTS[name], made)
         made.is_measured = made.has_logs = False
-        found.append(Scenario(f"{name}, unseen", "blind", made, (truth,)))
-    return found
+        scenarios.append(Scenario(f"{name}, unseen", "blind", made, (truth,)))
+    return scenarios
 
 
 def put(fault: ScenarioFault, world: World) -> Truth:

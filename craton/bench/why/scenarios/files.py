@@ -51,7 +51,7 @@ def write_world(root: Path, name: str, world: World, now: float) -> tuple[RunDir
         run.mark("STOP", "stopped by user somebody")
     elif world.state == "failed" and world.fatal:
         run.mark("FATAL", world.fatal)
-    lasts = [each.last_steps for each in world.slowdowns if each.last_steps is not None]
+    lasts = [slowdown.last_steps for slowdown in world.slowdowns if slowdown.last_steps is not None]
     lasts += [world.network_last_steps] if world.network_last_steps else []
     seconds = sum(lasting[-max(lasts) :]) if lasts else 300.0
     return run, seconds + (now - ended)
@@ -165,8 +165,8 @@ def _write_metrics(
                 }
             line |= {"node": world.node_of(rank), "rank": rank}
             lines[world.node_of(rank)].append(json.dumps(line, separators=(",", ":")))
-    for node, each in lines.items():
-        run.metrics_path(node).write_text("\n".join(each) + ("\n" if each else ""), encoding="utf-8")
+    for node, item in lines.items():
+        run.metrics_path(node).write_text("\n".join(item) + ("\n" if item else ""), encoding="utf-8")
 
 
 def _steps_before(world: World) -> int:
@@ -225,7 +225,7 @@ def _write_events(run: RunDirectory, world: World, began: float, moments: list[f
 
 def _saves(world: World, began: float, moments: list[float], now: float) -> dict[str, list[dict[str, Any]]]:
     """Healthy saves at each interval from an hour ago on, then what the world says became of the newest of a tier."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    result: dict[str, list[dict[str, Any]]] = {}
     last_moment = moments[-1] if moments else now
     for tier, every in _tiers(world).items():
         changed = list(world.saves.get(tier, ()))
@@ -248,8 +248,8 @@ def _saves(world: World, began: float, moments: list[float], now: float) -> dict
             }
             change = changed[number - len(times)] if number - len(times) >= -len(changed) else {}
             made.append({**save, **change})
-        found[tier] = [save for save in made if save["event"] != "nothing"]
-    return found
+        result[tier] = [save for save in made if save["event"] != "nothing"]
+    return result
 
 
 def _tiers(world: World) -> dict[str, float]:
@@ -345,7 +345,7 @@ def _write_scheduler(run: RunDirectory, world: World, now: float) -> None:
         f"Reason={world.job_reason} Dependency=(null)\n   Partition=train\n   NumNodes={world.num_nodes}\n"
     )
     shown = {"job": text, "partition": "PartitionName=train\n   State=UP MaxTime=UNLIMITED MaxNodes=UNLIMITED\n"}
-    busy = [f"NodeName=g{each} Arch=x86_64\n   State=ALLOCATED\n   Partitions=train \n" for each in range(4)]
+    busy = [f"NodeName=g{item} Arch=x86_64\n   State=ALLOCATED\n   Partitions=train \n" for item in range(4)]
     shown |= {"node": "\n".join(busy), "topology": "", "reservation": ""}
     for what, printed in shown.items():
         (folder / f"{what}.txt").write_text(printed, encoding="utf-8")

@@ -243,10 +243,10 @@ def link_goes_down(world: World) -> Victim:
     world.hang()
     device = world.chance.choice(_devices(world, node))
     world.set("node_infiniband_state_id", node, 1.0, world.silence_seconds, **device)
-    for each in world.nodes:
-        for card in _devices(world, each):
+    for item in world.nodes:
+        for card in _devices(world, item):
             for metric in ("node_amazonefa_tx_bytes", "node_amazonefa_rx_bytes", "node_amazonefa_retrans_bytes"):
-                world.set(metric, each, 0.0, world.silence_seconds, **card)
+                world.set(metric, item, 0.0, world.silence_seconds, **card)
     return of_node(world, node)
 
 
@@ -255,15 +255,15 @@ def peer_does_not_answer(world: World) -> Victim:
     """A node's network is gone from the fabric: all others report a peer that does not answer; it reports all."""
     node = world.draw_node()
     world.hang(seconds=world.chance.uniform(300.0, 500.0))
-    for each in world.nodes:
-        for device in _devices(world, each):
+    for item in world.nodes:
+        for device in _devices(world, item):
             for metric in ("node_amazonefa_tx_bytes", "node_amazonefa_rx_bytes", "node_amazonefa_retrans_bytes"):
-                world.set(metric, each, 0.0, world.silence_seconds, **device)
-            events = (world.num_nodes - 1) * 4.0 if each == node else 4.0
+                world.set(metric, item, 0.0, world.silence_seconds, **device)
+            events = (world.num_nodes - 1) * 4.0 if item == node else 4.0
             signal = Signal(
                 0.0, 0.0, is_counter=True, total=0.0, burst=events, onset_seconds=world.silence_seconds - 30.0
             )
-            world.show("node_amazonefa_unresponsive_remote_events", each, signal, **device)
+            world.show("node_amazonefa_unresponsive_remote_events", item, signal, **device)
     return of_node(world, node) if world.num_nodes > 2 else Victim()  # of two, each says it of the other
 
 

@@ -57,7 +57,7 @@ def node_failed(world: World) -> Victim:
     """The scheduler lost a node and took the job down: by its word the scheduler's, by its nature the host's."""
     node = world.draw_node()
     _job_ends(world, "NODE_FAIL")
-    world.lost_nodes = {each: 200.0 + 90.0 * (each == node) for each in world.nodes}
+    world.lost_nodes = {item: 200.0 + 90.0 * (item == node) for item in world.nodes}
     world.hide(node)
     return of_node(world, node)
 
@@ -199,7 +199,7 @@ def compiler_waits(world: World) -> Victim:
     """One rank waits for a lock in the compiler's cache that nobody holds any more."""
     rank = world.draw_rank()
     world.steps, world.age_seconds = 0, 0.0
-    world.hang({each: "productive" if each != rank else "compile" for each in range(world.world)}, 5400.0)
+    world.hang({item: "productive" if item != rank else "compile" for item in range(world.world)}, 5400.0)
     return of_rank(world, rank)
 
 

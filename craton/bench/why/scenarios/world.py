@@ -208,7 +208,7 @@ class World:
 
     def simulate(self) -> list[dict[int, dict[str, float]]]:
         """Step by step: rank → seconds by phase, and `step`."""
-        found = []
+        result = []
         for step in range(self.steps):
             left = self.steps - step  # 1: the newest
             common = self.chance.lognormvariate(0.0, self.common_swing)
@@ -226,8 +226,8 @@ class World:
             for part in parts.values():
                 part["communication"] = longest - sum(part.values()) + collective
                 part["step"] = sum(part.values())
-            found.append(parts)
-        return found
+            result.append(parts)
+        return result
 
     def _work(self, rank: int, left: int, factor: float, is_late: bool) -> dict[str, float]:
         stage = rank * self.pipeline // self.world
@@ -238,10 +238,10 @@ class World:
             own["compute"] *= 1.0 + 0.12 * stage  # the last stage has the head of the model
         if is_late:
             own["compute"] *= self.chance.uniform(1.2, 1.8)
-        for each in self.slowdowns:
-            if rank in each.ranks and (each.last_steps is None or left <= each.last_steps):
-                swing = self.chance.lognormvariate(0.0, each.swing) if each.swing else 1.0
-                own[each.phase] = (own[each.phase] * each.factor + each.seconds) * swing
+        for slowdown in self.slowdowns:
+            if rank in slowdown.ranks and (slowdown.last_steps is None or left <= slowdown.last_steps):
+                swing = self.chance.lognormvariate(0.0, slowdown.swing) if slowdown.swing else 1.0
+                own[slowdown.phase] = (own[slowdown.phase] * slowdown.factor + slowdown.seconds) * swing
         return own
 
     def _saving(self, left: int) -> float:

@@ -67,7 +67,7 @@ class AdaptedLinear(ServedLinear):
         adapters, tensor = self.adapters, self.connections.tensor
         of_tokens, absent = adapters.of_tokens, adapters.absent
         if tensor is not None and self.cut is None:  # this rank's share of the tokens
-            of_tokens, absent = (each.chunk(tensor.size)[tensor.rank] for each in (of_tokens, absent))
+            of_tokens, absent = (item.chunk(tensor.size)[tensor.rank] for item in (of_tokens, absent))
         return add_adapters(out, x, self.adapter_a, self.adapter_b, of_tokens, absent, adapters.slots, adapters.rank)
 
 

@@ -133,7 +133,7 @@ def _capture(body: Callable[[], Outputs], warm_ups: int, pool: Any) -> tuple[tor
 
 def _repeat(body: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
     """The same without a graph: results are where the first ones were."""
-    outputs = tuple(each.clone() for each in body())
+    outputs = tuple(item.clone() for item in body())
 
     def step() -> None:
         for kept, new in zip(outputs, body(), strict=True):

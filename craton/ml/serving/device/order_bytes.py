@@ -64,14 +64,14 @@ def encode_order(order: Order | None) -> bytes:
         None if work.allowed is None else work.allowed.shape[1],
     ]
     arrays = (work.rows, work.counts, work.lengths, work.tokens, work.sampled, work.sampled_rows)
-    columns = [np.ascontiguousarray(each, np.int32) for each in arrays]
+    columns = [np.ascontiguousarray(element, np.int32) for element in arrays]
     columns.append(np.ascontiguousarray(_no_integers() if work.allowed is None else work.allowed).reshape(-1))
     flat = chain.from_iterable
     numbers = (
         array("q", flat(work.table)),
         array("q", flat(work.next_tokens)),
-        array("q", flat(each[:2] for each in work.added)),
-        array("d", (each[2] for each in work.added)),
+        array("q", flat(entry[:2] for entry in work.added)),
+        array("d", (item[2] for item in work.added)),
     )
     return pack(_EXECUTE, values, [*columns, *numbers])
 

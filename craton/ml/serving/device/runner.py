@@ -60,16 +60,16 @@ class StepResult:
 
     def read_prompts(self, parts: list[PromptPart]) -> list[list[Alternatives]]:
         """Of each part, the log-probabilities of its targets, each with the likeliest tokens after it."""
-        found = []
+        result = []
         for part, (likeliest, best, own) in zip(parts, self.prompts, strict=True):
             rows = zip(part.targets, own.tolist(), likeliest.tolist(), best.tolist(), strict=True)
-            found.append(
+            result.append(
                 [
                     Alternatives((token, *tokens[: part.alternatives]), (logprob, *logprobs[: part.alternatives]))
                     for token, logprob, tokens, logprobs in rows
                 ]
             )
-        return found
+        return result
 
 
 @dataclass
@@ -322,13 +322,13 @@ class Runner:
             counts, lengths, rows = np.append(counts, extra), np.append(lengths, extra), np.append(rows, self.rows - 1)
             others = np.append(others, others[-1] + extra)
             sent = np.append(sent, np.zeros(extra, np.int32))
-        counts, lengths, rows = (each.astype(np.int32) for each in (counts, lengths, rows))
+        counts, lengths, rows = (element.astype(np.int32) for element in (counts, lengths, rows))
         ends = np.cumsum(counts)
         position = np.arange(tokens + extra) - np.repeat(ends - lengths, counts)
         fields = (rows, lengths, others, sent, np.repeat(rows, counts), position)
-        packed = self.upload.send(np.concatenate([each.astype(np.int32) for each in fields]))
+        packed = self.upload.send(np.concatenate([entry.astype(np.int32) for entry in fields]))
         device_rows, device_lengths, offsets, known, token_rows, positions = packed.split(
-            [len(each) for each in fields]
+            [len(item) for item in fields]
         )
         token_rows, positions = token_rows.long(), positions.long()
         written = self.table.next_token[token_rows[: work.decode]]
@@ -361,7 +361,7 @@ class Runner:
         """Kernels are compiled at first use: now, and not in the middle of somebody's answer. Texts are read by nobody:
         few and many, short and long ones take different kernels."""
         largest = self.rows - 1
-        for requests in sorted({min(each, largest) for each in WARM_REQUESTS}):
+        for requests in sorted({min(item, largest) for item in WARM_REQUESTS}):
             for tokens in WARM_TOKENS:
                 counts = np.full(requests, 2, np.int32)
                 counts[0] = min(tokens, self.longest)

@@ -145,8 +145,8 @@ def together(rank: EngineRank, method: str, arguments: tuple[Any, ...]) -> Any:
         texts = gather_texts(None if failure is None else f"{type(failure).__name__}: {failure}")
         failed = {number: text for number, text in enumerate(texts) if text is not None}
         if failed and len(failed) < len(texts):
-            told = "; ".join(f"rank {number}: {text}" for number, text in failed.items())
-            what = f"{method} went through on some ranks only ({told})"
+            message = "; ".join(f"rank {number}: {text}" for number, text in failed.items())
+            what = f"{method} went through on some ranks only ({message})"
             if method in WEIGHT_METHODS:
                 raise MixedWeightsError(f"{what}; update the weights")
             raise RanksDifferError(what)
@@ -163,7 +163,7 @@ def gather_texts(text: str | None) -> list[str | None]:
         mine[: len(data) + 1] = torch.tensor([1, *data], dtype=torch.uint8)
     theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(theirs, mine)
-    return [bytes(each[1:].tolist()).rstrip(b"\0").decode(errors="replace") if each[0] else None for each in theirs]
+    return [bytes(their[1:].tolist()).rstrip(b"\0").decode(errors="replace") if their[0] else None for their in theirs]
 
 
 def cut_model(model: Decoder, device: torch.device) -> Peers:

@@ -140,7 +140,7 @@ class Engine:
 
     def fork(self, id: int, index: int, new_id: int, sampling: Sampling | None = None) -> None:  # noqa: A002
         """A new request that goes on from where another one is, with its own choices from there on."""
-        parent = next((each for each in self._sequences.get(id, ()) if each.index == index), None)
+        parent = next((sequence for sequence in self._sequences.get(id, ()) if sequence.index == index), None)
         if parent is None or parent.copies > 1:
             raise ServingError(f"request {id}, copy {index}, is not running: only those that are can be forked")
         if new_id in self._sequences:
@@ -247,7 +247,7 @@ class Engine:
     def refuse(self, reason: str) -> list[OutputDelta]:
         """Ends all requests and takes none until the weights are whole again."""
         pieces = self._read_all()
-        for sequence in [each for copies in self._sequences.values() for each in copies]:
+        for sequence in [copy for copies in self._sequences.values() for copy in copies]:
             pieces += self._give_up(sequence, "error", reason, is_ours=True)
         self.refusal = reason
         return pieces
@@ -259,7 +259,7 @@ class Engine:
     def drop_adapter(self, name: str) -> list[OutputDelta]:
         """Requests of an adapter that goes end with it."""
         pieces = self._read_all()
-        for sequence in [each for copies in self._sequences.values() for each in copies if each.adapter == name]:
+        for sequence in [copy for copies in self._sequences.values() for copy in copies if copy.adapter == name]:
             pieces += self._give_up(sequence, "error", f"adapter {name!r} was unloaded", is_ours=True)
         del self.adapters[name]
         self.forget_adapter(name)
@@ -428,8 +428,8 @@ class Engine:
     def _take_prompts(self, flight: Flight) -> None:
         if not flight.work.prompts:
             return
-        found = flight.result.read_prompts(flight.work.prompts)
-        for asked, values in zip(flight.work.prompts, found, strict=True):
+        prompts = flight.result.read_prompts(flight.work.prompts)
+        for asked, values in zip(flight.work.prompts, prompts, strict=True):
             part = flight.step.parts[asked.part]
             sequence = part.sequence
             sequence.prompt_found |= {part.begin + 1 + offset: value for offset, value in enumerate(values)}
@@ -530,8 +530,8 @@ class Engine:
                 guesses[sequence] = guess(sequence.tokens, count)
         if not any(guesses.values()):
             return
-        for sequence, found in guesses.items():
-            sequence.drafts = found + [sequence.tokens[-1]] * (count - len(found))
+        for sequence, item in guesses.items():
+            sequence.drafts = item + [sequence.tokens[-1]] * (count - len(item))
 
     def _collect_grammars(self) -> None:
         for compiled, sequence in list(self._compiling):

@@ -40,14 +40,14 @@ class Latencies:
 
     def quantiles(self, now: float) -> dict[str, tuple[float, float]]:
         """Median and 95th percentile of each latency; without those that nobody waited for in the last minute."""
-        found = {}
+        result = {}
         for name, samples in self._samples.items():
             while samples and now - samples[0][0] > WINDOW_SECONDS:
                 samples.popleft()
             ordered = sorted(seconds for _, seconds in samples)
             if ordered:
-                found[name] = (ordered[len(ordered) // 2], ordered[min(len(ordered) * 95 // 100, len(ordered) - 1)])
-        return found
+                result[name] = (ordered[len(ordered) // 2], ordered[min(len(ordered) * 95 // 100, len(ordered) - 1)])
+        return result
 
     def _note_tokens(self, piece: OutputDelta, now: float) -> None:
         key = (piece.id, piece.index)

@@ -66,4 +66,4 @@ class Rates:
         return self._mean(2) / self.step_seconds if is_fresh and self.step_seconds else 0.0
 
     def _mean(self, index: int) -> float:
-        return sum(each[index] for each in self._recent) / len(self._recent) if self._recent else 0.0
+        return sum(item[index] for item in self._recent) / len(self._recent) if self._recent else 0.0

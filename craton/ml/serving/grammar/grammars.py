@@ -93,7 +93,9 @@ class Grammars:
     def cancel(self, future: Future[GrammarState]) -> None:
         """The request that waits for it has ended. A grammar that no request waits for is given up."""
         with self._lock:
-            found = next((each for each in self._compilations.values() if future in each.waiting), None)
+            found = next(
+                (compilation for compilation in self._compilations.values() if future in compilation.waiting), None
+            )
             if found is None:
                 return
             found.waiting.remove(future)
@@ -161,7 +163,7 @@ class Grammars:
                     self._compilations.pop(grammar, None)
                     return
                 number = compilation.check = next(self._numbers)
-            self._checker.check(number, source, lambda found: self._checked(compilation, source, found))
+            self._checker.check(number, source, lambda item: self._checked(compilation, source, item))
         except GrammarError as error:
             self._fail(compilation, error)
         except Exception as error:  # noqa: BLE001 -- whatever it is, those who wait must hear of it

@@ -66,14 +66,14 @@ class PrefixTree:
     def match(self, root: Root, tokens: Sequence[int]) -> list[PrefixNode]:
         """The longest path whose text is a beginning of these tokens, leaving at least one to be computed."""
         node = self.root(root)
-        found: list[PrefixNode] = []
+        prefix_nodes: list[PrefixNode] = []
         for begin in range(0, len(tokens) - self.page, self.page):
             child = node.children.get(tuple(tokens[begin : begin + self.page]))
             if child is None:
                 break
-            found.append(child)
+            prefix_nodes.append(child)
             node = child
-        return found
+        return prefix_nodes
 
     def use(self, node: PrefixNode) -> None:
         """A request goes through here: its block stays."""
@@ -210,13 +210,13 @@ class PrefixTree:
 
     def _remove(self, node: PrefixNode) -> None:
         """Takes a node that nobody uses out of the tree, with all below it, which is in host memory."""
-        for each in [*_below(node), node]:
-            self._unused.pop(each, None)
-            self._unused_host.pop(each, None)
-            if each.block is not None:
-                self._displace(each)
-            elif each.host is not None:
-                self._give_up_host(each)
+        for item in [*_below(node), node]:
+            self._unused.pop(item, None)
+            self._unused_host.pop(item, None)
+            if item.block is not None:
+                self._displace(item)
+            elif item.host is not None:
+                self._give_up_host(item)
         assert node.parent is not None
         del node.parent.children[node.key]
         self._list(node.parent, is_recent=False)

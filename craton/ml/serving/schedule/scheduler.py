@@ -200,7 +200,7 @@ class Scheduler:
         """That no block was lost and none has an owner too many."""
         self.tree.check()
         self.pool.check([*(sequence.blocks for sequence in self.running), self.tree.held()])
-        assert len(self._rows) + len(self.running) == len(set(self._rows) | {each.row for each in self.running})
+        assert len(self._rows) + len(self.running) == len(set(self._rows) | {item.row for item in self.running})
         assert len(self._order) == len(self.running) + len(self._waiting), "one neither runs nor waits, or does both"
         assert sum(self._waiting.values()) == self._waiting_tokens
         assert len(self._queue) <= 2 * len(self._waiting) + MAX_ENDED
@@ -242,7 +242,7 @@ class Scheduler:
                 continue
             victim = sequence
             if not making.is_admitting:
-                victim = max(self.running, key=lambda each: (each.priority, self._order[each]))
+                victim = max(self.running, key=lambda item: (item.priority, self._order[item]))
             if (part := making.parts.pop(victim, None)) is not None:  # it would have been computed in this very step
                 making.budget += part.count
                 victim.in_flight -= int(part.samples and not part.drafts)
@@ -304,7 +304,7 @@ class Scheduler:
             self.tree.use(node)
         on_device = sum(node.block is not None for node in nodes)
         needed = -(-sequence.length // self.page) - on_device
-        growth = sum(self._growth(each) for each in self.running) + self._growth(sequence)
+        growth = sum(self._growth(item) for item in self.running) + self._growth(sequence)
         if self.running and needed + growth > self.pool.free + self.tree.evictable:
             self.tree.leave(nodes)
             return False

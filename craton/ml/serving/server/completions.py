@@ -121,11 +121,11 @@ class CompletionAnswers(Answers[CompletionChoice]):
 
     def _logprobs(self, choice: CompletionChoice, addition: Addition, is_first: bool) -> dict[str, list[Any]]:
         top = self.request.logprobs or 0
-        found = completion_logprobs(addition.scores, top, self.vocabulary, len(choice.prompt.echo))
+        result = completion_logprobs(addition.scores, top, self.vocabulary, len(choice.prompt.echo))
         if is_first and self.request.echo and choice.prompt.logprobs is not None:
             echoed = echoed_logprobs(choice.prompt.tokens, choice.prompt.logprobs, top, self.vocabulary)
-            return {key: echoed[key] + found[key] for key in found}
-        return found
+            return {key: echoed[key] + result[key] for key in result}
+        return result
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

@@ -61,7 +61,7 @@ def unknown_fields(extra: Mapping[str, Any], known: Mapping[str, Any], n: int = 
         raise BadRequestError(
             f"{len(extra)} fields are not known; see the names in /openapi.json", code="unknown_field"
         )
-    found = []
+    result = []
     for name in sorted(set(extra) - HARMLESS):
         neutral = NOT_IMPLEMENTED.get(name)
         if neutral is not None:
@@ -73,9 +73,9 @@ def unknown_fields(extra: Mapping[str, Any], known: Mapping[str, Any], n: int = 
         meant = difflib.get_close_matches(name[:64], known, 1, SIMILARITY)
         if meant:
             raise BadRequestError(f"{name!r} is not a field; did you mean {meant[0]!r}?", name, "unknown_field")
-        found.append(name)
-    for name in found:
+        result.append(name)
+    for name in result:
         if name not in _logged and len(_logged) < MAX_LOGGED:
             _logged.add(name)
             logger.warning("requests have a field %.64r, which is not known here and is ignored", name)
-    return found
+    return result

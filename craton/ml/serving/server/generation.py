@@ -206,7 +206,7 @@ class Answers(ABC, Generic[AnyChoice]):
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(found.cached_tokens for found in self._prompts.values())},
+            "prompt_tokens_details": {"cached_tokens": sum(item.cached_tokens for item in self._prompts.values())},
         }
 
 

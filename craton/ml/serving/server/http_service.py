@@ -279,7 +279,7 @@ def generation_defaults(folder: Path) -> dict[str, float]:
         advised = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    found = {}
+    result = {}
     for name in ADVISED:
         value = advised.get(name) if isinstance(advised, dict) else None
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -288,8 +288,8 @@ def generation_defaults(folder: Path) -> dict[str, float]:
             except ValidationError:
                 logger.warning("%s: %s %r is left out: no request could ask for it", folder, name, value)
                 continue
-            found[name] = float(value)
-    return found
+            result[name] = float(value)
+    return result
 
 
 def _encode(vocabulary: Vocabulary, text: str, with_special_tokens: bool, max_tokens: int | None) -> list[int]:
@@ -340,11 +340,11 @@ def _arguments(text: str) -> Any:
 
 
 def _logit_bias(bias: dict[str, float], vocabulary: int) -> dict[int, float]:
-    found = {}
+    result = {}
     for token, value in bias.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
             raise BadRequestError(
                 f"logit_bias has {token!r}, which is not one of the model's {vocabulary:,} tokens", "logit_bias"
             )
-        found[int(token)] = value
-    return found
+        result[int(token)] = value
+    return result

@@ -261,7 +261,7 @@ class Exchange:
             self.has_begun = True
             self._link._begun(self)
         self._pieces.append(piece)
-        self._num_held += sum(len(each.tokens) for each in piece.alternatives) + len(piece.tokens)
+        self._num_held += sum(len(alternative.tokens) for alternative in piece.alternatives) + len(piece.tokens)
         if self._num_held > MAX_HELD_VALUES:
             self._link._abort(piece.id, None)
             self.fail(TooSlowError("the client does not take its answer; it was given up", code="slow_client"))

@@ -194,8 +194,8 @@ def _encode_pieces(pieces: Sequence[OutputDelta]) -> bytes:
         if piece.alternatives or piece.prompt_logprobs is not None or piece.error or piece.is_ours:
             prompt = piece.prompt_logprobs
             rare[place] = [
-                [_pack_alternatives(each) for each in piece.alternatives],
-                None if prompt is None else [None if each is None else _pack_alternatives(each) for each in prompt],
+                [_pack_alternatives(alternative) for alternative in piece.alternatives],
+                None if prompt is None else [None if item is None else _pack_alternatives(item) for item in prompt],
                 piece.error,
                 piece.is_ours,
             ]
@@ -242,9 +242,9 @@ def _decode_pieces(values: Any, numbers: list[int], scores: list[float]) -> list
         alternatives, prompt, piece.error, piece.is_ours = expect(
             rest, list_of(is_anything), optional(list_of(is_anything)), is_text, is_flag
         )
-        piece.alternatives = [_unpack_alternatives(each) for each in alternatives]
+        piece.alternatives = [_unpack_alternatives(alternative) for alternative in alternatives]
         if prompt is not None:
-            piece.prompt_logprobs = [None if each is None else _unpack_alternatives(each) for each in prompt]
+            piece.prompt_logprobs = [None if item is None else _unpack_alternatives(item) for item in prompt]
     return pieces
 
 

@@ -167,7 +167,7 @@ def _tensor(
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
 ) -> Tensor:
-    last = offset + sum((each - 1) * stride for each, stride in zip(sizes, strides, strict=True))
+    last = offset + sum((item - 1) * stride for item, stride in zip(sizes, strides, strict=True))
     if count * dtype.itemsize != size or (0 not in sizes and last >= count):
         raise CheckpointError(f"its tensor is larger than its {size:,} bytes")
     data = torch.empty(size, dtype=torch.uint8)

@@ -43,11 +43,11 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "DifferentModelError",
+    "FoundStep",
     "PeerSetup",
     "RanksLostError",
     "RestoreReport",
     "SaveReport",
-    "FoundStep",
     "TierFolder",
     "find_checkpoint",
     "read_tensors",
@@ -193,8 +193,8 @@ class Checkpointer:
         memory, or some of it goes with its node, so `save` must do it."""
         if self._peer is None or not self._peer.keep(step, tensors, counters):
             return False
-        told = [set(each) for each in self._ranks.gather(tuple(nodes)) if each]
-        return all(stay.issuperset(self._peer.setup.nodes) for stay in told)
+        messages = [set(item) for item in self._ranks.gather(tuple(nodes)) if item]
+        return all(stay.issuperset(self._peer.setup.nodes) for stay in messages)
 
     def reserve(self, tensors: Mapping[str, Tensor], step: int = 0) -> None:
         """Takes the memory of the copies now, so that the first saves stop training no longer than others do: of one
@@ -251,7 +251,7 @@ class Checkpointer:
         saves, lost = self._find_in_memory(before, trust_peer)
         passed_over += lost
         steps_in_memory = [(save.step, -1) for save in saves]
-        for step, index in sorted(steps_in_memory + found, key=lambda each: (-each[0], each[1])):
+        for step, index in sorted(steps_in_memory + found, key=lambda item: (-item[0], item[1])):
             if index < 0:
                 if counters := self._restore_from_memory(saves.pop(0), tensors, passed_over, began):
                     return counters
@@ -315,7 +315,7 @@ class Checkpointer:
         for tier in self._tiers_to_read:
             if self.rank == 0 or tier.folder.node is not None:
                 with suppress(OSError, CratonError):  # whatever it is, the next save or restore tells
-                    for later in [each for each in tier.steps() if each > step]:
+                    for later in [item for item in tier.steps() if item > step]:
                         tier.remove(later)
 
     def _find_in_memory(self, before: int | None, trust: bool) -> tuple[list[PeerSave], list[str]]:
@@ -392,8 +392,8 @@ class Checkpointer:
         missing = max(answer[3] for answer in answers)
         reasons = dict.fromkeys(late, "the saves before it are still being written")
         if missing and busy:
-            told = f"a further copy of the state needs {missing:,.0f} bytes more memory than a rank has free"
-            reasons = {name: reasons.get(name, told) for name in names}
+            message = f"a further copy of the state needs {missing:,.0f} bytes more memory than a rank has free"
+            reasons = {name: reasons.get(name, message) for name in names}
         for name, reason in reasons.items():
             where = str(self._lanes[name].tier.folder.path)
             self._reports.append(SaveReport(step, name, where, 0, 0.0, reason, "skipped"))

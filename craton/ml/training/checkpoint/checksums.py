@@ -116,7 +116,7 @@ class Seal:
             table = _object(texts[CHECKSUMS])
             if table["block_bytes"] != BLOCK_BYTES:
                 raise ValueError(f"its blocks have {ascii(table['block_bytes'])[:20]} bytes instead of {BLOCK_BYTES}")
-            files = {each: _file_sum(each, file) for each, file in table["files"].items()}
+            files = {item: _file_sum(item, file) for item, file in table["files"].items()}
             name = COMPLETE
             check_about(about, step)
         except KeyError as error:
@@ -127,22 +127,22 @@ class Seal:
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    found = json.loads(text)
-    if type(found) is not dict:
+    document = json.loads(text)
+    if type(document) is not dict:
         raise ValueError("it is not a JSON object")
-    return found
+    return document
 
 
 def _file_sum(name: str, entry: Any) -> FileSum:
     """A line of checksums.json. Its name becomes a path, so it must be the name of a file beside it."""
     if not _FILE_NAME.fullmatch(name) or name in (".", "..", COMPLETE, CHECKSUMS):
         raise ValueError(f"{ascii(name)[:80]} is not the name of a file of a step")
-    found = FileSum(entry["crc32"], entry["bytes"], tuple(entry["blocks"]))
-    if any(type(number) is not int or number < 0 for number in (found.crc32, found.bytes, *found.blocks)):
+    file_sum = FileSum(entry["crc32"], entry["bytes"], tuple(entry["blocks"]))
+    if any(type(number) is not int or number < 0 for number in (file_sum.crc32, file_sum.bytes, *file_sum.blocks)):
         raise ValueError(f"{name} has a size or checksum that is not a whole number")
-    if len(found.blocks) != max(1, -(-found.bytes // BLOCK_BYTES)):
-        raise ValueError(f"{name} has {found.bytes:,} bytes and {len(found.blocks):,} checksums of blocks")
-    return found
+    if len(file_sum.blocks) != max(1, -(-file_sum.bytes // BLOCK_BYTES)):
+        raise ValueError(f"{name} has {file_sum.bytes:,} bytes and {len(file_sum.blocks):,} checksums of blocks")
+    return file_sum
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:

@@ -49,34 +49,34 @@ def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> Fou
     as `Checkpointer.restore` does."""
     opened = [open_tier(folder) for folder in tiers]
     there, passed_over = steps_in_order(opened)
-    found = None
-    for each, index in there:
-        if step not in (None, each):
+    result = None
+    for entry, index in there:
+        if step not in (None, entry):
             continue
-        parts, problems = joined_parts(opened[index], each)
+        parts, problems = joined_parts(opened[index], entry)
         for files, seal in parts:
             try:
                 damaged = damage(files, seal.files)
                 if not damaged:
-                    found = FoundStep(each, tiers[index].name, files, seal, read_metadata(files, seal))
+                    result = FoundStep(entry, tiers[index].name, files, seal, read_metadata(files, seal))
                     break
                 problems += damaged
             except CheckpointError as error:
                 problems.append(str(error))
-        if found is not None:
+        if result is not None:
             break
-        passed_over.append(f"tier {tiers[index].name}: step {each} cannot be used: {some(problems or [GONE])}")
-    if found is not None:
+        passed_over.append(f"tier {tiers[index].name}: step {entry} cannot be used: {some(problems or [GONE])}")
+    if result is not None:
         for problem in passed_over:
-            warnings.warn(f"{problem}; reading step {found.step} of tier {found.tier} instead", stacklevel=2)
-        return found
+            warnings.warn(f"{problem}; reading step {result.step} of tier {result.tier} instead", stacklevel=2)
+        return result
     if passed_over:
         separator = "\n  " if len(passed_over) > 1 else " "
         raise CheckpointError(
             f"no checkpoint can be used:{separator}{separator.join(passed_over)}; put a good copy in place"
         )
     if step is not None and there:
-        steps = sorted({each for each, _ in there})
+        steps = sorted({item for item, _ in there})
         raise CheckpointError(f"there is no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
     raise CheckpointError(f"there is no checkpoint yet in {', '.join(str(tier.path) for tier in tiers)}")
 

@@ -118,10 +118,10 @@ class FolderFiles:
 
     def size(self, name: str) -> int | None:
         try:
-            found = (self.path / name).lstat()
+            status = (self.path / name).lstat()
         except OSError:
             return None
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> Any:
         try:

@@ -223,7 +223,7 @@ class TierLane:
                 target.finish(seal)
             except (OSError, CratonError) as failure:
                 error = self._explain(target, {self.rank: failure})
-        errors = [each for each in self._ranks.gather(error) if each]
+        errors = [entry for entry in self._ranks.gather(error) if entry]
         if self._leads:
             try:
                 if errors:
@@ -234,7 +234,7 @@ class TierLane:
                     retain(self.tier, int(seal.about["step"]))
             except (OSError, CratonError) as failure:
                 warnings.warn(f"tier {self.name}: a checkpoint could not be removed: {failure}", stacklevel=2)
-        lacks_room = any(each.lacks_room for each in errors)
+        lacks_room = any(item.lacks_room for item in errors)
         agreed: Problem | None = self._ranks.of_rank_0(replace(errors[0], lacks_room=lacks_room) if errors else None)
         return agreed  # on every rank once all is in order
 
@@ -250,10 +250,10 @@ class TierLane:
         except (OSError, CratonError) as failure:
             error = self._explain(target, {self.rank: failure})
         holders = self._ranks.gather((error, held))  # also: nobody writes before the place is made
-        errors = [each for each, _ in holders if each]
+        errors = [entry for entry, _ in holders if entry]
         if not errors:
             mine = _share(self.rank, [held for _, held in holders], seal.files)
-            errors = [each for each in self._ranks.gather(self._copy(target, source, seal, mine)) if each]
+            errors = [item for item in self._ranks.gather(self._copy(target, source, seal, mine)) if item]
         error = self._end(target, seal, errors[0] if errors else None, b"")
         size = sum(file.bytes for file in seal.files.values())
         return self._report(step, target, size, began, error, "moved")

@@ -1,9 +1,9 @@
 """DCP's `.metadata` as plain data: a pickle is read without importing, making or calling anything that it names.
 
 A pickle is a program for a small stack machine. This one knows the opcodes that DCP's metadata needs, and a name in the
-pickle is looked up in one table of exact (module, name) pairs. Instances become `PickledRecord`s: a name and a state. So
-no hostile file can reach code, neither through an allowed class nor by a dotted name. `checkpoint_metadata` makes DCP's
-objects from the records.
+pickle is looked up in one table of exact (module, name) pairs. Instances become `PickledRecord`s: a name and a state.
+So no hostile file can reach code, neither through an allowed class nor by a dotted name. `metadata` makes DCP's objects
+from the records.
 
 Memory is bounded: by the bytes of the file and the number of objects, and because nothing is hashed but short texts
 and records. (Python's own unpickler hashes any key, so nested tuples that share their parts keep it busy for ever.)
@@ -216,10 +216,10 @@ def _named(module: Any, name: Any) -> Any:
     """Exact pairs only: a dotted name is in no pair."""
     if type(module) is not str or type(name) is not str:
         raise CheckpointError("it names a class by something other than texts")
-    found = _NAMED.get((module, name))
-    if found is None:
+    result = _NAMED.get((module, name))
+    if result is None:
         raise CheckpointError(f"it asks for {shown(f'{module}.{name}')}, which no checkpoint needs")
-    return found
+    return result
 
 
 def _size(arguments: Any) -> torch.Size:

@@ -111,7 +111,7 @@ class Meter:
         """Predicted against measured: the median of the newest steps, the first one left out."""
         if self._ranks.rank != 0 or not self._measured:
             return
-        measured = {name: median(each[name] for each in self._measured) for name in self._measured[-1]}
+        measured = {name: median(item[name] for item in self._measured) for name in self._measured[-1]}
         measured["memory_bytes"] = self._measured[-1]["memory_bytes"]
         predicted = self.prediction.twins if self.prediction else {}
         self._recorder.event("summary", step=step, outcome=outcome, measured=measured, predicted=predicted)

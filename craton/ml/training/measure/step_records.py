@@ -70,7 +70,7 @@ class StepRecords:
     def later(self) -> Callable[[], list[Record]]:
         """The records of now, to be asked for when the device has sent them."""
         steps = tuple(self._steps)
-        return lambda: [each.record for each in steps]
+        return lambda: [step.record for step in steps]
 
 
 def resolved(counters: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,8 +95,8 @@ class StepTimer:
 
     def watch(self, model: nn.Module, peers: Iterable[Peers] = ()) -> None:
         """Measures the communication of a model that FSDP2 wraps, and with these peers; else there is nothing to do."""
-        for each in peers:
-            each.waiting = self.waiting
+        for peer in peers:
+            peer.waiting = self.waiting
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 if self._on_gpu:

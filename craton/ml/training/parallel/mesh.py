@@ -153,7 +153,7 @@ def _keep_stages(model: Decoder, layout: Layout, rank: int) -> None:
         raise ParallelError(f"pp {pp} · vpp {vpp} = {pp * vpp} stages, but the model has {layers} layers; use fewer")
     stages = stage_layers(layers, pp, vpp)
     model.keep_stages(
-        [Stage(stages[each], each == 0, each == len(stages) - 1) for each in range(rank, len(stages), pp)]
+        [Stage(stages[item], item == 0, item == len(stages) - 1) for item in range(rank, len(stages), pp)]
     )
 
 

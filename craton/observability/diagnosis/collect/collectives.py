@@ -112,10 +112,10 @@ def ask_ras(address: str | None = None) -> dict[str, Any] | None:
     if not received.lstrip().startswith((b"{", b"[")):
         raise RasFormatError("it took SET FORMAT and answered in words")
     try:
-        told = json.loads(received)
+        document = json.loads(received)
     except (ValueError, RecursionError):
         return None
-    return told if isinstance(told, dict) else None
+    return document if isinstance(document, dict) else None
 
 
 def _received(connection: socket.socket, deadline: float, end: bytes | None = None) -> bytes:
@@ -135,20 +135,20 @@ def _received(connection: socket.socket, deadline: float, end: bytes | None = No
 
 def communicators_of(first: Mapping[str, Any], second: Mapping[str, Any], seconds: float) -> tuple[Communicator, ...]:
     """Communicators of more than one rank, the largest first."""
-    before = {_name(each): _counts(each) for each in first.get("communicators") or ()}
+    before = {_name(item): _counts(item) for item in first.get("communicators") or ()}
     found = [
         Communicator(
-            name=_name(each),
-            size=int(each.get("size") or 0),
-            counts=_counts(each),
-            counts_before=before.get(_name(each), {}),
+            name=_name(communicator),
+            size=int(communicator.get("size") or 0),
+            counts=_counts(communicator),
+            counts_before=before.get(_name(communicator), {}),
             seconds_between=seconds,
-            missing=tuple(int(rank["rank"]) for rank in each.get("missing_ranks") or ()),
+            missing=tuple(int(rank["rank"]) for rank in communicator.get("missing_ranks") or ()),
         )
-        for each in second.get("communicators") or ()
-        if int(each.get("size") or 0) > 1
+        for communicator in second.get("communicators") or ()
+        if int(communicator.get("size") or 0) > 1
     ]
-    return tuple(sorted(found, key=lambda each: -each.size))
+    return tuple(sorted(found, key=lambda entry: -entry.size))
 
 
 def _name(communicator: Mapping[str, Any]) -> str:
@@ -211,7 +211,7 @@ def _numbered(prefix: Path) -> list[tuple[int, Path]]:
     except OSError:
         return []
     numbers = {name: name.removeprefix(prefix.name) for name in names if name.startswith(prefix.name)}
-    return sorted((int(each), prefix.parent / name) for name, each in numbers.items() if re.fullmatch("[0-9]+", each))
+    return sorted((int(item), prefix.parent / name) for name, item in numbers.items() if re.fullmatch("[0-9]+", item))
 
 
 def _of_their_nodes(ranks: Iterable[int], ranks_per_node: int) -> set[int]:
@@ -253,8 +253,8 @@ def _is_entry(entry: Any) -> bool:
         return False
     sizes, frames = entry.get("input_sizes") or [], entry.get("frames") or []
     return (
-        all(isinstance(each, list | tuple) for each in (sizes, frames))
-        and all(isinstance(size, list | tuple) and all(isinstance(each, int) for each in size) for size in sizes)
+        all(isinstance(element, list | tuple) for element in (sizes, frames))
+        and all(isinstance(size, list | tuple) and all(isinstance(item, int) for item in size) for size in sizes)
         and all(isinstance(frame, dict) for frame in frames)
     )
 
@@ -276,13 +276,20 @@ def stuck_collectives(dumps: Mapping[int, Mapping[str, Any]], seen: Set[int]) ->
         if len(entries) < 2:
             continue
         # A ring buffer forgets: what the shortest memory no longer has cannot be compared.
-        first = max((min(each) for each in entries.values() if each), default=0)
-        numbers = sorted({number for each in entries.values() for number in each if number >= first})
+        first = max((min(element) for element in entries.values() if element), default=0)
+        numbers = sorted({number for item in entries.values() for number in item if number >= first})
         if not numbers:
             continue
         # Collectives of a group come in order: one that everybody has entered is over when there is a later one.
         candidates = (_stuck(group, description, members, entries, number, seen) for number in numbers)
-        apart = next((each for each in candidates if each is not None and (each.missing or each.mismatch)), None)
+        apart = next(
+            (
+                candidate
+                for candidate in candidates
+                if candidate is not None and (candidate.missing or candidate.mismatch)
+            ),
+            None,
+        )
         stuck = apart or _stuck(group, description, members, entries, numbers[-1], seen)
         if stuck is not None:
             found.append(stuck)
@@ -297,7 +304,7 @@ def _stuck(
     sequence: int,
     seen: Set[int],
 ) -> StuckCollective | None:
-    inside = {rank: each[sequence] for rank, each in entries.items() if sequence in each}
+    inside = {rank: element[sequence] for rank, element in entries.items() if sequence in element}
     if not inside:
         return None
     missing = tuple(rank for rank in entries if rank not in inside)
@@ -308,7 +315,7 @@ def _stuck(
         rank for rank, shape in shapes.items() if shape[0] != usual[0] or (shape != usual and _is_even(usual[0]))
     )
     # On gloo an entry that is over keeps its state and is only retired.
-    pending = [rank for rank, each in inside.items() if each.get("state") != "completed" and not each.get("retired")]
+    pending = [rank for rank, item in inside.items() if item.get("state") != "completed" and not item.get("retired")]
     if not missing and not odd and not pending:
         return None
     sample = inside[next(iter(pending), next(iter(inside)))]
@@ -326,8 +333,8 @@ def _stuck(
         mismatch=mismatch,
         mismatched=odd,
         stack=tuple(
-            f"{each.get('name')} ({each.get('filename')}:{each.get('line')})"
-            for each in (sample.get("frames") or ())[:6]
+            f"{frame.get('name')} ({frame.get('filename')}:{frame.get('line')})"
+            for frame in (sample.get("frames") or ())[:6]
         ),
     )
 
@@ -336,10 +343,10 @@ def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, str, list
     """(name, description, members) of every process group that a recording knows."""
     found: dict[str, tuple[str, list[int]]] = {}
     for dump in dumps.values():
-        for name, told in (dump.get("pg_config") or {}).items():
-            members = _members(told.get("ranks")) if isinstance(told, Mapping) else []
+        for name, item in (dump.get("pg_config") or {}).items():
+            members = _members(item.get("ranks")) if isinstance(item, Mapping) else []
             if members:
-                found.setdefault(str(name), (str(told.get("desc") or ""), members))
+                found.setdefault(str(name), (str(item.get("desc") or ""), members))
         for entry in dump["entries"]:
             name, description = _group_of(entry) if isinstance(entry, Mapping) else ("", "")
             if name and name not in found:

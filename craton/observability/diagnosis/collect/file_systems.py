@@ -26,16 +26,16 @@ def paths_of(run: RunDirectory, on: str) -> dict[str, tuple[str, ...]]:
     than their nodes, which nobody can compare."""
     if on == "kubernetes":
         return {}
-    found: dict[str, tuple[str, ...]] = {"run": (str(run.path.absolute()),)}
+    result: dict[str, tuple[str, ...]] = {"run": (str(run.path.absolute()),)}
     try:
         job = load_job(run.job_path)
         storage = job.cluster.file.storage if job.cluster.file else None
         places = [place_of(tier, storage, run.path.absolute()) for tier in job.checkpoint.places]
     except (CratonError, OSError):
-        return found
-    found["checkpoints"] = tuple(place.place for place in places if not place.is_url)
+        return result
+    result["checkpoints"] = tuple(place.place for place in places if not place.is_url)
     data = [path for path, _ in (*job.data.mixture, *job.data.validation_mixture) if Path(path).is_absolute()]
-    return {**found, **({"data": tuple(dict.fromkeys(data))} if data else {})}
+    return {**result, **({"data": tuple(dict.fromkeys(data))} if data else {})}
 
 
 def with_holders(mounts: Sequence[SnapshotMount], paths: Mapping[str, Sequence[str]]) -> tuple[SnapshotMount, ...]:

@@ -93,8 +93,8 @@ def _read(root: str, run: RunDirectory, with_gpus: bool) -> _Reading:
         },
         disks={
             row[2]: tuple(float(value) for value in row[3:])
-            for each in node.read("proc/diskstats").splitlines()
-            if len(row := each.split()) >= 14
+            for item in node.read("proc/diskstats").splitlines()
+            if len(row := item.split()) >= 14
         },
         blocked=blocked,
         fabric=_fabric_counters(node) if with_gpus else {},
@@ -119,8 +119,8 @@ def _processes(root: str, run: str) -> tuple[float, dict[int, str]]:
 
 def _environment_run(folder: Path) -> str:
     """The run that a process says it belongs to: ranks of a command have nothing of it in their arguments."""
-    found = re.search(rb"(?:^|\0)CRATON_RUN=([^\0]*)", (folder / "environ").read_bytes())
-    return found[1].decode(errors="replace") if found else ""
+    match = re.search(rb"(?:^|\0)CRATON_RUN=([^\0]*)", (folder / "environ").read_bytes())
+    return match[1].decode(errors="replace") if match else ""
 
 
 def _host(root: str, first: _Reading, second: _Reading) -> SnapshotHost:
@@ -153,8 +153,8 @@ def _host(root: str, first: _Reading, second: _Reading) -> SnapshotHost:
 
 def _pressure(node: NodeRoot, what: str, kind: str) -> float | None:
     """Share of the last ten seconds (Linux pressure stall information); None where the kernel does not tell."""
-    found = re.search(rf"^{kind} avg10=([\d.]+)", node.read(f"proc/pressure/{what}"), re.MULTILINE)
-    return float(found[1]) / 100.0 if found else None
+    match = re.search(rf"^{kind} avg10=([\d.]+)", node.read(f"proc/pressure/{what}"), re.MULTILINE)
+    return float(match[1]) / 100.0 if match else None
 
 
 def _mounts(run: RunDirectory, root: str, first: _Reading, second: _Reading) -> tuple[SnapshotMount, ...]:

@@ -56,7 +56,7 @@ def _python_stack(pid: int) -> tuple[str, ...]:
     if program is None:
         return ()
     try:
-        said = subprocess.run(
+        completed = subprocess.run(
             [program, "dump", "--nonblocking", "--pid", str(pid)],
             capture_output=True,
             text=True,
@@ -66,7 +66,7 @@ def _python_stack(pid: int) -> tuple[str, ...]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    return read_py_spy(said.stdout) if said.returncode == 0 else ()
+    return read_py_spy(completed.stdout) if completed.returncode == 0 else ()
 
 
 def read_py_spy(text: str) -> tuple[str, ...]:

@@ -81,9 +81,9 @@ def ask_prometheus(snapshot: Snapshot, address: str, ask: Ask | None = None) -> 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         expressions = [*(query.expression for query in queries()), OCCUPANTS]
         told = list(pool.map(lambda expression: _quietly(put, expression), expressions))
-    *answers, occupants = [[] if isinstance(each, Exception) else each for each in told]
-    failed = [each for each in told if isinstance(each, Exception)]
-    untold = {query.field for query, each in zip(queries(), told, strict=False) if isinstance(each, Exception)}
+    *answers, occupants = [[] if isinstance(element, Exception) else element for element in told]
+    failed = [entry for entry in told if isinstance(entry, Exception)]
+    untold = {query.field for query, item in zip(queries(), told, strict=False) if isinstance(item, Exception)}
     known: dict[str, _Known] = {}
     names = _names(snapshot, [row.get("metric") or {} for rows in answers for row in rows])
     for query, rows in zip(queries(), answers, strict=True):
@@ -136,7 +136,7 @@ def of_machines(expression: str, machines: str) -> str:
         return expression
 
     def matching(matcher: str) -> str:
-        return _METRIC.sub(lambda found: f"{found[1]}{{{','.join(filter(None, (found[2], matcher)))}}}", expression)
+        return _METRIC.sub(lambda item: f"{item[1]}{{{','.join(filter(None, (item[2], matcher)))}}}", expression)
 
     named, nameless = matching(f"node=~{json.dumps(machines)}"), matching('node=""')
     return f"({named}) or ({nameless})"
@@ -166,11 +166,11 @@ def answer(address: str, expression: str, moment: float) -> list[dict[str, Any]]
 
 def _nodes_of(labels: Mapping[str, str], names: Mapping[str, list[str]]) -> list[str]:
     """The nodes of a run that a series is of: those on its machine."""
-    told = [labels.get(name, "") for name in ("node", "Hostname", "nodename")]
-    for name in (*told, labels.get("instance", "").rpartition(":")[0]):
-        found = names.get(name) or names.get(name.partition(".")[0])
-        if name and found:
-            return found
+    messages = [labels.get(name, "") for name in ("node", "Hostname", "nodename")]
+    for name in (*messages, labels.get("instance", "").rpartition(":")[0]):
+        result = names.get(name) or names.get(name.partition(".")[0])
+        if name and result:
+            return result
     return []
 
 
@@ -228,7 +228,7 @@ def _onto(node: SnapshotNode, known: _Known, paths: Mapping[str, Sequence[str]],
     for path, part in known.filesystem.items():
         mounts[path] = _filled(mounts.get(path) or SnapshotMount(path, part.get("kind", "")), part)
     for name, part in known.lustre.items():
-        path = next((each.path for each in mounts.values() if each.kind == "lustre"), name)
+        path = next((item.path for item in mounts.values() if item.kind == "lustre"), name)
         mounts[path] = _filled(mounts.get(path) or SnapshotMount(path, "lustre"), part)
     host = _filled(node.host or SnapshotHost(), known.host["host"]) if known.host else node.host
     return replace(
@@ -245,9 +245,9 @@ def _filled(part: Any, values: Mapping[str, Any]) -> Any:
     """Sets what is not known yet, as the type that the field has."""
     hints = hints_of(part.__class__)
     changes = {}
-    for each in fields(part):
-        if each.name in values and getattr(part, each.name) in (None, "", ()):
-            changes[each.name] = _as(hints[each.name], values[each.name])
+    for item in fields(part):
+        if item.name in values and getattr(part, item.name) in (None, "", ()):
+            changes[item.name] = _as(hints[item.name], values[item.name])
     return replace(part, **changes)
 
 

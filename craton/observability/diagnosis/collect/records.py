@@ -134,8 +134,8 @@ def collective_seconds(steps: Mapping[int, Steps]) -> tuple[float | None, float 
     """What collectives take by themselves, in the recent steps and in those before: the least that any rank waits in a
     step, since who comes last waits for nobody. Another rank may be last in every step, so it is found step by step."""
     waits: dict[int, list[float]] = {}
-    for each in steps.values():
-        for line in each.lines[WARM_STEPS:] if each.begins_here else each.lines:
+    for step in steps.values():
+        for line in step.lines[WARM_STEPS:] if step.begins_here else step.lines:
             if (waited := number(line.get("run_communication_seconds"))) is not None:
                 waits.setdefault(int(line.get("step") or 0), []).append(waited)
     least = [min(all_of) for _, all_of in sorted(waits.items()) if len(all_of) == len(steps)]
@@ -164,7 +164,7 @@ def _first_nodes(run: RunDirectory, nodes: Sequence[str]) -> list[str]:
     """Nodes that have held rank 0: now, and in the last generations."""
     paths = paths_in(run.path / "generations", "[0-9]*.json")[-MAX_GENERATIONS:]
     members = [nodes, *(read_json(path).get("nodes") or () for path in paths)]
-    return list(dict.fromkeys(str(each[0]) for each in members if each))
+    return list(dict.fromkeys(str(member[0]) for member in members if member))
 
 
 def thinned(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
@@ -191,8 +191,12 @@ def notable(lines: Iterable[Mapping[str, Any]]) -> tuple[Event, ...]:
             continue
         if name == "generation_started" and line.get("reason") == "start":
             continue
-        told = [line.get(each) for each in ("reason", "message", "code", "during") if line.get(each) not in (None, "")]
-        rank, step, generation = (line.get(each) for each in ("rank", "step", "generation"))
+        messages = [
+            line.get(element)
+            for element in ("reason", "message", "code", "during")
+            if line.get(element) not in (None, "")
+        ]
+        rank, step, generation = (line.get(entry) for entry in ("rank", "step", "generation"))
         found.append(
             Event(
                 name=name,
@@ -201,7 +205,7 @@ def notable(lines: Iterable[Mapping[str, Any]]) -> tuple[Event, ...]:
                 rank=rank if isinstance(rank, int) else None,
                 step=step if isinstance(step, int) else None,
                 generation=generation if isinstance(generation, int) else None,
-                text="; ".join(str(each) for each in told)[:300],
+                text="; ".join(str(item) for item in messages)[:300],
             )
         )
     return tuple(found[-MAX_EVENTS:])
@@ -214,22 +218,22 @@ def read_restarts(run: RunDirectory, first: int, now: float) -> tuple[tuple[Rest
     numbers = sorted(int(stem) for stem in stems if stem.isdecimal() and int(stem) >= first)
     made = {each: read_json(run.generation_path(each)) for each in numbers[-MAX_GENERATIONS:]}
     began = {each: number(document.get("time")) or 0.0 for each, document in made.items()}
-    broke = {each: at for each, document in made.items() if (at := number(document.get("broke_at")))}
-    recent = [each for each in broke if began[each] >= now - RESTART_SECONDS]
+    broke = {element: at for element, document in made.items() if (at := number(document.get("broke_at")))}
+    recent = [entry for entry in broke if began[entry] >= now - RESTART_SECONDS]
     nodes = read_json(run.launch_path).get("nodes") or ()
     books: dict[int, float] = {}
     if len(recent) >= threshold("restarts_per_hour"):
-        books = {each.generation: sum(each.parts.values()) for each in read_recoveries(run)}
+        books = {recovery.generation: sum(recovery.parts.values()) for recovery in read_recoveries(run)}
     restarts = tuple(
-        Restart(began[each], broke[each], _cause(str(made[each].get("reason") or ""), nodes), books.get(each))
-        for each in recent
+        Restart(began[item], broke[item], _cause(str(made[item].get("reason") or ""), nodes), books.get(item))
+        for item in recent
     )
     return restarts, began[numbers[-2]] if len(numbers) > 1 else None
 
 
 def _cause(reason: str, nodes: Collection[str]) -> str:
     """A lost node, before ranks whose connections to it broke; else the first line."""
-    lost = next((each[0] for each in LOST.finditer(reason) if each[1] in nodes), None)
+    lost = next((item[0] for item in LOST.finditer(reason) if item[1] in nodes), None)
     return (lost.removeprefix("; ") if lost else reason.partition("\n")[0])[:300]
 
 
@@ -271,12 +275,12 @@ def _tier(name: str, made: Sequence[Mapping[str, Any]], interval: float | None) 
 def read_logs(run: RunDirectory, ranks: Sequence[int], since: float, nodes: Sequence[str]) -> tuple[LogMatch, ...]:
     """Lines that mean something at the ends of the logs of these ranks (the first are the most interesting) and of the
     agents, that were written since."""
-    found: list[LogMatch] = []
+    log_matches: list[LogMatch] = []
     for rank in ranks[:MAX_LOGS]:
-        found += _matches(run.log_path(rank), since, rank=rank)
+        log_matches += _matches(run.log_path(rank), since, rank=rank)
     for node in nodes[:MAX_LOGS]:
-        found += _matches(run.path / "logs" / f"agent-{node}.log", since, node=node)
-    return tuple(found)
+        log_matches += _matches(run.path / "logs" / f"agent-{node}.log", since, node=node)
+    return tuple(log_matches)
 
 
 def _matches(path: Path, since: float, rank: int | None = None, node: str = "") -> list[LogMatch]:
@@ -291,7 +295,7 @@ def _matches(path: Path, since: float, rank: int | None = None, node: str = "") 
         return []
     newest: dict[str, LogMatch] = {}
     for line in text.splitlines():
-        pattern = next((each for each in log_patterns() if each.expression.search(line)), None)
+        pattern = next((log_pattern for log_pattern in log_patterns() if log_pattern.expression.search(line)), None)
         if pattern is None:
             continue
         before = newest.get(pattern.name)

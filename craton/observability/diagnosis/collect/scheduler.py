@@ -57,7 +57,7 @@ def node_words(text: str, hosts: Mapping[str, str]) -> list[NodeWord]:
 
 def _sinfo() -> str:
     try:
-        said = subprocess.run(SINFO, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
+        completed = subprocess.run(SINFO, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return said.stdout if said.returncode == 0 else ""
+    return completed.stdout if completed.returncode == 0 else ""

@@ -185,7 +185,7 @@ def _spares(
     """Nodes that wait to take another's place, without those that somebody wants out of the run."""
     found = []
     away = {*facts.nodes, *read_avoided(run)}
-    for name in (str(each) for each in launch.get("nodes") or () if str(each) not in away):
+    for name in (str(item) for item in launch.get("nodes") or () if str(item) not in away):
         beat = read_heartbeat(run, name)
         node = _node(name, beat, beat.host if beat else "", facts, launch, plan, moment)
         if beat is None or node.heartbeat_state != "spare":
@@ -258,12 +258,12 @@ def _with_network(run: RunDirectory, node: SnapshotNode, snapshot: Snapshot) -> 
         return node
     try:
         with open_regular(run.log_path(first)) as log:
-            told = read_nccl_log(log.read(NCCL_CHARACTERS).decode(errors="replace"))
+            nccl_log = read_nccl_log(log.read(NCCL_CHARACTERS).decode(errors="replace"))
     except OSError:
         return node
-    if not told.is_told:
+    if not nccl_log.is_told:
         return node
-    return replace(node, nccl_network=told.networks[0], nccl_interfaces=told.num_nics or None)
+    return replace(node, nccl_network=nccl_log.networks[0], nccl_interfaces=nccl_log.num_nics or None)
 
 
 def _facts(
@@ -388,7 +388,7 @@ def _with_steps(rank: SnapshotRank, steps: Steps | None) -> SnapshotRank:
 def _with_status(rank: SnapshotRank, status: NodeStatus | None, facts: RunFacts, moment: float) -> SnapshotRank:
     if status is None or status.generation != facts.generation or facts.has_ended:
         return rank
-    told = next((each for each in status.ranks if each.rank == rank.rank), None)
+    told = next((item for item in status.ranks if item.rank == rank.rank), None)
     if told is None:
         return rank
     return replace(

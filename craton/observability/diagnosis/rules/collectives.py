@@ -8,12 +8,12 @@ from craton.observability.diagnosis.verdict import Finding, Symptoms
 
 
 def examine_collectives(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for stuck in snapshot.collectives.stuck:
-        found += _stuck(stuck, snapshot, symptoms)
+        findings += _stuck(stuck, snapshot, symptoms)
     for communicator in snapshot.collectives.communicators:
-        found += _counted(communicator, snapshot, symptoms)
-    return found
+        findings += _counted(communicator, snapshot, symptoms)
+    return findings
 
 
 def _stuck(stuck: StuckCollective, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -22,13 +22,13 @@ def _stuck(stuck: StuckCollective, snapshot: Snapshot, symptoms: Symptoms) -> li
     if stuck.mismatch:
         odd = stuck.mismatched
         rank = odd[0] if len(odd) == 1 else None
-        told = f"ranks disagree on {which}: {stuck.mismatch}"
+        message = f"ranks disagree on {which}: {stuck.mismatch}"
         return finding(
             symptoms,
             "collective_mismatch",
-            told,
+            message,
             ("hung", "dead"),
-            evidence=[told, *at],
+            evidence=[message, *at],
             node=_node(snapshot, rank),
             rank=rank,
             base=0.97,
@@ -37,13 +37,13 @@ def _stuck(stuck: StuckCollective, snapshot: Snapshot, symptoms: Symptoms) -> li
     if not absent or 2 * len(absent) > max(2, len(stuck.expected)):
         return []
     did = "never entered" if stuck.missing else "left no recording of"
-    told = f"{named(absent, 'rank ')} {did} {which}, in which the others wait"
+    message = f"{named(absent, 'rank ')} {did} {which}, in which the others wait"
     return finding(
         symptoms,
         "rank_missing_in_collective",
-        told,
+        message,
         ("hung", "dead"),
-        evidence=[told, *at],
+        evidence=[message, *at],
         node=_node(snapshot, absent[0]),
         rank=absent[0],
         base=base,
@@ -56,10 +56,10 @@ def _counted(communicator: Communicator, snapshot: Snapshot, symptoms: Symptoms)
     if communicator.size != snapshot.run.world:
         return []
     if communicator.missing:
-        told = f"NCCL's RAS gets no answer from {named(communicator.missing, 'rank ')}"
+        message = f"NCCL's RAS gets no answer from {named(communicator.missing, 'rank ')}"
         rank = communicator.missing[0]
         return finding(
-            symptoms, "ranks_behind", told, ("hung", "dead"), node=_node(snapshot, rank), rank=rank, base=0.9
+            symptoms, "ranks_behind", message, ("hung", "dead"), node=_node(snapshot, rank), rank=rank, base=0.9
         )
     counts = communicator.counts
     if len(counts) < 2 or min(counts.values()) == max(counts.values()):
@@ -70,14 +70,14 @@ def _counted(communicator: Communicator, snapshot: Snapshot, symptoms: Symptoms)
     behind = sorted(rank for rank, count in counts.items() if count == min(counts.values()))
     if 2 * len(behind) > len(counts):
         return []
-    told = (
+    message = (
         f"NCCL's RAS counts {counts[behind[0]]} operations on {named(behind, 'rank ')}, and {max(counts.values())} on "
         f"the others of communicator {communicator.name}"
     )
     return finding(
         symptoms,
         "ranks_behind",
-        told,
+        message,
         ("hung",),
         node=_node(snapshot, behind[0]),
         rank=behind[0],

@@ -25,33 +25,33 @@ AFTERMATH = (45, 154)  # 45: cleaning up after something else; 154: what to do n
 
 
 def examine_devices(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     clocks = [gpu.sm_clock_mhz for node in snapshot.nodes for gpu in node.gpus if gpu.sm_clock_mhz and _works(gpu)]
     limits = [gpu.power_limit_watts for node in snapshot.nodes for gpu in node.gpus if gpu.power_limit_watts]
     peers = _Peers(
         statistics.median(clocks) if len(clocks) > 1 else None, statistics.median(limits) if limits else None
     )
     for node in snapshot.nodes:
-        found += _missing(node, symptoms)
+        findings += _missing(node, symptoms)
         for gpu in node.gpus:
-            found += _errors(snapshot, symptoms, node, gpu)
-            found += _memory(snapshot, symptoms, node, gpu)
-            found += _speed(snapshot, symptoms, node, gpu, peers)
-    found += _computes_wrong(snapshot, symptoms)
-    return found
+            findings += _errors(snapshot, symptoms, node, gpu)
+            findings += _memory(snapshot, symptoms, node, gpu)
+            findings += _speed(snapshot, symptoms, node, gpu, peers)
+    findings += _computes_wrong(snapshot, symptoms)
+    return findings
 
 
 def _missing(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
     if not node.gpus_known or node.expected_gpus is None or len(node.gpus) >= node.expected_gpus:
         return []
-    told = f"{node.name} shows {len(node.gpus)} of {node.expected_gpus} GPUs"
-    return finding(symptoms, "gpu_lost", told, ("dead", "hung", "slow"), node=node.name, base=0.95, is_risk=True)
+    message = f"{node.name} shows {len(node.gpus)} of {node.expected_gpus} GPUs"
+    return finding(symptoms, "gpu_lost", message, ("dead", "hung", "slow"), node=node.name, base=0.95, is_risk=True)
 
 
 def _errors(snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: SnapshotGpu) -> list[Finding]:
     rank = snapshot.rank_on(node.name, gpu.index)
     card = _card(node, gpu, rank)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     recent = [xid for xid in gpu.xids if _matters(xid, snapshot, symptoms)]
     wanted = next((xid.recovery for xid in reversed(recent) if xid.recovery), "") or gpu.recovery_action
     asks = wanted not in ("", "None", "none")
@@ -62,13 +62,13 @@ def _errors(snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: Sna
         times = sum(xid.code == code for xid in recent)
         moments = [xid.moment for xid in recent if xid.code == code and xid.moment is not None]
         moment = max(moments, default=None)
-        told = f"{card} had XID {code} ({name})" + (f", {times} times" if times > 1 else "")
-        evidence = [told, *([f"the driver asks for: {wanted}"] if asks else []), *([fact.advice] if fact else [])]
+        message = f"{card} had XID {code} ({name})" + (f", {times} times" if times > 1 else "")
+        evidence = [message, *([f"the driver asks for: {wanted}"] if asks else []), *([fact.advice] if fact else [])]
         if code in OF_THE_PROGRAM:
-            found += finding(
+            findings += finding(
                 symptoms,
                 "rank_failed",
-                told,
+                message,
                 ("dead", "hung"),
                 evidence=evidence,
                 node=node.name,
@@ -82,10 +82,10 @@ def _errors(snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: Sna
             continue
         cause = _cause_of(code)
         base = 0.6 if fact is not None and health == "observe" else 0.97
-        found += finding(
+        findings += finding(
             symptoms,
             cause,
-            told,
+            message,
             ("dead", "hung", "slow", "wrong") if cause in ("gpu_memory_error", "nvlink_errors") else ("dead", "hung"),
             evidence=evidence,
             node=node.name,
@@ -96,12 +96,12 @@ def _errors(snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: Sna
             moment=moment,
             is_urgent=health in NEEDS_WORK and _has_spare(snapshot) and any(_broke(snapshot, at) for at in moments),
         )
-    if asks and not found:
-        told = f"the driver asks to {wanted.lower()} {card}"
-        found += finding(
+    if asks and not findings:
+        message = f"the driver asks to {wanted.lower()} {card}"
+        findings += finding(
             symptoms,
             "gpu_error",
-            told,
+            message,
             ("dead", "hung", "slow"),
             node=node.name,
             rank=rank,
@@ -109,7 +109,7 @@ def _errors(snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: Sna
             is_risk=True,
             health=recovery_action(wanted),
         )
-    return found
+    return findings
 
 
 def _asked(xids: Sequence[SnapshotXid]) -> str:
@@ -145,7 +145,10 @@ def _matters(xid: SnapshotXid, snapshot: Snapshot, symptoms: Symptoms) -> bool:
 def _broke(snapshot: Snapshot, moment: float) -> bool:
     """Whether a generation was ended by what happened then."""
     before = threshold("xid_before_seconds")
-    return any(each.broke_at - before <= moment <= each.moment for each in snapshot.run.recent_restarts)
+    return any(
+        recent_restart.broke_at - before <= moment <= recent_restart.moment
+        for recent_restart in snapshot.run.recent_restarts
+    )
 
 
 def _has_spare(snapshot: Snapshot) -> bool:
@@ -160,8 +163,8 @@ def _memory(snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: Sna
     card = _card(node, gpu, rank)
     signs: list[tuple[str, float, str]] = []
     if gpu.uncorrectable_errors:
-        told = f"{card} counts {gpu.uncorrectable_errors} ECC errors that could not be corrected"
-        signs.append((told, 0.93, "reset"))
+        message = f"{card} counts {gpu.uncorrectable_errors} ECC errors that could not be corrected"
+        signs.append((message, 0.93, "reset"))
     if gpu.remap_failed:
         signs.append((f"{card} could not remap a bad row of its memory", 0.9, "replace"))
     rate = gpu.correctable_errors_per_hour
@@ -171,11 +174,11 @@ def _memory(snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: Sna
         signs.append((f"{card} waits for a reset to remap a row", 0.5, "reset"))
     if not signs:
         return []
-    told, base, _ = max(signs, key=lambda sign: sign[1])
+    message, base, _ = max(signs, key=lambda sign: sign[1])
     return finding(
         symptoms,
         "gpu_memory_error",
-        told,
+        message,
         ("dead", "hung", "wrong"),
         evidence=[text for text, _, _ in signs],
         node=node.name,
@@ -242,7 +245,7 @@ def _speed(
 
 
 def _computes_wrong(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for symptom in symptoms.of("wrong"):
         if symptom.sign != "odd_rank":
             continue
@@ -254,11 +257,11 @@ def _computes_wrong(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             is_proved = bool(rank.differs_from_copies)
             base = 0.5 if len(symptom.nodes) > 1 else 0.97 if is_proved else 0.6
             gpu = f"GPU {rank.gpu} of {rank.node}" if rank.gpu is not None else rank.node
-            told = f"rank {number} computes something else than the others: {gpu} is suspect"
-            found += finding(
+            message = f"rank {number} computes something else than the others: {gpu} is suspect"
+            findings += finding(
                 symptoms,
                 "gpu_computes_wrong",
-                told,
+                message,
                 ("wrong",),
                 evidence=symptom.evidence,
                 node=rank.node,
@@ -266,7 +269,7 @@ def _computes_wrong(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
                 base=base,
                 health="" if is_proved else "observe",
             )
-    return found
+    return findings
 
 
 def _works(gpu: SnapshotGpu) -> bool:

@@ -14,16 +14,16 @@ MAX_COMPLAINTS = 1.5  # times those of the next node
 
 
 def examine_fabric(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    found = _fallback(snapshot, symptoms)
+    result = _fallback(snapshot, symptoms)
     for node in snapshot.nodes:
-        found += _devices(node, symptoms)
-        found += _rails(node, symptoms)
-        found += _nvlink(snapshot, node, symptoms)
-    found += _losses(snapshot, symptoms)
-    found += _unresponsive(snapshot, symptoms)
-    if not found:
-        found += _only_slow(symptoms)
-    return found
+        result += _devices(node, symptoms)
+        result += _rails(node, symptoms)
+        result += _nvlink(snapshot, node, symptoms)
+    result += _losses(snapshot, symptoms)
+    result += _unresponsive(snapshot, symptoms)
+    if not result:
+        result += _only_slow(symptoms)
+    return result
 
 
 def _fallback(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -34,8 +34,10 @@ def _fallback(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     if not slow:
         return []
     node = slow[0].name if len(slow) < len(snapshot.nodes) or len(snapshot.nodes) == 1 else ""
-    told = f"NCCL talks over TCP sockets on {named([each.name for each in slow])} though there is a faster network"
-    return finding(symptoms, "tcp_fallback", told, ("slow", "hung"), node=node, base=0.97, phases=TALKING, is_risk=True)
+    message = f"NCCL talks over TCP sockets on {named([item.name for item in slow])} though there is a faster network"
+    return finding(
+        symptoms, "tcp_fallback", message, ("slow", "hung"), node=node, base=0.97, phases=TALKING, is_risk=True
+    )
 
 
 def _has_fabric(snapshot: Snapshot) -> bool:
@@ -43,17 +45,17 @@ def _has_fabric(snapshot: Snapshot) -> bool:
 
 
 def _devices(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     down = [device.name for device in node.fabric if device.is_active is False]
     flaps = [device.name for device in node.fabric if device.link_downs]
     hurts: tuple[Condition, ...] = ("hung", "slow", "dead")
     if down or flaps:
-        told = f"{named(down or flaps)} of {node.name} {'is down' if down else 'lost its link and got it back'}"
+        message = f"{named(down or flaps)} of {node.name} {'is down' if down else 'lost its link and got it back'}"
         health = "" if down else "observe"  # no node is taken out for a link that is back
-        found += finding(
+        findings += finding(
             symptoms,
             "link_down",
-            told,
+            message,
             hurts,
             node=node.name,
             base=0.96,
@@ -64,11 +66,11 @@ def _devices(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
     seen = len(node.fabric) if node.fabric else None
     expected = node.expected_fabric
     if expected and seen is not None and seen < expected:
-        told = f"{node.name} has {seen} of {expected} network devices"
-        found += finding(
+        message = f"{node.name} has {seen} of {expected} network devices"
+        findings += finding(
             symptoms,
             "fabric_device_missing",
-            told,
+            message,
             ("slow", "hung"),
             node=node.name,
             base=0.93,
@@ -76,11 +78,11 @@ def _devices(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
             is_risk=True,
         )
     elif expected and node.nccl_interfaces is not None and node.nccl_interfaces < expected:
-        told = f"NCCL uses {node.nccl_interfaces} of {expected} network devices of {node.name}"
-        found += finding(
+        message = f"NCCL uses {node.nccl_interfaces} of {expected} network devices of {node.name}"
+        findings += finding(
             symptoms,
             "fabric_device_missing",
-            told,
+            message,
             ("slow",),
             node=node.name,
             base=0.93,
@@ -88,7 +90,7 @@ def _devices(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
             is_risk=True,
             health="observe",  # it is the job that leaves them out, and would on any node
         )
-    return found
+    return findings
 
 
 def _rails(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
@@ -99,20 +101,20 @@ def _rails(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
     least, most = min(known, key=lambda name: known[name]), max(known.values())
     if known[least] >= threshold("rail_ratio") * most:
         return []
-    told = f"{least} of {node.name} sends {known[least] / 1e9:.2f} GB/s, another one {most / 1e9:.2f} GB/s"
-    return finding(symptoms, "rail_imbalance", told, ("slow",), node=node.name, base=0.88, phases=TALKING)
+    message = f"{least} of {node.name} sends {known[least] / 1e9:.2f} GB/s, another one {most / 1e9:.2f} GB/s"
+    return finding(symptoms, "rail_imbalance", message, ("slow",), node=node.name, base=0.88, phases=TALKING)
 
 
 def _nvlink(snapshot: Snapshot, node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for gpu in node.gpus:
         rank = snapshot.rank_on(node.name, gpu.index)
         if gpu.nvlinks_up is not None and gpu.nvlinks and gpu.nvlinks_up < gpu.nvlinks:
-            told = f"{gpu.nvlinks_up} of {gpu.nvlinks} NVLinks of GPU {gpu.index} of {node.name} are up"
-            found += finding(
+            message = f"{gpu.nvlinks_up} of {gpu.nvlinks} NVLinks of GPU {gpu.index} of {node.name} are up"
+            findings += finding(
                 symptoms,
                 "nvlink_down",
-                told,
+                message,
                 ("slow", "hung", "dead"),
                 node=node.name,
                 base=0.95,
@@ -121,12 +123,12 @@ def _nvlink(snapshot: Snapshot, node: SnapshotNode, symptoms: Symptoms) -> list[
             )
         rate = gpu.nvlink_errors_per_second
         if rate is not None and rate > threshold("nvlink_errors_per_second"):
-            told = f"the NVLinks of GPU {gpu.index} of {node.name} have {rate:.0f} errors a second"
+            message = f"the NVLinks of GPU {gpu.index} of {node.name} have {rate:.0f} errors a second"
             victim = rank if symptoms.fit(("slow", "hung"), rank=rank)[0] == 1.0 else None
-            found += finding(
+            findings += finding(
                 symptoms,
                 "nvlink_errors",
-                told,
+                message,
                 ("slow", "hung", "dead"),
                 node=node.name,
                 rank=victim,
@@ -134,7 +136,7 @@ def _nvlink(snapshot: Snapshot, node: SnapshotNode, symptoms: Symptoms) -> list[
                 phases=INSIDE,
                 is_risk=True,
             )
-    return found
+    return findings
 
 
 def _losses(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -145,31 +147,31 @@ def _losses(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     leaves = {snapshot.run.leaves.get(node, "") for node in lossy}
     evidence = list(lossy.values())[:4]
     if len(lossy) == 1:
-        node, told = next(iter(lossy.items()))
+        node, message = next(iter(lossy.items()))
         return finding(
-            symptoms, "retransmissions", told, ("slow", "hung"), node=node, base=0.95, phases=TALKING, is_risk=True
+            symptoms, "retransmissions", message, ("slow", "hung"), node=node, base=0.95, phases=TALKING, is_risk=True
         )
     leaf = next(iter(leaves)) if len(leaves) == 1 else ""
     if leaf and set(snapshot.run.leaves.values()) != {leaf}:
-        told = f"{len(lossy)} nodes of {leaf} send much again, and no others do"
+        message = f"{len(lossy)} nodes of {leaf} send much again, and no others do"
         return finding(
             symptoms,
             "leaf_congested",
-            told,
+            message,
             ("slow", "hung"),
-            evidence=[told, *evidence],
+            evidence=[message, *evidence],
             leaf=leaf,
             base=0.95,
             phases=TALKING,
             is_risk=True,
         )
-    told = f"{named(list(lossy))} send much again"
+    message = f"{named(list(lossy))} send much again"
     return finding(
         symptoms,
         "retransmissions",
-        told,
+        message,
         ("slow", "hung"),
-        evidence=[told, *evidence],
+        evidence=[message, *evidence],
         base=0.93,
         phases=TALKING,
         is_risk=True,
@@ -204,21 +206,21 @@ def _unresponsive(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     if not quiet and len(complain) > 2:
         # Who lost the way to all others complains of each of them, the others of one.
         counts = sorted(
-            (sum(device.peer_events or 0.0 for device in each.fabric), each.name) for each in snapshot.nodes
+            (sum(device.peer_events or 0.0 for device in item.fabric), item.name) for item in snapshot.nodes
         )
         if counts[-1][0] > MAX_COMPLAINTS * counts[-2][0]:
             node = counts[-1][1]
-    told = f"the network cards of {named(complain)} report peers that do not answer"
-    return finding(symptoms, "peer_unresponsive", told, ("hung", "slow"), node=node, base=0.85, phases=TALKING)
+    message = f"the network cards of {named(complain)} report peers that do not answer"
+    return finding(symptoms, "peer_unresponsive", message, ("hung", "slow"), node=node, base=0.85, phases=TALKING)
 
 
 def _only_slow(symptoms: Symptoms) -> list[Finding]:
     """Collectives take longer for everybody, and nothing says why."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for symptom in symptoms.of("slow"):
         if symptom.phase == "communication" and not symptom.ranks:
-            told = "collectives themselves take longer, for the rank that waits least as well"
-            found += finding(
-                symptoms, "communication_slow", told, ("slow",), evidence=symptom.evidence, base=0.9, phases=TALKING
+            message = "collectives themselves take longer, for the rank that waits least as well"
+            findings += finding(
+                symptoms, "communication_slow", message, ("slow",), evidence=symptom.evidence, base=0.9, phases=TALKING
             )
-    return found
+    return findings

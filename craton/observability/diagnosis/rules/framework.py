@@ -45,12 +45,12 @@ def examine_framework(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 
 def _ended(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     """How the rank that died first died; signals from outside are the host's affair."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for symptom in symptoms.of("dead"):
         if symptom.sign == "stopped":
             continue
         if symptom.sign == "hung":
-            found += _ended_hanging(symptom, snapshot, symptoms)
+            findings += _ended_hanging(symptom, snapshot, symptoms)
             continue
         for number in symptom.ranks:
             rank = snapshot.rank(number)
@@ -60,12 +60,14 @@ def _ended(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             during = f" while it was in {rank.ended_in}" if rank.ended_in else ""
             if code in CRASHES or code - 128 in [-crash for crash in CRASHES]:
                 name = signal.Signals(-code if code < 0 else code - 128).name
-                told = f"rank {number} on {rank.node} crashed ({name}){during}"
-                found += finding(symptoms, "program_crashed", told, ("dead",), node=rank.node, rank=number, base=0.85)
+                message = f"rank {number} on {rank.node} crashed ({name}){during}"
+                findings += finding(
+                    symptoms, "program_crashed", message, ("dead",), node=rank.node, rank=number, base=0.85
+                )
             elif code > 0 and code not in (137, 143):
-                told = f"rank {number} on {rank.node} ended by itself with exit code {code}{during}"
-                found += finding(symptoms, "rank_failed", told, ("dead",), node=rank.node, rank=number, base=0.75)
-    return found
+                message = f"rank {number} on {rank.node} ended by itself with exit code {code}{during}"
+                findings += finding(symptoms, "rank_failed", message, ("dead",), node=rank.node, rank=number, base=0.75)
+    return findings
 
 
 def _broke_off(number: int, snapshot: Snapshot) -> bool:
@@ -78,20 +80,20 @@ def _broke_off(number: int, snapshot: Snapshot) -> bool:
 def _ended_hanging(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     """A run that was ended because no rank moved; the odd one is what all waited for."""
     culprits = [rank for number in symptom.ranks if (rank := snapshot.rank(number)) is not None]
-    told = symptom.sentence.splitlines()[0] if symptom.sentence else "no rank moved any more"
+    message = symptom.sentence.splitlines()[0] if symptom.sentence else "no rank moved any more"
     if not culprits:
-        return finding(symptoms, "rank_hung", told, ("dead",), base=0.6)
+        return finding(symptoms, "rank_hung", message, ("dead",), base=0.6)
     kind = culprits[0].ended_in.partition("+")[0]
-    evidence = [told, f"{_them(culprits)} ended in {kind}, the others did not"]
+    evidence = [message, f"{_them(culprits)} ended in {kind}, the others did not"]
     one = culprits[0].rank if len(culprits) == 1 else None
     node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
     cause = HANGS_IN.get(kind, "rank_hung")
-    return finding(symptoms, cause, told, ("dead",), evidence=evidence, node=node, rank=one, base=0.85)
+    return finding(symptoms, cause, message, ("dead",), evidence=evidence, node=node, rank=one, base=0.85)
 
 
 def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     """What logs say. Whose connection broke because another rank died says nothing of why that one did."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     # A pattern counts once: by the victim's own line if there is one, else by the first.
     by_pattern: dict[str, list[LogMatch]] = {}
     for match in snapshot.logs:
@@ -103,7 +105,7 @@ def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         pattern = log_pattern(name)
         if pattern is None:
             continue
-        match = next((each for each in matches if each.rank in victims), matches[0])
+        match = next((entry for entry in matches if entry.rank in victims), matches[0])
         if (
             match.moment is not None
             and snapshot.moment - match.moment > RECENT_LOG_SECONDS
@@ -130,12 +132,12 @@ def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         if name == "exception" and own - {"exception"}:
             base = 0.5  # a specific line of the same log says what the exception was
         of = f"rank {match.rank}" if match.rank is not None else match.node or "a node"
-        told = f"the log of {of} says that {pattern.meaning}"
+        message = f"the log of {of} says that {pattern.meaning}"
         rank = snapshot.rank(match.rank) if match.rank is not None else None
         made = finding(
             symptoms,
             pattern.cause,
-            told,
+            message,
             explains,
             evidence=[f"{of}: {match.line.strip()[:200]}"],
             node=rank.node if rank is not None else match.node,
@@ -150,9 +152,9 @@ def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             odd, why = _calls_another(snapshot, matches), "called something else than the others"
         if odd is not None:
             evidence = f"only rank {odd.rank} on {odd.node} {why}"
-            made = [replace(each, node=odd.node, rank=odd.rank, evidence=(*each.evidence, evidence)) for each in made]
-        found += made
-    return found
+            made = [replace(item, node=odd.node, rank=odd.rank, evidence=(*item.evidence, evidence)) for item in made]
+        findings += made
+    return findings
 
 
 def _calls_another(snapshot: Snapshot, matches: Sequence[LogMatch]) -> SnapshotRank | None:
@@ -162,10 +164,10 @@ def _calls_another(snapshot: Snapshot, matches: Sequence[LogMatch]) -> SnapshotR
         for match in matches
         if match.rank is not None and (told := _CALLED.search(match.line)) and int(told["rank"]) == match.rank
     }
-    kinds = Counter(told[1:] for told in calls.values())
+    kinds = Counter(call[1:] for call in calls.values())
     if len(calls) < 3 or len(kinds) != 2 or min(kinds.values()) > 1:
         return None
-    odd = next(rank for rank, told in calls.items() if kinds[told[1:]] == 1)
+    odd = next(rank for rank, item in calls.items() if kinds[item[1:]] == 1)
     return snapshot.rank(odd)
 
 
@@ -179,7 +181,7 @@ def _lost_by_all(snapshot: Snapshot) -> SnapshotRank | None:
 
 
 def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for symptom in symptoms.of("hung"):
         culprits = [rank for number in symptom.ranks if (rank := snapshot.rank(number)) is not None]
         culprits = [rank for rank in culprits if not rank.is_stopped]
@@ -190,21 +192,21 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         by_stack = next((cause for words, cause in FRAMES if stack and words.search(stack)), None)
         cause = HANGS_IN.get(first.kind) or by_stack or "rank_hung"
         whom = "it" if len(culprits) == 1 else "them"
-        told = f"{_them(culprits)} {_stands(culprits, snapshot)}, and everybody waits for {whom}"
-        evidence = [told, *([f"the stack of rank {first.rank}: {stack[:300]}"] if stack else [])]
+        message = f"{_them(culprits)} {_stands(culprits, snapshot)}, and everybody waits for {whom}"
+        evidence = [message, *([f"the stack of rank {first.rank}: {stack[:300]}"] if stack else [])]
         nodes = symptom.nodes
         base = 0.9 if 4 * len(culprits) <= len(snapshot.ranks) or len(culprits) == 1 else 0.7
-        found += finding(
+        findings += finding(
             symptoms,
             cause,
-            told,
+            message,
             ("hung",),
             evidence=evidence,
             node=nodes[0] if len(nodes) == 1 else "",
             rank=first.rank if len(culprits) == 1 else None,
             base=base,
         )
-    return found
+    return findings
 
 
 def _them(ranks: list[SnapshotRank]) -> str:
@@ -227,14 +229,14 @@ def _stands(ranks: list[SnapshotRank], snapshot: Snapshot) -> str:
 
 
 def _slow(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for symptom in symptoms.of("slow"):
         if symptom.phase not in SLOW_PHASES and not (symptom.ranks and symptom.phase not in ("data", "checkpoint")):
             continue
         if symptom.ranks:
             one_rank = symptom.ranks[0] if len(symptom.ranks) == 1 else None
             one_node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
-            found += finding(
+            findings += finding(
                 symptoms,
                 "straggler",
                 _straggles(symptom),
@@ -248,11 +250,13 @@ def _slow(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             )
             continue
         cause = "slower_than_plan" if symptom.since_start else SLOW_PHASES[symptom.phase]
-        told = f"every rank takes longer in {symptom.phase}" + (
+        message = f"every rank takes longer in {symptom.phase}" + (
             ", from its first step on" if symptom.since_start else " than it did before"
         )
-        found += finding(symptoms, cause, told, ("slow",), evidence=symptom.evidence, base=0.9, phases=(symptom.phase,))
-    return found
+        findings += finding(
+            symptoms, cause, message, ("slow",), evidence=symptom.evidence, base=0.9, phases=(symptom.phase,)
+        )
+    return findings
 
 
 def _straggles(symptom: Symptom) -> str:
@@ -264,7 +268,7 @@ def _straggles(symptom: Symptom) -> str:
 
 
 def _numbers(symptoms: Symptoms) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for symptom in symptoms.of("wrong"):
         if symptom.sign in ("not_a_number", "diverged", "loss_spike"):
             told = {
@@ -272,8 +276,8 @@ def _numbers(symptoms: Symptoms) -> list[Finding]:
                 "diverged": "the training left its way: its loss grows",
                 "loss_spike": "the loss jumped and has not come back",
             }[symptom.sign]
-            found += finding(symptoms, symptom.sign, told, ("wrong",), evidence=symptom.evidence, base=1.05)
-    return found
+            findings += finding(symptoms, symptom.sign, told, ("wrong",), evidence=symptom.evidence, base=1.05)
+    return findings
 
 
 def _overload(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:

@@ -17,14 +17,14 @@ ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
 def examine_host(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    found = [*_lost(snapshot, symptoms), *_lost_spares(snapshot, symptoms)]
-    found += [*_killed(snapshot, symptoms), *_stopped(snapshot, symptoms)]
+    result = [*_lost(snapshot, symptoms), *_lost_spares(snapshot, symptoms)]
+    result += [*_killed(snapshot, symptoms), *_stopped(snapshot, symptoms)]
     for node in snapshot.nodes:
         if node.host is not None:
-            found += _processors(node, node.host, snapshot, symptoms)
-            found += _memory(node, node.host, symptoms)
-            found += _others(node, node.host, symptoms)
-    return found
+            result += _processors(node, node.host, snapshot, symptoms)
+            result += _memory(node, node.host, symptoms)
+            result += _others(node, node.host, symptoms)
+    return result
 
 
 def memory_ran_out(snapshot: Snapshot, name: str) -> str:
@@ -51,54 +51,54 @@ def _lost(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         and not (snapshot.run.storage and node.agent_is_alive)  # a disk that takes no heartbeat makes all of them old
     ]
     if stopped := [node for node in lost if node.stopped_agent is not None]:
-        return [each for node in stopped for each in _stopped_agent(node, symptoms)]
+        return [item for node in stopped for item in _stopped_agent(node, symptoms)]
     words = lost_by_word(snapshot) if symptoms.condition == "dead" else {}
     if not lost and not words and symptoms.condition == "dead" and snapshot.run.state == "lost":
-        told = snapshot.run.message.splitlines()[0] if snapshot.run.message else "no node shows a sign of life"
-        return finding(symptoms, "agents_gone", told, ("dead",), base=0.85)
+        message = snapshot.run.message.splitlines()[0] if snapshot.run.message else "no node shows a sign of life"
+        return finding(symptoms, "agents_gone", message, ("dead",), base=0.85)
     if not lost and not words:
         return []
     if len(lost) == len(snapshot.nodes) and len(lost) > 1:
         age = min(node.heartbeat_age_seconds or 0.0 for node in lost)
-        told = f"all {len(lost)} nodes fell silent, the last one {age:.0f} s ago"
-        return finding(symptoms, "agents_gone", told, ("dead", "hung"), base=0.9)
-    found: list[Finding] = []
+        message = f"all {len(lost)} nodes fell silent, the last one {age:.0f} s ago"
+        return finding(symptoms, "agents_gone", message, ("dead", "hung"), base=0.9)
+    findings: list[Finding] = []
     for node in lost:
         if node.agent_is_alive is False:
-            told = f"the agent of {node.name} is gone: its process ended without a word"
+            message = f"the agent of {node.name} is gone: its process ended without a word"
         else:
-            told = f"{node.name} has shown no sign of life for {node.heartbeat_age_seconds or 0.0:.0f} s"
-        found += finding(symptoms, "node_lost", told, ("dead", "hung"), node=node.name, base=0.97)
+            message = f"{node.name} has shown no sign of life for {node.heartbeat_age_seconds or 0.0:.0f} s"
+        findings += finding(symptoms, "node_lost", message, ("dead", "hung"), node=node.name, base=0.97)
     for name, how in words.items():
         if all(node.name != name for node in lost):
-            found += finding(symptoms, "node_lost", f"{name} was lost: {how}", ("dead",), node=name, base=0.97)
-    return found
+            findings += finding(symptoms, "node_lost", f"{name} was lost: {how}", ("dead",), node=name, base=0.97)
+    return findings
 
 
 def _stopped_agent(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
-    told = (
+    message = (
         f"the agent of {node.name} (process {node.stopped_agent}) is stopped by a signal: "
         f"`kill -CONT {node.stopped_agent}` lets it go on"
     )
-    return finding(symptoms, "agent_stopped", told, ("dead", "hung"), node=node.name, base=1.0)
+    return finding(symptoms, "agent_stopped", message, ("dead", "hung"), node=node.name, base=1.0)
 
 
 def _lost_spares(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     """Nobody misses a spare before it is needed."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for node in snapshot.spares:
         age = node.heartbeat_age_seconds or 0.0
         if age <= threshold("heartbeat_lost_seconds") and node.agent_is_alive is not False:
             continue
         gone = "its agent is gone" if node.agent_is_alive is False else f"no sign of life for {age:.0f} s"
-        told = f"the spare {node.name} is lost: {gone}"
-        found += finding(symptoms, "spare_lost", told, (), node=node.name, base=0.95, is_risk=True)
-    return found
+        message = f"the spare {node.name} is lost: {gone}"
+        findings += finding(symptoms, "spare_lost", message, (), node=node.name, base=0.95, is_risk=True)
+    return findings
 
 
 def _killed(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     """Ranks that a signal ended. The kernel kills when memory runs out; if it did not, somebody else did."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for symptom in symptoms.of("dead", "hung"):
         for number in symptom.ranks if symptom.sign not in ("hung", "stopped") else ():
             rank = snapshot.rank(number)
@@ -106,51 +106,53 @@ def _killed(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
                 continue
             name = "SIGKILL" if rank.exit_code in KILLED else "a signal that asks to end"
             during = f" while it was in {rank.ended_in}" if rank.ended_in else ""
-            told = f"rank {number} on {rank.node} was killed by {name}{during}"
+            message = f"rank {number} on {rank.node} was killed by {name}{during}"
             memory = memory_ran_out(snapshot, rank.node) if rank.exit_code in KILLED else ""
             if memory:
-                found += finding(
+                findings += finding(
                     symptoms,
                     "out_of_memory",
-                    f"{told}: {memory}",
+                    f"{message}: {memory}",
                     ("dead", "hung"),
-                    evidence=[told, memory],
+                    evidence=[message, memory],
                     node=rank.node,
                     rank=number,
                     base=0.97,
                 )
             else:
-                found += finding(
-                    symptoms, "rank_killed", told, ("dead", "hung"), node=rank.node, rank=number, base=0.97
+                findings += finding(
+                    symptoms, "rank_killed", message, ("dead", "hung"), node=rank.node, rank=number, base=0.97
                 )
-    return found
+    return findings
 
 
 def _stopped(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for symptom in symptoms.of("dead"):
         for number, node in zip(symptom.ranks, symptom.nodes, strict=False) if symptom.sign == "stopped" else ():
-            told = symptom.sentence.splitlines()[0]
-            found += finding(symptoms, "rank_stopped", told, ("dead",), node=node, rank=number, base=0.97)
+            message = symptom.sentence.splitlines()[0]
+            findings += finding(symptoms, "rank_stopped", message, ("dead",), node=node, rank=number, base=0.97)
     stopped = [rank for rank in snapshot.ranks if rank.is_stopped or rank.process_state == "T"]
     for rank in stopped:
-        told = f"rank {rank.rank} on {rank.node} is stopped by a signal (SIGSTOP), and everybody waits for it"
+        message = f"rank {rank.rank} on {rank.node} is stopped by a signal (SIGSTOP), and everybody waits for it"
         evidence = [
-            told,
-            *([f"stopped: {named([each.rank for each in stopped], 'rank ')}"] if len(stopped) > 1 else []),
+            message,
+            *([f"stopped: {named([item.rank for item in stopped], 'rank ')}"] if len(stopped) > 1 else []),
         ]
-        found += finding(
-            symptoms, "rank_stopped", told, ("hung",), evidence=evidence, node=rank.node, rank=rank.rank, base=1.0
+        findings += finding(
+            symptoms, "rank_stopped", message, ("hung",), evidence=evidence, node=rank.node, rank=rank.rank, base=1.0
         )
-    return found
+    return findings
 
 
 def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     steal = host.steal_share or 0.0
     if steal > threshold("steal_share"):
-        told = f"the hypervisor of {node.name} takes {steal:.0%} of its processor time"
-        found += finding(symptoms, "processor_stolen", told, ("slow",), node=node.name, base=0.95, phases=ALL_WORK)
+        message = f"the hypervisor of {node.name} takes {steal:.0%} of its processor time"
+        findings += finding(
+            symptoms, "processor_stolen", message, ("slow",), node=node.name, base=0.95, phases=ALL_WORK
+        )
     foreign = host.foreign_processor_share or 0.0
     pressure = host.processor_pressure or 0.0
     crowd = host.load / host.processors if host.load is not None and host.processors else 0.0
@@ -169,7 +171,7 @@ def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symp
             base *= WRONG_PLACE
         # Loaders of GPU ranks starve first; ranks that compute on processors themselves would compute more slowly too.
         phases = ALL_WORK if snapshot.run.is_accelerated is not False else ("compute", "optimizer")
-        found += finding(
+        findings += finding(
             symptoms,
             "processor_contention",
             signs[0],
@@ -179,7 +181,7 @@ def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symp
             base=base,
             phases=phases,
         )
-    return found
+    return findings
 
 
 def _hurts_others_too(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symptoms: Symptoms) -> bool:
@@ -221,15 +223,17 @@ def _memory(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[
 
 
 def _others(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if (host.shared_memory_full_share or 0.0) >= threshold("full_share"):
-        told = f"/dev/shm of {node.name} is {host.shared_memory_full_share:.0%} full"
-        found += finding(symptoms, "shared_memory_full", told, ("dead", "hung"), node=node.name, base=0.9, is_risk=True)
+        message = f"/dev/shm of {node.name} is {host.shared_memory_full_share:.0%} full"
+        findings += finding(
+            symptoms, "shared_memory_full", message, ("dead", "hung"), node=node.name, base=0.9, is_risk=True
+        )
     if host.blocked_processes:
-        told = f"{named(host.blocked_processes)} on {node.name} sleep in the kernel for long"
-        found += finding(symptoms, "process_blocked", told, ("hung", "slow"), node=node.name, base=0.6)
+        message = f"{named(host.blocked_processes)} on {node.name} sleep in the kernel for long"
+        findings += finding(symptoms, "process_blocked", message, ("hung", "slow"), node=node.name, base=0.6)
     offset = host.clock_offset_seconds
     if offset is not None and abs(offset) > threshold("clock_offset_seconds"):
-        told = f"the clock of {node.name} is {offset:+.1f} s off"
-        found += finding(symptoms, "clock_off", told, (), node=node.name, base=0.6, is_risk=True)
-    return found
+        message = f"the clock of {node.name} is {offset:+.1f} s off"
+        findings += finding(symptoms, "clock_off", message, (), node=node.name, base=0.6, is_risk=True)
+    return findings

@@ -34,9 +34,9 @@ EARLIER_SECONDS = 5.0  # agents that are ended together fall silent within less
 def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     scheduler = snapshot.scheduler
     if symptoms.condition == "waiting" and not symptoms.signed(UNSAVED):
-        told = scheduler.sentence or scheduler.reason or "it waits for its nodes"
-        return finding(symptoms, "waiting_for_nodes", told, ("waiting",))
-    found: list[Finding] = []
+        message = scheduler.sentence or scheduler.reason or "it waits for its nodes"
+        return finding(symptoms, "waiting_for_nodes", message, ("waiting",))
+    findings: list[Finding] = []
     kills = list(scheduler.kills)
     if scheduler.condition == "ended" and scheduler.outcome != "done" and not kills:
         reason = next((ours for words, ours in WORDS if words.search(f"{scheduler.reason} {scheduler.sentence}")), None)
@@ -47,15 +47,17 @@ def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             kill = replace(kill, node=_first_silent(snapshot))
         cause, words = KILLS.get(kill.reason, ("cancelled", f"was ended ({kill.reason})"))
         victim = f"rank {kill.rank}" if kill.rank is not None else kill.node or f"job {scheduler.job}".strip()
-        told = f"{victim} {words}" + (f": {kill.text}" if kill.text else "")
-        found += finding(symptoms, cause, told, ("dead", "hung"), base=0.98, node=kill.node, rank=kill.rank)
+        message = f"{victim} {words}" + (f": {kill.text}" if kill.text else "")
+        findings += finding(symptoms, cause, message, ("dead", "hung"), base=0.98, node=kill.node, rank=kill.rank)
     bad = [word for word in scheduler.nodes if word.is_bad and word.node in (snapshot.run.nodes or (word.node,))]
     for word in bad:
         reason = f" ({word.reason})" if word.reason else ""
-        told = f"the scheduler has {word.node} as {word.state or 'gone'}{reason}"
-        evidence = [told] if len(bad) == 1 else [told, f"bad nodes: {named([each.node for each in bad])}"]
-        found += finding(symptoms, "node_down", told, ("dead", "hung"), evidence=evidence, node=word.node, base=0.97)
-    return found
+        message = f"the scheduler has {word.node} as {word.state or 'gone'}{reason}"
+        evidence = [message] if len(bad) == 1 else [message, f"bad nodes: {named([item.node for item in bad])}"]
+        findings += finding(
+            symptoms, "node_down", message, ("dead", "hung"), evidence=evidence, node=word.node, base=0.97
+        )
+    return findings
 
 
 def _first_silent(snapshot: Snapshot) -> str:

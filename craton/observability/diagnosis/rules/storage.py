@@ -21,21 +21,21 @@ WAITS_FOR_FILES = re.compile(
 
 
 def examine_storage(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if symptoms.signed(UNSAVED):
-        found += finding(symptoms, "state_unsaved", snapshot.run.unsaved, ("waiting",))
+        findings += finding(symptoms, "state_unsaved", snapshot.run.unsaved, ("waiting",))
     used = [(node, mount) for node in snapshot.nodes for mount in node.mounts if is_used(mount, snapshot.run)]
     for path in dict.fromkeys(mount.path for _, mount in used):
         seen = [(node, mount) for node, mount in used if mount.path == path]
-        found += _mount(path, seen, snapshot, symptoms)
-    found += _run_directory(snapshot, symptoms)
+        findings += _mount(path, seen, snapshot, symptoms)
+    findings += _run_directory(snapshot, symptoms)
     for tier in snapshot.tiers:
-        found += _tier(tier, snapshot, symptoms)
-    found += _blocked(snapshot, symptoms)
-    if not any(each.layer == "storage" and not each.about.is_symptom for each in found):
+        findings += _tier(tier, snapshot, symptoms)
+    findings += _blocked(snapshot, symptoms)
+    if not any(item.layer == "storage" and not item.about.is_symptom for item in findings):
         for symptom in symptoms.of("slow"):
-            found += _slow_phase(symptom, snapshot, symptoms)
-    return found
+            findings += _slow_phase(symptom, snapshot, symptoms)
+    return findings
 
 
 def _run_directory(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -52,7 +52,7 @@ def _mount(
     path: str, seen: list[tuple[SnapshotNode, SnapshotMount]], snapshot: Snapshot, symptoms: Symptoms
 ) -> list[Finding]:
     """One file system, as all nodes see it; a fault that only some see is of these nodes."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     kind = seen[0][1].kind
 
     def where(bad: list[SnapshotNode]) -> tuple[str, str]:
@@ -63,11 +63,11 @@ def _mount(
     stalled = [node for node, mount in seen if mount.is_stalled]
     if stalled:
         node, name = where(stalled)
-        told = f"{name} does not answer"
-        found += finding(
+        message = f"{name} does not answer"
+        findings += finding(
             symptoms,
             "storage_stalled",
-            told,
+            message,
             ("hung", "slow", "dead"),
             node=node,
             base=0.97,
@@ -80,33 +80,35 @@ def _mount(
         if max(mount.full_share or 0.0, mount.inodes_full_share or 0.0) >= threshold("full_share")
     ]
     if full:
-        node, name = where([each for each, _ in full])
+        node, name = where([entry for entry, _ in full])
         mount = full[0][1]
         what = "its inodes" if (mount.inodes_full_share or 0.0) > (mount.full_share or 0.0) else "it"
         share = max(mount.full_share or 0.0, mount.inodes_full_share or 0.0)
-        told = f"{name} is full: {share:.0%} of {what} {'are' if what != 'it' else 'is'} used"
+        message = f"{name} is full: {share:.0%} of {what} {'are' if what != 'it' else 'is'} used"
         base = 0.9 if share >= 0.995 or _save_failed(snapshot) else 0.75
-        found += finding(symptoms, "storage_full", told, ("dead", "hung"), node=node, base=base, is_risk=True)
+        findings += finding(symptoms, "storage_full", message, ("dead", "hung"), node=node, base=base, is_risk=True)
     locked = [node for node, mount in seen if mount.is_read_only and _is_written(mount, snapshot)]
     if locked:
         node, name = where(locked)
-        told = f"{name} can only be read"
-        found += finding(symptoms, "storage_read_only", told, ("dead", "hung"), node=node, base=0.93, is_risk=True)
+        message = f"{name} can only be read"
+        findings += finding(
+            symptoms, "storage_read_only", message, ("dead", "hung"), node=node, base=0.93, is_risk=True
+        )
     if not stalled:
-        found += _slow_mount(seen, where, symptoms)
+        findings += _slow_mount(seen, where, symptoms)
     short = [
         (node, mount)
         for node, mount in seen
         if mount.interfaces is not None and mount.expected_interfaces and mount.interfaces < mount.expected_interfaces
     ]
     if short:
-        node, name = where([each for each, _ in short])
+        node, name = where([item for item, _ in short])
         mount = short[0][1]
-        told = f"{name} uses {mount.interfaces} of {mount.expected_interfaces} network cards"
-        found += finding(
-            symptoms, "lustre_interfaces_missing", told, ("slow",), node=node, base=0.88, phases=FILES, is_risk=True
+        message = f"{name} uses {mount.interfaces} of {mount.expected_interfaces} network cards"
+        findings += finding(
+            symptoms, "lustre_interfaces_missing", message, ("slow",), node=node, base=0.88, phases=FILES, is_risk=True
         )
-    return found
+    return findings
 
 
 def _is_written(mount: SnapshotMount, snapshot: Snapshot) -> bool:
@@ -124,10 +126,10 @@ def _slow_mount(
     slow = [(node, mount, text) for node, mount in seen if (text := _slowness(mount))]
     if not slow:
         return []
-    node, name = where([each for each, _, _ in slow])
-    told = f"{name} is slow: {slow[0][2]}"
+    node, name = where([item for item, _, _ in slow])
+    message = f"{name} is slow: {slow[0][2]}"
     base = 0.75 if "busy" in slow[0][2] else 0.95
-    return finding(symptoms, "storage_slow", told, ("slow", "hung"), node=node, base=base, phases=FILES)
+    return finding(symptoms, "storage_slow", message, ("slow", "hung"), node=node, base=base, phases=FILES)
 
 
 def _slowness(mount: SnapshotMount) -> str:
@@ -149,25 +151,25 @@ def _slowness(mount: SnapshotMount) -> str:
 def _tier(tier: SnapshotTier, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     if tier.failures >= threshold("failures_in_a_row"):
         why = f": {tier.reason}" if tier.reason else ""
-        told = f"the last {counted(tier.failures, 'checkpoint')} of tier {tier.tier} failed{why}"
-        return finding(symptoms, "checkpoint_failing", told, ("dead",), base=0.9, is_risk=True)
+        message = f"the last {counted(tier.failures, 'checkpoint')} of tier {tier.tier} failed{why}"
+        return finding(symptoms, "checkpoint_failing", message, ("dead",), base=0.9, is_risk=True)
     ratio = threshold("checkpoint_ratio")
     took, usual = tier.last_seconds, tier.usual_seconds
     rate, usual_rate = tier.bytes_per_second, tier.usual_bytes_per_second
     is_slow = bool(took and usual and took > ratio * usual and took - usual > 1.0)
     is_slow |= bool(rate and usual_rate and rate * ratio < usual_rate)
     if is_slow:
-        told = f"the last save to tier {tier.tier} took {took or 0.0:.0f} s" + (
+        message = f"the last save to tier {tier.tier} took {took or 0.0:.0f} s" + (
             f", usually {usual:.0f}" if usual else ""
         )
         evidence = [
-            told,
+            message,
             *([f"{tier.skipped} saves since were skipped because it was not done"] if tier.skipped else []),
         ]
         return finding(
             symptoms,
             "checkpoint_slow",
-            told,
+            message,
             ("slow", "hung"),
             evidence=evidence,
             base=0.92,
@@ -189,13 +191,13 @@ def _stale(tier: SnapshotTier, snapshot: Snapshot, symptoms: Symptoms) -> list[F
     if age <= max(threshold("stale_intervals") * interval, 120.0):
         return []
     last = f"since step {tier.last_step}" if tier.last_step is not None else "ever"
-    told = f"nothing was saved to tier {tier.tier} {last}: {age / 60:.0f} min, planned every {interval / 60:.1f}"
-    return finding(symptoms, "checkpoint_stale", told, (), base=0.85, is_risk=True)
+    message = f"nothing was saved to tier {tier.tier} {last}: {age / 60:.0f} min, planned every {interval / 60:.1f}"
+    return finding(symptoms, "checkpoint_stale", message, (), base=0.85, is_risk=True)
 
 
 def _blocked(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     """A rank that everybody waits for sleeps in the kernel, in a file system's code."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for symptom in symptoms.of("hung"):
         for number in symptom.ranks:
             rank = snapshot.rank(number)
@@ -204,10 +206,12 @@ def _blocked(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             by_channel = bool(WAITS_FOR_FILES.search(rank.wait_channel))
             if by_channel or rank.kind in ("data", "checkpoint"):
                 channel = f" in {rank.wait_channel}" if rank.wait_channel else ""
-                told = f"rank {number} on {rank.node} sleeps in the kernel{channel}: it waits for a file system"
+                message = f"rank {number} on {rank.node} sleeps in the kernel{channel}: it waits for a file system"
                 base = 0.93 if by_channel else 0.8
-                found += finding(symptoms, "storage_stalled", told, ("hung",), node=rank.node, rank=number, base=base)
-    return found
+                findings += finding(
+                    symptoms, "storage_stalled", message, ("hung",), node=rank.node, rank=number, base=base
+                )
+    return findings
 
 
 def _slow_phase(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -215,18 +219,18 @@ def _slow_phase(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> lis
     node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
     rank = symptom.ranks[0] if len(symptom.ranks) == 1 else None
     if symptom.phase == "checkpoint":
-        told = "steps wait for their checkpoints"
+        message = "steps wait for their checkpoints"
         return finding(
-            symptoms, "checkpoint_slow", told, ("slow",), evidence=symptom.evidence, base=0.8, node=node, rank=rank
+            symptoms, "checkpoint_slow", message, ("slow",), evidence=symptom.evidence, base=0.8, node=node, rank=rank
         )
     if symptom.phase != "data":
         return []
-    told = "steps wait for their data"
-    nodes = [each for each in snapshot.nodes if not symptom.nodes or each.name in symptom.nodes]
-    mounts = [mount for each in nodes for mount in each.mounts if "data" in mount.holds or not mount.holds]
+    message = "steps wait for their data"
+    nodes = [entry for entry in snapshot.nodes if not symptom.nodes or entry.name in symptom.nodes]
+    mounts = [mount for item in nodes for mount in item.mounts if "data" in mount.holds or not mount.holds]
     is_known = any(mount.operation_seconds is not None for mount in mounts)
     if is_known:
-        text = f"{told}, and the file system that holds them has room to spare"
+        text = f"{message}, and the file system that holds them has room to spare"
         return finding(
             symptoms,
             "loader_slow",
@@ -237,7 +241,9 @@ def _slow_phase(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> lis
             node=node,
             rank=rank,
         )
-    return finding(symptoms, "data_slow", told, ("slow",), evidence=symptom.evidence, base=0.85, node=node, rank=rank)
+    return finding(
+        symptoms, "data_slow", message, ("slow",), evidence=symptom.evidence, base=0.85, node=node, rank=rank
+    )
 
 
 def _save_failed(snapshot: Snapshot) -> bool:

@@ -55,11 +55,11 @@ def with_occupants(snapshot: Snapshot, occupants: Iterable[CardOccupant]) -> Sna
     """Cards that only others hold are left out; a rank is where its process has memory."""
     told = list(occupants)
     mine: dict[tuple[str, int], int] = {}  # (node, card) → rank
-    for each in told:
-        rank = snapshot.rank(each.rank) if each.run == snapshot.run.name and each.rank is not None else None
-        if rank is not None and rank.node == each.node:
-            mine[each.node, each.card] = rank.rank
-    held = {(each.node, each.card) for each in told}
+    for entry in told:
+        rank = snapshot.rank(entry.rank) if entry.run == snapshot.run.name and entry.rank is not None else None
+        if rank is not None and rank.node == entry.node:
+            mine[entry.node, entry.card] = rank.rank
+    held = {(item.node, item.card) for item in told}
     card_of = {rank: card for (_, card), rank in mine.items()}
 
     def without_others(node: SnapshotNode) -> SnapshotNode:

@@ -426,9 +426,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value
 
 
@@ -443,17 +443,17 @@ def _made(kind: Any, value: Any) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None:
             return None
-        return _made(next(each for each in arguments if each is not types.NoneType), value)
+        return _made(next(argument for argument in arguments if argument is not types.NoneType), value)
     if origin is tuple:
         if not isinstance(value, list):
             raise TypeError(f"{value!r} is not a list")
         if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return tuple(_made(arguments[0], each) for each in value)
-        return tuple(_made(each, part) for each, part in zip(arguments, value, strict=True))
+            return tuple(_made(arguments[0], element) for element in value)
+        return tuple(_made(entry, part) for entry, part in zip(arguments, value, strict=True))
     if origin is dict:
         if not isinstance(value, Mapping):
             raise TypeError(f"{value!r} is not an object")
-        return {arguments[0](key): _made(arguments[1], each) for key, each in value.items()}
+        return {arguments[0](key): _made(arguments[1], item) for key, item in value.items()}
     if kind is float:
         return float(value)
     if not isinstance(value, kind):
@@ -465,4 +465,4 @@ def _made(kind: Any, value: Any) -> Any:
 def hints_of(kind: type) -> dict[str, Any]:
     """The types of the fields of a dataclass."""
     hints = typing.get_type_hints(kind)
-    return {each.name: hints[each.name] for each in fields(kind)}
+    return {item.name: hints[item.name] for item in fields(kind)}

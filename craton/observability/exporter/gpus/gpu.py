@@ -188,5 +188,5 @@ def wanted_action(number: int) -> str:
 
 
 def wanted_samples(action: str, labels: tuple[str, ...]) -> Iterator[Sample]:
-    for each in WANTED_ACTIONS:
-        yield "craton_gpu_recovery_wanted", (*labels, each), int(action == each)
+    for item in WANTED_ACTIONS:
+        yield "craton_gpu_recovery_wanted", (*labels, item), int(action == item)

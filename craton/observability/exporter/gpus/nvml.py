@@ -80,7 +80,7 @@ class NvmlCards:
 
     def list(self) -> Sequence[Card]:
         nvml = self._nvml
-        found = []
+        result = []
         for index in range(nvml.nvmlDeviceGetCount()):
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -89,10 +89,10 @@ class NvmlCards:
                 name, minor = _text(nvml.nvmlDeviceGetName(handle)), nvml.nvmlDeviceGetMinorNumber(handle)
             except nvml.NVMLError:
                 continue  # a lost card has no handle: the bus still shows it, and the count differs
-            found.append(Card(index, uuid, bus_id, name, minor))
+            result.append(Card(index, uuid, bus_id, name, minor))
             self._handles[uuid] = handle
-        self._listed = {card.uuid: card for card in found}
-        return found
+        self._listed = {card.uuid: card for card in result}
+        return result
 
     def read(self, card: Card) -> dict[str, float]:
         handle, nvml = self._handles[card.uuid], self._nvml
@@ -140,10 +140,10 @@ class NvmlCards:
             found = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handles[card.uuid])
         except self._nvml.NVMLError:
             return []
-        return [CardProcess(each.pid, each.usedGpuMemory or 0) for each in found]
+        return [CardProcess(item.pid, item.usedGpuMemory or 0) for item in found]
 
     def xids(self) -> Sequence[tuple[Card, int]]:
-        nvml, found = self._nvml, []
+        nvml, result = self._nvml, []
         if self._events is None:
             return []
         for _ in range(MAX_EVENTS):
@@ -153,8 +153,8 @@ class NvmlCards:
             except nvml.NVMLError:
                 break  # a timeout: nothing more has happened
             if card is not None and event.eventType == nvml.nvmlEventTypeXidCriticalError:
-                found.append((card, int(event.eventData)))
-        return found
+                result.append((card, int(event.eventData)))
+        return result
 
     def close(self) -> None:
         for gpm in self._gpm.values():
@@ -179,15 +179,15 @@ class NvmlCards:
             for link in links
         ]
         refused = []
-        for each, value, code in self._values(handle, wanted):
+        for element, value, code in self._values(handle, wanted):
             if value is not None:
-                is_sum = each.name.startswith("links.")
-                reading[each.name] = reading.get(each.name, 0.0) + value if is_sum else value
+                is_sum = element.name.startswith("links.")
+                reading[element.name] = reading.get(element.name, 0.0) + value if is_sum else value
             elif code in _NEVER:
-                refused.append(each)
+                refused.append(element)
         # A card with twelve links refuses the others, and has the field all the same.
-        missing |= {f"link {each.scope}" for each in refused if each.name == "links.active"}
-        missing |= {each.name for each in refused if each.name not in reading and each.name != "links.active"}
+        missing |= {f"link {entry.scope}" for entry in refused if entry.name == "links.active"}
+        missing |= {item.name for item in refused if item.name not in reading and item.name != "links.active"}
 
     def _read_dear(self, card: Card, handle: Any, missing: set[str], reading: dict[str, float]) -> None:
         due, kept = self._dear.get(card.uuid, (0.0, {}))
@@ -195,8 +195,8 @@ class NvmlCards:
         if now >= due:
             wanted = [_Wanted(name, name.removeprefix("field."), 0) for name in _DEAR_NAMES if name not in missing]
             answers = list(self._values(handle, wanted))
-            kept = {each.name: value for each, value, _ in answers if value is not None}
-            missing |= {each.name for each, value, code in answers if value is None and code in _NEVER}
+            kept = {entry.name: value for entry, value, _ in answers if value is not None}
+            missing |= {item.name for item, value, code in answers if value is None and code in _NEVER}
             # The cards' turns are spread over the time between two.
             turn = 0.0 if due else DEAR_SECONDS * card.index / max(1, len(self._listed))
             self._dear[card.uuid] = (now + DEAR_SECONDS + turn, kept)
@@ -206,16 +206,16 @@ class NvmlCards:
         """Each with its value, or with NVML's reason why there is none."""
         nvml = self._nvml
         # A constant that an older nvidia-ml-py lacks is asked for as field 0, which no card has.
-        asked = [(getattr(nvml, f"NVML_FI_DEV_{each.field}", 0), each.scope) for each in wanted]
+        asked = [(getattr(nvml, f"NVML_FI_DEV_{item.field}", 0), item.scope) for item in wanted]
         try:
             answers = nvml.nvmlDeviceGetFieldValues(handle, asked) if asked else []
         except nvml.NVMLError as error:
             if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
                 raise CardLostError(str(error)) from error
             return
-        for each, answer in zip(wanted, answers, strict=True):
+        for entry, answer in zip(wanted, answers, strict=True):
             is_told = answer.nvmlReturn == nvml.NVML_SUCCESS
-            yield each, _value(answer) if is_told else None, answer.nvmlReturn
+            yield entry, _value(answer) if is_told else None, answer.nvmlReturn
 
     def _read_rarely(self, card: Card, handle: Any, reading: dict[str, float], take: Callable[..., None]) -> None:
         moment, kept = self._rare.get(card.uuid, (0.0, {}))
@@ -231,9 +231,9 @@ class NvmlCards:
             take("pcie.width", lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle))
             take("pcie.max_generation", lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
             take("pcie.max_width", lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
-            for each, value, _ in self._values(handle, [_Wanted(f"field.{name}", name, 0) for name in _RARE_FIELDS]):
+            for item, value, _ in self._values(handle, [_Wanted(f"field.{name}", name, 0) for name in _RARE_FIELDS]):
                 if value is not None:
-                    reading[each.name] = value
+                    reading[item.name] = value
             kept = {name: value for name, value in reading.items() if name not in before}
             self._rare[card.uuid] = (now, kept)
         reading.update(kept)

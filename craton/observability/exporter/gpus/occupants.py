@@ -58,14 +58,14 @@ class Occupants:
         known = self._known.get(pid)
         # A process of no known rank may be told by the next look.
         if known is not None and known[0] == began and (known[2].rank or known[1] == look):
-            found = known[2]
+            result = known[2]
         else:
-            found = self._ask(pid, parent, now)
+            result = self._ask(pid, parent, now)
             if began:
-                self._known[pid] = (began, look, found)
-        if found.run and found.run_node and len(self._numbers(pid)) > 1:  # elsewhere its agent tells its host right
-            self._here.is_here(found.run, found.run_node, now)
-        return found
+                self._known[pid] = (began, look, result)
+        if result.run and result.run_node and len(self._numbers(pid)) > 1:  # elsewhere its agent tells its host right
+            self._here.is_here(result.run, result.run_node, now)
+        return result
 
     def forget(self, alive: Iterable[int]) -> None:
         """Keeps only these processes."""
@@ -103,8 +103,8 @@ class Occupants:
     def _numbers(self, pid: int) -> tuple[int, ...]:
         """What a process is called, by this host first and last by the innermost container it is in (NSpid of proc(5),
         Linux 4.1 and later)."""
-        told = _NUMBERS.search(self._root.bytes_of(f"proc/{pid}/status"))
-        return tuple(map(int, told[1].split())) if told else (pid,)
+        match = _NUMBERS.search(self._root.bytes_of(f"proc/{pid}/status"))
+        return tuple(map(int, match[1].split())) if match else (pid,)
 
     def _stat(self, pid: int) -> tuple[str, int]:
         """When a process began, and its parent: fields 22 and 4 of proc(5), counted behind the name in brackets."""
@@ -130,13 +130,13 @@ class GpuHolding:
 def one_label(occupants: Sequence[Occupant]) -> Occupant:
     """What all occupants of a card have in common: a series has one value of a label, and a card's series must not be
     served twice. Two ranks of a run leave the run, two runs nothing."""
-    named = [each for each in occupants if each != NOBODY]
+    named = [occupant for occupant in occupants if occupant != NOBODY]
     # A helper of a rank (its keeper, a server of MPS) is not another rank.
     ranked = [each for each in named if each.rank] or named
-    run, job = _common([each.run for each in ranked]), _common([each.hpc_job for each in ranked])
+    run, job = _common([each.run for each in ranked]), _common([element.hpc_job for element in ranked])
     if not run:
         return Occupant(hpc_job=job)  # rank 3 of two runs is not one rank
-    return Occupant(run, _common([each.rank for each in ranked]), _common([each.run_node for each in ranked]), job)
+    return Occupant(run, _common([entry.rank for entry in ranked]), _common([item.run_node for item in ranked]), job)
 
 
 def _common(values: Sequence[str]) -> str:

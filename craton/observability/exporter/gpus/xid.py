@@ -79,15 +79,15 @@ class XidCollector(Collector):
         for name, labels, value in collected:
             if name == "craton_gpu_recovery_wanted":
                 told[labels[BUS_LABEL]] = bool(value) or told.get(labels[BUS_LABEL], False)
-        found: list[Sample] = []
+        samples: list[Sample] = []
         for bus_id, (noted, action) in list(self._wanted.items()):
             labels = self._labels.at(bus_id)
             is_wanted = told.get(labels[BUS_LABEL])
             if is_wanted is None:
-                found += wanted_samples(action, labels)
+                samples += wanted_samples(action, labels)
             elif not is_wanted and noted < now:
                 self._wanted.pop(bus_id, None)
-        return found
+        return samples
 
     def close(self) -> None:
         if self._lines is not None:

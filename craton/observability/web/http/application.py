@@ -259,8 +259,8 @@ async def _run(request: Request) -> Response:
         return HTMLResponse(html, status_code=404)
     page = opened.page
     shown = await _first(site, page)
-    fragments = {key: text for each in shown.values() for key, text in each.fragments.items()}
-    charts = {key: data for each in shown.values() for key, data in each.charts.items()}
+    fragments = {key: text for entry in shown.values() for key, text in entry.fragments.items()}
+    charts = {key: data for item in shown.values() for key, data in item.charts.items()}
     logs = await run_in_threadpool(sources, page.run)
     html = render(
         "run.html",

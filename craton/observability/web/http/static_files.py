@@ -32,11 +32,11 @@ async def static_file(request: Request) -> Response:
 @cache
 def _files() -> Mapping[str, tuple[str, str]]:
     """Name → text and media type of everything that pages load."""
-    found = {"base.css": (files("craton.html_report").joinpath("page.css").read_text(encoding="utf-8"), "text/css")}
+    result = {"base.css": (files("craton.html_report").joinpath("page.css").read_text(encoding="utf-8"), "text/css")}
     for path in sorted((FOLDER / "static").iterdir()):
         if path.suffix in MEDIA_TYPES:
-            found[path.name] = (path.read_text(encoding="utf-8"), MEDIA_TYPES[path.suffix])
-    return found
+            result[path.name] = (path.read_text(encoding="utf-8"), MEDIA_TYPES[path.suffix])
+    return result
 
 
 def address_of_file(name: str) -> str:

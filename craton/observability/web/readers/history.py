@@ -110,7 +110,7 @@ class History:
 
     def _own_names(self, document: Mapping[str, Any]) -> list[str]:
         """Of the line's metrics, those that the job has named itself and that are drawn."""
-        found = []
+        result = []
         for name, value in document.items():
             if name in METRICS or name in STAMP or finite(value) is None:
                 continue
@@ -121,8 +121,8 @@ class History:
                 continue
             if not is_known:
                 self._own.append(name)
-            found.append(name)
-        return found
+            result.append(name)
+        return result
 
     def _thin(self) -> None:
         if len(self._points) <= KEPT_POINTS:

@@ -147,12 +147,12 @@ class Nodes:
             self._told.pop(node, None)
             return None
         key = (seen.st_ino, seen.st_mtime_ns)
-        told = self._told.get(node)
-        if told is None or told.key != key:
+        result = self._told.get(node)
+        if result is None or result.key != key:
             status = read_status(self._run, node)
             ranks = status.ranks if status else ()
-            told = self._told[node] = _Told(key, status, _trouble(ranks), _letters(ranks))
-        return told
+            result = self._told[node] = _Told(key, status, _trouble(ranks), _letters(ranks))
+        return result
 
     def _beat(self, node: str, now: float) -> tuple[Heartbeat | None, float | None]:
         try:

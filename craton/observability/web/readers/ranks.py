@@ -130,18 +130,18 @@ class RankTails:
         ranks = self._ranks_per_node
         data, end = _between(path, max(0, size - ranks * depth * LINE_BYTES), size)
         counts: dict[int, int] = {}
-        found: list[Line] = []
+        lines: list[Line] = []
         complete = 0
         for line in reversed(data.split(b"\n")):
             if (parsed := self._parsed(line)) is None:
                 continue
             count = counts[parsed[0]] = counts.get(parsed[0], 0) + 1
             if count <= depth:
-                found.append(parsed)
+                lines.append(parsed)
                 complete += count == depth
             if complete >= ranks:
                 break
-        return found[::-1], end
+        return lines[::-1], end
 
     def _parsed(self, line: bytes) -> Line | None:
         if b'"run_step_seconds"' not in line or (document := parse_line(line)) is None:

@@ -40,8 +40,8 @@ class RecordedLooks:
         key = tuple((path.name, *_version(path)) for path in paths)
         if key != self._key:
             lines = [line for path in paths for line in tail_lines(path, TAIL_BYTES)]
-            found = [look for line in lines if (look := look_of(line)) is not None]
-            self._key, self._looks = key, sorted(found, key=lambda look: look.time)
+            looks = [look for line in lines if (look := look_of(line)) is not None]
+            self._key, self._looks = key, sorted(looks, key=lambda look: look.time)
         return self._looks
 
 
@@ -84,13 +84,13 @@ def look_of(line: Mapping[str, Any]) -> ServerLook | None:
 
 def with_idle_times(looks: list[ServerLook]) -> list[ServerLook]:
     """The same, with a look at the beginning and the end of every idle time."""
-    found = looks[:1]
+    result = looks[:1]
     for before, after in pairwise(looks):
         if not before.running and not before.waiting and after.time - before.time > IDLE_SECONDS:
             idle = replace(before, tokens_per_second=0.0, quantiles={})
-            found += [replace(idle, time=before.time + EDGE_SECONDS), replace(idle, time=after.time - EDGE_SECONDS)]
-        found.append(after)
-    return found
+            result += [replace(idle, time=before.time + EDGE_SECONDS), replace(idle, time=after.time - EDGE_SECONDS)]
+        result.append(after)
+    return result
 
 
 def _version(path: Path) -> tuple[int, int]:

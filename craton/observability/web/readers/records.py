@@ -99,10 +99,10 @@ class Records:
             self._search(unknown | (set(intervals) - set(self._tiers)))
         names = {*intervals, *self._tiers, *self._failures}
         order = {name: index for index, name in enumerate(TIERS)}
-        found = [self._memory(intervals.get(PEER))] if self._peer or PEER in intervals else []
+        result = [self._memory(intervals.get(PEER))] if self._peer or PEER in intervals else []
         for name in sorted(names - {PEER}, key=lambda name: (order.get(name, len(TIERS)), name)):
             saved = self._tiers.get(name, {})
-            found.append(
+            result.append(
                 TierState(
                     tier=name,
                     every_seconds=intervals.get(name),
@@ -114,7 +114,7 @@ class Records:
                     began=began,
                 )
             )
-        return found
+        return result
 
     def _memory(self, every_seconds: float | None) -> TierState:
         """State in memory: how often it is copied and what that costs, and the step last restored from it. It is never
@@ -183,11 +183,11 @@ def _tier_of(event: Mapping[str, Any]) -> str:
 
 def _sizes(paths: Iterable[Path]) -> dict[Path, int]:
     """Of those that can be read."""
-    found = {}
+    result = {}
     for path in paths:
         with suppress(OSError):
-            found[path] = os.lstat(path).st_size
-    return found
+            result[path] = os.lstat(path).st_size
+    return result
 
 
 def _lines_between(path: Path, begin: int, end: int) -> tuple[list[dict[str, Any]], int]:
@@ -201,8 +201,8 @@ def _lines_between(path: Path, begin: int, end: int) -> tuple[list[dict[str, Any
     cut = data.find(b"\n") + 1 if begin else 0
     lines = [
         line
-        for each in data[cut:].split(b"\n")
-        if (b"checkpoint_saved" in each or b'"peer' in each) and (line := parse_line(each))
+        for word in data[cut:].split(b"\n")
+        if (b"checkpoint_saved" in word or b'"peer' in word) and (line := parse_line(word))
     ]
     return lines, begin + cut if begin + cut < end else begin
 

@@ -38,7 +38,7 @@ class LocalGpus:
         except Exception as error:  # noqa: BLE001 - NVML's errors are of a class that its package alone has
             self.trouble, self._is_wanted = f"the GPUs of this machine cannot be asked: {error}", False
             return {}
-        found: dict[str, dict[str, float]] = {}
+        result: dict[str, dict[str, float]] = {}
         for card in there:
             try:
                 reading = self._cards.read(card)
@@ -46,14 +46,14 @@ class LocalGpus:
                 self.trouble = f"GPU {card.index} ({card.uuid}) does not answer any more"
                 continue
             for node in self._nodes_with(card.uuid, card.index):
-                values = found.setdefault(node, {})
+                values = result.setdefault(node, {})
                 for name, (worst, _) in GPU_FAMILIES.items():
                     family = FAMILIES[name]
                     if family.nvml in reading:
                         value = reading[family.nvml] * family.scale
                         better = min if worst == "min" else max
                         values[name] = better(values[name], value) if name in values else value
-        return found
+        return result
 
     def _nodes_with(self, uuid: str, index: int) -> list[str]:
         """Nodes that share a machine have each its own cards; a node alone has all of them."""

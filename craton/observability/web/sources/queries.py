@@ -55,7 +55,7 @@ class Answered:
     def of_run(self, run: str, nodes: Iterable[str]) -> list[Alert]:
         """Those that name the run, and those that name a node of it and no other run."""
         members = set(nodes)
-        return [each for each in self.alerts if each.run == run or (not each.run and each.node in members)]
+        return [alert for alert in self.alerts if alert.run == run or (not alert.run and alert.node in members)]
 
 
 class Prometheus:
@@ -67,7 +67,7 @@ class Prometheus:
     def alerts(self) -> Answered:
         try:
             data = self._get("/api/v1/alerts")
-            found = [_alert(each) for each in data.get("alerts") or () if isinstance(each, dict)]
+            found = [_alert(item) for item in data.get("alerts") or () if isinstance(item, dict)]
         except Exception as error:  # noqa: BLE001 - whatever listens there may answer whatever it likes
             return Answered(trouble=f"Prometheus at {self.url} does not answer: {_why(error)}")
         return Answered(tuple(sorted(found, key=lambda alert: (alert.state != "firing", alert.name, alert.node))))
@@ -96,17 +96,17 @@ class Prometheus:
             return {}
 
     def _families(self, expression: str, label: str, wanted: set[str]) -> dict[str, dict[str, float]]:
-        found: dict[str, dict[str, float]] = {}
+        result: dict[str, dict[str, float]] = {}
         for family, (worst, _) in GPU_FAMILIES.items():
             for sample in self._ask(expression.replace("{worst}", worst).replace("{family}", family)):
                 node = sample.get("metric", {}).get(label, "")
                 if node in wanted:
-                    found.setdefault(node, {})[family] = float(sample["value"][1])
-        return found
+                    result.setdefault(node, {})[family] = float(sample["value"][1])
+        return result
 
     def _ask(self, expression: str) -> list[dict[str, Any]]:
         result = self._get("/api/v1/query", query=expression).get("result")
-        return [each for each in result if isinstance(each, dict)] if isinstance(result, list) else []
+        return [item for item in result if isinstance(item, dict)] if isinstance(result, list) else []
 
     def _get(self, path: str, **query: str) -> dict[str, Any]:
         address = f"{self.url}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")

@@ -19,7 +19,7 @@ from craton.infrastructure.storage import cache_root
 from craton.telemetry import RunSummary
 from craton.telemetry.files import read_regular
 
-FIELDS = [each.name for each in fields(RunSummary)]  # another version of Craton may have others
+FIELDS = [field.name for field in fields(RunSummary)]  # another version of Craton may have others
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def recall(root: Path) -> dict[str, Remembered]:
         document = json.loads(read_regular(_path(root)))
         if document["fields"] != FIELDS or document["root"] != str(root):
             return {}
-        return {name: _from_json(each) for name, each in document["runs"].items()}
+        return {name: _from_json(item) for name, item in document["runs"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
@@ -46,7 +46,7 @@ def recall(root: Path) -> dict[str, Remembered]:
 def remember(root: Path, runs: Mapping[str, Remembered]) -> None:
     """Replaces what was remembered of this folder."""
     path = _path(root)
-    document = {"fields": FIELDS, "root": str(root), "runs": {name: _to_json(each) for name, each in runs.items()}}
+    document = {"fields": FIELDS, "root": str(root), "runs": {name: _to_json(item) for name, item in runs.items()}}
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ class Schedulers:
         asked = list(runs)
         with self._lock:
             oldest = time.monotonic() - FRESH_SECONDS
-            self._said = {path: said for path, said in self._said.items() if said[0] > oldest}
+            self._said = {path: item for path, item in self._said.items() if item[0] > oldest}
             due = [run for run in asked if run.path not in self._said]
             if due:
                 answers = self._ask(due)

@@ -93,7 +93,7 @@ class ServerLooks:
         seconds = moment - recent.moment
         generated = new.counters.get("generated", 0.0) - recent.counters.get("generated", 0.0)
         queries = new.counters.get("prefix_queries", 0.0)
-        found = ServerLook(
+        server_look = ServerLook(
             time=moment,
             running=int(new.gauges.get("running", 0)),
             waiting=int(new.gauges.get("waiting", 0)),
@@ -103,8 +103,8 @@ class ServerLooks:
             preemptions=int(new.counters.get("preemptions", 0)),
             quantiles={name: self._quantiles(name, new) for name in HISTOGRAMS if name in new.histograms},
         )
-        self.history.append(found)
-        return found
+        self.history.append(server_look)
+        return server_look
 
     def _quantiles(self, name: str, new: Scrape) -> tuple[float | None, float | None]:
         """Of the last minute; None where nobody asked in it."""

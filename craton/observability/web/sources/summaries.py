@@ -89,7 +89,7 @@ class Summaries:
             self._asked_at = time.monotonic()
             is_first = self._thread is None
             if is_first and not self._is_closed:
-                self._known = {name: _known_from(each) for name, each in recall(self.root).items()}
+                self._known = {name: _known_from(item) for name, item in recall(self.root).items()}
                 self.trouble = self._list()
                 self._thread = threading.Thread(target=self._work, name="summaries", daemon=True)
                 self._thread.start()
@@ -129,18 +129,21 @@ class Summaries:
                 self._publish(row.run, known, known.raw)
             elif row.summary is None and known.trouble:
                 self._publish(row.run, known, None)
-        found = [raw for row in rows if (raw := self._known[row.run.name].raw) is not None]
+        raws = [raw for row in rows if (raw := self._known[row.run.name].raw) is not None]
         try:
-            settled = {each.path: each for each in settled_summaries(found, self.schedulers.standings)}
+            settled = {
+                settled_summary.path: settled_summary
+                for settled_summary in settled_summaries(raws, self.schedulers.standings)
+            }
         except Exception as error:  # noqa: BLE001 - without a scheduler's answer the runs still have their own word
             trouble = trouble or f"what schedulers say of the runs is not known: {_why(error)}"
-            settled = {each.path: each for each in found}
+            settled = {entry.path: entry for entry in raws}
         for row in rows:
             known = self._known[row.run.name]
             self._publish(row.run, known, settled.get(known.raw.path) if known.raw else None)
         self._is_read, self.trouble = True, trouble
         ended = {name: each for name, known in self._known.items() if (each := _to_remember(known)) is not None}
-        keys = {name: each.key for name, each in ended.items()}
+        keys = {name: item.key for name, item in ended.items()}
         if keys != self._remembered:
             remember(self.root, ended)
             self._remembered = keys

@@ -68,8 +68,8 @@ class CachedVerdict:
 
 def cause_first(message: str) -> str:
     """A run's message with the error before the rank that exited with it."""
-    found = _EXIT.fullmatch(message)
-    return f"{found[2].rstrip('.')} ({found[1]})" if found else message
+    match = _EXIT.fullmatch(message)
+    return f"{match[2].rstrip('.')} ({match[1]})" if match else message
 
 
 @dataclass(eq=False)
@@ -116,7 +116,7 @@ def answer_of(verdict: Any, straggler: Symptom | None = None) -> CachedVerdict:
         evidence=tuple(verdict.evidence),
         would_tell=tuple(verdict.would_tell),
         cost_dollars_per_day=verdict.cost_dollars_per_day,
-        others=tuple(str(getattr(each, "sentence", each)) for each in verdict.others),
+        others=tuple(str(getattr(other, "sentence", other)) for other in verdict.others),
         late=late_of(straggler),
         time=time.time(),
         cause=verdict.because,
@@ -187,9 +187,11 @@ class Verdicts:
     def _due(self) -> _Wanted | None:
         """Whose turn it is among those whose answer is old, or of another state of the run."""
         now = time.monotonic()
-        self._wanted = {name: each for name, each in self._wanted.items() if now - each.asked_at < FORGET_SECONDS}
-        due = [each for each in self._wanted.values() if _is_due(each, now)]
-        looked_at = [each for each in due if now - each.looked_at < LOOKED_AT_SECONDS]
+        self._wanted = {
+            name: element for name, element in self._wanted.items() if now - element.asked_at < FORGET_SECONDS
+        }
+        due = [entry for entry in self._wanted.values() if _is_due(entry, now)]
+        looked_at = [item for item in due if now - item.looked_at < LOOKED_AT_SECONDS]
         chosen = min(looked_at if looked_at and self._is_turn_of_looked_at else due, key=_turn, default=None)
         if chosen is not None:
             self._is_turn_of_looked_at = chosen not in looked_at

@@ -49,10 +49,10 @@ class Vocabulary:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=not keep_special))
 
     def token_bytes(self, token: int) -> bytes:
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = self._bytes_of(token)
-        return found
+        result = self._bytes.get(token)
+        if result is None:
+            result = self._bytes[token] = self._bytes_of(token)
+        return result
 
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode(errors="replace")

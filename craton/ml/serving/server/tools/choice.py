@@ -111,9 +111,9 @@ def _redirect(schema: Any, name: str) -> Any:
         return [_redirect(part, name) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {key: _redirect(value, name) for key, value in schema.items()}
-    reference = found.get("$ref")
+    result = {key: _redirect(value, name) for key, value in schema.items()}
+    reference = result.get("$ref")
     for place in _DEFINITIONS:
         if isinstance(reference, str) and reference.startswith(f"#/{place}/"):
-            found["$ref"] = f"#/$defs/{name}." + reference.removeprefix(f"#/{place}/")
-    return found
+            result["$ref"] = f"#/$defs/{name}." + reference.removeprefix(f"#/{place}/")
+    return result

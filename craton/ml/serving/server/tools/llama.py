@@ -55,8 +55,8 @@ class LlamaParser(LetterParser):
             self._in_built_in(letter)
         else:
             text, mark = self._lookout.step(letter)
-            for found in text:
-                self._in_text(found)
+            for item in text:
+                self._in_text(item)
             if mark is not None:
                 self._place, self._is_marked = "marked", True
 

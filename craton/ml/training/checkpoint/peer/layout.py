@@ -85,12 +85,12 @@ def layout_of(tensors: Mapping[str, Tensor]) -> SlotLayout:
     for name, part in local_data(tensors).items():
         if part.numel() == 0:
             continue
-        offsets = tuple(each.start or 0 for each in own_slices(tensors[name]))
+        offsets = tuple(own_slice.start or 0 for own_slice in own_slices(tensors[name]))
         chunk = Chunk(name, tuple(tensors[name].shape), part.dtype, offsets, tuple(part.shape), begin)
         chunks.append(chunk)
         begin = -(-(begin + chunk.bytes) // ALIGNMENT) * ALIGNMENT
     text = json.dumps(
-        [[each.name, each.shape, _name_of(each.dtype), each.offsets, each.sizes, each.begin] for each in chunks],
+        [[item.name, item.shape, _name_of(item.dtype), item.offsets, item.sizes, item.begin] for item in chunks],
         separators=(",", ":"),
     )
     return SlotLayout(tuple(chunks), text)

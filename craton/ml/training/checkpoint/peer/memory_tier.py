@@ -152,7 +152,7 @@ class PeerMemory:
         if not self.is_on:
             return
         settled = time.perf_counter()
-        slot = min(self._slots, key=lambda each: (each.save == self._complete and each.save is not None, each.step))
+        slot = min(self._slots, key=lambda item: (item.save == self._complete and item.save is not None, item.step))
         local = local_data(tensors)
         sources = [local[chunk.name] for chunk in self._layout.chunks]
         save = self._save_name(step)
@@ -380,7 +380,7 @@ class PeerMemory:
         if not self.is_on:
             return
         answers = self._ranks.gather(self._costs.measured())
-        cost = SnapshotCost(*(max(each) for each in zip(*answers, strict=True)))
+        cost = SnapshotCost(*(max(answer) for answer in zip(*answers, strict=True)))
         self._interval = cost.steps_in(self.setup.every_seconds) if self.setup.every_seconds else cost.smallest_interval
         share = cost.share(self._interval)
         every = "every step" if self._interval == 1 else f"every {self._interval} steps"

@@ -118,7 +118,7 @@ def load_save(
     memory: PeerMemory, ranks: SavingRanks, save: PeerSave, tensors: Mapping[str, Tensor]
 ) -> tuple[bool, list[str]]:
     """Fills the tensors; whether that succeeded, and which slots were found bad on the way."""
-    told: list[str] = []
+    names: list[str] = []
     layout = layout_of(tensors)
     while not save.missing:
         files = PeerFiles(memory.client, save)
@@ -128,14 +128,14 @@ def load_save(
         else:
             problems, damaged = _reshard(memory, ranks, save, files, tensors)
         if not problems:
-            return True, told
-        found = sorted({(memory.setup.nodes[rank], name) for each in ranks.gather(damaged) for rank, name in each})
-        told.append(f"tier {PEER}: step {save.step}: {some(problems)}")
+            return True, names
+        found = sorted({(memory.setup.nodes[rank], name) for item in ranks.gather(damaged) for rank, name in item})
+        names.append(f"tier {PEER}: step {save.step}: {some(problems)}")
         if not found:
             break
         for node, name in found:
             save.leave_out(node, name, node == memory.setup.node)
-    return False, told
+    return False, names
 
 
 class PeerFiles:
@@ -184,7 +184,7 @@ def _copy(
     wanted = {name for name in ranks.gather(None if chosen in sums else chosen) if name}
     if wanted:
         for answer in ranks.gather({name: sums[name] for name in wanted if name in sums}):
-            sums |= {name: each for name, each in answer.items() if name == chosen}
+            sums |= {name: item for name, item in answer.items() if name == chosen}
     metadata = metadata_of([(chosen, layout)])
     reader = CheckedReader(files, metadata, sums, ranks if ranks.world > 1 else None)
     reader.set_up_storage_reader(metadata, False)
