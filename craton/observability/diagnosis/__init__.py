@@ -1,7 +1,7 @@
 """`craton why`: a snapshot of a run, examinations of it layer by layer, and one verdict.
 
 `take_snapshot(run)` looks at everything there is to see; `diagnose(snapshot)` is pure, so that a snapshot can be saved,
-sent to somebody and judged again. `diagnosis.building` makes snapshots of runs that never were, for tests and benches.
+sent to somebody and judged again.
 """
 
 from __future__ import annotations

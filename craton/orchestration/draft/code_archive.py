@@ -101,8 +101,8 @@ def find_code(job: Job, root: Path) -> FoundFile | None:
         shown = ", ".join(f"{path} ({_megabytes(size)})" for path, size in largest)
         raise StartError(
             f"{where}workdir: {folder} holds {_megabytes(found_file.size)}, and at most {_megabytes(workdir.limit)} "
-            f"are copied into a run; the largest are {shown}; name what the command does not need in a .cratonignore there "
-            "(written as a .gitignore), give another workdir, or `workdir: {limit: 1GB}`"
+            f"are copied into a run; the largest are {shown}; name what the command does not need in a .cratonignore "
+            "there (written as a .gitignore), give another workdir, or `workdir: {limit: 1GB}`"
         )
     return found_file
 

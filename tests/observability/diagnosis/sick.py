@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from craton.observability.diagnosis.building import (
+from fake_snapshots import (
     MOMENT,
     asked_ras,
     healthy,
@@ -30,6 +30,7 @@ from craton.observability.diagnosis.building import (
     with_tier,
     without_hardware,
 )
+
 from craton.observability.diagnosis.snapshot import (
     Collectives,
     NodeWord,

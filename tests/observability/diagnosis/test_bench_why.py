@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_snapshots import healthy
 
 from craton.bench.why import benchmark, live_outcomes, score, seed_of_today, simulated_outcomes
 from craton.bench.why import live as bench_live
@@ -19,7 +20,6 @@ from craton.bench.why.scenarios import Truth, Victim, draw_scenarios
 from craton.bench.why.scenarios.world import World
 from craton.cli.app import app
 from craton.observability.diagnosis import LAYERS, Verdict
-from craton.observability.diagnosis.building import healthy
 from craton.telemetry import RunDirectory
 
 FIXED_SEED = 1

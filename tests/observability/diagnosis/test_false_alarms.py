@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from craton.infrastructure.probes import xid_facts
-from craton.observability.diagnosis import diagnose
-from craton.observability.diagnosis.building import (
+from fake_snapshots import (
     healthy,
     hung,
     slowed,
@@ -29,6 +26,9 @@ from craton.observability.diagnosis.building import (
     with_run,
     without_hardware,
 )
+
+from craton.infrastructure.probes import xid_facts
+from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect import ask_prometheus
 from craton.observability.diagnosis.collect.file_systems import paths_of, with_holders
 from craton.observability.diagnosis.collect.processes import visible_cards

@@ -15,9 +15,9 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
+from fake_snapshots import healthy, slowed, slowed_all, with_node, without_hardware
 
 from craton.observability.diagnosis import diagnose
-from craton.observability.diagnosis.building import healthy, slowed, slowed_all, with_node, without_hardware
 from craton.observability.diagnosis.collect import ask_prometheus, queries
 from craton.observability.diagnosis.collect.prometheus import machines_of, of_machines
 from craton.observability.diagnosis.snapshot import SnapshotFabricDevice, SnapshotGpu, SnapshotHost, SnapshotMount

@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from sick import MOMENT, with_losses
-
-from craton.observability.diagnosis import diagnose
-from craton.observability.diagnosis.building import (
+from fake_snapshots import (
     healthy,
     slowed,
     slowed_all,
@@ -22,6 +19,9 @@ from craton.observability.diagnosis.building import (
     with_tier,
     without_hardware,
 )
+from sick import MOMENT, with_losses
+
+from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotXid
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_snapshots import healthy, with_run, with_scheduler
 
 from craton.agent.coordination import avoid_node
 from craton.cli.app import app
 from craton.errors import CratonError
 from craton.observability.diagnosis import diagnose
-from craton.observability.diagnosis.building import healthy, with_run, with_scheduler
 from craton.observability.diagnosis.collect import chosen_run, read_snapshot, take_snapshot
 from craton.observability.diagnosis.collect.processes import read_py_spy
 from craton.observability.diagnosis.collect.records import (

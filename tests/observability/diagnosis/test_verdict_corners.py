@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fake_snapshots import MOMENT, healthy, slowed, with_host, with_nodes, with_rank, with_run
+
 from craton.observability.diagnosis import diagnose
-from craton.observability.diagnosis.building import MOMENT, healthy, slowed, with_host, with_nodes, with_rank, with_run
 from craton.observability.diagnosis.snapshot import LogMatch, Snapshot
 
 

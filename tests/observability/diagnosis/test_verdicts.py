@@ -6,23 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from sick import (
-    GPU,
-    MOMENT,
-    NODE,
-    RANK,
-    Case,
-    cases,
-    dead,
-    restarted,
-    serving,
-    slow_victim,
-    unmeasured,
-    with_losses,
-)
-
-from craton.observability.diagnosis import LAYERS, diagnose, straggler_of
-from craton.observability.diagnosis.building import (
+from fake_snapshots import (
     asked_ras,
     healthy,
     hung,
@@ -40,6 +24,22 @@ from craton.observability.diagnosis.building import (
     with_tier,
     without_hardware,
 )
+from sick import (
+    GPU,
+    MOMENT,
+    NODE,
+    RANK,
+    Case,
+    cases,
+    dead,
+    restarted,
+    serving,
+    slow_victim,
+    unmeasured,
+    with_losses,
+)
+
+from craton.observability.diagnosis import LAYERS, diagnose, straggler_of
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotNode, SnapshotXid
 from craton.observability.diagnosis.symptoms import symptoms_of
 from craton.observability.diagnosis.tables import causes

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_snapshots import healthy, hung
 
 from craton.agent import Launch
 from craton.agent.processes.process import common_environment
-from craton.observability.diagnosis.building import healthy, hung
 from craton.observability.diagnosis.collect import collectives
 from craton.observability.diagnosis.collect.collectives import (
     RasFormatError,

@@ -1,7 +1,7 @@
 """Snapshots of made-up runs: a healthy one of any size, and what makes it sick.
 
-For tests, for the scored bench and for trying the examinations by hand. A healthy snapshot has everything known and
-everything well, with the jitter that real runs have; each function here returns a changed copy.
+A healthy snapshot has everything known and everything well, with the jitter that real runs have; each function here
+returns a changed copy.
 """
 
 from __future__ import annotations
