@@ -21,7 +21,8 @@ from craton.agent.processes import free_port
 from craton.job import Job, parse_job
 from craton.orchestration.draft import draft_run
 from craton.orchestration.slurm import SCRIPT_FILE
-from craton.orchestration.start import start_copies, start_run
+from craton.orchestration.start import start_run
+from craton.orchestration.start.copies import start_copies
 from craton.telemetry import RunDirectory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "orchestration"))

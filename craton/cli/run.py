@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from craton.job import Job
     from craton.orchestration.draft import Draft
-    from craton.orchestration.start import SavedStep
+    from craton.orchestration.start import SavedStep, Start
     from craton.planning import CostPlan, Plan
     from craton.planning.serving import ServePlan
     from craton.telemetry import RunDirectory
@@ -51,59 +51,36 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")] = False,
 ) -> None:
     """Run a job: plan, prepare the data, start the ranks, and show how it goes against the plan."""
-    from craton.agent.processes import free_port
     from craton.cli.views.live import make_console
     from craton.cli.views.progress import progress
     from craton.job import load_job
-    from craton.orchestration import backend_of
-    from craton.orchestration.draft import draft_run, named_job, with_chaos
-    from craton.orchestration.start import check_copies, check_name_is_free, check_places, linking, root_of, start_run
-    from craton.telemetry import RunDirectory, runs_root
+    from craton.orchestration.start import check_start, draft_start, submit_start
 
     console = make_console(as_json)
-    wanted = with_chaos(named_job(load_job(job), name), chaos or ())
-    root = root_of(wanted, on)
-    if not dry_run:
-        for place in dict.fromkeys((root, runs_root())):  # a run that lies elsewhere is linked into the second
-            check_name_is_free(place, wanted.name)
     with progress("planning") as report:
-        draft = draft_run(
-            wanted,
-            root / wanted.name,
-            on=on,
-            stop_at=stop_step(stop_at, wanted),
-            job_folder=job.parent,
-            port=free_port(),
-            progress=report,
+        start = draft_start(
+            load_job(job), name, on=on, chaos=chaos or (), stop_at=stop_at, progress=report, is_dry=dry_run
         )
     if dry_run:
-        print_draft(draft, root / wanted.name, as_json)
+        print_draft(start.draft, start.run.path, as_json)
         return
-    backend_of(draft.on).check(draft, RunDirectory(root / wanted.name))
-    if draft.job.run.copies > 1:
-        check_copies(draft, dict.fromkeys((root, runs_root())))
-    check_places(draft.job, root / wanted.name, draft.on)
+    check_start(start)
     if not as_json:
-        print_plan(draft, console)
-    warn_of_place(draft, root, console)
-    confirm(draft, yes)
-    draft = prepare(draft, console)
-    if draft.job.run.copies > 1:
-        start_array(draft, root, console, as_json)
+        print_plan(start.draft, console)
+    warn_of_place(start.draft, start.root, console)
+    confirm(start.draft, yes)
+    start = prepare(start, console)
+    started = submit_start(start)
+    if start.draft.job.run.copies > 1:
+        print_array(started, console, as_json)
         return
-    with linking([root / draft.job.name]):
-        started = start_run(draft, root)
-    follow(started, draft, console, detach=detach, as_json=as_json)
+    follow(started[0], start.draft, console, detach=detach, as_json=as_json)
 
 
-def start_array(draft: Draft, root: Path, console: Console, as_json: bool) -> None:
+def print_array(started: list[RunDirectory], console: Console, as_json: bool) -> None:
     """All copies of a job at once; there is no view of many."""
-    from craton.orchestration.start import copy_names, linking, start_copies
-
-    with linking(root / name for name in copy_names(draft)):
-        started = start_copies(draft, root)
     if as_json:
-        print(json.dumps([{"name": item.name, "path": str(item.path)} for item in started]))
+        print(json.dumps([{"name": run.name, "path": str(run.path)} for run in started]))
         return
     console.print(f"{len(started)} runs wait for their nodes, {started[0].name} to {started[-1].name}: `craton ps`")
 
@@ -267,18 +244,18 @@ def _run_dollars(cost: CostPlan) -> tuple[float, float, float]:
     return cost.cost_dollars_low, cost.cost_dollars, cost.cost_dollars_high
 
 
-def prepare(draft: Draft, console: Console) -> Draft:
-    """The draft with its data prepared, which takes a while the first time; says how much there is."""
+def prepare(start: Start, console: Console) -> Start:
+    """The start with its data prepared, which takes a while the first time; says how much there is."""
     from craton import figures
     from craton.cli.views.progress import progress
-    from craton.orchestration.start import prepare_data
+    from craton.orchestration.start import prepare_start
 
     with progress("data", in_bytes=True) as report:
-        draft, tokens = prepare_data(draft, report)
+        start, tokens = prepare_start(start, report)
     for path, count in tokens.items():
         where = path if path.partition("/")[0] else shown(Path(path))
         print_field(console, "data", f"{where}, {figures.amount(count)} tokens")
-    return draft
+    return start
 
 
 def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
@@ -328,23 +305,6 @@ def print_draft(draft: Draft, run: Path, as_json: bool) -> None:
     print("# would be started, each on its own" if draft.on == "local" else f"# would be sent to {draft.on}")
     for command in commands:
         print(shlex.join(command))
-
-
-def stop_step(text: str | None, job: Job) -> int | None:
-    """`120`, or `60%` of the job's steps."""
-    from craton.orchestration import StartError
-
-    if text is None:
-        return None
-    number, sign, rest = text.partition("%")
-    try:
-        if not sign:
-            return int(number)
-        if rest or job.steps is None:
-            raise ValueError
-        return round(float(number) / 100 * job.steps)
-    except ValueError:
-        raise StartError(f"--stop-at {text!r} is not a step; give a step such as 120, or a share such as 60%") from None
 
 
 def _ranks(draft: Draft) -> str:

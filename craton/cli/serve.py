@@ -69,14 +69,12 @@ def serve(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")] = False,
 ) -> None:
     """Serve a model over the OpenAI API. Ctrl-C drains and stops it; --detach leaves it."""
-    from craton.agent.processes import free_port
     from craton.cli.run import confirm, print_draft, print_plan
     from craton.cli.views.live import make_console
     from craton.cli.views.progress import progress
     from craton.cli.views.server import follow_server
-    from craton.orchestration import check_machine, serve_job, server_name
-    from craton.orchestration.draft import draft_run
-    from craton.orchestration.start import check_name_is_free, check_server, start_run
+    from craton.orchestration import serve_job, server_name
+    from craton.orchestration.start import check_server, check_start, draft_start, submit_start
     from craton.telemetry import runs_root
 
     console, root = make_console(as_json), runs_root()
@@ -105,19 +103,17 @@ def serve(
         tp=tp,
         settings={key: value for key, value in settings.items() if value is not None},
     )
-    if not dry_run:
-        check_name_is_free(root, wanted.name)
     with progress("planning") as report:
-        draft = draft_run(wanted, root / wanted.name, on="local", port=free_port(), progress=report)
+        start = draft_start(wanted, on="local", progress=report, is_dry=dry_run)
     if dry_run:
-        print_draft(draft, root / wanted.name, as_json)
+        print_draft(start.draft, start.run.path, as_json)
         return
-    check_machine(draft.launch)
-    check_server(draft.job)
+    check_start(start)
+    check_server(start.draft.job)
     if not as_json:
-        print_plan(draft, console)
-    confirm(draft, yes)
-    follow_server(start_run(draft, root), draft, console, detach=detach, as_json=as_json, owns=True)
+        print_plan(start.draft, console)
+    confirm(start.draft, yes)
+    follow_server(submit_start(start)[0], start.draft, console, detach=detach, as_json=as_json, owns=True)
 
 
 def _adapters(pairs: list[str]) -> dict[str, str]:

@@ -16,7 +16,8 @@ from counting import start, wait_for_state
 from foreign_scripts import SAVED_EVERY, STEPS, beginnings, example, losses, processes
 from waiting import wait_until
 
-from craton.orchestration.start import draft_resume, resume_run, resumed_job, stop_run
+from craton.orchestration.start import stop_run
+from craton.orchestration.start.runs import draft_resume, resume_run, resumed_job
 from craton.orchestration.watching import wait_for_agents
 from craton.telemetry import RunDirectory, summarize
 

@@ -11,7 +11,7 @@ from craton.job import ContentError, Job, check_job, parse_job
 from craton.job.sections.command import starts_own_ranks
 from craton.orchestration import StartError
 from craton.orchestration.draft import draft_run
-from craton.orchestration.start import draft_resume, resume_run, resumed_job
+from craton.orchestration.start.runs import draft_resume, resume_run, resumed_job
 from craton.orchestration.watching import wait_for_agents
 from craton.telemetry import RunDirectory, summarize
 

@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from craton.orchestration.start.python import run
 from rich.console import Console
 from slurm_runs import chain_job
 
@@ -19,8 +20,9 @@ from craton.orchestration.backend import Submission, write_submission
 from craton.orchestration.draft import draft_run
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.slurm import ScriptOptions, SlurmBackend
-from craton.orchestration.start import copies, draft_resume, resumed_job, runs, start_copies, start_run
-from craton.orchestration.start.python import run
+from craton.orchestration.start import copies, runs, start_run
+from craton.orchestration.start.copies import start_copies
+from craton.orchestration.start.runs import draft_resume, resumed_job
 from craton.telemetry import RunDirectory, list_runs
 
 

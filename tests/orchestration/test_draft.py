@@ -13,9 +13,10 @@ from craton.agent import Launch
 from craton.agent.processes import free_port
 from craton.agent.processes.process import common_environment
 from craton.job import parse_job
-from craton.orchestration import StartError, check_machine
+from craton.orchestration import StartError
 from craton.orchestration.draft import draft_run, named_job
 from craton.orchestration.draft.draft import check_gres
+from craton.orchestration.local import check_machine
 from craton.orchestration.start import start_run
 from craton.telemetry import RunDirectory, RunError
 

@@ -27,7 +27,8 @@ from craton.orchestration.kubernetes import KubernetesBackend
 from craton.orchestration.kubernetes.api import load_kr8s
 from craton.orchestration.kubernetes.backend import MANIFEST_FILE
 from craton.orchestration.kubernetes.objects import KUEUE_VERSIONS
-from craton.orchestration.start import resumed_job, stop_run
+from craton.orchestration.start import stop_run
+from craton.orchestration.start.runs import resumed_job
 from craton.orchestration.watching import settled, standing_of, watch
 from craton.telemetry import RunDirectory, summarize
 

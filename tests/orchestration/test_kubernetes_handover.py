@@ -21,7 +21,8 @@ from craton.orchestration.errors import SchedulerError
 from craton.orchestration.kubernetes import KubernetesBackend, handover
 from craton.orchestration.kubernetes.api import Connection, KubernetesApiError
 from craton.orchestration.kubernetes.backend import MANIFEST_FILE, read_manifests
-from craton.orchestration.start import resume_run, resumed_job, start_run, stop_run
+from craton.orchestration.start import start_run, stop_run
+from craton.orchestration.start.runs import resume_run, resumed_job
 from craton.orchestration.watching import settled, standing_of
 from craton.telemetry import RunDirectory, list_runs, summarize
 

@@ -11,7 +11,8 @@ from waiting import wait_until
 
 from craton.agent import LaunchError, read_launch
 from craton.orchestration import RunStateError
-from craton.orchestration.start import draft_resume, kill_run, resume_run, resumed_job, stop_run
+from craton.orchestration.start import kill_run, stop_run
+from craton.orchestration.start.runs import draft_resume, resume_run, resumed_job
 from craton.orchestration.watching import wait_for_agents
 from craton.telemetry import RunDirectory, summarize
 

@@ -24,16 +24,9 @@ from craton.orchestration.draft import Size, draft_run
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.local import read_agents
 from craton.orchestration.slurm import SlurmBackend
-from craton.orchestration.start import (
-    check_name_is_free,
-    draft_resume,
-    kill_run,
-    newest_checkpoint,
-    resume_run,
-    resumed_job,
-    runs,
-    stop_run,
-)
+from craton.orchestration.start import kill_run, newest_checkpoint, runs, stop_run
+from craton.orchestration.start.checks import check_name_is_free
+from craton.orchestration.start.runs import draft_resume, resume_run, resumed_job
 from craton.orchestration.watching import Follower, wait_for_agents
 from craton.telemetry import Marker, RunDirectory, RunExistsError, summarize
 

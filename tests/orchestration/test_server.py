@@ -30,7 +30,8 @@ from craton.orchestration.backend import Submission, write_submission
 from craton.orchestration.changes import draft_resize
 from craton.orchestration.draft import draft, draft_run
 from craton.orchestration.server import check_port
-from craton.orchestration.start import draft_resume, resume_run, resumed_job, start_run, stop_run
+from craton.orchestration.start import start_run, stop_run
+from craton.orchestration.start.runs import draft_resume, resume_run, resumed_job
 from craton.orchestration.watching import is_server, wait_for_agents
 from craton.telemetry import RunDirectory, RunSummary, summarize
 from craton.telemetry.node import Heartbeat, write_heartbeat

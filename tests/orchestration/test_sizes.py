@@ -11,11 +11,12 @@ import pytest
 from craton.agent import Launch
 from craton.agent.coordination import Coordinator, Release
 from craton.job import parse_job
-from craton.orchestration import StartError, check_machine
+from craton.orchestration import StartError
 from craton.orchestration.changes import faults_left
 from craton.orchestration.changes.resize import among_nodes, with_nodes
 from craton.orchestration.draft import draft_run
-from craton.orchestration.start import resumed_job
+from craton.orchestration.local import check_machine
+from craton.orchestration.start.runs import resumed_job
 from craton.telemetry import RunDirectory
 from craton.telemetry.rank import Recorder
 

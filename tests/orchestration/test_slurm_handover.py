@@ -31,7 +31,8 @@ from craton.orchestration.slurm import (
 )
 from craton.orchestration.slurm.handover import claim, hand_over, is_fresh, number_of
 from craton.orchestration.slurm.records import JobRecord
-from craton.orchestration.start import draft_resume, resume_run, resumed_job, start_run, stop_run
+from craton.orchestration.start import start_run, stop_run
+from craton.orchestration.start.runs import draft_resume, resume_run, resumed_job
 from craton.orchestration.watching import settled
 from craton.telemetry import RunDirectory, summarize
 

@@ -28,7 +28,8 @@ from slurm_runs import (
 from craton.cli import main
 from craton.orchestration.draft import draft_run
 from craton.orchestration.errors import SchedulerError
-from craton.orchestration.start import kill_run, start_copies, stop_run
+from craton.orchestration.start import kill_run, stop_run
+from craton.orchestration.start.copies import start_copies
 from craton.orchestration.watching import settled_summaries
 from craton.telemetry import find_run, summarize
 

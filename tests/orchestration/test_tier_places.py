@@ -11,7 +11,8 @@ from s3 import S3Server, bucket, s3_server
 from craton.infrastructure import StorageError
 from craton.job import Job, parse_job
 from craton.orchestration import StartError
-from craton.orchestration.start import check_places, newest_checkpoint
+from craton.orchestration.start import newest_checkpoint
+from craton.orchestration.start.checks import check_places
 from craton.telemetry import RunDirectory
 
 __all__ = ["bucket", "s3_server"]

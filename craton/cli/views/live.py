@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.5
 PLAIN_SECONDS = 5.0
-STORAGE_SECONDS = 15.0  # that a stop waits for a disk which does not take what the run has to write
 STATE_STYLES = {
     "waiting": "cyan",
     "starting": "cyan",
@@ -67,23 +66,16 @@ def wait_for_stop(run: RunDirectory, console: Console, serves: bool = False) -> 
     from rich.markup import escape
     from rich.status import Status
 
-    from craton.orchestration.watching import Follower
+    from craton.orchestration.watching import until_stopped
 
-    follower = Follower(run)
     what = "draining: requests under way are answered" if serves else "stopping: the ranks save a checkpoint"
-    failing_since: float | None = None
     with Status(what, console=console) as status:
-        while (view := follower.look()).is_moving and not view.summary.unsaved:
+        for view in until_stopped(run):
             reason = view.summary.message or view.summary.storage
             if view.summary.state == "stopping" and reason:
                 status.update(f"stopping: {escape(reason)}")
-            if not view.summary.storage:
-                failing_since = None
-            elif failing_since is None:
-                failing_since = time.monotonic()
-            elif time.monotonic() - failing_since > STORAGE_SECONDS:
-                break
-            time.sleep(LOOK_SECONDS)
+            if view.is_moving and not view.summary.unsaved:
+                time.sleep(LOOK_SECONDS)
     return view
 
 

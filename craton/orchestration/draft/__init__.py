@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from craton.orchestration.draft.check import check_needs
+    from craton.orchestration.draft.choose_backend import BACKENDS, backend_name
     from craton.orchestration.draft.code_archive import (
         check_code,
         code_folder,
@@ -16,27 +18,23 @@ if TYPE_CHECKING:
         manifest_path,
     )
     from craton.orchestration.draft.draft import (
-        BACKENDS,
         COPY,
         IMAGE_PYTHON,
         JOB_FOLDER,
         STOP_AT,
         Draft,
-        Progress,
         agent_command,
-        backend_name,
         chaos_of,
-        check_needs,
         draft_run,
         gres_gpus,
-        named_job,
         nursery_command,
         plan_text,
         python_of,
         rank_command,
         tier_names,
-        with_chaos,
     )
+    from craton.orchestration.draft.plan_job import Progress
+    from craton.orchestration.draft.resolve import named_job, stop_step, with_chaos
     from craton.orchestration.draft.sizes import Size, nearest_sizes, plan_size, with_chosen_layout, with_fitting_layout
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

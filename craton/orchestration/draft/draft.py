@@ -1,4 +1,4 @@
-"""From a job to what would be written and started: nothing here touches a disk, a process or a network.
+"""Step 5 of a start: what would be written and started. Nothing here touches a disk, a process or a network.
 
 A draft that comes back is one that may be launched: its backend exists, its plan fits the memory and its layout is one
 that the training loop, or the serving engine, knows. `--dry-run` prints a draft and a launch starts it; both use the
@@ -10,48 +10,32 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from craton.agent import Launch
 from craton.digits import counted
-from craton.http_guard import is_loopback
 from craton.infrastructure import resolve_cluster, visible_accelerators
-from craton.job import (
-    TRAINING_KINDS,
-    ContentError,
-    FaultError,
-    Job,
-    JobError,
-    check_here,
-    check_trackers,
-    dump_job,
-    parse_fault,
-)
-from craton.job.document import check_name
-from craton.job.sections import STANDARD_LIBRARY, faults_of, place_of
+from craton.job import TRAINING_KINDS, FaultError, Job, dump_job
+from craton.job.sections import faults_of
 from craton.limits import cpu_quota
-from craton.ml import TRAINED_PRECISIONS
-from craton.nearest import did_you_mean
+from craton.orchestration.draft.check import check_job
+from craton.orchestration.draft.choose_backend import backend_name, check_backend
 from craton.orchestration.draft.command import command_environment, command_fields, processes_of
-from craton.orchestration.draft.sizes import Size, check_memory, check_offload, elastic_sizes
+from craton.orchestration.draft.plan_job import Progress, plan_job
+from craton.orchestration.draft.sizes import Size, elastic_sizes
 from craton.orchestration.errors import StartError
-from craton.planning import Plan, plan
+from craton.planning import Plan
 from craton.planning.economics import billed_instances
 from craton.planning.report import plan_to_json, serving_to_json
-from craton.planning.serving import ServePlan, plan_serving
-from craton.remote import is_url
+from craton.planning.serving import ServePlan
 
-BACKENDS = ("local", "slurm", "kubernetes")
-KINDS = ("pretrain", "sft", "serve", "command")
 IMAGE_PYTHON = "python3"  # as images have it
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment of the ranks: where a user's own functions are looked for
 END_SECONDS = 15.0  # from the last answer of a server that drains to the end of its ranks
 COPY = "CRATON_COPY"  # and, of a job with run.copies, which of them this is
 STOP_AT = "CRATON_STOP_AT"  # and the step after which the loop saves, sets the STOP marker and ends
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -95,28 +79,6 @@ def plan_text(found: Plan) -> str:
     return json.dumps(plan_to_json(found), indent=1) + "\n"
 
 
-def named_job(job: Job, name: str | None) -> Job:
-    """The job under another name."""
-    if name is None:
-        return job
-    try:
-        check_name(name)  # a copy is not checked
-    except ValueError as error:
-        raise StartError(f"--name: {error}") from None
-    return job.model_copy(update={"name": name})
-
-
-def with_chaos(job: Job, faults: Sequence[str]) -> Job:
-    """The job with more that is broken on purpose."""
-    if not faults:
-        return job
-    if not isinstance(job.chaos, tuple):
-        raise StartError(f"{job.where('chaos')}the job draws its faults from a seed; give no others, or list them all")
-    for text in faults:
-        parse_fault(text)
-    return job.model_copy(update={"chaos": (*job.chaos, *faults)})
-
-
 def draft_run(
     job: Job,
     run: Path,
@@ -134,28 +96,9 @@ def draft_run(
     """
     backend = backend_name(job, on)
     check_backend(job, backend)
-    check_precision(job)
-    check_optimizer(job)
-    check_weights(job)
-    check_tiers(job, run)
-    check_needs(job, backend, Path(job_folder))
-    check_is_closed(job)
-    if backend != "kubernetes":  # where the cluster may hold what this shell does not have
-        check_secrets(job, os.environ)
-    if stop_at is not None:
-        check_stop(job, stop_at)
-    found, serving, note = None, None, ""
-    if job.kind == "serve":
-        serving = plan_serving(job)
-        check_room(job, serving)
-    elif job.kind == "command":
-        note = "a command is run as it is, without a plan"
-    elif job.model_shape is None:
-        note = "no plan: the model is a function, whose numbers only its author knows"
-    else:
-        found = plan(job, progress=progress)
-        check_offload(job, found)
-        check_memory(job, found)
+    check_job(job, backend, run, Path(job_folder), stop_at)
+    planned = plan_job(job, progress)
+    found, serving, note = planned.training, planned.serving, planned.note
     environment = {**job.run.env, JOB_FOLDER: str(Path(job_folder).absolute())}
     if stop_at is not None:
         environment[STOP_AT] = str(stop_at)
@@ -338,57 +281,6 @@ def usable_cores() -> int:
     return max(1, min(allowed, cpu_quota() or allowed))
 
 
-def backend_name(job: Job, on: str | None) -> str:
-    """Where the job runs: as asked on the command line, else by the job, else by its cluster file, else here."""
-    scheduler = job.cluster.file.scheduler if job.cluster.file else None
-    backend = on or job.run.on or (scheduler.kind if scheduler else "local")
-    if backend not in BACKENDS:
-        near = did_you_mean(backend, BACKENDS)
-        raise StartError(f"--on {backend!r} is not a backend; allowed: {', '.join(BACKENDS)}{near}")
-    return backend
-
-
-def check_needs(job: Job, backend: str | None = None, job_folder: Path | None = None) -> None:
-    """Refuse what this machine lacks, where the job runs here: it is asked to, or its cluster is local. Nodes of Slurm
-    have this Python, unless in an image."""
-    chosen = backend_name(job, backend)
-    if chosen == "local" and (job.cluster.is_local or backend is not None):
-        check_here(job, job_folder)
-        check_data(job)
-    elif chosen == "slurm" and not job.run.image:
-        check_trackers(job)
-
-
-def check_data(job: Job) -> None:
-    """Refuse what holds no text, by its beginning; token shards and URLs are opened when the data is prepared."""
-    if job.kind not in TRAINING_KINDS or not job.data.mixture:
-        return
-    from craton.ml import data
-
-    problems = []
-    for key, mixture in (("path", job.data.mixture), ("validation", job.data.validation_mixture)):
-        for path, _ in mixture:
-            if path == STANDARD_LIBRARY or is_url(path) or data.is_shard_folder(Path(path)):
-                continue
-            try:
-                data.check_text(Path(path), is_chat=job.kind == "sft")
-            except data.DataError as error:
-                problems.append(f"{job.where('data', key)}data.{key}: {error}")
-    if problems:
-        raise ContentError(problems)
-
-
-def check_backend(job: Job, backend: str) -> None:
-    """Refuse what no backend runs yet, and what is more than the one that was chosen."""
-    if job.kind not in KINDS:
-        raise StartError(f"{job.where('kind')}kind {job.kind} cannot be run yet; {', '.join(KINDS)} can")
-    if backend == "local" and not job.cluster.is_local and job.cluster.num_nodes > 1:
-        raise StartError(
-            f"{job.where('cluster')}{job.cluster} is more than this machine; `--on slurm` or `--on kubernetes` runs it "
-            "there, e.g. `cluster: local x 2` runs it here in small, `craton plan` plans it"
-        )
-
-
 def check_gres(job: Job, launch: Launch) -> str:
     """Refuse to be given other GPUs than the ranks need. Nodes that were planned as this machine may have more: then
     what to know of it comes back."""
@@ -407,89 +299,3 @@ def check_gres(job: Job, launch: Launch) -> str:
         f"needs {needed} "
         f"on each ({job.cluster}); remove run.gres, or give a cluster file whose hardware has num_gpus: {given}"
     )
-
-
-def check_room(job: Job, found: ServePlan) -> None:
-    """Refuse before launch a server without room for a single text, with what to change."""
-    if found.fits:
-        return
-    weights, limit = found.memory_parts["weights"] / 2**30, found.memory_limit_bytes / 2**30
-    advice = [] if found.tp >= found.cluster.instance.num_gpus else ["more ranks (layout: {tp: N})"]
-    if found.precision != "fp8":
-        advice.append("serve.precision: fp8")
-    if weights < limit:
-        advice += ["serve.kv_precision: fp8", "a larger serve.memory", "a shorter serve.max_length"]
-    raise StartError(
-        f"{job.where('model')}{job.served_name} does not fit {found.cluster.name}: its weights take {weights:.3g} of "
-        f"{limit:.3g} GiB a rank, which leaves room for {found.kv_tokens:,} tokens of text where "
-        f"{found.needed_tokens:,} are needed; use {', '.join([*advice, 'a smaller model'])}"
-    )
-
-
-def check_precision(job: Job) -> None:
-    if job.kind in TRAINING_KINDS and job.precision not in TRAINED_PRECISIONS:
-        raise StartError(
-            f"{job.where('train', 'precision')}precision {job.precision} can be planned but not trained yet; "
-            f"{', '.join(TRAINED_PRECISIONS)} can"
-        )
-
-
-def check_optimizer(job: Job) -> None:
-    if job.train is not None and job.train.optimizer != "adamw":
-        raise StartError(
-            f"{job.where('train', 'optimizer')}optimizer {job.train.optimizer} can be planned but not trained yet; "
-            "write optimizer: adamw"
-        )
-
-
-def check_weights(job: Job) -> None:
-    """What the job starts from is on this machine: told before its data is prepared."""
-    if job.kind in TRAINING_KINDS or job.serve:
-        _ = job.weights_folder
-
-
-def check_tiers(job: Job, run: Path) -> None:
-    """Refuse here what the ranks would refuse, after the data is prepared and all of them have started."""
-    storage = job.cluster.file.storage if job.cluster.file else None
-    for number, tier in enumerate(job.checkpoint.tiers if job.kind in TRAINING_KINDS else ()):
-        try:
-            place_of(tier, storage, run)
-        except JobError as error:
-            raise StartError(f"{job.where('checkpoint', 'tiers', number)}{error}") from None
-
-
-def check_secrets(job: Job, environment: Mapping[str, str]) -> None:
-    missing = [name for name in job.run.secrets if name not in environment]
-    if missing:
-        raise StartError(
-            f"{job.where('run', 'secrets')}run.secrets names {', '.join(missing)}, which this shell does not have; "
-            f"`export {missing[0]}=...` and start again"
-        )
-    for key, several in (("api_keys", " (several with commas)"), ("admin_key", "")):
-        name = getattr(job.serve, key, None)
-        if name is not None and not environment.get(name, "").strip():
-            raise StartError(
-                f"{job.where('serve', key)}serve.{key} names {name}, which this shell does not have or is empty; "
-                f"`export {name}=KEY`{several} and start again"
-            )
-
-
-def check_is_closed(job: Job) -> None:
-    """Refuse a server that other machines could use without a key."""
-    serve = job.serve
-    if serve is not None and serve.api_keys is None and not is_loopback(serve.host):
-        raise StartError(
-            f"{job.where('serve', 'host')}serve.host {serve.host} can be reached from other machines, so clients need "
-            "an API key: `export SERVE_KEYS=$(openssl rand -hex 24)` and give `api_keys: SERVE_KEYS` (--api-keys "
-            "SERVE_KEYS), or listen at 127.0.0.1"
-        )
-
-
-def check_stop(job: Job, stop_at: int) -> None:
-    if job.kind not in TRAINING_KINDS:
-        raise StartError(f"--stop-at belongs to a job that trains; kind {job.kind} has no steps")
-    last = (job.steps or stop_at + 1) - 1
-    if not 1 <= stop_at <= last:
-        raise StartError(
-            f"--stop-at {stop_at} is not inside the job, which has {job.steps:,} steps; give a step from 1 to {last:,}"
-        )

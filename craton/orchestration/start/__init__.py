@@ -7,23 +7,20 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.orchestration.start.copies import check_copies, copy_names, first_copy, start_copies
-    from craton.orchestration.start.roots import linking, root_of, sharing_doubt
-    from craton.orchestration.start.runs import (
-        SavedStep,
-        check_name_is_free,
-        check_places,
-        check_server,
-        draft_resume,
-        find_rescue,
-        kill_run,
-        newest_checkpoint,
-        prepare_data,
-        release_run,
-        resume_run,
-        resumed_job,
-        start_run,
-        stop_run,
+    from craton.orchestration.start.checks import check_server
+    from craton.orchestration.start.copies import first_copy
+    from craton.orchestration.start.path import (
+        Start,
+        check_start,
+        draft_resumption,
+        draft_start,
+        prepare_start,
+        resume_start,
+        submit_start,
     )
+    from craton.orchestration.start.roots import sharing_doubt
+    from craton.orchestration.start.runs import kill_run, release_run, stop_run
+    from craton.orchestration.start.saved_steps import SavedStep, find_rescue, newest_checkpoint
+    from craton.orchestration.start.submit import start_run
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

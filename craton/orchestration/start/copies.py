@@ -23,7 +23,7 @@ from craton.orchestration.draft import (
 from craton.orchestration.errors import StartError
 from craton.orchestration.run_files import write_whole
 from craton.orchestration.slurm import SCRIPT_FILE, ScriptOptions, sbatch_script, submit_array
-from craton.orchestration.start.runs import check_name_is_free
+from craton.orchestration.start.checks import check_name_is_free
 from craton.telemetry import RunDirectory
 
 

@@ -8,6 +8,7 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.orchestration.watching.comparison import compare
+    from craton.orchestration.watching.logs import LogLine, log_files, log_lines
     from craton.orchestration.watching.recoveries import Recovery, read_recoveries
     from craton.orchestration.watching.state import (
         GOES_ON,
@@ -24,6 +25,6 @@ if TYPE_CHECKING:
         wait_for_agents,
     )
     from craton.orchestration.watching.summary_cache import glance
-    from craton.orchestration.watching.watch import Follower, View
+    from craton.orchestration.watching.watch import Follower, View, until_stopped
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

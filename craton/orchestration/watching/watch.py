@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ MAX_POINTS = 4096  # of the loss curve; a longer one is thinned to every second 
 SHOWN_EVENTS = 6
 LAST_LINES = 5
 LAST_BYTES = 16 << 10
+STORAGE_SECONDS = 15.0  # that a stop waits for a disk which does not take what the run has to write
 WAITING_LOOK_SECONDS = 20.0  # between two questions about a run that has waited for a while
 # Events that every run has.
 ROUTINE = ("agent_started", "metrics_served", "coordinates", "rank_started", "agent_ended", "predicted", "summary")
@@ -176,3 +178,14 @@ def _is_news(event: dict[str, Any]) -> bool:
     if name == "generation_started":
         return event.get("reason") != "start"
     return name not in ROUTINE and (event.get("rank", 0) == 0 or name == "failed")
+
+
+def until_stopped(run: RunDirectory) -> Iterator[View]:
+    """Looks at a run that stops: the last one is of a run that has ended, cannot save its state, or whose disk has not
+    taken its last words for a while."""
+    follower, failing_since = Follower(run), float("inf")
+    while True:
+        yield (view := follower.look())
+        failing_since = min(failing_since, time.monotonic()) if view.summary.storage else float("inf")
+        if not view.is_moving or view.summary.unsaved or time.monotonic() - failing_since > STORAGE_SECONDS:
+            return

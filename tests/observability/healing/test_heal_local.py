@@ -20,7 +20,8 @@ from craton.observability.healing import heal, look, place_of, undo
 from craton.observability.healing.troubles import Trouble
 from craton.orchestration.changes import working_nodes
 from craton.orchestration.changes.evacuation import spare_nodes
-from craton.orchestration.start import draft_resume, kill_run, resume_run, resumed_job
+from craton.orchestration.start import kill_run
+from craton.orchestration.start.runs import draft_resume, resume_run, resumed_job
 from craton.telemetry import RunDirectory
 from craton.telemetry.node import read_heartbeat
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import fake_snapshots as building
 import pytest
 
 from craton.infrastructure.probes import HEALTH_ACTIONS
-from craton.observability.diagnosis import Verdict, building, diagnose
+from craton.observability.diagnosis import Verdict, diagnose
 from craton.observability.diagnosis.snapshot import SnapshotXid
 from craton.observability.diagnosis.tables import causes
 from craton.observability.diagnosis.verdict import Finding

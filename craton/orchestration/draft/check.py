@@ -1,0 +1,128 @@
+"""Step 3 of a start: what can be refused before anything is planned, prepared or paid for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from craton.http_guard import is_loopback
+from craton.job import TRAINING_KINDS, ContentError, Job, JobError, check_here, check_trackers
+from craton.job.sections import STANDARD_LIBRARY, place_of
+from craton.ml import TRAINED_PRECISIONS
+from craton.orchestration.draft.choose_backend import backend_name
+from craton.orchestration.errors import StartError
+from craton.remote import is_url
+
+
+def check_job(job: Job, backend: str, run: Path, job_folder: Path, stop_at: int | None) -> None:
+    """Refuse what cannot run, before it is planned."""
+    check_precision(job)
+    check_optimizer(job)
+    check_weights(job)
+    check_tiers(job, run)
+    check_needs(job, backend, job_folder)
+    check_is_closed(job)
+    if backend != "kubernetes":  # where the cluster may hold what this shell does not have
+        check_secrets(job, os.environ)
+    if stop_at is not None:
+        check_stop(job, stop_at)
+
+
+def check_precision(job: Job) -> None:
+    if job.kind in TRAINING_KINDS and job.precision not in TRAINED_PRECISIONS:
+        raise StartError(
+            f"{job.where('train', 'precision')}precision {job.precision} can be planned but not trained yet; "
+            f"{', '.join(TRAINED_PRECISIONS)} can"
+        )
+
+
+def check_optimizer(job: Job) -> None:
+    if job.train is not None and job.train.optimizer != "adamw":
+        raise StartError(
+            f"{job.where('train', 'optimizer')}optimizer {job.train.optimizer} can be planned but not trained yet; "
+            "write optimizer: adamw"
+        )
+
+
+def check_weights(job: Job) -> None:
+    """What the job starts from is on this machine: told before its data is prepared."""
+    if job.kind in TRAINING_KINDS or job.serve:
+        _ = job.weights_folder
+
+
+def check_tiers(job: Job, run: Path) -> None:
+    """Refuse here what the ranks would refuse, after the data is prepared and all of them have started."""
+    storage = job.cluster.file.storage if job.cluster.file else None
+    for number, tier in enumerate(job.checkpoint.tiers if job.kind in TRAINING_KINDS else ()):
+        try:
+            place_of(tier, storage, run)
+        except JobError as error:
+            raise StartError(f"{job.where('checkpoint', 'tiers', number)}{error}") from None
+
+
+def check_needs(job: Job, backend: str | None = None, job_folder: Path | None = None) -> None:
+    """Refuse what this machine lacks, where the job runs here: it is asked to, or its cluster is local. Nodes of Slurm
+    have this Python, unless in an image."""
+    chosen = backend_name(job, backend)
+    if chosen == "local" and (job.cluster.is_local or backend is not None):
+        check_here(job, job_folder)
+        check_data(job)
+    elif chosen == "slurm" and not job.run.image:
+        check_trackers(job)
+
+
+def check_data(job: Job) -> None:
+    """Refuse what holds no text, by its beginning; token shards and URLs are opened when the data is prepared."""
+    if job.kind not in TRAINING_KINDS or not job.data.mixture:
+        return
+    from craton.ml import data
+
+    problems = []
+    for key, mixture in (("path", job.data.mixture), ("validation", job.data.validation_mixture)):
+        for path, _ in mixture:
+            if path == STANDARD_LIBRARY or is_url(path) or data.is_shard_folder(Path(path)):
+                continue
+            try:
+                data.check_text(Path(path), is_chat=job.kind == "sft")
+            except data.DataError as error:
+                problems.append(f"{job.where('data', key)}data.{key}: {error}")
+    if problems:
+        raise ContentError(problems)
+
+
+def check_is_closed(job: Job) -> None:
+    """Refuse a server that other machines could use without a key."""
+    serve = job.serve
+    if serve is not None and serve.api_keys is None and not is_loopback(serve.host):
+        raise StartError(
+            f"{job.where('serve', 'host')}serve.host {serve.host} can be reached from other machines, so clients need "
+            "an API key: `export SERVE_KEYS=$(openssl rand -hex 24)` and give `api_keys: SERVE_KEYS` (--api-keys "
+            "SERVE_KEYS), or listen at 127.0.0.1"
+        )
+
+
+def check_secrets(job: Job, environment: Mapping[str, str]) -> None:
+    missing = [name for name in job.run.secrets if name not in environment]
+    if missing:
+        raise StartError(
+            f"{job.where('run', 'secrets')}run.secrets names {', '.join(missing)}, which this shell does not have; "
+            f"`export {missing[0]}=...` and start again"
+        )
+    for key, several in (("api_keys", " (several with commas)"), ("admin_key", "")):
+        name = getattr(job.serve, key, None)
+        if name is not None and not environment.get(name, "").strip():
+            raise StartError(
+                f"{job.where('serve', key)}serve.{key} names {name}, which this shell does not have or is empty; "
+                f"`export {name}=KEY`{several} and start again"
+            )
+
+
+def check_stop(job: Job, stop_at: int) -> None:
+    if job.kind not in TRAINING_KINDS:
+        raise StartError(f"--stop-at belongs to a job that trains; kind {job.kind} has no steps")
+    last = (job.steps or stop_at + 1) - 1
+    if not 1 <= stop_at <= last:
+        raise StartError(
+            f"--stop-at {stop_at} is not inside the job, which has {job.steps:,} steps; give a step from 1 to {last:,}"
+        )

@@ -1,0 +1,60 @@
+"""Step 4 of a start: what the job is predicted to do, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from craton.job import Job
+from craton.orchestration.draft.sizes import check_memory, check_offload
+from craton.orchestration.errors import StartError
+from craton.planning import Plan, plan
+from craton.planning.serving import ServePlan, plan_serving
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What is predicted for a job: a training's plan, a server's, or neither, and why."""
+
+    training: Plan | None = None
+    serving: ServePlan | None = None
+    note: str = ""
+
+    @property
+    def either(self) -> Plan | ServePlan | None:
+        return self.training or self.serving
+
+
+def plan_job(job: Job, progress: Progress | None = None) -> JobPlan:
+    """Plan a job, and refuse what does not fit the memory."""
+    if job.kind == "serve":
+        serving = plan_serving(job)
+        check_room(job, serving)
+        return JobPlan(serving=serving)
+    if job.kind == "command":
+        return JobPlan(note="a command is run as it is, without a plan")
+    if job.model_shape is None:
+        return JobPlan(note="no plan: the model is a function, whose numbers only its author knows")
+    training = plan(job, progress=progress)
+    check_offload(job, training)
+    check_memory(job, training)
+    return JobPlan(training)
+
+
+def check_room(job: Job, found: ServePlan) -> None:
+    """Refuse before launch a server without room for a single text, with what to change."""
+    if found.fits:
+        return
+    weights, limit = found.memory_parts["weights"] / 2**30, found.memory_limit_bytes / 2**30
+    advice = [] if found.tp >= found.cluster.instance.num_gpus else ["more ranks (layout: {tp: N})"]
+    if found.precision != "fp8":
+        advice.append("serve.precision: fp8")
+    if weights < limit:
+        advice += ["serve.kv_precision: fp8", "a larger serve.memory", "a shorter serve.max_length"]
+    raise StartError(
+        f"{job.where('model')}{job.served_name} does not fit {found.cluster.name}: its weights take {weights:.3g} of "
+        f"{limit:.3g} GiB a rank, which leaves room for {found.kv_tokens:,} tokens of text where "
+        f"{found.needed_tokens:,} are needed; use {', '.join([*advice, 'a smaller model'])}"
+    )

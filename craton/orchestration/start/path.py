@@ -1,0 +1,115 @@
+"""The one path from a job to its started runs, for the command line and for Python alike.
+
+resolve → choose backend → check → plan → draft (`craton.orchestration.draft`) → submit. `draft_start` goes as far as a
+draft and touches nothing; `check_start` asks the places it needs; `submit_start` writes and starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from craton.agent.processes import free_port
+from craton.job import Job
+from craton.orchestration.backends import backend_of
+from craton.orchestration.draft import Draft, Progress, draft_run, named_job, stop_step, with_chaos
+from craton.orchestration.start.checks import check_name_is_free, check_places
+from craton.orchestration.start.copies import check_copies, copy_names, start_copies
+from craton.orchestration.start.prepare import prepare_data
+from craton.orchestration.start.roots import linking, root_of
+from craton.orchestration.start.runs import draft_resume, resume_run, resumed_job
+from craton.orchestration.start.submit import start_run
+from craton.telemetry import RunDirectory, runs_root
+
+
+@dataclass(frozen=True)
+class Start:
+    """A job on its way to being started."""
+
+    draft: Draft
+    root: Path  # of its run directory
+    resumes: bool = False  # the run exists, and goes on
+
+    @property
+    def run(self) -> RunDirectory:
+        return RunDirectory(self.root / self.draft.job.name)
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """Where its name must be free: a run that lies elsewhere is linked into the folder that `ps` reads."""
+        return tuple(dict.fromkeys((self.root, runs_root())))
+
+
+def draft_start(
+    job: Job,
+    name: str | None = None,
+    *,
+    on: str | None = None,
+    chaos: Sequence[str] = (),
+    stop_at: str | int | None = None,
+    root: Path | None = None,
+    progress: Progress | None = None,
+    is_dry: bool = False,
+) -> Start:
+    """Resolve a job, choose its backend, check it, plan it and draft its processes. `is_dry`: its name may be taken."""
+    wanted = with_chaos(named_job(job, name), chaos)
+    folder = root if root is not None else root_of(wanted, on)
+    if not is_dry:
+        for place in (folder,) if root is not None else dict.fromkeys((folder, runs_root())):
+            check_name_is_free(place, wanted.name)
+    draft = draft_run(
+        wanted,
+        folder / wanted.name,
+        on=on,
+        stop_at=stop_step(stop_at, wanted),
+        job_folder=job.folder,
+        port=free_port(),
+        progress=progress,
+    )
+    return Start(draft, folder)
+
+
+def check_start(start: Start) -> None:
+    """Refuse what its backend, its other copies or the places it writes to do not allow."""
+    draft = start.draft
+    backend_of(draft.on).check(draft, start.run)
+    if draft.job.run.copies > 1 and not start.resumes:
+        check_copies(draft, start.roots)
+    check_places(draft.job, start.run.path, draft.on)
+
+
+def prepare_start(start: Start, progress: Progress | None = None) -> tuple[Start, dict[str, int]]:
+    """The start with its data prepared, and the tokens behind each path."""
+    draft, tokens = prepare_data(start.draft, progress)
+    return replace(start, draft=draft), tokens
+
+
+def submit_start(start: Start) -> list[RunDirectory]:
+    """Start the run, or all copies of it; they outlive this process."""
+    draft, root = start.draft, start.root
+    has_copies = draft.job.run.copies > 1
+    names = copy_names(draft) if has_copies else [draft.job.name]
+    with linking(root / name for name in names):
+        return start_copies(draft, root) if has_copies else [start_run(draft, root)]
+
+
+def draft_resumption(
+    run: RunDirectory,
+    *,
+    cluster: str | None = None,
+    steps: int | None = None,
+    on: str | None = None,
+    stop_at: str | int | None = None,
+    progress: Progress | None = None,
+) -> Start:
+    """The next generation of a run, drafted as a start is."""
+    job = resumed_job(run, cluster, steps)
+    draft = draft_resume(run, job, on=on, stop_at=stop_step(stop_at, job), progress=progress)
+    return Start(draft, run.path.parent, resumes=True)
+
+
+def resume_start(start: Start) -> RunDirectory:
+    """Start the next generation of a run that exists."""
+    resume_run(start.run, start.draft)
+    return start.run

@@ -1,0 +1,46 @@
+"""Data of a run, tokenized once before any rank waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from craton.infrastructure.storage import CachedFolder
+from craton.job import TRAINING_KINDS, Job, dump_job, parse_job
+from craton.orchestration.draft import Draft, Progress
+
+
+def prepare_data(draft: Draft, progress: Progress | None = None) -> tuple[Draft, dict[str, int]]:
+    """Tokenize raw text once, before any rank waits for it; what is prepared already costs nothing. Returns the draft
+    with the prepared folders in place of the text, so that the run and its resumes read the same tokens even when the
+    text changes, and the tokens to train on behind each path as it was written."""
+    job = draft.job
+    if job.kind not in TRAINING_KINDS or not job.data.mixture:
+        return draft, {}
+    from craton.ml import data
+
+    folders = data.prepare(job, progress=progress)
+    tokens = {path: data.Shards(folders[path]).tokens for path, _ in job.data.mixture}
+    return replace(draft, job=_with_prepared_data(job, folders)), tokens
+
+
+def _with_prepared_data(job: Job, folders: Mapping[str, Path]) -> Job:
+    document = yaml.safe_load(dump_job(job))
+    section = document["data"]
+    for key in ("path", "validation"):
+        written = section.get(key)
+        if isinstance(written, str):
+            section[key] = _place(written, folders[written])
+        for part in written if isinstance(written, list) else ():
+            part["path"] = _place(part["path"], folders[part["path"]])
+    if str(section.get("tokenizer", "")).startswith("bpe:"):
+        del section["tokenizer"]  # it was trained, and lies beside the tokens
+    return parse_job(yaml.safe_dump(document, sort_keys=False), f"{job.name}/job.yaml")
+
+
+def _place(written: str, folder: Path) -> str:
+    """A URL of shards stays one: every machine has its own mirror of it."""
+    return written if CachedFolder.of(folder) else str(folder)
