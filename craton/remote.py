@@ -19,7 +19,7 @@ def is_url(place: str | Path) -> bool:
 @cache
 def remote_config(url: str) -> Path:
     """The config.json of the model folder at a URL, on this machine."""
-    folder: Path = import_module("craton.infrastructure").mirror(url, lambda name: name == "config.json")
+    folder: Path = import_module("craton.infrastructure.storage").mirror(url, lambda name: name == "config.json")
     return folder / "config.json"
 
 
@@ -27,5 +27,5 @@ def remote_config(url: str) -> Path:
 def remote_weights(url: str) -> Path | None:
     """The local folder that stands for the model folder at a URL, where that has weights; they come when they are
     read."""
-    folder = import_module("craton.infrastructure").CachedFolder(url)
+    folder = import_module("craton.infrastructure.storage").CachedFolder(url)
     return folder.root if any(name.endswith(".safetensors") for name in folder.listing) else None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from craton.job.cluster import SchedulerSettings
 from craton.orchestration.backend import Backend, is_elsewhere, read_submission
-from craton.orchestration.draft import BACKENDS
+from craton.orchestration.backend_names import BACKENDS
 from craton.orchestration.errors import StartError
 from craton.orchestration.node_maintenance import NodeService
 from craton.telemetry import RunDirectory
+
+if TYPE_CHECKING:
+    from craton.job.cluster import SchedulerSettings
 
 
 @cache

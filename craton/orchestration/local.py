@@ -206,7 +206,7 @@ def _families(run: RunDirectory, agents: Iterable[int]) -> list[int]:
     listed = subprocess.run(
         ["ps", "-A", "-ww", "-o", "pid=,ppid=,stat=,args="], capture_output=True, text=True, check=True
     ).stdout
-    of_run = re.compile(rf"\S+ -m craton\.(agent|ml\.nursery) {re.escape(str(run.path))}( --node \d+)?")
+    of_run = re.compile(rf"\S+ -m craton\.(agent|ml\.(fork_server|nursery)) {re.escape(str(run.path))}( --node \d+)?")
     family = list(agents)
     children: dict[int, list[int]] = {}
     for line in listed.splitlines():

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from run_verbs import Verbs
 
+from craton.api import run
 from craton.job import load_job
 from craton.ml.data.tokenizer import train_bpe
-from craton.orchestration.start.python import run
 from craton.orchestration.watching import wait_for_agents
 from craton.telemetry import RunDirectory, summarize
 
@@ -77,7 +77,7 @@ def test_adapters_learn_the_answers_and_leave_as_a_whole_model(verbs: Verbs, bas
     import torch
     from transformers import AutoModelForCausalLM
 
-    started = run(load_job("tune.yaml"), "tuned")
+    started = run(load_job("tune.yaml"), "tuned").directory
     wait_for_agents(started, 120)
     assert summarize(started).state == "done"
     seen = losses(started)

@@ -101,7 +101,7 @@ def test_the_last_lines_of_each_log(verbs: Verbs) -> None:
 
 
 def test_lines_longer_than_what_is_read_at_once_are_whole(verbs: Verbs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("craton.cli.logs.READ_BYTES", 7)
+    monkeypatch.setattr("craton.orchestration.watching.logs.READ_BYTES", 7)
     run = ended_run(verbs.root, "run-1", age=1)
     run.log_path(0).write_text("a line that is long\n\nshort\n")
     for options in ([], ["-n", 3]):

@@ -8,11 +8,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from craton.orchestration.start.python import run
 from rich.console import Console
 from slurm_runs import chain_job
 
 from craton.agent import read_launch
+from craton.api import run
 from craton.cli.run import confirm, print_draft, print_plan
 from craton.job import load_job, parse_job
 from craton.orchestration import RunStateError, StartError
@@ -20,7 +20,7 @@ from craton.orchestration.backend import Submission, write_submission
 from craton.orchestration.draft import draft_run
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.slurm import ScriptOptions, SlurmBackend
-from craton.orchestration.start import copies, runs, start_run
+from craton.orchestration.start import copies, runs, start_run, submit
 from craton.orchestration.start.copies import start_copies
 from craton.orchestration.start.runs import draft_resume, resumed_job
 from craton.telemetry import RunDirectory, list_runs
@@ -124,7 +124,7 @@ def test_a_start_that_breaks_off_leaves_no_run(
     def breaks(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(runs, "write_whole", breaks)
+    monkeypatch.setattr(submit, "write_whole", breaks)
     job = parse_job("name: one\nkind: command\ncommand: ['true']\ncluster: local x 1\n")
     with pytest.raises(type(error)):
         start_run(draft_run(job, root / "one"), root)

@@ -395,8 +395,8 @@ def test_preflight_of_a_local_run_needs_no_catalog(tmp_path: Path, monkeypatch: 
     measured: list[object] = []
     for name in (
         "infrastructure.local.measure",
-        "orchestration.preflight.run_compute",
-        "orchestration.preflight.run_bandwidth",
+        "orchestration.preflight.node_check.run_compute",
+        "orchestration.preflight.node_check.run_bandwidth",
     ):
         monkeypatch.setattr(f"craton.{name}", lambda *asked: measured.append(asked))
     run = RunDirectory.create(tmp_path / "runs", "job")

@@ -10,11 +10,11 @@ import pytest
 from infrastructure.node_images import HEALTHY, Node
 
 from craton.agent import Launch
+from craton.api import run
 from craton.infrastructure.probes import NodeRoot
 from craton.job import parse_job
 from craton.orchestration import StartError
 from craton.orchestration.preflight import check_local
-from craton.orchestration.start.python import run
 from craton.orchestration.watching import wait_for_agents
 from craton.telemetry import RunDirectory, list_runs
 from craton.telemetry.files import read_lines
@@ -98,7 +98,7 @@ def test_a_run_without_gpus_asks_no_tool(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_craton_run_makes_the_check_before_it_starts_anything(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    directory = run(parse_job(COMMAND.format(nodes=1), "job.yaml"))
+    directory = run(parse_job(COMMAND.format(nodes=1), "job.yaml")).directory
     wait_for_agents(directory, 30.0)
     first, *others = read_lines(directory.events_path("node-0"))[0]
     assert first["event"] == "preflight"

@@ -9,6 +9,7 @@ from counting import counting_job, wait_for_state
 from typer.testing import CliRunner
 
 from craton.agent import read_launch
+from craton.api import run
 from craton.cli.app import app
 from craton.job import dump_job, load_job
 from craton.orchestration import RunStateError
@@ -16,7 +17,6 @@ from craton.orchestration.backend import Submission, write_submission
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.slurm import SlurmBackend
 from craton.orchestration.start import copies
-from craton.orchestration.start.python import run
 from craton.telemetry import RunDirectory, RunExistsError, list_runs
 
 
@@ -24,7 +24,7 @@ def test_a_run_from_python(root: Path, tmp_path: Path) -> None:
     path = tmp_path / "jobs" / "count.yaml"
     path.parent.mkdir()
     path.write_text(dump_job(counting_job(STEPS=3)))
-    started = run(load_job(path), "counted")
+    started = run(load_job(path), "counted").directory
     summary = wait_for_state(started, "done", "failed", "lost")
     assert (started.path, summary.state, summary.step, summary.ranks) == (root / "counted", "done", 3, 2)
     assert read_launch(started).env["CRATON_JOB_FOLDER"] == str(path.parent), "functions beside the job file are found"

@@ -65,7 +65,8 @@ def test_every_stack_has_a_sane_profile_on_every_card(name: str) -> None:
 
 
 def test_every_shipped_profile_is_of_a_known_stack() -> None:
-    document = json.loads(resources.files("craton.planning").joinpath("profiles.json").read_text(encoding="utf-8"))
+    path = resources.files("craton.planning.calibration").joinpath("profiles.json")
+    document = json.loads(path.read_text(encoding="utf-8"))
     assert {entry["name"] for entry in document["profiles"]} == set(software_names())
 
 

@@ -80,7 +80,7 @@ def processes_of(run: RunDirectory) -> dict[int, str]:
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
         except OSError:
             continue
-        is_ours = re.search(rf"craton\.(agent|ml\.nursery|ml\.training) {re.escape(str(run.path))}( |$)", command)
+        is_ours = re.search(rf"craton\.(agent|ml\.fork_server|ml\.training) {re.escape(str(run.path))}( |$)", command)
         if is_ours and state != "Z" and int(folder.name) != os.getpid():
             found[int(folder.name)] = f"{state}, child of {parent}: {command}"
     return found

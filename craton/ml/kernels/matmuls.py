@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from craton.ml.collectives import Peers, own_part
-from craton.ml.kernels import reference
-from craton.ml.kernels.elementwise import is_fused, swiglu
+from craton.ml.kernels import elementwise, reference
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, peers: Peers | None = None) -> Tensor:
@@ -55,7 +54,7 @@ def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, peers: Peers | 
     if peers is None and (torch.compiler.is_compiling() or not torch.is_grad_enabled()):
         torch_linear, combine = (
             torch.nn.functional.linear,
-            reference.swiglu if torch.compiler.is_compiling() else swiglu,
+            reference.swiglu if torch.compiler.is_compiling() else elementwise.swiglu,
         )
         gate, up, down = own_part(gate), own_part(up), own_part(down)
         return torch_linear(combine(torch_linear(x, gate), torch_linear(x, up)), down)
@@ -81,4 +80,4 @@ def _is_skinny(x: Tensor) -> bool:
     """Whether a product without gradients has so few rows that its time is that of reading the weight."""
     from craton.ml.kernels.serving import FEW_ROWS
 
-    return not torch.is_grad_enabled() and is_fused(x) and x.numel() <= FEW_ROWS * x.shape[-1]
+    return not torch.is_grad_enabled() and elementwise.is_fused(x) and x.numel() <= FEW_ROWS * x.shape[-1]

@@ -3,3 +3,15 @@
 `BOARDS` holds them as data, down to every query; `all_dashboards` makes Grafana's JSON of them, which needs the extra
 `observe`.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.observability.dashboards.boards import BOARDS
+    from craton.observability.dashboards.grafana import all_dashboards
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -20,7 +20,7 @@ def test_each_token_has_its_own(
 ) -> None:
     if fused:
         pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setattr("craton.ml.kernels.is_fused", lambda _: fused)
+    monkeypatch.setattr("craton.ml.kernels.elementwise.is_fused", lambda _: fused)
     generator = torch.Generator().manual_seed(0)
     width = parts * SLOTS * rank
     x, a, b, before = (

@@ -26,7 +26,7 @@ def _fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 def use_triton(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr("craton.ml.kernels.is_fused", lambda _: fused)
+    monkeypatch.setattr("craton.ml.kernels.elementwise.is_fused", lambda _: fused)
 
 
 def numbers(*values: int) -> Tensor:

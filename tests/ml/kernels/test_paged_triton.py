@@ -30,9 +30,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def twin_and_kernel(monkeypatch: pytest.MonkeyPatch, operation, *arguments, **options):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("craton.ml.kernels.is_fused", lambda _: False)
+    monkeypatch.setattr("craton.ml.kernels.elementwise.is_fused", lambda _: False)
     plain = operation(*arguments, **options)
-    monkeypatch.setattr("craton.ml.kernels.is_fused", lambda _: True)
+    monkeypatch.setattr("craton.ml.kernels.elementwise.is_fused", lambda _: True)
     return plain, operation(*arguments, **options)
 
 

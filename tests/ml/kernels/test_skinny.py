@@ -18,7 +18,7 @@ def _fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param:
         pytest.importorskip("triton", reason="Triton is not installed")
     torch.manual_seed(0)
-    monkeypatch.setattr("craton.ml.kernels.is_fused", lambda _: request.param)
+    monkeypatch.setattr("craton.ml.kernels.elementwise.is_fused", lambda _: request.param)
 
 
 def close(left: Tensor, right: Tensor, dtype: torch.dtype) -> None:

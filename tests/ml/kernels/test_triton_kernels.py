@@ -70,7 +70,7 @@ def test_split_and_rotate(heads: int, kv_heads: int, head_dim: int) -> None:
 def test_gated_mlp_and_its_gradients(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
     from craton.ml.kernels.layers import GatedMlp
 
-    monkeypatch.setattr("craton.ml.kernels.is_fused", lambda _: fused)
+    monkeypatch.setattr("craton.ml.kernels.elementwise.is_fused", lambda _: fused)
     tensors = [
         torch.randn(*size, device=DEVICE, requires_grad=True) for size in ((11, 16), (24, 16), (24, 16), (16, 24))
     ]
@@ -89,7 +89,7 @@ def test_gated_mlp_and_its_gradients(monkeypatch: pytest.MonkeyPatch, fused: boo
 def test_products_with_a_gated_input_and_their_gradients(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
     from craton.ml.kernels.layers import GatedLinears
 
-    monkeypatch.setattr("craton.ml.kernels.is_fused", lambda _: fused)
+    monkeypatch.setattr("craton.ml.kernels.elementwise.is_fused", lambda _: fused)
     sizes = ((2, 11, 24), (2, 11, 24), (16, 24), (3, 24))
     tensors = [torch.randn(*size, device=DEVICE, requires_grad=True) for size in sizes]
     gate, up, *weights = tensors

@@ -23,8 +23,7 @@ from craton.ml.serving.device.weights import send_weights
 from craton.ml.serving.engine import EngineProcess, build_runner, join_engine
 from craton.ml.serving.engine import engine_process as service_module
 from craton.ml.serving.heartbeat import CONTROL_SECONDS, EngineHeartbeat
-from craton.ml.serving.messages import Abort, Control, OutputDelta, Ready, Sampling, Stats, Submit
-from craton.ml.serving.messages import Answer as ControlAnswer
+from craton.ml.serving.messages import Abort, Control, EngineReply, OutputDelta, Ready, Sampling, Stats, Submit
 from craton.ml.serving.schedule import StepInput
 from craton.ml.serving.settings import EngineSettings
 from craton.ml.serving.wire import MessageLine
@@ -96,11 +95,11 @@ class Live:
     def wait_for_end(self, number: int) -> None:
         self.wait(lambda: self.finish(number), f"request {number} ends")
 
-    def answer(self, number: int) -> ControlAnswer | None:
-        found = [each for each in self.replies if isinstance(each, ControlAnswer) and each.id == number]
+    def answer(self, number: int) -> EngineReply | None:
+        found = [each for each in self.replies if isinstance(each, EngineReply) and each.id == number]
         return found[0] if found else None
 
-    def answered(self, number: int) -> ControlAnswer:
+    def answered(self, number: int) -> EngineReply:
         self.wait(lambda: self.answer(number), f"control {number} is answered")
         found = self.answer(number)
         assert found is not None
@@ -174,7 +173,7 @@ def test_a_pause_that_waits_hears_everybody_meanwhile() -> None:
         service.gate.open()
         assert service.answered(12).result == 0
         service.wait(lambda: service.finish(2) and service.finish(4), "aborts are heard")
-        order = [reply.id for reply in service.replies if isinstance(reply, ControlAnswer)]
+        order = [reply.id for reply in service.replies if isinstance(reply, EngineReply)]
         assert order[0] == 12, "the pause waits for what runs"
         for number in (10, 11):
             assert not service.answered(number).error
@@ -289,7 +288,7 @@ def test_a_control_that_fails_is_told_and_the_next_is_heard(tmp_path: Path) -> N
             Control(7, "weights_version"),
         )
         service.answered(7)
-        order = [reply.id for reply in service.replies if isinstance(reply, ControlAnswer)]
+        order = [reply.id for reply in service.replies if isinstance(reply, EngineReply)]
         assert order == [1, 2, 3, 4, 5, 6, 7]
         said = [
             str(tmp_path),

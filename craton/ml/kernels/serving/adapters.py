@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import linear
 
-from craton.ml import kernels
+from craton.ml.kernels import elementwise
 from craton.ml.kernels.serving.paged import FEW_ROWS
 
 
@@ -21,7 +21,7 @@ def add_adapters(
     x [tokens, in]; a [parts · slots · rank, in]; b [outs, parts · slots · rank]; of_tokens int32 [tokens], the slot of
     each, -1 for none; absent bool [tokens, slots · rank], where a column is not of the token's slot.
     """
-    if kernels.is_fused(x) and len(x) <= FEW_ROWS:
+    if elementwise.is_fused(x) and len(x) <= FEW_ROWS:
         from craton.ml.kernels.triton import adapters as triton_adapters
 
         return triton_adapters.add_adapters(out, x, a, b, of_tokens, slots, rank)
