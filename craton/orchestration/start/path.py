@@ -28,12 +28,12 @@ class Start:
     """A job on its way to being started."""
 
     draft: Draft
-    root: Path  # of its run directory
-    resumes: bool = False  # the run exists, and goes on
+    run: RunDirectory  # to be made, or that goes on; a directory that was renamed is not called like its job
+    resumes: bool = False
 
     @property
-    def run(self) -> RunDirectory:
-        return RunDirectory(self.root / self.draft.job.name)
+    def root(self) -> Path:
+        return self.run.path.parent
 
     @property
     def roots(self) -> tuple[Path, ...]:
@@ -67,7 +67,7 @@ def draft_start(
         port=free_port(),
         progress=progress,
     )
-    return Start(draft, folder)
+    return Start(draft, RunDirectory(folder / wanted.name))
 
 
 def check_start(start: Start) -> None:
@@ -106,7 +106,7 @@ def draft_resumption(
     """The next generation of a run, drafted as a start is."""
     job = resumed_job(run, cluster, steps)
     draft = draft_resume(run, job, on=on, stop_at=stop_step(stop_at, job), progress=progress)
-    return Start(draft, run.path.parent, resumes=True)
+    return Start(draft, run, resumes=True)
 
 
 def resume_start(start: Start) -> RunDirectory:
