@@ -11,7 +11,8 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 TRAIN_STAMP := $(VENV)/.trains
-WORKERS ?= 2
+# Of the tests. One more than two cores have: tests of processes wait a third of their time.
+WORKERS ?= 3
 CRATON := $(VENV)/bin/craton
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PLANNED_JOBS := $(filter-out $(wildcard examples/custom-*.yaml examples/command-*.yaml), $(wildcard examples/*.yaml))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from craton.job import Job
     from craton.orchestration.draft import Draft
-    from craton.orchestration.start import SavedStep, Start
+    from craton.orchestration.start import RunStart, SavedStep
     from craton.planning import CostPlan, Plan
     from craton.planning.serving import ServePlan
     from craton.telemetry import RunDirectory
@@ -244,7 +244,7 @@ def _run_dollars(cost: CostPlan) -> tuple[float, float, float]:
     return cost.cost_dollars_low, cost.cost_dollars, cost.cost_dollars_high
 
 
-def prepare(start: Start, console: Console) -> Start:
+def prepare(start: RunStart, console: Console) -> RunStart:
     """The start with its data prepared, which takes a while the first time; says how much there is."""
     from craton import figures
     from craton.cli.views.progress import progress

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from craton.orchestration.start.checks import check_server
     from craton.orchestration.start.copies import first_copy
     from craton.orchestration.start.path import (
-        Start,
+        RunStart,
         check_start,
         draft_resumption,
         draft_start,

@@ -24,7 +24,7 @@ from craton.telemetry import RunDirectory, runs_root
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """A job on its way to being started."""
 
     draft: Draft
@@ -51,7 +51,7 @@ def draft_start(
     root: Path | None = None,
     progress: Progress | None = None,
     is_dry: bool = False,
-) -> Start:
+) -> RunStart:
     """Resolve a job, choose its backend, check it, plan it and draft its processes. `is_dry`: its name may be taken."""
     wanted = with_chaos(named_job(job, name), chaos)
     folder = root if root is not None else root_of(wanted, on)
@@ -67,10 +67,10 @@ def draft_start(
         port=free_port(),
         progress=progress,
     )
-    return Start(draft, RunDirectory(folder / wanted.name))
+    return RunStart(draft, RunDirectory(folder / wanted.name))
 
 
-def check_start(start: Start) -> None:
+def check_start(start: RunStart) -> None:
     """Refuse what its backend, its other copies or the places it writes to do not allow."""
     draft = start.draft
     backend_of(draft.on).check(draft, start.run)
@@ -79,14 +79,14 @@ def check_start(start: Start) -> None:
     check_places(draft.job, start.run.path, draft.on)
 
 
-def prepare_start(start: Start, progress: Progress | None = None) -> tuple[Start, dict[str, int]]:
+def prepare_start(start: RunStart, progress: Progress | None = None) -> tuple[RunStart, dict[str, int]]:
     """The start with its data prepared, and the tokens behind each path."""
     draft, tokens = prepare_data(start.draft, progress)
     return replace(start, draft=draft), tokens
 
 
-def submit_start(start: Start) -> list[RunDirectory]:
-    """Start the run, or all copies of it; they outlive this process."""
+def submit_start(start: RunStart) -> list[RunDirectory]:
+    """RunStart the run, or all copies of it; they outlive this process."""
     draft, root = start.draft, start.root
     has_copies = draft.job.run.copies > 1
     names = copy_names(draft) if has_copies else [draft.job.name]
@@ -102,14 +102,14 @@ def draft_resumption(
     on: str | None = None,
     stop_at: str | int | None = None,
     progress: Progress | None = None,
-) -> Start:
+) -> RunStart:
     """The next generation of a run, drafted as a start is."""
     job = resumed_job(run, cluster, steps)
     draft = draft_resume(run, job, on=on, stop_at=stop_step(stop_at, job), progress=progress)
-    return Start(draft, run, resumes=True)
+    return RunStart(draft, run, resumes=True)
 
 
-def resume_start(start: Start) -> RunDirectory:
-    """Start the next generation of a run that exists."""
+def resume_start(start: RunStart) -> RunDirectory:
+    """RunStart the next generation of a run that exists."""
     resume_run(start.run, start.draft)
     return start.run
