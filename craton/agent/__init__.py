@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.agent.errors import KeeperError, LaunchError
+    from craton.agent.errors import KeeperError, LaunchError, LaunchSchemaError
     from craton.agent.generation import Generation, newest_generation, next_number
-    from craton.agent.launch import Launch, parse_launch, read_launch, write_launch
+    from craton.agent.launch import Launch, launch_text, parse_launch, read_launch, write_launch
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -2,6 +2,7 @@
 
 CratonError (ValueError)
 ├── LaunchError: launch.json cannot be read or says something impossible
+│   └── LaunchSchemaError: a newer Craton wrote it
 └── KeeperError: a node's keeper is gone, or cannot do what it was asked
 """
 
@@ -12,6 +13,10 @@ from craton.errors import CratonError
 
 class LaunchError(CratonError):
     """The message says what was given, what is allowed and what to do."""
+
+
+class LaunchSchemaError(LaunchError):
+    """launch.json has a schema that this version does not read: rebuilding it would lose what the newer one wrote."""
 
 
 class KeeperError(CratonError):

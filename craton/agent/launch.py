@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from craton.agent.errors import LaunchError
+from craton.agent.errors import LaunchError, LaunchSchemaError
+from craton.schema import SCHEMA, schema_problem
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import read_regular, replace_text
 
+RENAMED_MODULES = {"craton.ml.nursery": "craton.ml.fork_server"}  # before November 2026 → now
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -86,7 +88,12 @@ class Launch:
 
 def write_launch(run: RunDirectory, launch: Launch) -> None:
     """Replaces the run's launch.json as a whole."""
-    replace_text(run.launch_path, json.dumps(asdict(launch), indent=1) + "\n")
+    replace_text(run.launch_path, launch_text(launch))
+
+
+def launch_text(launch: Launch) -> str:
+    """The text of a launch.json."""
+    return json.dumps({"schema": SCHEMA, **asdict(launch)}, indent=1) + "\n"
 
 
 def read_launch(run: RunDirectory) -> Launch:
@@ -112,6 +119,8 @@ def parse_launch(run: RunDirectory, content: bytes) -> Launch:
     if not isinstance(document, dict):
         what = type(document).__name__
         raise LaunchError(f"{path} holds a {what}, not a JSON object; `craton resume {run.name}` rebuilds it")
+    if problem := schema_problem(document.pop("schema", None)):
+        raise LaunchSchemaError(f"{path}: {problem}")
     known = [item.name for item in fields(Launch)]
     unknown = sorted(set(document) - set(known))
     missing = [name for name in ("generation", "nodes", "ranks_per_node", "command") if name not in document]
@@ -119,9 +128,19 @@ def parse_launch(run: RunDirectory, content: bytes) -> Launch:
         said = [f"{name!r} is missing" for name in missing] + [f"{name!r} is not known" for name in unknown]
         raise LaunchError(f"{path}: {', '.join(said)}; allowed are {', '.join(known)}")
     try:
-        return Launch(**document)
+        return _with_present_modules(Launch(**document))
     except LaunchError as error:
         raise LaunchError(f"{path}: {error}") from error
+
+
+def _with_present_modules(launch: Launch) -> Launch:
+    """A run that was submitted before a module was renamed may start, or start again, after it."""
+
+    def renamed(words: list[str]) -> list[str]:
+        is_module = len(words) > 2 and words[1] == "-m"
+        return [*words[:2], RENAMED_MODULES.get(words[2], words[2]), *words[3:]] if is_module else words
+
+    return replace(launch, nursery=renamed(launch.nursery))
 
 
 def _is_integer(low: int, high: int) -> Callable[[Any], bool]:

@@ -8,7 +8,7 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.job.dump import dump_job
-    from craton.job.errors import ContentError, FaultError, JobError, LayoutError, ModelError
+    from craton.job.errors import ContentError, FaultError, JobError, LayoutError, ModelError, SchemaError
     from craton.job.faults import RANDOM_KINDS, InjectedFault, check_fault, parse_fault, random_faults
     from craton.job.here import check_here, check_trackers
     from craton.job.jobfile import TRAINING_KINDS, Job, Placement, load_job, make_job, parse_job

@@ -10,13 +10,14 @@ import yaml
 
 from craton.job.document import reads_as_text
 from craton.job.jobfile import Job
+from craton.schema import SCHEMA
 
 OTHER_LINE_ENDS = "\x85\u2028\u2029"
 
 
 def dump_job(job: Job) -> str:
-    """The whole job, in the order of the job file's keys."""
-    data = job.model_dump(mode="json", exclude_none=True)
+    """The whole job, in the order of the job file's keys, with the schema before them."""
+    data = {"schema": SCHEMA, **job.model_dump(mode="json", exclude_none=True)}
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -4,6 +4,7 @@ CratonError(ValueError)            the root: every package's own tree hangs belo
 └── JobError                       a job file, a cluster file or a model cannot be used
     ├── FileError                  the file cannot be read as YAML at all (missing, too large, duplicate key, ...)
     ├── ContentError               it is YAML, but keys or values are wrong; `.problems` lists every one
+    │   └── SchemaError            a newer Craton wrote it
     ├── ModelError                 a model name, folder or config.json cannot be understood
     ├── LayoutError                a layout does not fit the model, the batch or the number of GPUs
     └── FaultError                 a fault to be made on purpose cannot be understood, or cannot happen in this run
@@ -24,6 +25,7 @@ __all__ = [
     "JobError",
     "LayoutError",
     "ModelError",
+    "SchemaError",
     "did_you_mean",
     "nearest_name",
 ]
@@ -44,6 +46,10 @@ class ContentError(JobError):
         assert problems, "a ContentError needs at least one problem"
         self.problems = tuple(problems)
         super().__init__("\n".join(self.problems))
+
+
+class SchemaError(ContentError):
+    """The file has a schema that this version does not read."""
 
 
 class ModelError(JobError):

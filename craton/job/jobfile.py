@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -30,7 +31,7 @@ from craton.job.document import (
     parse_section,
     read_document,
 )
-from craton.job.errors import ContentError, JobError
+from craton.job.errors import ContentError, JobError, SchemaError
 from craton.job.layout import Layout, LayoutSpec, Precision, parse_layout
 from craton.job.model import ModelNumbers, ModelShape, ModelSpec, is_function, model_shape, run_folder, weights_folder
 from craton.job.sections import (
@@ -52,6 +53,7 @@ from craton.job.sections import (
     check_processes,
 )
 from craton.remote import is_url
+from craton.schema import schema_problem
 
 Kind = Literal["pretrain", "sft", "dpo", "grpo", "serve", "command"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -84,8 +86,9 @@ def parse_job(text: str, name: str = "job.yaml", folder: Path | str = ".") -> Jo
 
 def make_job(data: Mapping[str, object], folder: Path | str = ".") -> Job:
     """A job that no file holds; what is wrong with it is told by key, without a line."""
+    document = _without_schema(Document(name="", folder=Path(folder), data=dict(data), lines={}))
     try:
-        return parse_section(Job, Document(name="", folder=Path(folder), data=dict(data), lines={}))
+        return parse_section(Job, document)
     except ContentError as error:
         raise ContentError([problem.removeprefix(":1: ") for problem in error.problems]) from None
 
@@ -500,7 +503,7 @@ class Job(Section):
 
 
 def _job(document: Document) -> Job:
-    job = parse_section(Job, document)
+    job = parse_section(Job, _without_schema(document))
     job._document = document
     software = document.folder / Path(job.software).expanduser()
     if "/" not in job.software and software.suffix not in (".toml", ".json"):
@@ -508,3 +511,11 @@ def _job(document: Document) -> Job:
     if not software.is_file():
         raise ContentError([f"{job.where('software')}software: profile file {job.software!r} does not exist"])
     return job.model_copy(update={"software": str(software.resolve())})
+
+
+def _without_schema(document: Document) -> Document:
+    """SchemaError alone for a schema that is not read here: what else is wrong would be told of another format."""
+    if problem := schema_problem(document.data.get("schema")):
+        where = f"{document.name}:{document.line(('schema',))}: " if document.name else ""
+        raise SchemaError([where + problem])
+    return replace(document, data={key: value for key, value in document.data.items() if key != "schema"})

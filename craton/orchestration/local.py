@@ -200,13 +200,14 @@ def _beating_agents(run: RunDirectory) -> list[AgentProcess]:
 
 
 def _families(run: RunDirectory, agents: Iterable[int]) -> list[int]:
-    """These agents, every process that is an agent or a nursery of the run by its command, and all their descendants;
+    """These agents, every process that is an agent or fork server of the run by its command, and all their descendants;
     ancestors first, so that none can start another that is not yet listed. One that a rank started in the moment before
     it was killed has no parent any more: its environment names the run."""
     listed = subprocess.run(
         ["ps", "-A", "-ww", "-o", "pid=,ppid=,stat=,args="], capture_output=True, text=True, check=True
     ).stdout
-    of_run = re.compile(rf"\S+ -m craton\.(agent|ml\.(fork_server|nursery)) {re.escape(str(run.path))}( --node \d+)?")
+    # Runs that began before November 2026 have fork servers by the name of nursery.
+    of_run = re.compile(rf"\S+ -m craton\.(agent|ml\.fork_server|ml\.nursery) {re.escape(str(run.path))}( --node \d+)?")
     family = list(agents)
     children: dict[int, list[int]] = {}
     for line in listed.splitlines():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from craton.agent import Launch, LaunchError, read_launch, write_launch
+from craton.agent import Launch, LaunchError, LaunchSchemaError, read_launch, write_launch
 from craton.telemetry import RunDirectory
+from craton.version import VERSION
 
 
 def test_a_launch_is_read_back_equal(tmp_path: Path) -> None:
@@ -40,3 +42,35 @@ def test_a_launch_says_everything_that_is_wrong() -> None:
     for name in ("generation", "nodes", "command", "master_port", "env"):
         assert f"{name} is" in str(caught.value)
     assert "ranks_per_node" not in str(caught.value)
+
+
+def test_its_schema_is_written_and_a_newer_one_refused_in_one_line(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    launch = Launch(generation=0, nodes=["a"], ranks_per_node=1, command=["true"])
+    write_launch(run, launch)
+    document = json.loads(run.launch_path.read_text())
+    assert next(iter(document.items())) == ("schema", 1)
+    del document["schema"]
+    run.launch_path.write_text(json.dumps(document))
+    assert read_launch(run) == launch, "as before there was one"
+    run.launch_path.write_text(json.dumps({"schema": 2, "of": "another shape"}))
+    with pytest.raises(LaunchSchemaError) as caught:
+        read_launch(run)
+    assert str(caught.value) == (
+        f"{run.launch_path}: schema 2 is newer than schema 1, which this Craton ({VERSION}) reads; use the version of "
+        "Craton that wrote it, or a newer one"
+    )
+    for wrong in ("1", 0, True, [1]):
+        run.launch_path.write_text(json.dumps({**document, "schema": wrong}))
+        with pytest.raises(LaunchError, match="is not allowed; allowed: 1"):
+            read_launch(run)
+
+
+def test_a_module_that_was_renamed_since_is_found(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    old = ["python3", "-m", "craton.ml.nursery", str(run.path)]
+    command = ["python3", "train.py", "craton.ml.nursery"]
+    write_launch(run, Launch(generation=0, nodes=["a"], ranks_per_node=1, command=command, nursery=old))
+    launch = read_launch(run)
+    assert launch.nursery == ["python3", "-m", "craton.ml.fork_server", str(run.path)]
+    assert launch.command == command

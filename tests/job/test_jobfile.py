@@ -15,9 +15,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from craton.job import ContentError, JobError, check_job, dump_job, load_job, parse_job
+from craton.job import ContentError, JobError, SchemaError, check_job, dump_job, load_job, make_job, parse_job
 from craton.job.document import Section
 from craton.job.layout import Layout
+from craton.version import VERSION
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KNOWN_KEYS = {key for section in Section.__subclasses__() for key in section.model_fields}
@@ -541,3 +542,30 @@ def test_any_misspelt_key_is_named_with_its_line(job: dict[str, Any], draw: st.D
     assert named
     assert named[0].startswith(f"job.yaml:{line}: ")
     assert f"did you mean '{key}'?" in named[0] or len(key) < 4
+
+
+def test_the_schema_is_dumped_and_may_be_written() -> None:
+    job = parse_job(with_lines())
+    dumped = dump_job(job)
+    assert dumped.startswith("schema: 1\nname: job\n")
+    assert parse_job(dumped) == job == parse_job(with_lines(schema="1"))
+    assert parse_job(dumped.removeprefix("schema: 1\n")) == job, "as before there was one"
+    assert make_job({"schema": 1, **yaml.safe_load(with_lines())}) == make_job(yaml.safe_load(with_lines()))
+
+
+def test_a_newer_schema_is_refused_in_one_line() -> None:
+    text = with_lines(schema="2", learning_speed="1", kind="teach")
+    refused = f"schema 2 is newer than schema 1, which this Craton ({VERSION}) reads; use the version of Craton that "
+    with pytest.raises(SchemaError) as caught:
+        parse_job(text)
+    assert str(caught.value) == f"job.yaml:6: {refused}wrote it, or a newer one"
+    with pytest.raises(SchemaError) as caught:
+        make_job(yaml.safe_load(text))
+    assert str(caught.value) == f"{refused}wrote it, or a newer one"
+
+
+@pytest.mark.parametrize("schema", ["0", "one", "1.0", "true", "[1]"])
+def test_a_schema_that_never_was(schema: str) -> None:
+    (problem,) = problems_of(with_lines(schema=schema))
+    assert problem.startswith("job.yaml:6: schema: ")
+    assert problem.endswith(" is not allowed; allowed: 1")

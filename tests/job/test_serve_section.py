@@ -111,6 +111,13 @@ PROBLEMS = [
     ),
     ("serve: {tool_parser: lama3}\n", 5, "did you mean 'llama3'?"),
     ("serve: {precision: fp4}\n", 5, "allowed: bf16, fp8, fp32"),
+    (
+        "serve: {backend: flash3}\n",
+        5,
+        "serve.backend: 'flash3' was removed, because nothing ever ran it on a GPU; allowed: auto, torch, triton",
+    ),
+    ("serve: {backend: flashinfer}\n", 5, "serve.backend: 'flashinfer' was removed, because nothing ever ran it"),
+    ("serve: {backend: tritn}\n", 5, "serve.backend: 'tritn' is not allowed; allowed: auto, torch, triton; did you"),
     ("serve: {api_keys: 'my key'}\n", 5, "'my key' is not the name of an environment variable"),
     ("serve: {served_name: ' '}\n", 5, "it is empty; write the name that clients call the model by"),
     ("serve:\n  adapters: {sql: nowhere}\n", 6, "'nowhere' holds no adapter (adapter_config.json is missing)"),

@@ -9,7 +9,8 @@ import pytest
 from counting import counting_job, start, wait_for_state
 from waiting import wait_until
 
-from craton.agent import LaunchError, read_launch
+from craton.agent import LaunchError, LaunchSchemaError, read_launch
+from craton.job import SchemaError
 from craton.orchestration import RunStateError
 from craton.orchestration.start import kill_run, stop_run
 from craton.orchestration.start.runs import draft_resume, resume_run, resumed_job
@@ -67,3 +68,16 @@ def test_an_empty_secret_and_a_torn_job_file_are_refused_with_the_remedy(root: P
     wait_until(run.secret_path.exists)
     assert len(run.secret_path.read_bytes()) == 64
     assert run.secret_path.read_bytes() != secret
+
+
+def test_files_of_a_newer_craton_are_refused_and_stay_as_they_are(root: Path) -> None:
+    run = stopped_run(root)
+    job, launch = run.job_path.read_text(), run.launch_path.read_text()
+    run.launch_path.write_text(newer := launch.replace('"schema": 1', '"schema": 2'))
+    with pytest.raises(LaunchSchemaError, match="schema 2 is newer than schema 1"):
+        draft_resume(run, resumed_job(run))
+    assert run.launch_path.read_text() == newer
+    run.job_path.write_text(job.replace("schema: 1", "schema: 2"))
+    with pytest.raises(SchemaError, match="schema 2 is newer than schema 1") as caught:
+        resumed_job(run)
+    assert "torn" not in str(caught.value)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,24 @@ def test_a_kill_finds_what_a_rank_left_behind(root: Path) -> None:
     with subprocess.Popen(["sleep", "4322"], env=environment, start_new_session=True) as orphan:
         kill_run(run)
         assert orphan.wait(30) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("module", ["agent", "ml.fork_server", "ml.nursery"])  # the last: of runs of earlier versions
+def test_a_kill_finds_helpers_by_their_command(tmp_path: Path, module: str) -> None:
+    path = tmp_path / "craton" / f"{module.replace('.', '/')}.py"
+    path.parent.mkdir(parents=True)
+    for package in {tmp_path / "craton", path.parent}:
+        (package / "__init__.py").touch()
+    path.write_text("print('up', flush=True)\nimport time\ntime.sleep(3600)\n")
+    run = RunDirectory(tmp_path / "runs" / "mine")
+    command = [sys.executable, "-m", f"craton.{module}", str(run.path)]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+            assert local._families(run, ()) == [process.pid]
+        finally:
+            process.kill()
 
 
 def test_a_rank_that_fails_fails_the_run_with_its_last_words(root: Path) -> None:

@@ -39,9 +39,11 @@ def heal(
         typer.Option(metavar="FILE", help="What `craton doctor NODES --json` printed.", show_default=False),
     ] = None,
     undo: Annotated[
-        str | None, typer.Option(metavar="ID", help="Undo a deed by its number.", show_default=False)
+        str | None, typer.Option(metavar="ID", help="Undo an action by its number.", show_default=False)
     ] = None,
-    history: Annotated[bool, typer.Option("--history", help="Show the ledger: incidents, deeds, lemons.")] = False,
+    history: Annotated[
+        bool, typer.Option("--history", help="Show the ledger: incidents, actions, repeat offenders.")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")] = False,
     every: Annotated[str, typer.Option(metavar="TIME", help="Between two looks of --watch.")] = "60s",
     prometheus: Annotated[
@@ -56,12 +58,12 @@ def heal(
     from craton.cli.views import heal as heal_view
     from craton.cli.views.live import make_console
     from craton.observability.healing import place_of
-    from craton.observability.healing import undo as undo_deed
+    from craton.observability.healing import undo as undo_action
 
     console = make_console(as_json)
     place = place_of(target)
     if undo is not None:
-        done = undo_deed(place, undo)
+        done = undo_action(place, undo)
         print(json.dumps({"undone": undo, "done": done})) if as_json else console.print("; ".join(done), markup=False)
         return
     if history:

@@ -38,6 +38,9 @@ def node(
     fsx: Annotated[
         str, typer.Option(metavar="off|auto|ID,...", help="FSx file systems to ask CloudWatch about.")
     ] = "off",
+    node_exporter: Annotated[
+        str, typer.Option(metavar="off|URL", help="Leave out what a node_exporter there serves already.")
+    ] = "http://127.0.0.1:9100/metrics",
     once: Annotated[bool, typer.Option("--once", help="Print one scrape and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print where it serves, or the scrape, as JSON.")] = False,
 ) -> None:
@@ -48,12 +51,13 @@ def node(
 
     from craton.errors import CratonError
     from craton.infrastructure.probes import NodeRoot
-    from craton.observability.exporter import ExporterServer, NodeExporter, cards_of, fsx_bridge
+    from craton.observability.exporter import ExporterServer, NodeExporter, cards_of, find_duplicates, fsx_bridge
 
     if not root.is_dir():
         raise CratonError(f"--root {root} is no folder: give /, the folder a node is mounted at, or an image")
     at = NodeRoot(root.absolute())
     bridge = fsx_bridge(fsx, at)
+    duplicates = find_duplicates("off" if at.is_recorded else node_exporter)  # here is not where an image is from
     exporter = NodeExporter(
         at,
         node=name or "",
@@ -61,16 +65,22 @@ def node(
         runs_folder=runs,
         open_cards=cards_of(at, nvml),
         more=[bridge] if bridge else [],
+        duplicates=duplicates,
     )
+    if duplicates is not None:
+        duplicates.wait_first()
     if once:
         text = exporter.scrape()
         print(json.dumps({"node": exporter.node, "metrics": text}) if as_json else text, end="\n" if as_json else "")
         exporter.close()
         return
     server = ExporterServer(exporter, listen, port)
-    told = {"node": exporter.node, "url": server.url}
-    message = json.dumps(told) if as_json else f"metrics of {exporter.node} at {server.url}"
-    print(message, flush=True)
+    left_out = sorted(duplicates.names) if duplicates is not None else []
+    if as_json:
+        print(json.dumps({"node": exporter.node, "url": server.url, "left_out": left_out}), flush=True)
+    else:
+        without = f", without {len(left_out)} families that {node_exporter} serves" if left_out else ""
+        print(f"metrics of {exporter.node} at {server.url}{without}", flush=True)
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     signal.signal(signal.SIGINT, lambda *_: ended.set())

@@ -19,7 +19,7 @@ from rich.text import Text
 from craton.errors import CratonError
 from craton.job.document import parse_seconds, parse_share
 from craton.nearest import did_you_mean
-from craton.observability.healing import MODES, Healing, Ledger, heal, lemons, look, read_report
+from craton.observability.healing import MODES, Healing, Ledger, heal, look, read_report, repeat_offenders
 
 if TYPE_CHECKING:
     from craton.observability.healing import Decision, HealingScope
@@ -77,17 +77,17 @@ def one_pass(
     as_json: bool,
 ) -> Healing:
     notes: list[str] = []
-    troubles = [] if options.mode == "off" else look(place, prometheus, notes)
-    troubles += read_report(report, notes) if report is not None and options.mode != "off" else []
+    issues = [] if options.mode == "off" else look(place, prometheus, notes)
+    issues += read_report(report, notes) if report is not None and options.mode != "off" else []
     if node is not None:
-        troubles = [trouble for trouble in troubles if trouble.node == node]
+        issues = [issue for issue in issues if issue.node == node]
 
     def approve(wanted: Sequence[Decision]) -> bool:
         for item in wanted:
-            console.print(f"{item.node}: {_deed(item)} ({item.reason})", markup=False, soft_wrap=True)
+            console.print(f"{item.node}: {_describe_action(item)} ({item.reason})", markup=False, soft_wrap=True)
         return typer.confirm(f"{len(wanted)} node{'s' if len(wanted) > 1 else ''}: do it?")
 
-    healing = heal(place, troubles, options.mode, options.share, approve if options.asks else None, node)
+    healing = heal(place, issues, options.mode, options.share, approve if options.asks else None, node)
     notes += healing.notes
     if as_json:
         print(json.dumps({**healing.to_json(), "notes": notes}), flush=True)
@@ -130,7 +130,7 @@ def show(healing: Healing, console: Console, notes: Sequence[str] = ()) -> None:
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for column in ("NODE", "NEEDS", "WHY", "WHAT HAPPENS"):
             table.add_column(column, no_wrap=column in ("NODE", "NEEDS"), overflow="fold")
-        numbers = {entry.node: entry.id for entry in healing.deeds}
+        numbers = {entry.node: entry.id for entry in healing.actions}
         for item in healing.decisions:
             happens = _happens(item, healing, numbers.get(item.node))
             needs = f"{item.escalated_from} → {item.action}" if item.escalated_from else item.action
@@ -144,14 +144,14 @@ def show(healing: Healing, console: Console, notes: Sequence[str] = ()) -> None:
         console.print(failure, style="red", markup=False, soft_wrap=True)
     for note in notes:
         console.print(f"  ({note})", markup=False, soft_wrap=True, highlight=False)
-    if healing.mode == "advise" and any(decision.deed != "none" for decision in healing.decisions):
+    if healing.mode == "advise" and any(decision.node_action != "none" for decision in healing.decisions):
         console.print("nothing was done: `--mode act` does it", style="dim", markup=False)
 
 
 def show_history(place: HealingScope, console: Console, as_json: bool) -> None:
     ledger = Ledger(place.root)
     entries = ledger.entries()
-    worst = lemons(entries, time.time())
+    worst = repeat_offenders(entries, time.time())
     if as_json:
         print(
             json.dumps({"ledger": str(ledger.path), "entries": [asdict(entry) for entry in entries], "lemons": worst})
@@ -169,25 +169,25 @@ def show_history(place: HealingScope, console: Console, as_json: bool) -> None:
         table.add_row(when, item.node, kind, item.id, item.action, item.run, Text(item.text))
     console.print(table, highlight=False)
     for node, count in worst.items():
-        console.print(f"{node}: in trouble {count} time{'s' if count > 1 else ''}", markup=False)
+        console.print(f"{node}: had issues {count} time{'s' if count > 1 else ''}", markup=False)
 
 
 def _happens(decision: Decision, healing: Healing, number: str | None) -> str:
     """What is done about a node; of what was to be done and was not, that."""
-    if decision.deed == "none":
+    if decision.node_action == "none":
         return decision.why_not or _left(decision)
     if healing.mode == "advise":
-        return _deed(decision)
+        return _describe_action(decision)
     if number is not None:
-        return f"{_deed(decision)} (done, `--undo {number}`)"
+        return f"{_describe_action(decision)} (done, `--undo {number}`)"
     has_failed = any(failure.startswith(f"{decision.node}: ") for failure in healing.failures)
     return "failed: see below" if has_failed else "was not done"
 
 
-def _deed(decision: Decision) -> str:
-    if decision.deed == "hand_over":
+def _describe_action(decision: Decision) -> str:
+    if decision.node_action == "hand_over":
         return f"is handed over to be {'replaced' if decision.action == 'replace' else 'rebooted'}"
-    if decision.deed == "move":
+    if decision.node_action == "move":
         return f"is out of service already, {', '.join(decision.runs)} move off it"
     moving = (
         f", {', '.join(decision.runs)} move{'s' if len(decision.runs) == 1 else ''} off it" if decision.runs else ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, model_validator
 
@@ -26,7 +26,7 @@ from craton.nearest import did_you_mean
 
 ServedPrecision = Literal["bf16", "fp8", "fp32"]
 KvPrecision = Literal["auto", "fp8"]
-AttentionBackend = Literal["auto", "torch", "triton", "flashinfer", "flash3"]
+AttentionBackend = Literal["auto", "torch", "triton"]
 ToolParser = Literal["auto", "off", "llama3", "hermes", "qwen3", "qwen3-coder"]
 ReasoningParser = Literal["off", "think"]
 
@@ -34,6 +34,8 @@ DEFAULT_RUNNING = 256  # requests computed together, where `max_running` is auto
 DEFAULT_LENGTH = 4096  # tokens of prompt and answer, where neither `max_length` nor the model says
 DEFAULT_CHUNK_TOKENS = 2048  # tokens of a step, where `chunk_tokens` is auto
 ADAPTER_CONFIG = "adapter_config.json"  # what makes a folder one of an adapter, as PEFT writes it
+
+REMOVED_BACKENDS = ("flash3", "flashinfer")  # of attention, until November 2026
 
 # What a layout may say of training and not of a server, and what to do instead.
 NOT_OF_A_SERVER = {
@@ -71,6 +73,15 @@ def _parse_host(value: object) -> str:
 def _parse_served_name(value: object) -> object:
     if isinstance(value, str) and not value.strip():
         raise ValueError("it is empty; write the name that clients call the model by, or leave it out")
+    return value
+
+
+def _parse_backend(value: object) -> object:
+    if value in REMOVED_BACKENDS:
+        raise ValueError(
+            f"{value!r} was removed, because nothing ever ran it on a GPU; allowed: "
+            + ", ".join(get_args(AttentionBackend))
+        )
     return value
 
 
@@ -132,7 +143,7 @@ class Serve(Section):
     adapters: Annotated[dict[str, str], BeforeValidator(_parse_adapters)] = Field(default_factory=dict)
     max_adapters: Annotated[int | None, PlainValidator(_auto_or(whole_number(0)))] = None  # auto: those named
     max_adapter_rank: Auto = None  # auto: the largest of those named
-    backend: AttentionBackend = "auto"
+    backend: Annotated[AttentionBackend, BeforeValidator(_parse_backend)] = "auto"
     tool_parser: ToolParser = "auto"
     reasoning_parser: ReasoningParser = "off"
     api_keys: Variable | None = None  # whose value in the caller's environment holds them, separated by commas

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from craton.errors import CratonError
+
+AttentionBackendName = Literal["auto", "torch", "triton"]
 
 
 class ServingError(CratonError):
@@ -29,7 +31,7 @@ class EngineSettings:
     memory: float = 0.9  # share of the device's memory that the engine may fill
     host_bytes: int = 0  # of host memory for blocks that had to leave the device
     kv_precision: Literal["auto", "fp8"] = "auto"
-    backend: Literal["auto", "torch", "triton", "flash3", "flashinfer"] = "auto"
+    backend: AttentionBackendName = "auto"
     graphs: Literal["auto", "always", "never"] = "auto"  # on a GPU; always: the same steps, as they are, elsewhere too
     draft_tokens: int = 0  # guessed by looking up n-grams in the text; 0: none
     adapters: Mapping[str, str] = field(default_factory=dict)  # name → folder
@@ -42,5 +44,7 @@ class EngineSettings:
         for name, least in limits.items():
             if getattr(self, name) < least:
                 raise ServingError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        if self.backend not in get_args(AttentionBackendName):
+            raise ServingError(f"backend is {self.backend!r}; allowed: {', '.join(get_args(AttentionBackendName))}")
         if not 0 < self.memory < 1:
             raise ServingError(f"memory is {self.memory}; it is a share of the device's memory, between 0 and 1")

@@ -12,6 +12,7 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.observability.exporter.dcgm import dcgm_counters
+    from craton.observability.exporter.duplicates import find_duplicates
     from craton.observability.exporter.families import FAMILIES
     from craton.observability.exporter.filesystem import SHARED_KINDS
     from craton.observability.exporter.fsx import fsx_bridge

@@ -16,6 +16,7 @@ from craton.infrastructure.probes import NodeRoot
 from craton.limits import explain, raise_file_limit
 from craton.observability.exporter.collector import Collector, Team
 from craton.observability.exporter.drives import DriveCollector
+from craton.observability.exporter.duplicates import DuplicateFamilies
 from craton.observability.exporter.exposition import CONTENT_TYPE, Page, Sample
 from craton.observability.exporter.fabric import FabricCollector
 from craton.observability.exporter.filesystem import FilesystemCollector
@@ -40,7 +41,8 @@ GZIP_LEVEL = 1  # a tenth of the bytes for a few milliseconds; higher levels cos
 
 
 class NodeExporter:
-    """Everything about one node as Prometheus reads it. `open_cards` is how the driver is reached; None: not at all."""
+    """Everything about one node as Prometheus reads it, without what `duplicates` has found elsewhere on the node.
+    `open_cards` is how the driver is reached; None: not at all."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class NodeExporter:
         runs_folder: Path | None = None,
         open_cards: Callable[[], Cards] | None = None,
         more: Sequence[Collector] = (),
+        duplicates: DuplicateFamilies | None = None,
     ) -> None:
         host = host_name(root)
         self.node = node or host
@@ -71,6 +74,7 @@ class NodeExporter:
             ]
         )
         self._page = Page(self.node, leaf)
+        self._duplicates = duplicates
         self._lock = threading.Lock()  # of two scrapers the second waits: collectors remember what they saw last
         self._scrape_seconds = 0.0
 
@@ -83,12 +87,17 @@ class NodeExporter:
             ]
             now = time.time()
             collected = list(self._team.collect(now))
-            text = self._page.text([*collected, *self._xids.wishes(collected, now), *own])
+            samples = [*collected, *self._xids.wishes(collected, now), *own]
+            if self._duplicates is not None and (left_out := self._duplicates.names):
+                samples = [sample for sample in samples if sample[0] not in left_out]
+            text = self._page.text(samples)
             self._scrape_seconds = time.perf_counter() - began
             return text
 
     def close(self) -> None:
         self._team.close()
+        if self._duplicates is not None:
+            self._duplicates.close()
 
 
 class ExporterServer:

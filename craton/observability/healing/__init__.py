@@ -1,6 +1,6 @@
 """`craton heal`: what ails the nodes of a cluster, what is to be done about it, doing it within limits, and undoing it.
 
-`decide` is pure: troubles, nodes and the ledger of lemons in, one decision a node out. `heal` looks, decides and acts.
+`decide` is pure: issues, nodes and the ledger in, one decision a node out. `heal` looks, decides and acts.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.observability.healing.acting import MODES, Healing, heal, undo
-    from craton.observability.healing.ledger import Ledger, lemons
+    from craton.observability.healing.actions import MODES, Healing, heal, undo
+    from craton.observability.healing.ledger import Ledger, repeat_offenders
     from craton.observability.healing.places import HealingScope, look, place_of, read_report
     from craton.observability.healing.policy import Decision
 else:

@@ -1,4 +1,4 @@
-"""The ledger of lemons: what ailed which node, what was done about it, and what was undone. RUNS/heal.jsonl.
+"""RUNS/heal.jsonl, the ledger of incidents and actions: what ailed which node, what was done about it, what was undone.
 
 One line an entry, appended by one writer at a time; a torn line is skipped. Whoever acts holds the lock from looking at
 the cluster to having acted, so two that heal the same cluster cannot both take the last node that may go.
@@ -19,12 +19,12 @@ from typing import Any, Literal, NamedTuple
 
 from craton.errors import CratonError
 from craton.infrastructure.probes import HEALTH_ACTIONS
-from craton.observability.healing.troubles import Trouble, rules
+from craton.observability.healing.issues import Issue, rules
 from craton.telemetry.files import LineWriter, read_lines
 
 LEDGER_FILE, LOCK_FILE = "heal.jsonl", ".heal.lock"
 EntryKind = Literal["incident", "take_out", "hand_over", "move", "undo", "failed"]
-NODE_DEEDS: tuple[EntryKind, ...] = ("take_out", "hand_over", "move")
+NODE_ACTIONS: tuple[EntryKind, ...] = ("take_out", "hand_over", "move")
 SAME_EVENT_SECONDS = 120.0  # two who read a log at different times tell an event's moment a little differently
 
 
@@ -34,12 +34,12 @@ class LedgerError(CratonError):
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One line: an incident, a deed or its undoing."""
+    """One line: an incident, an action or its undoing."""
 
     time: float
     kind: EntryKind
     node: str
-    id: str = ""  # of the deed, by which it is undone
+    id: str = ""  # of the action, by which it is undone
     cluster: str = ""
     run: str = ""
     action: str = ""  # of HEALTH_ACTIONS
@@ -104,7 +104,7 @@ class Ledger:
             os.close(descriptor)
 
     def append(self, entries: Sequence[LedgerEntry]) -> None:
-        """LedgerError where they are lost: a deed that nobody remembers could not be undone."""
+        """LedgerError where they are lost: an action that nobody remembers could not be undone."""
         writer = LineWriter(self.path)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -136,17 +136,17 @@ def fresh_incidents(entries: Sequence[LedgerEntry], seen: Iterable[tuple[LedgerE
     ]
 
 
-def pause_between(trouble: Trouble) -> float:
-    """Seconds after which a trouble that lasts is written down again: often enough that it stays one episode, and what
+def pause_between(issue: Issue) -> float:
+    """Seconds after which an issue that lasts is written down again: often enough that it stays one episode, and what
     is to be seen in several looks as often as they count."""
-    return rules().look_seconds if trouble.is_sample else rules().episode_seconds / 2
+    return rules().look_seconds if issue.is_sample else rules().episode_seconds / 2
 
 
-def num_looks(entries: Sequence[LedgerEntry], trouble: Trouble, now: float) -> int:
-    """In how many looks of late a trouble was seen, this one included; those before an undo do not count."""
-    since = max(now - rules().looks_seconds, last_undo(entries, trouble.node))
+def num_looks(entries: Sequence[LedgerEntry], issue: Issue, now: float) -> int:
+    """In how many looks of late an issue was seen, this one included; those before an undo do not count."""
+    since = max(now - rules().looks_seconds, last_undo(entries, issue.node))
     moments = [
-        entry.time for entry in entries if entry.kind == "incident" and _is_of(entry, trouble) and entry.time > since
+        entry.time for entry in entries if entry.kind == "incident" and _is_of(entry, issue) and entry.time > since
     ]
     return len(moments) + (not moments or now - max(moments) >= rules().look_seconds)
 
@@ -155,37 +155,37 @@ def last_undo(entries: Iterable[LedgerEntry], node: str) -> float:
     return max((entry.time for entry in entries if entry.kind == "undo" and entry.node == node), default=0.0)
 
 
-def is_answered(entries: Sequence[LedgerEntry], trouble: Trouble, now: float) -> bool:
+def is_answered(entries: Sequence[LedgerEntry], issue: Issue, now: float) -> bool:
     """Whether somebody gave the node back in spite of it: it is older than that, or the state that was known then."""
-    if trouble.moment is not None:
-        return trouble.moment <= last_undo(entries, trouble.node)
+    if issue.moment is not None:
+        return issue.moment <= last_undo(entries, issue.node)
     return any(
-        entry.kind == "undo" and _is_of(entry, trouble) and now - entry.time <= rules().undone_seconds
+        entry.kind == "undo" and _is_of(entry, issue) and now - entry.time <= rules().undone_seconds
         for entry in entries
     )
 
 
-def earlier_episodes(entries: Sequence[LedgerEntry], trouble: Trouble, now: float) -> int:
+def earlier_episodes(entries: Sequence[LedgerEntry], issue: Issue, now: float) -> int:
     """How often a node had to be mended apart from what ails it now, in the time that counts."""
-    mine = Moment(now if trouble.moment is None else trouble.moment, trouble.run, trouble.moment is not None)
-    moments, undone = _moments(entries, trouble.node, now)
+    mine = Moment(now if issue.moment is None else issue.moment, issue.run, issue.moment is not None)
+    moments, undone = _moments(entries, issue.node, now)
     return _episodes(sorted([*moments, mine]), undone) - 1
 
 
-def other_runs_with(entries: Iterable[LedgerEntry], trouble: Trouble, now: float) -> set[str]:
+def other_runs_with(entries: Iterable[LedgerEntry], issue: Issue, now: float) -> set[str]:
     """Other runs in which the same card had the same kind of error."""
     return {
         entry.run
         for entry in entries
         if entry.kind == "incident"
-        and _is_of(entry, trouble)
-        and entry.run not in ("", trouble.run)
-        and not _is_near(entry.moment, trouble.moment or 0.0)
-        and now - entry.time <= rules().lemon_seconds
+        and _is_of(entry, issue)
+        and entry.run not in ("", issue.run)
+        and not _is_near(entry.moment, issue.moment or 0.0)
+        and now - entry.time <= rules().repeat_seconds
     }
 
 
-def lemons(entries: Sequence[LedgerEntry], now: float) -> dict[str, int]:
+def repeat_offenders(entries: Sequence[LedgerEntry], now: float) -> dict[str, int]:
     """Node → episodes, of those that had one; the worst first."""
     counts = {node: _episodes(*_moments(entries, node, now)) for node in {entry.node for entry in entries}}
     return {node: count for node, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if count}
@@ -202,7 +202,7 @@ class Moment(NamedTuple):
 def _moments(entries: Sequence[LedgerEntry], node: str, now: float) -> tuple[list[Moment], list[float]]:
     """The grave incidents of a node in the time that counts, and when it was given back."""
     mine = [entry for entry in entries if entry.node == node]
-    oldest = now - rules().lemon_seconds
+    oldest = now - rules().repeat_seconds
     grave = [entry for entry in mine if entry.kind == "incident" and _is_grave(entry.action) and entry.time >= oldest]
     moments = sorted(Moment(entry.moment or entry.time, entry.run, entry.moment > 0) for entry in grave)
     return moments, [entry.time for entry in mine if entry.kind == "undo"]
@@ -227,8 +227,8 @@ def _is_grave(action: str) -> bool:
     return action in HEALTH_ACTIONS[HEALTH_ACTIONS.index("reset") :]
 
 
-def _is_of(entry: LedgerEntry, trouble: Trouble) -> bool:
-    return (entry.node, entry.what, entry.device) == (trouble.node, trouble.what, trouble.device)
+def _is_of(entry: LedgerEntry, issue: Issue) -> bool:
+    return (entry.node, entry.what, entry.device) == (issue.node, issue.what, issue.device)
 
 
 def _is_one_event(one: LedgerEntry, other: LedgerEntry) -> bool:

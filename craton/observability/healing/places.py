@@ -16,8 +16,8 @@ from craton.job import load_job
 from craton.job.cluster import ClusterFile, SchedulerSettings, load_cluster
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect import chosen_run, take_snapshot
+from craton.observability.healing.issues import Issue, of_doctor, of_verdict, rules
 from craton.observability.healing.local import RunService
-from craton.observability.healing.troubles import Trouble, of_doctor, of_verdict, rules
 from craton.orchestration import NodeService, read_submission, service_of
 from craton.orchestration.changes import hosts_of, working_nodes
 from craton.orchestration.watching import MOVING, settled_summaries
@@ -69,22 +69,22 @@ def place_of(target: str | None) -> HealingScope:
     return _of_run(chosen_run(target))
 
 
-def look(place: HealingScope, prometheus: str | None = None, notes: list[str] | None = None) -> list[Trouble]:
+def look(place: HealingScope, prometheus: str | None = None, notes: list[str] | None = None) -> list[Issue]:
     """What ails the nodes, by the verdicts on the runs there and by what their pre-flight found."""
-    troubles: list[Trouble] = []
+    issues: list[Issue] = []
     told = notes if notes is not None else []
     for run, ended in [*((run, None) for run in place.runs), *place.ended]:
         try:
-            troubles += of_verdict(diagnose(take_snapshot(run, prometheus)), hosts_of(run), run.name, ended)
+            issues += of_verdict(diagnose(take_snapshot(run, prometheus)), hosts_of(run), run.name, ended)
             for path in paths_in(run.path / "preflight", "*.json"):
                 with open_regular(path) as file:
-                    troubles += _of_report(file, path, told)
+                    issues += _of_report(file, path, told)
         except Exception as error:  # noqa: BLE001 - whatever it is, it hides no other run, and it is told
             told.append(f"{run.name} could not be examined: {str(error) or type(error).__name__}")
-    return troubles
+    return issues
 
 
-def read_report(path: Path, notes: list[str] | None = None) -> list[Trouble]:
+def read_report(path: Path, notes: list[str] | None = None) -> list[Issue]:
     """What `craton doctor NODES --json` printed, saved."""
     try:
         with open(path, "rb") as file:
@@ -97,8 +97,8 @@ def read_report(path: Path, notes: list[str] | None = None) -> list[Trouble]:
         ) from None
 
 
-def _of_report(file: BinaryIO, path: Path, notes: list[str]) -> list[Trouble]:
-    """The troubles in a file that a doctor wrote, unless that was too long ago: nodes are mended meanwhile."""
+def _of_report(file: BinaryIO, path: Path, notes: list[str]) -> list[Issue]:
+    """The issues in a file that a doctor wrote, unless that was too long ago: nodes are mended meanwhile."""
     measured = os.fstat(file.fileno()).st_mtime
     document = json.loads(file.read(MAX_REPORT_BYTES))
     if not isinstance(document, dict):

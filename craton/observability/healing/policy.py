@@ -1,10 +1,10 @@
-"""What to do about the troubles of a cluster's nodes: pure, so that every rule can be tested without a cluster.
+"""What to do about the issues of a cluster's nodes: pure, so that every rule can be tested without a cluster.
 
-- The gravest trouble of a node decides: observe, restart, reset, reboot or replace.
+- The gravest issue of a node decides: observe, restart, reset, reboot or replace.
 - What may pass (a clock, a rate) is to be seen in several looks first. What somebody gave a node back in spite of is
   only watched, until something new happens.
-- A node that comes back with trouble is a lemon: each time one grade graver, from the third time on it is replaced. An
-  error that is usually the program's counts against the card when the same card has it under other runs.
+- A node that comes back with an issue is a repeat offender: each time one grade graver, from the third time on it is
+  replaced. An error that is usually the program's counts against the card when the same card has it under other runs.
 - reset and graver mean that the node leaves service. What can wait (a row to be remapped, whatever does not keep a run
   from doing well) waits until it is idle. A run that moves gives its nodes back only where there are enough others.
 - Never are more than the stated share of the nodes out, counting those that are out for any other reason. The gravest
@@ -21,12 +21,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 from craton.infrastructure.probes import HEALTH_ACTIONS, HealthAction
+from craton.observability.healing.issues import Issue, gravest, rules
 from craton.observability.healing.ledger import LedgerEntry, earlier_episodes, is_answered, num_looks, other_runs_with
-from craton.observability.healing.troubles import Trouble, gravest, rules
 from craton.orchestration import ServiceNode
 from craton.orchestration.changes import Evacuation
 
-Deed = Literal["none", "take_out", "move", "hand_over"]
+NodeAction = Literal["none", "take_out", "move", "hand_over"]
+JSON_NAMES = {"node_action": "deed", "issue": "trouble"}  # what `--json` calls them
 HANDED = "Action:"  # how the reason of a node begins that was handed over
 LEAVES: tuple[HealthAction, ...] = ("reset", "reboot", "replace")
 WAITS = ("requeue", "pod")  # ways in which a run gives all its nodes back and waits for others
@@ -38,26 +39,26 @@ class Decision:
 
     node: str
     action: HealthAction  # what it needs
-    deed: Deed  # what is done about it
+    node_action: NodeAction  # what is done about it
     reason: str  # why it needs that
     why_not: str = ""  # nothing is done although it needs it
     evidence: tuple[str, ...] = ()
     escalated_from: str = ""
     runs: tuple[str, ...] = ()  # that are to move
     mark: str = ""  # of who took it out, where it is out
-    trouble: Trouble | None = None
+    issue: Issue | None = None
 
     @property
     def is_held(self) -> bool:
         """Whether something should be done and is not."""
-        return bool(self.why_not) and self.deed == "none"
+        return bool(self.why_not) and self.node_action == "none"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {JSON_NAMES.get(name, name): value for name, value in asdict(self).items()}
 
 
 def decide(
-    troubles: Sequence[Trouble],
+    issues: Sequence[Issue],
     nodes: Sequence[ServiceNode],
     history: Sequence[LedgerEntry],
     now: float,
@@ -68,10 +69,10 @@ def decide(
     """One decision a node, the gravest first. `hands_over`: the actions for which a machine may be handed over;
     `runs_on`: how the runs that compute on a node would leave it."""
     known = {node.name: node for node in nodes}
-    needs = {name: _needed(name, _of(troubles, name), history, now) for name in dict.fromkeys(t.node for t in troubles)}
+    needs = {name: _needed(name, _of(issues, name), history, now) for name in dict.fromkeys(t.node for t in issues)}
     for node in nodes:
-        if deed := _open_deed(node, history):
-            needs[node.name] = _graver_of(needs.get(node.name), deed)
+        if entry := _open_action(node, history):
+            needs[node.name] = _graver_of(needs.get(node.name), entry)
     cluster = _Cluster(
         nodes=known,
         num_out=sum(node.is_out for node in nodes),
@@ -89,21 +90,21 @@ def decide(
         ours={(entry.node, entry.id) for entry in history if entry.kind == "take_out"},
     )
     found = [cluster.decide(need) for need in sorted(needs.values(), key=_urgency)]
-    return [item for item in found if item.trouble is not None or item.deed != "none" or item.why_not]
+    return [item for item in found if item.issue is not None or item.node_action != "none" or item.why_not]
 
 
-def most_out(total: int, share: float) -> int:
+def max_out(total: int, share: float) -> int:
     """How many nodes may be out at a time; 0.3 of 10 are 3 although 0.3 is a little less in binary."""
     return math.floor(total * share + 1e-9)
 
 
 def over_share(num_out: int, total: int, share: float) -> str:
     """Why one more may not go out, and what would let it; empty: it may."""
-    if num_out + 1 <= most_out(total, share):
+    if num_out + 1 <= max_out(total, share):
         return ""
     out = f"{num_out} of {total} nodes are out already" if num_out else f"one of {total} nodes"
     needed = math.ceil(100 * (num_out + 1) / total)
-    limit = f"no more than {100 * share:.3g} % of them ({most_out(total, share)}) may be out"
+    limit = f"no more than {100 * share:.3g} % of them ({max_out(total, share)}) may be out"
     return f"{out}, and {limit}; `--share {needed}%`, or `health: {{share: {needed}%}}` in the cluster file, allows it"
 
 
@@ -114,17 +115,17 @@ class _Need:
     reason: str
     evidence: tuple[str, ...] = ()
     escalated_from: str = ""
-    trouble: Trouble | None = None  # None: it was taken out before, and nothing is seen of it now
+    issue: Issue | None = None  # None: it was taken out before, and nothing is seen of it now
     is_urgent: bool = True  # of anything that the node leaves for, not only of the gravest
     stops_run: bool = False
 
 
-def _needed(node: str, troubles: Sequence[Trouble], history: Sequence[LedgerEntry], now: float) -> _Need:
-    table, stops_run = rules(), any(each.stops_run for each in troubles)
-    evidence = tuple(dict.fromkeys(element.evidence for element in troubles))
-    open_ones = [trouble for trouble in troubles if not is_answered(history, trouble, now)]
+def _needed(node: str, issues: Sequence[Issue], history: Sequence[LedgerEntry], now: float) -> _Need:
+    table, stops_run = rules(), any(each.stops_run for each in issues)
+    evidence = tuple(dict.fromkeys(element.evidence for element in issues))
+    open_ones = [issue for issue in issues if not is_answered(history, issue, now)]
     if not open_ones:
-        first = gravest(troubles)
+        first = gravest(issues)
         reason = f"{first.evidence}; the node was given back since, and nothing new has happened"
         return _Need(node, "observe", reason, evidence, "", first, stops_run=stops_run)
     settled = [open_one for open_one in open_ones if not _doubt(open_one, history, now)]
@@ -140,7 +141,7 @@ def _needed(node: str, troubles: Sequence[Trouble], history: Sequence[LedgerEntr
         if earlier:
             before = first.action if action != first.action else ""
             times = "once" if earlier == 1 else f"{earlier} times"
-            reason += f"; it was in trouble {times} before in {table.lemon_seconds / 86400:.0f} days"
+            reason += f"; it had issues {times} before in {table.repeat_seconds / 86400:.0f} days"
     elif first.device and first.run:
         others = other_runs_with(history, first, now)
         if len(others) + 1 >= table.same_card_runs:
@@ -150,30 +151,30 @@ def _needed(node: str, troubles: Sequence[Trouble], history: Sequence[LedgerEntr
     return _Need(node, action, reason, evidence, before, first, is_urgent, stops_run)
 
 
-def _doubt(trouble: Trouble, history: Sequence[LedgerEntry], now: float) -> str:
-    """Why a trouble is no reason yet to touch a node; empty: it is one."""
+def _doubt(issue: Issue, history: Sequence[LedgerEntry], now: float) -> str:
+    """Why an issue is no reason yet to touch a node; empty: it is one."""
     table = rules()
-    if trouble.confidence < table.least_confidence:
-        return f"it is not sure enough ({trouble.confidence:.0%}) to touch the node"
-    if not trouble.is_sample or trouble.action not in LEAVES:
+    if issue.confidence < table.min_confidence:
+        return f"it is not sure enough ({issue.confidence:.0%}) to touch the node"
+    if not issue.is_sample or issue.action not in LEAVES:
         return ""
-    looks, apart = num_looks(history, trouble, now), f"{table.look_seconds / 60:.0f} minutes apart"
+    looks, apart = num_looks(history, issue, now), f"{table.look_seconds / 60:.0f} minutes apart"
     return "" if looks >= table.looks else f"it may pass: seen in {looks} of {table.looks} looks, {apart}"
 
 
-def _open_deed(node: ServiceNode, history: Sequence[LedgerEntry]) -> LedgerEntry | None:
+def _open_action(node: ServiceNode, history: Sequence[LedgerEntry]) -> LedgerEntry | None:
     """What the ledger has of our taking the node out, where it is still out by that."""
-    deeds = [item for item in history if item.kind == "take_out" and (item.node, item.id) == (node.name, node.mark)]
-    return deeds[-1] if deeds and node.is_out and deeds[-1].action in LEAVES else None
+    actions = [item for item in history if item.kind == "take_out" and (item.node, item.id) == (node.name, node.mark)]
+    return actions[-1] if actions and node.is_out and actions[-1].action in LEAVES else None
 
 
-def _graver_of(need: _Need | None, deed: LedgerEntry) -> _Need:
-    action = cast(HealthAction, deed.action)
+def _graver_of(need: _Need | None, entry: LedgerEntry) -> _Need:
+    action = cast(HealthAction, entry.action)
     if need is None:
-        return _Need(deed.node, action, deed.text)
+        return _Need(entry.node, action, entry.text)
     if HEALTH_ACTIONS.index(need.action) >= HEALTH_ACTIONS.index(action):
         return need
-    return replace(need, action=action, reason=deed.text)
+    return replace(need, action=action, reason=entry.text)
 
 
 def _is_leaving(need: _Need | None) -> bool:
@@ -181,7 +182,7 @@ def _is_leaving(need: _Need | None) -> bool:
 
 
 def _graver(action: HealthAction, earlier: int) -> HealthAction:
-    if earlier >= rules().lemon_incidents:
+    if earlier >= rules().repeat_incidents:
         return "replace"
     return HEALTH_ACTIONS[min(HEALTH_ACTIONS.index(action) + earlier, len(HEALTH_ACTIONS) - 1)]
 
@@ -192,7 +193,7 @@ class _Cluster:
 
     nodes: Mapping[str, ServiceNode]
     num_out: int
-    num_idle: int  # in service, and in no trouble
+    num_idle: int  # in service, and without issues
     share: float
     hands_over: Collection[str]
     runs_on: Mapping[str, Sequence[Evacuation]]
@@ -201,31 +202,31 @@ class _Cluster:
 
     def decide(self, need: _Need) -> Decision:
         node, ways = self.nodes.get(need.node), self.runs_on.get(need.node, ())
-        deed, why_not = self._deed(need, node, ways)
-        if deed == "take_out":
+        node_action, why_not = self._node_action(need, node, ways)
+        if node_action == "take_out":
             self.num_out += 1
-        if deed in ("take_out", "move") and any(way.how in WAITS for way in ways):
+        if node_action in ("take_out", "move") and any(way.how in WAITS for way in ways):
             self.num_idle -= 1
         return Decision(
             need.node,
             need.action,
-            deed,
+            node_action,
             need.reason,
             why_not,
             need.evidence,
             need.escalated_from,
-            tuple(way.run for way in ways) if deed in ("take_out", "move") else (),
+            tuple(way.run for way in ways) if node_action in ("take_out", "move") else (),
             node.mark if node is not None else "",
-            need.trouble,
+            need.issue,
         )
 
-    def _deed(self, need: _Need, node: ServiceNode | None, ways: Sequence[Evacuation]) -> tuple[Deed, str]:
+    def _node_action(self, need: _Need, node: ServiceNode | None, ways: Sequence[Evacuation]) -> tuple[NodeAction, str]:
         if need.action not in LEAVES:
             return "none", ""
         if node is None:
             return "none", f"the scheduler has no {need.node} here: of another partition, powered down or gone"
         if node.is_out:
-            return self._deed_of_out(need, node, ways) if node.mark else ("none", "")
+            return self._action_of_out(need, node, ways) if node.mark else ("none", "")
         if node.is_busy and not need.is_urgent:
             return "none", "it can wait until nothing runs there"
         if why_not := over_share(self.num_out, len(self.nodes), self.share):
@@ -234,7 +235,7 @@ class _Cluster:
             return "none", why_not
         return "take_out", ""
 
-    def _deed_of_out(self, need: _Need, node: ServiceNode, ways: Sequence[Evacuation]) -> tuple[Deed, str]:
+    def _action_of_out(self, need: _Need, node: ServiceNode, ways: Sequence[Evacuation]) -> tuple[NodeAction, str]:
         if ways:
             if all((way.run, node.name) in self.moved for way in ways):
                 return "none", ""
@@ -267,10 +268,10 @@ class _Cluster:
 
 
 def _urgency(need: _Need) -> tuple[int, bool, float, str]:
-    trouble = need.trouble
-    grade, confidence = -HEALTH_ACTIONS.index(need.action), trouble.confidence if trouble else 1.0
+    issue = need.issue
+    grade, confidence = -HEALTH_ACTIONS.index(need.action), issue.confidence if issue else 1.0
     return grade, not need.is_urgent, -confidence, need.node
 
 
-def _of(troubles: Sequence[Trouble], node: str) -> list[Trouble]:
-    return [trouble for trouble in troubles if trouble.node == node]
+def _of(issues: Sequence[Issue], node: str) -> list[Issue]:
+    return [issue for issue in issues if issue.node == node]

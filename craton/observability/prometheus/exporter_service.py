@@ -49,10 +49,12 @@ def exporter_daemons(cluster: ClusterFile, monitored: MonitoredCluster, runs: st
             "--listen=$(ADDRESS)",
             f"--port={PORT}",
             "--name=$(NODE)",
+            f"--node-exporter=http://$(HOST):{EXPORTERS['node']}/metrics",
             *([f"--runs={place}"] if runs else []),
         ],
         "env": [
             {"name": "ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}},
             {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
             {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"},  # it looks at all cards and asks for none
             {"name": "NVIDIA_DRIVER_CAPABILITIES", "value": "utility"},

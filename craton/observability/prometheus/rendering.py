@@ -203,8 +203,9 @@ def _daemons_lines(cluster: ClusterFile | None) -> list[str]:
         "which must have `craton[observe]` in it. It has the node's root to read, no token, and takes no card, but it",
         "is privileged, for only so may a container read /dev/kmsg and ask drives: its namespace must allow that.",
         "Where NVIDIA's is not the default runtime of containers, add `runtimeClassName: nvidia`. Beside dcgm-exporter",
-        "and node_exporter it adds runs, ranks, XIDs and EFA; what both serve is there twice, under two jobs. Without",
-        "the operator, `kubectl apply` this file alone.",
+        "and node_exporter it adds runs, ranks, XIDs and EFA. It leaves out what a node_exporter on its node serves;",
+        "what dcgm-exporter serves is there twice, under two jobs. Without the operator, `kubectl apply` this file",
+        "alone.",
     ]
 
 
@@ -217,8 +218,8 @@ def _unit_lines() -> list[str]:
         "",
         f"Craton is looked for at {PROGRAM}, where provisioned nodes have it; GPUs need `craton[observe]`",
         f"there. It listens on all addresses, without a password: let no other network reach port {PORT}. Beside",
-        "dcgm-exporter and node_exporter it adds runs, ranks, XIDs and EFA; what both serve is there twice, under two",
-        "jobs.",
+        "dcgm-exporter and node_exporter it adds runs, ranks, XIDs and EFA. It leaves out what a node_exporter on its",
+        "node serves; what dcgm-exporter serves is there twice, under two jobs.",
     ]
 
 

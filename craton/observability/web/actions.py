@@ -90,7 +90,7 @@ def healed(healing: Mapping[str, Any], run_name: str) -> ActionOutcome:
     if not decisions and not failures:
         return ActionOutcome(True, "no node needs anything")
     message = "; ".join([*failures, *map(_need, decisions)])
-    numbers = list(dict.fromkeys(str(deed["id"]) for deed in healing.get("deeds") or ()))
+    numbers = list(dict.fromkeys(str(action["id"]) for action in healing.get("deeds") or ()))
     if numbers:
         undoing = ", ".join(f"`craton heal {run_name} --undo {number}`" for number in numbers)
         message = f"{len(numbers)} done, to be undone by {undoing}; {message}"

@@ -11,10 +11,10 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from craton.agent import Launch
+from craton.agent import Launch, launch_text
 from craton.digits import counted
 from craton.infrastructure import resolve_cluster, visible_accelerators
 from craton.job import TRAINING_KINDS, FaultError, Job, dump_job
@@ -71,7 +71,7 @@ class Draft:
         if self.serving is not None:
             texts["plan.json"] = json.dumps(serving_to_json(self.serving), indent=1) + "\n"
         texts |= {f"plans/{size.num_nodes}.json": plan_text(size.plan) for size in self.sizes if size.plan}
-        texts["launch.json"] = json.dumps(asdict(self.launch), indent=1) + "\n"
+        texts["launch.json"] = launch_text(self.launch)
         return texts
 
 

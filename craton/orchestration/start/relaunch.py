@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from craton.agent import Launch, LaunchError, newest_generation, next_number, read_launch
+from craton.agent import Launch, LaunchError, LaunchSchemaError, newest_generation, next_number, read_launch
 from craton.job import Job
 from craton.orchestration.draft import JOB_FOLDER, chaos_of, rank_command
 from craton.telemetry import RunDirectory
@@ -22,6 +22,8 @@ def last_launch(run: RunDirectory, job: Job) -> tuple[Launch, str]:
     """The last launch, and a note where it had to be rebuilt."""
     try:
         return read_launch(run), ""
+    except LaunchSchemaError:
+        raise
     except LaunchError:
         launch, note = rebuilt_launch(run, job)
         return launch, f"{run.launch_path} was torn or missing: rebuilt from job.yaml, generations and events{note}"

@@ -14,7 +14,7 @@ import yaml
 from craton.agent import next_number
 from craton.agent.coordination import check_secret
 from craton.agent.processes import free_port
-from craton.job import Job, JobError, dump_job, load_job, parse_job
+from craton.job import Job, JobError, SchemaError, dump_job, load_job, parse_job
 from craton.orchestration.backend import read_submission
 from craton.orchestration.backends import backend_of_run
 from craton.orchestration.changes import faults_left, resized_nodes
@@ -84,6 +84,8 @@ def resumed_job(run: RunDirectory, cluster: str | None = None, steps: int | None
     check_not_running(run)
     try:
         job = load_job(run.job_path)
+    except SchemaError:
+        raise
     except JobError as error:
         problems = "; ".join(str(error).splitlines())
         raise RunStateError(

@@ -11,7 +11,7 @@ from kubernetes_standin import StandIn
 
 from craton.job.cluster import SchedulerSettings
 from craton.observability.healing import HealingScope, heal, undo
-from craton.observability.healing.troubles import Trouble
+from craton.observability.healing.issues import Issue
 from craton.orchestration import service_of
 from craton.orchestration.backend import Submission, write_submission
 from craton.orchestration.changes import evacuate, hosts_of, plan_evacuation
@@ -67,15 +67,15 @@ def test_nodes_with_gpus_and_how_they_are(ten: StandIn) -> None:
 def test_cordoned_and_tainted_within_the_share_and_undone(ten: StandIn, tmp_path: Path) -> None:
     ten.objects["v1", "nodes", "", "n1"]["spec"]["taints"] = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]
     place = HealingScope("eks", service_of(KUBERNETES), (), tmp_path)
-    troubles = [Trouble(f"n{number}", "reboot", "xid", "XID 79") for number in (1, 2)]
-    found = heal(place, troubles, "act", 0.1)
-    (deed,) = found.deeds
-    assert (deed.node, [each.is_held for each in found.decisions]) == ("n1", [False, True])
+    issues = [Issue(f"n{number}", "reboot", "xid", "XID 79") for number in (1, 2)]
+    found = heal(place, issues, "act", 0.1)
+    (action,) = found.actions
+    assert (action.node, [each.is_held for each in found.decisions]) == ("n1", [False, True])
     spec = node_of(ten, "n1")["spec"]
     assert spec["unschedulable"] is True
-    assert spec["taints"][1:] == [{"key": TAINT, "value": deed.id, "effect": "NoSchedule"}]
+    assert spec["taints"][1:] == [{"key": TAINT, "value": action.id, "effect": "NoSchedule"}]
     assert "unschedulable" not in node_of(ten, "n2")["spec"]
-    undo(place, deed.id)
+    undo(place, action.id)
     after = node_of(ten, "n1")
     assert after["spec"] == {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}
     assert after["metadata"]["annotations"] == {}
@@ -95,7 +95,7 @@ def test_what_is_out_already_is_not_taken_over_and_only_its_own_mark_gives_it_ba
     assert service.give_back("gone", "ab12") == "Kubernetes has no node gone"
 
 
-def test_who_cordons_between_the_look_and_the_deed_keeps_the_node(ten: StandIn) -> None:
+def test_who_cordons_between_the_look_and_the_action_keeps_the_node(ten: StandIn) -> None:
     def meanwhile(node: dict[str, Any]) -> None:
         node["spec"]["unschedulable"], node["metadata"]["resourceVersion"] = True, "6"
 
@@ -175,7 +175,7 @@ def test_what_others_change_at_the_same_moment_is_kept(ten: StandIn) -> None:
 def test_who_may_not_change_nodes_is_told(ten: StandIn, tmp_path: Path) -> None:
     ten.forbidden.add("nodes")
     place = HealingScope("eks", service_of(KUBERNETES), (), tmp_path)
-    found = heal(place, [Trouble("n1", "reboot", "xid", "XID 79")], "act", 0.1)
+    found = heal(place, [Issue("n1", "reboot", "xid", "XID 79")], "act", 0.1)
     assert not found.is_well
     assert "Kubernetes forbids it" in found.failures[0]
     with pytest.raises(SchedulerError, match="no node n77"):

@@ -1,4 +1,4 @@
-"""The ledger of lemons: whole lines only, one writer at a time, nothing done that it cannot remember."""
+"""The ledger of incidents and actions: whole lines only, one writer at a time, nothing done that it cannot remember."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from craton.observability.healing import (
     Healing,
     HealingScope,
     Ledger,
-    acting,
+    actions,
     heal,
-    lemons,
     look,
     place_of,
     read_report,
+    repeat_offenders,
     undo,
 )
+from craton.observability.healing.issues import Issue, of_doctor
 from craton.observability.healing.ledger import LedgerEntry, LedgerError
 from craton.observability.healing.policy import over_share
-from craton.observability.healing.troubles import Trouble, of_doctor
 from craton.orchestration import NoAnswerError, ServiceNode
 from craton.orchestration.errors import SchedulerError
 from craton.telemetry import RunDirectory, RunSummary
@@ -106,33 +106,33 @@ def place(folder: Path, service: Nodes, hands_over: bool = False) -> HealingScop
     return HealingScope("lab", service, (), folder, hands_over=hands_over)
 
 
-def trouble(node: str = "g1") -> Trouble:
-    return Trouble(node, "reboot", "xid", "GPU 3: XID 79", device="GPU 3")
+def issue(node: str = "g1") -> Issue:
+    return Issue(node, "reboot", "xid", "GPU 3: XID 79", device="GPU 3")
 
 
 def test_advice_changes_no_node_and_remembers_what_it_saw_once(tmp_path: Path, cluster: Nodes) -> None:
     for _ in range(3):
-        found = heal(place(tmp_path, cluster), [trouble()], "advise", 0.1)
-    assert [(each.node, each.deed) for each in found.decisions] == [("g1", "take_out")]
+        found = heal(place(tmp_path, cluster), [issue()], "advise", 0.1)
+    assert [(each.node, each.node_action) for each in found.decisions] == [("g1", "take_out")]
     assert cluster.out == {}
     assert [entry.kind for entry in Ledger(tmp_path).entries()] == ["incident"]
 
 
 def test_off_looks_at_nothing_and_writes_nothing(tmp_path: Path, cluster: Nodes) -> None:
-    found = heal(place(tmp_path, cluster), [trouble()], "off", 0.1)
+    found = heal(place(tmp_path, cluster), [issue()], "off", 0.1)
     assert found.decisions == ()
     assert not Ledger(tmp_path).path.exists()
 
 
-def test_a_deed_is_written_down_and_undone_by_its_number(tmp_path: Path, cluster: Nodes) -> None:
-    (deed,) = heal(place(tmp_path, cluster), [trouble()], "act", 0.1).deeds
-    assert cluster.out == {"g1": (deed.id, "reboot: GPU 3: XID 79")}
-    assert undo(place(tmp_path, cluster), deed.id) == ["g1 is in service again"]
+def test_an_action_is_written_down_and_undone_by_its_number(tmp_path: Path, cluster: Nodes) -> None:
+    (action,) = heal(place(tmp_path, cluster), [issue()], "act", 0.1).actions
+    assert cluster.out == {"g1": (action.id, "reboot: GPU 3: XID 79")}
+    assert undo(place(tmp_path, cluster), action.id) == ["g1 is in service again"]
     assert cluster.out == {}
     assert [entry.kind for entry in Ledger(tmp_path).entries()] == ["incident", "take_out", "undo"]
     with pytest.raises(Exception, match="cannot be undone: g1 is not out by that"):
-        undo(place(tmp_path, cluster), deed.id)
-    with pytest.raises(Exception, match="no deed abc"):
+        undo(place(tmp_path, cluster), action.id)
+    with pytest.raises(Exception, match="no action abc"):
         undo(place(tmp_path, cluster), "abc")
 
 
@@ -140,22 +140,22 @@ def test_what_is_not_approved_is_not_done(tmp_path: Path, cluster: Nodes) -> Non
     asked: list[str] = []
     found = heal(
         place(tmp_path, cluster),
-        [trouble()],
+        [issue()],
         "act",
         0.1,
         lambda wanted: bool(asked.extend([each.node for each in wanted])),
     )
-    assert (asked, found.deeds, cluster.out) == (["g1"], (), {})
+    assert (asked, found.actions, cluster.out) == (["g1"], (), {})
 
 
 def test_the_next_pass_hands_over_what_the_last_one_took_out(tmp_path: Path, cluster: Nodes) -> None:
     there = place(tmp_path, cluster, hands_over=True)
-    (first,) = heal(there, [trouble()], "act", 0.1).deeds
-    (second,) = heal(there, [], "act", 0.1).deeds
+    (first,) = heal(there, [issue()], "act", 0.1).actions
+    (second,) = heal(there, [], "act", 0.1).actions
     assert (first.kind, second.kind, second.id) == ("take_out", "hand_over", first.id)
     assert cluster.out["g1"][1] == "Action:Reboot"
     for _ in range(3):
-        assert heal(there, [trouble()], "act", 0.1).deeds == ()
+        assert heal(there, [issue()], "act", 0.1).actions == ()
     assert [entry.kind for entry in Ledger(tmp_path).entries()] == ["incident", "take_out", "hand_over"]
     undo(there, first.id)
     assert cluster.out == {}
@@ -164,25 +164,25 @@ def test_the_next_pass_hands_over_what_the_last_one_took_out(tmp_path: Path, clu
 def test_where_nobody_reboots_machines_nothing_is_handed_over_nor_written(tmp_path: Path, cluster: Nodes) -> None:
     cluster.hands_over = False
     for _ in range(5):
-        found = heal(place(tmp_path, cluster, hands_over=True), [trouble()], "act", 0.1)
-    assert [each.deed for each in found.decisions] == ["none"]
+        found = heal(place(tmp_path, cluster, hands_over=True), [issue()], "act", 0.1)
+    assert [each.node_action for each in found.decisions] == ["none"]
     assert [entry.kind for entry in Ledger(tmp_path).entries()] == ["incident", "take_out"]
 
 
 def test_what_was_undone_is_not_done_again_for_the_same_reason(tmp_path: Path, cluster: Nodes) -> None:
     there = place(tmp_path, cluster)
-    (deed,) = heal(there, [trouble()], "act", 0.1).deeds
-    undo(there, deed.id)
+    (action,) = heal(there, [issue()], "act", 0.1).actions
+    undo(there, action.id)
     for _ in range(3):
-        found = heal(there, [trouble()], "act", 0.1)
-        assert (found.deeds, found.decisions[0].action) == ((), "observe")
-    (deed,) = heal(there, [replace(trouble(), moment=time.time())], "act", 0.1).deeds
-    assert deed.action == "replace", "it happened again: reboot, one grade graver"
+        found = heal(there, [issue()], "act", 0.1)
+        assert (found.actions, found.decisions[0].action) == ((), "observe")
+    (action,) = heal(there, [replace(issue(), moment=time.time())], "act", 0.1).actions
+    assert action.action == "replace", "it happened again: reboot, one grade graver"
 
 
 def test_an_operator_who_was_quicker_than_the_answer_is_left_alone(tmp_path: Path, cluster: Nodes) -> None:
     cluster.others, cluster.keeps = {"g9": ("", "fan")}, True
-    found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
+    found = heal(place(tmp_path, cluster), [issue()], "act", 0.1)
     assert "cannot be taken back (the scheduler is away) though 2 of 10 nodes are out now" in found.failures[0]
     assert f"`--undo {cluster.out['g1'][0]}` gives it back" in found.failures[0]
 
@@ -199,10 +199,10 @@ def test_a_node_that_is_out_has_its_number_told_whatever_fails_then(
     tmp_path: Path, cluster: Nodes, answers: int, is_slow: bool, told: str
 ) -> None:
     cluster.answers, cluster.is_slow = answers, is_slow
-    found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
+    found = heal(place(tmp_path, cluster), [issue()], "act", 0.1)
     number = cluster.out["g1"][0]
     assert told in found.failures[0]
-    assert f"`--undo {number}`" in found.failures[0] or number in [deed.id for deed in found.deeds]
+    assert f"`--undo {number}`" in found.failures[0] or number in [action.id for action in found.actions]
     assert undo(place(tmp_path, cluster), number) == ["g1 is in service again"]
 
 
@@ -211,17 +211,17 @@ def test_one_xid_seen_before_two_starts_is_one(tmp_path: Path, cluster: Nodes) -
     document = {"findings": [{**finding, "evidence": "GPU 3 (0000:53:00.0): XID 31, GPU memory page fault"}]}
     for measured in (NOW, NOW + 600):
         found = heal(place(tmp_path, cluster), of_doctor(document, measured), "act", 0.1)
-        assert [(each.action, each.deed) for each in found.decisions] == [("observe", "none")]
+        assert [(each.action, each.node_action) for each in found.decisions] == [("observe", "none")]
 
 
 def test_advice_is_given_without_a_ledger_that_can_be_written(tmp_path: Path, cluster: Nodes) -> None:
     (tmp_path / "file").touch()
     there = place(tmp_path / "file" / "runs", cluster)
-    found = heal(there, [trouble()], "advise", 0.1)
-    assert ([each.deed for each in found.decisions], len(found.notes)) == (["take_out"], 1)
+    found = heal(there, [issue()], "advise", 0.1)
+    assert ([each.node_action for each in found.decisions], len(found.notes)) == (["take_out"], 1)
     assert "is not remembered" in found.notes[0]
     with pytest.raises(LedgerError, match="nothing is healed without its ledger"):
-        heal(there, [trouble()], "act", 0.1)
+        heal(there, [issue()], "act", 0.1)
 
 
 def test_a_place_that_cannot_be_locked_is_refused_in_words(
@@ -232,7 +232,7 @@ def test_a_place_that_cannot_be_locked_is_refused_in_words(
 
     monkeypatch.setattr("fcntl.flock", lacks)
     with pytest.raises(LedgerError, match=r"cannot be locked .*mount it with `-o flock`"):
-        heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
+        heal(place(tmp_path, cluster), [issue()], "act", 0.1)
     assert cluster.out == {}
 
 
@@ -256,8 +256,8 @@ def test_a_run_that_cannot_be_examined_hides_no_other(tmp_path: Path, cluster: N
 
 def test_a_share_that_others_exceed_at_the_same_moment_is_put_right(tmp_path: Path, cluster: Nodes) -> None:
     cluster.others = {"g9": ("", "fan")}
-    found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
-    assert found.deeds == ()
+    found = heal(place(tmp_path, cluster), [issue()], "act", 0.1)
+    assert found.actions == ()
     assert "taken back: 2 of 10 nodes are out now" in found.failures[0]
     assert set(cluster.out) == {"g9"}, "what others took out stays"
     assert not found.is_well
@@ -280,16 +280,16 @@ def test_what_others_took_out_while_somebody_was_asked_counts(
         cluster.out |= meanwhile
         return True
 
-    found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1, approve)
-    assert (found.deeds, cluster.out, found.is_well) == ((), meanwhile, False)
+    found = heal(place(tmp_path, cluster), [issue()], "act", 0.1, approve)
+    assert (found.actions, cluster.out, found.is_well) == ((), meanwhile, False)
     assert told in found.failures[0]
     assert [entry.kind for entry in Ledger(tmp_path).entries()] == ["incident", "failed"]
 
 
 def test_a_node_that_another_takes_out_at_the_same_moment_is_theirs(tmp_path: Path, cluster: Nodes) -> None:
     cluster.others = {"g1": ("cd34", "craton:cd34 reset: ECC")}
-    found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
-    assert (found.deeds, cluster.out) == ((), cluster.others)
+    found = heal(place(tmp_path, cluster), [issue()], "act", 0.1)
+    assert (found.actions, cluster.out) == ((), cluster.others)
     told = "g1: somebody else took it out at the same moment (craton:cd34 reset: ECC); it is left to them"
     assert found.failures == (told,)
 
@@ -305,19 +305,19 @@ def test_a_node_that_another_takes_out_at_the_same_moment_is_theirs(tmp_path: Pa
 def test_of_two_that_exceed_the_share_at_once_the_later_number_is_taken_back(
     tmp_path: Path, cluster: Nodes, monkeypatch: pytest.MonkeyPatch, theirs: str, yields: bool, left: set[str]
 ) -> None:
-    monkeypatch.setattr(acting, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(acting, "YIELD_SECONDS", 10.0 if yields else 0.01)
+    monkeypatch.setattr(actions, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(actions, "YIELD_SECONDS", 10.0 if yields else 0.01)
     cluster.others, cluster.yields = {"g9": (theirs, f"craton:{theirs} reboot")}, ["g9"] if yields else []
-    found = heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
+    found = heal(place(tmp_path, cluster), [issue()], "act", 0.1)
     assert set(cluster.out) == left
-    assert [deed.node for deed in found.deeds] == ["g1"] * ("g1" in left)
+    assert [action.node for action in found.actions] == ["g1"] * ("g1" in left)
     assert found.is_well == ("g1" in left)
 
 
 def test_of_two_healers_without_a_ledger_in_common_one_acts(
     tmp_path: Path, cluster: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acting, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(actions, "LOOK_SECONDS", 0.001)
     both, take_out = threading.Barrier(2, timeout=PATIENCE_SECONDS), cluster.take_out
 
     def at_once(node: str, mark: str, reason: str) -> None:
@@ -328,20 +328,20 @@ def test_of_two_healers_without_a_ledger_in_common_one_acts(
     monkeypatch.setattr(cluster, "take_out", at_once)
 
     def healed(node: str) -> Healing:
-        return heal(place(tmp_path / node, cluster), [trouble(node)], "act", 0.1)
+        return heal(place(tmp_path / node, cluster), [issue(node)], "act", 0.1)
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(healed, ("g1", "g2")))
-    ((deed, *_),) = (each.deeds for each in found if each.deeds)
-    assert {node: mark for node, (mark, _) in cluster.out.items()} == {deed.node: deed.id}
+    ((action, *_),) = (each.actions for each in found if each.actions)
+    assert {node: mark for node, (mark, _) in cluster.out.items()} == {action.node: action.id}
     (failure,) = (each.failures[0] for each in found if each.failures)
     assert "taken back: 2 of 10 nodes are out now" in failure
 
 
 def test_a_node_that_cannot_be_taken_out_keeps_no_other_from_it(tmp_path: Path, cluster: Nodes) -> None:
     cluster.refuses = {"g1"}
-    found = heal(place(tmp_path, cluster), [trouble("g1"), trouble("g2")], "act", 0.2)
-    assert [entry.node for entry in found.deeds] == ["g2"]
+    found = heal(place(tmp_path, cluster), [issue("g1"), issue("g2")], "act", 0.2)
+    assert [entry.node for entry in found.actions] == ["g2"]
     assert found.failures == ("g1: scontrol update: Access/permission denied",)
     assert [entry.kind for entry in Ledger(tmp_path).entries()][-3:] == ["take_out", "failed", "take_out"]
 
@@ -367,11 +367,11 @@ def test_one_at_a_time(tmp_path: Path, cluster: Nodes) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         with pytest.raises(LedgerError, match="another `craton heal` is at work"):
-            heal(place(tmp_path, cluster), [trouble()], "act", 0.1)
+            heal(place(tmp_path, cluster), [issue()], "act", 0.1)
         assert cluster.out == {}
         process.kill()
         process.wait()
-        assert heal(place(tmp_path, cluster), [trouble()], "act", 0.1).deeds, "a killed one holds nothing"
+        assert heal(place(tmp_path, cluster), [issue()], "act", 0.1).actions, "a killed one holds nothing"
     finally:
         process.kill()
         process.communicate()
@@ -380,10 +380,10 @@ def test_one_at_a_time(tmp_path: Path, cluster: Nodes) -> None:
 def test_an_undo_says_what_it_did_not_undo(tmp_path: Path, cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory.create(tmp_path, "llama")
     there = HealingScope("lab", cluster, (run,), tmp_path)
-    (deed,) = heal(place(tmp_path, cluster), [trouble()], "act", 0.1).deeds
+    (action,) = heal(place(tmp_path, cluster), [issue()], "act", 0.1).actions
     cluster.out["g1"] = ("", "fan")
-    monkeypatch.setattr("craton.observability.healing.acting.come_back", lambda run, number: ["node-0"])
-    assert undo(there, deed.id) == ["llama may use node-0 again, as a spare", "g1 is not out by that"]
+    monkeypatch.setattr("craton.observability.healing.actions.come_back", lambda run, number: ["node-0"])
+    assert undo(there, action.id) == ["llama may use node-0 again, as a spare", "g1 is not out by that"]
 
 
 def test_watching_goes_on_when_files_are_away_for_a_while(tmp_path: Path, cluster: Nodes) -> None:
@@ -430,16 +430,16 @@ def test_nothing_is_done_that_cannot_be_remembered(small_disk: Path, cluster: No
         while True:
             file.write(b"\0" * 4096)
     with pytest.raises(LedgerError, match="cannot be written"):
-        heal(place(small_disk, cluster), [trouble()], "act", 0.1)
+        heal(place(small_disk, cluster), [issue()], "act", 0.1)
     assert cluster.out == {}
 
 
-def test_lemons_the_worst_first() -> None:
+def test_repeat_offenders_the_worst_first() -> None:
     entries = [
         LedgerEntry(NOW - days * 86400, "incident", node, action="reset")
         for node, days in (("a", 1), ("b", 1), ("b", 3))
     ]
-    assert lemons([*entries, LedgerEntry(NOW, "incident", "c", action="observe")], NOW) == {"b": 2, "a": 1}
+    assert repeat_offenders([*entries, LedgerEntry(NOW, "incident", "c", action="observe")], NOW) == {"b": 2, "a": 1}
 
 
 def test_entries_are_json_that_others_can_read(tmp_path: Path) -> None:
@@ -474,7 +474,7 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, written: object) -> Non
         (("--mode", "fix"), "--mode fix is not known; allowed: off, advise, act"),
         (("--share", "0"), "'0' is not a share"),
         (("--report", "nowhere.json"), "--report nowhere.json cannot be read"),
-        (("--undo", "abc"), "no deed abc"),
+        (("--undo", "abc"), "no action abc"),
         (("--node", "g11"), "--node g11: lab has no such node; it has g1, g2, g3,"),
         (("--node", "nope", "--watch"), "--node nope: lab has no such node; it has g1, g2, g3,"),
         (("--mode", "act"), "nobody can answer here"),
@@ -523,7 +523,7 @@ def test_a_table_says_what_is_needed_why_and_what_happens(
     assert (code, f"--undo {number}" in output, "1 of 10 nodes are out already" in output) == (1, True, True)
     assert heal_verb("--undo", number) == (0, "g1 is in service again\n")
     code, output = heal_verb("--history")
-    assert (code, "take out" in output, "undo" in output, "g1: in trouble 1 time" in output) == (0, True, True, True)
+    assert (code, "take out" in output, "undo" in output, "g1: had issues 1 time" in output) == (0, True, True, True)
 
 
 def test_a_share_is_told_in_percent() -> None:
@@ -532,7 +532,7 @@ def test_a_share_is_told_in_percent() -> None:
 
 def test_a_table_says_of_what_was_refused_that_it_failed(tmp_path: Path, cluster: Nodes) -> None:
     cluster.refuses = {"g1"}
-    healing = heal(place(tmp_path, cluster), [trouble("g1"), trouble("g2")], "act", 0.2)
+    healing = heal(place(tmp_path, cluster), [issue("g1"), issue("g2")], "act", 0.2)
     moves = {node: ["llama: goes on with its spare"] for node in ("g1", "g2")}
     screen = StringIO()
     heal_view.show(replace(healing, moves=moves), Console(file=screen, width=200))
@@ -542,7 +542,7 @@ def test_a_table_says_of_what_was_refused_that_it_failed(tmp_path: Path, cluster
     assert "g1: scontrol update: Access/permission denied" in rows["g1:"]  # and not that its run moves
     assert "goes on with its spare" in rows["g2:"]
     assert "1 of 10 nodes out of service, 20 % may be" in rows["lab:"]
-    refused = replace(healing, deeds=(), failures=())  # whoever was asked said no
+    refused = replace(healing, actions=(), failures=())  # whoever was asked said no
     screen = StringIO()
     heal_view.show(refused, Console(file=screen, width=200))
     assert screen.getvalue().count("was not done") == 2

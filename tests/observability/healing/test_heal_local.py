@@ -17,7 +17,7 @@ from craton.agent import newest_generation
 from craton.agent.coordination import avoid_node, read_avoided
 from craton.job import parse_job
 from craton.observability.healing import heal, look, place_of, undo
-from craton.observability.healing.troubles import Trouble
+from craton.observability.healing.issues import Issue
 from craton.orchestration.changes import working_nodes
 from craton.orchestration.changes.evacuation import spare_nodes
 from craton.orchestration.start import kill_run
@@ -44,26 +44,26 @@ def working_and_spare(run: RunDirectory) -> tuple[list[str], str]:
     return working_nodes(run), spare_nodes(run)[0]
 
 
-def trouble(run: RunDirectory, node: str) -> Trouble:
-    return Trouble(node, "replace", "gpu_throttled", f"GPU 0 of {node} is too hot", "why", run=run.name)
+def issue(run: RunDirectory, node: str) -> Issue:
+    return Issue(node, "replace", "gpu_throttled", f"GPU 0 of {node} is too hot", "why", run=run.name)
 
 
 def test_it_moves_to_its_spare_and_computes_the_same(root: Path) -> None:
     run = start(root, "mover", spares=1)
     (good, bad), spare = working_and_spare(run)
     place = place_of("mover")
-    held = heal(place, [trouble(run, bad)], "act", place.share)
-    assert held.deeds == ()
+    held = heal(place, [issue(run, bad)], "act", place.share)
+    assert held.actions == ()
     assert "one of 3 nodes" in held.decisions[0].why_not
-    found = heal(place, [trouble(run, bad)], "act", 0.4)
-    assert [entry.kind for entry in found.deeds] == ["take_out", "move"], found
+    found = heal(place, [issue(run, bad)], "act", 0.4)
+    assert [entry.kind for entry in found.actions] == ["take_out", "move"], found
     wait_until(lambda: (newest := newest_generation(run)) and newest.nodes == [good, spare], "it has moved")
     newest = newest_generation(run)
     assert newest is not None
     assert newest.is_planned
     assert (beat := read_heartbeat(run, bad)) is not None
     assert beat.state in ("running", "spare"), "its agent is there, for the way back"
-    undo(place, found.deeds[0].id)
+    undo(place, found.actions[0].id)
     assert read_avoided(run) == {}
     since = max(losses_of(run))
     wait_until(lambda: max(losses_of(run)) > since + 5, "it goes on")
@@ -74,8 +74,8 @@ def test_it_moves_to_its_spare_and_computes_the_same(root: Path) -> None:
 
 def test_without_a_spare_it_stays_and_says_so(root: Path) -> None:
     run = start(root, "alone", spares=0)
-    found = heal(place_of("alone"), [trouble(run, "node-1")], "act", 0.5)
-    assert found.deeds == ()
+    found = heal(place_of("alone"), [issue(run, "node-1")], "act", 0.5)
+    assert found.actions == ()
     assert "alone has no spare to take the place of node-1" in found.decisions[0].why_not
     assert read_avoided(run) == {}
 
@@ -83,8 +83,8 @@ def test_without_a_spare_it_stays_and_says_so(root: Path) -> None:
 def test_two_bad_nodes_are_not_promised_the_same_spare(root: Path) -> None:
     run = start(root, "pair", spares=1)
     (first, second), _ = working_and_spare(run)
-    found = heal(place_of("pair"), [trouble(run, first), trouble(run, second)], "act", 1.0)
-    assert len([entry for entry in found.deeds if entry.kind == "move"]) == 1, found
+    found = heal(place_of("pair"), [issue(run, first), issue(run, second)], "act", 1.0)
+    assert len([entry for entry in found.actions if entry.kind == "move"]) == 1, found
     assert any("no spare to take the place of" in each for each in found.failures), found.failures
 
 
@@ -92,14 +92,14 @@ def test_a_spare_that_is_in_trouble_itself_is_not_taken(root: Path) -> None:
     run = start(root, "wary", spares=2)
     wait_until(lambda: len(spare_nodes(run)) == 2, "both spares are ready")
     (good, bad), (sick, spare) = working_nodes(run), spare_nodes(run)
-    troubles = [trouble(run, bad), trouble(run, sick)]
-    alone = heal(place_of("wary"), [*troubles, trouble(run, spare)], "advise", 1.0)
+    issues = [issue(run, bad), issue(run, sick)]
+    alone = heal(place_of("wary"), [*issues, issue(run, spare)], "advise", 1.0)
     assert "wary has no spare" in next(each.why_not for each in alone.decisions if each.node == bad)
-    found = heal(place_of("wary"), troubles, "act", 1.0)
+    found = heal(place_of("wary"), issues, "act", 1.0)
     wait_until(lambda: working_nodes(run) == [good, spare], "it has moved")
     assert spare_nodes(run) == []
-    for deed in (entry for entry in found.deeds if entry.kind == "take_out"):
-        undo(place_of("wary"), deed.id)
+    for action in (entry for entry in found.actions if entry.kind == "take_out"):
+        undo(place_of("wary"), action.id)
     assert read_avoided(run) == {}
 
 

@@ -14,9 +14,9 @@ from craton.observability.diagnosis.snapshot import SnapshotXid
 from craton.observability.diagnosis.tables import causes
 from craton.observability.diagnosis.verdict import Finding
 from craton.observability.healing import Decision
+from craton.observability.healing.issues import Issue, of_doctor, of_verdict, rules
 from craton.observability.healing.ledger import LedgerEntry
-from craton.observability.healing.policy import decide, most_out
-from craton.observability.healing.troubles import Trouble, of_doctor, of_verdict, rules
+from craton.observability.healing.policy import decide, max_out
 from craton.orchestration import ServiceNode
 from craton.orchestration.changes import Evacuation
 
@@ -35,17 +35,17 @@ def nodes(out: dict[str, str] | None = None, busy: tuple[str, ...] = (), count: 
     ]
 
 
-def trouble(node: str = "g1", action: Any = "reboot", **more: Any) -> Trouble:
-    return Trouble(node, action, **{"what": "xid", "evidence": "GPU 3 (0000:53:00.0): XID 79", **more})
+def issue(node: str = "g1", action: Any = "reboot", **more: Any) -> Issue:
+    return Issue(node, action, **{"what": "xid", "evidence": "GPU 3 (0000:53:00.0): XID 79", **more})
 
 
 def incident(node: str = "g1", days: float = 3.0, action: str = "reset", **more: Any) -> LedgerEntry:
     return LedgerEntry(NOW - days * DAY, "incident", node, action=action, **more)
 
 
-def decided(*troubles: Trouble, **more: Any) -> list[Decision]:
+def decided(*issues: Issue, **more: Any) -> list[Decision]:
     given: dict[str, Any] = {"nodes": nodes(), "history": [], "now": NOW, "share": 0.1, **more}
-    return decide(troubles, **given)
+    return decide(issues, **given)
 
 
 def way(run: str, how: str = "requeue") -> Evacuation:
@@ -53,21 +53,28 @@ def way(run: str, how: str = "requeue") -> Evacuation:
 
 
 @pytest.mark.parametrize(
-    ("action", "deed"),
+    ("action", "expected"),
     [("observe", "none"), ("restart", "none"), ("reset", "take_out"), ("reboot", "take_out"), ("replace", "take_out")],
 )
-def test_a_node_leaves_service_for_a_reset_and_more(action: str, deed: str) -> None:
-    (found,) = decided(trouble(action=action))
-    assert (found.action, found.deed, found.why_not) == (action, deed, "")
+def test_a_node_leaves_service_for_a_reset_and_more(action: str, expected: str) -> None:
+    (found,) = decided(issue(action=action))
+    assert (found.action, found.node_action, found.why_not) == (action, expected, "")
 
 
-def test_the_gravest_trouble_of_a_node_decides_and_all_evidence_is_kept() -> None:
-    (found,) = decided(trouble(action="reset", evidence="ECC"), trouble(action="replace", evidence="rows"))
+def test_json_keeps_its_names() -> None:
+    (found,) = decided(issue())
+    document = found.to_json()
+    assert (document["action"], document["deed"], document["trouble"]["what"]) == ("reboot", "take_out", "xid")
+    assert not {"node_action", "issue"} & set(document)
+
+
+def test_the_gravest_issue_of_a_node_decides_and_all_evidence_is_kept() -> None:
+    (found,) = decided(issue(action="reset", evidence="ECC"), issue(action="replace", evidence="rows"))
     assert (found.action, found.reason, found.evidence) == ("replace", "rows", ("ECC", "rows"))
 
 
 def test_runs_on_the_node_move() -> None:
-    (found,) = decided(trouble(), runs_on={"g1": [way("llama")], "g2": [way("other")]})
+    (found,) = decided(issue(), runs_on={"g1": [way("llama")], "g2": [way("other")]})
     assert found.runs == ("llama",)
 
 
@@ -85,14 +92,14 @@ def test_runs_on_the_node_move() -> None:
     ],
 )
 def test_a_share_is_never_rounded_up(total: int, share: float, most: int) -> None:
-    assert most_out(total, share) == most
+    assert max_out(total, share) == most
 
 
 def test_no_more_than_the_share_goes_and_the_gravest_go_first() -> None:
     found = decided(
-        trouble("g1", "reset"), trouble("g2", "replace"), trouble("g3", "reboot"), trouble("g4", "observe"), share=0.2
+        issue("g1", "reset"), issue("g2", "replace"), issue("g3", "reboot"), issue("g4", "observe"), share=0.2
     )
-    assert [(each.node, each.deed) for each in found] == [
+    assert [(each.node, each.node_action) for each in found] == [
         ("g2", "take_out"),
         ("g3", "take_out"),
         ("g1", "none"),
@@ -107,17 +114,17 @@ def test_no_more_than_the_share_goes_and_the_gravest_go_first() -> None:
 
 @pytest.mark.parametrize("reason", ["not responding", "memory", "craton:ab12 reboot", "Action:Replace"])
 def test_nodes_that_are_out_for_any_reason_count(reason: str) -> None:
-    (found,) = decided(trouble("g1"), nodes=nodes({"g7": reason}))
-    assert found.deed == "none"
+    (found,) = decided(issue("g1"), nodes=nodes({"g7": reason}))
+    assert found.node_action == "none"
     assert "1 of 10 nodes are out already" in found.why_not
 
 
 def test_a_small_cluster_is_told_which_share_it_takes() -> None:
-    (found,) = decided(trouble("g1"), nodes=nodes(count=8))
-    assert found.deed == "none"
+    (found,) = decided(issue("g1"), nodes=nodes(count=8))
+    assert found.node_action == "none"
     assert "--share 13%" in found.why_not
-    (found,) = decided(trouble("g1"), nodes=nodes(count=8), share=0.13)
-    assert found.deed == "take_out"
+    (found,) = decided(issue("g1"), nodes=nodes(count=8), share=0.13)
+    assert found.node_action == "take_out"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -128,47 +135,47 @@ def test_whatever_ails_a_cluster_never_more_than_the_share_is_out(seed: int) -> 
     names = [f"n{number}" for number in range(chance.randint(1, 60))]
     out = set(chance.sample(names, chance.randint(0, len(names) // 4)))
     share = chance.choice([0.05, 0.1, 0.25, 0.5, 1.0])
-    troubles = [trouble(chance.choice(names), chance.choice(HEALTH_ACTIONS)) for _ in range(chance.randint(0, 80))]
+    issues = [issue(chance.choice(names), chance.choice(HEALTH_ACTIONS)) for _ in range(chance.randint(0, 80))]
     there = [ServiceNode(name, name in out, "other" if name in out else "", chance.random() < 0.5) for name in names]
-    found = decide(troubles, there, [], NOW, share)
-    taken = [each.node for each in found if each.deed == "take_out"]
+    found = decide(issues, there, [], NOW, share)
+    taken = [each.node for each in found if each.node_action == "take_out"]
     assert len(taken) == len(set(taken))
     assert not set(taken) & out
     assert not taken or len(taken) + len(out) <= share * len(names)
-    assert {each.node for each in found} == {each.node for each in troubles}
+    assert {each.node for each in found} == {each.node for each in issues}
 
 
 def test_a_node_that_is_out_already_is_left_alone() -> None:
-    (theirs,) = decided(trouble("g1"), nodes=nodes({"g1": "broken fan"}))
-    (ours,) = decided(trouble("g1"), nodes=nodes({"g1": "craton:ab12"}))
-    assert (theirs.deed, theirs.mark, theirs.is_held) == ("none", "", False)
-    assert (ours.deed, ours.mark, ours.is_held) == ("none", "ab12", False)
+    (theirs,) = decided(issue("g1"), nodes=nodes({"g1": "broken fan"}))
+    (ours,) = decided(issue("g1"), nodes=nodes({"g1": "craton:ab12"}))
+    assert (theirs.node_action, theirs.mark, theirs.is_held) == ("none", "", False)
+    assert (ours.node_action, ours.mark, ours.is_held) == ("none", "ab12", False)
 
 
 def test_an_unknown_node_is_not_touched() -> None:
-    (found,) = decided(trouble("login-1"))
+    (found,) = decided(issue("login-1"))
     assert found.why_not == "the scheduler has no login-1 here: of another partition, powered down or gone"
 
 
 def test_what_can_wait_waits_for_the_node_to_be_idle() -> None:
-    row = trouble(action="reset", what="gpu_row_remap", evidence="a row waits", is_urgent=False)
+    row = issue(action="reset", what="gpu_row_remap", evidence="a row waits", is_urgent=False)
     (busy,) = decided(row, nodes=nodes(busy=("g1",)))
     (idle,) = decided(row)
-    assert (busy.deed, busy.why_not) == ("none", "it can wait until nothing runs there")
-    assert idle.deed == "take_out"
-    (urgent,) = decided(row, trouble(action="reset"), nodes=nodes(busy=("g1",)))
-    assert urgent.deed == "take_out"
+    assert (busy.node_action, busy.why_not) == ("none", "it can wait until nothing runs there")
+    assert idle.node_action == "take_out"
+    (urgent,) = decided(row, issue(action="reset"), nodes=nodes(busy=("g1",)))
+    assert urgent.node_action == "take_out"
 
 
 def test_a_verdict_that_is_not_sure_touches_nothing() -> None:
-    (found,) = decided(trouble(confidence=0.6))
-    assert (found.action, found.deed) == ("observe", "none")
+    (found,) = decided(issue(confidence=0.6))
+    assert (found.action, found.node_action) == ("observe", "none")
     assert "not sure enough (60%)" in found.reason
-    (found,) = decided(trouble(confidence=0.6, evidence="a guess"), trouble(action="reset", evidence="ECC"))
+    (found,) = decided(issue(confidence=0.6, evidence="a guess"), issue(action="reset", evidence="ECC"))
     assert (found.action, found.reason) == ("reset", "ECC"), "what is sure decides"
 
 
-# -- lemons -----------------------------------------------------------------------------------------------------------
+# -- repeat offenders ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -181,9 +188,9 @@ def test_a_verdict_that_is_not_sure_touches_nothing() -> None:
         ("replace", 5, "replace"),
     ],
 )
-def test_a_node_that_comes_back_is_a_lemon(first: Any, episodes: int, expected: str) -> None:
+def test_a_node_that_comes_back_is_a_repeat_offender(first: Any, episodes: int, expected: str) -> None:
     history = [incident(days=2.0 + number) for number in range(episodes)]
-    (found,) = decided(trouble(action=first), history=history)
+    (found,) = decided(issue(action=first), history=history)
     assert found.action == expected
     assert found.escalated_from == ("" if first == expected else first)
     assert ("before in 30 days" in found.reason) == bool(episodes)
@@ -191,28 +198,28 @@ def test_a_node_that_comes_back_is_a_lemon(first: Any, episodes: int, expected: 
 
 def test_old_troubles_and_those_of_others_do_not_count() -> None:
     history = [incident(days=31), incident(days=40), incident("g2"), incident(days=2, action="observe")]
-    (found,) = decided(trouble(action="reset"), history=history)
+    (found,) = decided(issue(action="reset"), history=history)
     assert found.action == "reset"
 
 
 def test_one_trouble_seen_again_and_again_is_one() -> None:
     history = [incident(days=minutes / 1440, run="llama") for minutes in (50, 40, 30, 20, 10)]
-    (found,) = decided(trouble(action="reset", run="llama"), history=history)
+    (found,) = decided(issue(action="reset", run="llama"), history=history)
     assert found.action == "reset"
-    (found,) = decided(trouble(action="reset", run="gemma"), history=history)
+    (found,) = decided(issue(action="reset", run="gemma"), history=history)
     assert found.action == "reboot", "another job met the same node"
 
 
 def test_what_happens_after_it_was_given_back_is_new_and_what_only_lasts_is_not() -> None:
     history = [incident(days=2 / 24), LedgerEntry(NOW - 3600, "undo", "g1", "ab12")]
-    (found,) = decided(trouble(action="reset"), history=history)
+    (found,) = decided(issue(action="reset"), history=history)
     assert found.action == "reset"
-    (found,) = decided(trouble(action="reset", moment=NOW - 60), history=history)
+    (found,) = decided(issue(action="reset", moment=NOW - 60), history=history)
     assert found.action == "reboot"
 
 
 @pytest.mark.parametrize(
-    ("given", "undone_hours", "deed"),
+    ("given", "undone_hours", "expected"),
     [
         ({"moment": NOW - 7200}, 1, "none"),  # happened before it was given back
         ({"moment": NOW - 1800}, 1, "take_out"),
@@ -223,15 +230,15 @@ def test_what_happens_after_it_was_given_back_is_new_and_what_only_lasts_is_not(
         ({"what": "nvlink"}, 1, "take_out"),
     ],
 )
-def test_what_a_node_was_given_back_in_spite_of_is_watched(given: Any, undone_hours: float, deed: str) -> None:
+def test_what_a_node_was_given_back_in_spite_of_is_watched(given: Any, undone_hours: float, expected: str) -> None:
     undo = LedgerEntry(NOW - undone_hours * 3600, "undo", "g1", "ab12", what="xid", device="GPU 3")
-    (found,) = decided(trouble(**{"device": "GPU 3", **given}), history=[undo])
-    assert found.deed == deed
-    assert ("given back since" in found.reason) == (deed == "none")
+    (found,) = decided(issue(**{"device": "GPU 3", **given}), history=[undo])
+    assert found.node_action == expected
+    assert ("given back since" in found.reason) == (expected == "none")
 
 
 def test_one_event_that_two_saw_at_different_times_is_one() -> None:
-    seen = trouble(action="reset", device="GPU 3", moment=NOW - 10 * 3600)
+    seen = issue(action="reset", device="GPU 3", moment=NOW - 10 * 3600)
     history = [incident(days=9 / 24, run="llama", moment=NOW - 10 * 3600 + 5)]
     assert [each.action for each in decided(seen, history=history)] == ["reset"]
     history = [incident(days=9 / 24, run="llama", moment=NOW - 20 * 3600)]
@@ -242,22 +249,22 @@ def test_one_event_that_two_saw_at_different_times_is_one() -> None:
 
 
 def test_what_may_pass_is_seen_in_several_looks_before_a_node_is_touched() -> None:
-    sample = trouble(what="gpu_clock_low", evidence="GPU 3 runs at 600 MHz", device="GPU 3", is_sample=True)
+    sample = issue(what="gpu_clock_low", evidence="GPU 3 runs at 600 MHz", device="GPU 3", is_sample=True)
 
     def look(*minutes: float, **more: Any) -> Decision:
         seen = {"action": "observe", "what": "gpu_clock_low", "device": "GPU 3", **more}
         (found,) = decided(sample, history=[incident(days=each / 1440, **seen) for each in minutes])
         return found
 
-    assert (look().action, look().deed) == ("observe", "none")
+    assert (look().action, look().node_action) == ("observe", "none")
     assert "seen in 1 of 3 looks" in look().reason
-    assert look(5).deed == "none"
-    assert look(10, 5).deed == "take_out"
-    assert look(6, 1).deed == "none", "two looks within a minute are one"
-    assert look(90, 60).deed == "none", "long ago"
-    assert look(10, 5, device="GPU 4").deed == "none"
-    (found,) = decided(trouble(action="restart"), sample)
-    assert found.trouble == sample, "it is remembered for the next look"
+    assert look(5).node_action == "none"
+    assert look(10, 5).node_action == "take_out"
+    assert look(6, 1).node_action == "none", "two looks within a minute are one"
+    assert look(90, 60).node_action == "none", "long ago"
+    assert look(10, 5, device="GPU 4").node_action == "none"
+    (found,) = decided(issue(action="restart"), sample)
+    assert found.issue == sample, "it is remembered for the next look"
 
 
 @pytest.mark.parametrize(
@@ -276,7 +283,7 @@ def test_a_run_that_does_well_keeps_its_nodes(cause: str, health: str, expected:
     (found,) = of_verdict(risk, {"node-0": "g1"}, "llama")
     assert (found.action, found.is_urgent, found.is_sample) == (expected, False, not health)
     (decision,) = decided(found, nodes=nodes(busy=("g1",)))
-    assert decision.deed == "none"
+    assert decision.node_action == "none"
 
 
 def test_what_stops_a_run_needs_no_second_look_and_the_rest_does() -> None:
@@ -297,17 +304,21 @@ def test_a_run_leaves_no_node_at_once_for_what_does_not_hurt_it() -> None:
     assert (found.what, found.action, found.is_urgent) == ("gpu_memory_error", "reset", False)
     (busy,) = decided(found, nodes=nodes(busy=("g1",)), runs_on={"g1": [way("llama")]})
     (idle,) = decided(found)
-    assert (busy.deed, busy.why_not, idle.deed) == ("none", "it can wait until nothing runs there", "take_out")
+    assert (busy.node_action, busy.why_not, idle.node_action) == (
+        "none",
+        "it can wait until nothing runs there",
+        "take_out",
+    )
 
 
 def test_something_graver_that_can_wait_holds_up_nothing_that_cannot() -> None:
-    slow, hung = trouble(action="reset", device="GPU 1"), trouble(action="reset", device="GPU 1", stops_run=True)
-    later = trouble(action="replace", what="gpu_memory", evidence="rows", is_urgent=False)
+    slow, hung = issue(action="reset", device="GPU 1"), issue(action="reset", device="GPU 1", stops_run=True)
+    later = issue(action="replace", what="gpu_memory", evidence="rows", is_urgent=False)
     everybody = tuple(NAMES)
     (found,) = decided(slow, later, nodes=nodes(busy=everybody))
-    assert (found.action, found.deed) == ("replace", "take_out")
+    assert (found.action, found.node_action) == ("replace", "take_out")
     (found,) = decided(hung, later, nodes=nodes(busy=everybody), runs_on={"g1": [way("llama")]})
-    assert found.deed == "take_out", "a run that does not move has nothing to lose"
+    assert found.node_action == "take_out", "a run that does not move has nothing to lose"
 
 
 def test_an_xid_of_a_verdict_has_the_moment_it_happened() -> None:
@@ -341,24 +352,24 @@ def test_gradients_alone_replace_no_node_and_a_job_that_leaves_devices_out_blame
 
 def test_a_run_that_moves_gives_its_nodes_back_only_where_there_are_others() -> None:
     everybody = tuple(NAMES)
-    (held,) = decided(trouble(), nodes=nodes(busy=everybody), runs_on={"g1": [way("llama")]})
-    assert (held.deed, held.is_held) == ("none", True)
+    (held,) = decided(issue(), nodes=nodes(busy=everybody), runs_on={"g1": [way("llama")]})
+    assert (held.node_action, held.is_held) == ("none", True)
     assert "it needs 1 other idle in service, and 0 are" in held.why_not
-    (spared,) = decided(trouble(), nodes=nodes(busy=everybody), runs_on={"g1": [way("llama", "spare")]})
-    (idle,) = decided(trouble(), nodes=nodes(busy=everybody[:-1]), runs_on={"g1": [way("llama")]})
-    (hung,) = decided(trouble(stops_run=True), nodes=nodes(busy=everybody), runs_on={"g1": [way("llama")]})
-    assert [each.deed for each in (spared, idle, hung)] == ["take_out"] * 3
+    (spared,) = decided(issue(), nodes=nodes(busy=everybody), runs_on={"g1": [way("llama", "spare")]})
+    (idle,) = decided(issue(), nodes=nodes(busy=everybody[:-1]), runs_on={"g1": [way("llama")]})
+    (hung,) = decided(issue(stops_run=True), nodes=nodes(busy=everybody), runs_on={"g1": [way("llama")]})
+    assert [each.node_action for each in (spared, idle, hung)] == ["take_out"] * 3
     unseen = [replace(node, is_busy=None) for node in nodes()]
-    (held,) = decided(trouble(), nodes=unseen, runs_on={"g1": [way("llama")]})
+    (held,) = decided(issue(), nodes=unseen, runs_on={"g1": [way("llama")]})
     assert "it needs 1 other idle in service, and 0 are known to be" in held.why_not
     two = {"g1": [way("llama")], "g2": [way("gemma")]}
-    found = decided(trouble("g1"), trouble("g2"), nodes=nodes(busy=everybody[:-1]), runs_on=two, share=0.5)
-    assert [each.deed for each in found] == ["take_out", "none"], "one idle node is not promised twice"
+    found = decided(issue("g1"), issue("g2"), nodes=nodes(busy=everybody[:-1]), runs_on=two, share=0.5)
+    assert [each.node_action for each in found] == ["take_out", "none"], "one idle node is not promised twice"
 
 
 def test_a_run_that_has_nowhere_to_go_stays() -> None:
-    (found,) = decided(trouble(), runs_on={"g1": [way("llama", "")]})
-    assert (found.deed, found.why_not) == ("none", "llama has no spare")
+    (found,) = decided(issue(), runs_on={"g1": [way("llama", "")]})
+    assert (found.node_action, found.why_not) == ("none", "llama has no spare")
 
 
 def test_a_run_left_on_a_node_that_we_took_out_is_moved_again() -> None:
@@ -367,7 +378,7 @@ def test_a_run_left_on_a_node_that_we_took_out_is_moved_again() -> None:
         LedgerEntry(NOW - 900, "take_out", "g1", "ab12", action="reset"),
     )
     (found,) = decided(nodes=ours, history=[taken], runs_on={"g1": [way("llama")]})
-    assert (found.deed, found.runs, found.mark, found.trouble) == ("move", ("llama",), "ab12", None)
+    assert (found.node_action, found.runs, found.mark, found.issue) == ("move", ("llama",), "ab12", None)
     asked = LedgerEntry(NOW - 60, "move", "g1", "ab12", run="llama")
     assert decided(nodes=ours, history=[taken, asked], runs_on={"g1": [way("llama")]}) == [], "it has just been asked"
     theirs = nodes({"g1": "fan"}, busy=("g1",))
@@ -375,14 +386,14 @@ def test_a_run_left_on_a_node_that_we_took_out_is_moved_again() -> None:
 
 
 def test_an_error_of_programs_counts_against_a_card_that_has_it_under_other_runs() -> None:
-    seen = trouble(action="observe", evidence="GPU 3: XID 31", device="GPU 3", run="gemma")
+    seen = issue(action="observe", evidence="GPU 3: XID 31", device="GPU 3", run="gemma")
     own = [incident(action="observe", what="xid", device="GPU 3", run="gemma")]
     other = [incident(action="observe", what="xid", device="GPU 3", run="llama")]
     elsewhere = [incident(action="observe", what="xid", device="GPU 4", run="llama")]
     assert [each.action for each in decided(seen, history=own)] == ["observe"]
     assert [each.action for each in decided(seen, history=elsewhere)] == ["observe"]
     (found,) = decided(seen, history=other)
-    assert (found.action, found.deed, found.escalated_from) == ("reset", "take_out", "observe")
+    assert (found.action, found.node_action, found.escalated_from) == ("reset", "take_out", "observe")
     assert "in llama too" in found.reason
     again = [incident(action="observe", what="xid", device="GPU 3", run="llama", moment=NOW - 60)]
     (found,) = decided(replace(seen, moment=NOW - 65), history=again)
@@ -395,24 +406,26 @@ def test_an_error_of_programs_counts_against_a_card_that_has_it_under_other_runs
 def test_an_empty_node_that_we_took_out_is_handed_over_where_that_is_allowed() -> None:
     ours = {"g1": "craton:ab12"}
     taken = [LedgerEntry(NOW - 900, "take_out", "g1", "ab12", action="reboot", text="XID 79")]
-    (kept,) = decided(trouble(), nodes=nodes(ours), history=taken)
-    (busy,) = decided(trouble(), nodes=nodes(ours, busy=("g1",)), history=taken, hands_over=LEAVES)
-    (empty,) = decided(trouble(), nodes=nodes(ours), history=taken, hands_over=LEAVES)
+    (kept,) = decided(issue(), nodes=nodes(ours), history=taken)
+    (busy,) = decided(issue(), nodes=nodes(ours, busy=("g1",)), history=taken, hands_over=LEAVES)
+    (empty,) = decided(issue(), nodes=nodes(ours), history=taken, hands_over=LEAVES)
     (quiet,) = decided(nodes=nodes(ours), history=taken, hands_over=LEAVES)
-    assert (kept.deed, busy.deed, empty.deed) == ("none", "none", "hand_over")
+    assert (kept.node_action, busy.node_action, empty.node_action) == ("none", "none", "hand_over")
     assert "when nothing runs there" in busy.why_not
     assert empty.mark == "ab12"
-    assert (quiet.deed, quiet.action, quiet.reason) == ("hand_over", "reboot", "XID 79"), "nobody is there to complain"
+    assert (quiet.node_action, quiet.action, quiet.reason) == ("hand_over", "reboot", "XID 79"), (
+        "nobody is there to complain"
+    )
     assert decided(nodes=nodes(ours), history=taken) == []
-    assert decided(nodes=nodes({"g1": "craton:cd34"}), history=taken, hands_over=LEAVES) == [], "out by another deed"
+    assert decided(nodes=nodes({"g1": "craton:cd34"}), history=taken, hands_over=LEAVES) == [], "out by another action"
 
 
 def test_neither_what_was_handed_over_nor_what_others_took_out_is_handed_over() -> None:
     handed = [ServiceNode("g1", True, "Action:Reboot", False, "ab12")]
-    (again,) = decided(trouble(), nodes=handed, hands_over=LEAVES)
-    (theirs,) = decided(trouble(), nodes=nodes({"g1": "broken fan"}), hands_over=LEAVES)
-    (healers,) = decided(trouble(), nodes=nodes({"g1": "craton:cd34"}), hands_over=LEAVES)
-    assert (again.deed, theirs.deed, healers.deed) == ("none", "none", "none")
+    (again,) = decided(issue(), nodes=handed, hands_over=LEAVES)
+    (theirs,) = decided(issue(), nodes=nodes({"g1": "broken fan"}), hands_over=LEAVES)
+    (healers,) = decided(issue(), nodes=nodes({"g1": "craton:cd34"}), hands_over=LEAVES)
+    assert (again.node_action, theirs.node_action, healers.node_action) == ("none", "none", "none")
 
 
 # -- from findings and verdicts ---------------------------------------------------------------------------------------

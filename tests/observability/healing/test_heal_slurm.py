@@ -17,7 +17,7 @@ from craton.agent.coordination import avoid_node, read_avoided
 from craton.cli import main
 from craton.job.cluster import SchedulerSettings
 from craton.observability.healing import Healing, HealingScope, heal, place_of, undo
-from craton.observability.healing.troubles import Trouble
+from craton.observability.healing.issues import Issue
 from craton.orchestration import read_submission, service_of
 from craton.orchestration.changes import working_nodes
 from craton.orchestration.changes.evacuation import spare_nodes
@@ -98,17 +98,17 @@ def test_drained_up_to_the_share_and_resumed_by_the_number(
     assert slurm.nodes_in("drain") == ["g8"], "advice changes nothing"
     assert craton(monkeypatch, "heal", file, "--report", found, "--mode", "act", "--yes", "--json") == 1
     told = json.loads(capsys.readouterr().out)
-    (deed,) = told["deeds"]
-    assert (deed["node"], deed["kind"], told["out"], told["nodes"]) == ("g2", "take_out", 2, 8)
+    (action,) = told["deeds"]
+    assert (action["node"], action["kind"], told["out"], told["nodes"]) == ("g2", "take_out", 2, 8)
     assert sorted(slurm.nodes_in("drain")) == ["g2", "g8"], "two of eight are a quarter"
     held = [each["why_not"] for each in told["decisions"] if each["node"] in ("g1", "g3")]
     assert all("2 of 8 nodes are out already" in why for why in held)
-    assert node_of("g2").reason == f"craton:{deed['id']} replace: GPU 3: XID 79, off the bus"
+    assert node_of("g2").reason == f"craton:{action['id']} replace: GPU 3: XID 79, off the bus"
     assert craton(monkeypatch, "heal", file, "--report", found, "--mode", "act", "--json") == 2, "nobody can be asked"
     assert "nobody can answer here" in capsys.readouterr().err
     assert sorted(slurm.nodes_in("drain")) == ["g2", "g8"]
 
-    assert craton(monkeypatch, "heal", file, "--undo", deed["id"], "--json") == 0
+    assert craton(monkeypatch, "heal", file, "--undo", action["id"], "--json") == 0
     assert slurm.nodes_in("drain") == ["g8"]
     assert json.loads(capsys.readouterr().out)["done"] == ["g2 is in service again"]
     assert craton(monkeypatch, "heal", file, "--history", "--json") == 0
@@ -205,12 +205,12 @@ def test_of_two_healers_that_act_at_the_same_moment_one_has_its_way(
 
     def healed(number: int) -> Healing:
         place = HealingScope("lab", service_of(SLURM), (), tmp_path / str(number))
-        return heal(place, [Trouble(nodes[number], "reboot", "xid", "XID 79")], "act", 0.125)
+        return heal(place, [Issue(nodes[number], "reboot", "xid", "XID 79")], "act", 0.125)
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(healed, (0, 1)))
-    ((deed,),) = (each.deeds for each in found if each.deeds)
-    assert (slurm.nodes_in("drain"), node_of(deed.node).mark) == ([deed.node], deed.id)
+    ((action,),) = (each.actions for each in found if each.actions)
+    assert (slurm.nodes_in("drain"), node_of(action.node).mark) == ([action.node], action.id)
     (failure,) = (each.failures[0] for each in found if each.failures)
     assert ("it is left to them" if nodes[0] == nodes[1] else "taken back: 2 of 8 nodes are out now") in failure
 
@@ -247,15 +247,15 @@ def test_a_run_without_a_spare_saves_and_goes_on_elsewhere(slurm: SlurmLab, root
     bad = hosts_of(run)["node-1"]
     avoid_node(run, "node-0", "ab12")
     place = place_of(str(run.path))
-    trouble = Trouble(bad, "reboot", "gpu_lost", "GPU 3 fell off the bus", "why", run=run.name)
-    found = heal(place, [trouble], "act", 0.25)
-    assert [(entry.kind, entry.node) for entry in found.deeds] == [("take_out", bad), ("move", bad)], found
+    issue = Issue(bad, "reboot", "gpu_lost", "GPU 3 fell off the bus", "why", run=run.name)
+    found = heal(place, [issue], "act", 0.25)
+    assert [(entry.kind, entry.node) for entry in found.actions] == [("take_out", bad), ("move", bad)], found
     wait_until(lambda: bad not in hosts_of(run).values(), "it is on other nodes")
     assert read_avoided(run) == {}, "names mean other machines now"
     wait_for_run(run, "done", seconds=90.0)
     expect_whole_chain(run, 150)
     assert bad in [*slurm.nodes_in("drain"), *slurm.nodes_in("drng")]
-    undo(place, found.deeds[0].id)
+    undo(place, found.actions[0].id)
     wait_until(lambda: bad in slurm.nodes_in("idle"), f"{bad} is idle")
 
 
@@ -266,9 +266,9 @@ def test_a_run_with_a_spare_stays_in_its_allocation(slurm: SlurmLab, root: Path)
     wait_until(lambda: spare_nodes(run), "the spare is there")
     (good, own), (spare,) = working_nodes(run), spare_nodes(run)
     bad, job = hosts_of(run)[own], read_submission(run).job
-    trouble = Trouble(bad, "reboot", "gpu_lost", "GPU 3 fell off the bus", "why", run=run.name)
-    found = heal(place_of(str(run.path)), [trouble], "act", 0.25)
-    assert f"{spare}, a spare, takes the place of {own}" in found.deeds[1].text
+    issue = Issue(bad, "reboot", "gpu_lost", "GPU 3 fell off the bus", "why", run=run.name)
+    found = heal(place_of(str(run.path)), [issue], "act", 0.25)
+    assert f"{spare}, a spare, takes the place of {own}" in found.actions[1].text
     wait_until(lambda: working_nodes(run) == [good, spare], "the spare has its place")
     wait_for_run(run, "done", seconds=90.0)
     expect_whole_chain(run, 250)

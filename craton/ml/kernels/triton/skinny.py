@@ -19,7 +19,7 @@ LONG, SHORT, NARROW = (2, 2048, 4), (4, 512, 4), (4, 512, 2)
 # (outputs of a program, inputs of a tile, slices of these, warps, stages of the pipeline) for two rows and more, and
 # for those in fp32, of which shared memory holds half as much
 FEW, FEW_EXACT = (16, 256, 2, 2, 7), (16, 256, 2, 2, 3)
-MAX_ROWS = 8  # the least that the tensor cores multiply with
+MAX_ROWS = 8  # the smallest tile that the tensor cores multiply
 
 
 @triton.jit(do_not_specialize=["outs"])

@@ -21,7 +21,6 @@ class PagedPast(Past):
     def begin(self, batch: AttentionBatch) -> None:
         """The tokens that the layers will bring next."""
         self._batch = batch
-        self.backend.begin(batch, self.table)
 
     def attend(
         self,

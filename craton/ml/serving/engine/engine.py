@@ -49,7 +49,7 @@ class Executor(Protocol):
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightStep:
     """A step that was started and not read back."""
 
     step: ScheduledStep
@@ -89,7 +89,7 @@ class Engine:
         self.scheduler = Scheduler(self._pool, self._tree, settings.max_running, settings.chunk_tokens)
         self._sequences: dict[int, list[Sequence]] = {}
         self._compiling: list[tuple[Future[GrammarState], Sequence]] = []
-        self._flights: deque[Flight] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self._ended: list[OutputDelta] = []
         self._rates = rates or Rates()
         self._seeds = random.Random()
@@ -99,12 +99,12 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not self._sequences and not self._flights and not self._ended
+        return not self._sequences and not self._in_flight and not self._ended
 
     @property
     def is_still(self) -> bool:
         """Whether the next step would find nothing to do: all that there is, if anything, waits for its grammar."""
-        has_started = self._flights or self.scheduler.running or self.scheduler.waiting
+        has_started = self._in_flight or self.scheduler.running or self.scheduler.waiting
         return not self._ended and not has_started
 
     def submit(self, request: Submit) -> None:
@@ -181,8 +181,8 @@ class Engine:
         if step is None:
             return pieces + self._read_all()
         self._start(step)
-        if len(self._flights) > int(self.settings.overlap):
-            pieces += self._read(self._flights.popleft())
+        if len(self._in_flight) > int(self.settings.overlap):
+            pieces += self._read(self._in_flight.popleft())
         return pieces
 
     def take_ended(self) -> list[OutputDelta]:
@@ -217,7 +217,7 @@ class Engine:
     @property
     def is_drained(self) -> bool:
         """Whether all that was let in has ended."""
-        return not self.scheduler.running and not self._flights
+        return not self.scheduler.running and not self._in_flight
 
     def resume(self) -> None:
         self._expect("paused")
@@ -252,7 +252,7 @@ class Engine:
         self.refusal = reason
         return pieces
 
-    def finish_flights(self) -> list[OutputDelta]:
+    def finish_in_flight(self) -> list[OutputDelta]:
         """Reads back all that was started."""
         return self._read_all()
 
@@ -312,7 +312,7 @@ class Engine:
                 self._copy(part.sequence, step)
         allowed, lost = self._allowed(step)
         work = pack(step, allowed)
-        self._flights.append(Flight(step, work, self._executor.execute(work), self.version))
+        self._in_flight.append(InFlightStep(step, work, self._executor.execute(work), self.version))
         for sequence, error in lost:
             self._ended.append(OutputDelta(sequence.id, sequence.index, finish="error", error=error))
             self._end(sequence, "error")
@@ -324,18 +324,18 @@ class Engine:
 
     def _read_all(self) -> list[OutputDelta]:
         pieces: list[OutputDelta] = []
-        while self._flights:
-            pieces += self._read(self._flights.popleft())
+        while self._in_flight:
+            pieces += self._read(self._in_flight.popleft())
         return pieces
 
-    def _read(self, flight: Flight) -> list[OutputDelta]:
-        tokens, logprobs = flight.result.read()
-        self._rates.record(flight.step, len(tokens))
-        likeliest = flight.result.read_alternatives() if flight.work.alternatives else None
-        self._take_prompts(flight)
+    def _read(self, in_flight: InFlightStep) -> list[OutputDelta]:
+        tokens, logprobs = in_flight.result.read()
+        self._rates.record(in_flight.step, len(tokens))
+        likeliest = in_flight.result.read_alternatives() if in_flight.work.alternatives else None
+        self._take_prompts(in_flight)
         pieces = []
         begin = 0
-        for part in flight.step.parts:
+        for part in in_flight.step.parts:
             sequence = part.sequence
             if not part.samples:
                 self.scheduler.commit(sequence)
@@ -346,7 +346,7 @@ class Engine:
                 self._take(sequence, part, tokens[begin:end], piece)
                 count = len(piece.tokens)
                 piece.logprobs = logprobs[begin : begin + count]
-                piece.versions = [flight.version] * count
+                piece.versions = [in_flight.version] * count
                 if likeliest is not None and sequence.sampling.logprobs is not None:
                     wanted = sequence.sampling.logprobs
                     piece.alternatives = [
@@ -425,12 +425,12 @@ class Engine:
         if not copies:
             del self._sequences[sequence.id]
 
-    def _take_prompts(self, flight: Flight) -> None:
-        if not flight.work.prompts:
+    def _take_prompts(self, in_flight: InFlightStep) -> None:
+        if not in_flight.work.prompts:
             return
-        prompts = flight.result.read_prompts(flight.work.prompts)
-        for asked, values in zip(flight.work.prompts, prompts, strict=True):
-            part = flight.step.parts[asked.part]
+        prompts = in_flight.result.read_prompts(in_flight.work.prompts)
+        for asked, values in zip(in_flight.work.prompts, prompts, strict=True):
+            part = in_flight.step.parts[asked.part]
             sequence = part.sequence
             sequence.prompt_found |= {part.begin + 1 + offset: value for offset, value in enumerate(values)}
             if len(sequence.prompt_found) == sequence.prompt_length - 1:

@@ -197,7 +197,7 @@ class EngineProcess:
             if wanted is None:
                 self._waiting.append(task)
                 return
-            self._send(self._engine.finish_flights())
+            self._send(self._engine.finish_in_flight())
             task.call, task.began = self._gang.start(wanted.method, *wanted.arguments), time.monotonic()
             self._calling = task
 

@@ -19,9 +19,10 @@ from craton.ml.serving.schedule.prefix import Move, PrefixNode, PrefixTree, Root
 from craton.ml.serving.schedule.sequence import Sequence
 
 REMEMBERED = 64  # answers whose lengths say how long the next ones will be
-# Reading prompts makes a step longer for all who write. So that it is seldom much longer, no more is read than is due:
-MIN_READ = 512  # tokens, which cost about as much as writing for a hundred requests does
-READ_STEPS = 4  # in which all that waits would be read
+# Prefill makes a step longer for all requests in decode. So that it is seldom much longer, a step has no more of it
+# than is due:
+MIN_PREFILL_TOKENS = 512  # they cost about as much as decode for a hundred requests
+PREFILL_STEPS = 4  # in which all waiting prompts would be prefilled
 FIRST_OUTPUTS = 256.0  # tokens that a request is expected to write before anything is known
 MAX_ENDED = 64  # requests that ended while they waited and may lie among those that wait, whatever their number
 
@@ -53,8 +54,8 @@ class ScheduledStep:
 
 
 @dataclass(slots=True)
-class _Making:
-    """A step in the making: tokens that it may still have, and its parts."""
+class StepBuilder:
+    """Builds one step: the tokens that it may still have, and its parts."""
 
     budget: int
     parts: dict[Sequence, ScheduledChunk] = field(default_factory=dict)
@@ -109,7 +110,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step; None when there is nothing to compute now."""
-        making = _Making(self.chunk_tokens)
+        builder = StepBuilder(self.chunk_tokens)
         reading: list[Sequence] = []
         unread = self._waiting_tokens
         for sequence in list(self.running):
@@ -117,19 +118,19 @@ class Scheduler:
             if pending != 1:
                 reading.append(sequence)
                 unread += pending
-            elif making.budget:
-                self._continue(sequence, 1, making)
-        making.budget = min(making.budget, max(MIN_READ, unread // READ_STEPS))
+            elif builder.budget:
+                self._continue(sequence, 1, builder)
+        builder.budget = min(builder.budget, max(MIN_PREFILL_TOKENS, unread // PREFILL_STEPS))
         for sequence in reading:
-            if making.budget and sequence.row >= 0:
-                self._continue(sequence, _fitting(sequence, making.budget), making)
-        making.is_admitting = True
-        while making.budget and self.is_admitting and self._rows and (waiting := self._next_waiting()) is not None:
-            if not self._admit(waiting) or not self._continue(waiting, _fitting(waiting, making.budget), making):
+            if builder.budget and sequence.row >= 0:
+                self._continue(sequence, _fitting(sequence, builder.budget), builder)
+        builder.is_admitting = True
+        while builder.budget and self.is_admitting and self._rows and (waiting := self._next_waiting()) is not None:
+            if not self._admit(waiting) or not self._continue(waiting, _fitting(waiting, builder.budget), builder):
                 break
-        if not making.parts:
+        if not builder.parts:
             return None
-        parts = sorted(making.parts.values(), key=lambda part: part.count > 1)
+        parts = sorted(builder.parts.values(), key=lambda part: part.count > 1)
         step = ScheduledStep(parts, self.tree.moves, self._table, self._started)
         self.tree.moves, self._table, self._started = [], [], []
         return step
@@ -205,19 +206,19 @@ class Scheduler:
         assert sum(self._waiting.values()) == self._waiting_tokens
         assert len(self._queue) <= 2 * len(self._waiting) + MAX_ENDED
 
-    def _continue(self, sequence: Sequence, tokens: int, making: _Making) -> bool:
+    def _continue(self, sequence: Sequence, tokens: int, builder: StepBuilder) -> bool:
         """Computes so many tokens of a running sequence, if they are wanted and have room."""
         if sequence.row < 0 or sequence.is_at_limit:  # was preempted just now, or waits to be read back
             return False
         begin = sequence.computed
         end = begin + tokens
-        if end > len(sequence.blocks) * self.page and not self._room(sequence, end, making):
+        if end > len(sequence.blocks) * self.page and not self._room(sequence, end, builder):
             return False
         samples = end == len(sequence.tokens) + sequence.in_flight + len(sequence.drafts)
-        making.parts[sequence] = ScheduledChunk(
+        builder.parts[sequence] = ScheduledChunk(
             sequence, begin, tokens, samples, len(sequence.drafts) if samples else 0
         )
-        making.budget -= tokens
+        builder.budget -= tokens
         sequence.computed = end
         if samples and not sequence.drafts:
             sequence.in_flight += 1
@@ -231,7 +232,7 @@ class Scheduler:
                 return None
         return self.pool.take()
 
-    def _room(self, sequence: Sequence, length: int, making: _Making) -> bool:
+    def _room(self, sequence: Sequence, length: int, builder: StepBuilder) -> bool:
         """Gives a sequence the blocks for so many tokens, those of others if need be; False: it had to leave."""
         needed = -(-length // self.page)
         while len(sequence.blocks) < needed:
@@ -241,10 +242,10 @@ class Scheduler:
                 sequence.blocks.append(block)
                 continue
             victim = sequence
-            if not making.is_admitting:
+            if not builder.is_admitting:
                 victim = max(self.running, key=lambda item: (item.priority, self._order[item]))
-            if (part := making.parts.pop(victim, None)) is not None:  # it would have been computed in this very step
-                making.budget += part.count
+            if (part := builder.parts.pop(victim, None)) is not None:  # it would have been computed in this very step
+                builder.budget += part.count
                 victim.in_flight -= int(part.samples and not part.drafts)
             self._preempt(victim)
             if victim is sequence:

@@ -1,6 +1,6 @@
 """From what was found to what ails a node: findings of `craton doctor` and verdicts of `craton why` in one form. Pure.
 
-Only what is a node's own becomes a trouble. The software of a job, a slow file system or a bad plan would be the same
+Only what is a node's own becomes an issue. The software of a job, a slow file system or a bad plan would be the same
 on another node, and no node is taken out for it.
 """
 
@@ -25,7 +25,7 @@ _XID = re.compile(r"\bS?XID (\d+)\b")
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Issue:
     """One thing that is wrong with one node."""
 
     node: str  # as its scheduler calls it
@@ -42,18 +42,18 @@ class Trouble:
     stops_run: bool = False  # the run it was seen in does not move because of it
 
 
-def of_doctor(document: Mapping[str, Any], measured: float | None = None) -> list[Trouble]:
-    """The troubles in what `craton doctor --json` printed, and when. They are of no run: a pre-flight sees what was in
+def of_doctor(document: Mapping[str, Any], measured: float | None = None) -> list[Issue]:
+    """The issues in what `craton doctor --json` printed, and when. They are of no run: a pre-flight sees what was in
     the kernel log before it."""
     findings = document.get("findings")
     if not isinstance(findings, list):
         raise CratonError("this is not what `craton doctor --json` prints: it has no `findings`")
     found = [_of_finding(finding, document, measured) for finding in findings if isinstance(finding, Mapping)]
-    return [trouble for trouble in found if trouble is not None]
+    return [issue for issue in found if issue is not None]
 
 
-def of_verdict(verdict: Verdict, hosts: Mapping[str, str], run: str = "", ended: float | None = None) -> list[Trouble]:
-    """The troubles of a run's nodes; `hosts` has what the scheduler calls each of them. `ended`: when the run ended,
+def of_verdict(verdict: Verdict, hosts: Mapping[str, str], run: str = "", ended: float | None = None) -> list[Issue]:
+    """The issues of a run's nodes; `hosts` has what the scheduler calls each of them. `ended`: when the run ended,
     whose nodes may have been given to somebody else since."""
     is_healthy = verdict.condition == "healthy"
     table = rules().causes | (rules().causes_of_healthy if is_healthy else {})
@@ -63,14 +63,14 @@ def of_verdict(verdict: Verdict, hosts: Mapping[str, str], run: str = "", ended:
     for other in verdict.others:
         hurts = (other.symptom is not None and not is_healthy) or other.is_urgent
         messages.append((other.cause, other.health, other.node, other.sentence, other.strength, other.moment, hurts))
-    troubles: list[Trouble] = []
+    issues: list[Issue] = []
     for number, (cause, health, node, evidence, confidence, moment, hurts) in enumerate(messages):
         action = health if health in HEALTH_ACTIONS else table.get(cause)
         if action is None or node not in hosts:
             continue
         stops = number == 0 and verdict.condition in ("dead", "hung")
-        troubles.append(
-            Trouble(
+        issues.append(
+            Issue(
                 hosts[node],
                 action,
                 cause,
@@ -85,12 +85,12 @@ def of_verdict(verdict: Verdict, hosts: Mapping[str, str], run: str = "", ended:
                 stops_run=stops and ended is None,
             )
         )
-    return troubles
+    return issues
 
 
-def gravest(troubles: Iterable[Trouble]) -> Trouble:
+def gravest(issues: Iterable[Issue]) -> Issue:
     """Of one node: what asks for most, and of those what is surest."""
-    return max(troubles, key=lambda item: (HEALTH_ACTIONS.index(item.action), item.is_urgent, item.confidence))
+    return max(issues, key=lambda item: (HEALTH_ACTIONS.index(item.action), item.is_urgent, item.confidence))
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Rules:
     findings: Mapping[str, HealthAction]
     causes: dict[str, HealthAction]
     causes_of_healthy: dict[str, HealthAction]
-    least_confidence: float
-    lemon_seconds: float
-    lemon_incidents: int
+    min_confidence: float
+    repeat_seconds: float
+    repeat_incidents: int
     episode_seconds: float
     same_card_runs: int
     look_seconds: float
@@ -121,9 +121,9 @@ def rules() -> Rules:
         findings=table["finding"],
         causes=table["cause"],
         causes_of_healthy=table["cause_of_healthy"],
-        least_confidence=float(numbers["least_confidence"]),
-        lemon_seconds=float(numbers["lemon_days"]) * 86400.0,
-        lemon_incidents=int(numbers["lemon_incidents"]),
+        min_confidence=float(numbers["min_confidence"]),
+        repeat_seconds=float(numbers["repeat_days"]) * 86400.0,
+        repeat_incidents=int(numbers["repeat_incidents"]),
         episode_seconds=float(numbers["episode_hours"]) * 3600.0,
         same_card_runs=int(numbers["same_card_runs"]),
         look_seconds=float(numbers["look_minutes"]) * 60.0,
@@ -136,7 +136,7 @@ def rules() -> Rules:
     )
 
 
-def _of_finding(finding: Mapping[str, Any], document: Mapping[str, Any], measured: float | None) -> Trouble | None:
+def _of_finding(finding: Mapping[str, Any], document: Mapping[str, Any], measured: float | None) -> Issue | None:
     severity, what = finding.get("severity"), str(finding.get("what") or "")
     node, evidence = str(finding.get("node") or ""), str(finding.get("evidence") or "")
     action = str(finding.get("action") or "")
@@ -151,7 +151,7 @@ def _of_finding(finding: Mapping[str, Any], document: Mapping[str, Any], measure
         return None
     if what == "xid" and measured is not None:
         measured -= _xid_age_seconds(document, node, evidence)
-    return Trouble(
+    return Issue(
         node,
         cast(HealthAction, action),
         what,

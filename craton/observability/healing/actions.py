@@ -1,10 +1,10 @@
 """Heals: looks at the nodes, decides, and does it, or says what it would do; undoes what was done.
 
-Order of a deed: the nodes are counted, it is written down, the node is taken out, the nodes are counted again, the runs
-on it are moved. So whatever breaks in between can be undone by its number, and two who share no ledger have the
+Order of an action: the nodes are counted, it is written down, the node is taken out, the nodes are counted again, the
+runs on it are moved. So whatever breaks in between can be undone by its number, and two who share no ledger have the
 scheduler between them. Who finds the node under another's mark then leaves it to them. Where both together exceed the
-share, the one whose number comes later takes its deed back; the other waits for that, and takes its own back if it does
-not come: no deed stands that was not seen within the share after it was done.
+share, the one whose number comes later takes its action back; the other waits for that, and takes its own back if it
+does not come: no action stands that was not seen within the share after it was done.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from craton.errors import CratonError
+from craton.observability.healing.issues import Issue
 from craton.observability.healing.ledger import (
-    NODE_DEEDS,
+    NODE_ACTIONS,
     Ledger,
     LedgerEntry,
     LedgerError,
@@ -25,8 +26,7 @@ from craton.observability.healing.ledger import (
     pause_between,
 )
 from craton.observability.healing.places import AGENT_ERRORS, HealingScope
-from craton.observability.healing.policy import LEAVES, Decision, decide, most_out, over_share
-from craton.observability.healing.troubles import Trouble
+from craton.observability.healing.policy import LEAVES, Decision, decide, max_out, over_share
 from craton.orchestration import NoAnswerError, ServiceNode
 from craton.orchestration.changes import come_back, evacuate, plan_evacuation
 from craton.telemetry import RunDirectory, find_run
@@ -47,7 +47,7 @@ class Healing:
     total: int  # nodes
     num_out: int  # after what was done
     decisions: tuple[Decision, ...]
-    deeds: tuple[LedgerEntry, ...] = ()  # done now
+    actions: tuple[LedgerEntry, ...] = ()  # done now
     failures: tuple[str, ...] = ()
     moves: dict[str, list[str]] = field(default_factory=dict)  # node → how each run on it would move, or moves
     notes: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class Healing:
             "nodes": self.total,
             "out": self.num_out,
             "decisions": [decision.to_json() for decision in self.decisions],
-            "deeds": [entry.__dict__ for entry in self.deeds],
+            "deeds": [entry.__dict__ for entry in self.actions],
             "failures": list(self.failures),
             "moves": self.moves,
             "notes": list(self.notes),
@@ -74,7 +74,7 @@ class Healing:
 
 def heal(
     place: HealingScope,
-    troubles: Sequence[Trouble],
+    issues: Sequence[Issue],
     mode: str,
     share: float,
     approve: Approve | None = None,
@@ -87,51 +87,47 @@ def heal(
         nodes = place.service.nodes()
         return Healing(place.name, mode, share, len(nodes), sum(item.is_out for item in nodes), ())
     if mode == "advise":
-        return _advise(place, ledger, troubles, share, node)
+        return _advise(place, ledger, issues, share, node)
     with ledger.held():
-        healing = replace(_advise(place, ledger, troubles, share, node), mode="act")
+        healing = replace(_advise(place, ledger, issues, share, node), mode="act")
         if healing.notes:
             raise LedgerError(f"nothing is healed without its ledger: {healing.notes[0]}")
-        wanted = [decision for decision in healing.decisions if decision.deed != "none"]
+        wanted = [decision for decision in healing.decisions if decision.node_action != "none"]
         if not wanted or (approve is not None and not approve(wanted)):
             return healing
-        return _act(place, ledger, healing, troubles)
+        return _act(place, ledger, healing, issues)
 
 
 def undo(place: HealingScope, number: str) -> list[str]:
-    """Undoes a deed by its number; what was undone and what was not. CratonError: there is nothing to undo any more."""
+    """Undoes an action by its number; what was undone and what was not. CratonError: nothing is left to undo."""
     ledger = Ledger(place.root)
     with ledger.held():
-        deeds = [entry for entry in ledger.entries() if entry.id == number and entry.kind in NODE_DEEDS]
-        if not deeds:
-            raise CratonError(f"no deed {number} in {ledger.path}; `craton heal --history` shows those there are")
+        actions = [entry for entry in ledger.entries() if entry.id == number and entry.kind in NODE_ACTIONS]
+        if not actions:
+            raise CratonError(f"no action {number} in {ledger.path}; `craton heal --history` shows those there are")
         done: list[str] = []
-        node = deeds[0].node
+        node = actions[0].node
         why_not = place.service.give_back(node, number)
         if not why_not:
             done.append(f"{node} is in service again")
-        moved = [_run(place, entry.run) for entry in deeds if entry.kind == "move"]
+        moved = [_run(place, entry.run) for entry in actions if entry.kind == "move"]
         for run in {run.name: run for run in (*place.runs, *moved) if run is not None}.values():
             done += [f"{run.name} may use {own} again, as a spare" for own in come_back(run, number)]
         if not done:
             raise CratonError(f"{number} cannot be undone: {why_not}")
-        answer = replace(deeds[0], time=time.time(), kind="undo", text="; ".join(done))
+        answer = replace(actions[0], time=time.time(), kind="undo", text="; ".join(done))
         ledger.append([answer])
         return [*done, *([why_not] if why_not else [])]
 
 
-def _advise(
-    place: HealingScope, ledger: Ledger, troubles: Sequence[Trouble], share: float, node: str | None
-) -> Healing:
+def _advise(place: HealingScope, ledger: Ledger, issues: Sequence[Issue], share: float, node: str | None) -> Healing:
     now, nodes, history = time.time(), place.service.nodes(), ledger.entries()
-    bad = _bad(nodes, troubles)
+    bad = _bad(nodes, issues)
     ways = {host: [plan_evacuation(run, own, bad) for run, own in runs] for host, runs in place.runs_on().items()}
     hands_over = [action for action in LEAVES if place.hands_over and place.service.can_hand_over(action)]
-    decisions = decide(troubles, nodes, history, now, share, hands_over, ways)
+    decisions = decide(issues, nodes, history, now, share, hands_over, ways)
     decisions = [entry for entry in decisions if node in (None, entry.node)]
-    seen = [
-        (_incident(place, item, now), pause_between(item.trouble)) for item in decisions if item.trouble is not None
-    ]
+    seen = [(_incident(place, item, now), pause_between(item.issue)) for item in decisions if item.issue is not None]
     notes: tuple[str, ...] = ()
     if fresh := fresh_incidents(history, seen):
         try:
@@ -141,41 +137,41 @@ def _advise(
     moves = {
         decision.node: [f"{way.run}: {way.sentence}" for way in ways[decision.node]]
         for decision in decisions
-        if decision.deed in ("take_out", "move") and ways.get(decision.node)
+        if decision.node_action in ("take_out", "move") and ways.get(decision.node)
     }
     num_out = sum(node.is_out for node in nodes)
     return Healing(place.name, "advise", share, len(nodes), num_out, tuple(decisions), moves=moves, notes=notes)
 
 
-def _act(place: HealingScope, ledger: Ledger, healing: Healing, troubles: Sequence[Trouble]) -> Healing:
-    deeds: list[LedgerEntry] = []
+def _act(place: HealingScope, ledger: Ledger, healing: Healing, issues: Sequence[Issue]) -> Healing:
+    actions: list[LedgerEntry] = []
     failures: list[str] = []
     left: set[str] = set()  # runs that leave all their nodes, and so need not be told of another
     for decision in healing.decisions:
-        if decision.deed == "none":
+        if decision.node_action == "none":
             continue
         entry = _entry(place, decision)
         try:
-            if decision.deed == "hand_over":  # its number is in the ledger already
+            if decision.node_action == "hand_over":  # its number is in the ledger already
                 if place.service.hand_over(decision.node, entry.id, decision.action):
                     ledger.append([entry])
-                    deeds.append(entry)
+                    actions.append(entry)
                 continue
-            if decision.deed == "take_out":
+            if decision.node_action == "take_out":
                 before = _out_before(place, decision.node, healing.share)
                 ledger.append([entry])
                 _take_out(place, decision, entry.id, healing.share, before)
-                deeds.append(entry)
+                actions.append(entry)
         except LedgerError:
             raise
         except CratonError as error:
             failures.append(f"{decision.node}: {error}")
-            if decision.deed == "take_out":
+            if decision.node_action == "take_out":
                 ledger.append([replace(entry, time=time.time(), kind="failed", text=str(error))])
             continue
         place.avoid(decision.node, entry.id)
         try:
-            bad = _bad(place.service.nodes(), troubles)
+            bad = _bad(place.service.nodes(), issues)
         except CratonError as error:
             failures.append(f"what runs on {decision.node} stays until the next look: {error}")
             continue
@@ -190,9 +186,9 @@ def _act(place: HealingScope, ledger: Ledger, healing: Healing, troubles: Sequen
             left |= {run.name} if way.how != "spare" else set()
             move = replace(entry, time=time.time(), kind="move", run=run.name, run_node=own, text=way.sentence)
             ledger.append([move])
-            deeds.append(move)
-    num_out = healing.num_out + sum(entry.kind == "take_out" for entry in deeds)
-    return replace(healing, num_out=num_out, deeds=tuple(deeds), failures=tuple(failures))
+            actions.append(move)
+    num_out = healing.num_out + sum(entry.kind == "take_out" for entry in actions)
+    return replace(healing, num_out=num_out, actions=tuple(actions), failures=tuple(failures))
 
 
 def _out_before(place: HealingScope, name: str, share: float) -> set[str]:
@@ -229,14 +225,14 @@ def _take_out(place: HealingScope, decision: Decision, number: str, share: float
 
 
 def _settled(place: HealingScope, number: str, share: float, before: Collection[str]) -> list[ServiceNode]:
-    """The nodes after a deed, once others who act at the same moment have taken back what is theirs to take back: those
-    whose numbers come last, as many as are out too many. Who is one of them itself does not wait."""
+    """The nodes after an action, once others who act at the same moment have taken back what is theirs to take back:
+    those whose numbers come last, as many as are out too many. Who is one of them itself does not wait."""
     deadline = time.monotonic() + YIELD_SECONDS
     while True:
         nodes = place.service.nodes()
         fresh = [node for node in nodes if node.is_out and node.name not in before]
         num_resumed = sum(not node.reason for node in fresh)  # given back, in Slurm's moment of not responding
-        too_many = sum(node.is_out for node in nodes) - most_out(len(nodes), share)
+        too_many = sum(node.is_out for node in nodes) - max_out(len(nodes), share)
         marks = sorted((node.mark for node in fresh if node.mark), reverse=True)
         stays = number in marks[max(0, too_many - num_resumed) :]
         if too_many <= 0 or not stays or time.monotonic() >= deadline:
@@ -246,49 +242,47 @@ def _settled(place: HealingScope, number: str, share: float, before: Collection[
 
 def _exceeded(nodes: Sequence[ServiceNode], share: float) -> str:
     num_out = sum(node.is_out for node in nodes)
-    if num_out <= most_out(len(nodes), share):
+    if num_out <= max_out(len(nodes), share):
         return ""
     limit = f"more than {100 * share:.3g} % of them"
     return f"{num_out} of {len(nodes)} nodes are out now, {limit}: somebody else took some out too"
 
 
-def _bad(nodes: Sequence[ServiceNode], troubles: Sequence[Trouble]) -> set[str]:
+def _bad(nodes: Sequence[ServiceNode], issues: Sequence[Issue]) -> set[str]:
     """Where no run is to go."""
-    return {node.name for node in nodes if node.is_out} | {
-        trouble.node for trouble in troubles if trouble.action in LEAVES
-    }
+    return {node.name for node in nodes if node.is_out} | {issue.node for issue in issues if issue.action in LEAVES}
 
 
 def _entry(place: HealingScope, decision: Decision) -> LedgerEntry:
-    assert decision.deed != "none"
-    trouble = decision.trouble
+    assert decision.node_action != "none"
+    issue = decision.issue
     return LedgerEntry(
         time.time(),
-        decision.deed,
+        decision.node_action,
         decision.node,
-        new_id() if decision.deed == "take_out" else decision.mark,
+        new_id() if decision.node_action == "take_out" else decision.mark,
         place.name,
         action=decision.action,
-        what=trouble.what if trouble else "",
-        device=trouble.device if trouble else "",
+        what=issue.what if issue else "",
+        device=issue.device if issue else "",
         text=decision.reason,
     )
 
 
 def _incident(place: HealingScope, decision: Decision, now: float) -> LedgerEntry:
-    trouble = decision.trouble
-    assert trouble is not None
+    issue = decision.issue
+    assert issue is not None
     return LedgerEntry(
         now,
         "incident",
         decision.node,
         cluster=place.name,
-        run=trouble.run,
+        run=issue.run,
         action=decision.action,
-        what=trouble.what,
-        device=trouble.device,
-        text=trouble.evidence,
-        moment=trouble.moment or 0.0,
+        what=issue.what,
+        device=issue.device,
+        text=issue.evidence,
+        moment=issue.moment or 0.0,
     )
 
 
