@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         Notice,
         RankFailure,
         Release,
-        Start,
+        StartGeneration,
     )
     from craton.agent.coordination.excluded_nodes import (
         AVOID_FILE,
