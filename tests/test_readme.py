@@ -51,7 +51,15 @@ PAGES = [
     README,
     *(
         DOCS / name
-        for name in ("architecture.md", "planning.md", "job-file.md", "training.md", "serving.md", "runs.md")
+        for name in (
+            "architecture.md",
+            "testing.md",
+            "planning.md",
+            "job-file.md",
+            "training.md",
+            "serving.md",
+            "runs.md",
+        )
     ),
 ]
 DAY = date(2026, 11, 15)  # of the plan in the README: prices are as old as they were on that day
@@ -224,7 +232,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
     """`compute.py`, `examples/llama-8b.yaml`: by their path, or by their name inside the package or the data."""
     named = set(re.findall(r"`([\w./*-]+\.(?:py|toml|css))`", page.read_text(encoding="utf-8")))
     folders = [folder for folder in (ROOT / "craton").rglob("*") if folder.is_dir()]
-    homes = [ROOT, ROOT / "data", ROOT / "craton", *folders]
+    homes = [ROOT, ROOT / "data", ROOT / "tests", ROOT / "craton", *folders]
     missing = [name for name in named if not any(any(home.glob(name)) for home in homes)]
     assert not missing
 

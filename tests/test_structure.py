@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -150,3 +151,15 @@ def test_the_import_contracts_see_behind_faces(tmp_path: Path) -> None:
     assert "packages and modules of one folder do not import each other in circles" in broken
     assert "craton.telemetry -> craton.planning" in done.stdout
     assert ".rates -> .step (1 import)" in done.stdout
+
+
+def test_a_package_says_in_one_line_what_it_is() -> None:
+    lines = {name: (ast.get_docstring(TREES[name]) or "").partition("\n")[0] for name in FACES}
+    assert {name: line for name, line in lines.items() if not line.endswith(".")} == {}
+
+
+def test_the_table_of_packages_is_up_to_date() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "package_table.py"))
+    page = script["PAGE"].read_text(encoding="utf-8")
+    assert script["updated"](page) == page, "run `python docs/package_table.py`"
+    assert script["table"]().count("\n") == 2 + len(FACES) - 1, "a row for each package but `craton` itself"

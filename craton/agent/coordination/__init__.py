@@ -1,4 +1,4 @@
-"""The agents of a run together: leader election, membership decisions, signed messages."""
+"""Agents of a run agree on its members: leader election, signed messages; one agent makes a generation."""
 
 from __future__ import annotations
 

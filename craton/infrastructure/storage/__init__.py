@@ -1,4 +1,4 @@
-"""Storage: what the planner knows of each tier (`numbers`), and the bytes themselves.
+"""Storage tiers: their speeds for the planner, and named objects that are there whole or not at all.
 
 `open_store` gives a folder or an `s3://bucket/prefix` as a `Store`: named objects that are there whole or not at all.
 `copy_down` brings a finished folder to a new place. `mirror` is the local folder that stands for an `s3://` one, and

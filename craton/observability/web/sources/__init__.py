@@ -1,4 +1,4 @@
-"""Sources of the page that take long: summaries, verdicts, schedulers, Prometheus, servers; all cached."""
+"""Slow sources of the page, all cached: summaries, verdicts, schedulers, Prometheus, servers."""
 
 from __future__ import annotations
 
