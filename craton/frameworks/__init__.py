@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.frameworks.jax import jax_environment
+    from craton.frameworks.launchers import jax_environment
     from craton.frameworks.megatron import megatron_arguments
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)
