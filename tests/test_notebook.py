@@ -11,6 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from waiting import PATIENCE_SECONDS
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "plan.ipynb"
 MAX_BYTES = 30_000  # of a notebook that people read in a diff
@@ -32,8 +33,9 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CRATON_CATALOG", raising=False)
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        patch.setenv("CRATON_RUNS", str(tmp_path_factory.mktemp("runs")))
         patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
-        client = NotebookClient(notebook, timeout=60, kernel_name="python3", record_timing=False)
+        client = NotebookClient(notebook, timeout=PATIENCE_SECONDS, kernel_name="python3", record_timing=False)
         client.execute(cwd=str(NOTEBOOK.parent))
     notebook.metadata = metadata  # without the version of this Python
     return notebook
@@ -41,7 +43,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
 
 @pytest.mark.slow
 def test_it_says_what_a_reader_came_for(executed: nbformat.NotebookNode) -> None:
-    first, phases, micro_batches, clusters, limits = printed(executed)
+    first, phases, micro_batches, clusters, limits, stopped, measured, resumed = printed(executed)
     assert "llama-3.1-8b on p5en.48xlarge x 16: fits" in first
     low, high = map(float, re.findall(r"between ([\d.]+) and ([\d.]+)", first)[0])
     step = float(re.findall(r"step +([\d.]+) s", first)[0])
@@ -54,6 +56,9 @@ def test_it_says_what_a_reader_came_for(executed: nbformat.NotebookNode) -> None
     assert clusters.startswith("◆")
     assert len(clusters.splitlines()) == 6
     assert "relief: " in limits
+    assert stopped == "from-notebook is stopped after step 10 on 2 ranks\n"
+    assert "10 steps; the loss falls" in measured
+    assert resumed == "from-notebook is stopped after step 15, in generation 1\n"
 
 
 def total(phases: str) -> float:

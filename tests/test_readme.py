@@ -24,6 +24,7 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
+from craton import runs
 from craton.agent.processes import start_rank
 from craton.cli.app import app
 from craton.errors import CratonError
@@ -50,7 +51,15 @@ PAGES = [
     README,
     *(
         DOCS / name
-        for name in ("architecture.md", "planning.md", "job-file.md", "training.md", "serving.md", "runs.md")
+        for name in (
+            "architecture.md",
+            "testing.md",
+            "planning.md",
+            "job-file.md",
+            "training.md",
+            "serving.md",
+            "runs.md",
+        )
     ),
 ]
 DAY = date(2026, 11, 15)  # of the plan in the README: prices are as old as they were on that day
@@ -164,12 +173,43 @@ def test_the_readme_shows_what_the_command_prints(generated: Generated) -> None:
     generated(README, "excerpt", "```text\n" + "\n\n".join(shown) + "\n```\n")
 
 
-def test_the_python_of_the_readme_runs(checkout: Path) -> None:
+SMALLER_JOB = """\
+name: quickstart
+kind: pretrain
+model: {name: tiny, layers: 4, hidden: 256, ffn_hidden: 256, heads: 4, vocab: 300, tied_embeddings: true}
+data: {path: text.jsonl, tokenizer: "bpe:300", sequence: 32}
+train: {global_batch_sequences: 4, steps: 4, precision: fp32, learning_rate: 1e-2}
+cluster: local
+"""
+
+
+@pytest.fixture
+def smaller_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in which the job of the quick start is one of four steps; no process of its runs is left."""
+    monkeypatch.setenv("CRATON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "runs"))
+    folder = tmp_path / "examples"
+    folder.mkdir()
+    (folder / "quickstart.yaml").write_text(SMALLER_JOB, encoding="utf-8")
+    text = json.dumps({"text": "the cat sat on the mat and the dog ran to the man"}) + "\n"
+    (folder / "text.jsonl").write_text(text * 600, encoding="utf-8")
+    yield tmp_path
+    for run in runs(tmp_path / "runs"):
+        run.stop(now=True)
+
+
+def test_the_python_of_the_readme_runs(smaller_checkout: Path) -> None:
     (code,) = blocks(README, "python")
-    output = run_in(checkout, "-c", code)
-    assert re.search(r"\d s a step \(", output)
-    shares = [float(share) for share in re.findall(r"([\d.]+)%", output)]
-    assert sum(shares) == pytest.approx(100, abs=0.5)
+    assert len(code.splitlines()) <= 12
+    layout, ended, why, url = run_in(smaller_checkout, "-c", code).splitlines()
+    assert re.search(r"fp32 [\d.]+ s a step \([\d.]+ to [\d.]+\)$", layout)
+    assert re.fullmatch(r"done \d\.\d+", ended)
+    assert why.startswith("quickstart is done")
+    assert url.startswith("http://127.0.0.1:")
+    assert {run.name: run.state for run in runs(smaller_checkout / "runs")} == {
+        "quickstart": "done",
+        "serve-quickstart": "stopped",
+    }
 
 
 def test_make_knows_the_two_commands() -> None:
@@ -192,7 +232,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
     """`compute.py`, `examples/llama-8b.yaml`: by their path, or by their name inside the package or the data."""
     named = set(re.findall(r"`([\w./*-]+\.(?:py|toml|css))`", page.read_text(encoding="utf-8")))
     folders = [folder for folder in (ROOT / "craton").rglob("*") if folder.is_dir()]
-    homes = [ROOT, ROOT / "data", ROOT / "craton", *folders]
+    homes = [ROOT, ROOT / "data", ROOT / "tests", ROOT / "craton", *folders]
     missing = [name for name in named if not any(any(home.glob(name)) for home in homes)]
     assert not missing
 

@@ -1,4 +1,4 @@
-"""The agent of a node: starts the ranks of a run, watches them, records for them and ends them; torch-free.
+"""The agent of a node starts, watches and ends the ranks of a run; the only writer of its node's files; torch-free.
 
 It is a process, `python -m craton.agent RUN --node K`, told what to start by RUN/launch.json, which
 `write_launch(run, Launch(...))` writes. Beside it a keeper holds the ranks' state in memory; ranks and agents talk to

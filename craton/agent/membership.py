@@ -32,7 +32,7 @@ from craton.agent.coordination import (
     Notice,
     RankFailure,
     Release,
-    Start,
+    StartGeneration,
     read_avoided,
 )
 from craton.agent.errors import LaunchError
@@ -86,7 +86,7 @@ class Membership:
         self._run, self._launch, self._node, self._council = run, launch, node, council
         self._records, self._node_itself = records, itself
         self._coordinator: Coordinator | None = None  # when this agent coordinates
-        self._unwritten: Start | None = None  # a generation that the disk has not taken yet
+        self._unwritten: StartGeneration | None = None  # a generation that the disk has not taken yet
         self._links: dict[str, Link] = {}  # node → link, when this agent coordinates
         self._leader: Link | None = None  # otherwise the link to the one that does
         self._leader_heard = 0.0
@@ -249,11 +249,11 @@ class Membership:
             self._leader.send(_told(fault))
 
     def _act(self, action: Action) -> None:
-        if isinstance(action, Start | Fail) and self._is_superseded():
+        if isinstance(action, StartGeneration | Fail) and self._is_superseded():
             self._records.event("coordinates_no_more", message="another agent coordinates, which cannot be reached")
             self._step_down()
             self._council.look()
-        elif isinstance(action, Start):
+        elif isinstance(action, StartGeneration):
             self._begin_generation(action)
         elif isinstance(action, Fail):
             self._node_itself.fail(action.text)
@@ -272,7 +272,7 @@ class Membership:
             self._node_itself.wait_for_nodes()
             self._tell_all({"is": "waiting"})
 
-    def _begin_generation(self, action: Start) -> None:
+    def _begin_generation(self, action: StartGeneration) -> None:
         generation = _labelled(action.generation)
         try:
             made = create_generation(self._run, generation)

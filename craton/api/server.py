@@ -10,7 +10,7 @@ from craton.api.run_handle import Run
 from craton.orchestration import NoAnswerError, ServerWatch, address_of, serve_job, server_name
 from craton.orchestration.draft import Progress
 from craton.orchestration.start import check_server, check_start, draft_start, submit_start
-from craton.orchestration.watching import Follower
+from craton.orchestration.watching import Follower, wait_for_agents
 from craton.telemetry import RunSummary, runs_root
 
 LOOK_SECONDS = 0.2
@@ -70,6 +70,7 @@ def _wait_until_ready(server: Server, watch: ServerWatch, seconds: float | None)
     while not watch.is_ready():
         view = follower.look()
         if not view.is_moving:
+            wait_for_agents(server.run.directory)
             raise NoAnswerError(f"{server.run.name} is {view.summary.state} before it answered: {view.summary.message}")
         if deadline is not None and time.monotonic() >= deadline:
             server.run.stop(now=True)

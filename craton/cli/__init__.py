@@ -1,4 +1,4 @@
-"""The command line: one file a verb, no logic.
+"""The command line: one file a verb, no logic; 0 done, 1 failed, 2 bad input; a user's mistake is one line.
 
 A verb is a module `craton/cli/NAME.py` named in `craton.cli.app`. It holds either one function called like the module
 (`def plan(job: ..., json: ...)`), or, for sub-verbs, a `typer.Typer` called `app`. At its top it imports only typer and

@@ -1,4 +1,4 @@
-"""What foreign stacks want to be told, from a layout and a model: command lines, configurations, environments.
+"""Commands, configurations and environments of other frameworks, as pure functions of a layout and a model.
 
 Everything here is pure. Placeholders such as `{node_rank}` stay in what comes out: the agent of each node fills them in
 when it starts the processes of a job of kind `command`.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.frameworks.jax import jax_environment
+    from craton.frameworks.launchers import jax_environment
     from craton.frameworks.megatron import megatron_arguments
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,4 +1,4 @@
-"""Reports as single HTML files: skeleton, style sheet and plots. The caller supplies the content."""
+"""Reports as single HTML files that load and send nothing: skeleton, style sheet, plots; text is escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every HTTP server of ours checks before it reads a request: the host it names, the page that sent it, its key.
+"""Checks of every HTTP server of ours before it reads a request: the host, the origin, the key.
 
 How long a connection may keep a server waiting is in `connections`, which needs uvicorn and is imported by name.
 """

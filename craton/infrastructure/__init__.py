@@ -1,4 +1,4 @@
-"""The hardware of a job: a catalog of GPUs, instances, prices and storage, the clusters they form, and stored bytes."""
+"""The hardware of a job: GPUs, instances, prices, clusters, storage; every number has a source and a date."""
 
 from __future__ import annotations
 

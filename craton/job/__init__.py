@@ -1,4 +1,4 @@
-"""What the user wrote: the job file, the cluster file, the model's shape and the layout algebra."""
+"""What the user wrote: job file, cluster file, model shape, layout algebra; frozen and complete, errors with lines."""
 
 from __future__ import annotations
 

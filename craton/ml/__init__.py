@@ -1,4 +1,4 @@
-"""What learns: models, kernels, data and training. The only package that needs torch; importing this name does not."""
+"""Models, kernels, data, training and serving: the only package that needs torch, and importing it does not."""
 
 from __future__ import annotations
 

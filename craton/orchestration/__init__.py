@@ -1,4 +1,4 @@
-"""Where runs happen: drafts of what would be started, the backend `local` that starts it, and following it."""
+"""Where runs happen: drafts, backends local, slurm and kubernetes, following and changing runs."""
 
 from __future__ import annotations
 

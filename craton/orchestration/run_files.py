@@ -1,11 +1,11 @@
-"""Files of a run that commands write: whole replacements, and whose STOP it is."""
+"""Files of a run that commands write and remove: whole replacements, whose STOP it is, orders of `craton chaos`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from craton.telemetry import RunDirectory
-from craton.telemetry.files import replace_text
+from craton.telemetry.files import paths_in, replace_text
 
 USER_STOP = "craton stop"  # how the STOP marker of a user begins; agents and schedulers set it too
 
@@ -18,3 +18,9 @@ def write_whole(path: Path, text: str) -> None:
     """Replace a file as a whole, so that a reader sees the old or the new one, also after a power loss."""
     path.parent.mkdir(exist_ok=True)
     replace_text(path, text)
+
+
+def disarm(run: RunDirectory) -> None:
+    """Forget the orders of earlier generations: whoever resumes a run wants it whole."""
+    for path in paths_in(run.chaos_folder, "*.json"):
+        path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a job will do before it runs: layout, step time, memory, storage, goodput, cost, and how sure that is."""
+"""What a job will do before it runs, and how sure that is; offline, and the same inputs give the same plan."""
 
 from __future__ import annotations
 

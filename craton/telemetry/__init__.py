@@ -1,4 +1,4 @@
-"""The run directory, what is recorded in it, and how to read it; low in the house, without torch.
+"""The run directory and what is recorded in it; recording never blocks or raises; torch-free.
 
 In a rank:      `Recorder.from_environment()`, `LedgerClock()`
 In any verb:    `find_run(name)`, `list_runs()`, `summarize(run)`, `read_lines(path, offset)`

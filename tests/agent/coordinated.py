@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from craton.agent import Generation, Launch
-from craton.agent.coordination import Action, Coordinator, RankFailure, Start
+from craton.agent.coordination import Action, Coordinator, RankFailure, StartGeneration
 
 EPOCH = 1_000_000.0  # the clock of the world is this much ahead of the monotonic one
 Status = dict[str, Any]
@@ -20,7 +20,7 @@ class Agents:
         self.now = 100.0
         self.coordinator = Coordinator(self.launch, me, current, (current.number if current else 0) + 1, self.now)
         self.there: dict[str, Status] = {}  # what every agent that is there says
-        self.starts: list[Start] = []
+        self.starts: list[StartGeneration] = []
         self.others: list[Action] = []  # what was decided beside new generations
 
     @property
@@ -53,8 +53,8 @@ class Agents:
         for node, status in self.there.items():
             self.coordinator.heard(node, status, self.now)
         actions = self.coordinator.tick(self.now, EPOCH + self.now)
-        self.starts += [action for action in actions if isinstance(action, Start)]
-        self.others += [action for action in actions if not isinstance(action, Start)]
+        self.starts += [action for action in actions if isinstance(action, StartGeneration)]
+        self.others += [action for action in actions if not isinstance(action, StartGeneration)]
         return actions
 
     def pass_time(self, seconds: float) -> list[Action]:
@@ -64,10 +64,10 @@ class Agents:
             actions += self.tick(min(0.25, max(end - self.now, 1e-6)))
         return actions
 
-    def started(self) -> Start:
+    def started(self) -> StartGeneration:
         """The generation that the next tick begins."""
         (start,) = self.tick()
-        assert isinstance(start, Start)
+        assert isinstance(start, StartGeneration)
         return start
 
     def fail(self, text: str = "rank 1 exited", **fields: Any) -> None:

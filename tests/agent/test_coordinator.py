@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from coordinated import EPOCH, Agents, two_at_work
 
-from craton.agent.coordination import Fail, Finish, Start
+from craton.agent.coordination import Fail, Finish, StartGeneration
 from craton.agent.coordination.coordinator import ECHO_SECONDS
 from craton.agent.coordination.hangs import HANG_SECONDS, LIMITS
 
@@ -300,7 +300,7 @@ def test_a_node_that_is_lost_while_it_leaves_as_planned_is_a_fault() -> None:
     agents = moving()
     agents.lose("b")
     (start,) = agents.pass_time(1)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartGeneration)
     assert start.generation.reason == "b is lost: its agent is gone"
     assert not start.generation.is_planned
 
@@ -323,5 +323,5 @@ def test_a_coordinator_that_did_not_run_blames_nobody_for_its_silence(two: Agent
     two.coordinator.heard("a", two.there["a"], two.now)
     assert two.coordinator.tick(two.now, EPOCH + two.now) == []
     del two.there["b"]
-    assert [start.generation.reason for start in two.pass_time(30) if isinstance(start, Start)] == []
+    assert [start.generation.reason for start in two.pass_time(30) if isinstance(start, StartGeneration)] == []
     assert "no sign of life" in two.others[0].text  # type: ignore[union-attr]

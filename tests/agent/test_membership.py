@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from craton.agent import Generation, Launch
-from craton.agent.coordination import SILENT_SECONDS, Fail, Notice, Release, Start
+from craton.agent.coordination import SILENT_SECONDS, Fail, Notice, Release, StartGeneration
 from craton.agent.coordination.coordinator import COME_OVER_SECONDS, RELEASE_SECONDS, RETURN_SECONDS, SETTLE_SECONDS
 
 
@@ -105,7 +105,7 @@ def test_an_elastic_run_goes_on_with_fewer_after_a_while() -> None:
     agents.pass_time(5.0)
     assert len(agents.starts) == 1
     (start,) = agents.pass_time(1.0)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartGeneration)
     assert start.generation.nodes == ["a", "c", "d"]
     assert start.generation.layout == {"fsdp": 3}
     assert not start.generation.is_planned
@@ -140,7 +140,7 @@ def test_a_run_that_shrank_grows_when_nodes_have_settled() -> None:
     agents.join("d")
     assert agents.pass_time(SETTLE_SECONDS - 0.1) == []
     (start,) = agents.pass_time(0.5)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartGeneration)
     assert (start.generation.nodes, start.generation.layout) == (["a", "b", "d"], {"fsdp": 3})
     assert start.generation.is_planned
     assert start.generation.reason == "grown from 2 to 3 nodes"
@@ -212,7 +212,7 @@ def test_a_resize_up_waits_for_the_new_nodes() -> None:
     assert agents.pass_time(5) == []
     agents.join("b", "c")
     (start,) = agents.pass_time(SETTLE_SECONDS + 0.5)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartGeneration)
     assert (start.generation.nodes, start.generation.layout) == (["a", "b", "c"], {"pp": 3})
     agents.work(12)
     assert not [action for action in agents.pass_time(RELEASE_SECONDS + 2) if isinstance(action, Release)]
@@ -265,7 +265,7 @@ def test_nodes_that_are_coming_over_are_not_replaced() -> None:
     agents.join("c", generation=4)
     agents.work(25)
     (start,) = agents.pass_time(COME_OVER_SECONDS)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartGeneration)
     assert start.generation.nodes == ["d", "b", "c"]
 
 

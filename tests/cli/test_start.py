@@ -10,18 +10,26 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from rich.text import Text
+from typer.testing import CliRunner
 from waiting import PATIENCE_SECONDS
 
 import craton
+from craton.agent.processes import free_port
+from craton.api import run_handle, server
 from craton.cli.app import app
+from craton.orchestration import StartError
+from craton.orchestration.start import Start, path
 
 ROOT = Path(__file__).parents[2]
+STEPS = ["draft_start", "check_start", "submit_start"]  # of the one path from a job to a started run
 HEAVY = {"numpy", "scipy", "plotly", "pydantic", "yaml", "torch"}
 LIBRARY = ("-c", "import typer, typer.rich_utils")  # what any command line of this kind has to import
 
@@ -84,12 +92,53 @@ def test_nothing_heavy_is_imported_at_the_start() -> None:
     assert not HEAVY & set(result.stdout.split())
 
 
-def test_the_python_face_is_the_one_the_command_uses() -> None:
-    for name in craton.__all__:
-        assert getattr(craton, name) is not None
-    assert set(craton.__all__) <= set(dir(craton))
-    with pytest.raises(AttributeError, match="has no attribute 'plann'; it has"):
-        craton.plann  # noqa: B018
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Start]]:
+    """The steps from a job to a started run as they are taken, with the start they worked on; the last one refuses."""
+    taken: list[tuple[str, Start]] = []
+    draft, check = path.draft_start, path.check_start
+
+    def draft_start(*arguments: Any, **options: Any) -> Start:
+        taken.append(("draft_start", draft(*arguments, **options)))
+        return taken[-1][1]
+
+    def check_start(start: Start) -> None:
+        taken.append(("check_start", start))
+        check(start)
+
+    def submit_start(start: Start) -> None:
+        taken.append(("submit_start", start))
+        raise StartError("not today")
+
+    for step in (draft_start, check_start, submit_start):
+        for module in (path, run_handle, server):
+            monkeypatch.setattr(module, step.__name__, step)
+    return taken
+
+
+@pytest.mark.parametrize("verb", ["run", "serve"])
+def test_the_python_face_is_the_one_the_command_uses(
+    verb: str, steps: list[tuple[str, Start]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "runs"))
+    job = tmp_path / "job.yaml"
+    job.write_text("name: mine\nkind: command\ncommand: ['true']\ncluster: local\n", encoding="utf-8")
+    port = free_port()
+    if verb == "run":
+        words = ["run", str(job), "--name", "other"]
+        start = partial(craton.run, job, "other")
+    else:
+        words = ["serve", "qwen3-0.6b", "--random-weights", "--port", str(port), "--max-length", "64"]
+        start = partial(craton.serve, "qwen3-0.6b", port=port, initialize="random", max_length=64)
+    assert "not today" in str(CliRunner().invoke(app, [*words, "--yes"]).exception)
+    by_command = list(steps)
+    steps.clear()
+    with pytest.raises(StartError, match="not today"):
+        start()
+    assert [name for name, _ in steps] == [name for name, _ in by_command] == STEPS
+    ours, theirs = steps[-1][1], by_command[-1][1]
+    assert (ours.draft.job, ours.root) == (theirs.draft.job, theirs.root)
+    assert replace(ours.draft.launch, master_port=1) == replace(theirs.draft.launch, master_port=1)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from craton.planning.rates import all_reduce_seconds, machine_of
 from craton.planning.software import INDEX, NAMES, SoftwareProfile, Traits, prior_log
 from craton.planning.step import StepModel, StepTimes, compose, flops_per_token, stack
 from craton.planning.step.compute import group_of
-from craton.planning.step.flops import attention_flops_per_token
+from craton.planning.step.operations import attention_flops_per_token
 from craton.planning.step.training import fullest_rank
 
 EIGHT_B = model_preset("llama-3.1-8b")

@@ -1,4 +1,4 @@
-"""The agents of a run together: leader election, membership decisions, signed messages."""
+"""Agents of a run agree on its members: leader election, signed messages; one agent makes a generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         Notice,
         RankFailure,
         Release,
-        Start,
+        StartGeneration,
     )
     from craton.agent.coordination.excluded_nodes import (
         AVOID_FILE,

@@ -65,7 +65,7 @@ class RankFailure:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartGeneration:
     """A generation to be begun, and ranks that are to be ended first."""
 
     generation: Generation
@@ -97,7 +97,7 @@ class Notice:
     text: str
 
 
-Action = Start | Fail | Finish | Release | Notice
+Action = StartGeneration | Fail | Finish | Release | Notice
 
 
 class Coordinator:
@@ -377,7 +377,7 @@ class Coordinator:
         self._next_number += 1
         self.current = generation
         self._entered_at = self._moving_since = None
-        return [Start(generation, tuple(rank for fault in faults for rank in fault.ranks))]
+        return [StartGeneration(generation, tuple(rank for fault in faults for rank in fault.ranks))]
 
     def _gave_up(self, faults: Sequence[RankFailure]) -> str:
         text = "; ".join(dict.fromkeys(fault.text for fault in faults))

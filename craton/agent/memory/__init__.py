@@ -1,4 +1,4 @@
-"""State that outlives ranks: the keeper process, its slots, and replicas on another node."""
+"""State in shared memory that outlives ranks: the keeper process, its slots, and replicas on another node."""
 
 from __future__ import annotations
 

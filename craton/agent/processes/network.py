@@ -1,18 +1,24 @@
-"""Which network the ranks of a node talk over.
+"""The network of a node's ranks: the interface they talk over, and the ports on which they meet.
 
-gloo and NCCL authenticate nobody, and gloo listens on whatever address the host's name has. They are kept to the
+gloo and NCCL authenticate no client, and gloo listens on any address that the host's name has. They are kept to the
 interface of the address at which the other nodes reach this one: on one machine to the loopback.
+
+Ports lie below those the kernel gives to outgoing connections. A process that dials a port again and again until
+another one listens may otherwise be given just that port, connect to itself, and keep the listener out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import ipaddress
 import os
+import random
 import socket
 import struct
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 GLOO_VARIABLE, NCCL_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -21,6 +27,11 @@ MAX_ADDRESSES = 256
 _GET_LIST = 0x8912  # SIOCGIFCONF of linux/sockios.h
 _ENTRY_BYTES = 40 if struct.calcsize("P") == 8 else 32  # of a struct ifreq
 _NAME_BYTES = 16
+
+FIRST_PORT = 20_000
+OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_OUTGOING_PORT = 32_768  # Linux's own choice
+PORT_TRIES = 100
 
 
 def pin_interfaces(
@@ -80,3 +91,15 @@ def _interfaces() -> dict[bytes, str]:
         name = entry[:_NAME_BYTES].partition(b"\0")[0].decode().partition(":")[0]
         result[entry[_NAME_BYTES + 4 : _NAME_BYTES + 8]] = name
     return result
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nothing listens on."""
+    last = FIRST_OUTGOING_PORT
+    with contextlib.suppress(OSError, ValueError):
+        last = int(OUTGOING_PORTS.read_text().split()[0])
+    candidates = [random.randrange(FIRST_PORT, last) for _ in range(PORT_TRIES)] if last > FIRST_PORT else []
+    for port in (*candidates, 0):  # where there is no such port, any
+        with contextlib.suppress(OSError), socket.create_server((host, port)) as probe:
+            return int(probe.getsockname()[1])
+    raise OSError(f"no TCP port of {host} is free")

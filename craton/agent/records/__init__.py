@@ -1,4 +1,4 @@
-"""What a node records: events, metrics, ledger, markers, heartbeat."""
+"""What a node records: events, metrics, ledger, markers, heartbeat; each file has one writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster itself on AWS, rendered from a cluster file: ParallelCluster, HyperPod, EKS and PCS."""
+"""Clusters on AWS, rendered from a cluster file: ParallelCluster, HyperPod, EKS and PCS; it creates nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of GPUs, instances and storage services, and the way to a name in them."""
+"""Tables of GPUs, instances and storage services with sources and dates, and lookup by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node is and how it does, read from its files and tools: the probes, and the tables they are judged by."""
+"""Probes of a node: GPUs, fabric, disks, software, read from its files and tools or from an image of it."""
 
 from __future__ import annotations
 

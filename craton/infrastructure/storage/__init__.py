@@ -1,4 +1,4 @@
-"""Storage: what the planner knows of each tier (`numbers`), and the bytes themselves.
+"""Storage tiers: their speeds for the planner, and named objects that are there whole or not at all.
 
 `open_store` gives a folder or an `s3://bucket/prefix` as a `Store`: named objects that are there whole or not at all.
 `copy_down` brings a finished folder to a new place. `mirror` is the local folder that stands for an `s3://` one, and
@@ -14,9 +14,8 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.infrastructure.storage.cache import CachedFolder, cache_root, mirror
     from craton.infrastructure.storage.folder import GrowingFile, sync_folder
-    from craton.infrastructure.storage.moving import copy_down
     from craton.infrastructure.storage.numbers import tiers_of
-    from craton.infrastructure.storage.opening import open_store
+    from craton.infrastructure.storage.opening import copy_down, open_store
     from craton.infrastructure.storage.store import ObjectWriter, Store
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,13 +1,21 @@
-"""Which store stands behind a place: a folder, or S3."""
+"""Open the store behind a place, a folder or S3, and copy a finished folder from one place to another.
+
+A copy of an exported model or of shards exists when it is whole: the file that says so (`seal`: config.json of a model,
+index.json of shards) is written last. A place that has its seal is never written to; a copy that was interrupted is
+made again from the beginning.
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from craton.infrastructure.errors import StorageError
 from craton.infrastructure.storage.folder import FolderStore
-from craton.infrastructure.storage.store import Store
+from craton.infrastructure.storage.store import ObjectInfo, Store
 from craton.remote import is_url
+
+FILES_IN_FLIGHT = 4
 
 
 def open_store(place: str | Path) -> Store:
@@ -21,3 +29,26 @@ def open_store(place: str | Path) -> Store:
     from craton.infrastructure.storage.s3 import S3Store  # obstore is an extra
 
     return S3Store(str(place))
+
+
+def copy_down(source: Path | str, target: Path | str, seal: str) -> None:
+    """Copies every file of the source folder, `seal` last. StorageError when the target has its seal."""
+    here, there = open_store(source), open_store(target)
+    files = {info.name: info for info in here.list()}
+    if not files:
+        raise StorageError(f"{here.url} holds nothing to copy; is it the folder that was meant?")
+    if seal not in files:
+        raise StorageError(f"{here.url} has no {seal}, so it was never finished; copy one that is whole")
+    if there.exists(seal):
+        raise StorageError(f"{there.url} is complete; remove it first, or copy to another place")
+    last = files.pop(seal)
+    with ThreadPoolExecutor(FILES_IN_FLIGHT) as pool:
+        for _ in pool.map(lambda info: _copy(here, there, info), files.values()):
+            pass
+    _copy(here, there, last)
+
+
+def _copy(source: Store, target: Store, info: ObjectInfo) -> None:
+    with target.create(info.name, info.bytes) as writer:
+        for piece in source.stream(info):
+            writer.write(piece)

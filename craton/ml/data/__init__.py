@@ -1,5 +1,4 @@
-"""Data: text to token shards, and shards, chats or a user's function to samples in an order that is a pure function of
-(seed, global sample index). Nothing here needs torch."""
+"""Text to token shards to samples, in an order that is a pure function of (seed, sample index); torch-free."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The operations a decoder is made of. On CUDA they are fused Triton kernels, elsewhere and under torch.compile plain
-PyTorch (`reference`), which is also what the tests compare them with."""
+"""Operations of a decoder: fused Triton kernels on CUDA, and plain PyTorch twins that tests compare them with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder, its config, and its weights to and from Hugging Face folders."""
+"""The decoder, and its weights to and from Hugging Face folders; logits equal those of transformers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Does this hardware compute right, and is it as fast as its neighbours? Started by command, before a run."""
+"""Self-tests of this hardware before a run: whether it computes right, and as fast as its neighbours."""

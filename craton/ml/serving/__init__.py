@@ -1,1 +1,1 @@
-"""Serving: a paged-KV engine, and the OpenAI-compatible server in front of it."""
+"""Serving: an engine with a paged KV cache, and the OpenAI-compatible server in front of it."""

@@ -1,6 +1,6 @@
-"""Training: one loop, spread over any number of ranks. `python -m craton.ml.training RUN` is one of them.
+"""Training: one loop over any number of ranks; the loss does not depend on the layout, beyond rounding.
 
-A user's own objective needs `Batch`; whoever exports weights needs the adapters.
+`python -m craton.ml.training RUN` is one rank. A user's own objective needs `Batch`.
 """
 
 from __future__ import annotations

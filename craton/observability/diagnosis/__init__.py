@@ -1,4 +1,4 @@
-"""`craton why`: a snapshot of a run, examinations of it layer by layer, and one verdict.
+"""`craton why`: a snapshot of a run, rules by layer, and a verdict that is a pure function of the snapshot.
 
 `take_snapshot(run)` looks at everything there is to see; `diagnose(snapshot)` is pure, so that a snapshot can be saved,
 sent to somebody and judged again.

@@ -31,8 +31,7 @@ from craton.observability.exporter.gpus import (
 )
 from craton.observability.exporter.host import HostCollector, host_name
 from craton.observability.exporter.lustre import LustreCollector
-from craton.observability.exporter.runs import RunsCollector
-from craton.observability.exporter.runs_here import RunsHere
+from craton.observability.exporter.runs_here import RunsCollector, RunsHere
 from craton.telemetry import runs_root
 from craton.version import VERSION
 

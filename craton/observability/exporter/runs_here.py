@@ -17,11 +17,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from craton.observability.exporter.collector import Collector
+from craton.observability.exporter.exposition import Sample
 from craton.telemetry import RunDirectory
 from craton.telemetry.node import read_heartbeat, read_status
 
@@ -190,3 +193,18 @@ def _folders(runs_folder: Path) -> list[Path]:
             return [Path(entry.path) for entry in entries if entry.is_dir()]
     except OSError:
         return []
+
+
+class RunsCollector(Collector):
+    """The thread that looks for runs, for itself and for those who ask whose a GPU is: a shared file system that hangs
+    holds it alone."""
+
+    name = "runs"
+
+    def __init__(self, here: RunsHere) -> None:
+        self._here = here
+
+    def collect(self, now: float) -> Iterator[Sample]:
+        places = Counter((rank.run, rank.run_node) for rank in self._here.look(now).ranks.values())
+        for place, ranks in sorted(places.items()):
+            yield "craton_node_run_ranks", place, ranks

@@ -1,4 +1,4 @@
-"""`craton heal`: what ails the nodes of a cluster, what is to be done about it, doing it within limits, and undoing it.
+"""`craton heal`: find bad nodes of a cluster, decide what to do, do it within limits, and undo it.
 
 `decide` is pure: issues, nodes and the ledger in, one decision a node out. `heal` looks, decides and acts.
 """

@@ -1,4 +1,4 @@
-"""Prometheus and Alertmanager: rules as data, what is scraped, both programs run on this machine, files for others'.
+"""Prometheus and Alertmanager: rules as data, scrape targets, both programs run here, files for others.
 
 `ALERTS` and `RECORDINGS` are the rules, `rule_groups` the document made of them; `Observer` is `craton observe up`, and
 `render` writes everything for a Prometheus, Alertmanager and Grafana that somebody else runs.

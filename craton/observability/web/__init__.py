@@ -1,4 +1,4 @@
-"""What people look at while runs run: the page (`craton ui`) and the terminal view (`craton top`).
+"""Views of runs: the page (`craton ui`), which changes nothing without its token, and the terminal (`craton top`).
 
 Both read run directories, and Prometheus where there is one; neither needs a database.
 """

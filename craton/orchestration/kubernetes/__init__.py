@@ -1,4 +1,4 @@
-"""Runs on Kubernetes: pure emitters of what is sent, why it waits, and a thin backend that sends and asks.
+"""Kubernetes as a backend: pure emitters of objects, why a run waits, and a thin client that sends and asks.
 
 The pods run `python -m craton.orchestration.kubernetes.pod`, which needs none of the rest, and which has to hear the
 kubelet's signals before anything heavy is imported.

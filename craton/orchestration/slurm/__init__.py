@@ -1,4 +1,4 @@
-"""Slurm as a place to run on: the script of a job, what its nodes start, why it waits, and its tools.
+"""Slurm as a backend: the batch script, programs on its nodes, why a job waits, and its tools.
 
 `batch` and `node` are programs that run on the nodes of a job.
 """

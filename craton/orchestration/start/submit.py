@@ -13,10 +13,9 @@ from craton.agent.processes import free_port
 from craton.orchestration.backend import BACKEND_FILE, read_submission, write_submission
 from craton.orchestration.backends import backend_of
 from craton.orchestration.changes import remove_run
-from craton.orchestration.chaos_orders import disarm
 from craton.orchestration.draft import Draft, find_code, keep_code
 from craton.orchestration.local import kill_agents
-from craton.orchestration.run_files import write_whole
+from craton.orchestration.run_files import disarm, write_whole
 from craton.orchestration.start.checks import check_server, failed_at_start, taken_text
 from craton.orchestration.watching import launching
 from craton.telemetry import MARKERS, RunDirectory, RunExistsError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from craton.infrastructure import Cluster, Gpu
+from craton.infrastructure import Cluster, Gpu, Instance
 from craton.infrastructure.catalog import gpu as catalog_gpu
-from craton.planning.rates.collectives import Network, network
+from craton.planning.rates.collectives import Group, Network, all_reduce_seconds, network
 from craton.planning.rates.kernels import GpuRates, gpu_rates
 
 
@@ -69,3 +69,13 @@ def rates_of(card: Gpu) -> GpuRates:
         rates = gpu_rates(card.generation, card.flops, card.achievable_flops, card.memory_bytes_per_second)
         _rates[id(card)] = (card, rates)
     return _rates[id(card)][1]
+
+
+def pair_bytes_per_second(instance: Instance, size_bytes: float, between_nodes: bool = True) -> float:
+    """Buffer bytes per second of an all-reduce among all GPUs of two nodes, or between two GPUs of one: what a
+    pre-flight check measures, from the curves that are fitted to published measurements instead of the line rate."""
+    links = machine_of(Cluster(name="pair", instance=instance, num_nodes=2)).network
+    count = instance.num_gpus
+    group = Group(2 * count, count, count) if between_nodes else Group(2, 2, 2)
+    seconds = all_reduce_seconds(size_bytes, group, links)
+    return size_bytes / seconds if seconds else 0.0

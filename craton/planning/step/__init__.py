@@ -9,8 +9,14 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.planning.step.adapters import adapter_parameters, adapter_weights, trained_share
     from craton.planning.step.composition import StepTerms, StepTimes, compose, stack
-    from craton.planning.step.flops import flops_per_token
-    from craton.planning.step.operations import HEAD_CHUNK_BYTES, Weight, head_chunk_bytes, layer_weights, table_weights
+    from craton.planning.step.operations import (
+        HEAD_CHUNK_BYTES,
+        Weight,
+        flops_per_token,
+        head_chunk_bytes,
+        layer_weights,
+        table_weights,
+    )
     from craton.planning.step.schedule_loads import pipeline_loads
     from craton.planning.step.sharding import (
         expert_shards_of,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from craton.ml.serving.engine import Latencies
-from craton.ml.serving.engine.latencies import MAX_SAMPLES, WINDOW_SECONDS
+from craton.ml.serving.engine.measurements import MAX_SAMPLES, WINDOW_SECONDS
 from craton.ml.serving.messages import OutputDelta
 
 

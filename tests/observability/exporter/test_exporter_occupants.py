@@ -19,8 +19,7 @@ from craton.infrastructure.probes import NodeRoot
 from craton.observability.exporter import runs_here
 from craton.observability.exporter.gpus import Occupants, occupants
 from craton.observability.exporter.gpus.occupants import NOBODY, GpuHolding, Occupant, one_label
-from craton.observability.exporter.runs import RunsCollector
-from craton.observability.exporter.runs_here import TOLD_SECONDS, RankHere, RunsHere
+from craton.observability.exporter.runs_here import TOLD_SECONDS, RankHere, RunsCollector, RunsHere
 from craton.telemetry import RunDirectory
 from craton.telemetry.node import Heartbeat, read_heartbeat
 

@@ -1,4 +1,4 @@
-"""Triton kernels."""
+"""Triton kernels, each with a plain PyTorch twin in `craton.ml.kernels`."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from craton.errors import CratonError
 from craton.ml.serving.device import MAX_DRAFTED, StepResult
-from craton.ml.serving.engine.throughput import Rates
+from craton.ml.serving.engine.measurements import Rates
 from craton.ml.serving.messages import Abort, Alternatives, Finish, OutputDelta, Sampling, Stats, Submit
 from craton.ml.serving.schedule import (
     BlockPool,

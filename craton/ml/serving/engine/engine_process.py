@@ -19,7 +19,7 @@ from typing import Any
 from craton.errors import CratonError
 from craton.ml.serving.device import RECEIVE_SECONDS, MixedWeightsError, TensorParallelGroup
 from craton.ml.serving.engine.engine import Engine, State
-from craton.ml.serving.engine.latencies import Latencies
+from craton.ml.serving.engine.measurements import Latencies
 from craton.ml.serving.heartbeat import CONTROL_SECONDS, EngineHeartbeat
 from craton.ml.serving.messages import Abort, Control, EngineReply, Failed, Ready, Stats, Submit
 from craton.ml.serving.settings import ServingError

@@ -1,4 +1,4 @@
-"""The HTTP front end of an engine, in a process of its own and without torch:
+"""OpenAI-compatible HTTP front end of an engine, in a process of its own and without torch.
 
     python -m craton.ml.serving.server --connection FD --host HOST --port PORT --model-folder FOLDER
 

@@ -1,4 +1,4 @@
-"""Messages between front end and engine as bytes."""
+"""Messages between front end and engine as bytes: JSON and raw columns, checked on arrival, no pickle."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.ml.training.measure.meter import Meter, PlannedStep, peak_memory_bytes
-    from craton.ml.training.measure.readout import HostCopy, Readout
     from craton.ml.training.measure.step_records import StepRecords, record_missing, resolved
-    from craton.ml.training.measure.timing import StepTimer
+    from craton.ml.training.measure.timing import HostCopy, Readout, StepTimer
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

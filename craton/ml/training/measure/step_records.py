@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from craton.ml.training.measure.readout import HostCopy
+from craton.ml.training.measure.timing import HostCopy
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import tail_lines
 from craton.telemetry.rank import Recorder

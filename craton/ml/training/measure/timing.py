@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -187,3 +187,41 @@ def _between(begin: Stamp, end: Stamp) -> float:
     if isinstance(begin, float):
         return float(end - begin)
     return float(begin.elapsed_time(end)) / 1000
+
+
+class HostCopy:
+    """A tensor on its way to the host; on a GPU only `read` waits, and only for what was asked before. The copy has a
+    stream of its own: a device copies to the host in one line, and behind a copy of the whole state these few numbers
+    would hold up the computation."""
+
+    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        self._values = tensor
+        if tensor.is_cuda:
+            stream = self._streams.get(tensor.device) or torch.cuda.Stream(tensor.device)
+            self._streams[tensor.device] = stream
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            with torch.cuda.stream(stream):
+                self._values.copy_(tensor, non_blocking=True)
+                self._arrived = stream.record_event()
+            tensor.record_stream(stream)
+
+    def read(self) -> list[float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.tolist()
+
+
+@dataclass
+class Readout:
+    """What is known of a step once the device has done it."""
+
+    step: int
+    next_sample: int
+    learning_rate: float
+    numbers: HostCopy
+    report_names: list[str]
+    times: MeasuredStepTimes

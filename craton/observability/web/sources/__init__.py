@@ -1,4 +1,4 @@
-"""Sources of the page that take long: summaries, verdicts, schedulers, Prometheus, servers; all cached."""
+"""Slow sources of the page, all cached: summaries, verdicts, schedulers, Prometheus, servers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.observability.web.sources.background import FIRST_SECONDS, Background
-    from craton.observability.web.sources.cached import Cached
+    from craton.observability.web.sources.caches import FIRST_SECONDS, Background, Cached
     from craton.observability.web.sources.local_gpus import LocalGpus
     from craton.observability.web.sources.queries import (
         DEADLINE_SECONDS,

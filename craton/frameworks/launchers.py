@@ -1,4 +1,4 @@
-"""torchrun, once a node. Its own restarts stay off (its default): the agents start a whole generation instead."""
+"""How torchrun starts processes on a node, and what JAX reads to join them."""
 
 from __future__ import annotations
 
@@ -16,3 +16,11 @@ def torchrun_command(script: Sequence[str], processes_per_node: int | None = Non
         "--master-port={master_port}",
         *script,
     ]
+
+
+def jax_environment(one_gpu_each: bool = False) -> dict[str, str]:
+    """`one_gpu_each`: a process sees only the GPU of its own number, as with `processes: gpu`."""
+    environment = {"JAX_COORDINATOR_ADDRESS": "{master_address}:{master_port}"}
+    if one_gpu_each:
+        environment["JAX_LOCAL_DEVICE_IDS"] = "{local_rank}"
+    return environment

@@ -1,0 +1,157 @@
+"""How fast an engine is: its last steps, the latencies of requests, and the roofline that steps are compared with.
+
+Latencies are to the first token, between tokens and in the queue, from when the engine has a request. The front end
+counts the same from when a request came over HTTP, for /metrics; these are for the run's metric files, which outlive
+the server.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from craton.ml.serving.messages import STEP_BOUNDS, OutputDelta
+from craton.planning.serving import Roofs
+
+if TYPE_CHECKING:
+    from craton.ml.serving.schedule import ScheduledStep
+
+STEPS = 64  # that means are taken over
+IDLE_SECONDS = 1.0  # between two readings: longer than that, nobody asked for anything
+WINDOW_SECONDS = 60.0
+MAX_SAMPLES = 1024  # of each latency; of more, the newest
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+SIDE = {"cuda": 8192, "cpu": 512}
+TRIES = 5  # of which the best counts
+
+Sample = tuple[float, float]  # when, and how many seconds
+
+
+class Floor(Protocol):
+    """The least seconds that a step can take."""
+
+    def step_seconds(self, tokens: int, context_tokens: int, sampled: int, pairs: float) -> float: ...
+
+
+class Rates:
+    """Means over the last steps. Steps overlap, so a step lasts from the reading of the one before to its own."""
+
+    def __init__(self, floor: Floor | None = None) -> None:
+        self.steps = self.step_tokens = 0
+        self.steps_by_tokens = [0] * (len(STEP_BOUNDS) + 1)
+        self._floor = floor
+        self._last = 0.0
+        self._recent: deque[tuple[float, float, int]] = deque(maxlen=STEPS)  # seconds, least seconds, tokens
+
+    def record(self, step: ScheduledStep, sampled: int) -> None:
+        now = time.monotonic()
+        seconds = now - self._last
+        self._last = now
+        tokens = step.tokens
+        self.steps += 1
+        self.step_tokens += tokens
+        self.steps_by_tokens[bisect_left(STEP_BOUNDS, tokens)] += 1
+        if seconds < IDLE_SECONDS:
+            least = 0.0
+            if self._floor is not None:
+                context = sum(part.begin + part.count for part in step.parts)
+                pairs = sum(part.count * (part.begin + (part.count + 1) / 2) for part in step.parts)
+                least = self._floor.step_seconds(tokens, context, sampled, pairs)
+            self._recent.append((seconds, least, sampled))
+
+    @property
+    def step_seconds(self) -> float:
+        return self._mean(0)
+
+    @property
+    def plan_step_seconds(self) -> float:
+        return self._mean(1)
+
+    @property
+    def roofline(self) -> float:
+        return self.plan_step_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        is_fresh = time.monotonic() - self._last < IDLE_SECONDS
+        return self._mean(2) / self.step_seconds if is_fresh and self.step_seconds else 0.0
+
+    def _mean(self, index: int) -> float:
+        return sum(item[index] for item in self._recent) / len(self._recent) if self._recent else 0.0
+
+
+class Latencies:
+    """Samples of the last minute. Times are of the monotonic clock, as `Piece.admitted` is."""
+
+    def __init__(self) -> None:
+        self._submitted: dict[int, float] = {}  # requests without a token
+        self._newest: dict[tuple[int, int], float] = {}  # request and copy → when its newest token came
+        self._samples: dict[str, deque[Sample]] = {
+            name: deque(maxlen=MAX_SAMPLES) for name in ("first_token", "inter_token", "queue")
+        }
+
+    def begin(self, request: int, now: float) -> None:
+        self._submitted[request] = now
+
+    def note(self, pieces: Iterable[OutputDelta], now: float) -> None:
+        for piece in pieces:
+            if piece.tokens:
+                self._note_tokens(piece, now)
+            if piece.finish is not None:
+                self._submitted.pop(piece.id, None)
+                self._newest.pop((piece.id, piece.index), None)
+
+    def quantiles(self, now: float) -> dict[str, tuple[float, float]]:
+        """Median and 95th percentile of each latency; without those that nobody waited for in the last minute."""
+        result = {}
+        for name, samples in self._samples.items():
+            while samples and now - samples[0][0] > WINDOW_SECONDS:
+                samples.popleft()
+            ordered = sorted(seconds for _, seconds in samples)
+            if ordered:
+                result[name] = (ordered[len(ordered) // 2], ordered[min(len(ordered) * 95 // 100, len(ordered) - 1)])
+        return result
+
+    def _note_tokens(self, piece: OutputDelta, now: float) -> None:
+        key = (piece.id, piece.index)
+        before = self._newest.get(key)
+        self._newest[key] = now
+        if before is not None:
+            self._samples["inter_token"].append((now, (now - before) / len(piece.tokens)))
+        submitted = self._submitted.pop(piece.id, None)
+        if submitted is not None:
+            self._samples["first_token"].append((now, now - submitted))
+            if piece.admitted:
+                self._samples["queue"].append((now, max(0.0, piece.admitted - submitted)))
+
+
+def measure_roofs(device: torch.device, dtype: torch.dtype) -> Roofs:
+    """Bytes a second of a long copy, read and written, and FLOP/s of a large product; a fraction of a second."""
+    source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_seconds = _best(lambda: target.copy_(source), device)
+    side = SIDE[device.type]
+    # random numbers: a GPU that multiplies zeros draws less power and is faster
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    product_seconds = _best(lambda: torch.mm(left, right, out=product), device)
+    return Roofs(2 * source.numel() / copy_seconds, 2 * side**3 / product_seconds)
+
+
+def _best(work: Callable[[], object], device: torch.device) -> float:
+    work()
+    times = []
+    for _ in range(TRIES):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return min(times)

@@ -1,0 +1,145 @@
+"""Caches of the page: values that are costly to make, answers of other servers, and summaries of runs that have ended.
+
+`Cached` makes a value again now and then. `Background` asks another server in a thread, so that one that hangs keeps no
+page waiting. `recall` and `remember` keep summaries from one `craton ui` to the next, in a file of the user's cache for
+each folder of runs: a file that is torn, of another version or cannot be written only costs the time to read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from craton.infrastructure.storage import cache_root
+from craton.telemetry import RunSummary
+from craton.telemetry.files import read_regular
+
+T = TypeVar("T")
+MAX_SHARE = 0.1  # of the time is spent on making one value, however costly it is
+FIRST_SECONDS = 0.1  # for which whoever asks first waits, so that a quick answer is in the page
+FIELDS = [field.name for field in fields(RunSummary)]  # another version of Craton may have others
+
+
+class Cached(Generic[T]):
+    """The value is at least `seconds` old before it is made again, and older where making it takes long. Whoever asks
+    while another thread makes it gets the old one."""
+
+    def __init__(self, make: Callable[[], T], seconds: float) -> None:
+        self._make, self._seconds = make, seconds
+        self._lock = threading.Lock()
+        self._value: tuple[T] | None = None
+        self._due = float("-inf")
+
+    def get(self) -> T:
+        value = self._value
+        if value is not None and time.monotonic() < self._due:
+            return value[0]
+        if not self._lock.acquire(blocking=value is None):
+            assert value is not None
+            return value[0]
+        try:
+            if self._value is None or time.monotonic() >= self._due:
+                began = time.monotonic()
+                self._value = (self._make(),)
+                ended = time.monotonic()
+                self._due = ended + max(self._seconds, (ended - began) / MAX_SHARE)
+            return self._value[0]
+        finally:
+            self._lock.release()
+
+
+class Background(Generic[T]):
+    """The last value, which is asked for anew when it is `seconds` old. `late` stands in before there is one, and when
+    an answer takes longer than `deadline_seconds` as a whole; there is never more than one question under way."""
+
+    def __init__(self, make: Callable[[], T], seconds: float, late: T, deadline_seconds: float) -> None:
+        self._make, self._seconds, self._late, self._deadline = make, seconds, late, deadline_seconds
+        self._changed = threading.Condition()
+        self._value: tuple[T] | None = None
+        self._asked_at = float("-inf")
+        self._is_asking = False
+
+    def get(self, wait_seconds: float = FIRST_SECONDS) -> T:
+        """At once, but for the first value, which is waited for a moment."""
+        with self._changed:
+            now = time.monotonic()
+            if not self._is_asking and now - self._asked_at >= self._seconds:
+                self._is_asking, self._asked_at = True, now
+                threading.Thread(target=self._ask, name="background", daemon=True).start()
+            if self._value is None:
+                self._changed.wait_for(lambda: self._value is not None, timeout=wait_seconds)
+            is_late = self._is_asking and time.monotonic() - self._asked_at > self._deadline
+            return self._late if self._value is None or is_late else self._value[0]
+
+    def _ask(self) -> None:
+        value = None
+        try:
+            value = (self._make(),)
+        finally:
+            with self._changed:
+                self._is_asking = False
+                self._value = value or self._value
+                self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A run as it was when `key` was what it looked like."""
+
+    key: tuple[int, ...]
+    summary: RunSummary
+    kind: str
+    planned_dollars: float | None
+
+
+def recall(root: Path) -> dict[str, Remembered]:
+    """Run's name → what is remembered of it."""
+    try:
+        document = json.loads(read_regular(_path(root)))
+        if document["fields"] != FIELDS or document["root"] != str(root):
+            return {}
+        return {name: _from_json(item) for name, item in document["runs"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def remember(root: Path, runs: Mapping[str, Remembered]) -> None:
+    """Replaces what was remembered of this folder."""
+    path = _path(root)
+    document = {"fields": FIELDS, "root": str(root), "runs": {name: _to_json(item) for name, item in runs.items()}}
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(document), encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:  # a full disk costs the time to read them again, and no more
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _path(root: Path) -> Path:
+    name = hashlib.blake2b(str(root).encode(), digest_size=8).hexdigest()
+    return cache_root() / "page" / f"{name}.json"
+
+
+def _to_json(run: Remembered) -> dict[str, Any]:
+    summary = {**asdict(run.summary), "path": str(run.summary.path)}
+    return {"key": run.key, "summary": summary, "kind": run.kind, "planned_dollars": run.planned_dollars}
+
+
+def _from_json(document: Mapping[str, Any]) -> Remembered:
+    summary = document["summary"]
+    return Remembered(
+        key=tuple(document["key"]),
+        summary=RunSummary(**{**summary, "path": Path(summary["path"])}),
+        kind=document["kind"],
+        planned_dollars=document["planned_dollars"],
+    )
