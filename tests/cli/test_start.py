@@ -26,7 +26,7 @@ from craton.agent.processes import free_port
 from craton.api import run_handle, server
 from craton.cli.app import app
 from craton.orchestration import StartError
-from craton.orchestration.start import Start, path
+from craton.orchestration.start import RunStart, path
 
 ROOT = Path(__file__).parents[2]
 STEPS = ["draft_start", "check_start", "submit_start"]  # of the one path from a job to a started run
@@ -93,20 +93,20 @@ def test_nothing_heavy_is_imported_at_the_start() -> None:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Start]]:
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunStart]]:
     """The steps from a job to a started run as they are taken, with the start they worked on; the last one refuses."""
-    taken: list[tuple[str, Start]] = []
+    taken: list[tuple[str, RunStart]] = []
     draft, check = path.draft_start, path.check_start
 
-    def draft_start(*arguments: Any, **options: Any) -> Start:
+    def draft_start(*arguments: Any, **options: Any) -> RunStart:
         taken.append(("draft_start", draft(*arguments, **options)))
         return taken[-1][1]
 
-    def check_start(start: Start) -> None:
+    def check_start(start: RunStart) -> None:
         taken.append(("check_start", start))
         check(start)
 
-    def submit_start(start: Start) -> None:
+    def submit_start(start: RunStart) -> None:
         taken.append(("submit_start", start))
         raise StartError("not today")
 
@@ -118,7 +118,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Start]]:
 
 @pytest.mark.parametrize("verb", ["run", "serve"])
 def test_the_python_face_is_the_one_the_command_uses(
-    verb: str, steps: list[tuple[str, Start]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verb: str, steps: list[tuple[str, RunStart]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "runs"))
     job = tmp_path / "job.yaml"
