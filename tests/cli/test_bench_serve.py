@@ -55,7 +55,7 @@ def test_the_report(command: Command, server: Server) -> None:
     assert (code, errors) == (0, "")
     assert f"tiny at {server.url}/v1/completions" in output
     assert "6 of 6 answered" in output
-    assert "100 % of all" in output
+    assert "100% of all" in output
     assert "Latencies count from when a request was due" in output
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from craton.orchestration.start.python import run
 from run_verbs import Verbs
 
 from craton.job import load_job
 from craton.ml.data.tokenizer import train_bpe
-from craton.orchestration.start.python import run
 from craton.orchestration.watching import wait_for_agents
 from craton.telemetry import RunDirectory, summarize
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from craton.orchestration.start.python import run
 from infrastructure.node_images import HEALTHY, Node
 
 from craton.agent import Launch
@@ -14,7 +15,6 @@ from craton.infrastructure.probes import NodeRoot
 from craton.job import parse_job
 from craton.orchestration import StartError
 from craton.orchestration.preflight import check_local
-from craton.orchestration.start.python import run
 from craton.orchestration.watching import wait_for_agents
 from craton.telemetry import RunDirectory, list_runs
 from craton.telemetry.files import read_lines

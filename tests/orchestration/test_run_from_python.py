@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from counting import counting_job, wait_for_state
+from craton.orchestration.start.python import run
 from typer.testing import CliRunner
 
 from craton.agent import read_launch
@@ -16,7 +17,6 @@ from craton.orchestration.backend import Submission, write_submission
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.slurm import SlurmBackend
 from craton.orchestration.start import copies
-from craton.orchestration.start.python import run
 from craton.telemetry import RunDirectory, RunExistsError, list_runs
 
 

@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
+from craton.formatting import percent, setting
 from craton.infrastructure.probes import HEALTH_ACTIONS, HealthAction
 from craton.observability.healing.ledger import LedgerEntry, earlier_episodes, is_answered, num_looks, other_runs_with
 from craton.observability.healing.troubles import Trouble, gravest, rules
@@ -103,7 +104,7 @@ def over_share(num_out: int, total: int, share: float) -> str:
         return ""
     out = f"{num_out} of {total} nodes are out already" if num_out else f"one of {total} nodes"
     needed = math.ceil(100 * (num_out + 1) / total)
-    limit = f"no more than {100 * share:.3g} % of them ({most_out(total, share)}) may be out"
+    limit = f"no more than {percent(share)} of them ({most_out(total, share)}) may be out"
     return f"{out}, and {limit}; `--share {needed}%`, or `health: {{share: {needed}%}}` in the cluster file, allows it"
 
 
@@ -140,7 +141,7 @@ def _needed(node: str, troubles: Sequence[Trouble], history: Sequence[LedgerEntr
         if earlier:
             before = first.action if action != first.action else ""
             times = "once" if earlier == 1 else f"{earlier} times"
-            reason += f"; it was in trouble {times} before in {table.lemon_seconds / 86400:.0f} days"
+            reason += f"; it was in trouble {times} before in {setting(table.lemon_seconds)}"
     elif first.device and first.run:
         others = other_runs_with(history, first, now)
         if len(others) + 1 >= table.same_card_runs:
@@ -154,10 +155,10 @@ def _doubt(trouble: Trouble, history: Sequence[LedgerEntry], now: float) -> str:
     """Why a trouble is no reason yet to touch a node; empty: it is one."""
     table = rules()
     if trouble.confidence < table.least_confidence:
-        return f"it is not sure enough ({trouble.confidence:.0%}) to touch the node"
+        return f"it is not sure enough ({percent(trouble.confidence)}) to touch the node"
     if not trouble.is_sample or trouble.action not in LEAVES:
         return ""
-    looks, apart = num_looks(history, trouble, now), f"{table.look_seconds / 60:.0f} minutes apart"
+    looks, apart = num_looks(history, trouble, now), f"{setting(table.look_seconds)} apart"
     return "" if looks >= table.looks else f"it may pass: seen in {looks} of {table.looks} looks, {apart}"
 
 

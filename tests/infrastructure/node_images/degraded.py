@@ -320,7 +320,7 @@ DEGRADED = [
     Degraded("gdrdrv not loaded", "p5", "gdrcopy", "warn", "not loaded", lambda node: node.modules.pop("gdrdrv")),
     Degraded("no GPUDirect RDMA", "p5", "gpudirect_rdma", "fail", "neither nvidia_peermem", change(open_modules=False)),
     Degraded(
-        "EFA retransmits", "p5", "efa_counters", "warn", "retrans_bytes: 2.2 %", counter("retrans_bytes", 2 * 10**13)
+        "EFA retransmits", "p5", "efa_counters", "warn", "retrans_bytes: 2.2%", counter("retrans_bytes", 2 * 10**13)
     ),
     Degraded("one EFA idles", "p5en", "efa_counters", "warn", "less than half", counter("tx_bytes", 10**14)),
     Degraded("ports not given to the pod", "lab-h100", "infiniband", "fail", "0 of 8 InfiniBand ports are", hide_verbs),

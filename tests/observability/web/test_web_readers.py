@@ -17,7 +17,6 @@ import pytest
 from simulated_runs import STEP_SECONDS, metrics_line, plan_document, write_run
 
 from craton.agent.coordination import avoid_node
-from craton.figures import event_fields
 from craton.observability.web.charts import training_charts
 from craton.observability.web.heatmap import MAX_COLUMNS, heat_map
 from craton.observability.web.readers import (
@@ -39,7 +38,7 @@ from craton.observability.web.readers.logs import PIECE_BYTES
 from craton.observability.web.rendering import render
 from craton.observability.web.sources import ServerLooks, look_curves
 from craton.orchestration import ServerAddress, histogram_quantile
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, event_fields
 from craton.telemetry.node import Heartbeat, NodeStatus, RankStatus, read_status, write_heartbeat, write_status
 
 

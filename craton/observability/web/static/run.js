@@ -148,7 +148,7 @@ async function readPiece() {
   isBehind = piece.size - piece.end > PIECE_BYTES;
   text = (text + piece.text).slice(-MOST_CHARACTERS);
   rest = piece.rest;
-  note.textContent = piece.size ? `${(piece.size / 1024).toFixed(1)} KiB` : "empty";
+  note.textContent = piece.size ? `${(piece.size / 1000).toFixed(1)} kB` : "empty";
   if (isNew) showLog();
   return piece.end < piece.size && !piece.rest;
 }
