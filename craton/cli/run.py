@@ -229,7 +229,7 @@ def _unplanned_price(draft: Draft) -> str:
     text = f"{formatting.dollars(hourly)} an hour{_for_copies(copies)}"
     if limit is None or draft.on == "local":
         return text
-    most, hours = formatting.dollars(hourly * limit / 3600.0), formatting.duration(limit)
+    most, hours = formatting.dollars(hourly * limit / 3600.0), formatting.setting(limit)
     # Kubernetes counts over all starts.
     when = f"each start of {hours}" if draft.on == "slurm" and draft.job.run.restarts else f"the {hours} it may take"
     return f"{text}, at most {most} in {when}"

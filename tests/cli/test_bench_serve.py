@@ -109,7 +109,7 @@ def test_a_sweep(command: Command, server: Server) -> None:
         server.url, "--sweep", "20..40", "--duration", 0.3, "--input", 20, "--output", 1, "--warmup", 0
     )
     assert code == 0
-    assert "0.3 s each, sweep over 20..40 requests/s" in output
+    assert "300 ms each, sweep over 20..40 requests/s" in output
     assert "aturated" in output
 
 

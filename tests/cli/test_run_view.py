@@ -143,7 +143,7 @@ def test_the_table_at_the_end_holds_every_twin_with_its_interval(run: RunDirecto
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= 80
     rows = {row.split()[0]: row for row in text.splitlines() if row.strip()}
-    assert "500 ms   400 ms – 625 ms     550 ms    1.10   inside" in rows["step"]
+    assert "500 ms     400–625 ms     550 ms    1.10   inside" in rows["step"]
     assert "0.91   inside" in rows["tokens/s"]
     assert "0.89" in rows["goodput"]  # of a short run: starting weighs more than what was planned, so no verdict
     assert "side" not in rows["goodput"]

@@ -213,7 +213,7 @@ def _drain(run: RunDirectory, job: Job, follower: Follower, console: Console) ->
     assert job.serve is not None
     state = ServerWatch(address_of(job)).look()
     count = state.running + state.waiting if state else 0
-    left = f"{count} request{'s' if count > 1 else ''} may finish within {formatting.duration(job.serve.drain)}"
+    left = f"{count} request{'s' if count > 1 else ''} may finish within {formatting.setting(job.serve.drain)}"
     console.print(
         f"\n{run.name} drains: {left if count else 'no request is under way'}, new ones are refused; Ctrl-C ends it at "
         "once"

@@ -244,7 +244,7 @@ def test_an_old_report_does_not_count_and_that_is_said(tmp_path: Path) -> None:
     assert [each.node for each in read_report(report, notes)] == ["g1"]
     os.utime(report, (time.time() - 7 * 3600,) * 2)
     assert read_report(report, notes) == []
-    assert "older than 6 h" in notes[0]
+    assert "older than 6h" in notes[0]
 
 
 def test_a_run_that_cannot_be_examined_hides_no_other(tmp_path: Path, cluster: Nodes) -> None:

@@ -165,7 +165,7 @@ def test_what_a_run_writes_is_seen_without_loading_again(
     tab.wait_for("document.getElementById('log').textContent.includes('and its end')")
     log = tab.evaluate("document.getElementById('log').textContent").splitlines()
     assert log[:3] == ["rank 0 began", "<b>step 1</b> & more", "something new"]
-    assert [line for line in log if line.startswith("… skipped ")] == ["… skipped 195 KiB"]
+    assert [line for line in log if line.startswith("… skipped ")] == ["… skipped 199 kB"]
     run.mark("FATAL", "rank 0 ran out of memory")
     (run.heartbeat_path("node-0")).write_text(
         json.dumps({"generation": 0, "state": "failed", "pid": 1, "metrics_port": 0})

@@ -393,7 +393,7 @@ def test_state_in_memory_is_a_tier_although_no_copy_of_it_is_an_event(tmp_path: 
         assert (peer.step, peer.every_steps, peer.seconds, peer.off) == (17, 4, 0.05, "")
         assert not peer.is_overdue(now)
         html = render("parts/checkpoints.html", tiers=[peer], now=now, is_moving=True)
-        assert "restored 13 min ago" in html
+        assert "restored 13m ago" in html
         assert "4 steps" in html
     with open(run.events_path("node-0"), "a", encoding="utf-8") as file:
         file.write(line(now, "peer_off", step=20, reason="node-0 has no memory for it"))

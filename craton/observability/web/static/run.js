@@ -142,7 +142,7 @@ async function readPiece() {
     return false;
   }
   if (end !== null && piece.begin < end) text = ""; // it was begun anew
-  else if (end !== null && piece.begin > end) text += `… skipped ${Math.ceil((piece.begin - end) / 1024)} KiB\n`;
+  else if (end !== null && piece.begin > end) text += `… skipped ${Math.ceil((piece.begin - end) / 1000)} kB\n`;
   const isNew = piece.text || piece.rest !== rest || !log.textContent;
   end = piece.end;
   isBehind = piece.size - piece.end > PIECE_BYTES;
