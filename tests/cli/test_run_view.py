@@ -129,7 +129,7 @@ def test_a_recovery_is_loud_until_it_is_over(run: RunDirectory, capsys: pytest.C
     run.mark("DONE")
     print_outcome(run, Follower(run).look().summary, make_console())
     told = capsys.readouterr().out
-    assert "detect 0.1 · regroup 0.4 · restore 0.3 · redo 0.6" in told
+    assert "detect 100 ms · regroup 400 ms · restore 300 ms · redo 600 ms" in told
     assert "(planned 99%)" in told
     document = outcome_json(run, Follower(run).look().summary)
     assert document["recoveries"][0]["restored_from"] == "peer"

@@ -289,7 +289,7 @@ def test_a_client_that_is_busy_or_late_is_told(server: Server) -> None:
     slow = replace(level, busy=0.97, summary=replace(level.summary, late_seconds=late))
     told = " ".join(_notes(replace(report, levels=(slow,))))
     assert "this client was busy 97% of the time" in told
-    assert "sent 50 ms late or more" in told
+    assert "sent 50.0 ms late or more" in told
 
 
 def test_a_sweep_finds_where_a_server_saturates() -> None:
