@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
-from craton.formatting import percent, setting
+from craton.formatting import counted, percent, setting
 from craton.infrastructure.probes import HEALTH_ACTIONS, HealthAction
 from craton.observability.healing.ledger import LedgerEntry, earlier_episodes, is_answered, num_looks, other_runs_with
 from craton.observability.healing.troubles import Trouble, gravest, rules
@@ -141,7 +141,7 @@ def _needed(node: str, troubles: Sequence[Trouble], history: Sequence[LedgerEntr
         if earlier:
             before = first.action if action != first.action else ""
             times = "once" if earlier == 1 else f"{earlier} times"
-            reason += f"; it was in trouble {times} before in {setting(table.lemon_seconds)}"
+            reason += f"; it was in trouble {times} before in {counted(round(table.lemon_seconds / 86400), 'day')}"
     elif first.device and first.run:
         others = other_runs_with(history, first, now)
         if len(others) + 1 >= table.same_card_runs:
