@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from craton.formatting import memory
+
 if TYPE_CHECKING:
     import logging
 
@@ -91,7 +93,7 @@ def name_limit(record: logging.LogRecord) -> bool:
 def memory_text(root: Path = Path("/")) -> str:
     """How much memory there is, by the tightest limit."""
     size, source = memory_limit(root)
-    return f"{source} is {size / 2**20:,.0f} MiB"
+    return f"{source} is {memory(size)}"
 
 
 def memory_limit(root: Path = Path("/")) -> tuple[int, str]:

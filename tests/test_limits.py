@@ -112,7 +112,7 @@ def test_errors_name_the_limit_and_the_remedy() -> None:
     assert "`ulimit -n`" in explain(OSError(errno.EMFILE, "Too many open files"))
     assert "fs.file-max" in explain(OSError(errno.ENFILE, "Too many open files in system"))
     assert "--mem of Slurm" in explain(OSError(errno.ENOMEM, "Cannot allocate memory"))
-    assert " MiB; give it more" in explain(MemoryError())
+    assert "iB; give it more" in explain(MemoryError())
     assert explain(OSError(errno.ENOENT, "No such file")) == "[Errno 2] No such file"
     assert limit_hint("ValueError: 5") == ""
     assert "may open" in limit_hint("OSError: [Errno 24] Too many open files: 'x'")

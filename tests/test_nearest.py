@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from craton.digits import counted
+from craton.formatting import counted
 from craton.nearest import SYNONYMS, did_you_mean, nearest_names
 
 KINDS = ("pretrain", "sft", "dpo", "grpo", "serve", "command")

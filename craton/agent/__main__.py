@@ -14,7 +14,7 @@ from craton.agent.errors import LaunchError
 from craton.agent.launch import Launch, read_launch
 from craton.agent.lock import NodeLock
 from craton.agent.supervisor import Supervisor
-from craton.digits import counted
+from craton.formatting import counted
 from craton.limits import raise_file_limit
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import protect_output

@@ -40,6 +40,7 @@ from craton.agent.generation import Generation, create_generation, newest_genera
 from craton.agent.launch import Launch, read_launch
 from craton.agent.processes import open_log
 from craton.agent.records import NodeRecords
+from craton.formatting import whole_duration
 from craton.telemetry import Marker, RunDirectory, read_json
 from craton.telemetry.files import read_regular_text
 from craton.telemetry.node import Heartbeat, process_start, read_heartbeat
@@ -365,7 +366,7 @@ class Membership:
         if not (is_stopped or is_silent) or (beat.pid, beat.started) in self._fenced:
             return
         self._fenced.add((beat.pid, beat.started))
-        why = "is stopped by a signal" if is_stopped else f"has been silent for {beat.age_seconds():.0f} s"
+        why = "is stopped by a signal" if is_stopped else f"has been silent for {whole_duration(beat.age_seconds())}"
         text = f"the agent of {node} (process {beat.pid}) {why}: it is killed, and its ranks and keeper with it"
         self._node_itself.warn("agent_fenced", text)
         try:

@@ -30,6 +30,7 @@ from craton.agent.errors import LaunchError
 from craton.agent.node import NodeProcesses, RankSlot
 from craton.agent.processes import RankProcess, fill
 from craton.agent.records import NodeRecords
+from craton.formatting import setting
 from craton.telemetry.files import open_regular
 from craton.telemetry.rank import STEADY, monotonic_of
 
@@ -328,8 +329,9 @@ class CommandProgress:
             self._is_off = True
             self._warn(
                 "progress_given_up",
-                f"progress.pattern takes more than {MATCH_SECONDS:g} s of processor time on what rank {self._rank} "
-                "prints, and is no longer used; write it without repetitions inside repetitions, such as (a+)+",
+                f"progress.pattern takes more than {setting(MATCH_SECONDS)} of processor time on what rank "
+                f"{self._rank} prints, and is no longer used; write it without repetitions inside "
+                "repetitions, such as (a+)+",
             )
         late = STEADY.now() - course.began > UNSEEN_SECONDS
         if course.was_read or course.was_warned or not late:

@@ -48,6 +48,7 @@ from craton.agent.processes import (
 )
 from craton.agent.progress import CommandProgress
 from craton.agent.records import NodePublisher, NodeRecords, continue_clock, directory_identity
+from craton.formatting import setting
 from craton.limits import explain, limit_hint
 from craton.telemetry import Marker, RunDirectory
 from craton.telemetry.files import STORAGE_ERRORS, storage_problem
@@ -446,8 +447,8 @@ class Supervisor:
             self._is_failure = True
             self._face.mark_fatal(
                 f"{', '.join(rank.name for rank in slow)} on {self._node} did not end within "
-                f"{self._launch.stop_grace_seconds:g} s of SIGTERM ({self._ending}) and had to be killed: the work "
-                "since the last checkpoint is lost"
+                f"{setting(self._launch.stop_grace_seconds)} of SIGTERM ({self._ending}) and had to be killed: the "
+                "work since the last checkpoint is lost"
             )
 
     def mark(self, marker: Marker, text: str = "") -> None:

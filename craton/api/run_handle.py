@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from craton.formatting import setting
 from craton.job import Job, load_job
 from craton.orchestration import RunEndedError, RunStateError
 from craton.orchestration.changes import draft_resize, has_resized, resize_run
@@ -71,7 +72,7 @@ class Run:
                 look(view)
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"{self.name} is {view.summary.state} after {seconds:g} s, at step {view.summary.step:,}"
+                    f"{self.name} is {view.summary.state} after {setting(seconds)}, at step {view.summary.step:,}"
                 )
             time.sleep(LOOK_SECONDS)
         wait_for_agents(self.directory)
@@ -121,7 +122,7 @@ class Run:
                     f"{self.name} is {view.summary.state}, not on {nodes} nodes: {view.summary.message}"
                 )
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"{self.name} is not on {nodes} nodes after {seconds:g} s")
+                raise TimeoutError(f"{self.name} is not on {nodes} nodes after {setting(seconds)}")
             time.sleep(LOOK_SECONDS)
         return self.summary()
 

@@ -7,6 +7,7 @@ from types import TracebackType
 
 from craton.agent.processes import free_port
 from craton.api.run_handle import Run
+from craton.formatting import setting
 from craton.orchestration import NoAnswerError, ServerWatch, address_of, serve_job, server_name
 from craton.orchestration.draft import Progress
 from craton.orchestration.start import check_server, check_start, draft_start, submit_start
@@ -74,5 +75,5 @@ def _wait_until_ready(server: Server, watch: ServerWatch, seconds: float | None)
             raise NoAnswerError(f"{server.run.name} is {view.summary.state} before it answered: {view.summary.message}")
         if deadline is not None and time.monotonic() >= deadline:
             server.run.stop(now=True)
-            raise TimeoutError(f"{server.run.name} does not answer after {seconds:g} s; it is stopped")
+            raise TimeoutError(f"{server.run.name} does not answer after {setting(seconds)}; it is stopped")
         time.sleep(LOOK_SECONDS)

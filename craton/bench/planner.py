@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]
 GIVEN_SEEDS = (0, 1, 2)  # which runs are handed back is drawn by these
 SMALLEST_CLUSTER = 8  # with fewer runs of a family on a GPU nothing is left to test once some are handed back
 MANY_GPUS = 256
-GOOD_CHOICE = 1.05  # a choice is right when it measured within 5 % of the best
+GOOD_CHOICE = 1.05  # a choice is right when it measured within 5% of the best
 MIN_LAYOUTS = 3
 
 
@@ -74,7 +74,7 @@ class Statistics:
     mean: float
     p90: float
     bias: float
-    inside: float  # share of measurements inside the 80 % interval
+    inside: float  # share of measurements inside the 80% interval
     width: float  # median high / low
 
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from craton.formatting import duration, percent, signed_percent
+
 
 def calibrate(
     runs: Annotated[Path, typer.Argument(metavar="RUNS", help="Three or more logged runs (JSON).", show_default=False)],
@@ -59,9 +61,9 @@ def calibrate(
     for run, before, after in zip(result.runs, result.before, result.after, strict=True):
         table.add_row(
             run.name,
-            f"{run.step_seconds:.3f} s",
-            f"{before / run.step_seconds - 1:+.1%}",
-            f"{after / run.step_seconds - 1:+.1%}",
+            duration(run.step_seconds),
+            signed_percent(before / run.step_seconds - 1),
+            signed_percent(after / run.step_seconds - 1),
         )
     console.print(table)
     values = Table(box=None, pad_edge=False)
@@ -79,7 +81,7 @@ def calibrate(
         )
         deviation = math.sqrt(max(result.profile.covariance[index][index], 0.0))
         values.add_row(
-            constant.name, f"{math.exp(result.profile.log_constants[index]):.3g}", f"{deviation:.0%}", message
+            constant.name, f"{math.exp(result.profile.log_constants[index]):.3g}", percent(deviation), message
         )
     console.print(values)
     console.print(f"\nwrote {out}; use it with `software: {out}` in a job file", highlight=False)

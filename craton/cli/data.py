@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from craton.formatting import amount, duration
+
 if TYPE_CHECKING:
     from craton.ml.data import Tokenized
 
@@ -93,8 +95,8 @@ def _show(done: Tokenized) -> None:
         table.add_row("held out", f"{done.validation_documents:,} documents, {done.validation_tokens:,} tokens")
     table.add_row("vocabulary", f"{done.vocab_size:,}")
     table.add_row("bytes/token", f"{done.bytes_per_token:.2f}")
-    table.add_row("seconds", f"{done.seconds:.1f}")
-    table.add_row("tokens/s", f"{done.tokens_per_second:,.0f}")
+    table.add_row("time", duration(done.seconds))
+    table.add_row("tokens/s", amount(done.tokens_per_second))
     if done.left_out:
         table.add_row("left out", f"{len(done.left_out):,} files that are not UTF-8")
     console = Console(highlight=False)

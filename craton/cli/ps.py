@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from craton.formatting import setting
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
@@ -56,7 +58,7 @@ def ps(
         ),
     ] = "",
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help=f"List again every {WATCH_SECONDS:g} s, until Ctrl-C.")
+        bool, typer.Option("--watch", "-w", help=f"List again every {setting(WATCH_SECONDS)}, until Ctrl-C.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the runs as JSON: all, unless -n or --state is given.")
@@ -238,7 +240,7 @@ def _table(summaries: list[RunSummary], width: int) -> list[Text]:
     """Columns as wide as what is in them; where a terminal is too narrow for that, names go on in the next line."""
     from rich.text import Text
 
-    from craton import figures
+    from craton import formatting
     from craton.cli.views.live import STATE_STYLES, change_style
 
     rows = [_cells(item) for item in summaries]
@@ -255,7 +257,7 @@ def _table(summaries: list[RunSummary], width: int) -> list[Text]:
         begin = widths[0] + len(gap)
         line.stylize(STATE_STYLES[summary.state], begin, begin + len(state))
         change = rest[TITLES.index(VERSUS) - 2]
-        if change != figures.NONE:
+        if change != formatting.UNKNOWN:
             end = widths[0] + sum(len(gap) + width for width in widths[1 : TITLES.index(VERSUS) + 1])
             line.stylize(change_style(change), end - len(change), end)
         lines += [line, *map(Text, more)]
@@ -263,7 +265,7 @@ def _table(summaries: list[RunSummary], width: int) -> list[Text]:
 
 
 def _cells(summary: RunSummary) -> tuple[str, ...]:
-    from craton import figures
+    from craton import formatting
     from craton.printable import printable
 
     of = f"/{summary.steps:,}" if summary.steps else ""
@@ -272,21 +274,14 @@ def _cells(summary: RunSummary) -> tuple[str, ...]:
         summary.state,
         str(summary.generation),
         f"{summary.step:,}{of}",
-        figures.percent(summary.progress).removesuffix(" %"),
-        figures.remaining(summary.eta_seconds),
-        _loss(summary.loss),
-        figures.amount(summary.tokens_per_second),
-        figures.change(summary.tokens_per_second, summary.plan.get("tokens_per_second")),
-        figures.percent(summary.goodput),
-        figures.dollars(summary.cost_dollars),
+        formatting.percent(summary.progress).removesuffix("%"),
+        formatting.whole_duration(summary.eta_seconds),
+        formatting.loss(summary.loss),
+        formatting.amount(summary.tokens_per_second),
+        formatting.change(summary.tokens_per_second, summary.plan.get("tokens_per_second")),
+        formatting.percent(summary.goodput),
+        formatting.dollars(summary.cost_dollars),
     )
-
-
-def _loss(loss: float | None) -> str:
-    """`nan` and `inf` are what one looks for."""
-    from craton import figures
-
-    return figures.NONE if loss is None else figures.digits(loss) if loss - loss == 0 else f"{loss:g}"
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], gap: str) -> str:

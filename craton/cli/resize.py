@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from craton.digits import counted
+from craton.formatting import counted, duration
 
 LOOK_SECONDS = 0.2
 
@@ -56,7 +56,7 @@ def resize(
     if as_json:
         print(json.dumps(outcome_json(directory, summary)))
     elif is_done:
-        took = f"{time.monotonic() - began:.1f} s"
+        took = duration(time.monotonic() - began)
         console.print(f"{directory.name} goes on at step {summary.step:,} on {many.partition(' to ')[2]}, {took} later")
     else:
         console.print(

@@ -16,10 +16,10 @@ def rm(
     """Remove runs with their records, logs and checkpoints. Live runs are refused; tiers elsewhere stay."""
     import json
 
-    from craton import figures
+    from craton import formatting
     from craton.cli.views.live import make_console
     from craton.cli.views.outcome import shown
-    from craton.digits import counted
+    from craton.formatting import counted
     from craton.orchestration import StartError
     from craton.orchestration.changes import plan_removal, remove_run
     from craton.telemetry import find_run
@@ -28,7 +28,7 @@ def rm(
     found = list(dict.fromkeys(find_run(run) for run in runs))
     removals = [plan_removal(run) for run in found]  # all are looked at before the first is removed
     for entry in removals:
-        text = f"{entry.run.name}: {figures.size(entry.size_bytes)} in {shown(entry.run.path)}"
+        text = f"{entry.run.name}: {formatting.stored(entry.size_bytes)} in {shown(entry.run.path)}"
         steps = f", {counted(entry.num_checkpoints, 'checkpoint')} with it" if entry.num_checkpoints else ""
         console.print(f"{text}{steps}", markup=False, soft_wrap=True)
         for place in entry.stays:

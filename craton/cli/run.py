@@ -12,7 +12,7 @@ import typer
 
 from craton.cli.views.fields import print_field
 from craton.cli.views.outcome import shown
-from craton.digits import counted
+from craton.formatting import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -138,13 +138,13 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
     """The layout and what it is predicted to do, in a few lines; `craton plan` tells all."""
     from rich.text import Text
 
-    from craton import figures
+    from craton import formatting
     from craton.job import TRAINING_KINDS
     from craton.orchestration.draft import STOP_AT
 
     job, plan, serving = draft.job, draft.plan, draft.serving
     shape = plan.model if plan else serving.model if serving else None
-    model = "" if shape is None else f" · {shape.name}, {figures.amount(shape.parameters)} parameters"
+    model = "" if shape is None else f" · {shape.name}, {formatting.amount(shape.parameters)} parameters"
     console.print(Text.assemble((job.name, "bold"), f"  {job.kind}{model} · {job.cluster}"))
     if draft.note:
         console.print(Text(draft.note, style="yellow"))
@@ -159,49 +159,52 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
         if serving is None and (price := _unplanned_price(draft)):
             print_field(console, "cost", f"{price}{_with_spares(draft)}")
         return
-    between = f"{figures.duration(plan.step_seconds_low)} – {figures.duration(plan.step_seconds_high)}"
+    between = formatting.duration_range(plan.step_seconds_low, plan.step_seconds_high)
+    speed = formatting.rate(plan.tokens_per_second, "tokens")
     print_field(console, "layout", str(plan.layout))
     print_field(
         console,
         "predicted",
-        f"{figures.duration(plan.step_seconds)} a step ({between}) · {figures.amount(plan.tokens_per_second)} tokens/s"
-        f" · {figures.size(plan.memory_bytes)} of {figures.size(plan.memory_limit_bytes)} a rank",
+        f"{formatting.duration(plan.step_seconds)} a step ({between}) · {speed} · "
+        f"{formatting.memory(plan.memory_bytes)} of {formatting.memory(plan.memory_limit_bytes)} a rank",
     )
     smaller = [size for size in draft.sizes if size.num_nodes < draft.launch.working_nodes]
     if smaller:
-        counts = ", ".join(f"{size.num_nodes} ({figures.duration(size.step_seconds)} a step)" for size in smaller)
+        counts = ", ".join(f"{size.num_nodes} ({formatting.duration(size.step_seconds)} a step)" for size in smaller)
         print_field(console, "elastic", f"goes on with fewer nodes when some are lost: {counts}")
     left = _share_left(plan, begin)
-    low, middle, high = (figures.duration(left * seconds) for seconds in _run_seconds(plan))
+    low, middle, high = (left * seconds for seconds in _run_seconds(plan))
+    takes = f"{formatting.duration(middle)} ({formatting.duration_range(low, high)})"
     steps = f"{plan.steps - begin.step:,} of {plan.steps:,} steps" if begin else counted(plan.steps, "step")
     stop_at = draft.launch.env.get(STOP_AT)
     stop = f"; stops with a checkpoint after step {stop_at}" if stop_at else ""
-    print_field(console, "to do", f"{steps} in {middle} ({low} – {high}){stop}")
+    print_field(console, "to do", f"{steps} in {takes}{stop}")
     if plan.cost is not None:
         copies = job.run.copies
-        low, middle, high = (figures.dollars(copies * left * dollars) for dollars in _run_dollars(plan.cost))
+        low, middle, high = (copies * left * dollars for dollars in _run_dollars(plan.cost))
+        costs = f"{formatting.dollars(middle)} ({formatting.dollars_range(low, high)})"
         print_field(
             console,
             "cost",
-            f"{middle} ({low} – {high}){_for_copies(copies)}, {plan.cost.purchase}{_with_spares(draft)}",
+            f"{costs}{_for_copies(copies)}, {plan.cost.purchase}{_with_spares(draft)}",
         )
 
 
 def print_serving(plan: ServePlan, console: Console, copies: int = 1) -> None:
     """What a server is predicted to hold and to reach."""
-    from craton import figures
+    from craton import formatting
 
     print_field(console, "layout", f"tp {plan.tp} · {plan.precision}")
-    single, best = (figures.amount(value) for value in (plan.single_tokens_per_second, plan.best_tokens_per_second))
+    single, best = (formatting.amount(value) for value in (plan.single_tokens_per_second, plan.best_tokens_per_second))
     print_field(
         console,
         "predicted",
         f"{single} tokens/s for one request, {best} for {plan.best_batch} together · "
-        f"{figures.amount(plan.kv_tokens)} tokens of keys and values · "
-        f"{figures.size(plan.memory_bytes)} of {figures.size(plan.memory_limit_bytes)} a rank",
+        f"{formatting.amount(plan.kv_tokens)} tokens of keys and values · "
+        f"{formatting.memory(plan.memory_bytes)} of {formatting.memory(plan.memory_limit_bytes)} a rank",
     )
     if plan.dollars_per_hour is not None:
-        dollars = figures.dollars(copies * plan.dollars_per_hour)
+        dollars = formatting.dollars(copies * plan.dollars_per_hour)
         print_field(console, "cost", f"{dollars} an hour{_for_copies(copies)}")
     for warning in plan.warnings:
         print_field(console, "!", warning)
@@ -217,16 +220,16 @@ def _with_spares(draft: Draft) -> str:
 
 def _unplanned_price(draft: Draft) -> str:
     """What is known of the price where nobody knows how long it takes; nothing where there is none."""
-    from craton import figures
+    from craton import formatting
 
     copies, limit = draft.job.run.copies, draft.job.run.time_limit
     if draft.dollars_per_hour is None:
         return ""
     hourly = copies * draft.dollars_per_hour
-    text = f"{figures.dollars(hourly)} an hour{_for_copies(copies)}"
+    text = f"{formatting.dollars(hourly)} an hour{_for_copies(copies)}"
     if limit is None or draft.on == "local":
         return text
-    most, hours = figures.dollars(hourly * limit / 3600.0), figures.duration(limit)
+    most, hours = formatting.dollars(hourly * limit / 3600.0), formatting.setting(limit)
     # Kubernetes counts over all starts.
     when = f"each start of {hours}" if draft.on == "slurm" and draft.job.run.restarts else f"the {hours} it may take"
     return f"{text}, at most {most} in {when}"
@@ -246,7 +249,7 @@ def _run_dollars(cost: CostPlan) -> tuple[float, float, float]:
 
 def prepare(start: RunStart, console: Console) -> RunStart:
     """The start with its data prepared, which takes a while the first time; says how much there is."""
-    from craton import figures
+    from craton import formatting
     from craton.cli.views.progress import progress
     from craton.orchestration.start import prepare_start
 
@@ -254,13 +257,13 @@ def prepare(start: RunStart, console: Console) -> RunStart:
         start, tokens = prepare_start(start, report)
     for path, count in tokens.items():
         where = path if path.partition("/")[0] else shown(Path(path))
-        print_field(console, "data", f"{where}, {figures.amount(count)} tokens")
+        print_field(console, "data", f"{where}, {formatting.amount(count)} tokens")
     return start
 
 
 def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
     """On a priced cluster nothing starts without a yes."""
-    from craton import figures
+    from craton import formatting
     from craton.orchestration import StartError
 
     plan, serving = draft.plan, draft.serving
@@ -268,9 +271,9 @@ def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
     if yes:
         return
     if serving is not None and serving.dollars_per_hour is not None:
-        dollars = f"{figures.dollars(copies * serving.dollars_per_hour)} an hour"
+        dollars = f"{formatting.dollars(copies * serving.dollars_per_hour)} an hour"
     elif plan is not None and plan.cost is not None:
-        dollars = figures.dollars(copies * _share_left(plan, begin) * plan.cost.cost_dollars)
+        dollars = formatting.dollars(copies * _share_left(plan, begin) * plan.cost.cost_dollars)
     elif plan is None and serving is None and (price := _unplanned_price(draft)):
         dollars = price
     else:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
 from craton.frameworks.errors import FrameworkError, refuse
 from craton.job.layout import Layout
+from craton.yaml_text import to_yaml
 
 PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 
@@ -48,7 +47,7 @@ def accelerate_config(layout: Layout, num_nodes: int) -> str:
             "parallelism_config_tp_size": layout.tp,
             "parallelism_config_cp_size": layout.cp,
         }
-    return yaml.safe_dump(config, sort_keys=False)
+    return to_yaml(config)
 
 
 def accelerate_command(script: Sequence[str], config_file: str) -> list[str]:

@@ -6,7 +6,7 @@
   const hex = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
   const channels = (name) => [1, 3, 5].map((at) => parseInt(hex(name).slice(at, at + 2), 16));
 
-  // "@name" is a variable of the style sheet, "@name/60" is 60 % of it over the surface, "@name~60" is 60 % opaque.
+  // "@name" is a variable of the style sheet, "@name/60" is 60% of it over the surface, "@name~60" is 60% opaque.
   const resolve = (token) => {
     if (typeof token !== "string" || !token.startsWith("@")) return token;
     const [, name, kind, percent] = token.match(/^@([^/~]+)([/~]?)(.*)$/);

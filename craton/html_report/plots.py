@@ -1,7 +1,7 @@
 """What plots have in common: parts of plotly figures as plain dicts, without a library to draw them.
 
 Colours are tokens that the page resolves against its style sheet, so that one figure serves light, dark and print:
-"@accent" is its variable --accent, "@accent/60" 60 % of it over the surface, "@accent~60" the same, 60 % opaque, where
+"@accent" is its variable --accent, "@accent/60" 60% of it over the surface, "@accent~60" the same, 60% opaque, where
 what lies below shall be seen. Only the values of keys that end in "color" are tokens. A text that came from a user must
 be escaped by whoever puts it into a figure, because plotly reads tags.
 """

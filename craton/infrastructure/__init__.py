@@ -20,6 +20,5 @@ if TYPE_CHECKING:
         price_age_days,
     )
     from craton.infrastructure.local import cache_path, free_memory_bytes, local_machine
-    from craton.infrastructure.yaml_text import to_yaml
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

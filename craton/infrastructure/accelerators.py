@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from craton.formatting import memory, setting
 from craton.infrastructure.catalog import gpu
 from craton.infrastructure.errors import CatalogError
 from craton.infrastructure.hardware import Gpu
@@ -68,7 +69,7 @@ def catalog_gpu(cards: list[Accelerator]) -> Gpu:
         known = None
     if known is None or abs(memory_bytes / known.memory_bytes - 1.0) > SAME_MEMORY:
         raise CatalogError(
-            f"the catalog does not know this machine's GPU ({names[0]}, {memory_bytes / MEBIBYTE:,.0f} MiB); write a "
+            f"the catalog does not know this machine's GPU ({names[0]}, {memory(memory_bytes)}); write a "
             "cluster file with its numbers under `hardware:` (docs/job-file.md) and name that under `cluster:`, or set "
             "CUDA_VISIBLE_DEVICES= to use the CPU"
         )
@@ -82,8 +83,8 @@ def _ask() -> str:
         return ""
     except subprocess.TimeoutExpired:
         raise CatalogError(
-            f"nvidia-smi did not answer within {ANSWER_SECONDS:.0f} s; mend the driver, or set CUDA_VISIBLE_DEVICES= "
-            "to use the CPU"
+            f"nvidia-smi did not answer within {setting(ANSWER_SECONDS)}; mend the driver, or set "
+            "CUDA_VISIBLE_DEVICES= to use the CPU"
         ) from None
     # Without a driver or a card it says so and fails: the tool alone makes no GPU machine.
     return answer.stdout if answer.returncode == 0 else ""

@@ -10,7 +10,7 @@ from datetime import date
 from typing import Literal
 
 PurchaseKind = Literal["on-demand", "capacity-block", "spot", "own"]
-STALE_PRICE_DAYS = 90  # capacity blocks moved by up to 20 % from one quarter to the next in 2026
+STALE_PRICE_DAYS = 90  # capacity blocks moved by up to 20% from one quarter to the next in 2026
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from craton.formatting import setting
 from craton.infrastructure.accelerators import Accelerator, catalog_gpu, visible_accelerators
 from craton.infrastructure.catalog import entry
 from craton.infrastructure.errors import CatalogError
@@ -103,7 +104,8 @@ def local_machine(
         measured_at, measurement = records[key]
         return LocalMachine(cpu, cores, memory_bytes, measurement, measured_at)
     say(
-        f"measuring this machine (matrix products, memory, loopback; up to {BUDGET_SECONDS:.0f} s, then remembered) ..."
+        f"measuring this machine (matrix products, memory, loopback; up to "
+        f"{setting(BUDGET_SECONDS)}, then remembered) ..."
     )
     machine = LocalMachine(cpu, cores, memory_bytes, measure(), now())
     if machine.measurement.bf16_method.startswith("fp32 rate"):
@@ -166,7 +168,7 @@ def machine_key(cpu: str, cores: int, memory_bytes: float) -> str:
         f"benchmark {BENCHMARK_VERSION}",
         cpu,
         f"{cores} cores",
-        f"{memory_bytes / 2**30:.0f} GiB",
+        f"{round(memory_bytes / 2**30)} GiB",
         f"numpy {package_version('numpy')}",
         f"torch {package_version('torch')}",
     )

@@ -21,6 +21,8 @@ from threading import Thread
 
 import numpy
 
+from craton.formatting import setting
+
 BUDGET_SECONDS = 12.0  # most of it for a torch that starts slowly; five are usual
 PART_SECONDS = 0.5  # of each measurement
 MATRIX_SIZE = 1024  # large enough for every BLAS to reach its plateau, 20 to 200 ms on a laptop core
@@ -138,7 +140,10 @@ def measure_torch(seconds: float, allowed_seconds: float) -> tuple[tuple[float, 
             env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
     except subprocess.TimeoutExpired:
-        return None, f"fp32 rate: torch did not start within {allowed_seconds:.1f} s; measure again now that it is warm"
+        return (
+            None,
+            f"fp32 rate: torch did not start within {setting(allowed_seconds)}; measure again now that it is warm",
+        )
     if child.returncode != 0:
         reason = (child.stderr.strip().splitlines() or [f"exit {child.returncode}"])[-1]
         return None, f"fp32 rate: torch is installed but failed: {reason}"

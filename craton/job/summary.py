@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from craton.digits import counted
+from craton.formatting import count, counted
 from craton.job.errors import ContentError, LayoutError
 from craton.job.jobfile import Job
 from craton.job.layout import Layout, check_layout, check_served_layout, layout_line, nearest_layout
@@ -37,17 +37,17 @@ class JobSummary:
     def __str__(self) -> str:
         parts = [f"{self.name} ({self.kind})"]
         if self.model:
-            size = f", {short_count(self.parameters)} parameters" if self.parameters else ""
+            size = f", {count(self.parameters)} parameters" if self.parameters else ""
             parts.append(f"{self.model}{size}")
         unit = "rank" if self.cluster.startswith("local ") else "GPU"
         parts.append(f"{self.cluster} = {self.num_gpus:,} {unit}{'' if self.num_gpus == 1 else 's'}")
         if self.global_batch_sequences and self.global_batch_tokens:
             parts.append(
                 f"{self.global_batch_sequences:,} sequences of {self.sequence:,} = "
-                f"{short_count(self.global_batch_tokens)} tokens a step"
+                f"{count(self.global_batch_tokens)} tokens a step"
             )
         if self.steps and self.total_tokens:
-            parts.append(f"{counted(self.steps, 'step')}, {short_count(self.total_tokens)} tokens")
+            parts.append(f"{counted(self.steps, 'step')}, {count(self.total_tokens)} tokens")
         return " · ".join([*parts, f"layout {self.layout}"])
 
 
@@ -147,11 +147,3 @@ def _without_problems(layout: Layout, problems: list[str]) -> Layout:
     if problems:
         raise ContentError(problems)
     return layout
-
-
-def short_count(value: float) -> str:
-    """1234567 → 1.23M: three digits, decimal."""
-    for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.3g}{suffix}"
-    return f"{value:.3g}"

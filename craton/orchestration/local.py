@@ -21,7 +21,7 @@ from pathlib import Path
 
 from craton.agent import Launch, write_launch
 from craton.agent.processes import open_log
-from craton.digits import counted
+from craton.formatting import counted
 from craton.infrastructure import visible_accelerators
 from craton.orchestration.backend import Standing, Submission
 from craton.orchestration.draft import Draft, agent_command

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from craton.digits import counted
+from craton.formatting import counted, dollars, duration, percent
 from craton.infrastructure import Cluster
 from craton.infrastructure.topology import level_names, natural
 from craton.job import Job, Placement
@@ -75,10 +75,10 @@ class Audit:
                 lines.append(f"{crossing.crossing} of {crossing.groups} {what} cross a {crossing.border}")
         if self.asked_step_seconds and self.got_step_seconds:
             if self.got_step_seconds > self.asked_step_seconds * 1.0005:
-                money = f", ${self.dollars_per_day:,.0f} a day" if self.dollars_per_day else ""
+                money = f", {dollars(self.dollars_per_day)} a day" if self.dollars_per_day else ""
                 lines.append(
-                    f"that costs {self.slower:.1%} of every step by the plan ({self.got_step_seconds:.3g} s instead of "
-                    f"{self.asked_step_seconds:.3g} s{money})"
+                    f"that costs {percent(self.slower)} of every step by the plan "
+                    f"({duration(self.got_step_seconds)} instead of {duration(self.asked_step_seconds)}{money})"
                 )
             else:
                 lines.append("by the plan it costs nothing")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from craton.formatting import percent
 from craton.job.layout import Layout
 from craton.planning.economics import RunOutcome, outcome_of
 from craton.planning.report import why_lost
@@ -83,7 +84,7 @@ def _ratio(ratio: float, more: str, less: str, same: str) -> str:
         return same
     if ratio > 2.0 or ratio < 0.5:
         return f"{max(ratio, 1 / ratio):.1f} × {more if ratio > 1 else less}"
-    return f"{100 * abs(ratio - 1):.0f} % {more if ratio > 1 else less}"
+    return f"{percent(abs(ratio - 1))} {more if ratio > 1 else less}"
 
 
 def scaling_points(outcomes: Sequence[RunOutcome]) -> list[ScalingPoint]:

@@ -12,6 +12,7 @@ from datetime import date
 
 import numpy as np
 
+from craton import formatting
 from craton.infrastructure import CatalogError, Cluster, cluster_of, own_price, resolve_cluster
 from craton.infrastructure.catalog import instance
 from craton.job import Job
@@ -32,7 +33,7 @@ from craton.planning.economics import (
     storage_of,
 )
 from craton.planning.memory import memory
-from craton.planning.report import PARTS, bottleneck, percent, sensitivities
+from craton.planning.report import PARTS, bottleneck, sensitivities
 from craton.planning.result import Alternative, Plan
 from craton.planning.search import SAFE_SHARE, Candidate, Search, search
 from craton.planning.setting import PlanError, Setting, check_plannable, chosen_layout, nothing_fits, setting_of
@@ -149,15 +150,15 @@ def _search(setting: Setting, progress: Progress | None, prefix: str = "") -> Se
 
 def _nothing_allowed(outcomes: list[RunOutcome], deadline: float | None, budget: float | None) -> str:
     fastest = min(outcomes, key=lambda outcome: outcome.run_seconds)
-    wanted = [f"a deadline of {deadline / SECONDS_PER_DAY:.1f} days"] if deadline else []
+    wanted = [f"a deadline of {formatting.setting(deadline)}"] if deadline else []
     priced = [outcome for outcome in outcomes if outcome.cost_dollars is not None]
     if budget:
-        wanted.append(f"a budget of ${budget:,.0f}")
+        wanted.append(f"a budget of {formatting.dollars(budget)}")
     cheapest = min(priced, key=lambda outcome: outcome.cost_dollars or math.inf, default=None)
     text = f"no cluster of the search meets {' and '.join(wanted)}; the fastest, {fastest.setting.cluster.name}, takes "
-    text += f"{fastest.run_seconds / SECONDS_PER_DAY:.1f} days"
+    text += f"{formatting.duration(fastest.run_seconds)}"
     if cheapest:
-        text += f"; the cheapest, {cheapest.setting.cluster.name}, costs ${cheapest.cost_dollars:,.0f}"
+        text += f"; the cheapest, {cheapest.setting.cluster.name}, costs {formatting.dollars(cheapest.cost_dollars)}"
     return text
 
 
@@ -298,8 +299,8 @@ def _parts(times: StepTimes, scale: float, data: float, blocked: float) -> dict[
 def _warnings(setting: Setting, candidate: Candidate) -> list[str]:
     result = []
     if not candidate.fits:
-        need, limit = candidate.memory_bytes / 2**30, setting.machine.gpu.memory_bytes / 2**30
-        result.append(f"does not fit: needs {need:.1f} of {limit:.1f} GiB a GPU; use more GPUs or a larger card")
+        need, limit = formatting.memory(candidate.memory_bytes), formatting.memory(setting.machine.gpu.memory_bytes)
+        result.append(f"does not fit: needs {need} of {limit} a GPU; use more GPUs or a larger card")
     elif candidate.memory_bytes > SAFE_SHARE * setting.machine.gpu.memory_bytes:
         result.append("fits only just: the memory model may be wrong by more than what is left")
     if candidate.layout.precision not in _precisions(setting):
@@ -325,10 +326,10 @@ def _warnings(setting: Setting, candidate: Candidate) -> list[str]:
     if not setting.job.checkpoint.tiers and (durable := durable_tier(setting.cluster)):
         result.append(
             f"{setting.job.checkpoint.end_only_warning}; planned as if it saved to {durable} every "
-            f"{DEFAULT_CHECKPOINT_SECONDS / 60:.0f} min"
+            f"{formatting.setting(DEFAULT_CHECKPOINT_SECONDS)}"
         )
     if setting.shape.is_moe:
-        share = f"{100 * (REAL_IMBALANCE - 1):.0f} %"
+        share = formatting.percent(REAL_IMBALANCE - 1)
         result.append(
             f"experts are taken to be {share} out of balance; an untrained router is far worse, and published runs "
             "force balance"
@@ -340,7 +341,7 @@ def _better_layout(candidate: Candidate, found: Search) -> list[str]:
     """A layout the user fixed, when the search knows a clearly faster one."""
     best = found.candidates[0] if found.candidates else candidate
     gain = 1.0 - best.step_seconds / candidate.step_seconds
-    return [f"layout auto would be {percent(gain)} faster: {best.layout}"] if gain > WORTH_SAYING else []
+    return [f"layout auto would be {formatting.percent(gain)} faster: {best.layout}"] if gain > WORTH_SAYING else []
 
 
 def _same_card(setting: Setting) -> bool:

@@ -38,7 +38,7 @@ class Alternative:
     memory_bytes: float
     run_seconds: float
     cost_dollars: float | None
-    reason: str  # "11 % slower: tensor parallel crosses nodes", "does not fit: needs 93 of 79 GiB"
+    reason: str  # "11% slower: tensor parallel crosses nodes", "does not fit: needs 93 of 79 GiB"
     fits: bool = True
     goodput: float | None = None  # where the search worked it out
 
@@ -61,7 +61,7 @@ class Sensitivity:
     """How much the step moves when one input moves: d log(step) / d log(input), and over its own uncertainty."""
 
     name: str  # "network bandwidth", "micro_batch 1 → 2", "constant gemm_efficiency"
-    change: str  # "-10 %"
+    change: str  # "-10%"
     effect: float  # relative change of step_seconds, signed
 
 
@@ -146,7 +146,7 @@ class Plan:
     tokens: float
     steps: int
     step_seconds: float
-    step_seconds_low: float  # 80 % interval
+    step_seconds_low: float  # 80% interval
     step_seconds_high: float
     phases: dict[str, float]  # exposed seconds a step, keys PHASES, adds up to step_seconds
     parts: dict[str, dict[str, float]]  # phase → what it is made of, seconds; each adds up to its phase

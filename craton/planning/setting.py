@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from craton.errors import CratonError
+from craton.formatting import memory
 from craton.infrastructure import Cluster
 from craton.job import ContentError, Job, checked_layout
 from craton.job.model import ModelShape
@@ -95,9 +96,12 @@ def chosen_layout(setting: Setting, found: Search) -> Candidate:
 
 def nothing_fits(setting: Setting, found: Search) -> str:
     if found.too_large:
-        need = min(candidate.memory_bytes for candidate in found.too_large) / 2**30
-        limit = setting.machine.gpu.memory_bytes / 2**30
-        return f"no layout fits: the smallest needs {need:.0f} of {limit:.0f} GiB a GPU; use more GPUs or a larger card"
+        need = min(candidate.memory_bytes for candidate in found.too_large)
+        limit = setting.machine.gpu.memory_bytes
+        return (
+            f"no layout fits: the smallest needs {memory(need)} of {memory(limit)} a GPU; use more GPUs or "
+            "a larger card"
+        )
     batch = setting.model.global_batch_sequences
     return (
         f"no layout divides the job: {batch} sequences a step on {setting.world} GPUs; choose a batch or a number of "

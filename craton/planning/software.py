@@ -1,6 +1,6 @@
 """Software profiles: what a training stack does (traits) and how well it does it (constants).
 
-The same layout moves 6 to 26 % between releases of one stack, so constants belong to a stack, a version and a GPU.
+The same layout moves 6 to 26% between releases of one stack, so constants belong to a stack, a version and a GPU.
 Every constant is positive and is fitted in logs; a prior says where it lies for an unknown stack and how far it may
 be from there.
 """

@@ -15,6 +15,7 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.telemetry.errors import RunError, RunExistsError, RunNotFoundError
+    from craton.telemetry.event_text import event_fields
     from craton.telemetry.metric_table import read_table
     from craton.telemetry.rundirectory import MARKERS, Marker, RunDirectory, find_run, list_runs, read_json, runs_root
     from craton.telemetry.summary import RUN_STATES, RunState, RunSummary, Summarizer, summarize

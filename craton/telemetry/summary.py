@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, get_args
 
-from craton.digits import counted
+from craton.formatting import counted, setting, whole_duration
 from craton.telemetry.files import paths_in, storage_problem, tail_lines
 from craton.telemetry.node import Heartbeat, read_heartbeat, read_status
 from craton.telemetry.rank import LedgerReader, monotonic_clock_id, spread
@@ -67,7 +67,7 @@ class RunSummary:
 
     @property
     def against_plan(self) -> float | None:
-        """Measured over predicted speed: 0.9 is 10 % slower than planned."""
+        """Measured over predicted speed: 0.9 is 10% slower than planned."""
         planned = self.plan.get("step_seconds")
         return planned / self.step_seconds if planned and self.step_seconds else None
 
@@ -289,7 +289,7 @@ def _why_lost(beats: dict[str, Heartbeat], now: float | None) -> str:
     ]
     if silent:
         seconds = max(beats[node].age_seconds(now) for node in silent)
-        sentences.append(f"no sign of life from {', '.join(silent)} for {seconds:.0f} s")
+        sentences.append(f"no sign of life from {', '.join(silent)} for {whole_duration(seconds)}")
     return "; ".join(sentences)
 
 
@@ -303,7 +303,7 @@ def _unsaved(run: RunDirectory, first_node: list[str], generation: int) -> str:
         return ""
     events = tail_lines(run.events_path(status.node), TAIL_BYTES)
     told: dict[str, Any] = next((line for line in reversed(events) if line.get("event") == "state_unsaved"), {})
-    seconds = f" within {told['retry_seconds']:.0f} s" if _is_number(told.get("retry_seconds")) else ""
+    seconds = f" within {setting(told['retry_seconds'])}" if _is_number(told.get("retry_seconds")) else ""
     reason = f": {told['reason']}" if told.get("reason") else ""
     return (
         f"the state of step {step:,} is only in memory{reason}; once there is room it is saved{seconds}, "

@@ -82,7 +82,7 @@ def test_ranks_that_do_not_stop_are_killed_after_the_grace(gang: Gang) -> None:
     gang.run.mark("STOP")
     assert agent.wait(PATIENCE_SECONDS) == 1
     assert not is_alive(pid)
-    assert "rank 0 on node-0 did not end within 0.5 s of SIGTERM" in gang.run.marker_text("FATAL")
+    assert "rank 0 on node-0 did not end within 500 ms of SIGTERM" in gang.run.marker_text("FATAL")
 
 
 def test_ranks_die_with_a_killed_agent_and_a_new_one_can_start_at_once(gang: Gang) -> None:

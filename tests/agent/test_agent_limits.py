@@ -57,7 +57,7 @@ def test_a_rank_without_memory_fails_with_the_limit(gang: Gang) -> None:
     gang.launch("held = bytearray(64 << 30)\n", tries=0)
     assert start_limited(gang, "RLIMIT_AS", 8 << 30, 8 << 30) == 1
     text = gang.run.marker_text("FATAL")
-    assert "it ran out of memory: the limit of this process (`ulimit -v`) is 8,192 MiB; give it more" in text
+    assert "it ran out of memory: the limit of this process (`ulimit -v`) is 8.00 GiB; give it more" in text
 
 
 @pytest.fixture

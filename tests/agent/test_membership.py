@@ -92,7 +92,7 @@ def test_a_node_that_stays_away_ends_the_run() -> None:
     (notice, fail) = agents.pass_time(62)
     assert isinstance(notice, Notice)
     assert isinstance(fail, Fail)
-    assert "b did not come back within 60 s" in fail.text
+    assert "b did not come back within 1m" in fail.text
     assert "`cluster: NAME x 1..2` goes on with fewer" in fail.text
 
 

@@ -254,7 +254,7 @@ def test_statistics_by_hand() -> None:
     assert (table.median, table.mean) == pytest.approx((0.15, 0.175))
     assert table.bias == pytest.approx((0.1 - 0.2 + 0.0 + 0.4) / 4)
     assert table.p90 == pytest.approx(0.34)
-    assert table.inside == 0.5  # 80 % intervals reach a factor of 1.137
+    assert table.inside == 0.5  # 80% intervals reach a factor of 1.137
     assert table.width == pytest.approx(math.exp(2 * 1.2816 * 0.1))
     assert statistics([]) is None
 
@@ -272,7 +272,7 @@ def test_a_decision_is_scored_by_the_measured_time_of_the_choice() -> None:
     results = [made_up(*pair, layout=layout) for *pair, layout in zip(measured, predicted, layouts, strict=True)]
     (choice,) = decisions(results)
     assert choice.layouts == 3
-    assert choice.loss == pytest.approx(0.2)  # the planner takes the second, which measured 20 % over the best
+    assert choice.loss == pytest.approx(0.2)  # the planner takes the second, which measured 20% over the best
     assert decisions(results[:2]) == []
     assert decisions([results[0]] * 3) == []
 

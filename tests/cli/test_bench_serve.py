@@ -55,7 +55,7 @@ def test_the_report(command: Command, server: Server) -> None:
     assert (code, errors) == (0, "")
     assert f"tiny at {server.url}/v1/completions" in output
     assert "6 of 6 answered" in output
-    assert "100 % of all" in output
+    assert "100% of all" in output
     assert "Latencies count from when a request was due" in output
 
 
@@ -109,7 +109,7 @@ def test_a_sweep(command: Command, server: Server) -> None:
         server.url, "--sweep", "20..40", "--duration", 0.3, "--input", 20, "--output", 1, "--warmup", 0
     )
     assert code == 0
-    assert "0.3 s each, sweep over 20..40 requests/s" in output
+    assert "300 ms each, sweep over 20..40 requests/s" in output
     assert "aturated" in output
 
 

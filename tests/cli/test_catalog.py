@@ -82,10 +82,8 @@ def test_storage() -> None:
 
 
 def test_models() -> None:
-    assert row(shown("models"), "deepseek-v3").startswith(
-        "deepseek-v3 61 7,168 128 / mla 256 / 8 129,280 671.0 B 37.6 B"
-    )
-    assert row(shown("models"), "llama-3.1-8b").startswith("llama-3.1-8b 32 4,096 32 / 8 - 128,256 8.0 B all")
+    assert row(shown("models"), "deepseek-v3").startswith("deepseek-v3 61 7,168 128 / mla 256 / 8 129,280 671B 37.6B")
+    assert row(shown("models"), "llama-3.1-8b").startswith("llama-3.1-8b 32 4,096 32 / 8 - 128,256 8.03B all")
     assert "source: meta-llama/Llama-3.1-8B" in shown("models", "llama-3.1-8b")
 
 

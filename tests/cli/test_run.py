@@ -161,8 +161,8 @@ def test_the_question_about_money_is_seen_where_stdout_goes_to_a_file(
     ("more", "says"),
     [
         ("", "$20.00 an hour"),
-        ("run: {time_limit: 4h}\n", "$20.00 an hour, at most $80.00 in each start of 4 h 0 min"),
-        ("run: {time_limit: 4h, restarts: 0}\n", "an hour, at most $80.00 in the 4 h 0 min it may take"),
+        ("run: {time_limit: 4h}\n", "$20.00 an hour, at most $80.00 in each start of 4h"),
+        ("run: {time_limit: 4h, restarts: 0}\n", "an hour, at most $80.00 in the 4h it may take"),
         ("recover: {spares: 1}\n", "$30.00 an hour, spares included"),
         ("run: {time_limit: 4h, copies: 3}\n", "$60.00 an hour for 3 copies, at most $240.00 in each start"),
     ],

@@ -89,7 +89,7 @@ def test_in_the_foreground_until_it_is_told_to_end(
         "Ctrl-C drains and stops it",
         "3 running, 1 waiting",
         "first token after 30.0 ms",
-        f"{NAME} drains: 4 requests may finish within 30.0 s",
+        f"{NAME} drains: 4 requests may finish within 30 s",
         f"{NAME} stopped",
     ):
         assert words in result.stdout

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from craton.formatting import percent
 from craton.infrastructure import resolve_cluster
 from craton.job import Job, Placement, load_job
 from craton.job.layout import Layout
@@ -173,7 +174,7 @@ def test_a_placement_that_did_not_hold_is_priced(tmp_path: Path) -> None:
     first, second, third = found.sentences()
     assert first == "asked for one leaf, got 4 nodes on a x 3, b x 1: not held"
     assert second == "1 of 1 fsdp groups cross a leaf"
-    assert third.startswith(f"that costs {found.slower:.1%} of every step by the plan")
+    assert third.startswith(f"that costs {percent(found.slower)} of every step by the plan")
     assert "a day)" in third
     assert json.loads(json.dumps(found.to_json()))["slower"] == found.slower
 

@@ -88,7 +88,7 @@ def test_the_slow_node_is_named_against_the_measured_curve() -> None:
     rates = {(0, 1): 20e9, (2, 3): 180e9, (1, 2): 181e9, (0, 3): 21e9}
     (finding,) = check_bandwidth(measured(rates, [0], expected=176e9))
     assert (finding.severity, finding.node) == ("fail", "g0")
-    assert "g0 is slow with everybody: 20 GB/s with g1, 21 GB/s with g3" in finding.evidence
+    assert "g0 is slow with everybody: 20.0 GB/s with g1, 21.0 GB/s with g3" in finding.evidence
     assert "the measured curve says 176 GB/s" in finding.evidence
 
 

@@ -48,7 +48,7 @@ def test_a_recovery_says_why_when_and_where_its_time_went(run: RunDirectory) -> 
     recovered(run, 1, 1.4, {"detect": 0.1, "regroup": 0.4, "restore": 0.3, "redo": 0.6})
     found = looking.all()
     assert found[0].text == (
-        "rank 3 was killed at step 40, back after 1.4 s: detect 0.1 · regroup 0.4 · restore 0.3 · redo 0.6"
+        "rank 3 was killed at step 40, back after 1.40 s: detect 100 ms · regroup 400 ms · restore 300 ms · redo 600 ms"
     )
     assert (found[0].lost_steps, found[0].restored_from, under_way(found)) == (0, "peer", None)
     assert read_recoveries(run) == found
@@ -64,7 +64,7 @@ def test_a_resize_is_no_recovery_and_a_second_failure_ends_the_first(run: RunDir
     found = read_recoveries(run)
     assert [each.text for each in found] == [
         "node-1 is lost at step 10, broke again on its way back",
-        "rank 0 hangs in restore at step 10, back after 7.0 s",
+        "rank 0 hangs in restore at step 10, back after 7.00 s",
     ]
     assert under_way(found) is None
 
@@ -72,7 +72,7 @@ def test_a_resize_is_no_recovery_and_a_second_failure_ends_the_first(run: RunDir
 def test_a_command_is_back_when_its_ranks_are_started(run: RunDirectory) -> None:
     run.launch_path.write_text(json.dumps({"nodes": ["node-0"], "ranks_per_node": 2}))
     begin(run, 1, "rank 1 exited with code 1", reached=4, broke_at=100.0, time=100.2)
-    assert read_recoveries(run)[0].text == "rank 1 exited with code 1 at step 5, back after 0.2 s"
+    assert read_recoveries(run)[0].text == "rank 1 exited with code 1 at step 5, back after 200 ms"
 
 
 def test_a_torn_generation_hides_no_other(run: RunDirectory) -> None:

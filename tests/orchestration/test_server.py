@@ -84,7 +84,7 @@ BIG = "name: big\nkind: serve\nmodel: llama-3.1-70b\nserve: {initialize: random}
 REFUSED = {
     "too little memory": (
         BIG + "layout: {tp: 1}\n",
-        ["job.yaml:3", "llama-3.1-70b does not fit", "131 of 79.6 GiB", "more ranks", "serve.precision: fp8"],
+        ["job.yaml:3", "llama-3.1-70b does not fit", "131 GiB of 79.6 GiB", "more ranks", "serve.precision: fp8"],
     ),
     "no room for one text": (
         BIG.replace("random", "random, max_length: 128k") + "layout: {tp: 2}\n",

@@ -33,7 +33,7 @@ def situations(slurm: SlurmLab, busy: str) -> dict[str, tuple[str, str]]:
     return {
         "Resources": (
             together,
-            r"needs 4 nodes on one leaf; leaf1 has 0 free; after 1 h any 4 nodes will do; g8 is drained "
+            r"needs 4 nodes on one leaf; leaf1 has 0 free; after 1h any 4 nodes will do; g8 is drained "
             rf"\(hc: ecc row remap\); earliest \d\d:\d\d when job {busy} ends",
         ),
         "Priority": (
@@ -60,7 +60,7 @@ def situations(slurm: SlurmLab, busy: str) -> dict[str, tuple[str, str]]:
         "JobHeldUser": (held, rf"it is held by its owner; `scontrol release {held}` lets it go"),
         "PartitionTimeLimit": (
             slurm.submit("--nodes=1", "--time=600", "--partition=short"),
-            r"asks for 10 h, and the partition short allows 5 min; give a shorter run.time_limit .*",
+            r"asks for 10h, and the partition short allows 5m; give a shorter run.time_limit .*",
         ),
         "PartitionNodeLimit": (
             slurm.submit("--nodes=5", "--time=1", "--partition=short"),

@@ -81,8 +81,7 @@ SITUATIONS = {
     "enough, but not together": (
         pending("Resources", switches=1, switch_wait_seconds=600.0),
         cluster("g1 g2 g5 g6", jobs=(running("811", "g[3-4]", AT_1600), running("812", "g[7-8]", AT_1405))),
-        "needs 4 nodes on one leaf; leaf1 has 2 free; after 10 min any 4 nodes will do; earliest 14:05 when job 812 "
-        "ends",
+        "needs 4 nodes on one leaf; leaf1 has 2 free; after 10m any 4 nodes will do; earliest 14:05 when job 812 ends",
     ),
     "a drained node is missing": (
         pending("Resources"),
@@ -315,7 +314,7 @@ SITUATIONS = {
     "too long for its partition": (
         pending("PartitionTimeLimit", time_limit_seconds=172800.0),
         cluster(partitions=(PartitionRecord("train", max_seconds=86400.0),)),
-        "asks for 2 d, and the partition train allows 24 h; give a shorter run.time_limit (at its end the job saves "
+        "asks for 2d, and the partition train allows 1d; give a shorter run.time_limit (at its end the job saves "
         "and is requeued), or another run.partition",
     ),
     "too many nodes for its partition": (

@@ -217,8 +217,8 @@ def test_links_lead_to_the_same_places(folder: Path, root: Path, tmp_path: Path)
 def test_too_much_is_refused_with_what_takes_the_room(folder: Path, root: Path) -> None:
     write(folder, {"model.bin": "x" * 3_000_000, "lib/other.bin": "x" * 1_500_000})
     text = (
-        r"holds 4.5 MB, and at most 2.0 MB are copied into a run; the largest are model.bin \(3.0 MB\), lib/other.bin "
-        r"\(1.5 MB\), .*\.cratonignore"
+        r"holds 4.50 MB, and at most 2.00 MB are copied into a run; the largest are model.bin \(3.00 MB\), lib/"
+        r"other.bin \(1\.50 MB\), .*\.cratonignore"
     )
     with pytest.raises(StartError, match=text):
         find_code(job_in(folder, "workdir: {limit: 2MB}\n"), root)

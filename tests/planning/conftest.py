@@ -175,31 +175,31 @@ def giant_plan() -> Plan:
             phase="compute",
             part="matmul",
             share=4.302 / step_seconds,
-            text="Matrix products run at 66 % of the card's measured peak.",
+            text="Matrix products run at 66% of the card's measured peak.",
             relief="fp8 halves them where the loss allows it",
         ),
         alternatives=[
-            other(replace(chosen, vpp=4), 1.034, 66.0, "3.4 % slower: larger pipeline bubble"),
-            other(replace(chosen, pp=8, fsdp=256, zero=2), 1.061, 78.8, "6.1 % slower: fsdp gathers twice the weights"),
+            other(replace(chosen, vpp=4), 1.034, 66.0, "3.4% slower: larger pipeline bubble"),
+            other(replace(chosen, pp=8, fsdp=256, zero=2), 1.061, 78.8, "6.1% slower: fsdp gathers twice the weights"),
             other(
                 replace(chosen, recompute="selective", pp=8, fsdp=256, vpp=16),
                 1.083,
                 71.4,
-                "8.3 % slower: attention computed twice",
+                "8.3% slower: attention computed twice",
             ),
             other(
                 replace(chosen, tp=16, fsdp=64, vpp=1, schedule="1f1b"),
                 1.31,
                 44.0,
-                "31 % slower: tensor parallel crosses nodes",
+                "31% slower: tensor parallel crosses nodes",
             ),
             other(replace(chosen, tp=4, fsdp=256), 0.97, 97.6, "does not fit: needs 97.6 of 79.6 GiB", fits=False),
         ],
         sensitivities=[
-            Sensitivity("matrix product efficiency", "-10 %", 0.074),
-            Sensitivity("network bandwidth", "-50 %", 0.052),
+            Sensitivity("matrix product efficiency", "-10%", 0.074),
+            Sensitivity("network bandwidth", "-50%", 0.052),
             Sensitivity("micro_batch 1 → 2", "", -0.013),
-            Sensitivity("NVLink bandwidth", "-10 %", 0.007),
+            Sensitivity("NVLink bandwidth", "-10%", 0.007),
             Sensitivity("failures per node-day", "x 2", 0.0),
         ],
         layouts_evaluated=1874,
@@ -255,7 +255,7 @@ def small_plan() -> Plan:
             71,
             32 * 113.93,
             0.974,
-            "4.1 x faster, 10 % dearer",
+            "4.1 x faster, 10% dearer",
         ),
         candidate(
             "p6-b200.48xlarge x 16",
@@ -264,7 +264,7 @@ def small_plan() -> Plan:
             118,
             16 * 113.93,
             0.985,
-            "2.2 x faster, 5 % dearer",
+            "2.2 x faster, 5% dearer",
         ),
         candidate("p5en.48xlarge x 32", Layout(replicate=2, fsdp=128), 4.06, 62, 32 * 49.928, 0.979, slower),
         candidate(
@@ -394,12 +394,10 @@ def small_plan() -> Plan:
             relief="fp8, or a faster card: p6-b200.48xlarge x 16 halves the step",
         ),
         alternatives=[
-            same_cluster(Layout(fsdp=128), 1.021, 58.9, "2.1 % slower: smaller matrix products"),
-            same_cluster(Layout(replicate=16, fsdp=8), 1.027, 66.0, "2.7 % slower: gradients cross nodes whole"),
-            same_cluster(
-                Layout(fsdp=128, micro_batch=2, recompute="selective"), 1.068, 71.2, "6.8 % slower: recompute"
-            ),
-            same_cluster(Layout(fsdp=64, tp=2, micro_batch=2), 1.092, 68.4, "9.2 % slower: tensor parallel exposed"),
+            same_cluster(Layout(fsdp=128), 1.021, 58.9, "2.1% slower: smaller matrix products"),
+            same_cluster(Layout(replicate=16, fsdp=8), 1.027, 66.0, "2.7% slower: gradients cross nodes whole"),
+            same_cluster(Layout(fsdp=128, micro_batch=2, recompute="selective"), 1.068, 71.2, "6.8% slower: recompute"),
+            same_cluster(Layout(fsdp=64, tp=2, micro_batch=2), 1.092, 68.4, "9.2% slower: tensor parallel exposed"),
             same_cluster(
                 Layout(fsdp=128, micro_batch=4), 0.991, 196.4, "does not fit: needs 196 of 140 GiB", fits=False
             ),
@@ -411,7 +409,7 @@ def small_plan() -> Plan:
             118,
             16 * 113.93,
             0.985,
-            "2.2 x faster, 5 % dearer",
+            "2.2 x faster, 5% dearer",
         ),
         scaling=[
             at(32, 1.024, Layout(fsdp=32)),
@@ -423,11 +421,11 @@ def small_plan() -> Plan:
         ],
         front=front,
         sensitivities=[
-            Sensitivity("matrix product efficiency", "-10 %", 0.083),
+            Sensitivity("matrix product efficiency", "-10%", 0.083),
             Sensitivity("precision bf16 → fp8", "", -0.214),
-            Sensitivity("network bandwidth", "-50 %", 0.119),
+            Sensitivity("network bandwidth", "-50%", 0.119),
             Sensitivity("micro_batch 2 → 1", "", 0.021),
-            Sensitivity("memory bandwidth", "-10 %", 0.006),
+            Sensitivity("memory bandwidth", "-10%", 0.006),
         ],
         layouts_evaluated=412,
     )

@@ -63,7 +63,7 @@ def h100_terms() -> list[StepTerms]:
 
 
 def test_a_fit_predicts_what_known_constants_made(h100_terms: list[StepTerms]) -> None:
-    """Half of the steps are measured with 2 % noise; the others come out within it, and far better than the prior."""
+    """Half of the steps are measured with 2% noise; the others come out within it, and far better than the prior."""
     random = np.random.default_rng(7)
     truth = np.array(prior_log(TRAITS)) + np.array(SPREAD) * np.where(np.arange(len(NAMES)) % 2, 0.8, -0.8)
     true_seconds = seconds_of(h100_terms, truth)

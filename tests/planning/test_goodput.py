@@ -159,7 +159,7 @@ def test_our_formula_is_rscs_when_failures_are_rare() -> None:
 
 
 def test_hyperpod_checkpointless_points_the_same_way() -> None:
-    """Vendor: recovery falls from 15-30 min to under 2 min, goodput is "up to 95 %" on thousands of accelerators."""
+    """Vendor: recovery falls from 15-30 min to under 2 min, goodput is "up to 95%" on thousands of accelerators."""
     without_spares = row(plan_of(cluster(256)), "object")
     assert 15 * MINUTE < without_spares.detect_seconds + without_spares.restart_seconds < 30 * MINUTE
     with_peers = row(plan_of(cluster(256, spare_nodes=8)), "peer")
@@ -171,7 +171,7 @@ def test_hyperpod_checkpointless_points_the_same_way() -> None:
 
 
 def test_opt_175b_with_restarts_by_hand() -> None:
-    """992 A100, an interruption every 7.5 h, 59 % uptime: two to five hours until somebody has restarted it."""
+    """992 A100, an interruption every 7.5 h, 59% uptime: two to five hours until somebody has restarted it."""
     slow, slower = (tier_goodput(1 / (7.5 * HOUR), HOUR, MINUTE, hours * HOUR) for hours in (2, 5))
     assert slower < 0.59 < slow
 
@@ -262,7 +262,7 @@ def paper_rows() -> list[tuple[str, str, str, str, str]]:
 
 
 def test_the_page_shows_these_numbers(request: pytest.FixtureRequest) -> None:
-    lines = ["| run | quantity | predicted (80 %) | published | what the row is |", "|---|---|---|---|---|"]
+    lines = ["| run | quantity | predicted (80%) | published | what the row is |", "|---|---|---|---|---|"]
     lines += [f"| {' | '.join(cells)} |" for cells in paper_rows()]
     table = "\n".join(lines)
     page = PAGE.read_text(encoding="utf-8")
@@ -417,12 +417,12 @@ def test_checkpoints_are_never_planned_faster_than_they_are_written() -> None:
     write = next(tier.write_seconds for tier in tiers if tier.tier == "shared")
     assert write > 1000
     assert plan.interval_seconds == pytest.approx(write)
-    assert any("instead of every 60 s" in warning for warning in plan.warnings)
+    assert any("instead of every 1m" in warning for warning in plan.warnings)
     assert all(each.interval_seconds >= tier.write_seconds for each, tier in zip(plan.recoveries, tiers, strict=True))
 
 
 def test_peer_snapshots_cost_at_most_two_percent() -> None:
-    where = cluster(2048, failures_per_node_day=2.0)  # far beyond any fleet: there the optimum alone would cost 3 %
+    where = cluster(2048, failures_per_node_day=2.0)  # far beyond any fleet: there the optimum alone would cost 3%
     tiers = tiers_of(where, LLAMA_405B)
     peer = row(goodput_plan(where, 2048, tiers, step_seconds=0.1), "peer")
     blocked = next(tier.blocked_seconds for tier in tiers if tier.tier == "peer")
@@ -469,7 +469,7 @@ def test_nvme_is_lost_with_its_node_unless_another_replica_has_it() -> None:
     alone = goodput_plan(where, 64, tiers, step_seconds=6.0, peer=False, run_seconds=30 * DAY)
     copied = goodput_plan(where, 64, tiers, step_seconds=6.0, peer=False, run_seconds=30 * DAY, replicate=2)
     assert alone.method == "start"
-    assert any("85 % of the failures leave no checkpoint" in warning for warning in alone.warnings)
+    assert any("85% of the failures leave no checkpoint" in warning for warning in alone.warnings)
     assert copied.method == "nvme"
     assert copied.goodput > alone.goodput + 0.2
 

@@ -51,7 +51,7 @@ def test_the_floor_of_the_published_mix(name: str, seconds: float, tokens_per_se
 
 
 def test_prompts_cost_their_products_and_attention() -> None:
-    """Causal attention of an 8B model against its products: 3.6 % at 2k tokens, 29 % at 16k, 57 % at 32k."""
+    """Causal attention of an 8B model against its products: 3.6% at 2k tokens, 29% at 16k, 57% at 32k."""
     line = roofline("llama-3.1-8b")
     products = 2 * (line.model.block_parameters + line.model.head_parameters)  # the 15 GFLOP of a token
     for tokens, share in ((2048, 0.036), (16_384, 0.29), (32_768, 0.57)):

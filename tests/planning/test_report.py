@@ -11,9 +11,10 @@ from datetime import date
 import pytest
 from rich.console import Console
 
+from craton import formatting
 from craton.job.layout import Layout
 from craton.planning import Plan
-from craton.planning.report import findings, plan_to_json, quantities, render_front, render_plan
+from craton.planning.report import findings, plan_to_json, render_front, render_plan
 
 Golden = Callable[[str, str], None]
 START = date(2026, 11, 20)
@@ -57,7 +58,7 @@ class TestTerminal:
         # Wrapped lines joined again, every sentence is whole.
         words = " ".join(text.split())
         for alternative in any_plan.alternatives:
-            assert quantities.duration(alternative.step_seconds) in words
+            assert formatting.duration(alternative.step_seconds) in words
         for warning in any_plan.warnings:
             assert warning in words
 
@@ -162,69 +163,6 @@ class TestFindings:
     def test_mixture_of_experts_says_its_active_parameters(self, small_plan: Plan) -> None:
         model = replace(small_plan.model, experts=8, top_k=2, moe_ffn_hidden=14336)
         assert "active)" in findings.verdict(replace(small_plan, model=model))
-
-
-class TestQuantities:
-    @pytest.mark.parametrize(
-        ("seconds", "text"),
-        [
-            (0.0, "0 s"),
-            (3.1e-5, "31.0 µs"),
-            (0.0425, "42.5 ms"),
-            (0.9999, "1.00 s"),
-            (6.48, "6.48 s"),
-            (90, "90.0 s"),
-            (600, "10.0 min"),
-            (7200, "2.00 h"),
-            (100_000, "27.8 h"),
-            (93.9 * 86400, "93.9 days"),
-            (4 * 365.25 * 86400, "4.00 years"),
-            (float("inf"), "–"),
-        ],
-    )
-    def test_duration(self, seconds: float, text: str) -> None:
-        assert quantities.duration(seconds) == text
-
-    @pytest.mark.parametrize(
-        ("seconds", "text"),
-        [(60, "1 min"), (90, "90 s"), (5400, "90 min"), (7200, "2 h"), (86400, "1 day"), (426, "7.1 min")],
-    )
-    def test_setting_has_no_idle_zeros(self, seconds: float, text: str) -> None:
-        assert quantities.setting(seconds) == text
-
-    def test_ranges_share_a_unit(self) -> None:
-        assert quantities.duration_range(50, 600) == "0.83 – 10.0 min"
-        assert quantities.duration_range(50, float("inf")) == "50.0 s or more"
-        assert quantities.percent_range(1.0, 1.0) == "100 %"
-
-    @pytest.mark.parametrize(
-        ("amount", "text"),
-        [
-            (3.2, "$3.20"),
-            (850, "$850"),
-            (999.7, "$1.00 k"),
-            (182_000, "$182 k"),
-            (2.54e8, "$254 M"),
-            (1.3e9, "$1.30 B"),
-        ],
-    )
-    def test_dollars(self, amount: float, text: str) -> None:
-        assert quantities.dollars(amount) == text
-
-    def test_memory_is_binary_and_storage_decimal(self) -> None:
-        assert quantities.memory(80 * 2**30) == "80.0 GiB"
-        assert quantities.stored(5.68e12) == "5.68 TB"
-        assert quantities.rate(2.5e9) == "2.50 GB/s"
-
-    def test_no_false_hundred_percent(self) -> None:
-        assert quantities.percent(0.99996) == "99.99 %"
-        assert quantities.percent(1.0) == "100 %"
-
-    def test_signed_percent(self) -> None:
-        assert [quantities.signed_percent(x) for x in (0.0741, -0.21, 0.0)] == ["+7.4 %", "−21 %", "0.0 %"]
-
-    def test_counts(self) -> None:
-        assert [quantities.count(x) for x in (850, 15.6e12, 1e12, 8.03e9)] == ["850", "15.6 T", "1 T", "8.03 B"]
 
 
 class TestJson:

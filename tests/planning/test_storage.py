@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_said() -> None:
     assert storage_plan(two_nodes, 2, 1 * TB, {}, tokens_per_second=1e5, peer=False).warnings == []
     small_disk = cluster_of("p5en.48xlarge", 2, nvme_bytes=100 * GB)
     (disk,) = storage_plan(small_disk, 2, 200 * GB, {"nvme": 300.0}, tokens_per_second=1).warnings
-    assert "two checkpoints take 200 GB on a node's NVMe, 100 are there" in disk
+    assert "two checkpoints take 200 GB on a node's NVMe, 100 GB are there" in disk
     assert storage_plan(small_disk, 2, 200 * GB, {}, tokens_per_second=1).warnings == [], "the job does not use it"
     shared = replace(cluster(2).tiers["shared"], capacity_bytes=1 * TB)
     small_share = replace(cluster(2), tiers={"shared": shared})

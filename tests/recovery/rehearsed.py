@@ -113,7 +113,7 @@ def fired(run: RunDirectory) -> set[str]:
 
 
 def check_ledger(run: RunDirectory) -> None:
-    """The books of the run sum to wall time within 1 %, and a fifth of a second for its beginning and its end."""
+    """The books of the run sum to wall time within 1%, and a fifth of a second for its beginning and its end."""
     seconds = sum(LedgerReader(run).totals().values())
     told = events(run)
     wall = max(event["time"] for event in told) - min(

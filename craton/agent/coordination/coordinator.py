@@ -19,7 +19,7 @@ from typing import Any
 from craton.agent.coordination.hangs import RankProgress, find_hang
 from craton.agent.generation import Generation
 from craton.agent.launch import Launch
-from craton.digits import counted
+from craton.formatting import counted, duration, setting
 
 SILENT_SECONDS = 5.0  # an agent that says nothing for this long is gone; it speaks several times a second
 ECHO_SECONDS = 0.3  # how long the cause of a broken connection is waited for
@@ -216,7 +216,7 @@ class Coordinator:
                 del self.members[node]
                 if self.current is not None and (node in self.current.nodes or self._leaving(member)):
                     since = now - (member.gone_since if broke and member.gone_since is not None else member.heard)
-                    how = "its agent is gone" if broke else f"no sign of life for {SILENT_SECONDS:.0f} s"
+                    how = "its agent is gone" if broke else f"no sign of life for {setting(SILENT_SECONDS)}"
                     self._faults.append(RankFailure(f"{node} is lost: {how}", clock - since))
         if self.current is not None and now - self._began > SILENT_SECONDS:
             # after a change of coordinator: nodes that never came over
@@ -252,7 +252,7 @@ class Coordinator:
         if hanging is not None:
             name, end, last = found[hanging]
             doing = "is stopped by a signal" if last.is_stopped else f"hangs in {last.kind}"
-            text = f"{name} {doing} at step {last.step}: no progress for {last.age:.1f} s"
+            text = f"{name} {doing} at step {last.step}: no progress for {duration(last.age)}"
             self._faults.append(RankFailure(text, clock - last.age, end))
 
     def _has_entered(self) -> bool:
@@ -323,8 +323,9 @@ class Coordinator:
         if short >= self.launch.give_up_seconds:
             missing = [node for node in (present or self.launch.nodes[:target]) if node not in ready]
             return Fail(
-                f"{', '.join(missing)} did not come back within {self.launch.give_up_seconds:.0f} s, and the job needs "
-                f"{counted(target, 'node')}; `craton resume` goes on when it is there, `cluster: NAME x "
+                f"{', '.join(missing)} did not come back within "
+                f"{setting(self.launch.give_up_seconds)}, and the job needs {counted(target, 'node')}; "
+                f"`craton resume` goes on when it is there, `cluster: NAME x "
                 f"{max(1, len(ready))}.."
                 f"{target}` goes on with fewer"
             )

@@ -29,6 +29,7 @@ from craton.agent.memory.slots import (
     receive_message,
     send_message,
 )
+from craton.formatting import setting
 
 CONNECT_SECONDS = 5.0
 STALL_SECONDS = 10.0  # without a byte, after which the other side counts as dead
@@ -64,7 +65,7 @@ class Buddies:
             since, problem = self._resting.get(address, (-RETRY_SECONDS, ""))
             connection = self._connections.pop((address, manifest["rank"]), None)
         if time.monotonic() - since < RETRY_SECONDS:
-            raise KeeperError(f"{problem}; it is tried again {RETRY_SECONDS:g} s after that")
+            raise KeeperError(f"{problem}; it is tried again {setting(RETRY_SECONDS)} after that")
         try:
             connection = connection or self._connect(address)
             self._send(connection, descriptor, manifest, keep)
@@ -179,12 +180,12 @@ def _send_file(connection: socket.socket, descriptor: int, num_bytes: int, deadl
     while offset < end:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"{offset - HEADER_BYTES:,} of {num_bytes:,} bytes were sent in {PUSH_SECONDS:g} s")
+            raise TimeoutError(f"{offset - HEADER_BYTES:,} of {num_bytes:,} bytes were sent in {setting(PUSH_SECONDS)}")
         try:
             sent = os.sendfile(connection.fileno(), descriptor, offset, min(_CHUNK_BYTES, end - offset))
         except BlockingIOError:
             if not poll.poll(1000 * min(left, STALL_SECONDS)):
-                raise TimeoutError(f"it took no byte for {STALL_SECONDS:g} s") from None
+                raise TimeoutError(f"it took no byte for {setting(STALL_SECONDS)}") from None
             continue
         if sent == 0:
             raise ConnectionError("the slot ended before its bytes were sent")

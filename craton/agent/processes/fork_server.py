@@ -17,6 +17,7 @@ from pathlib import Path
 
 from craton.agent.launch import Launch
 from craton.agent.processes.process import ChildProcess, common_environment, start
+from craton.formatting import setting
 from craton.telemetry import RunDirectory
 from craton.telemetry.rank import STEADY
 
@@ -65,7 +66,7 @@ class Nursery:
         try:
             socket.send_fds(self.connection, [json.dumps(request).encode()], list(descriptors.values()))
             if not select.select([self.connection], [], [], FORK_SECONDS)[0]:
-                raise NurseryError(f"{self.child.name} did not answer within {FORK_SECONDS:.0f} s")
+                raise NurseryError(f"{self.child.name} did not answer within {setting(FORK_SECONDS)}")
             answer = self.connection.recv(MESSAGE_BYTES)
         except NurseryError:
             self.child.send(signal.SIGKILL)

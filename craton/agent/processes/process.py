@@ -35,7 +35,7 @@ PIPE_BYTES = 1 << 20
 # Where PyTorch's flight recorder writes, each rank's number added; the first that is set counts (as of 2.11 and 2.13).
 RECORDING_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 # How long a thread without work spins before it sleeps: libgomp (PyTorch's wheels) would 300,000 times, Intel's OpenMP
-# for 200 ms. To sleep at once costs 4 to 19 % on an idle machine (benchmarks/waiting_policy.py, docs/measurements.md).
+# for 200 ms. To sleep at once costs 4 to 19% on an idle machine (benchmarks/waiting_policy.py, docs/measurements.md).
 WAITING_POLICY = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 WAITING_VARIABLES = ("OMP_WAIT_POLICY", *WAITING_POLICY)
 GROUP_SECONDS = 1.0

@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 
 from craton.agent.records.records import NodeRecords
-from craton.digits import counted
+from craton.formatting import counted, whole_duration
 from craton.telemetry import Marker, RunDirectory
 from craton.telemetry.files import storage_problem
 from craton.telemetry.node import Heartbeat, touch_heartbeat, write_heartbeat
@@ -116,7 +116,7 @@ class StateWriter:
             seconds, self._failing_since = time.monotonic() - self._failing_since, None
             lost = self._records.lost_lines
             dropped = f"{counted(lost, 'line')} of them were dropped"
-            text = f"{self._run.path} takes records again after {seconds:.0f} s; {dropped}"
+            text = f"{self._run.path} takes records again after {whole_duration(seconds)}; {dropped}"
             print(f"craton agent: {text}", file=sys.stderr, flush=True)
             self._records.event("storage_restored", message=text, seconds=seconds, lost_lines=lost)
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from craton.agent.store import wire
 from craton.agent.store.wire import StoreError, StoreTimeoutError
+from craton.formatting import setting
 
 HANDSHAKE_SECONDS = 5.0
 RECONNECT_SECONDS = 2.0  # for connections after the first one
@@ -80,7 +81,7 @@ class StoreClient:
             self._put(self._connect(RECONNECT_SECONDS))  # so that whoever cuts our connections always finds one
             names = ", ".join(key.decode(errors="replace") for key in arguments)[:200]
             raise StoreTimeoutError(
-                f"the rendezvous store at {self.address} did not answer `{verb} {names}` within {seconds:g} s"
+                f"the rendezvous store at {self.address} did not answer `{verb} {names}` within {setting(seconds)}"
             ) from error
         except (OSError, ValueError) as error:
             channel.close()

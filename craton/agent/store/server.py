@@ -31,6 +31,7 @@ from craton.agent.store.wire import (
     StoreSession,
     body_bytes,
 )
+from craton.formatting import setting
 
 HANDSHAKE_SECONDS = 5.0
 MAX_STRANGERS = 256  # connections that have proved nothing yet; a process may usually have 1,024 files open
@@ -131,7 +132,7 @@ class StoreServer:
         if self._strangers:
             now = time.monotonic()
             for stranger in [item for item in self._strangers if item.close_at <= now]:
-                self._refuse(stranger, f"it sent no proof within {HANDSHAKE_SECONDS:g} s")
+                self._refuse(stranger, f"it sent no proof within {setting(HANDSHAKE_SECONDS)}")
         return True
 
     # -- connections ----------------------------------------------------------------------------------------------

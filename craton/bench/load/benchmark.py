@@ -20,6 +20,7 @@ from craton.bench.load.requests import FIRST_LEVEL, WARM_UP, Prefixes, RandomReq
 from craton.bench.load.samples import RequestSample
 from craton.bench.load.saturation import Saturation, next_rate, saturation, too_short, why_not
 from craton.bench.load.summary import Summary, summarize
+from craton.formatting import duration, percent
 
 Source = Callable[[int], Iterator[Request]]  # of the requests of a stream
 Bar = Callable[[str], AbstractContextManager[Progress]]
@@ -206,17 +207,17 @@ def _notes(report: Report) -> Iterator[str]:
         yield "the server gives no token counts: every piece of an answer is counted as one token"
     if (busy := max(level.busy for level in report.levels)) > _BUSY:
         yield (
-            f"this client was busy {100 * busy:.0f} % of the time: it may be the client that was measured; "
+            f"this client was busy {percent(busy)} of the time: it may be the client that was measured; "
             "run it on a free core, or split the load over several"
         )
     late = max((summary.late_seconds.p99 for summary in summaries if summary.late_seconds), default=0.0)
     if late > _LATE_SECONDS:
-        yield f"1 % of the requests were sent {1e3 * late:.0f} ms late or more; the latencies include that"
+        yield f"1% of the requests were sent {duration(late)} late or more; the latencies include that"
     cached = (shown.summary.cached_tokens or 0) / max(1, shown.summary.prompt_tokens)
     workload = report.settings.workload
     if cached > _UNEXPECTED_CACHED and not workload.prefixes.tokens and not workload.trace:
         yield (
-            f"{100 * cached:.0f} % of the prompt tokens came from the server's prefix cache, though these prompts "
+            f"{percent(cached)} of the prompt tokens came from the server's prefix cache, though these prompts "
             "share nothing: the seed was used before; choose another with --seed"
         )
     if report.saturation is not None and too_short(shown.samples, shown.summary):

@@ -21,6 +21,7 @@ import aiohttp
 from craton.bench.load.answer import EMPTY, StreamedResponse
 from craton.bench.load.errors import EndpointError
 from craton.bench.load.requests import Ids, Request, Words, trial_prompt
+from craton.formatting import setting
 from craton.nearest import did_you_mean
 
 # Servers of uvicorn close idle connections after 5 s. A request sent into a connection that is just being closed would
@@ -130,7 +131,7 @@ class Endpoint:
                 while data := await read():
                     answer.feed(data, perf_counter())
         except TimeoutError:
-            answer.error, answer.error_detail = "timeout", f"not ended after {self.target.timeout_seconds:g} s"
+            answer.error, answer.error_detail = "timeout", f"not ended after {setting(self.target.timeout_seconds)}"
         except aiohttp.ClientPayloadError:
             pass  # the stream ended too early, which the answer itself says
         except aiohttp.ClientConnectorError as error:

@@ -15,6 +15,7 @@ import numpy as np
 
 from craton.bench.load.errors import WorkloadError
 from craton.bench.load.requests import ARRIVALS
+from craton.formatting import setting
 
 _SWEEP = re.compile(r"\s*(\d+(?:\.\d+)?)\s*\.\.\s*(\d+(?:\.\d+)?)\s*")
 
@@ -79,7 +80,7 @@ class Limit:
     seconds: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.requests:,} requests" if self.requests is not None else f"{self.seconds:g} s"
+        return f"{self.requests:,} requests" if self.requests is not None else setting(self.seconds)
 
 
 def parse_sweep(text: str, burstiness: float = 1.0) -> Sweep:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from craton.bench.load.errors import WorkloadError
 from craton.bench.load.samples import RequestSample
+from craton.formatting import setting
 
 NAMES = ("ttft", "itl", "tpot", "e2e")
 _LIMIT = re.compile(r"\s*(\w+)\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*")
@@ -24,7 +25,8 @@ class Objectives:
 
     def __str__(self) -> str:
         return ", ".join(
-            f"{name} ≤ {limit:g} s" if limit >= 1 else f"{name} ≤ {1e3 * limit:g} ms" for name, limit in self.seconds
+            f"{name} ≤ {setting(limit)}" if limit >= 1 else f"{name} ≤ {1e3 * limit:g} ms"
+            for name, limit in self.seconds
         )
 
     def met_by(self, sample: RequestSample) -> bool:

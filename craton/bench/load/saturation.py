@@ -14,6 +14,7 @@ from statistics import median
 from craton.bench.load.load import Sweep
 from craton.bench.load.samples import RequestSample
 from craton.bench.load.summary import Summary
+from craton.formatting import percent
 
 MAX_FAILED = 0.01  # of the requests of a level that went well
 MIN_GOOD = 0.9  # of the requests of a level that went well must meet the objectives, where there are any
@@ -55,7 +56,7 @@ def why_not(samples: Sequence[RequestSample], summary: Summary) -> str:
     if not keeps_up(samples):
         return "piles up"
     if summary.good_share is not None and summary.good_share < MIN_GOOD:
-        return f"{100 * summary.good_share:.0f} % good"
+        return f"{percent(summary.good_share)} good"
     return ""
 
 
@@ -63,7 +64,7 @@ def keeps_up(samples: Sequence[RequestSample]) -> bool:
     """Whether requests ended as fast as they came, in the second half of the time in which they came.
 
     How many are inside of the server varies by chance: the number is about Poisson, so the difference of two of them
-    has a variance of at most twice the mean. Growth beyond 2.5 deviations, 5 % of the arrivals and two requests (small
+    has a variance of at most twice the mean. Growth beyond 2.5 deviations, 5% of the arrivals and two requests (small
     numbers have longer tails) is no chance. The mean is that of the first quarter, before a queue is long (Little:
     arrivals/s times seconds inside, of which the median), or a queue would excuse itself.
     """

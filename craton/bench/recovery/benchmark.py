@@ -22,6 +22,7 @@ from typing import Any
 
 from craton.bench.recovery.rehearsal import Rehearsal, running, write_rehearsal
 from craton.errors import CratonError
+from craton.formatting import setting
 from craton.telemetry import RunDirectory, summarize
 from craton.telemetry.files import paths_in, read_lines
 
@@ -191,7 +192,7 @@ def _wait_for(run: RunDirectory, look: Callable[[], Any], what: str) -> Any:
         if run.has("FATAL"):
             raise RecoveryBenchError(f"{what}: {run.marker_text('FATAL')}")
         time.sleep(0.02)
-    raise RecoveryBenchError(f"{what} within {LIMIT_SECONDS:.0f} s; see {run.path / 'logs'}")
+    raise RecoveryBenchError(f"{what} within {setting(LIMIT_SECONDS)}; see {run.path / 'logs'}")
 
 
 def _wait_for_step(run: RunDirectory, step: int, generation: int) -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from craton.bench.why.benchmark import ScenarioOutcome
+from craton.formatting import percent
 from craton.observability.diagnosis import LAYERS, Verdict
 
 LAYER_BAR, VICTIM_BAR = 0.95, 0.90
@@ -142,4 +143,4 @@ def _words(verdict: Verdict) -> str:
     who = f" rank {verdict.rank}" if verdict.rank is not None else ""
     message = f"{verdict.condition} {verdict.layer or '-'} {verdict.cause or '-'} {verdict.node}{who}"
     others = "".join(f" + {one.cause}" for one in verdict.others)
-    return f"{message} ({verdict.confidence:.0%}){others}"
+    return f"{message} ({percent(verdict.confidence)}){others}"

@@ -11,6 +11,7 @@ import typer
 
 from craton.cli.bench.serve import serve
 from craton.cli.bench.why import why
+from craton.formatting import percent, signed_percent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -139,7 +140,7 @@ def _print(console: Console, summary: dict[str, Any], count: int) -> None:
     given = f", {summary['given']} of its runs given" if summary["given"] else ""
     table = Table(title=f"{count} predictions, {title[summary['holdout']]}{given}", title_justify="left")
     table.add_column("")
-    for name in ("n", "median", "mean", "p90", "bias", "inside 80 %", "high/low"):
+    for name in ("n", "median", "mean", "p90", "bias", "inside 80%", "high/low"):
         table.add_column(name, justify="right")
     rows = [(name, summary[name]) for name in ("all", "dense quality A", "moe quality A and B", "256 GPUs or more")]
     for index, (name, entry) in enumerate(rows):
@@ -155,15 +156,17 @@ def _print(console: Console, summary: dict[str, Any], count: int) -> None:
     console.print(table)
     for name in ("median of family medians", "dense quality A, median of family medians"):
         if summary[name] is not None:
-            console.print(f"{name}: {summary[name]:.1%}", highlight=False)
+            console.print(f"{name}: {percent(summary[name])}", highlight=False)
     choices = summary["decisions"]
     if choices["groups"]:
         console.print(
-            f"decisions: the planner's choice is within 5 % of the best measured in {choices['right']} of "
+            f"decisions: the planner's choice is within 5% of the best measured in {choices['right']} of "
             f"{choices['groups']} groups with three or more layouts",
             highlight=False,
         )
-    console.print(f"skipped of quality A and B: {summary['skipped share of quality A and B']:.1%}", highlight=False)
+    console.print(
+        f"skipped of quality A and B: {percent(summary['skipped share of quality A and B'])}", highlight=False
+    )
 
 
 def _row(table: Any, name: str, entry: dict[str, float] | None, end_section: bool = False) -> None:
@@ -172,9 +175,9 @@ def _row(table: Any, name: str, entry: dict[str, float] | None, end_section: boo
     table.add_row(
         name,
         str(entry["n"]),
-        *(f"{entry[key]:.1%}" for key in ("median", "mean", "p90")),
-        f"{entry['bias']:+.1%}",
-        f"{entry['inside']:.0%}",
+        *(percent(entry[key]) for key in ("median", "mean", "p90")),
+        signed_percent(entry["bias"]),
+        percent(entry["inside"]),
         f"{entry['width']:.2f}",
         end_section=end_section,
     )

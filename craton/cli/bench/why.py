@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from craton.formatting import percent
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -57,10 +59,10 @@ def _print(console: Console, found: Score, seed: int) -> None:
         table.add_column(name, justify="left" if not name else "right")
     words = {"quiet": "nothing wrong", "single": "one fault", "double": "two faults", "blind": "cannot be told"}
     for group, (right, of) in found.groups.items():
-        table.add_row(words[group], str(right), str(of), f"{right / of:.0%}" if of else "")
+        table.add_row(words[group], str(right), str(of), percent(right / of) if of else "")
     table.add_section()
     for layer, (right, of) in found.layers.items():
-        table.add_row(f"  {layer}", str(right), str(of), f"{right / of:.0%}" if of else "")
+        table.add_row(f"  {layer}", str(right), str(of), percent(right / of) if of else "")
     console.print(table)
     confusion = Table(title="True layer (rows) and what was said; two faults at once left out", title_justify="left")
     confusion.add_column("")
@@ -70,9 +72,9 @@ def _print(console: Console, found: Score, seed: int) -> None:
         confusion.add_row(name, *(str(count) if count else "·" for count in row.values()))
     console.print(confusion)
     console.print(
-        f"right layer {found.layer_share:.1%} (bar 95 %) · right node or rank {found.victim_share:.1%} of "
-        f"{found.num_victims} (bar 90 %) · false alarms {found.false_alarms} of {found.num_quiet} (bar 0) · "
-        f"cannot tell, rightly {found.blind_share:.0%}",
+        f"right layer {percent(found.layer_share)} (bar 95%) · right node or rank {percent(found.victim_share)} of "
+        f"{found.num_victims} (bar 90%) · false alarms {found.false_alarms} of {found.num_quiet} (bar 0) · "
+        f"cannot tell, rightly {percent(found.blind_share)}",
         highlight=False,
     )
     bins = " · ".join(

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from craton.formatting import count, percent
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -238,7 +240,7 @@ def _storage() -> tuple[Any, Parts]:
 def _node_rate(entry: CatalogEntry, direction: str) -> str:
     """What one node gets, however the catalog states it."""
     if "network_share" in entry.facts:
-        return f"{entry.number('network_share'):.0%} of network"
+        return f"{percent(entry.number('network_share'))} of network"
     drive = f"drive_{direction}_gigabytes_per_second"
     return f"{_fact(entry, drive)} a drive" if drive in entry.facts else _fact(entry, drive.replace("drive", "client"))
 
@@ -296,8 +298,8 @@ def _models() -> tuple[Any, Parts]:
             f"{shape.heads} / {shape.kv_heads}" if shape.mla is None else f"{shape.heads} / mla",
             f"{shape.experts} / {shape.top_k}" if shape.is_moe else "-",
             f"{shape.vocab:,}",
-            _billions(shape.parameters),
-            _billions(shape.active_parameters) if shape.is_moe else "all",
+            count(shape.parameters),
+            count(shape.active_parameters) if shape.is_moe else "all",
             shape.source,
         )
     return [_model_document(shape) for shape in shapes], [grid]
@@ -384,8 +386,8 @@ def _show(parts: Parts) -> None:
 def _fit(grid: Grid, console: Console) -> tuple[Table, list[str]]:
     """The table with as many columns as the terminal holds, and those it lost."""
     unlimited = console.options.update(width=10_000)
-    for count in range(len(grid.droppable) + 1):
-        dropped = list(grid.droppable[:count])
+    for num_dropped in range(len(grid.droppable) + 1):
+        dropped = list(grid.droppable[:num_dropped])
         table = _table(grid, dropped)
         if console.measure(table, options=unlimited).maximum <= console.width:
             return table, dropped
@@ -421,7 +423,3 @@ def _number(value: float | None, scale: float) -> str:
 
 def _plain(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:,.4g}"
-
-
-def _billions(count: int) -> str:
-    return f"{count / 1e9:,.1f} B" if count >= 1e9 else f"{count / 1e6:,.0f} M"

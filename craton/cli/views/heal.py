@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from craton.errors import CratonError
+from craton.formatting import percent, setting
 from craton.job.document import parse_seconds, parse_share
 from craton.nearest import did_you_mean
 from craton.observability.healing import MODES, Healing, Ledger, heal, look, read_report, repeat_offenders
@@ -113,7 +114,9 @@ def watch(
             except BrokenPipeError:  # nobody reads what is told any more
                 raise
             except (CratonError, OSError) as error:
-                console.print(f"{error}; looking again in {options.every_seconds:.0f} s", style="yellow", markup=False)
+                console.print(
+                    f"{error}; looking again in {setting(options.every_seconds)}", style="yellow", markup=False
+                )
             time.sleep(options.every_seconds)
     except KeyboardInterrupt:
         console.print("ended; nothing that was done is undone by this", markup=False)
@@ -123,7 +126,7 @@ def show(healing: Healing, console: Console, notes: Sequence[str] = ()) -> None:
     if healing.mode == "off":
         console.print(f"healing of {healing.cluster} is off (`health: {{heal: off}}`)", markup=False)
         return
-    out = f"{healing.num_out} of {healing.total} nodes out of service, {100 * healing.share:.3g} % may be"
+    out = f"{healing.num_out} of {healing.total} nodes out of service, {percent(healing.share)} may be"
     if not healing.decisions:
         console.print(f"{healing.cluster}: no node needs anything ({out})", markup=False)
     else:

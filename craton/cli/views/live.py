@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from craton import figures
+from craton import formatting, terminal_marks
+from craton.formatting import whole_duration
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -133,19 +134,19 @@ def line(view: View) -> str:
         return f"{summary.name}: waits: {summary.message}"
     if not summary.step or summary.state == "starting":
         return f"{summary.name}: {summary.state}"
-    change = figures.change(summary.step_seconds, summary.plan.get("step_seconds"))
-    against = "" if change == figures.NONE else f" ({change} against plan)"
+    change = formatting.change(summary.step_seconds, summary.plan.get("step_seconds"))
+    against = "" if change == formatting.UNKNOWN else f" ({change} against plan)"
     parts = [
         f"step {summary.step:,}/{summary.steps:,}" if summary.steps else f"step {summary.step:,}",
-        f"loss {figures.digits(summary.loss)}",
-        f"{figures.amount(summary.tokens_per_second)} tokens/s",
-        f"MFU {figures.percent(summary.mfu)}",
-        f"step {figures.duration(summary.step_seconds)}{against}",
+        f"loss {formatting.digits(summary.loss)}",
+        f"{formatting.amount(summary.tokens_per_second)} tokens/s",
+        f"MFU {formatting.percent(summary.mfu)}",
+        f"step {formatting.duration(summary.step_seconds)}{against}",
     ]
     if view.evaluation_loss is not None:
-        parts.insert(2, f"evaluation {figures.digits(view.evaluation_loss)}")
+        parts.insert(2, f"evaluation {formatting.digits(view.evaluation_loss)}")
     if summary.eta_seconds is not None:
-        parts.append(f"ETA {figures.remaining(summary.eta_seconds)}")
+        parts.append(f"ETA {formatting.whole_duration(summary.eta_seconds)}")
     return f"{summary.name}: {'  '.join(parts)}"
 
 
@@ -184,7 +185,7 @@ def _recovering(recovery: Recovery, width: int) -> Text:
     from rich.text import Text
 
     seconds = max(0.0, time.time() - recovery.began)
-    text = Text(f"RECOVERING for {seconds:.0f} s: {recovery.text}", style="bold white on red", no_wrap=True)
+    text = Text(f"RECOVERING for {whole_duration(seconds)}: {recovery.text}", style="bold white on red", no_wrap=True)
     text.truncate(width, overflow="ellipsis")
     return text
 
@@ -203,9 +204,9 @@ def _progress(view: View, width: int) -> RenderableType:
     steps = f"step {summary.step or 0:,}" + (f"/{total:,}" if total else "")
     starting = summary.state == "starting"
     bar = ProgressBar(total=total or None, completed=summary.step or 0, pulse=starting or not total)
-    right = "starting" if starting else figures.percent((summary.step or 0) / total) if total else ""
+    right = "starting" if starting else formatting.percent((summary.step or 0) / total) if total else ""
     if summary.eta_seconds is not None and not starting:
-        right += f"  ETA {figures.remaining(summary.eta_seconds)}"
+        right += f"  ETA {formatting.whole_duration(summary.eta_seconds)}"
     grid.add_row(Text(steps, style="bold"), bar, Text(right, style="bold"))
     return grid
 
@@ -213,9 +214,9 @@ def _progress(view: View, width: int) -> RenderableType:
 def _loss(view: View, width: int) -> Text:
     from rich.text import Text
 
-    end = f"{figures.digits(view.losses[-1])}"
-    evaluated = f"  evaluation {figures.digits(view.evaluation_loss)}" if view.evaluation_loss is not None else ""
-    curve = figures.sparkline(view.losses, width - len("loss ") - len(end) - len(evaluated) - 2)
+    end = f"{formatting.digits(view.losses[-1])}"
+    evaluated = f"  evaluation {formatting.digits(view.evaluation_loss)}" if view.evaluation_loss is not None else ""
+    curve = terminal_marks.sparkline(view.losses, width - len("loss ") - len(end) - len(evaluated) - 2)
     return Text.assemble(("loss ", "bold"), (curve, "cyan"), "  ", (end, "bold cyan"), (evaluated, "dim"))
 
 
@@ -225,26 +226,26 @@ def _twins(view: View) -> RenderableType:
     from rich.text import Text
 
     summary, plan = view.summary, view.summary.plan
-    change = figures.change(summary.step_seconds, plan.get("step_seconds"))
+    change = formatting.change(summary.step_seconds, plan.get("step_seconds"))
     rows = [
         (
             "measured",
-            figures.duration(summary.step_seconds),
-            "" if change == figures.NONE else change,
-            figures.amount(summary.tokens_per_second),
-            figures.percent(summary.mfu),
-            figures.percent(summary.goodput),
+            formatting.duration(summary.step_seconds),
+            "" if change == formatting.UNKNOWN else change,
+            formatting.amount(summary.tokens_per_second),
+            formatting.percent(summary.mfu),
+            formatting.percent(summary.goodput),
         )
     ]
     if plan:
         rows.append(
             (
                 "plan",
-                figures.duration(plan.get("step_seconds")),
+                formatting.duration(plan.get("step_seconds")),
                 "",
-                figures.amount(plan.get("tokens_per_second")),
-                figures.percent(plan.get("mfu")),
-                figures.percent(plan.get("goodput")),
+                formatting.amount(plan.get("tokens_per_second")),
+                formatting.percent(plan.get("mfu")),
+                formatting.percent(plan.get("goodput")),
             )
         )
     grid = Table.grid(padding=(0, 3))
@@ -260,10 +261,10 @@ def _twins(view: View) -> RenderableType:
 
 
 def change_style(change: str) -> str:
-    """Green up to 10 % off the plan, yellow to 25 %, red beyond."""
+    """Green up to 10% off the plan, yellow to 25%, red beyond."""
     if change.startswith("×"):
         return "red"
-    number = abs(int(change.strip("+−± %") or 0))
+    number = float(change.strip("+−±%"))
     return "green" if number <= 10 else "yellow" if number <= 25 else "red"
 
 
@@ -282,12 +283,12 @@ def _phases(view: View, width: int) -> RenderableType:
     for title, _ in sides:
         grid.add_column(Text(title, style="dim"), justify="right", no_wrap=True, min_width=8)
         grid.add_column("", no_wrap=True, min_width=room + 1)
-    for phase, style in figures.PHASE_STYLES.items():
+    for phase, style in terminal_marks.PHASE_STYLES.items():
         cells = [Text(phase, style="dim")]
         for _, phases in sides:
             seconds = phases.get(phase)
-            bar = figures.bar((seconds or 0.0) / longest, room)
-            cells += [Text(figures.duration(seconds)), Text(bar, style=style)]
+            bar = terminal_marks.bar((seconds or 0.0) / longest, room)
+            cells += [Text(formatting.duration(seconds)), Text(bar, style=style)]
         grid.add_row(*cells)
     return grid
 
@@ -295,7 +296,7 @@ def _phases(view: View, width: int) -> RenderableType:
 def _event(event: dict[str, Any], width: int) -> Text:
     from rich.text import Text
 
-    text = Text.assemble((f"{figures.clock(float(event.get('time', 0)))}  ", "dim"), describe(event))
+    text = Text.assemble((f"{formatting.clock(float(event.get('time', 0)))}  ", "dim"), describe(event))
     text.truncate(width, overflow="ellipsis")
     text.no_wrap = True
     return text
@@ -303,7 +304,9 @@ def _event(event: dict[str, Any], width: int) -> Text:
 
 def describe(event: dict[str, Any]) -> str:
     """`step 120 · checkpoint saved · tier shared · took 210 ms`: the event's name and its fields as they are."""
+    from craton.telemetry import event_fields
+
     words = [f"step {event['step']:,}"] if event.get("step") else []
     words.append(str(event.get("event", "event")).replace("_", " "))
-    words.append(figures.event_fields(event))
+    words.append(event_fields(event))
     return " · ".join(word for word in words if word)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from craton import figures
+from craton import formatting
 from craton.remote import is_url
 
 if TYPE_CHECKING:
@@ -20,11 +20,17 @@ if TYPE_CHECKING:
 
 _TITLES = {"tokens_per_second": "tokens/s", "mfu": "MFU", "memory_bytes": "memory", "cost_dollars": "cost"}
 _WRITERS = {
-    "memory_bytes": figures.size,
-    "tokens_per_second": figures.amount,
-    "mfu": figures.percent,
-    "goodput": figures.percent,
-    "cost_dollars": figures.dollars,
+    "memory_bytes": formatting.memory,
+    "tokens_per_second": formatting.amount,
+    "mfu": formatting.percent,
+    "goodput": formatting.percent,
+    "cost_dollars": formatting.dollars,
+}
+_RANGE_WRITERS = {
+    "tokens_per_second": formatting.amount_range,
+    "mfu": formatting.percent_range,
+    "goodput": formatting.percent_range,
+    "cost_dollars": formatting.dollars_range,
 }
 MIN_SHARE = 0.0005  # of the time, below which a ledger kind is not worth a word
 
@@ -53,7 +59,7 @@ def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> N
     at = f"; checkpoint of step {saved.step:,} in {shown(saved.path)}{not_in_tier(run, saved)}" if saved else ""
     name = summary.name
     if summary.state == "done":
-        took = f" in {figures.duration(summary.wall_seconds)}" if summary.wall_seconds else ""
+        took = f" in {formatting.duration(summary.wall_seconds)}" if summary.wall_seconds else ""
         console.print(Text.assemble((f"{name} is done", "bold green"), f"{took}{at}"))
         if saved and summary.plan:
             console.print(f"next: craton export {name} FOLDER · craton sample {name} --prompt '...'", style="dim")
@@ -90,19 +96,21 @@ def print_failure(run: RunDirectory, summary: RunSummary, console: Console, at: 
 
 
 def ledger_text(summary: RunSummary) -> str:
-    """`start 3.0 s (12 %) · productive 22.0 s (88 %)`: where every second went."""
+    """`start 3.0 s (12%) · productive 22.0 s (88%)`: where every second went."""
     total = sum(summary.ledger.values())
     return " · ".join(
-        f"{kind} {figures.duration(seconds)} ({figures.percent(seconds / total)})"
+        f"{kind} {formatting.duration(seconds)} ({formatting.percent(seconds / total)})"
         for kind, seconds in summary.ledger.items()
         if total and seconds / total >= MIN_SHARE
     )
 
 
 def goodput_text(summary: RunSummary) -> str:
-    """`goodput 91 % (planned 97 %)`"""
+    """`goodput 91% (planned 97%)`"""
     planned = summary.plan.get("goodput")
-    return f"goodput {figures.percent(summary.goodput)}" + (f" (planned {figures.percent(planned)})" if planned else "")
+    return f"goodput {formatting.percent(summary.goodput)}" + (
+        f" (planned {formatting.percent(planned)})" if planned else ""
+    )
 
 
 def recoveries_text(recoveries: list[Recovery]) -> str:
@@ -122,13 +130,14 @@ def print_comparison(run: RunDirectory, summary: RunSummary, console: Console) -
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Predicted against measured", title_justify="left")
     table.title_style = "bold"
-    for column in ("", "predicted", "80 % interval", "measured", "ratio", ""):
+    for column in ("", "predicted", "80% interval", "measured", "ratio", ""):
         table.add_column(column, justify="left" if column == "" else "right", no_wrap=True)
     for item in compare(run, summary):
-        write = _WRITERS.get(item.name, figures.duration)
-        interval = "" if item.low is None else f"{write(item.low)} – {write(item.high)}"
+        write = _WRITERS.get(item.name, formatting.duration)
+        write_range = _RANGE_WRITERS.get(item.name, formatting.duration_range)
+        interval = "" if item.low is None or item.high is None else write_range(item.low, item.high)
         ratio = "" if item.ratio is None else f"{item.ratio:.2f}"
-        style = change_style(figures.change(item.measured, item.predicted)) if ratio and item.measured else ""
+        style = change_style(formatting.change(item.measured, item.predicted)) if ratio and item.measured else ""
         inside = {None: "", True: "inside", False: "outside"}[item.is_inside]
         table.add_row(
             _TITLES.get(item.name, item.name.removesuffix("_seconds")),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from craton import figures
+from craton import formatting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +67,7 @@ def _lines(title: str, in_bytes: bool) -> Iterator[Callable[..., None]]:
 
     def report(done: int, total: int, what: str = "") -> None:
         nonlocal newest
-        counts = (figures.size(done), figures.size(total)) if in_bytes else (f"{done:,}", f"{total:,}")
+        counts = (formatting.stored(done), formatting.stored(total)) if in_bytes else (f"{done:,}", f"{total:,}")
         newest = f": {counts[0]} of {counts[1]} {what}".rstrip()
 
     def tell() -> None:
@@ -84,4 +84,4 @@ def _lines(title: str, in_bytes: bool) -> Iterator[Callable[..., None]]:
         timer.cancel()
         timer.join()
     if is_told:
-        print(f"{title} took {figures.duration(time.monotonic() - began)}", file=sys.stderr, flush=True)
+        print(f"{title} took {formatting.duration(time.monotonic() - began)}", file=sys.stderr, flush=True)

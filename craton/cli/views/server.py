@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from craton import figures
+from craton import formatting
 from craton.cli.views.outcome import exit_code, outcome_json, print_failure, recoveries_text, shown
+from craton.formatting import whole_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,9 +102,9 @@ def print_ready(job: Job, plan: ServePlan | None, ready: dict[str, Any], console
     console.print(Text.assemble((job.name, "bold"), " serves at ", (ready["url"], "bold green")))
     print_field(console, "model", ", ".join([ready["model"], *job.serve.adapters]))
     if plan is not None:
-        room = f"{figures.amount(ready['kv_tokens'])} tokens of keys and values, {ready['max_length']:,} a request"
+        room = f"{formatting.amount(ready['kv_tokens'])} tokens of keys and values, {ready['max_length']:,} a request"
         print_field(console, "room", room)
-        single, best = (figures.amount(ready[f"plan_{name}_tokens_per_second"]) for name in ("single", "best"))
+        single, best = (formatting.amount(ready[f"plan_{name}_tokens_per_second"]) for name in ("single", "best"))
         print_field(console, "predicted", f"{single} tokens/s for one request, {best} for {plan.best_batch} together")
     if "admin_key_file" in ready:
         print_field(console, "admin", f"POST with the key in {ready['admin_key_file']}, as a bearer token")
@@ -129,8 +130,8 @@ def state_line(name: str, state: ServerState | None, run_state: RunState, view: 
         return f"{name}: {run_state if run_state in ('starting', 'stopping') else 'does not answer'}"
     return (
         f"{name}: {state.running} running, {state.waiting} waiting · "
-        f"{figures.amount(state.tokens_per_second)} tokens/s · "
-        f"first token after {figures.duration(state.first_token_seconds)}"
+        f"{formatting.amount(state.tokens_per_second)} tokens/s · "
+        f"first token after {formatting.duration(state.first_token_seconds)}"
     )
 
 
@@ -179,7 +180,7 @@ def _wait_until_ready(
                 answers_since = answers_since or now
                 if stages.is_ready or now - answers_since > WORD_SECONDS:
                     return view
-            status.update(f"{name}: {stages.newest.get('stage', 'starting')} ({now - began:.0f} s)")
+            status.update(f"{name}: {stages.newest.get('stage', 'starting')} ({whole_duration(now - began)})")
             time.sleep(LOOK_SECONDS)
 
 
@@ -212,7 +213,7 @@ def _drain(run: RunDirectory, job: Job, follower: Follower, console: Console) ->
     assert job.serve is not None
     state = ServerWatch(address_of(job)).look()
     count = state.running + state.waiting if state else 0
-    left = f"{count} request{'s' if count > 1 else ''} may finish within {figures.duration(job.serve.drain)}"
+    left = f"{count} request{'s' if count > 1 else ''} may finish within {formatting.setting(job.serve.drain)}"
     console.print(
         f"\n{run.name} drains: {left if count else 'no request is under way'}, new ones are refused; Ctrl-C ends it at "
         "once"

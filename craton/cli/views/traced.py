@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from craton import formatting
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
@@ -41,14 +43,12 @@ def render_trace(traced: dict[str, Any], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from craton.figures import digits
-
     trace, comparison = traced["trace"], traced["comparison"]
     verdict = ("agrees with the plan", "green") if comparison["agrees"] else ("differs from the plan", "bold yellow")
     numbers = ", ".join(f"{rank['rank']:,}" for rank in trace["ranks"])
     which = "rank" if len(trace["ranks"]) == 1 else "ranks"
     title = Text.assemble(("Trace  ", "bold"), "the real step on fake ranks ", verdict)
-    title.append(f": {which} {numbers} of {trace['world']:,}, {trace['seconds']:.0f} s")
+    title.append(f": {which} {numbers} of {trace['world']:,}, {formatting.whole_duration(trace['seconds'])}")
     console.print()
     console.print(title, highlight=False)
     for rank in comparison["ranks"]:
@@ -57,11 +57,13 @@ def render_trace(traced: dict[str, Any], console: Console) -> None:
             console,
             f"  {stage}collectives a step, bytes in calls",
             rank["collectives"],
-            lambda size: _scaled(size, "B"),
+            formatting.stored,
             True,
         )
-        _print_rows(console, f"  {stage}FLOPs a step", rank["flops"], lambda flops: _scaled(flops, "FLOP"))
-    _print_rows(console, "  memory at its highest", comparison["memory"], lambda size: f"{digits(size / 2**30)} GiB")
+        _print_rows(
+            console, f"  {stage}FLOPs a step", rank["flops"], lambda flops: formatting.with_prefix(flops, "FLOP")
+        )
+    _print_rows(console, "  memory at its highest", comparison["memory"], formatting.memory)
     worst = max(trace["ranks"], key=lambda rank: rank["memory_bytes"])
     console.print(f"  highest in the {worst['memory_instant']}, rank {worst['rank']:,}", highlight=False)
     findings = [*trace["findings"], *comparison["findings"]]
@@ -130,16 +132,4 @@ def _print_rows(
 
 
 def _difference(planned: float, traced: float) -> str:
-    if planned == traced:
-        return "0 %"
-    return f"{100 * (traced / planned - 1):+.1f} %" if planned else "not planned"
-
-
-def _scaled(size: float, unit: str) -> str:
-    """2.55 GB, 722 GFLOP."""
-    from craton.figures import digits
-
-    for prefix, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if size >= scale:
-            return f"{digits(size / scale)} {prefix}{unit}"
-    return f"{size:.0f} {unit}"
+    return formatting.signed_percent(traced / planned - 1) if planned else "not planned" if traced else "±0%"

@@ -19,7 +19,7 @@ from craton.infrastructure.aws.stack import (
     security_group,
     template,
 )
-from craton.infrastructure.yaml_text import to_yaml
+from craton.yaml_text import to_yaml
 
 NODE_POLICIES = ("AmazonEKSWorkerNodePolicy", "AmazonEKS_CNI_Policy", "AmazonEC2ContainerRegistryReadOnly")
 ADDONS = ("vpc-cni", "kube-proxy", "coredns", "aws-fsx-csi-driver")

@@ -9,7 +9,7 @@ from craton.infrastructure.aws.interfaces import interfaces
 from craton.infrastructure.aws.queues import EFA, GPU, GPU_TAINT, capacity
 from craton.infrastructure.aws.scripts import CHECK_SECONDS, HEALTH_INTERVAL_SECONDS
 from craton.infrastructure.aws.site import AwsSite, facts
-from craton.infrastructure.yaml_text import to_yaml
+from craton.yaml_text import to_yaml
 
 Manifest = dict[str, Any]
 SYSTEM = "kube-system"

@@ -12,7 +12,7 @@ from typing import Any
 from craton.infrastructure.aws.scripts import HOOKS, NO_HOLD, health_settings, setup_script, slurm_hooks
 from craton.infrastructure.aws.site import AwsSite
 from craton.infrastructure.aws.stack import EVENTS
-from craton.infrastructure.yaml_text import to_yaml
+from craton.yaml_text import to_yaml
 
 SCRIPTS = "/opt/slurm/etc/scripts"  # prolog.d and epilog.d in it are ParallelCluster's
 

@@ -12,7 +12,7 @@ from typing import Any
 from craton.infrastructure.aws.interfaces import level_labels
 from craton.infrastructure.aws.site import GIB, AwsSite
 from craton.infrastructure.topology import HOSTNAME_LABEL, kai_topology, kueue_topology
-from craton.infrastructure.yaml_text import to_yaml
+from craton.yaml_text import to_yaml
 
 Manifest = dict[str, Any]
 EFA = "vpc.amazonaws.com/efa"

@@ -6,7 +6,7 @@ from typing import Any
 
 from craton.infrastructure.aws.interfaces import interfaces
 from craton.infrastructure.aws.site import AwsSite
-from craton.infrastructure.yaml_text import to_yaml
+from craton.yaml_text import to_yaml
 
 Resource = dict[str, Any]
 LUSTRE_VERSION = "2.15"  # the newest that FSx has; EFA needs it

@@ -5,6 +5,7 @@ What a cluster file states is taken; what it leaves out comes from the catalog, 
 
 from __future__ import annotations
 
+from craton.formatting import percent
 from craton.infrastructure.catalog import CatalogEntry, entry
 from craton.infrastructure.errors import CatalogError
 from craton.infrastructure.hardware import Instance, StorageTier
@@ -42,7 +43,7 @@ def peer_tier(instance: Instance, num_nodes: int) -> StorageTier:
         client_read_bytes_per_second=rate,
         client_write_bytes_per_second=rate,
         capacity_bytes=instance.host_memory_bytes * PEER_MEMORY_SHARE * num_nodes,
-        source=f"{share:.0%} of the network, {PEER_MEMORY_SHARE:.0%} of host memory (catalog, {about.name})",
+        source=f"{percent(share)} of the network, {percent(PEER_MEMORY_SHARE)} of host memory (catalog, {about.name})",
     )
 
 

@@ -16,7 +16,7 @@ from craton.infrastructure.errors import TopologyError
 from craton.infrastructure.topology.hostlist import compress
 from craton.infrastructure.topology.read import HOSTNAME_LABEL
 from craton.infrastructure.topology.topology import DOMAIN, ZONE, Topology, natural
-from craton.infrastructure.yaml_text import to_yaml
+from craton.yaml_text import to_yaml
 
 Manifest = dict[str, Any]
 ROOT = "fabric"  # the switch put above several, for Slurm never runs a job across switches that nothing connects

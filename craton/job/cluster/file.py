@@ -15,7 +15,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_serializer, model_validator
 
-from craton.digits import counted
+from craton.formatting import counted
 from craton.job.cluster.aws import Aws
 from craton.job.document import (
     Bytes,

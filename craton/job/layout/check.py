@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from craton.digits import counted
+from craton.formatting import counted
 from craton.job.layout.layout import Layout
 from craton.job.model import ModelShape
 

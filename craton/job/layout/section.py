@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationInfo
 
-from craton.digits import counted
+from craton.formatting import counted
 from craton.job.document import Section, Size
 from craton.job.errors import LayoutError
 from craton.job.layout.layout import Layout, Offload, Precision, Recompute, Schedule

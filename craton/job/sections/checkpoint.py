@@ -58,7 +58,7 @@ def _parse_peer(value: object) -> object:
 
 
 class Checkpoint(Section):
-    """How state survives. `peer`: a copy in another node's memory, `auto` as often as costs under 2 %, else after so
+    """How state survives. `peer`: a copy in another node's memory, `auto` as often as costs under 2%, else after so
     many seconds, or after so many steps when it says `5 steps`."""
 
     peer: Annotated[str | float, PlainValidator(_parse_peer)] = "auto"

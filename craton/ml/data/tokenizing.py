@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from craton.formatting import amount
 from craton.ml.data.chat import ChatEncoder, ensure_template
 from craton.ml.data.documents import DocumentChunk, InputFile, find_files, pieces_of, tasks_of, texts_of
 from craton.ml.data.encoding import Encoded, TextEncoder
@@ -253,7 +254,7 @@ class _Report:
         self._tokens += tokens
         if self._progress:
             rate = self._tokens / max(time.monotonic() - self._started, 1e-9)
-            self._progress(self._done, self._total, f"{self._tokens / 1e6:,.1f} M tokens, {rate / 1e6:,.2f} M/s")
+            self._progress(self._done, self._total, f"{amount(self._tokens)} tokens, {amount(rate)}/s")
 
 
 def _sampled_texts(files: Sequence[InputFile], field: str, vocabulary: int) -> Iterator[str]:

@@ -19,6 +19,7 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
+from craton.formatting import stored
 from craton.ml.data.errors import DataError, DiskFullError
 from craton.ml.data.shards import INDEX, Index, Shard, ShardKind, TokenizerMark
 
@@ -49,7 +50,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise DiskFullError(
-                    f"{folder}: no space left after {written / 1e6:,.1f} MB ({os.strerror(error.errno or 0)}); what "
+                    f"{folder}: no space left after {stored(written)} ({os.strerror(error.errno or 0)}); what "
                     "was written is removed: free some space, or write to another disk"
                 ) from None
             raise

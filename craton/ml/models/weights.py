@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from craton.errors import CratonError
+from craton.formatting import stored
 from craton.ml.collectives import local, own_slices
 from craton.ml.models.config import DecoderConfig
 from craton.ml.models.decoder import Decoder
@@ -110,7 +111,7 @@ def save_folder(
         partial.rename(folder)
     except (OSError, SafetensorError) as error:
         needed = sum(_bytes(entry, dtype) for entry in entries)
-        raise WeightsError(f"{folder} cannot be written ({error}); it needs {needed / 1e9:.2f} GB") from error
+        raise WeightsError(f"{folder} cannot be written ({error}); it needs {stored(needed)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from craton.formatting import stored, with_prefix
 from craton.job import Job
 from craton.job.layout import Layout
 from craton.ml.trace.records import CollectiveTotal, RankTrace, Trace, TraceFinding
@@ -160,14 +161,15 @@ def _findings(rank: RankComparison, traced: RankTrace) -> list[TraceFinding]:
             text = f"{row.name} is called {row.traced_count:g} times a step, only {row.planned_count:g} are expected"
             relief = "gather once and keep it, or correct the plan (craton/planning/step/operations.py)"
         else:
-            text = f"{row.name} moves {row.traced:.4g} bytes a step, {row.planned:.4g} are expected"
+            text = f"{row.name} moves {stored(row.traced)} a step, {stored(row.planned)} are expected"
             relief = "compare the tensors that it is given with the plan's (craton/planning/step/operations.py)"
         result.append(TraceFinding(", ".join(sorted(seen)) or f"rank {rank.rank}", text, relief))
     is_plain = any(row.name == "attention" and not row.traced for row in rank.flops)
     for row in rank.flops:
         if row.agrees or (row.name == "gemm" and is_plain):
             continue
-        text = f"{row.name} takes {row.traced:.4g} FLOP a step, {row.planned:.4g} are expected"
+        took, expected = (with_prefix(flops, "FLOP") for flops in (row.traced, row.planned))
+        text = f"{row.name} takes {took} a step, {expected} are expected"
         relief = "compare the operators with the plan's (craton/planning/step/operations.py)"
         if row.name == "attention" and is_plain:
             text = "attention runs as plain products over all pairs of tokens, not as a fused kernel"

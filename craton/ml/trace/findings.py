@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from craton.formatting import percent
 from craton.job.layout import Layout
 from craton.ml.models import Decoder, DecoderConfig
 from craton.ml.trace.records import RankTrace, Recording, TraceFinding
@@ -75,7 +76,7 @@ def stage_findings(ranks: Sequence[RankTrace], layout: Layout) -> Iterator[Trace
             head = " and the head" if rank.flops.get("head") else ""
             yield TraceFinding(
                 f"stage {rank.stage}",
-                f"stage {rank.stage} ({rank.layers} layers{head}) computes {excess:.0%} more than the mean stage",
+                f"stage {rank.stage} ({rank.layers} layers{head}) computes {percent(excess)} more than the mean stage",
                 "choose pp · vpp so that layers, and the head as one or two more, divide evenly",
             )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from craton.formatting import setting
 from craton.job.sections import RESCUE
 from craton.ml.training.checkpoint import CheckpointError
 from craton.ml.training.saves import Saves
@@ -44,7 +45,7 @@ def _hold(saves: Saves, counters: Mapping[str, int], problem: str | None, check:
             saves.event("state_unsaved", step, reason=problem, retry_seconds=RETRY_SECONDS)
             saves.say(
                 f"step {step}: the state is only in memory, and the ranks stay up with it until a disk takes it; it is "
-                f"tried again every {RETRY_SECONDS:.0f} s, and at once when there is room. {problem}"
+                f"tried again every {setting(RETRY_SECONDS)}, and at once when there is room. {problem}"
             )
         _wait_for_room(saves, check)
         problem = _save(saves, counters, is_quiet=True)

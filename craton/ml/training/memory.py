@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from craton.errors import CratonError
+from craton.formatting import memory
 from craton.job.sections import Train
 from craton.ml.training.measure import PlannedStep, peak_memory_bytes
 from craton.ml.training.parallel import Ranks
@@ -38,8 +39,8 @@ def describe_out_of_memory(phase: str, ranks: Ranks, train: Train, prediction: P
         changes.append("train.weights bf16")
     if layout.micro_batch == 1 and phase in ("forward", "backward", "evaluation"):
         changes.append("a shorter data.sequence")
-    used = peak_memory_bytes(ranks.device) / GIB
-    text = f"rank {ranks.rank} ran out of memory in the {phase} phase after using {used:.2f} GiB with {layout}"
+    used = peak_memory_bytes(ranks.device)
+    text = f"rank {ranks.rank} ran out of memory in the {phase} phase after using {memory(used)} with {layout}"
     if prediction is not None:
-        text += f"; predicted were {prediction.memory_bytes / GIB:.2f} of {prediction.memory_limit_bytes / GIB:.2f} GiB"
+        text += f"; predicted were {memory(prediction.memory_bytes)} of {memory(prediction.memory_limit_bytes)}"
     return OutOfMemoryError(f"{text}. Change one of: {'; '.join(changes)}")

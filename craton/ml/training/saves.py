@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from craton.formatting import duration
 from craton.ml.training.checkpoint import CheckpointError
 from craton.ml.training.measure import record_missing
 from craton.ml.training.parts import Parts
@@ -132,7 +133,7 @@ class Saves:
         lost = max(0, self._reached - restored)
         fields = {"seconds": seconds, "lost_steps": lost, "restored_from": tier, "restored_step": restored}
         self.event("recovered", step, **fields)
-        self.say(f"step {step}: going on {seconds:.1f} s after the failure, from step {restored} of {tier}")
+        self.say(f"step {step}: going on {duration(seconds)} after the failure, from step {restored} of {tier}")
         self._broke_at = 0.0
 
     def event(self, name: str, step: int, **fields: Any) -> None:

@@ -9,7 +9,7 @@ from craton.errors import CratonError
 from craton.job import Job
 from craton.job.sections import LearningRateSchedule
 
-DECAY_SHARE = 0.2  # of all steps, at the end of warmup-stable-decay (arXiv:2404.06395 finds 10 % enough, 20 % safe)
+DECAY_SHARE = 0.2  # of all steps, at the end of warmup-stable-decay (arXiv:2404.06395 finds 10% enough, 20% safe)
 
 
 class ScheduleError(CratonError):

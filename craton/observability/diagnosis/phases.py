@@ -19,7 +19,7 @@ from craton.observability.diagnosis.tables import threshold
 WORK = tuple(phase for phase in PHASES if phase != "communication")
 FAST_SHARE = 0.25  # of the ranks; the others are compared with the one at this place
 FEW_RANKS, FEW_RANKS_MARGIN = 9, 0.07  # a handful of ranks may differ for good reasons, and tells little of its spread
-BETWEEN_QUANTILES = 1.03  # standard deviations between the 10 % and the 40 % quantile of a normal distribution
+BETWEEN_QUANTILES = 1.03  # standard deviations between the 10% and the 40% quantile of a normal distribution
 NORMAL_DEVIATION = 1.48  # standard deviations in a median absolute deviation
 MIN_SPREAD = 0.004  # of the work: clocks of a GPU differ by so much
 ALSO_SHARE = 0.08  # of the step, by which a further phase must have grown

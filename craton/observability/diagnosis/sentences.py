@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from craton.digits import counted
+from craton.formatting import counted, dollars, duration, percent
 from craton.observability.diagnosis.snapshot import Snapshot
 from craton.observability.diagnosis.verdict import RESTARTS, Finding, Symptom, Symptoms, Verdict
 
@@ -65,15 +65,13 @@ def action_of(snapshot: Snapshot, symptom: Symptom, finding: Finding, node: str,
     return finding.about.action.format(**words)
 
 
-def dollars(amount: float) -> str:
-    return f"${amount:,.0f}"
-
-
 def _opening(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
     run = snapshot.run
     told = symptoms.first.sentence
     if verdict.condition == "healthy":
-        pace = next((f", {rank.recent['step']:.3g} s a step" for rank in snapshot.ranks if "step" in rank.recent), "")
+        pace = next(
+            (f", {duration(rank.recent['step'])} a step" for rank in snapshot.ranks if "step" in rank.recent), ""
+        )
         served = snapshot.serving
         queue = f", computes {counted(served.running, 'request')} and lets {served.waiting} wait" if served else ""
         but = ", but something may cost it" if verdict.cause else ""
@@ -106,7 +104,7 @@ def _guilt(verdict: Verdict) -> str:
     where += [f"on {verdict.node}" if where else verdict.node] if verdict.node else []
     where += [verdict.leaf] if verdict.leaf and not verdict.node else []
     place = f" ({' '.join(where)})" if where else ""
-    return f"Guilty is {layer}{place}: {verdict.because} (confidence {verdict.confidence:.0%})."
+    return f"Guilty is {layer}{place}: {verdict.because} (confidence {percent(verdict.confidence)})."
 
 
 def _sentence(text: str) -> str:

@@ -12,7 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from craton.digits import counted
+from craton.formatting import counted, duration, duration_range, percent, whole_duration
 from craton.observability.diagnosis.phases import Straggling, find_slowness, find_straggling, is_on_processors
 from craton.observability.diagnosis.restart_history import LOST, find_loop
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
@@ -189,10 +189,10 @@ def _hung(snapshot: Snapshot) -> Symptom | None:
 def _hang(snapshot: Snapshot, culprits: Sequence[SnapshotRank], seconds: float) -> Symptom:
     step = max((rank.step for rank in snapshot.ranks if rank.step is not None), default=snapshot.run.step)
     at = f" at step {step}" if step is not None else ""
-    evidence = [f"no rank has made progress for {seconds:.0f} s{at}"]
+    evidence = [f"no rank has made progress for {whole_duration(seconds)}{at}"]
     return Symptom(
         "hung",
-        f"has not moved for {_duration(seconds)}{at}",
+        f"has not moved for {whole_duration(seconds)}{at}",
         tuple(evidence),
         ranks=tuple(rank.rank for rank in culprits),
         nodes=_nodes(culprits),
@@ -369,11 +369,12 @@ def _slow(snapshot: Snapshot) -> list[Symptom]:
         against = since = "planned" if element.against == "plan" else "before"
         if element.against == "plan":
             low, high = snapshot.run.step_seconds_low, snapshot.run.step_seconds_high
-            against += f", {low:.3g} to {high:.3g} s at most" if low and high else ""
-        text = f"takes {element.step_seconds:.3g} s a step ({element.reference_seconds:.3g} s {against})"
+            against += f", {duration_range(low, high)} at most" if low and high else ""
+        text = f"takes {duration(element.step_seconds)} a step ({duration(element.reference_seconds)} {against})"
         evidence = (
             text,
-            f"{element.phase} owns most of it: {element.phase_seconds:.3g} s ({element.phase_reference:.3g} s {since})",
+            f"{element.phase} owns most of it: {duration(element.phase_seconds)} "
+            f"({duration(element.phase_reference)} {since})",
         )
         is_old = element.against == "plan" and not any(other.against == "earlier" for other in slowness)
         symptoms.append(Symptom("slow", text, evidence, phase=element.phase, lost_share=rest, since_start=is_old))
@@ -394,7 +395,7 @@ def _blocked_by_saves(snapshot: Snapshot) -> list[Symptom]:
     limit = threshold("checkpoint_share_cpu" if is_on_processors(snapshot) else "checkpoint_share")
     if saving / wall < max(limit, 3.0 * planned):
         return []
-    text = f"stands still for its checkpoints {saving / wall:.0%} of the time ({planned:.1%} planned)"
+    text = f"stands still for its checkpoints {percent(saving / wall)} of the time ({percent(planned)} planned)"
     return [Symptom("slow", text, (text,), phase="checkpoint", lost_share=saving / wall - planned)]
 
 
@@ -403,7 +404,9 @@ def _breaks_again(snapshot: Snapshot) -> list[Symptom]:
     if loop is None:
         return []
     times, ranks = len(loop.restarts), (loop.rank,) if loop.rank is not None else ()
-    text = f"came back {times} times in {_duration(loop.seconds)}, which took {loop.lost_share:.0%} of that time"
+    text = (
+        f"came back {times} times in {whole_duration(loop.seconds)}, which took {percent(loop.lost_share)} of that time"
+    )
     nodes = (loop.node,) if loop.node else ()
     return [
         Symptom("slow", text, (text,), ranks=ranks, nodes=nodes, lost_share=loop.lost_share, sign=RESTARTS),
@@ -418,7 +421,7 @@ def _overloaded(snapshot: Snapshot) -> list[Symptom]:
         return []
     first = serving.first_token_seconds
     text = f"lets {counted(serving.waiting, 'request')} wait while it computes {serving.running}"
-    evidence = (text, *([f"the median request has its first token after {first:.3g} s"] if first else []))
+    evidence = (text, *([f"the median request has its first token after {duration(first)}"] if first else []))
     return [Symptom("slow", text, evidence, phase="queue", sign=OVERLOAD)]
 
 
@@ -432,7 +435,7 @@ def _straggles(snapshot: Snapshot, straggling: Straggling) -> Symptom:
     )
     return Symptom(
         "slow",
-        f"loses {straggling.lost_share:.0%} of every step to {_who(ranks)}",
+        f"loses {percent(straggling.lost_share)} of every step to {_who(ranks)}",
         (message,),
         straggling.ranks,
         _nodes(ranks),
@@ -474,16 +477,6 @@ def _nodes(ranks: Iterable[SnapshotRank]) -> tuple[str, ...]:
 
 def _age(rank: SnapshotRank) -> float:
     return rank.progress_age_seconds or 0.0
-
-
-def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
 
 
 def _short(values: Sequence[float]) -> str:

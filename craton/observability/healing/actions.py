@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from craton.errors import CratonError
+from craton.formatting import percent
 from craton.observability.healing.issues import Issue
 from craton.observability.healing.ledger import (
     NODE_ACTIONS,
@@ -244,7 +245,7 @@ def _exceeded(nodes: Sequence[ServiceNode], share: float) -> str:
     num_out = sum(node.is_out for node in nodes)
     if num_out <= max_out(len(nodes), share):
         return ""
-    limit = f"more than {100 * share:.3g} % of them"
+    limit = f"more than {percent(share)} of them"
     return f"{num_out} of {len(nodes)} nodes are out now, {limit}: somebody else took some out too"
 
 

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from craton.agent.coordination import avoid_node
 from craton.errors import CratonError
+from craton.formatting import setting
 from craton.job import load_job
 from craton.job.cluster import ClusterFile, SchedulerSettings, load_cluster
 from craton.observability.diagnosis import diagnose
@@ -105,7 +106,7 @@ def _of_report(file: BinaryIO, path: Path, notes: list[str]) -> list[Issue]:
         raise CratonError(f"{path} holds no object; `craton doctor NODES --json > FILE` writes it")
     result = of_doctor(document, measured)
     if result and time.time() - measured > rules().report_seconds:
-        notes.append(f"{path} is older than {rules().report_seconds / 3600:.0f} h and does not count")
+        notes.append(f"{path} is older than {setting(rules().report_seconds)} and does not count")
         return []
     return result
 

@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
+from craton.formatting import counted, percent, setting
 from craton.infrastructure.probes import HEALTH_ACTIONS, HealthAction
 from craton.observability.healing.issues import Issue, gravest, rules
 from craton.observability.healing.ledger import LedgerEntry, earlier_episodes, is_answered, num_looks, other_runs_with
@@ -104,7 +105,7 @@ def over_share(num_out: int, total: int, share: float) -> str:
         return ""
     out = f"{num_out} of {total} nodes are out already" if num_out else f"one of {total} nodes"
     needed = math.ceil(100 * (num_out + 1) / total)
-    limit = f"no more than {100 * share:.3g} % of them ({max_out(total, share)}) may be out"
+    limit = f"no more than {percent(share)} of them ({max_out(total, share)}) may be out"
     return f"{out}, and {limit}; `--share {needed}%`, or `health: {{share: {needed}%}}` in the cluster file, allows it"
 
 
@@ -141,7 +142,7 @@ def _needed(node: str, issues: Sequence[Issue], history: Sequence[LedgerEntry], 
         if earlier:
             before = first.action if action != first.action else ""
             times = "once" if earlier == 1 else f"{earlier} times"
-            reason += f"; it had issues {times} before in {table.repeat_seconds / 86400:.0f} days"
+            reason += f"; it had issues {times} before in {counted(round(table.repeat_seconds / 86400), 'day')}"
     elif first.device and first.run:
         others = other_runs_with(history, first, now)
         if len(others) + 1 >= table.same_card_runs:
@@ -155,10 +156,10 @@ def _doubt(issue: Issue, history: Sequence[LedgerEntry], now: float) -> str:
     """Why an issue is no reason yet to touch a node; empty: it is one."""
     table = rules()
     if issue.confidence < table.min_confidence:
-        return f"it is not sure enough ({issue.confidence:.0%}) to touch the node"
+        return f"it is not sure enough ({percent(issue.confidence)}) to touch the node"
     if not issue.is_sample or issue.action not in LEAVES:
         return ""
-    looks, apart = num_looks(history, issue, now), f"{table.look_seconds / 60:.0f} minutes apart"
+    looks, apart = num_looks(history, issue, now), f"{setting(table.look_seconds)} apart"
     return "" if looks >= table.looks else f"it may pass: seen in {looks} of {table.looks} looks, {apart}"
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from craton.infrastructure import CatalogError, TopologyError, to_yaml
+from craton.infrastructure import CatalogError, TopologyError
 from craton.infrastructure.catalog import instance as catalog_instance
 from craton.infrastructure.topology import read_topology
 from craton.job.cluster import ClusterFile
@@ -59,6 +59,7 @@ from craton.observability.prometheus.targets import (
 from craton.orchestration import read_submission
 from craton.remote import is_url
 from craton.telemetry import RunDirectory, list_runs, runs_root
+from craton.yaml_text import to_yaml
 
 FOLDER = ".observe"
 ALERTMANAGER_OFFSET = 3  # 9090 and 9093, as everybody has them

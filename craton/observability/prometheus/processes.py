@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from craton.formatting import setting
 from craton.observability.prometheus.errors import ObserveError
 from craton.observability.prometheus.targets import joined
 
@@ -107,7 +108,7 @@ class ObserverProcess:
                 self.ask("/-/ready")
                 return
             if time.monotonic() > deadline:
-                raise ObserveError(f"{self.name} is not ready after {READY_SECONDS:.0f} s; its log is {self.log}")
+                raise ObserveError(f"{self.name} is not ready after {setting(READY_SECONDS)}; its log is {self.log}")
             time.sleep(0.05)
 
     def reload(self) -> None:

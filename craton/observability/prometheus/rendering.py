@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 
-from craton.infrastructure import to_yaml
 from craton.job.cluster import ClusterFile
 from craton.observability.exporter import dcgm_counters
 from craton.observability.prometheus.alertmanager import alertmanager_config
@@ -45,6 +44,7 @@ from craton.observability.prometheus.scrape import (
     shared_file_jobs,
     slurm_jobs,
 )
+from craton.yaml_text import to_yaml
 
 DASHBOARDS = "craton.observability.dashboards"
 NO_DASHBOARDS = "No dashboards are among these: they need the extra `observe` (`pip install 'craton[observe]'`)."

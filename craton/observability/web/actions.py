@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from craton.formatting import setting
 from craton.telemetry import RunDirectory
 
 ANSWER_SECONDS = 180.0
@@ -53,7 +54,7 @@ def act(action: str, run: RunDirectory, craton: Sequence[str] = CRATON) -> Actio
             threading.Thread(target=process.wait, daemon=True).start()  # so that its end is taken note of
             return ActionOutcome(
                 False,
-                f"`craton {words[0]} {run.name}` has not answered for {ANSWER_SECONDS:.0f} s and goes on (process "
+                f"`craton {words[0]} {run.name}` has not answered for {setting(ANSWER_SECONDS)} and goes on (process "
                 f"{process.pid}); `craton ps` tells what comes of it",
             )
         output.seek(0)

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from craton import figures
+from craton import formatting
 from craton.observability.web.readers import Curves
 from craton.observability.web.sources import LATENCIES
 
 Chart = dict[str, Any]
 OWN = "own "  # begins the name of a chart of the job's own metric
-WRITERS = {"seconds": figures.duration, "share": figures.percent, "tokens/s": figures.amount, "": figures.amount}
+WRITERS = {
+    "seconds": formatting.duration,
+    "share": formatting.percent,
+    "tokens/s": formatting.amount,
+    "": formatting.amount,
+}
 
 
 def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]:
@@ -65,7 +70,7 @@ def serving_charts(curves: Mapping[str, Any], end: str = "now") -> dict[str, Cha
 
     charts: dict[str, Any] = {}
     for name in LATENCIES:
-        lines = [series("median", f"{name}_median", "accent"), series("95 %", f"{name}_p95", "warm")]
+        lines = [series("median", f"{name}_median", "accent"), series("95%", f"{name}_p95", "warm")]
         charts[name] = {**x, "series": lines, "unit": "seconds"}
     charts["tokens"] = {**x, "series": [series("generated", "tokens_per_second", "accent")], "unit": "tokens/s"}
     requests = [series("running", "running", "accent"), series("waiting", "waiting", "warm")]

@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from craton import figures
+from craton import formatting
 from craton.observability.web.sources import cause_first
 
 FOLDER = Path(__file__).parent
@@ -46,24 +46,24 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "amount": figures.amount,
+        "amount": formatting.amount,
         "cause_first": cause_first,
         "ago": ago,
         "change_tone": change_tone,
-        "clock": figures.clock,
-        "digits": figures.digits,
-        "dollars": figures.dollars,
-        "duration": figures.duration,
+        "clock": formatting.clock,
+        "digits": formatting.digits,
+        "dollars": formatting.dollars,
+        "duration": formatting.duration,
         "health_tone": health_tone,
-        "loss": figures.loss,
-        "moment": moment,
-        "percent": figures.percent,
-        "remaining": figures.remaining,
-        "size": figures.size,
+        "loss": formatting.loss,
+        "moment": formatting.moment,
+        "percent": formatting.percent,
+        "whole_duration": formatting.whole_duration,
+        "stored": formatting.stored,
         "sortable": sortable,
         "tone": tone,
     }
-    environment.globals |= {"change": figures.change}
+    environment.globals |= {"change": formatting.change, "duration_range": formatting.duration_range}
     return environment
 
 
@@ -85,31 +85,23 @@ def sortable(value: float | None) -> str:
 
 
 def change_tone(change: str, more_is_better: bool = True) -> str:
-    """Of a change against the plan: calm up to 10 % worse, a warning up to 25 %, bad beyond."""
-    if change == figures.NONE:
+    """Of a change against the plan: calm up to 10% worse, a warning up to 25%, bad beyond."""
+    if change == formatting.UNKNOWN:
         return "none"
     if change.startswith("×"):
         return "good" if more_is_better else "bad"
-    percent = int(change.strip("+−± %") or 0) * (-1 if change.startswith("−") else 1)
+    percent = float(change.strip("+−±%")) * (-1 if change.startswith("−") else 1)
     worse = -percent if more_is_better else percent
     return "good" if worse <= 10 else "warn" if worse <= 25 else "bad"
 
 
 def ago(then: float | None) -> str:
-    """In steps that do not change at every look: 20 s ago, 5 min ago."""
+    """In steps that do not change at every look: 20 s ago, 5m ago."""
     if then is None:
-        return figures.NONE
+        return formatting.UNKNOWN
     seconds = max(0.0, time.time() - then)
     if seconds < 10:
         return "just now"
     if seconds < 60:
         return f"{10 * int(seconds / 10)} s ago"
-    return f"{figures.duration(60 * int(seconds / 60)).removesuffix(' 0 s')} ago"
-
-
-def moment(then: float | None) -> str:
-    """A time of today by its clock, another with its day."""
-    if then is None:
-        return figures.NONE
-    at = time.localtime(then)
-    return time.strftime("%H:%M:%S" if at[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M", at)
+    return f"{formatting.duration(60 * int(seconds / 60))} ago"

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from craton import figures
 from craton.observability.web.charts import serving_charts, training_charts
 from craton.observability.web.heatmap import heat_map
 from craton.observability.web.readers import (
@@ -53,7 +52,7 @@ from craton.observability.web.sources import (
 from craton.observability.web.stragglers import finding, straggler
 from craton.orchestration import RunStateError, server_of
 from craton.orchestration.watching import MOVING, is_server, settled_summaries
-from craton.telemetry import RunDirectory, RunSummary, Summarizer, read_json
+from craton.telemetry import RunDirectory, RunSummary, Summarizer, event_fields, read_json
 from craton.telemetry.rank import LEDGER_KINDS
 
 QUICK_SECONDS, SLOW_SECONDS = 1.0, 2.0
@@ -217,7 +216,7 @@ class RunPage:
                 "time": event.get("time"),
                 "step": event.get("step"),
                 "name": str(event.get("event", "event")).replace("_", " "),
-                "text": figures.event_fields(event),
+                "text": event_fields(event),
                 "where": f"rank {event['rank']}" if event.get("rank") is not None else str(event.get("node") or ""),
                 "is_trouble": event.get("event") in TROUBLE,
             }

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from craton import figures
+from craton import formatting
 from craton.observability.diagnosis import straggler_of
 from craton.observability.diagnosis.snapshot import RunFacts, Snapshot, SnapshotRank
 from craton.observability.web.readers import KEPT_LINES, MEAN_LINES, PHASES, NodeMember, RankTable
@@ -40,7 +40,7 @@ def finding(table: RankTable, late: Late | None, state: str) -> str:
     if not len(table):
         return "No rank has told of a step yet"
     if late is not None:
-        return f"{late.sentence[:1].upper()}{late.sentence[1:]}: {figures.percent(late.share)} of every step is lost"
+        return f"{late.sentence[:1].upper()}{late.sentence[1:]}: {formatting.percent(late.share)} of every step is lost"
     if len(table) == 1:
         return "The only rank has nobody to be compared with"
     if state not in MOVING:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from craton import figures
+from craton import formatting, terminal_marks
 from craton.observability.web.readers import (
     BAD,
     COLUMNS,
@@ -208,14 +208,14 @@ def frame(
             str(line.rank),
             Text(line.node, style=HEALTH_STYLES.get(line.health, "")),
             Text(line.kind if line.health in _WORKING else line.health, style=HEALTH_STYLES.get(line.health, "dim")),
-            figures.NONE if line.step is None else f"{line.step:,}",
-            figures.NONE
+            formatting.UNKNOWN if line.step is None else f"{line.step:,}",
+            formatting.UNKNOWN
             if line.progress_age_seconds is None
-            else f"{figures.remaining(line.progress_age_seconds)} ago",
-            figures.duration(line.step_seconds),
+            else f"{formatting.whole_duration(line.progress_age_seconds)} ago",
+            formatting.duration(line.step_seconds),
             phase_bar(line, longest, bar_width, has_color),
-            figures.size(line.memory_bytes),
-            *(figures.digits(gpu.get(family)) for family in families),
+            formatting.memory(line.memory_bytes),
+            *(formatting.digits(gpu.get(family)) for family in families),
         )
     hidden = [Text(f"{len(shown)} of {len(lines):,} ranks", style="dim")] if len(shown) < len(lines) else []
     return Group(*_above(look), table, *hidden, *_below(look, has_color))
@@ -247,7 +247,7 @@ def phase_bar(line: RankLine, longest: float, width: int, has_color: bool = True
 
     text = Text()
     begin = 0.0
-    for phase, style in figures.PHASE_STYLES.items():
+    for phase, style in terminal_marks.PHASE_STYLES.items():
         end = begin + line.phases.get(phase, 0.0) / longest * width
         mark = "█" if has_color else PHASE_LETTERS[phase]
         text.append(mark * (round(end) - round(begin)), style=style)
@@ -405,15 +405,15 @@ def _known(value: float) -> float | None:
 def _title(summary: RunSummary) -> Text:
     from rich.text import Text
 
-    change = figures.change(summary.tokens_per_second, summary.plan.get("tokens_per_second"))
+    change = formatting.change(summary.tokens_per_second, summary.plan.get("tokens_per_second"))
     steps = f"step {summary.step:,}" + (f"/{summary.steps:,}" if summary.steps else "")
     words = [
         steps,
-        f"ETA {figures.remaining(summary.eta_seconds)}",
-        *([f"loss {figures.loss(summary.loss)}"] if summary.loss is not None else []),
-        f"{figures.amount(summary.tokens_per_second)} tokens/s ({change} against plan)",
-        f"goodput {figures.percent(summary.goodput)}",
-        figures.dollars(summary.cost_dollars),
+        f"ETA {formatting.whole_duration(summary.eta_seconds)}",
+        *([f"loss {formatting.loss(summary.loss)}"] if summary.loss is not None else []),
+        f"{formatting.amount(summary.tokens_per_second)} tokens/s ({change} against plan)",
+        f"goodput {formatting.percent(summary.goodput)}",
+        formatting.dollars(summary.cost_dollars),
     ]
     tone = (
         "green"
@@ -430,7 +430,7 @@ def _above(look: TopLook) -> list[Text]:
     from rich.text import Text
 
     spares = [view for view in look.nodes if view.is_spare and view.health in BAD]
-    own = " · ".join(f"{name} {figures.amount(value)}" for name, value in look.own_metrics.items())
+    own = " · ".join(f"{name} {formatting.amount(value)}" for name, value in look.own_metrics.items())
     return [
         _title(look.summary),
         *([Text(own, style="dim", no_wrap=True, overflow="ellipsis")] if own else []),
@@ -445,7 +445,7 @@ def _below(look: TopLook, has_color: bool = True) -> list[Text]:
     from rich.text import Text
 
     legend = Text("phases: ", style="dim")
-    for phase, style in figures.PHASE_STYLES.items():
+    for phase, style in terminal_marks.PHASE_STYLES.items():
         legend.append("█ " if has_color else f"{PHASE_LETTERS[phase]} ", style=style).append(f"{phase}  ", style="dim")
     troubles = [*([look.trouble] if look.trouble else []), *map(printable_line, look.unread)]
     return [*(Text(trouble, style="red") for trouble in troubles), legend]

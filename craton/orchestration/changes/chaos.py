@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.agent import Launch, newest_generation, read_launch
+from craton.formatting import setting
 from craton.job import (
     RANDOM_KINDS,
     TRAINING_KINDS,
@@ -122,7 +123,7 @@ def what_happens(fault: InjectedFault) -> str:
         when = f"during {fault.during}" + (f" from step {fault.step:,} on" if fault.step else "")
     elif fault.step is not None:
         when = f"at step {fault.step:,}"
-    lasting = f" for {fault.for_seconds:g} s" if fault.for_seconds else " to the end"
+    lasting = f" for {setting(fault.for_seconds)}" if fault.for_seconds else " to the end"
     target = f"rank {fault.rank}" if fault.target == "rank" else f"the {fault.target}"
     if fault.target in ("agent", "keeper"):
         target = f"the {fault.target} of {fault.node}"
@@ -130,7 +131,7 @@ def what_happens(fault: InjectedFault) -> str:
         "kill": f"{target} is killed (SIGKILL)",
         "hang": f"{target} is stopped (SIGSTOP)" if fault.how == "stop" else f"{target} hangs in an endless loop",
         "fail": f"{target} raises an exception",
-        "slow-disk": f"every write to tier {fault.tier} takes {fault.seconds or 0:g} s longer{lasting}",
+        "slow-disk": f"every write to tier {fault.tier} takes {setting(fault.seconds or 0)} longer{lasting}",
         "lose-node": f"{fault.node} is lost for good: its agent and every process on it are killed",
         "corrupt": f"a byte of the newest step in tier {fault.tier} is flipped",
     }[fault.kind]

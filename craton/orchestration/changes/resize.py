@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass, replace
 
 from craton.agent import Launch, newest_generation, read_launch, write_launch
-from craton.digits import counted
 from craton.errors import CratonError
+from craton.formatting import counted
 from craton.infrastructure import resolve_cluster
 from craton.job import TRAINING_KINDS, Job, load_job
 from craton.orchestration.backend import read_submission

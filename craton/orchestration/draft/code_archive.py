@@ -23,6 +23,7 @@ from fnmatch import translate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from craton.formatting import stored
 from craton.job import Job
 from craton.job.sections import Workdir
 from craton.orchestration.errors import StartError
@@ -98,9 +99,9 @@ def find_code(job: Job, root: Path) -> FoundFile | None:
             )
     if found_file.size > workdir.limit:
         largest = sorted(found_file.files.items(), key=lambda item: -item[1])[:SHOWN]
-        shown = ", ".join(f"{path} ({_megabytes(size)})" for path, size in largest)
+        shown = ", ".join(f"{path} ({stored(size)})" for path, size in largest)
         raise StartError(
-            f"{where}workdir: {folder} holds {_megabytes(found_file.size)}, and at most {_megabytes(workdir.limit)} "
+            f"{where}workdir: {folder} holds {stored(found_file.size)}, and at most {stored(workdir.limit)} "
             f"are copied into a run; the largest are {shown}; name what the command does not need in a .cratonignore "
             "there (written as a .gitignore), give another workdir, or `workdir: {limit: 1GB}`"
         )
@@ -404,7 +405,3 @@ def _sweep(store: Path) -> None:
             status = path.stat()
             if status.st_nlink == 1 and now - status.st_ctime > KEEP_SECONDS:
                 path.unlink()
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from craton.agent import Launch, launch_text
-from craton.digits import counted
+from craton.formatting import counted
 from craton.infrastructure import resolve_cluster, visible_accelerators
 from craton.job import TRAINING_KINDS, FaultError, Job, dump_job
 from craton.job.sections import faults_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from craton.formatting import memory
 from craton.job import Job
 from craton.orchestration.draft.sizes import check_memory, check_offload
 from craton.orchestration.errors import StartError
@@ -47,14 +48,14 @@ def check_room(job: Job, found: ServePlan) -> None:
     """Refuse before launch a server without room for a single text, with what to change."""
     if found.fits:
         return
-    weights, limit = found.memory_parts["weights"] / 2**30, found.memory_limit_bytes / 2**30
+    weights, limit = found.memory_parts["weights"], found.memory_limit_bytes
     advice = [] if found.tp >= found.cluster.instance.num_gpus else ["more ranks (layout: {tp: N})"]
     if found.precision != "fp8":
         advice.append("serve.precision: fp8")
     if weights < limit:
         advice += ["serve.kv_precision: fp8", "a larger serve.memory", "a shorter serve.max_length"]
     raise StartError(
-        f"{job.where('model')}{job.served_name} does not fit {found.cluster.name}: its weights take {weights:.3g} of "
-        f"{limit:.3g} GiB a rank, which leaves room for {found.kv_tokens:,} tokens of text where "
+        f"{job.where('model')}{job.served_name} does not fit {found.cluster.name}: its weights take "
+        f"{memory(weights)} of {memory(limit)} a rank, which leaves room for {found.kv_tokens:,} tokens of text where "
         f"{found.needed_tokens:,} are needed; use {', '.join([*advice, 'a smaller model'])}"
     )

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from craton.digits import counted
 from craton.errors import CratonError
+from craton.formatting import counted, memory
 from craton.infrastructure import Cluster, resized_cluster
 from craton.job import TRAINING_KINDS, Job, JobError, LayoutError, checked_layout
 from craton.job.layout import Layout
@@ -109,12 +109,12 @@ def check_memory(job: Job, found: Plan) -> None:
     """Refuse before launch what would run out of memory, with what to change."""
     if found.fits:
         return
-    need, limit = found.memory_bytes / GIBIBYTE, found.memory_limit_bytes / GIBIBYTE
     largest = sorted(found.memory_parts.items(), key=lambda part: -part[1])[:2]
-    parts = " and ".join(f"{name} {size / GIBIBYTE:.3g} GiB" for name, size in largest)
+    parts = " and ".join(f"{name} {memory(size)}" for name, size in largest)
     raise StartError(
         f"{job.where('layout' if job.layout else 'cluster')}{job.name} does not fit {found.cluster.name}: a rank needs "
-        f"{need:.3g} of {limit:.3g} GiB ({parts}); use {' or '.join(_relief(job, found))}"
+        f"{memory(found.memory_bytes)} of {memory(found.memory_limit_bytes)} ({parts}); use "
+        f"{' or '.join(_relief(job, found))}"
     )
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import base64
 
-import yaml
-
+from craton import yaml_text
 from craton.orchestration.kubernetes.exits import EXIT_AGAIN, EXIT_FATAL
 from craton.orchestration.kubernetes.pods import CONTAINER, INSTANCE, Manifest, config_key, metadata_of, pod_template
 from craton.orchestration.kubernetes.target import CODE_FILE, METRICS_PORT, KubernetesTarget
@@ -40,7 +39,7 @@ def manifests(target: KubernetesTarget) -> list[Manifest]:
 
 
 def to_yaml(documents: list[Manifest]) -> str:
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+    return yaml_text.to_yaml(*documents, indent_lists=False, allow_unicode=True)
 
 
 def owner_of(target: KubernetesTarget) -> Manifest:
@@ -266,19 +265,3 @@ def _kai_annotations(target: KubernetesTarget) -> dict[str, str]:
         return {}
     how = "required" if target.near.is_required else "preferred"
     return {"kai.scheduler/topology": target.topology, f"kai.scheduler/topology-{how}-placement": target.near.label}
-
-
-class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as such, and no anchors: what is printed is for people to read."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-
-def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
-    # A block cannot hold a line that ends in a space, nor characters that YAML has to escape.
-    is_block = "\n" in value and all(line == line.rstrip() and line.isprintable() for line in value.split("\n"))
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if is_block else None)
-
-
-_Dumper.add_representer(str, _text)

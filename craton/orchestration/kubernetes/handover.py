@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from craton.formatting import setting
 from craton.infrastructure import TopologyError
 from craton.job import Job
 from craton.orchestration.backend import BACKEND_FILE, Submission, read_submission, write_submission
@@ -288,8 +289,8 @@ async def _wait_until_gone(connection: Connection, owner: Manifest) -> None:
     while await connection.read(owner) or await connection.list("v1", "Pod", namespace, labelSelector=selector):
         if time.monotonic() > deadline:
             raise RunStateError(
-                f"the pods of {owner['metadata']['name']} have not left within {LEAVE_SECONDS:.0f} s; try again later, "
-                f"`kubectl get pods -l {selector}` shows them"
+                f"the pods of {owner['metadata']['name']} have not left within {setting(LEAVE_SECONDS)}; try again "
+                f"later, `kubectl get pods -l {selector}` shows them"
             )
         await asyncio.sleep(LOOK_SECONDS)
 
@@ -307,7 +308,7 @@ async def _places(connection: Connection, job: Job) -> Places:
     except (SchedulerError, TopologyError) as error:
         return Places(why=str(error))
     except TimeoutError:
-        return Places(why=f"the cluster did not list its nodes within {NODES_SECONDS:.0f} s")
+        return Places(why=f"the cluster did not list its nodes within {setting(NODES_SECONDS)}")
     if len(places.to_text()) > MAX_FILE_BYTES:
         return Places(why=f"{len(places.addresses):,} nodes are more than fit into a ConfigMap")
     return places

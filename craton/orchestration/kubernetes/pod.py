@@ -14,6 +14,8 @@ from __future__ import annotations
 import os
 import signal
 
+from craton.formatting import setting
+
 if __name__ == "__main__":
     # A container's first process is not ended by a signal that it has no handler for: the kubelet would wait for all of
     # the pod's grace. The imports below take a second or two, in which there is nothing to save: another pod begins.
@@ -216,7 +218,7 @@ def call_together(pod: Pod, signals: Signals, launch: Launch) -> dict[str, str] 
     if (ended := verdict(run)) is not None:
         return ended
     text = (
-        f"only some of the {len(launch.nodes)} pods came within {launch.give_up_seconds:.0f} s (recover.give_up); "
+        f"only some of the {len(launch.nodes)} pods came within {setting(launch.give_up_seconds)} (recover.give_up); "
         f"`craton resume {run.name}` tries again, `craton ps` says what a pod waits for"
     )
     run.mark("FATAL", text)

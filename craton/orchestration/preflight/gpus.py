@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from craton.digits import counted
+from craton.formatting import counted, memory, whole_duration
 from craton.infrastructure import CatalogError, Gpu
 from craton.infrastructure.catalog import gpu
 from craton.infrastructure.probes import (
@@ -115,7 +115,7 @@ def check_model(cards: Iterable[GpuState], expected: Expected) -> list[Preflight
             _finding("gpu_model", "fail", message, "name the right instance in the cluster file, or replace the node")
         ]
     if memory_bytes and abs(memory_bytes / instance.gpu.memory_bytes - 1.0) > SAME_MEMORY:
-        message = f"{name} with {_mib(memory_bytes)}, the catalog says {_mib(instance.gpu.memory_bytes)}"
+        message = f"{name} with {memory(memory_bytes)}, the catalog says {memory(instance.gpu.memory_bytes)}"
         return [_finding("gpu_model", "fail", message, "switch MIG off, or correct the catalog entry")]
     return [_finding("gpu_model", "ok", f"{name}, as {instance.name} has")]
 
@@ -315,7 +315,7 @@ def is_over(xid: Xid) -> bool:
 def _when(xid: Xid) -> str:
     if xid.before_reload:
         return "before the driver was loaded again"
-    return f"{xid.age_seconds / 3600:,.1f} h ago" if xid.age_seconds is not None else "at an unknown time"
+    return f"{whole_duration(xid.age_seconds)} ago" if xid.age_seconds is not None else "at an unknown time"
 
 
 def _and_more(xids: list[Xid]) -> str:
@@ -334,10 +334,6 @@ def _buses(xids: Iterable[Xid]) -> list[str]:
 
 def _labels(cards: list[GpuState]) -> str:
     return "GPU " + ", ".join(str(card.index) for card in cards)
-
-
-def _mib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**20:,.0f} MiB"
 
 
 def _finding(

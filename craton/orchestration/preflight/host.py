@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from craton.digits import counted, digits
+from craton.formatting import counted, memory, stored
 from craton.infrastructure.probes import UNLIMITED, NodeReport, lustre_interfaces
 from craton.orchestration.preflight.finding import Expected, PreflightFinding, Severity, lowered
 
@@ -42,8 +42,8 @@ def check_drives(report: NodeReport, expected: Expected) -> list[PreflightFindin
     wanted_bytes = instance.nvme_bytes if instance and instance.name != "local" else 0.0
     total_bytes = sum(drive.size_bytes for drive in drives)
     if wanted_bytes and total_bytes < SAME_CAPACITY * wanted_bytes:
-        there = f"{len(drives)} NVMe drives with {digits(total_bytes / 1e12)} TB"
-        message = f"{there}, {expected.name} has {digits(wanted_bytes / 1e12)}"
+        there = f"{len(drives)} NVMe drives with {stored(total_bytes)}"
+        message = f"{there}, {expected.name} has {stored(wanted_bytes)}"
         if report.host.is_container:
             return [
                 _finding("nvme", "note", f"{message}; a container may not see them", "mount the node's NVMe into it")
@@ -58,7 +58,7 @@ def check_drives(report: NodeReport, expected: Expected) -> list[PreflightFindin
         remedy = "make a RAID 0 of them (mdadm --level=0) and mount it; what should be there lands on the root disk"
         return [_finding("nvme", "warn", message, remedy)]
     places = sorted({place for drive in drives for place in drive.mounted_at})
-    message = f"{len(drives)} NVMe drives, {digits(total_bytes / 1e12)} TB, at {', '.join(places)}"
+    message = f"{len(drives)} NVMe drives, {stored(total_bytes)}, at {', '.join(places)}"
     return [_finding("nvme", "ok", message)]
 
 
@@ -66,7 +66,7 @@ def check_shared_memory(report: NodeReport) -> list[PreflightFinding]:
     size, has_gpus = report.disks.shared_memory_bytes, bool(report.gpus.cards)
     if size is None:
         return [_finding("shared_memory", "warn", "/dev/shm is not mounted", "mount -t tmpfs tmpfs /dev/shm")]
-    message = f"/dev/shm has {digits(size / GIBIBYTE)} GiB"
+    message = f"/dev/shm has {memory(size)}"
     remedy = "--shm-size=64g for a container, an emptyDir with medium: Memory for a pod"
     if size < MIN_SHARED_BYTES:
         severity: Severity = "fail" if has_gpus else "warn"
@@ -171,7 +171,7 @@ def check_hugepages(report: NodeReport, environment: Mapping[str, str]) -> list[
     if environment.get("FI_EFA_USE_HUGE_PAGE") == "0":
         return [_finding("hugepages", "ok", "not used: FI_EFA_USE_HUGE_PAGE=0")]
     size = report.host.hugepages * report.host.hugepage_bytes
-    message = f"{report.host.hugepages:,} huge pages, {digits(size / GIBIBYTE)} GiB"
+    message = f"{report.host.hugepages:,} huge pages, {memory(size)}"
     if size < GOOD_HUGEPAGE_BYTES:
         remedy = "sysctl vm.nr_hugepages=5128 (hugepages-2Mi in a pod), or FI_EFA_USE_HUGE_PAGE=0"
         return [_finding("hugepages", "warn", f"{message}: EFA wants more", remedy)]
@@ -217,9 +217,7 @@ def check_group(report: NodeReport) -> list[PreflightFinding]:
     group, host = report.host.group, report.host
     messages = []
     if group.memory_bytes is not None and group.memory_bytes < 0.95 * host.memory_bytes:
-        messages.append(
-            f"{digits(group.memory_bytes / GIBIBYTE)} of {digits(host.memory_bytes / GIBIBYTE)} GiB of memory"
-        )
+        messages.append(f"{memory(group.memory_bytes)} of {memory(host.memory_bytes)} of memory")
     if group.cpus is not None and group.cpus < host.processors:
         messages.append(f"{group.cpus:g} of {host.processors} processors")
     findings = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
+from craton.formatting import memory, percent
 from craton.infrastructure.probes import UNLIMITED, NodeReport, counter_facts, is_in, traps
 from craton.orchestration.preflight.finding import Expected, Layer, PreflightFinding, Severity, lowered
 
@@ -201,7 +202,7 @@ def check_locked_memory(report: NodeReport) -> list[PreflightFinding]:
     if limit is None or limit == UNLIMITED:
         return [_finding("locked_memory", "ok", "locked memory is not limited")]
     severity: Severity = "note" if limit >= ENOUGH_LOCKED_BYTES else "fail"
-    message = f"a process may lock {limit / 2**20:,.0f} MiB, and RDMA needs its buffers locked"
+    message = f"a process may lock {memory(limit)}, and RDMA needs its buffers locked"
     remedy = "`* - memlock unlimited` in /etc/security/limits.conf; LimitMEMLOCK=infinity for slurmd or containerd"
     return [_finding("locked_memory", severity, message, remedy)]
 
@@ -217,7 +218,7 @@ def check_efa_counters(report: NodeReport) -> list[PreflightFinding]:
                 hit[device.name] = value / whole
         if hit:
             name, value = max(hit.items(), key=lambda item: item[1])
-            much = f"{100 * value:.2g} %" if fact.share_of else f"{value:,.0f}"
+            much = percent(value) if fact.share_of else f"{value:,.0f}"
             devices = name if len(hit) == 1 else f"{len(hit)} devices, {name} the most"
             message = f"{fact.name}: {much} {fact.meaning} ({devices})"
             findings.append(_finding("efa_counters", fact.severity, message, fact.remedy))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.agent import Launch, read_launch
-from craton.digits import counted
+from craton.formatting import counted
 from craton.infrastructure import CatalogError, Instance, resolve_cluster
 from craton.infrastructure.catalog import instance
 from craton.infrastructure.probes import NodeReport, NodeRoot, probe_node, report_json

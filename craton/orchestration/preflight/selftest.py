@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from craton.agent.processes import free_port
+from craton.formatting import setting
 from craton.orchestration.preflight.finding import PreflightFinding
 
 SELFTEST = "craton.ml.selftest"
@@ -109,7 +110,7 @@ def run_processes(
             for process in started:
                 process.wait(timeout=max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            failure = f"the self-test did not end within {limit_seconds:.0f} s"
+            failure = f"the self-test did not end within {setting(limit_seconds)}"
         finally:
             for process in started:
                 process.kill()

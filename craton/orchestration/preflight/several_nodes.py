@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from craton.digits import digits
+from craton.formatting import bandwidth, digits
 from craton.orchestration.preflight.finding import PreflightFinding
 
 SLOW_DEVICE = 0.9  # of the median of its kind
@@ -117,7 +117,7 @@ def check_bandwidth(found: Mapping[str, Any]) -> list[PreflightFinding]:
     if not rates:
         return [PreflightFinding("infrastructure", "bandwidth", "note", "one unit alone has no pair to measure", "")]
     usual = median(rates.values())
-    against = f", the measured curve says {_rate(expected)}" if expected else ""
+    against = f", the measured curve says {bandwidth(expected)}" if expected else ""
     guilty = list(found["slow_units"])
     if guilty and len(guilty) < len(labels):
         return [
@@ -126,7 +126,7 @@ def check_bandwidth(found: Mapping[str, Any]) -> list[PreflightFinding]:
                 "bandwidth",
                 "fail",
                 f"{labels[unit]} is slow with everybody: {_pairs_of(unit, rates, labels)}; the middle is "
-                f"{_rate(usual)}{against}",
+                f"{bandwidth(usual)}{against}",
                 "leave it out; `craton doctor` on it tells which part of its network is missing",
                 names[unit],
             )
@@ -134,17 +134,17 @@ def check_bandwidth(found: Mapping[str, Any]) -> list[PreflightFinding]:
         ]
     slow = [(tuple(pair), rates[tuple(pair)]) for pair in found["slow_pairs"]]
     if expected and usual < SLOW_PAIR * expected:
-        text = f"all pairs are slow: {_rate(usual)} in the middle{against}"
+        text = f"all pairs are slow: {bandwidth(usual)} in the middle{against}"
         remedy = "look at what they have in common: NCCL's network (NCCL_DEBUG=INFO), the plugin, the placement"
         return [PreflightFinding("infrastructure", "bandwidth", "fail", text, remedy)]
     if slow:
-        message = ", ".join(f"{labels[a]} with {labels[b]} {_rate(rate)}" for (a, b), rate in slow)
-        text = f"{message}; the middle is {_rate(usual)}{against}"
+        message = ", ".join(f"{labels[a]} with {labels[b]} {bandwidth(rate)}" for (a, b), rate in slow)
+        text = f"{message}; the middle is {bandwidth(usual)}{against}"
         remedy = "each of them is fast with others, so it is the path between them; measure again"
         if len(labels) == 2:
             remedy = "two alone do not tell which: measure with a third"
         return [PreflightFinding("infrastructure", "bandwidth", "warn", text, remedy)]
-    text = f"{len(rates)} pairs of {len(labels)}, {_rate(usual)} in the middle{against} ({found['backend']})"
+    text = f"{len(rates)} pairs of {len(labels)}, {bandwidth(usual)} in the middle{against} ({found['backend']})"
     return [PreflightFinding("infrastructure", "bandwidth", "ok", text)]
 
 
@@ -157,11 +157,7 @@ def _unit_labels(names: Sequence[str]) -> list[str]:
 
 def _pairs_of(unit: int, rates: Mapping[tuple[int, ...], float], labels: Sequence[str]) -> str:
     met = [(pair, rate) for pair, rate in rates.items() if unit in pair]
-    return ", ".join(f"{_rate(rate)} with {labels[sum(pair) - unit]}" for pair, rate in met)
-
-
-def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:,.3g} GB/s"
+    return ", ".join(f"{bandwidth(rate)} with {labels[sum(pair) - unit]}" for pair, rate in met)
 
 
 def _compute(device: Device, evidence: str, remedy: str) -> PreflightFinding:

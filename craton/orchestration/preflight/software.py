@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from craton.digits import counted
+from craton.formatting import counted
 from craton.infrastructure.catalog import gpus
 from craton.infrastructure.probes import NodeReport, bad_pairs
 from craton.orchestration.preflight.finding import Expected, PreflightFinding, Severity

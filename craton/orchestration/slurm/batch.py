@@ -33,6 +33,7 @@ from types import FrameType
 from craton.agent import Launch, LaunchError, next_number, read_launch, write_launch
 from craton.agent.coordination import forget_avoided
 from craton.errors import CratonError
+from craton.formatting import setting
 from craton.infrastructure import resolve_cluster
 from craton.infrastructure.topology import expand as expand_hosts
 from craton.job import Job, load_job
@@ -256,7 +257,9 @@ class SlurmBatch:
             if lost and len(launch.nodes) - len(lost) < self._needed_nodes(launch):
                 have_begun = self._have_begun(life, begin)
                 names = ", ".join(f"{node} ({hosts[node]})" for node in lost)
-                why = "too few are left" if have_begun else f"no sign of life of any node within {first_seconds:.0f} s"
+                why = (
+                    "too few are left" if have_begun else f"no sign of life of any node within {setting(first_seconds)}"
+                )
                 self._tell("nodes_lost", f"{names}: {why}")
                 end_step(step)
                 return [hosts[node] for node in lost] if have_begun else []

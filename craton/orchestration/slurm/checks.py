@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from craton.formatting import setting
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.preflight import COMPUTE_SECONDS, PreflightFinding, check_compute
 from craton.orchestration.slurm.script import SCRIPT_FILE
@@ -58,9 +59,9 @@ def failed_hosts(
     failures = failures_of(documents_of(run))
     said = {host: _in_words(failed) for host, failed in failures.items()}
     if hung and said:
-        said |= {host: f"pre-flight did not end within {seconds:.0f} s" for host in hosts if host not in said}
+        said |= {host: f"pre-flight did not end within {setting(seconds)}" for host in hosts if host not in said}
     elif hung:
-        print(f"craton: pre-flight ended on no node within {seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"craton: pre-flight ended on no node within {setting(seconds)}", file=sys.stderr, flush=True)
     return {host: said[host] for host in hosts if said.get(host)}
 
 

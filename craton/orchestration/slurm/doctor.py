@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.agent.processes import free_port
+from craton.formatting import setting
 from craton.infrastructure import Instance, resolve_cluster
 from craton.infrastructure.topology import expand as expand_hosts
 from craton.infrastructure.topology import natural
@@ -181,7 +182,7 @@ def _run(command: list[str], output: Any = subprocess.DEVNULL, environment: Mapp
         ) from None
     except subprocess.TimeoutExpired:
         raise StartError(
-            f"the nodes did not answer within {LIMIT_SECONDS:.0f} s; `squeue --name=craton-doctor` tells why"
+            f"the nodes did not answer within {setting(LIMIT_SECONDS)}; `squeue --name=craton-doctor` tells why"
         ) from None
     return _last_line(done.stderr.decode(errors="replace")) if done.returncode else ""
 

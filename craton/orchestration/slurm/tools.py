@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
+from craton.formatting import setting
 from craton.orchestration.errors import NoAnswerError, SchedulerError
 from craton.orchestration.slurm.records import (
     JobRecord,
@@ -130,7 +131,7 @@ def ask(
             f"{words[0]} is not installed here; start this on a machine of the cluster, or use --on local"
         ) from None
     except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"{words[0]} did not answer within {seconds:.0f} s; `scontrol ping` tells why") from None
+        raise NoAnswerError(f"{words[0]} did not answer within {setting(seconds)}; `scontrol ping` tells why") from None
     if done.returncode != 0:
         said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
         complaint = f"{' '.join(words[:2])}: {'; '.join(said[-3:])}"

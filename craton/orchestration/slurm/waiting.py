@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from craton.formatting import whole_duration
 from craton.orchestration.slurm.records import JobRecord, NodeRecord, hosts_of
 from craton.orchestration.slurm.room import NodeRelease, Room, in_partition, most_nodes, room_for
 from craton.orchestration.slurm.tools import SlurmState
@@ -137,7 +138,7 @@ def _together(job: JobRecord, cluster: SlurmState, room: Room, segment: int, now
     parts = [f"needs {_nodes(needed)}{_of_kind(job)}{kind}; {there}"]
     patience = job.switch_wait_seconds
     if patience and patience < SECONDS_PER_DAY:
-        parts.append(f"after {_span(patience)} any {_nodes(needed)} will do")
+        parts.append(f"after {whole_duration(patience)} any {_nodes(needed)} will do")
     is_enough = most_nodes(counts.values(), most, segment or 1) >= needed
     when = _now_or_when(is_enough, room.earliest(needed, places.values(), most, segment or 1), job, now)
     return "; ".join([*parts, *_kept(room), *_missing(job, cluster), *when])
@@ -229,8 +230,8 @@ def _begin_time(job: JobRecord, cluster: SlurmState, now: float) -> str:
 
 def _time_limit(job: JobRecord, cluster: SlurmState, now: float) -> str:
     partition = next((item for item in cluster.partitions if item.name == job.partition), None)
-    asked = _span(job.time_limit_seconds) if job.time_limit_seconds else "no limit"
-    allowed = f" {_span(partition.max_seconds)}" if partition and partition.max_seconds else " less"
+    asked = whole_duration(job.time_limit_seconds) if job.time_limit_seconds else "no limit"
+    allowed = f" {whole_duration(partition.max_seconds)}" if partition and partition.max_seconds else " less"
     return (
         f"asks for {asked}, and the partition {job.partition} allows{allowed}; give a shorter run.time_limit (at its "
         "end the job saves and is requeued), or another run.partition"
@@ -342,10 +343,3 @@ def _clock(moment: float | None, now: float) -> str:
     then = datetime.fromtimestamp(moment)
     is_near = abs(moment - now) < SECONDS_PER_DAY / 2 or then.date() == datetime.fromtimestamp(now).date()
     return then.strftime("%H:%M") if is_near else then.strftime("%d %b %H:%M")
-
-
-def _span(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    return f"{minutes / 60:.3g} h" if minutes < 2880 else f"{minutes / 1440:.3g} d"

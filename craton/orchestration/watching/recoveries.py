@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.agent import Generation
+from craton.formatting import duration
 from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.files import paths_in, read_lines
 from craton.telemetry.rank import LedgerReader
@@ -36,13 +37,13 @@ class Recovery:
 
     @property
     def text(self) -> str:
-        """`rank 3 was killed at step 40, back after 1.4 s: detect 0.1 · regroup 0.4 · restore 0.3 · redo 0.6`"""
+        """`rank 3 was killed at step 40, back after 1.4 s: detect 100 ms · regroup 400 ms · redo 900 ms`"""
         what = self.reason.splitlines()[0] if self.reason else "something broke"
         at = "" if f"step {self.step}" in what else f" at step {self.step:,}"
         if self.seconds is None:
             return f"{what}{at}, {'broke again on its way back' if self.broke_again else 'not back yet'}"
-        parts = " · ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items() if seconds >= 0.05)
-        return f"{what}{at}, back after {self.seconds:.1f} s{': ' if parts else ''}{parts}"
+        parts = " · ".join(f"{name} {duration(seconds)}" for name, seconds in self.parts.items() if seconds >= 0.05)
+        return f"{what}{at}, back after {duration(self.seconds)}{': ' if parts else ''}{parts}"
 
 
 class Recoveries:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from datetime import date
 
+from craton.formatting import counted, dollars, setting
 from craton.infrastructure import STALE_PRICE_DAYS, Instance, Price, price_age_days
 from craton.planning.result import CostPlan
 
@@ -78,7 +79,7 @@ def _warnings(price: Price, cost: CostPlan, age_days: int, run_seconds: float) -
         # A block of d days gives d days less the early end.
         days = math.ceil((run_seconds + BLOCK_EARLY_MINUTES * 60) / SECONDS_PER_DAY)
         result.append(
-            f"capacity blocks are sold in whole days and end about {BLOCK_EARLY_MINUTES} min early: this run needs "
-            f"{days} day{'s' if days > 1 else ''}, ${days * cost.dollars_per_day:,.0f}"
+            f"capacity blocks are sold in whole days and end about {setting(60 * BLOCK_EARLY_MINUTES)} early: this run "
+            f"needs {counted(days, 'day')}, {dollars(days * cost.dollars_per_day)}"
         )
     return result

@@ -20,7 +20,7 @@ The best τ solves λ τ = 1 - exp(-λ (τ + δ)), near Young's √(2 δ / λ).
 Several tiers: a failure takes some of them with it (a lost node its memory and its NVMe, a switch perhaps a neighbour's
 copy too) and is recovered from one that is left. Each tier then sees its own part of the failures, and the goodputs
 multiply: the tier that is needed rarely counts hours the other has already thinned out. This is an approximation; the
-simulations of the tests stay within 1 % of it.
+simulations of the tests stay within 1% of it.
 
 Guarantees: 0 ≤ low ≤ goodput ≤ high ≤ 1; more failures, slower recovery or larger checkpoints never raise goodput (as
 long as the job's cadences can be kept; one shorter than its write is stretched, with a warning).
@@ -33,12 +33,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from craton.formatting import duration, percent, setting
 from craton.infrastructure import Cluster
 from craton.planning.economics.storage import TIERS, recovery_facts
 from craton.planning.result import GoodputPlan, RecoveryPlan, TierPlan
 
 SECONDS_PER_DAY = 86400.0
-Z80 = 1.2816  # an 80 % interval is ±1.28 standard deviations
+Z80 = 1.2816  # an 80% interval is ±1.28 standard deviations
 CURVE_POINTS = 40
 
 _FAILURES = recovery_facts()["failures"]
@@ -61,7 +62,7 @@ _DURABLE = ("shared", "object")
 
 @dataclass(frozen=True)
 class FailureRate:
-    """Failures of the whole job a day, in the mean over its run, with an 80 % interval."""
+    """Failures of the whole job a day, in the mean over its run, with an 80% interval."""
 
     per_day: float
     low: float
@@ -150,7 +151,7 @@ def goodput_plan(
     """Goodput with the job's own checkpoints, and what recovering from each tier alone would give.
 
     `tiers` is what `storage_plan` gives: those with a cadence are the job's; peer memory without one (`peer: auto`) is
-    written as often as pays, for at most 2 % of the time, and not at all with `peer` False. `run_seconds` is the run
+    written as often as pays, for at most 2% of the time, and not at all with `peer` False. `run_seconds` is the run
     without failures; with `replicate` > 1 another node holds a copy of every shard, so that NVMe survives a lost node.
     """
     run = _run(cluster, num_nodes, step_seconds, run_seconds, replicate)
@@ -320,7 +321,7 @@ def _wait_seconds(cluster: Cluster, num_nodes: int, failures_per_day: float) -> 
 
 
 def _interval(run: _Run, used: Sequence[_Saved]) -> tuple[float, float]:
-    """The 80 % interval: failure rate and recovery time are unsure by factors, independently.
+    """The 80% interval: failure rate and recovery time are unsure by factors, independently.
 
     Lost seconds per productive second, 1 / goodput - 1, are about their product, so the distances of their logarithms
     add in quadrature; the settings stay those of the estimate.
@@ -399,14 +400,15 @@ def _curve(run: _Run, used: Sequence[_Saved], chosen: _Saved) -> list[tuple[floa
 def _warnings(run: _Run, tiers: Sequence[TierPlan], used: Sequence[_Saved], goodput: float) -> list[str]:
     planned = {item.tier: item for item in used}
     result = [
-        f"a checkpoint to {tier.tier} takes {tier.write_seconds:.0f} s and a step {run.step_seconds:.0f} s: "
-        f"planned every {planned[tier.tier].interval_seconds:.0f} s instead of every {tier.every_seconds:.0f} s"
+        f"a checkpoint to {tier.tier} takes {duration(tier.write_seconds)} and a step "
+        f"{duration(run.step_seconds)}: planned every {setting(planned[tier.tier].interval_seconds)} "
+        f"instead of every {setting(tier.every_seconds)}"
         for tier in tiers
         if tier.tier in planned and (tier.every_seconds or math.inf) < planned[tier.tier].shortest_seconds
     ]
     if "start" in planned:
         result.append(
-            f"{100.0 * planned['start'].share:.0f} % of the failures leave no checkpoint and begin the run again: "
+            f"{percent(planned['start'].share)} of the failures leave no checkpoint and begin the run again: "
             "add a shared or object tier to the job's checkpoint settings"
         )
     if run.cluster.spare_nodes == 0:
@@ -414,7 +416,7 @@ def _warnings(run: _Run, tiers: Sequence[TierPlan], used: Sequence[_Saved], good
         if spared - goodput > 0.005:
             result.append(
                 "no spare node, so a failed one is waited for: one spare would raise goodput from "
-                f"{100.0 * goodput:.1f} to {100.0 * spared:.1f} %"
+                f"{percent(goodput)} to {percent(spared)}"
             )
     return result
 

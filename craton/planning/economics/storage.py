@@ -20,6 +20,7 @@ from importlib import resources
 from typing import Any
 
 from craton.errors import CratonError
+from craton.formatting import bandwidth, stored
 from craton.infrastructure import Cluster, StorageTier
 from craton.planning.result import StoragePlan, TierPlan
 
@@ -128,7 +129,7 @@ def storage_plan(
     limit = _read_limit(cluster.tiers[source], num_nodes) if source else math.inf
     if needed > limit:
         warnings.append(
-            f"the data needs {needed / 1e9:.2f} GB/s and {source} gives {limit / 1e9:.2f} GB/s, so training waits: "
+            f"the data needs {bandwidth(needed)} and {source} gives {bandwidth(limit)}, so training waits: "
             "copy the data to a faster tier or buy throughput"
         )
     return StoragePlan(needed, source, limit, state_bytes, plans, warnings)
@@ -202,7 +203,7 @@ def _shortage(cluster: Cluster, tier: StorageTier, num_nodes: int, state_bytes: 
         where = f"on {tier.name}"
     if not needed > capacity > 0:
         return ""
-    sizes = f"{needed / 1e9:,.0f} GB {where}, {capacity / 1e9:,.0f} are there"
+    sizes = f"{stored(needed)} {where}, {stored(capacity)} are there"
     if tier.name == "peer":
         return f"peer recovery is planned off: snapshots take {sizes}; use more nodes"
     return f"two checkpoints take {sizes}; {'use more nodes' if tier.name == 'nvme' else 'buy capacity'}"

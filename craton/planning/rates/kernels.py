@@ -1,10 +1,10 @@
 """Seconds of matrix products, attention and element-wise passes on one GPU, from shapes and rates alone.
 
-The level is that of short benchmarks on an idle card: a card held at its power limit is some 10 % slower, and stacks
+The level is that of short benchmarks on an idle card: a card held at its power limit is some 10% slower, and stacks
 differ; both are constants of a software profile. The dependence on shape, precision and generation is what counts here.
 
 Guarantees: pure functions of plain numbers (fractions of a row or head are fine); larger shapes are never faster,
-more FLOP/s or bandwidth never slower. Tile quantisation is left out: on measured sweeps it is noise of ± 5 %.
+more FLOP/s or bandwidth never slower. Tile quantisation is left out: on measured sweeps it is noise of ± 5%.
 """
 
 from __future__ import annotations

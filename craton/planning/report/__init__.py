@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from craton.planning.report.explain import PARTS, bottleneck, sensitivities, why_lost
     from craton.planning.report.html import plan_html
     from craton.planning.report.json_document import plan_to_json, serving_to_json
-    from craton.planning.report.quantities import percent
     from craton.planning.report.serving_terminal import render_serving
     from craton.planning.report.terminal import render_front, render_plan
 else:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from craton.formatting import memory, percent
 from craton.job.layout import Layout
 from craton.planning.calibration import linearise
 from craton.planning.rates import MachineRates
-from craton.planning.report.quantities import percent
 from craton.planning.result import Bottleneck, Sensitivity
 from craton.planning.search import Candidate
 from craton.planning.software import CONSTANTS, SoftwareProfile
@@ -100,7 +100,7 @@ def bottleneck(
             PARTS["compute"][largest],
             shares[largest],
             f"Compute-bound: what the model itself computes takes {percent(sum(shares[name] for name in USEFUL))}, no "
-            f"other part over {100 * LARGE:.0f} %.",
+            f"other part over {percent(LARGE)}.",
             "a faster GPU, a lower precision (fp8), or more GPUs",
         )
     phase = next(phase for phase, names in PARTS.items() if worst in names)
@@ -166,8 +166,7 @@ def why_lost(loser: Candidate, winner: Candidate, loser_times: StepTimes, winner
     if not loser.fits:
         gain = 1.0 - loser.step_seconds / winner.step_seconds
         faster = f", would be {percent(gain)} faster" if gain > 0.005 else ""
-        need = loser.memory_bytes / 2**30
-        return f"does not fit: needs {need:.0f} GiB{faster}"
+        return f"does not fit: needs {memory(loser.memory_bytes)}{faster}"
     slower = loser.step_seconds / winner.step_seconds - 1.0
     if slower < -0.005:  # the user fixed a slower layout
         saved = {name: getattr(winner_times, name) - getattr(loser_times, name) for name in names}
@@ -188,7 +187,7 @@ def why_lost(loser: Candidate, winner: Candidate, loser_times: StepTimes, winner
 def sensitivities(
     model: StepModel, machine: MachineRates, profile: SoftwareProfile, candidate: Candidate, most: int = 6
 ) -> list[Sensitivity]:
-    """Inputs that move the step most when each gets 10 % worse, and constants over their own uncertainty."""
+    """Inputs that move the step most when each gets 10% worse, and constants over their own uncertainty."""
     constants = np.exp(np.array(profile.log_constants))
     base = float(compose(candidate.terms, constants).step_seconds)
     found = []
@@ -228,11 +227,11 @@ def sensitivities(
             model.lora_rank,
         )
         seconds = float(compose(other.terms(candidate.layout), constants).step_seconds)
-        found.append(Sensitivity(name, f"−{100 * MOVE:.0f} %", seconds / base - 1.0))
+        found.append(Sensitivity(name, f"−{percent(MOVE)}", seconds / base - 1.0))
     _, jacobian = linearise(stack([candidate.terms]), np.array(profile.log_constants)[None, :])
     for index, constant in enumerate(CONSTANTS):
         deviation = math.sqrt(max(profile.covariance[index][index], 0.0))
         effect = abs(float(jacobian[0, index])) * deviation
-        found.append(Sensitivity(constant.name.replace("_", " "), f"±{100 * deviation:.0f} % (1 σ)", effect))
+        found.append(Sensitivity(constant.name.replace("_", " "), f"±{percent(deviation)} (1 σ)", effect))
     found = [entry for entry in found if abs(entry.effect) > SMALL_EFFECT]
     return sorted(found, key=lambda entry: -abs(entry.effect))[:most]

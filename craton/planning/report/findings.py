@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from datetime import date, timedelta
 
+from craton import formatting
 from craton.job.layout import Layout
 from craton.planning.economics import billed_instances
-from craton.planning.report import quantities
 from craton.planning.result import (
     INTERVAL_LEVEL,
     PHASES,
@@ -21,7 +21,7 @@ from craton.planning.result import (
     TierPlan,
 )
 
-INTERVAL_NAME = f"{100 * INTERVAL_LEVEL:.0f} % interval"
+INTERVAL_NAME = f"{formatting.percent(INTERVAL_LEVEL)} interval"
 STALE_PRICE_DAYS = 90
 _SMALLEST_PART = 0.005  # of the step; smaller parts are shown as one sum
 _KIND_NAMES = {"pretrain": "Pre-training", "sft": "Fine-tuning", "dpo": "Preference tuning", "grpo": "RL tuning"}
@@ -32,12 +32,12 @@ LONGEST_SHOWN_SECONDS = 100 * 365 * 86400
 def verdict(plan: Plan) -> str:
     """The answer in one or two sentences: what, on what, how long, for how much, and whether it fits."""
     kind = _KIND_NAMES.get(plan.kind, plan.kind.capitalize())
-    work = f"{kind} {model_name(plan)} on {quantities.count(plan.tokens)} tokens"
+    work = f"{kind} {model_name(plan)} on {formatting.count(plan.tokens)} tokens"
     where = f"on {cluster_name(plan)}"
-    price = f" and costs {quantities.dollars(plan.cost.cost_dollars)}" if plan.cost else ""
+    price = f" and costs {formatting.dollars(plan.cost.cost_dollars)}" if plan.cost else ""
     if plan.fits:
-        return f"{work} fits {where}, takes {quantities.duration(plan.run_seconds)}{price}."
-    needed, limit = quantities.memory(plan.memory_bytes), quantities.memory(plan.memory_limit_bytes)
+        return f"{work} fits {where}, takes {formatting.duration(plan.run_seconds)}{price}."
+    needed, limit = formatting.memory(plan.memory_bytes), formatting.memory(plan.memory_limit_bytes)
     return (
         f"{work} does not fit {where}: a GPU needs {needed} and reports {limit}. "
         "The times below are what it would take if it fitted."
@@ -45,8 +45,8 @@ def verdict(plan: Plan) -> str:
 
 
 def model_name(plan: Plan) -> str:
-    active = f", {quantities.count(plan.model.active_parameters)} active" if plan.model.is_moe else ""
-    return f"{plan.model.name} ({quantities.count(plan.model.parameters)} parameters{active})"
+    active = f", {formatting.count(plan.model.active_parameters)} active" if plan.model.is_moe else ""
+    return f"{plan.model.name} ({formatting.count(plan.model.parameters)} parameters{active})"
 
 
 def cluster_name(plan: Plan) -> str:
@@ -57,8 +57,8 @@ def cluster_name(plan: Plan) -> str:
 
 
 def batch_text(plan: Plan) -> str:
-    tokens = quantities.count(plan.global_batch_sequences * plan.sequence)
-    return f"{quantities.count(plan.steps)} steps of {tokens} tokens"
+    tokens = formatting.count(plan.global_batch_sequences * plan.sequence)
+    return f"{formatting.count(plan.steps)} steps of {tokens} tokens"
 
 
 def end_days(plan: Plan, start: date) -> tuple[date, date, date] | None:
@@ -76,13 +76,13 @@ def price_text(plan: Plan) -> str:
     if plan.cost is None:
         return f"no price known for {plan.cluster.instance.name}; put yours in the cluster file"
     age = f" ({plan.cost.price_age_days} days old)" if plan.cost.price_age_days > STALE_PRICE_DAYS else ""
-    hourly = f"${plan.cost.dollars_per_hour_per_instance:,.2f}/h per instance"
+    hourly = f"{formatting.dollars(plan.cost.dollars_per_hour_per_instance)}/h per instance"
     if plan.cost.num_instances > billed_instances(plan.cluster.instance, plan.cluster.num_nodes):
         hourly += f" ({plan.cost.num_instances} with the spares)"
-    per_trillion = quantities.dollars(plan.cost.dollars_per_trillion_tokens)
+    per_trillion = formatting.dollars(plan.cost.dollars_per_trillion_tokens)
     return (
         f"{plan.cost.purchase}, {hourly}, price of {plan.cost.price_date}{age}; "
-        f"{quantities.dollars(plan.cost.dollars_per_day)} a day, {per_trillion} per 1 T tokens"
+        f"{formatting.dollars(plan.cost.dollars_per_day)} a day, {per_trillion} per 1T tokens"
     )
 
 
@@ -90,8 +90,8 @@ def failure_text(plan: Plan) -> str:
     goodput = plan.goodput
     if goodput.failures_per_day <= 0:
         return "no failures expected"
-    every = quantities.duration(goodput.mean_hours_between_failures * 3600)
-    saved = quantities.setting(goodput.interval_seconds)
+    every = formatting.duration(goodput.mean_hours_between_failures * 3600)
+    saved = formatting.setting(goodput.interval_seconds)
     return f"fails every {every}, recovers from {goodput.method}, saved every {saved}"
 
 
@@ -103,7 +103,7 @@ def calibration_text(plan: Plan) -> str:
 
 def bottleneck_text(plan: Plan) -> str:
     limit = plan.bottleneck
-    share = f", {quantities.percent(limit.share)} of the step ({limit.phase})" if limit.share > 0 else ""
+    share = f", {formatting.percent(limit.share)} of the step ({limit.phase})" if limit.share > 0 else ""
     layer = "ML software" if limit.layer == "ml software" else limit.layer
     return f"{layer}: {limit.part}{share}"
 
@@ -112,50 +112,50 @@ def step_text(plan: Plan) -> str:
     """Which phases fill the step, and what communication is not seen in it."""
     largest = sorted(PHASES, key=lambda phase: -plan.phases.get(phase, 0.0))
     shares = [
-        f"{'exposed ' if phase == 'communication' else ''}{phase} {quantities.percent(_share(plan, phase))}"
+        f"{'exposed ' if phase == 'communication' else ''}{phase} {formatting.percent(_share(plan, phase))}"
         for phase in largest[:2]
         if _share(plan, phase) >= 0.0005
     ]
     hidden = plan.hidden_communication_seconds
-    behind = f"; {quantities.duration(hidden)} of communication hidden behind compute" if hidden > 0 else ""
+    behind = f"; {formatting.duration(hidden)} of communication hidden behind compute" if hidden > 0 else ""
     return f"{', '.join(shares)}{behind}"
 
 
 def memory_text(plan: Plan) -> str:
     used = (
-        f"{quantities.memory(plan.memory_bytes)} of the {quantities.memory(plan.memory_limit_bytes)} the card reports"
+        f"{formatting.memory(plan.memory_bytes)} of the {formatting.memory(plan.memory_limit_bytes)} the card reports"
     )
     difference = plan.memory_limit_bytes - plan.memory_bytes
     worst = max(plan.memory_instants, key=lambda name: plan.memory_instants[name], default="")
     peak = f"; peak: {worst}" if worst else ""
-    return f"{used}, {quantities.memory(abs(difference))} {'free' if plan.fits else 'too much'}{peak}"
+    return f"{used}, {formatting.memory(abs(difference))} {'free' if plan.fits else 'too much'}{peak}"
 
 
 def storage_text(plan: Plan) -> str:
     storage = plan.storage
-    limit = quantities.rate(storage.data_limit_bytes_per_second)
+    limit = formatting.bandwidth(storage.data_limit_bytes_per_second)
     return (
-        f"checkpoint {quantities.stored(storage.checkpoint_bytes)}; "
-        f"data {quantities.rate(storage.data_bytes_per_second)} of {limit} from {storage.data_tier}"
+        f"checkpoint {formatting.stored(storage.checkpoint_bytes)}; "
+        f"data {formatting.bandwidth(storage.data_bytes_per_second)} of {limit} from {storage.data_tier}"
     )
 
 
 def goodput_text(plan: Plan) -> str:
     goodput = plan.goodput
     text = (
-        f"Saving every {quantities.setting(goodput.interval_seconds)} and recovering from {goodput.method} "
-        f"keeps {quantities.percent(goodput.goodput)} of the time productive"
+        f"Saving every {formatting.setting(goodput.interval_seconds)} and recovering from {goodput.method} "
+        f"keeps {formatting.percent(goodput.goodput)} of the time productive"
     )
     best_seconds, best = max(goodput.curve, key=lambda point: point[1])
     at_chosen = min(goodput.curve, key=lambda point: abs(point[0] - goodput.interval_seconds))[1]
     if best - at_chosen < 0.001:
         return f"{text}; no other interval gains more than 0.1 points"
-    return f"{text}; about every {quantities.setting(best_seconds)} would gain {100 * (best - at_chosen):.1f} points"
+    return f"{text}; about every {formatting.setting(best_seconds)} would gain {100 * (best - at_chosen):.1f} points"
 
 
 def scaling_text(plan: Plan) -> str:
     first, last = scaling_points(plan)[0], scaling_points(plan)[-1]
-    efficiency = quantities.percent(scaling_efficiencies(plan)[-1])
+    efficiency = formatting.percent(scaling_efficiencies(plan)[-1])
     more, faster = last.num_gpus / first.num_gpus, last.tokens_per_second / first.tokens_per_second
     return f"{more:.3g} x the GPUs give {faster:.1f} x the tokens/s: {efficiency} of ideal at {last.num_gpus:,} GPUs"
 
@@ -174,7 +174,7 @@ def scaling_efficiencies(plan: Plan) -> list[float]:
 def sensitivity_text(plan: Plan) -> str:
     most = max(plan.sensitivities, key=lambda item: abs(item.effect))
     what = f"{most.name} {most.change}".strip()
-    return f"The step is most sensitive to {what}: {quantities.signed_percent(most.effect)}"
+    return f"The step is most sensitive to {what}: {formatting.signed_percent(most.effect)}"
 
 
 def front_text(plan: Plan) -> str:
@@ -184,15 +184,15 @@ def front_text(plan: Plan) -> str:
     if fastest == cheapest:
         return f"{fastest.cluster} is both the fastest and the cheapest"
     return (
-        f"{fastest.cluster} is fastest ({quantities.duration(fastest.run_seconds)}, "
-        f"{quantities.dollars(fastest.cost_dollars or 0.0)}), {cheapest.cluster} cheapest "
-        f"({quantities.duration(cheapest.run_seconds)}, {quantities.dollars(cheapest.cost_dollars or 0.0)})"
+        f"{fastest.cluster} is fastest ({formatting.duration(fastest.run_seconds)}, "
+        f"{formatting.dollars(fastest.cost_dollars or 0.0)}), {cheapest.cluster} cheapest "
+        f"({formatting.duration(cheapest.run_seconds)}, {formatting.dollars(cheapest.cost_dollars or 0.0)})"
     )
 
 
 def runner_up_text(runner_up: Alternative) -> str:
-    cost = "no price" if runner_up.cost_dollars is None else quantities.dollars(runner_up.cost_dollars)
-    step, run = quantities.duration(runner_up.step_seconds), quantities.duration(runner_up.run_seconds)
+    cost = "no price" if runner_up.cost_dollars is None else formatting.dollars(runner_up.cost_dollars)
+    step, run = formatting.duration(runner_up.step_seconds), formatting.duration(runner_up.run_seconds)
     return f"step {step}, run {run}, {cost}; {runner_up.reason} ({runner_up.layout})"
 
 
@@ -260,18 +260,18 @@ def tier_rows(plan: Plan) -> list[tuple[str, list[str]]]:
 def _tier_cells(tier: TierPlan | None) -> list[str]:
     if tier is None:
         return ["–"] * 4
-    every = quantities.setting(tier.every_seconds) if tier.every_seconds else "–"
-    return [every, *map(quantities.duration, (tier.write_seconds, tier.blocked_seconds, tier.read_seconds))]
+    every = formatting.setting(tier.every_seconds) if tier.every_seconds else "–"
+    return [every, *map(formatting.duration, (tier.write_seconds, tier.blocked_seconds, tier.read_seconds))]
 
 
 def _recovery_cells(recovery: RecoveryPlan | None) -> list[str]:
     if recovery is None:
         return ["–"] * 4
     return [
-        quantities.setting(recovery.interval_seconds),
-        quantities.duration(recovery.detect_seconds + recovery.restart_seconds + recovery.redo_seconds),
-        quantities.percent(recovery.goodput),
-        quantities.percent_range(recovery.goodput_low, recovery.goodput_high),
+        formatting.setting(recovery.interval_seconds),
+        formatting.duration(recovery.detect_seconds + recovery.restart_seconds + recovery.redo_seconds),
+        formatting.percent(recovery.goodput),
+        formatting.percent_range(recovery.goodput_low, recovery.goodput_high),
     ]
 
 
@@ -295,5 +295,5 @@ def _share(plan: Plan, phase: str) -> float:
 
 def effect_text(sensitivity: Sensitivity) -> str:
     """An uncertainty moves the step both ways, a change one way."""
-    text = quantities.signed_percent(sensitivity.effect)
+    text = formatting.signed_percent(sensitivity.effect)
     return f"±{text.lstrip('+−')}" if sensitivity.change.startswith("±") else text

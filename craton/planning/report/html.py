@@ -11,9 +11,9 @@ from datetime import date
 from html import escape
 from importlib.resources import files
 
-from craton import html_report
+from craton import formatting, html_report
 from craton.html_report import Figure, Markup
-from craton.planning.report import findings, plots, quantities
+from craton.planning.report import findings, plots
 from craton.planning.result import INTERVAL_LEVEL, PHASES, Plan
 
 
@@ -34,7 +34,7 @@ def plan_html(plan: Plan, start: date | None = None) -> str:
         + _sensitivity_section(plan, figures)
         + _basis_section(plan)
     )
-    footer = f"""Intervals should hold {100 * INTERVAL_LEVEL:.0f} % of measurements. The same numbers as JSON:
+    footer = f"""Intervals should hold {formatting.percent(INTERVAL_LEVEL)} of measurements. The same numbers as JSON:
 <code>craton plan JOB --json</code>."""
     style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
     return html_report.page_html(f"{plan.job}: plan", Markup(body), figures, Markup(footer), style)
@@ -54,48 +54,48 @@ def _header(plan: Plan) -> Markup:
 
 def _tiles(plan: Plan, start: date | None) -> Markup:
     days = findings.end_days(plan, start) if start else None
-    done = f"; done {quantities.day(days[0])} ({quantities.day_range(days[1], days[2])})" if days else ""
-    begun = f" if started {quantities.day(start)}" if days and start else ""
+    done = f"; done {formatting.day(days[0])} ({formatting.day_range(days[1], days[2])})" if days else ""
+    begun = f" if started {formatting.day(start)}" if days and start else ""
     cost = plan.cost
     free = "free" if plan.fits else "too much"
-    difference = quantities.memory(abs(plan.memory_limit_bytes - plan.memory_bytes))
+    difference = formatting.memory(abs(plan.memory_limit_bytes - plan.memory_bytes))
     return html_report.tiles(
         [
             html_report.Tile(
                 "Step",
-                quantities.duration(plan.step_seconds),
+                formatting.duration(plan.step_seconds),
                 f"{findings.INTERVAL_NAME}; {findings.batch_text(plan)}",
-                quantities.duration_range(plan.step_seconds_low, plan.step_seconds_high),
+                formatting.duration_range(plan.step_seconds_low, plan.step_seconds_high),
             ),
             html_report.Tile(
                 "Run",
-                quantities.duration(plan.run_seconds),
+                formatting.duration(plan.run_seconds),
                 f"failures included{done}{begun}",
-                quantities.duration_range(plan.run_seconds_low, plan.run_seconds_high),
+                formatting.duration_range(plan.run_seconds_low, plan.run_seconds_high),
             ),
             html_report.Tile(
                 "Cost",
-                quantities.dollars(cost.cost_dollars) if cost else "not known",
+                formatting.dollars(cost.cost_dollars) if cost else "not known",
                 findings.price_text(plan),
-                quantities.dollars_range(cost.cost_dollars_low, cost.cost_dollars_high) if cost else "",
+                formatting.dollars_range(cost.cost_dollars_low, cost.cost_dollars_high) if cost else "",
             ),
             html_report.Tile(
                 "Speed",
-                f"{quantities.count(plan.tokens_per_second)} tokens/s",
-                f"{quantities.count(plan.tokens_per_second / plan.cluster.num_gpus)} tokens/s per GPU",
-                f"{quantities.percent(plan.mfu)} MFU",
+                f"{formatting.count(plan.tokens_per_second)} tokens/s",
+                f"{formatting.count(plan.tokens_per_second / plan.cluster.num_gpus)} tokens/s per GPU",
+                f"{formatting.percent(plan.mfu)} MFU",
             ),
             html_report.Tile(
                 "Goodput",
-                quantities.percent(plan.goodput.goodput),
+                formatting.percent(plan.goodput.goodput),
                 findings.failure_text(plan),
-                quantities.percent_range(plan.goodput.goodput_low, plan.goodput.goodput_high),
+                formatting.percent_range(plan.goodput.goodput_low, plan.goodput.goodput_high),
             ),
             html_report.Tile(
                 "Memory of a GPU",
-                quantities.memory(plan.memory_bytes),
+                formatting.memory(plan.memory_bytes),
                 f"{difference} {free}",
-                f"of {quantities.memory(plan.memory_limit_bytes)}",
+                f"of {formatting.memory(plan.memory_limit_bytes)}",
             ),
         ]
     )
@@ -115,14 +115,14 @@ def _step_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
     for phase in PHASES:
         seconds = plan.phases.get(phase, 0.0)
         parts = findings.shown_parts(plan, phase)
-        share = quantities.percent(seconds / plan.step_seconds)
+        share = formatting.percent(seconds / plan.step_seconds)
         name = html_report.chip(plots.part_color(phase, 0), f"{phase}: {parts[0][0]}") if len(parts) == 1 else phase
-        rows.append(("", [name, quantities.duration(seconds), share]))
+        rows.append(("", [name, formatting.duration(seconds), share]))
         for index, (part, part_seconds) in enumerate(parts if len(parts) > 1 else ()):
             label = html_report.chip(plots.part_color(phase, index), part)
-            share = quantities.percent(part_seconds / plan.step_seconds)
-            rows.append(("part", [label, quantities.duration(part_seconds), share]))
-    rows.append(("total", ["step", quantities.duration(plan.step_seconds), "100 %"]))
+            share = formatting.percent(part_seconds / plan.step_seconds)
+            rows.append(("part", [label, formatting.duration(part_seconds), share]))
+    rows.append(("total", ["step", formatting.duration(plan.step_seconds), "100%"]))
     table = html_report.table(["phase", ">time", ">share"], rows)
     return html_report.plot_section("Step", _sentence(findings.step_text(plan)), "plot-step", table)
 
@@ -130,11 +130,11 @@ def _step_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
 def _memory_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
     figures["plot-memory"] = plots.memory_figure(plan)
     rows = [
-        ("", [html_report.chip(plots.memory_color(index), name), quantities.gibibytes(size)])
+        ("", [html_report.chip(plots.memory_color(index), name), formatting.gibibytes(size)])
         for index, (name, size) in enumerate(plots.memory_rows(plan))
     ]
-    rows.append(("total", ["needed", quantities.gibibytes(plan.memory_bytes)]))
-    rows.append(("", ["card reports", quantities.gibibytes(plan.memory_limit_bytes)]))
+    rows.append(("total", ["needed", formatting.gibibytes(plan.memory_bytes)]))
+    rows.append(("", ["card reports", formatting.gibibytes(plan.memory_limit_bytes)]))
     table = html_report.table(["part", ">GiB"], rows)
     return html_report.plot_section("Memory", _sentence(findings.memory_text(plan)), "plot-memory", table)
 
@@ -150,9 +150,9 @@ def _alternatives_section(plan: Plan) -> Markup:
     title = f"{plan.layouts_evaluated:,} layouts evaluated; the chosen one and what the others would change"
     chosen = [
         "chosen",
-        quantities.duration(plan.step_seconds),
-        quantities.memory(plan.memory_bytes),
-        quantities.duration(plan.run_seconds),
+        formatting.duration(plan.step_seconds),
+        formatting.memory(plan.memory_bytes),
+        formatting.duration(plan.run_seconds),
         _dollars(plan.cost.cost_dollars if plan.cost else None),
         "",
     ]
@@ -161,9 +161,9 @@ def _alternatives_section(plan: Plan) -> Markup:
             "",
             [
                 findings.layout_change(plan.layout, alternative.layout),
-                quantities.duration(alternative.step_seconds),
-                quantities.memory(alternative.memory_bytes),
-                quantities.duration(alternative.run_seconds),
+                formatting.duration(alternative.step_seconds),
+                formatting.memory(alternative.memory_bytes),
+                formatting.duration(alternative.run_seconds),
                 _dollars(alternative.cost_dollars),
                 alternative.reason,
             ],
@@ -185,10 +185,10 @@ def _front_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
             [
                 f"{number} · {entry.cluster}",
                 str(entry.layout),
-                quantities.duration(entry.step_seconds),
-                quantities.duration(entry.run_seconds),
+                formatting.duration(entry.step_seconds),
+                formatting.duration(entry.run_seconds),
                 _dollars(entry.cost_dollars),
-                quantities.percent(entry.goodput) if entry.goodput is not None else "–",
+                formatting.percent(entry.goodput) if entry.goodput is not None else "–",
                 entry.reason,
             ],
         )
@@ -210,9 +210,9 @@ def _scaling_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
             "chosen" if point.num_gpus == plan.cluster.num_gpus else "",
             [
                 f"{point.num_gpus:,}",
-                quantities.count(point.tokens_per_second),
-                quantities.percent(efficiency),
-                quantities.duration(point.run_seconds),
+                formatting.count(point.tokens_per_second),
+                formatting.percent(efficiency),
+                formatting.duration(point.run_seconds),
                 _dollars(point.cost_dollars),
             ],
         )
@@ -255,12 +255,12 @@ def _basis_section(plan: Plan) -> Markup:
     """What was fed in, so that a reader can check it."""
     model, instance = plan.model, plan.cluster.instance
     source = f" ({plan.cost.price_source})" if plan.cost and plan.cost.price_source else ""
-    network = quantities.rate(instance.network_bytes_per_second)
+    network = formatting.bandwidth(instance.network_bytes_per_second)
     facts = [
         ("model", findings.model_name(plan)),
         ("shape", f"{model.layers} layers, hidden {model.hidden:,}, {model.heads} heads, vocabulary {model.vocab:,}"),
         ("batch", f"{plan.global_batch_sequences:,} sequences of {plan.sequence:,} tokens"),
-        ("work", f"{quantities.count(plan.flops_per_token)} FLOPs a token"),
+        ("work", f"{formatting.count(plan.flops_per_token)} FLOPs a token"),
         ("cluster", findings.cluster_name(plan)),
         ("network", f"{network} a node, NVLink domain of {instance.nvlink_domain_gpus} GPUs"),
         ("failures", f"{1000 * plan.cluster.failures_per_node_day:.2g} per 1000 node-days"),
@@ -276,4 +276,4 @@ def _sentence(text: str) -> str:
 
 
 def _dollars(amount: float | None) -> str:
-    return "no price" if amount is None else quantities.dollars(amount)
+    return "no price" if amount is None else formatting.dollars(amount)

@@ -9,8 +9,9 @@ import math
 from html import escape
 from typing import Any
 
+from craton import formatting
 from craton.html_report import Figure, axis_name, axis_title, label, log_axis, log_range, plain_layout, vertical_line
-from craton.planning.report import findings, quantities
+from craton.planning.report import findings
 from craton.planning.result import PHASES, Plan
 
 NUM_MEMORY_COLORS = 8
@@ -33,8 +34,8 @@ def step_figure(plan: Plan) -> Figure:
             hover = f"{escape(name)}<br>{_seconds_and_share(part_seconds, plan)}"
             traces.append(_bar(row, part_seconds * scale, part_color(phase, index), hover))
     if hidden > 0:
-        labels.append((len(rows), "communication, hidden behind compute", quantities.duration(hidden)))
-        bar = _bar(len(rows), hidden * scale, "@communication/30", f"hidden<br>{quantities.duration(hidden)}")
+        labels.append((len(rows), "communication, hidden behind compute", formatting.duration(hidden)))
+        bar = _bar(len(rows), hidden * scale, "@communication/30", f"hidden<br>{formatting.duration(hidden)}")
         bar["marker"] |= {"pattern": {"shape": "/", "size": 6, "solidity": 0.35, "fgcolor": "@communication"}}
         traces.append(bar)
     longest = max([*plan.phases.values(), hidden]) * scale
@@ -45,22 +46,22 @@ def memory_figure(plan: Plan) -> Figure:
     """The worst instant stacked by part, the other instants below it, and a line at what the card reports."""
     limit = plan.memory_limit_bytes / _GIBIBYTE
     traces = [
-        _bar(0, size / _GIBIBYTE, memory_color(index), f"{escape(name)}<br>{quantities.memory(size)}")
+        _bar(0, size / _GIBIBYTE, memory_color(index), f"{escape(name)}<br>{formatting.memory(size)}")
         for index, (name, size) in enumerate(memory_rows(plan))
     ]
     instants = sorted(plan.memory_instants.items(), key=lambda instant: -instant[1])
     worst = instants[0][0] if instants else "worst instant"
-    labels = [(0, f"<b>{escape(worst)}</b>  {quantities.memory(plan.memory_bytes)}", "")]
+    labels = [(0, f"<b>{escape(worst)}</b>  {formatting.memory(plan.memory_bytes)}", "")]
     for row, (name, size) in enumerate(instants[1:], 1):
-        labels.append((row, f"{escape(name)}  {quantities.memory(size)}", ""))
-        traces.append(_bar(row, size / _GIBIBYTE, "@muted/45", f"{escape(name)}<br>{quantities.memory(size)}"))
+        labels.append((row, f"{escape(name)}  {formatting.memory(size)}", ""))
+        traces.append(_bar(row, size / _GIBIBYTE, "@muted/45", f"{escape(name)}<br>{formatting.memory(size)}"))
     figure = _rows_figure(traces, labels, "GiB on one GPU", [0, max(limit, plan.memory_bytes / _GIBIBYTE) * 1.03])
     figure["layout"]["height"] += 30
     figure["layout"]["margin"]["t"] += 30
     figure["layout"]["shapes"] = [vertical_line(limit, "@ink" if plan.fits else "@bad", dash="solid")]
     # Left of the line where there is room, so that the label never leaves the plot.
     side = "right" if limit > 0.5 * plan.memory_bytes / _GIBIBYTE else "left"
-    card = f"card reports {quantities.memory(plan.memory_limit_bytes)}"
+    card = f"card reports {formatting.memory(plan.memory_limit_bytes)}"
     figure["layout"]["annotations"].append(label(limit, 1, card, side, yshift=20))
     return figure
 
@@ -74,8 +75,8 @@ def front_figure(plan: Plan) -> Figure:
     on_front = [each for each in everyone if findings.is_on_front(each, everyone)]
     times = [each.run_seconds / unit_seconds for each in everyone]
     hover = [
-        f"<b>{escape(each.cluster)}</b><br>{quantities.duration(each.run_seconds)}, "
-        f"{quantities.dollars(each.cost_dollars or 0.0)}<br>{escape(str(each.layout))}<br>{escape(each.reason)}"
+        f"<b>{escape(each.cluster)}</b><br>{formatting.duration(each.run_seconds)}, "
+        f"{formatting.dollars(each.cost_dollars or 0.0)}<br>{escape(str(each.layout))}<br>{escape(each.reason)}"
         for each in everyone
     ]
     line = {
@@ -105,7 +106,7 @@ def front_figure(plan: Plan) -> Figure:
     layout = plain_layout(320)
     layout["xaxis"] |= {"title": axis_title(f"run time, {unit}"), "showgrid": False}
     if max(times) > 8 * min(times):
-        layout["xaxis"] |= log_axis(min(times), max(times), quantities.count)
+        layout["xaxis"] |= log_axis(min(times), max(times), formatting.count)
     layout["yaxis"] |= {"tickprefix": "$", "tickformat": "~s", "nticks": 6}
     layout["annotations"] = [axis_name("cost, $")]
     return {"data": [line, points], "layout": layout}
@@ -120,8 +121,8 @@ def scaling_figure(plan: Plan) -> Figure:
     efficiencies = [100 * share for share in findings.scaling_efficiencies(plan)]
     sizes = [12 if count == plan.cluster.num_gpus else 7 for count in gpus]
     hover = [
-        f"<b>{point.num_gpus:,} GPUs</b><br>{quantities.count(point.tokens_per_second)} tokens/s"
-        f"<br>step {quantities.duration(point.step_seconds)}<br>{escape(str(point.layout))}"
+        f"<b>{point.num_gpus:,} GPUs</b><br>{formatting.count(point.tokens_per_second)} tokens/s"
+        f"<br>step {formatting.duration(point.step_seconds)}<br>{escape(str(point.layout))}"
         for point in points
     ]
     layout = plain_layout(390)
@@ -144,7 +145,7 @@ def scaling_figure(plan: Plan) -> Figure:
         "dtick": 50,
         "range": [0, max(105.0, 1.05 * max(efficiencies))],
     }
-    layout["yaxis"] |= log_axis(min(tokens), ideal[-1], quantities.count)
+    layout["yaxis"] |= log_axis(min(tokens), ideal[-1], formatting.count)
     layout["annotations"] = [
         axis_name("tokens/s"),
         axis_name("efficiency, % of ideal", 0.24),
@@ -165,7 +166,7 @@ def scaling_figure(plan: Plan) -> Figure:
         "data": [
             {"type": "scatter", "mode": "lines", "x": gpus, "y": ideal, "line": dashed, "hoverinfo": "skip"},
             curve | {"y": tokens, "hovertext": hover, "hovertemplate": "%{hovertext}<extra></extra>"},
-            curve | {"y": efficiencies, "yaxis": "y2", "hovertemplate": "%{x:,} GPUs<br>%{y:.1f} %<extra></extra>"},
+            curve | {"y": efficiencies, "yaxis": "y2", "hovertemplate": "%{x:,} GPUs<br>%{y:.1f}%<extra></extra>"},
         ],
         "layout": layout,
     }
@@ -187,7 +188,7 @@ def goodput_figure(plan: Plan) -> Figure:
     layout["xaxis"] |= {
         "type": "log",
         "tickvals": ticks,
-        "ticktext": [quantities.setting(tick) for tick in ticks],
+        "ticktext": [formatting.setting(tick) for tick in ticks],
         "range": log_range(min([*intervals, goodput.interval_seconds]), max([*intervals, goodput.interval_seconds])),
         "title": axis_title("checkpoint interval"),
         "showgrid": False,
@@ -203,7 +204,7 @@ def goodput_figure(plan: Plan) -> Figure:
         label(
             math.log10(goodput.interval_seconds),
             0,
-            f"chosen: every {quantities.setting(goodput.interval_seconds)}",
+            f"chosen: every {formatting.setting(goodput.interval_seconds)}",
             "left" if left_half else "right",
             yshift=14,
             xshift=8 if left_half else -8,
@@ -215,8 +216,8 @@ def goodput_figure(plan: Plan) -> Figure:
         "x": intervals,
         "y": shares,
         "line": {"color": "@accent", "width": 2.5, "shape": "spline"},
-        "hovertext": [quantities.setting(seconds) for seconds in intervals],
-        "hovertemplate": "every %{hovertext}<br>%{y:.2f} %<extra></extra>",
+        "hovertext": [formatting.setting(seconds) for seconds in intervals],
+        "hovertemplate": "every %{hovertext}<br>%{y:.2f}%<extra></extra>",
     }
     mark = {
         "type": "scatter",
@@ -233,8 +234,8 @@ def goodput_figure(plan: Plan) -> Figure:
             "width": 5,
         },
         "marker": {"size": 12, "color": "@accent", "line": {"color": "@surface", "width": 2}},
-        "hovertemplate": f"chosen<br>{quantities.percent(goodput.goodput)}, {findings.INTERVAL_NAME} "
-        f"{quantities.percent_range(goodput.goodput_low, goodput.goodput_high)}<extra></extra>",
+        "hovertemplate": f"chosen<br>{formatting.percent(goodput.goodput)}, {findings.INTERVAL_NAME} "
+        f"{formatting.percent_range(goodput.goodput_low, goodput.goodput_high)}<extra></extra>",
     }
     return {"data": [curve, mark], "layout": layout}
 
@@ -314,4 +315,4 @@ def _bar(row: int, value: float, color: str, hover: str) -> dict[str, Any]:
 
 
 def _seconds_and_share(seconds: float, plan: Plan) -> str:
-    return f"{quantities.duration(seconds)} · {quantities.percent(seconds / plan.step_seconds)}"
+    return f"{formatting.duration(seconds)} · {formatting.percent(seconds / plan.step_seconds)}"

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from craton.planning.report import quantities
+from craton import formatting
 from craton.planning.serving import ServePlan
 
 TITLE_WIDTH = 13
@@ -29,19 +29,19 @@ def render_serving(plan: ServePlan, console: Console) -> None:
 
 def _verdict(plan: ServePlan) -> str:
     model, gpu = plan.model, plan.cluster.instance.gpu
-    size = f"{quantities.count(model.parameters)} parameters"
+    size = f"{formatting.count(model.parameters)} parameters"
     ranks = f"{plan.tp} ranks (tp {plan.tp})" if plan.tp > 1 else "1 rank"
     return f"Serving {model.name}, {size}, in {plan.precision} with {ranks} on {gpu.name}."
 
 
 def _memory_fields(plan: ServePlan) -> list[tuple[str, str]]:
-    gibibytes = ", ".join(f"{name} {quantities.gibibytes(size)}" for name, size in plan.memory_parts.items())
-    memory = f"{quantities.memory(plan.memory_bytes)} of {quantities.memory(plan.memory_limit_bytes)} a rank"
-    kv = f"{quantities.count(plan.kv_tokens)} tokens ({quantities.stored(plan.kv_bytes_per_token)} each)"
+    gibibytes = ", ".join(f"{name} {formatting.gibibytes(size)}" for name, size in plan.memory_parts.items())
+    memory = f"{formatting.memory(plan.memory_bytes)} of {formatting.memory(plan.memory_limit_bytes)} a rank"
+    kv = f"{formatting.count(plan.kv_tokens)} tokens ({formatting.stored(plan.kv_bytes_per_token)} each)"
     if plan.fits:
         kv += f": {_requests(plan.requests)} of {plan.mean_context:,}"
     if plan.host_kv_tokens:
-        kv += f"; {quantities.count(plan.host_kv_tokens)} more in host memory"
+        kv += f"; {formatting.count(plan.host_kv_tokens)} more in host memory"
     if not plan.fits:
         kv += f"; {plan.needed_tokens:,} are needed: raise serve.memory, use fp8, more ranks (tp) or a smaller model"
     return [("memory", f"{memory} (GiB: {gibibytes})"), ("room", kv)]
@@ -53,24 +53,24 @@ def _speed_fields(plan: ServePlan) -> list[tuple[str, str]]:
         (
             "best batch",
             f"{_speed(plan.best_tokens_per_second, plan.best_roof_tokens_per_second)}, {_requests(plan.best_batch)}, "
-            f"{quantities.duration(plan.best_step_seconds)} a step, bound by {plan.bound}",
+            f"{formatting.duration(plan.best_step_seconds)} a step, bound by {plan.bound}",
         ),
         (
             "first token",
-            f"{quantities.duration(plan.first_token_seconds)} after a prompt of {plan.prompt_tokens:,} tokens on an "
-            f"idle server; prompts at {quantities.count(round(plan.prefill_tokens_per_second))} tokens/s",
+            f"{formatting.duration(plan.first_token_seconds)} after a prompt of {plan.prompt_tokens:,} tokens on an "
+            f"idle server; prompts at {formatting.count(round(plan.prefill_tokens_per_second))} tokens/s",
         ),
     ]
     if plan.dollars_per_hour is not None and plan.dollars_per_million_tokens is not None:
-        per_million = quantities.dollars(plan.dollars_per_million_tokens)
+        per_million = formatting.dollars(plan.dollars_per_million_tokens)
         fields.append(
-            ("cost", f"{quantities.dollars(plan.dollars_per_hour)} an hour, {per_million} a million tokens at best")
+            ("cost", f"{formatting.dollars(plan.dollars_per_hour)} an hour, {per_million} a million tokens at best")
         )
     roofs = plan.roofs
-    rates = f"{quantities.rate(roofs.bytes_per_second)} and {quantities.count(roofs.flops / 1e12)} TFLOP/s"
-    overhead = quantities.duration(plan.overhead_seconds)
+    rates = f"{formatting.bandwidth(roofs.bytes_per_second)} and {formatting.count(roofs.flops / 1e12)} TFLOP/s"
+    overhead = formatting.duration(plan.overhead_seconds)
     fields.append(
-        ("assumed", f"{quantities.percent(plan.efficiency)} of the roof ({rates} a rank), and {overhead} a step")
+        ("assumed", f"{formatting.percent(plan.efficiency)} of the roof ({rates} a rank), and {overhead} a step")
     )
     return fields
 
@@ -80,7 +80,7 @@ def _requests(count: int) -> str:
 
 
 def _speed(predicted: float, roof: float) -> str:
-    return f"{quantities.count(round(predicted))} tokens/s (roof {quantities.count(round(roof))})"
+    return f"{formatting.count(round(predicted))} tokens/s (roof {formatting.count(round(roof))})"
 
 
 def _decode_table(plan: ServePlan) -> Table:
@@ -92,7 +92,7 @@ def _decode_table(plan: ServePlan) -> Table:
         table.add_column(f"past {context:,}", justify="right")
     for batch in sorted({point.batch for point in plan.decode}):
         cells = [rates.get((batch, context)) for context in contexts]
-        table.add_row(f"{batch:,}", *("no room" if rate is None else quantities.count(round(rate)) for rate in cells))
+        table.add_row(f"{batch:,}", *("no room" if rate is None else formatting.count(round(rate)) for rate in cells))
     return table
 
 

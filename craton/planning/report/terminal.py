@@ -12,7 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from craton.planning.report import findings, quantities
+from craton import formatting
+from craton.planning.report import findings
 from craton.planning.result import PHASES, Plan
 
 _PHASE_STYLES = dict(zip(PHASES, ("cyan", "blue", "yellow", "magenta", "green"), strict=True))
@@ -51,10 +52,10 @@ def render_front(plan: Plan, console: Console) -> None:
         _add_row(
             numbers,
             Text.assemble(mark, (entry.cluster, "bold" if chosen else "")),
-            quantities.duration(entry.step_seconds),
-            quantities.duration(entry.run_seconds),
-            "no price" if entry.cost_dollars is None else quantities.dollars(entry.cost_dollars),
-            "–" if entry.goodput is None else quantities.percent(entry.goodput),
+            formatting.duration(entry.step_seconds),
+            formatting.duration(entry.run_seconds),
+            "no price" if entry.cost_dollars is None else formatting.dollars(entry.cost_dollars),
+            "–" if entry.goodput is None else formatting.percent(entry.goodput),
             Text(entry.reason, style="bold" if chosen else "" if entry.fits else "red"),
         )
         _add_row(layouts, Text.assemble(mark, entry.cluster), str(entry.layout))
@@ -73,40 +74,40 @@ def _print_verdict(plan: Plan, console: Console, start: date | None) -> None:
     _print_lines(console, Text("bottleneck  ", style="dim"), _bottleneck(plan))
     console.print()
 
-    speed = f"{quantities.count(plan.tokens_per_second)} tokens/s, {quantities.percent(plan.mfu)} MFU"
+    speed = f"{formatting.count(plan.tokens_per_second)} tokens/s, {formatting.percent(plan.mfu)} MFU"
     stale = plan.cost is not None and plan.cost.price_age_days > findings.STALE_PRICE_DAYS
     table = _table("", ">predicted", findings.INTERVAL_NAME, "")
     _add_row(
         table,
         "step",
-        Text(quantities.duration(plan.step_seconds), style="bold"),
-        quantities.duration_range(plan.step_seconds_low, plan.step_seconds_high),
+        Text(formatting.duration(plan.step_seconds), style="bold"),
+        formatting.duration_range(plan.step_seconds_low, plan.step_seconds_high),
         speed,
     )
     _add_row(
         table,
         "run",
-        Text(quantities.duration(plan.run_seconds), style="bold"),
-        quantities.duration_range(plan.run_seconds_low, plan.run_seconds_high),
+        Text(formatting.duration(plan.run_seconds), style="bold"),
+        formatting.duration_range(plan.run_seconds_low, plan.run_seconds_high),
         findings.batch_text(plan),
     )
     if start and (days := findings.end_days(plan, start)):
         ends, first, last = days
-        done = Text(quantities.day(ends), style="bold")
-        _add_row(table, "done", done, quantities.day_range(first, last), f"if started {quantities.day(start)}")
+        done = Text(formatting.day(ends), style="bold")
+        _add_row(table, "done", done, formatting.day_range(first, last), f"if started {formatting.day(start)}")
     cost = plan.cost
     _add_row(
         table,
         "cost",
-        Text(quantities.dollars(cost.cost_dollars) if cost else "–", style="bold"),
-        quantities.dollars_range(cost.cost_dollars_low, cost.cost_dollars_high) if cost else "",
+        Text(formatting.dollars(cost.cost_dollars) if cost else "–", style="bold"),
+        formatting.dollars_range(cost.cost_dollars_low, cost.cost_dollars_high) if cost else "",
         Text(findings.price_text(plan), style="yellow" if stale or cost is None else ""),
     )
     _add_row(
         table,
         "goodput",
-        Text(quantities.percent(plan.goodput.goodput), style="bold"),
-        quantities.percent_range(plan.goodput.goodput_low, plan.goodput.goodput_high),
+        Text(formatting.percent(plan.goodput.goodput), style="bold"),
+        formatting.percent_range(plan.goodput.goodput_low, plan.goodput.goodput_high),
         findings.failure_text(plan),
     )
     console.print(table, highlight=False)
@@ -127,7 +128,7 @@ def _print_step(plan: Plan, console: Console) -> None:
             table,
             Text.assemble((phase, "bold"), (note + only, "dim")),
             f"{seconds * scale:.3f}",
-            quantities.percent(seconds / plan.step_seconds),
+            formatting.percent(seconds / plan.step_seconds),
             Text(_bar(seconds / longest, bar_width), style=_PHASE_STYLES[phase]),
         )
         for name, part_seconds in parts if len(parts) > 1 else ():
@@ -135,7 +136,7 @@ def _print_step(plan: Plan, console: Console) -> None:
                 table,
                 Text(f"  {name}", style="dim"),
                 Text(f"{part_seconds * scale:.3f}", style="dim"),
-                Text(quantities.percent(part_seconds / plan.step_seconds), style="dim"),
+                Text(formatting.percent(part_seconds / plan.step_seconds), style="dim"),
                 Text(_thin_bar(part_seconds / longest, bar_width), style=f"dim {_PHASE_STYLES[phase]}"),
             )
     _print_indented(console, table)
@@ -154,7 +155,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
         end = round(width * total / whole)
         bar.append(glyph * (end - drawn), style=style)
         drawn = end
-        legend.append(Text.assemble((glyph, style), f" {name} {quantities.gibibytes(size)}"))
+        legend.append(Text.assemble((glyph, style), f" {name} {formatting.gibibytes(size)}"))
     bar.append("·" * (width - drawn), style="dim")
     if not plan.fits:
         mark = min(width - 1, round(width * plan.memory_limit_bytes / whole))
@@ -190,8 +191,8 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
         _add_row(
             table,
             findings.layout_change(plan.layout, alternative.layout),
-            quantities.duration(alternative.step_seconds),
-            Text(quantities.memory(alternative.memory_bytes), style="" if alternative.fits else "red"),
+            formatting.duration(alternative.step_seconds),
+            Text(formatting.memory(alternative.memory_bytes), style="" if alternative.fits else "red"),
             alternative.reason,
         )
     if plan.alternatives:

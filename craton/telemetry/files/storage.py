@@ -16,7 +16,7 @@ import sys
 import threading
 from pathlib import Path
 
-from craton import figures
+from craton import formatting
 
 # What storage says when it takes nothing now and may again later.
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
@@ -68,9 +68,11 @@ def storage_problem(path: Path) -> str:
         return f"{path} is read-only: make its file system writable again (`mount -o remount,rw`)"
     free_bytes = mount.f_bavail * mount.f_frsize
     if free_bytes < FULL_BYTES:
-        return f"the file system of {path} is full: {figures.size(free_bytes)} are free; remove files or enlarge it"
+        return (
+            f"the file system of {path} is full: {formatting.stored(free_bytes)} are free; remove files or enlarge it"
+        )
     if mount.f_files and not mount.f_favail:
-        return f"the file system of {path} has no free inodes ({figures.size(free_bytes)} are free); remove files"
+        return f"the file system of {path} has no free inodes ({formatting.stored(free_bytes)} are free); remove files"
     return ""
 
 

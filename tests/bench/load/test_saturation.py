@@ -81,7 +81,7 @@ def test_why_a_level_did_not_go_well() -> None:
     assert why_not(good, summarize(good)) == ""
     assert why_not(full, summarize(full)) == "piles up"
     strict = parse_objectives("e2e=400ms")
-    assert why_not(good, summarize(good, strict)) == "0 % good"
+    assert why_not(good, summarize(good, strict)) == "0% good"
     broken = [*good, *(RequestSample(0.0, 0.0, 1.0, error="HTTP 429") for _ in range(10))]
     assert why_not(broken, summarize(broken)) == "10 of 170 failed"
 

@@ -320,7 +320,7 @@ DEGRADED = [
     Degraded("gdrdrv not loaded", "p5", "gdrcopy", "warn", "not loaded", lambda node: node.modules.pop("gdrdrv")),
     Degraded("no GPUDirect RDMA", "p5", "gpudirect_rdma", "fail", "neither nvidia_peermem", change(open_modules=False)),
     Degraded(
-        "EFA retransmits", "p5", "efa_counters", "warn", "retrans_bytes: 2.2 %", counter("retrans_bytes", 2 * 10**13)
+        "EFA retransmits", "p5", "efa_counters", "warn", "retrans_bytes: 2.2%", counter("retrans_bytes", 2 * 10**13)
     ),
     Degraded("one EFA idles", "p5en", "efa_counters", "warn", "less than half", counter("tx_bytes", 10**14)),
     Degraded("ports not given to the pod", "lab-h100", "infiniband", "fail", "0 of 8 InfiniBand ports are", hide_verbs),
@@ -334,7 +334,7 @@ DEGRADED = [
     ),
     Degraded("a port is down", "lab-h100", "infiniband", "fail", "mlx5_2 DOWN", port_down),
     Degraded("a port trained slower", "lab-h100", "infiniband", "warn", "mlx5_2 200", slow_port),
-    Degraded("locked memory limited", "lab-h100", "locked_memory", "fail", "0 MiB", limit_memory),
+    Degraded("locked memory limited", "lab-h100", "locked_memory", "fail", "64.0 KiB", limit_memory),
     Degraded("NCCL_PROTO set", "p5", "environment", "warn", "NCCL_PROTO=simple", variable("NCCL_PROTO", "simple")),
     Degraded("sockets asked for", "p5en", "environment", "fail", "NCCL_NET=Socket", variable("NCCL_NET", "Socket")),
     Degraded("tcp provider", "p5", "environment", "fail", "FI_PROVIDER=tcp", variable("FI_PROVIDER", "tcp")),
@@ -351,7 +351,7 @@ DEGRADED = [
     Degraded("Lustre over TCP", "p5en", "lustre_network", "warn", "over tcp, not EFA", change(lustre_efa=0)),
     Degraded("a drive is gone", "p5", "nvme", "fail", "7 NVMe drives", change(drives=7)),
     Degraded("drives not mounted", "p6-b200", "nvme", "warn", "all 8 NVMe drives", change(drives_mounted=False)),
-    Degraded("a container's 64 MiB", "p5-pod", "shared_memory", "fail", "0.0625 GiB", change(shared_memory_kib=65536)),
+    Degraded("a container's 64 MiB", "p5-pod", "shared_memory", "fail", "64.0 MiB", change(shared_memory_kib=65536)),
     Degraded(
         "few open files", "p5", "open_files", "warn", "1,024", lambda node: node.limits.update({"open files": "1024"})
     ),

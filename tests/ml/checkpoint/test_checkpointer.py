@@ -273,9 +273,9 @@ def test_room_is_looked_for_before_the_save(small_disk: Path) -> None:
         checkpointer.save(3, numbers(3), {})
     text = str(caught.value)
     assert text == failed.error
-    begin = f"step 2 was not saved: tier shared ({small_disk}) is full: the save needs 1.15 MiB, "
+    begin = f"step 2 was not saved: tier shared ({small_disk}) is full: the save needs 1.21 MB, "
     assert text.startswith(begin)
-    assert " KiB are free; free space there, keep fewer checkpoints or give the tier another folder; " in text
+    assert " kB are free; free space there, keep fewer checkpoints or give the tier another folder; " in text
     assert text.endswith("; the checkpoint of step 1 is intact")
     checkpointer.wait()  # the save whose call told of it went on
     assert sorted(entry.name for entry in small_disk.iterdir()) == ["step-00000001", "step-00000003"]

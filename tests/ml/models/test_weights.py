@@ -141,6 +141,6 @@ def test_saving_refuses_what_it_cannot_write_whole(llama: Path, tmp_path: Path) 
     with pytest.raises(WeightsError, match=r"cannot be saved as torch.int8; allowed: bfloat16"):
         save_folder(state, model.config, tmp_path / "a", dtype=torch.int8)
     (tmp_path / "file").write_text("")
-    with pytest.raises(WeightsError, match=r"cannot be written .*it needs 0.00 GB"):
+    with pytest.raises(WeightsError, match=r"cannot be written .*it needs [\d.]+ [kM]B"):
         save_folder(state, model.config, tmp_path / "file" / "a")
     assert not list(tmp_path.glob("a*"))

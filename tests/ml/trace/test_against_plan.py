@@ -1,5 +1,5 @@
-"""The trace of the real step against the planner's count, from 8 to 16,384 ranks: bytes and FLOPs within 1 %, memory
-within 5 %. One rank of the first and the last stage of a pipeline."""
+"""The trace of the real step against the planner's count, from 8 to 16,384 ranks: bytes and FLOPs within 1%, memory
+within 5%. One rank of the first and the last stage of a pipeline."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_a_sound_model_has_no_findings() -> None:
 )
 def test_groups_that_span_the_world_have_their_own_names(layout: Layout, model: str) -> None:
     """Where one group is all there is, it must not be taken for the sums over all ranks. The memory of models this
-    small is not planned to 5 %."""
+    small is not planned to 5%."""
     assert [line for line in texts(layout, model).splitlines() if not line.startswith("memory")] == []
 
 

@@ -318,9 +318,9 @@ def test_auto_measures_three_snapshots_and_all_ranks_choose_the_same(gang: Gang,
     ("copy", "commit", "step", "expected"),
     [
         (0.009, 0.4, 0.5, 1),  # hidden behind the step
-        (0.011, 0.4, 0.5, 2),  # the copy alone costs 2.2 %
+        (0.011, 0.4, 0.5, 2),  # the copy alone costs 2.2%
         (0.001, 1.2, 0.5, 3),  # the commit takes more than two steps
-        (0.001, 0.5, 0.5, 1),  # 0.2 % over
+        (0.001, 0.5, 0.5, 1),  # 0.2% over
         (1.0, 0.0, 0.1, 500),
     ],
 )

@@ -264,7 +264,7 @@ def test_a_dead_run_costs_what_its_nodes_do_while_it_holds_them() -> None:
     silent = with_node(healthy(4, dollars_per_hour=100.0), NODE, heartbeat_age_seconds=900.0)
     verdict = diagnose(silent)
     assert (verdict.condition, verdict.cost_dollars_per_day) == ("dead", 2400.0)
-    assert "It costs $2,400 a day." in verdict.sentence
+    assert "It costs $2.40k a day." in verdict.sentence
     assert diagnose(with_run(silent, state="failed")).cost_dollars_per_day is None
 
 
@@ -278,7 +278,7 @@ def test_a_run_that_breaks_again_and_again() -> None:
     reasons = [f"rank {RANK} on {NODE} was killed by SIGKILL; the kernel does that"] * 4
     verdict = diagnose(restarted(*reasons))
     assert verdict.lost_share == pytest.approx(60.0 / 240.0)
-    assert "came back 4 times in 4 min, which took 25% of that time" in verdict.sentence
+    assert "came back 4 times in 4m, which took 25% of that time" in verdict.sentence
     assert diagnose(restarted(*reasons[:3])).condition == "healthy"  # so often it may break
     assert straggler_of(restarted(*reasons)) is None  # its steps are as quick as the others'
     # A crowd makes steps longer, and ends nobody.

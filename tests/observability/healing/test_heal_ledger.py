@@ -244,7 +244,7 @@ def test_an_old_report_does_not_count_and_that_is_said(tmp_path: Path) -> None:
     assert [each.node for each in read_report(report, notes)] == ["g1"]
     os.utime(report, (time.time() - 7 * 3600,) * 2)
     assert read_report(report, notes) == []
-    assert "older than 6 h" in notes[0]
+    assert "older than 6h" in notes[0]
 
 
 def test_a_run_that_cannot_be_examined_hides_no_other(tmp_path: Path, cluster: Nodes) -> None:
@@ -527,7 +527,7 @@ def test_a_table_says_what_is_needed_why_and_what_happens(
 
 
 def test_a_share_is_told_in_percent() -> None:
-    assert "no more than 10 % of them (0) may be out; `--share 13%`" in over_share(0, 8, 0.1)
+    assert "no more than 10% of them (0) may be out; `--share 13%`" in over_share(0, 8, 0.1)
 
 
 def test_a_table_says_of_what_was_refused_that_it_failed(tmp_path: Path, cluster: Nodes) -> None:
@@ -541,7 +541,7 @@ def test_a_table_says_of_what_was_refused_that_it_failed(tmp_path: Path, cluster
     assert "is taken out of service (done" in rows["g2"]
     assert "g1: scontrol update: Access/permission denied" in rows["g1:"]  # and not that its run moves
     assert "goes on with its spare" in rows["g2:"]
-    assert "1 of 10 nodes out of service, 20 % may be" in rows["lab:"]
+    assert "1 of 10 nodes out of service, 20% may be" in rows["lab:"]
     refused = replace(healing, actions=(), failures=())  # whoever was asked said no
     screen = StringIO()
     heal_view.show(refused, Console(file=screen, width=200))

@@ -83,7 +83,7 @@ def test_a_run_is_shown_with_its_curves_ranks_nodes_and_verdict(serve: Serve, tm
     assert tab.evaluate(painted("loss")) > 200
     assert tab.evaluate(painted("heat")) > 1000
     text = tab.evaluate("document.querySelector('main').innerText")
-    for words in ("40 / 400", "plan 41 %", "node-1", "checkpoint saved", "nvme", "productive", "Do: drain node-1"):
+    for words in ("40 / 400", "plan 41%", "node-1", "checkpoint saved", "nvme", "productive", "Do: drain node-1"):
         assert words in text, words
     assert HOSTILE in text  # as text: nothing of it became an element
     assert tab.evaluate("document.querySelectorAll('main img').length") == 0
@@ -165,7 +165,7 @@ def test_what_a_run_writes_is_seen_without_loading_again(
     tab.wait_for("document.getElementById('log').textContent.includes('and its end')")
     log = tab.evaluate("document.getElementById('log').textContent").splitlines()
     assert log[:3] == ["rank 0 began", "<b>step 1</b> & more", "something new"]
-    assert [line for line in log if line.startswith("… skipped ")] == ["… skipped 195 KiB"]
+    assert [line for line in log if line.startswith("… skipped ")] == ["… skipped 199 kB"]
     run.mark("FATAL", "rank 0 ran out of memory")
     (run.heartbeat_path("node-0")).write_text(
         json.dumps({"generation": 0, "state": "failed", "pid": 1, "metrics_port": 0})

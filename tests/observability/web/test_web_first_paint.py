@@ -55,7 +55,7 @@ def test_the_first_answer_has_the_data(serve: Serve, tmp_path: Path) -> None:
     body = serve().ask("GET", "/runs/llama")[2]
     assert "reading …" not in body
     assert "Not all of this run was read" not in body
-    for words in ("40 / 400", "plan 41 %", "checkpoint saved", "nvme", "2 nodes of 2 ranks", "productive"):
+    for words in ("40 / 400", "plan 41%", "checkpoint saved", "nvme", "2 nodes of 2 ranks", "productive"):
         assert words in body, words
     charts = charts_of(body)
     assert set(charts) == {"loss", "speed", "step", "gradient", "own run_accuracy", "heat", "topology"}
@@ -206,7 +206,7 @@ def test_a_server_that_is_gone_shows_its_last_measurements(serve: Serve, tmp_pat
     assert charts["tokens"]["series"][0]["values"] == [100.0, 300.0, 200.0]
     assert charts["requests"]["series"][0]["values"] == [1, 3, 2]
     assert charts["first_token"]["series"][1]["values"] == [None, 0.75, 0.75]
-    assert charts["kv"]["newest"] == "50 %"
+    assert charts["kv"]["newest"] == "50%"
     assert charts["tokens"]["x_end"] == "last"
     assert "It does not serve now. These are its last measurements" in body
     assert "250 ms" in body.partition('data-fragment="serving"')[2].partition("<figure")[0]

@@ -17,7 +17,6 @@ import pytest
 from simulated_runs import STEP_SECONDS, metrics_line, plan_document, write_run
 
 from craton.agent.coordination import avoid_node
-from craton.figures import event_fields
 from craton.observability.web.charts import training_charts
 from craton.observability.web.heatmap import MAX_COLUMNS, heat_map
 from craton.observability.web.readers import (
@@ -39,7 +38,7 @@ from craton.observability.web.readers.logs import PIECE_BYTES
 from craton.observability.web.rendering import render
 from craton.observability.web.sources import ServerLooks, look_curves
 from craton.orchestration import ServerAddress, histogram_quantile
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, event_fields
 from craton.telemetry.node import Heartbeat, NodeStatus, RankStatus, read_status, write_heartbeat, write_status
 
 
@@ -394,7 +393,7 @@ def test_state_in_memory_is_a_tier_although_no_copy_of_it_is_an_event(tmp_path: 
         assert (peer.step, peer.every_steps, peer.seconds, peer.off) == (17, 4, 0.05, "")
         assert not peer.is_overdue(now)
         html = render("parts/checkpoints.html", tiers=[peer], now=now, is_moving=True)
-        assert "restored 13 min ago" in html
+        assert "restored 13m ago" in html
         assert "4 steps" in html
     with open(run.events_path("node-0"), "a", encoding="utf-8") as file:
         file.write(line(now, "peer_off", step=20, reason="node-0 has no memory for it"))

@@ -272,7 +272,7 @@ def test_a_server_is_shown_with_its_latencies(
     tab.wait_for("document.querySelector('[data-fragment=serving]').textContent.includes('7 wait')")
     text = tab.evaluate("document.querySelector('[data-fragment=serving]').textContent")
     assert "300 ms" not in text  # nobody has asked since somebody looks
-    assert "25 %" in text
+    assert "25%" in text
     server.text = metrics_of(160, "0.5", waiting=9)
     tab.wait_for("document.querySelector('[data-fragment=serving]').textContent.includes('9 wait')")
     text = tab.evaluate("document.querySelector('[data-fragment=serving]').textContent")

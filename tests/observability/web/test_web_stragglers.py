@@ -122,4 +122,4 @@ def test_beside_a_verdict_the_ranks_are_those_that_it_names(tmp_path: Path) -> N
     assert late_with(CachedVerdict("unknown", "it could not be examined", time=time.time())) == found
     assert late_with(None, "failed") is None
     assert finding(table, None, "failed") == "What the ranks did last; they are compared while the run moves"
-    assert finding(table, other, "running").endswith("times as long: 40 % of every step is lost")
+    assert finding(table, other, "running").endswith("times as long: 40% of every step is lost")

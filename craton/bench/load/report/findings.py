@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from craton.bench.load.benchmark import Level, Report
 from craton.bench.load.load import Open
-from craton.bench.load.quantities import duration, percent, rate
 from craton.bench.load.summary import Distribution, Summary
-from craton.digits import digits
+from craton.formatting import amount, digits, duration, percent, rate
 
 MEASURED_FROM = "Latencies count from when a request was due, not from when it was sent."
 _LATENCIES = {
@@ -30,8 +29,11 @@ def verdict(report: Report) -> str:
     summary = report.shown.summary
     if not summary.answered:
         return f"None of {summary.requests:,} requests was answered."
-    output, requests = rate(summary.output_tokens_per_second, "output tokens"), digits(summary.requests_per_second)
-    message = f"{output} and {requests} requests/s answered, with a load of {report.shown.load}."
+    output, requests = (
+        rate(summary.output_tokens_per_second, "output tokens"),
+        rate(summary.requests_per_second, "requests"),
+    )
+    message = f"{output} and {requests} answered, with a load of {report.shown.load}."
     return message if report.saturation is None else f"{saturation_text(report)} {message}"
 
 
@@ -94,8 +96,8 @@ def level_cells(level: Level) -> list[str]:
     ttft, itl = summary.ttft_seconds, summary.itl_seconds
     return [
         digits(offered),
-        digits(summary.requests_per_second),
-        digits(summary.output_tokens_per_second),
+        amount(summary.requests_per_second),
+        amount(summary.output_tokens_per_second),
         *(duration(getattr(item, name, None)) for item in (ttft, itl) for name in ("p50", "p99")),
-        rate(summary.goodput_requests_per_second, "").replace(" /s", ""),
+        amount(summary.goodput_requests_per_second),
     ]

@@ -11,8 +11,8 @@ from importlib.resources import files
 
 from craton import html_report
 from craton.bench.load.benchmark import Report
-from craton.bench.load.quantities import duration, percent, rate
 from craton.bench.load.report import findings, plots
+from craton.formatting import duration, percent, rate
 from craton.html_report import Figure, Markup
 
 
@@ -118,9 +118,9 @@ def _latency_section(report: Report, figures: dict[str, Figure]) -> Markup:
     table = html_report.table(["=", ">mean", ">p50", ">p95", ">p99"], rows)
     facts = html_report.table(["=", ""], [("", [name, value]) for name, value in findings.counts(summary)])
     itl, ttft = summary.itl_seconds, summary.ttft_seconds
-    title = f"Half of the first tokens come within {duration(ttft.p50)}, 99 % within {duration(ttft.p99)}"
+    title = f"Half of the first tokens come within {duration(ttft.p50)}, 99% within {duration(ttft.p99)}"
     if itl is not None:
-        title += f"; half of the gaps between tokens are within {duration(itl.p50)}, 99 % within {duration(itl.p99)}"
+        title += f"; half of the gaps between tokens are within {duration(itl.p50)}, 99% within {duration(itl.p99)}"
     return html_report.plot_section("Latency", title, "plot-latency", Markup(f"{table}<br>{facts}"))
 
 

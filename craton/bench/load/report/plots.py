@@ -14,10 +14,9 @@ import numpy as np
 from craton.bench.load.benchmark import Level
 from craton.bench.load.load import Open
 from craton.bench.load.objectives import Objectives
-from craton.bench.load.quantities import duration
 from craton.bench.load.samples import RequestSample
 from craton.bench.load.summary import timeline
-from craton.digits import digits
+from craton.formatting import digits, duration, setting
 from craton.html_report import Figure, axis_name, axis_title, label, log_axis, log_range, plain_layout, vertical_line
 
 FIRST, BETWEEN = "@first", "@between"  # time to first token, and between tokens
@@ -45,7 +44,7 @@ def distribution_figure(samples: Sequence[RequestSample], objectives: Objectives
     limits = dict(objectives.seconds) if objectives else {}
     marks = [(limits[name], color) for name, color in (("ttft", FIRST), ("itl", BETWEEN)) if name in limits]
     layout["xaxis"] |= _seconds_axis(min([lowest, *(at for at, _ in marks)]), max([highest, *(at for at, _ in marks)]))
-    layout["yaxis"] |= {"range": [0, 103], "ticksuffix": " %", "nticks": 6}
+    layout["yaxis"] |= {"range": [0, 103], "ticksuffix": "%", "nticks": 6}
     layout["shapes"] = [vertical_line(at, color) for at, color in marks]
     layout["annotations"] = [axis_name("share that came within")]
     for name, seconds, color in curves:
@@ -61,7 +60,7 @@ def distribution_figure(samples: Sequence[RequestSample], objectives: Objectives
             "y": _rounded(shares),
             "line": {"color": color, "width": 2.5},
             "hovertext": [f"{name} ≤ {duration(float(value))}" for value in seconds],
-            "hovertemplate": "%{y:.1f} %<br>%{hovertext}<extra></extra>",
+            "hovertemplate": "%{y:.1f}%<br>%{hovertext}<extra></extra>",
         }
         for name, seconds, color in curves
     ]
@@ -194,7 +193,7 @@ def _curve(
 
 def _hover(sample: RequestSample) -> str:
     cached = f", {sample.cached_tokens:,} cached" if sample.cached_tokens else ""
-    when = f"TTFT {duration(sample.ttft_seconds)}<br>due at {sample.due_seconds:.1f} s"
+    when = f"TTFT {duration(sample.ttft_seconds)}<br>due at {duration(sample.due_seconds)}"
     return f"{sample.prompt_tokens:,} tokens{cached}<br>{when}"
 
 
@@ -222,4 +221,4 @@ def _seconds_axis(low: float, high: float) -> dict[str, Any]:
 
 
 def _seconds_name(seconds: float) -> str:
-    return f"{seconds:g} s" if seconds >= 1 else f"{1e3 * seconds:g} ms"
+    return setting(seconds)

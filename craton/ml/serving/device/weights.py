@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from craton.formatting import setting
 from craton.ml.collectives import local, own_slices
 from craton.ml.models import Decoder, Stage, WeightsError, load_weights
 from craton.ml.serving.device.float8 import Float8Experts, ServedFloat8Linear
@@ -156,7 +157,7 @@ class WeightsReceiver:
                 line.close()
                 continue
             return line
-        raise WeightsError(f"nobody sent weights to {self.address} within {wait_seconds:g} s{strangers}")
+        raise WeightsError(f"nobody sent weights to {self.address} within {setting(wait_seconds)}{strangers}")
 
 
 class _Update:
@@ -379,5 +380,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, BufferTooShort):  # whose text is the bytes themselves
         return "more bytes came than it has"
     if isinstance(error, BlockingIOError):  # what a socket's own time limit raises
-        return f"nothing came for {SILENCE_SECONDS:g} s"
+        return f"nothing came for {setting(SILENCE_SECONDS)}"
     return str(error) or type(error).__name__

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from craton.formatting import duration, setting
 from craton.ml.serving.grammar.check import GrammarChecker, GrammarCost
 from craton.ml.serving.grammar.limits import (
     CACHE_BYTES,
@@ -247,8 +248,8 @@ class GrammarState:
         self.check()
         if (seconds := time.thread_time() - began) > MAX_MASK_SECONDS:
             raise GrammarError(
-                f"the grammar cannot be followed further: finding its next tokens took {seconds * 1e3:.0f} ms, and may "
-                f"take {MAX_MASK_SECONDS * 1e3:.0f}"
+                f"the grammar cannot be followed further: finding its next tokens took {duration(seconds)}, and may "
+                f"take {setting(MAX_MASK_SECONDS)}"
             )
 
     def accept(self, token: int) -> None:

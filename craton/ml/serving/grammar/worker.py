@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from craton.formatting import duration, setting
 from craton.ml.serving.grammar.limits import (
     MAX_BYTES,
     MAX_MASK_SECONDS,
@@ -149,7 +150,7 @@ class Worker:
         if lane is self._quick:
             self._slow.waiting.append(trial)
         else:
-            _say({"id": trial.id, "error": f"compiling it takes more than {MAX_WAIT_SECONDS:g} s; simplify it"})
+            _say({"id": trial.id, "error": f"compiling it takes more than {setting(MAX_WAIT_SECONDS)}; simplify it"})
 
     def _end(self, lane: GrammarLane, trial: Trial) -> int:
         """Kills the child where it still runs; its status."""
@@ -178,8 +179,8 @@ class Worker:
             matcher.unsafe_compute_mask_ptr(ctypes.addressof(mask), ctypes.sizeof(mask))
             if (seconds := time.thread_time() - began) > MAX_MASK_SECONDS:
                 return {
-                    "error": f"finding its next tokens takes {seconds * 1e3:.0f} ms, and may take "
-                    f"{MAX_MASK_SECONDS * 1e3:.0f}; simplify it"
+                    "error": f"finding its next tokens takes {duration(seconds)}, and may take "
+                    f"{setting(MAX_MASK_SECONDS)}; simplify it"
                 }
             allowed = [
                 32 * word + bit for word, bits in enumerate(mask) if bits for bit in range(32) if bits >> bit & 1

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
+from craton.formatting import whole_duration
 from craton.ml.serving.messages import Grammar, Sampling
 from craton.ml.serving.server.errors import BadRequestError, BusyError, NotFoundError, UnavailableError
 from craton.ml.serving.server.gate import BodyLimits
@@ -92,7 +93,7 @@ class HttpService:
         if self.is_draining:
             return Readiness("draining", "the server is shutting down")
         if link.silent_seconds > self.settings.silent_seconds:
-            return Readiness("silent", f"the engine has said nothing for {link.silent_seconds:.0f} s")
+            return Readiness("silent", f"the engine has said nothing for {whole_duration(link.silent_seconds)}")
         if link.ready is None:
             return Readiness("loading", "the model is being loaded")
         if link.stats.state == "asleep":

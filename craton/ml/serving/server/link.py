@@ -17,6 +17,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
+from craton.formatting import setting
 from craton.ml.serving.messages import (
     Abort,
     Control,
@@ -201,7 +202,7 @@ class Exchange:
         self._problem: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
         if timeout_seconds:
-            error = TooSlowError(f"the answer took longer than {timeout_seconds:g} s", code="timeout")
+            error = TooSlowError(f"the answer took longer than {setting(timeout_seconds)}", code="timeout")
             self._timer = self._loop.call_later(timeout_seconds, self.fail, error)
 
     def submit(

@@ -27,6 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from craton.errors import CratonError
+from craton.formatting import memory
 from craton.job.sections import RESCUE
 from craton.ml.training.checkpoint.checksums import CheckpointError, DifferentModelError, RanksLostError
 from craton.ml.training.checkpoint.find import FoundStep, find_checkpoint, read_tensors, some
@@ -392,7 +393,7 @@ class Checkpointer:
         missing = max(answer[3] for answer in answers)
         reasons = dict.fromkeys(late, "the saves before it are still being written")
         if missing and busy:
-            message = f"a further copy of the state needs {missing:,.0f} bytes more memory than a rank has free"
+            message = f"a further copy of the state needs {memory(missing)} more memory than a rank has free"
             reasons = {name: reasons.get(name, message) for name in names}
         for name, reason in reasons.items():
             where = str(self._lanes[name].tier.folder.path)
@@ -401,7 +402,7 @@ class Checkpointer:
         taken = [name for name in names if name not in reasons]
         if taken and missing and self.rank == 0:
             warnings.warn(
-                f"a copy of the state needs {missing:,.0f} bytes more memory than a rank has free; training waits "
+                f"a copy of the state needs {memory(missing)} more memory than a rank has free; training waits "
                 "until the checkpoint is written",
                 stacklevel=3,
             )

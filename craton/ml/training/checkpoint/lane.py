@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from craton import figures
+from craton import formatting
 from craton.errors import CratonError
 from craton.job.sections import RESCUE
 from craton.ml.training.checkpoint.checksums import METADATA, FileSum, Seal
@@ -302,7 +302,7 @@ class TierLane:
             where += f" ({folder})"
         if self.is_local:
             where += f" on {', '.join(sorted({str(self._nodes[rank]) for rank in ranks}))}"
-        needed, free = figures.size(self._writer.needed_bytes), figures.size(self._writer.free_bytes)
+        needed, free = formatting.stored(self._writer.needed_bytes), formatting.stored(self._writer.free_bytes)
         if is_short:
             room = f"is full: the save needs {needed}, {free} are free"
         else:

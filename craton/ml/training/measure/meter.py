@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from craton.formatting import duration, percent, rate
 from craton.ml.training.parallel import Ranks
 from craton.telemetry import plan_twins, read_json
 from craton.telemetry.rank import Recorder
@@ -129,11 +130,11 @@ class Meter:
             f"loss {shared['loss']:.4f}",
             f"norm {shared['gradient_norm']:.3g}",
             f"lr {shared['learning_rate']:.3g}",
-            f"{measured['step_seconds']:.4g} s",
-            f"{measured['tokens_per_second']:,.0f} tokens/s",
+            duration(measured["step_seconds"]),
+            rate(measured["tokens_per_second"], "tokens"),
         ]
         if "mfu" in measured:
-            parts.append(f"MFU {measured['mfu']:.1%}")
+            parts.append(f"MFU {percent(measured['mfu'])}")
         print("  ".join(parts), flush=True)
 
 

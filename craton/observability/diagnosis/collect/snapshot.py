@@ -18,8 +18,8 @@ from typing import Any
 
 from craton.agent import newest_generation
 from craton.agent.coordination import read_avoided
-from craton.digits import counted
 from craton.errors import CratonError
+from craton.formatting import counted
 from craton.observability.diagnosis.collect.collectives import read_collectives
 from craton.observability.diagnosis.collect.file_systems import paths_of
 from craton.observability.diagnosis.collect.node import look_at_machine

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from craton.formatting import percent
 from craton.infrastructure.probes import HEALTH_ACTIONS, recovery_action, xid_action, xid_facts
 from craton.observability.diagnosis.rules.findings import finding
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotGpu, SnapshotNode, SnapshotXid
@@ -214,7 +215,7 @@ def _speed(
     replays = gpu.pcie_replays_per_second or 0.0
     if hot or share > threshold("throttled_share"):
         heat = f" at {gpu.temperature_celsius:.0f} °C" if gpu.temperature_celsius else ""
-        why = ", ".join(hot) or f"{share:.0%} of the last minutes"
+        why = ", ".join(hot) or f"{percent(share)} of the last minutes"
         cause, told = "gpu_throttled", f"{card} is slowed down ({why}){heat}"
         evidence = (told, f"it runs{clock}{against}") if clock else (told,)
         alone = share > threshold("throttled_share")
@@ -226,7 +227,7 @@ def _speed(
         cause, told, base = "gpu_clock_low", f"{card} runs{clock}{against}", 0.93
     elif (_works(gpu) and (gpu.pcie_share or 1.0) < 1.0) or replays > threshold("pcie_replays_per_second"):
         again = f", {replays:.0f} replays a second" if replays else ""
-        cause, told = "pcie_degraded", f"{card} has {gpu.pcie_share or 1.0:.0%} of its PCIe link{again}"
+        cause, told = "pcie_degraded", f"{card} has {percent(gpu.pcie_share or 1.0)} of its PCIe link{again}"
         base, phases, alone = 0.85, (), (gpu.pcie_share or 1.0) < 1.0
     else:
         return []

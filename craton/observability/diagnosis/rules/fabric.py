@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from craton.formatting import bandwidth, percent
 from craton.observability.diagnosis.rules.findings import finding, named
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotFabricDevice, SnapshotNode
 from craton.observability.diagnosis.tables import threshold
@@ -101,7 +102,7 @@ def _rails(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
     least, most = min(known, key=lambda name: known[name]), max(known.values())
     if known[least] >= threshold("rail_ratio") * most:
         return []
-    message = f"{least} of {node.name} sends {known[least] / 1e9:.2f} GB/s, another one {most / 1e9:.2f} GB/s"
+    message = f"{least} of {node.name} sends {bandwidth(known[least])}, another one {bandwidth(most)}"
     return finding(symptoms, "rail_imbalance", message, ("slow",), node=node.name, base=0.88, phases=TALKING)
 
 
@@ -188,7 +189,7 @@ def _lossy(node: SnapshotNode) -> str:
 def _loss(device: SnapshotFabricDevice) -> str:
     share = device.retransmitted_share or 0.0
     if share > threshold("retransmitted_share"):
-        return f"sends {share:.2%} of its bytes again"
+        return f"sends {percent(share)} of its bytes again"
     if (device.errors_per_second or 0.0) > threshold("fabric_errors_per_second"):
         return f"has {device.errors_per_second:.0f} failed requests or bad symbols a second"
     if (device.drops_per_second or 0.0) > threshold("drops_per_second"):

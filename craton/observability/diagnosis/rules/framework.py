@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from craton.digits import counted
+from craton.formatting import counted, percent, whole_duration
 from craton.observability.diagnosis.rules.findings import finding, named
 from craton.observability.diagnosis.snapshot import LogMatch, Snapshot, SnapshotRank
 from craton.observability.diagnosis.tables import log_pattern, threshold
@@ -225,7 +225,7 @@ def _stands(ranks: list[SnapshotRank], snapshot: Snapshot) -> str:
     if newest is not None and first.step is not None and first.step < newest:
         step += f" while others are at step {newest}"
     age = first.progress_age_seconds or 0.0
-    return f"stood still {age:.0f} s ago, {words}{step}"
+    return f"stood still {whole_duration(age)} ago, {words}{step}"
 
 
 def _slow(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -288,5 +288,5 @@ def _overload(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     evidence = [f"{preempted} running requests were taken out again for want of room"] if preempted else []
     cause, told = "server_overloaded", "requests come faster than it can compute them"
     if (serving.kv_share or 0.0) > threshold("kv_share"):
-        cause, told = "server_memory_full", f"{serving.kv_share:.0%} of its room for keys and values is in use"
+        cause, told = "server_memory_full", f"{percent(serving.kv_share)} of its room for keys and values is in use"
     return finding(symptoms, cause, told, ("slow",), evidence=[told, *evidence], base=0.95, phases=("queue",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from craton.formatting import bandwidth, percent, whole_duration
 from craton.observability.diagnosis.rules.findings import finding, named
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotHost, SnapshotNode
 from craton.observability.diagnosis.symptoms import lost_by_word
@@ -37,7 +38,7 @@ def memory_ran_out(snapshot: Snapshot, name: str) -> str:
         return f"the kernel of {name} has killed {host.out_of_memory_kills} processes for memory lately"
     share = host.memory_available_share
     if share is not None and share < threshold("memory_available_share"):
-        return f"{name} has {share:.1%} of its memory left"
+        return f"{name} has {percent(share)} of its memory left"
     return ""
 
 
@@ -60,14 +61,14 @@ def _lost(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         return []
     if len(lost) == len(snapshot.nodes) and len(lost) > 1:
         age = min(node.heartbeat_age_seconds or 0.0 for node in lost)
-        message = f"all {len(lost)} nodes fell silent, the last one {age:.0f} s ago"
+        message = f"all {len(lost)} nodes fell silent, the last one {whole_duration(age)} ago"
         return finding(symptoms, "agents_gone", message, ("dead", "hung"), base=0.9)
     findings: list[Finding] = []
     for node in lost:
         if node.agent_is_alive is False:
             message = f"the agent of {node.name} is gone: its process ended without a word"
         else:
-            message = f"{node.name} has shown no sign of life for {node.heartbeat_age_seconds or 0.0:.0f} s"
+            message = f"{node.name} has shown no sign of life for {whole_duration(node.heartbeat_age_seconds or 0.0)}"
         findings += finding(symptoms, "node_lost", message, ("dead", "hung"), node=node.name, base=0.97)
     for name, how in words.items():
         if all(node.name != name for node in lost):
@@ -90,7 +91,7 @@ def _lost_spares(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         age = node.heartbeat_age_seconds or 0.0
         if age <= threshold("heartbeat_lost_seconds") and node.agent_is_alive is not False:
             continue
-        gone = "its agent is gone" if node.agent_is_alive is False else f"no sign of life for {age:.0f} s"
+        gone = "its agent is gone" if node.agent_is_alive is False else f"no sign of life for {whole_duration(age)}"
         message = f"the spare {node.name} is lost: {gone}"
         findings += finding(symptoms, "spare_lost", message, (), node=node.name, base=0.95, is_risk=True)
     return findings
@@ -149,7 +150,7 @@ def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symp
     findings: list[Finding] = []
     steal = host.steal_share or 0.0
     if steal > threshold("steal_share"):
-        message = f"the hypervisor of {node.name} takes {steal:.0%} of its processor time"
+        message = f"the hypervisor of {node.name} takes {percent(steal)} of its processor time"
         findings += finding(
             symptoms, "processor_stolen", message, ("slow",), node=node.name, base=0.95, phases=ALL_WORK
         )
@@ -158,9 +159,9 @@ def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symp
     crowd = host.load / host.processors if host.load is not None and host.processors else 0.0
     signs = []
     if foreign > threshold("foreign_processor_share"):
-        signs.append(f"processes that are not the run's use {foreign:.0%} of the processors of {node.name}")
+        signs.append(f"processes that are not the run's use {percent(foreign)} of the processors of {node.name}")
     if pressure > threshold("processor_pressure"):
-        signs.append(f"some process of {node.name} waits for a processor {pressure:.0%} of the time")
+        signs.append(f"some process of {node.name} waits for a processor {percent(pressure)} of the time")
     if crowd > threshold("load_ratio"):
         signs.append(f"{host.load:.0f} processes of {node.name} want to run on {host.processors} processors")
     if signs:
@@ -202,12 +203,12 @@ def _hurts_others_too(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot
 def _memory(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[Finding]:
     signs = []
     if (host.memory_pressure or 0.0) > threshold("pressure_full"):
-        signs.append(f"{node.name} waits for memory {host.memory_pressure:.0%} of the time")
+        signs.append(f"{node.name} waits for memory {percent(host.memory_pressure)} of the time")
     if (host.swapped_bytes_per_second or 0.0) > threshold("swapped_bytes_per_second"):
-        signs.append(f"{node.name} swaps {(host.swapped_bytes_per_second or 0.0) / 1e6:.0f} MB/s")
+        signs.append(f"{node.name} swaps {bandwidth(host.swapped_bytes_per_second or 0.0)}")
     left = host.memory_available_share
     if left is not None and left < threshold("memory_available_share"):
-        signs.append(f"{node.name} has {left:.1%} of its memory left")
+        signs.append(f"{node.name} has {percent(left)} of its memory left")
     if not signs:
         return []
     return finding(
@@ -225,7 +226,7 @@ def _memory(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[
 def _others(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[Finding]:
     findings: list[Finding] = []
     if (host.shared_memory_full_share or 0.0) >= threshold("full_share"):
-        message = f"/dev/shm of {node.name} is {host.shared_memory_full_share:.0%} full"
+        message = f"/dev/shm of {node.name} is {percent(host.shared_memory_full_share)} full"
         findings += finding(
             symptoms, "shared_memory_full", message, ("dead", "hung"), node=node.name, base=0.9, is_risk=True
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from craton.digits import counted
+from craton.formatting import counted, duration, percent, setting, whole_duration
 from craton.observability.diagnosis.collect import is_used
 from craton.observability.diagnosis.rules.findings import finding
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotMount, SnapshotNode, SnapshotTier
@@ -84,7 +84,7 @@ def _mount(
         mount = full[0][1]
         what = "its inodes" if (mount.inodes_full_share or 0.0) > (mount.full_share or 0.0) else "it"
         share = max(mount.full_share or 0.0, mount.inodes_full_share or 0.0)
-        message = f"{name} is full: {share:.0%} of {what} {'are' if what != 'it' else 'is'} used"
+        message = f"{name} is full: {percent(share)} of {what} {'are' if what != 'it' else 'is'} used"
         base = 0.9 if share >= 0.995 or _save_failed(snapshot) else 0.75
         findings += finding(symptoms, "storage_full", message, ("dead", "hung"), node=node, base=base, is_risk=True)
     locked = [node for node, mount in seen if mount.is_read_only and _is_written(mount, snapshot)]
@@ -140,11 +140,11 @@ def _slowness(mount: SnapshotMount) -> str:
         if now is None:
             continue
         if usual and now > usual * threshold("storage_ratio") and now > limit / 10.0:
-            return f"{what} takes {now * 1e3:.1f} ms, usually {usual * 1e3:.1f}"
+            return f"{what} takes {duration(now)}, usually {duration(usual)}"
         if now > limit:
-            return f"{what} takes {now * 1e3:.1f} ms"
+            return f"{what} takes {duration(now)}"
     if (mount.busy_share or 0.0) > threshold("disk_busy_share"):
-        return f"its disk is busy {mount.busy_share:.0%} of the time"
+        return f"its disk is busy {percent(mount.busy_share)} of the time"
     return ""
 
 
@@ -159,8 +159,8 @@ def _tier(tier: SnapshotTier, snapshot: Snapshot, symptoms: Symptoms) -> list[Fi
     is_slow = bool(took and usual and took > ratio * usual and took - usual > 1.0)
     is_slow |= bool(rate and usual_rate and rate * ratio < usual_rate)
     if is_slow:
-        message = f"the last save to tier {tier.tier} took {took or 0.0:.0f} s" + (
-            f", usually {usual:.0f}" if usual else ""
+        message = f"the last save to tier {tier.tier} took {duration(took or 0.0)}" + (
+            f", usually {duration(usual)}" if usual else ""
         )
         evidence = [
             message,
@@ -191,7 +191,7 @@ def _stale(tier: SnapshotTier, snapshot: Snapshot, symptoms: Symptoms) -> list[F
     if age <= max(threshold("stale_intervals") * interval, 120.0):
         return []
     last = f"since step {tier.last_step}" if tier.last_step is not None else "ever"
-    message = f"nothing was saved to tier {tier.tier} {last}: {age / 60:.0f} min, planned every {interval / 60:.1f}"
+    message = f"nothing was saved to tier {tier.tier} {last}: {whole_duration(age)}, planned every {setting(interval)}"
     return finding(symptoms, "checkpoint_stale", message, (), base=0.85, is_risk=True)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from craton.agent.coordination import read_avoided
+from craton.formatting import whole_duration
 from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.files import names_in
 from craton.telemetry.node import LOST_SECONDS, Heartbeat, NodeStatus, RankStatus, read_heartbeat, read_status
@@ -189,7 +190,7 @@ def _health(
     if beat is None or age is None:
         return "unknown", ""
     if beat.state in ("running", "spare") and age > LOST_SECONDS:
-        return "lost", f"its agent was last seen {age:.0f} s ago"
+        return "lost", f"its agent was last seen {whole_duration(age)} ago"
     if trouble is not None:
         return trouble
     if beat.state == "running" and node in slow_nodes:
@@ -206,7 +207,10 @@ def _trouble(ranks: Sequence[RankStatus]) -> tuple[str, str] | None:
             return "stopped", f"rank {rank.rank} is held by a signal or a debugger"
     for rank in ranks:
         if is_stuck(rank):
-            return "stuck", f"rank {rank.rank} has made no progress for {rank.progress_age_seconds:.0f} s ({rank.kind})"
+            return (
+                "stuck",
+                f"rank {rank.rank} has made no progress for {whole_duration(rank.progress_age_seconds)} ({rank.kind})",
+            )
     return None
 
 

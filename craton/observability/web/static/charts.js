@@ -10,14 +10,20 @@ const short = (value) => {
   for (const [unit, scale] of UNITS) if (size >= scale * 0.9995) return Number((value / scale).toPrecision(3)) + unit;
   return String(Number(value.toPrecision(3)));
 };
+// As craton/formatting.py writes them: 350 ms, 12.1 s, 1m 44s, 2h 5m, 4d 3h.
+const CLOCK = [["s", "m", 1, 60, 3600], ["m", "h", 60, 60, 86400], ["h", "d", 3600, 24, Infinity]];
 export const seconds = (value) => {
   const size = Math.abs(value);
   if (size === 0) return "0 s";
   if (size < 1e-3) return `${short(value * 1e6)} µs`;
   if (size < 1) return `${short(value * 1e3)} ms`;
-  return size < 120 ? `${short(value)} s` : size < 7200 ? `${short(value / 60)} min` : `${short(value / 3600)} h`;
+  if (size < 59.95) return `${short(value)} s`;
+  const [small, large, scale, per] = CLOCK.find(([, , scale, , limit]) => Math.round(size / scale) * scale < limit);
+  const units = Math.round(size / scale);
+  return `${value < 0 ? "-" : ""}${Math.floor(units / per)}${large}${units % per ? ` ${units % per}${small}` : ""}`;
 };
-const writers = { seconds, share: (value) => `${Math.round(value * 100)} %`, "tokens/s": short, "": short };
+const percent = (share) => `${Number((100 * share).toFixed(Math.abs(share) < 0.0995 || (share >= 0.9 && share < 1) ? 1 : 0))}%`;
+const writers = { seconds, share: percent, "tokens/s": short, "": short };
 
 const ROUND_SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400];
 
@@ -311,7 +317,7 @@ function drawHeat(pen, data, width, height, at) {
   if (next - low > 1) lines.push(`furthest off of ranks ${low} to ${next - 1}`);
   const value = data.seconds[place][phase];
   if (value !== null) lines.push(`${data.phases[phase]} ${seconds(value)}, median ${seconds(data.medians[phase])}`);
-  lines.push(`${(100 * data.cells[phase][column]).toFixed(1)} % of a step`);
+  lines.push(`${percent(data.cells[phase][column])} of a step`);
   pen.strokeStyle = color("ink");
   pen.lineWidth = 1.5;
   pen.strokeRect(box.left + column * wide, box.top + phase * high, Math.max(2, wide - gap), high - 2);
@@ -326,7 +332,7 @@ function drawScale(pen, data, box, height, [still, more, less]) {
     pen.fillStyle = mix(still, share > 0 ? more : less, Math.abs(share));
     pen.fillRect(left + x, height - 13, 1.5, 8);
   }
-  const edge = `${Math.round(100 * data.scale)} %`;
+  const edge = percent(data.scale);
   write(pen, `−${edge}`, left - 6, height - 9, "muted", "right");
   write(pen, `+${edge}`, left + wide + 6, height - 9, "muted");
   if (left - box.left > 90) write(pen, "ranks", box.left, height - 9, "muted");

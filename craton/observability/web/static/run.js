@@ -142,13 +142,13 @@ async function readPiece() {
     return false;
   }
   if (end !== null && piece.begin < end) text = ""; // it was begun anew
-  else if (end !== null && piece.begin > end) text += `… skipped ${Math.ceil((piece.begin - end) / 1024)} KiB\n`;
+  else if (end !== null && piece.begin > end) text += `… skipped ${Math.ceil((piece.begin - end) / 1000)} kB\n`;
   const isNew = piece.text || piece.rest !== rest || !log.textContent;
   end = piece.end;
   isBehind = piece.size - piece.end > PIECE_BYTES;
   text = (text + piece.text).slice(-MOST_CHARACTERS);
   rest = piece.rest;
-  note.textContent = piece.size ? `${(piece.size / 1024).toFixed(1)} KiB` : "empty";
+  note.textContent = piece.size ? `${(piece.size / 1000).toFixed(1)} kB` : "empty";
   if (isNew) showLog();
   return piece.end < piece.size && !piece.rest;
 }

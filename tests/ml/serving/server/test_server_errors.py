@@ -162,7 +162,7 @@ def test_a_request_that_takes_too_long_is_given_up(start: Callable[..., Served],
     for hold_at in (0, 1):
         served.engine.forget()
         served.engine.answer = partial(lambda hold_at, _: Script(encode("hello world"), hold_at=hold_at), hold_at)
-        assert "0.3 s" in refused(served, CHAT, {"messages": ASK}, 504)["message"]
+        assert "300 ms" in refused(served, CHAT, {"messages": ASK}, 504)["message"]
         (submit,) = served.engine.wait_for(Submit)
         assert served.engine.wait_for(Abort)[0].id == submit.id
 

@@ -1,4 +1,4 @@
-"""How often state is kept in memory: as often as costs less than 2 % of the time, by what the first snapshots cost.
+"""How often state is kept in memory: as often as costs less than 2% of the time, by what the first snapshots cost.
 
 Training stands still while the state is copied, and for a commit that takes longer than the steps until the next one.
 """

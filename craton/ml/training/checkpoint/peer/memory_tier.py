@@ -28,6 +28,7 @@ from torch import Tensor
 
 from craton.agent import KeeperError
 from craton.agent.memory import HEADER_BYTES, KeeperClient, OwnSlot
+from craton.formatting import memory, percent
 from craton.infrastructure import free_memory_bytes
 from craton.ml.training.checkpoint.checksums import RanksLostError
 from craton.ml.training.checkpoint.peer.interval import MEASURED_SNAPSHOTS, Costs, SnapshotCost
@@ -46,7 +47,7 @@ _FAILED, _UNCOPIED, _WHOLE = 0, 1, 2  # what became of a snapshot, the worst of 
 @dataclass(frozen=True)
 class PeerSetup:
     """Where the memory is; made by whoever starts the ranks of a generation. With neither interval, as often as costs
-    under 2 %."""
+    under 2%."""
 
     keeper: str  # the name of this node's keeper
     node: str
@@ -319,7 +320,7 @@ class PeerMemory:
         free = FREE_SHARE * free_memory_bytes()
         if needed > free:
             raise KeeperError(
-                f"{self.setup.node} needs {needed:,.0f} bytes of memory for slots and has {free:,.0f}; use more nodes, "
+                f"{self.setup.node} needs {memory(needed)} of memory for slots and has {memory(free)}; use more nodes, "
                 "or write checkpoint: {peer: off}"
             )
 
@@ -385,7 +386,7 @@ class PeerMemory:
         share = cost.share(self._interval)
         every = "every step" if self._interval == 1 else f"every {self._interval} steps"
         fields = {"steps": self._interval, "blocked_seconds": cost.blocked_seconds(self._interval), "share": share}
-        self._note("peer_interval", fields, f"state is kept in memory {every} ({share:.1%} of the time)")
+        self._note("peer_interval", fields, f"state is kept in memory {every} ({percent(share)} of the time)")
 
     def _save_name(self, step: int) -> str:
         generation, restores = self._course
