@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,7 +17,7 @@ from s3 import bucket, faults, s3_server  # noqa: F401 - fixtures of every test
 
 QUICK = ("planning", "infrastructure", "job", "telemetry", "data", "kernels", "models")  # folders of short tests
 
-# Two workers, gangs of ranks and servers share the cores: threads of one would only wait for those of another.
+# Several workers, gangs of ranks and servers share the cores: threads of one would only wait for those of another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A suite started in the background inherits an ignored Ctrl-C, and so would every command it starts.
@@ -37,14 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin that reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For several workers (`-n 2 --dist loadgroup --no-loadscope-reorder`): one of them has the gang of ranks and
-    begins with its tests, one the Slurm of this machine, files stay whole. Files of quick tests come last, so that no
-    worker ends long before the other."""
+    """For several workers (`-n 3 --dist loadgroup --no-loadscope-reorder`): two of them have a gang of ranks each and
+    begin with its tests, one the Slurm of this machine, files stay whole. Files of quick tests come last, so that no
+    worker ends long before the others."""
     if not getattr(config.option, "loadgroup", False):  # as workers have it
         return
     for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        group = next((name for name in ("gang", "slurm_lab") if name in fixtures), item.nodeid.partition("::")[0])
+        fixtures, file = getattr(item, "fixturenames", ()), item.nodeid.partition("::")[0]
+        group = f"gang {crc32(file.encode()) % 2}" if "gang" in fixtures else file
+        group = "slurm_lab" if "slurm_lab" in fixtures else group
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: ("gang" not in getattr(item, "fixturenames", ()), item.path.parent.name in QUICK))
 

@@ -96,7 +96,7 @@ def test_a_run_outlives_a_full_disk_and_its_record_is_whole_afterwards(full: Ful
     full.wait_for_trouble()
     summary = summarize(full.run)
     assert summary.state == "running"
-    assert f"the file system of {full.run.path} is full: 0 bytes are free" in summary.storage
+    assert f"the file system of {full.run.path} is full: 0 B are free" in summary.storage
     assert "remove files" in summary.storage
     assert "wait in memory" in summary.storage
     assert agent.poll() is None

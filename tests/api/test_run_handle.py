@@ -34,7 +34,9 @@ def test_a_run_from_its_start_to_its_end(root: Path, tmp_path: Path) -> None:
     assert repr(run) == f"Run({str(root / 'counted')!r}, done)"
     assert living_agents(run.directory) == [], "wait returns once nothing of it is left"
     assert list(run.logs(last=1)) == ["rank 0 leaves after step 3", "rank 1 leaves after step 3"]
-    assert list(run.logs([1])) == ["rank 1 of 2 starts after step 0", "rank 1 leaves after step 3"]
+    started, left = run.logs([1])
+    assert started.startswith("rank 1 of 2 starts after step ")  # the other rank may have counted before
+    assert left == "rank 1 leaves after step 3"
     verdict = run.why()
     assert (verdict.condition, verdict.cause) == ("done", "")
     assert verdict.sentence.startswith("counted is done")
@@ -46,7 +48,7 @@ def test_a_run_from_its_start_to_its_end(root: Path, tmp_path: Path) -> None:
 def test_a_run_is_stopped_and_resumed(root: Path) -> None:
     run = craton.run(counting_job(STEPS=MANY_STEPS))
     looks: list[View] = []
-    with pytest.raises(TimeoutError, match=r"count is (starting|running) after 0\.3 s, at step"):
+    with pytest.raises(TimeoutError, match=r"count is (starting|running) after 300 ms, at step"):
         run.wait(0.3, looks.append)
     assert looks
     assert all(view.is_moving for view in looks)

@@ -69,7 +69,7 @@ def test_a_block_that_raises_stops_its_server(root: Path, model: str, monkeypatc
 
 def test_a_server_that_takes_too_long_is_stopped(root: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_engine(monkeypatch, "import time; time.sleep(600)")
-    with pytest.raises(TimeoutError, match=r"serve-tiny does not answer after 0\.5 s; it is stopped"):
+    with pytest.raises(TimeoutError, match=r"serve-tiny does not answer after 500 ms; it is stopped"):
         craton.serve(model, seconds=0.5, initialize="random")
     (directory,) = list_runs(root)
     assert craton.Run(directory).state == "stopped"

@@ -164,7 +164,7 @@ def test_the_question_about_money_is_seen_where_stdout_goes_to_a_file(
         ("run: {time_limit: 4h}\n", "$20.00 an hour, at most $80.00 in each start of 4h"),
         ("run: {time_limit: 4h, restarts: 0}\n", "an hour, at most $80.00 in the 4h it may take"),
         ("recover: {spares: 1}\n", "$30.00 an hour, spares included"),
-        ("run: {time_limit: 4h, copies: 3}\n", "$60.00 an hour for 3 copies, at most $240.00 in each start"),
+        ("run: {time_limit: 4h, copies: 3}\n", "$60.00 an hour for 3 copies, at most $240 in each start"),
     ],
 )
 def test_the_cost_of_a_command_is_shown_whether_it_is_asked_for_or_not(more: str, says: str) -> None:

@@ -74,7 +74,7 @@ def test_ps_shows_the_loss_and_one_that_is_not_a_number(verbs: Verbs) -> None:
     titles, _, *rows = verbs("ps").stdout.splitlines()
     column = titles.split().index("LOSS")
     losses = {row.split()[0]: row.split()[column] for row in rows if row.startswith("run-")}
-    assert losses == {"run-1": "2.46", "run-2": "nan", "run-3": "nan", "run-4": "–"}
+    assert losses == {"run-1": "2.46", "run-2": "NaN", "run-3": "NaN", "run-4": "–"}
 
 
 def test_ps_watches_until_it_is_left(verbs: Verbs) -> None:

@@ -208,7 +208,7 @@ def test_a_run_whose_pods_do_not_come_is_given_up_and_a_stop_is_heard(
     run: RunDirectory, signals: Signals, tmp_path: Path
 ) -> None:
     assert prepare(pod_at(run, 0, "g1", tmp_path, give_up_seconds=0.3), signals) == 77
-    assert "only some of the 4 pods came within 0 s (recover.give_up)" in run.marker_text("FATAL")
+    assert "only some of the 4 pods came within 300 ms (recover.give_up)" in run.marker_text("FATAL")
     found: list[int | None] = []
     first = pod_at(run, 0, "g1", tmp_path, submission="second", give_up_seconds=3600.0)
     waiting = threading.Thread(target=lambda: found.append(prepare(first, signals)), daemon=True)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from craton.formatting import dollars
 from craton.infrastructure import Price, cluster_of
 from craton.infrastructure.catalog import instance
 from craton.infrastructure.hardware import PurchaseKind
@@ -60,7 +61,7 @@ def test_spot_says_that_interruptions_come_on_top() -> None:
 def test_capacity_blocks_are_whole_days_and_end_early(days: float, sold: int) -> None:
     found, warnings = cost(price("capacity-block"), days=days)
     (text,) = warnings
-    assert f"needs {sold} day{'s' if sold > 1 else ''}, ${sold * found.dollars_per_day:,.0f}" in text
+    assert f"needs {sold} day{'s' if sold > 1 else ''}, {dollars(sold * found.dollars_per_day)}" in text
     assert found.cost_dollars == pytest.approx(days * found.dollars_per_day), "the estimate is by the second"
 
 

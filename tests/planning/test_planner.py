@@ -419,7 +419,7 @@ def test_what_cannot_be_met_says_what_could() -> None:
     def one(**limits: float) -> Plan:
         return plan_clusters(parse_job(JOB), ["p5.48xlarge"], [16], today=TODAY, **limits)  # type: ignore[arg-type]
 
-    with pytest.raises(PlanError, match=r"deadline of 0\.5 days.*fastest, p5\.48xlarge x 2, takes \d+\.\d days"):
+    with pytest.raises(PlanError, match=r"deadline of 12h.*fastest, p5\.48xlarge x 2, takes \d+d \d+h"):
         one(deadline_seconds=43200.0)
     with pytest.raises(PlanError, match=r"budget of \$100; .*cheapest, p5\.48xlarge x 2, costs \$\d+"):
         one(budget_dollars=100.0)

@@ -65,7 +65,7 @@ def test_what_is_wrong_with_the_storage_is_said_with_the_remedy(small_disk: Path
     assert f"{tmp_path / 'gone'} is gone" in storage_problem(tmp_path / "gone")
     fill(small_disk)
     said = storage_problem(small_disk)
-    assert said == f"the file system of {small_disk} is full: 0 bytes are free; remove files or enlarge it"
+    assert said == f"the file system of {small_disk} is full: 0 B are free; remove files or enlarge it"
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     assert f"{small_disk} is read-only" in storage_problem(small_disk)
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)

@@ -275,7 +275,7 @@ def test_room_is_looked_for_before_the_save(small_disk: Path) -> None:
     assert text == failed.error
     begin = f"step 2 was not saved: tier shared ({small_disk}) is full: the save needs 1.21 MB, "
     assert text.startswith(begin)
-    assert " kB are free; free space there, keep fewer checkpoints or give the tier another folder; " in text
+    assert " are free; free space there, keep fewer checkpoints or give the tier another folder; " in text
     assert text.endswith("; the checkpoint of step 1 is intact")
     checkpointer.wait()  # the save whose call told of it went on
     assert sorted(entry.name for entry in small_disk.iterdir()) == ["step-00000001", "step-00000003"]

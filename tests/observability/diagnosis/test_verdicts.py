@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from craton.observability.healing.troubles import of_verdict
 from fake_snapshots import (
     asked_ras,
     healthy,
@@ -44,6 +43,7 @@ from craton.observability.diagnosis import LAYERS, diagnose, straggler_of
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotNode, SnapshotXid
 from craton.observability.diagnosis.symptoms import symptoms_of
 from craton.observability.diagnosis.tables import causes
+from craton.observability.healing.issues import of_verdict
 
 CASES = list(cases())
 

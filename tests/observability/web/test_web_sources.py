@@ -175,8 +175,8 @@ def test_a_server_has_its_price_and_where_it_can_be_asked(tmp_path: Path) -> Non
     write_heartbeat(run, "node-0", Heartbeat(0, "running", 1, 0, "10.1.2.3:7000", "far-node"))
     page = RunPage(run, Verdicts(lambda run: CachedVerdict("healthy", "")), Answered, None, Schedulers())
     head = page.parts["head"].get().fragments
-    assert 'data-dollars="$240.00"' in head["state"]
-    assert "$240.00 a day" in head["tiles"]
+    assert 'data-dollars="$240"' in head["state"]
+    assert "$240 a day" in head["tiles"]
     assert "Its server listens at 127.0.0.1 of far-node alone" in page.parts["serving"].get().fragments["serving"]
 
 
