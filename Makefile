@@ -11,7 +11,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 TRAIN_STAMP := $(VENV)/.trains
-# Of the tests. One more than two cores have: tests of processes wait a third of their time.
+# Of the tests: one more than two cores, for tests of processes wait for part of their time.
 WORKERS ?= 3
 CRATON := $(VENV)/bin/craton
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt

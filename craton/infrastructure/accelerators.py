@@ -83,7 +83,7 @@ def _ask() -> str:
         return ""
     except subprocess.TimeoutExpired:
         raise CatalogError(
-            f"nvidia-smi did not answer within {setting(ANSWER_SECONDS)}; mend the driver, or set "
+            f"nvidia-smi did not answer within {setting(ANSWER_SECONDS)}; fix the driver, or set "
             "CUDA_VISIBLE_DEVICES= to use the CPU"
         ) from None
     # Without a driver or a card it says so and fails: the tool alone makes no GPU machine.
