@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_BYTES = 256 << 10  # of its text; OpenAI allows a schema 120,000 characters
 MAX_SECONDS = 3  # of CPU time, to compile it and follow it for TRIED_TOKENS
 MAX_WAIT_SECONDS = 60.0  # for these, on a busy machine
-QUICK_SECONDS = 0.5  # after which a grammar gives way to others and is compiled among the slow ones
+QUICK_SECONDS = 0.5  # after which a grammar gives way to others and is compiled among the slow ones,
+QUICK_CPU_SECONDS = 0.1  # once it has had this much CPU time, which is many times what a usual one takes
 MAX_BYTES = 256 << 20  # of memory while it is compiled
 MAX_MASK_SECONDS = 0.1  # of CPU time for the tokens that may come next; all requests wait for them
 TRIED_TOKENS = 24

@@ -31,6 +31,7 @@ from craton.ml.serving.grammar.limits import (
     MAX_MASK_SECONDS,
     MAX_SECONDS,
     MAX_WAIT_SECONDS,
+    QUICK_CPU_SECONDS,
     QUICK_SECONDS,
     TRIED_TOKENS,
     parser_limits,
@@ -52,6 +53,7 @@ class Trial:
     source: str
     pid: int = 0
     pipe: int = -1
+    check_at: float = 0.0
     deadline: float = 0.0
     answer: bytes = b""
 
@@ -85,8 +87,8 @@ class Worker:
                 trial = lane.running
                 if trial is not None and trial.pipe in ready:
                     self._take(lane, trial)
-                elif trial is not None and time.monotonic() >= trial.deadline:
-                    self._give_up(lane, trial)
+                elif trial is not None and time.monotonic() >= trial.check_at:
+                    self._check(lane, trial)
                 if lane.running is None and lane.waiting:
                     self._begin(lane, lane.waiting.popleft())
         for lane in (self._quick, self._slow):
@@ -94,8 +96,8 @@ class Worker:
                 self._end(lane, lane.running)
 
     def _patience(self) -> float | None:
-        deadlines = [lane.running.deadline for lane in (self._quick, self._slow) if lane.running is not None]
-        return max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
+        checks = [lane.running.check_at for lane in (self._quick, self._slow) if lane.running is not None]
+        return max(min(checks) - time.monotonic(), 0.0) if checks else None
 
     def _read(self) -> bool:
         """Takes requests in; False when there will be no more."""
@@ -126,7 +128,8 @@ class Worker:
                 os._exit(0)
         os.close(writing)
         trial.pipe, trial.answer = reading, b""
-        trial.deadline = time.monotonic() + lane.seconds
+        now = time.monotonic()
+        trial.check_at, trial.deadline = now + lane.seconds, now + MAX_WAIT_SECONDS
         lane.running = trial
         self._selector.register(reading, selectors.EVENT_READ)
 
@@ -145,7 +148,12 @@ class Worker:
         limit = f"{MAX_SECONDS} s of CPU time" if is_late else f"{MAX_BYTES >> 20} MiB of memory"
         _say({"id": trial.id, "error": f"compiling it takes more than {limit}; simplify it"})
 
-    def _give_up(self, lane: GrammarLane, trial: Trial) -> None:
+    def _check(self, lane: GrammarLane, trial: Trial) -> None:
+        """Ends a child that has had its time; among the new ones, not one that got hardly any CPU on a busy machine."""
+        now = time.monotonic()
+        if lane is self._quick and now < trial.deadline and _cpu_seconds(trial.pid) < QUICK_CPU_SECONDS:
+            trial.check_at = now + QUICK_CPU_SECONDS
+            return
         self._end(lane, trial)
         if lane is self._quick:
             self._slow.waiting.append(trial)
@@ -214,6 +222,15 @@ def _memory_bytes() -> tuple[int, int]:
     """(address space, resident) of this process."""
     size, resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[:2]
     return int(size) * resource.getpagesize(), int(resident) * resource.getpagesize()
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a child; infinite where the machine does not say it, so that elapsed time alone counts."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return float("inf")
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _say(message: dict[str, Any]) -> None:
