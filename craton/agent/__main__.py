@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from craton.agent.errors import LaunchError
 from craton.agent.launch import Launch, read_launch
 from craton.agent.lock import NodeLock
+from craton.agent.membership import HELD_STOP_OPTION
 from craton.agent.supervisor import Supervisor
 from craton.formatting import counted
 from craton.limits import raise_file_limit
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m craton.agent", description="Supervises one node of a run.")
     parser.add_argument("run", metavar="RUN", help="the run directory")
     parser.add_argument("--node", metavar="K", type=int, required=True, help="position of this node in launch.json")
+    parser.add_argument(HELD_STOP_OPTION, action="store_true", help="the run stops, and its state is only in memory")
     given = parser.parse_args(arguments)
     run = RunDirectory(given.run)
     if not run.looks_like_a_run():
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(f"an agent of {node} is already at work in {run.path}")
     if run.has("FATAL"):
         return _refuse(f"{run.path} has failed (see FATAL there): `craton resume {run.name}` clears it and goes on")
-    if run.has("DONE") or run.has("STOP"):
+    if run.has("DONE") or (run.has("STOP") and not given.held_stop):
         print(f"craton agent: nothing to start, {run.name} is {'done' if run.has('DONE') else 'stopped'}")
         return 0
     if complaint := raise_file_limit(_needed_files(launch)):
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run.mark("FATAL", f"the agent of {node} cannot start: {complaint}")
         return _refuse(complaint)
     try:
-        supervisor = Supervisor(run, launch, given.node, lock)
+        supervisor = Supervisor(run, launch, given.node, lock, given.held_stop)
     except LaunchError as error:
         with contextlib.suppress(OSError):
             run.mark("FATAL", str(error))

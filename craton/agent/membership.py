@@ -50,6 +50,7 @@ STATUS_SECONDS = 0.15  # between two words to whoever coordinates
 ALIVE_SECONDS = 3.0  # a heartbeat that has not changed for this long has stopped
 UNHURRIED_SECONDS = 10.0  # before an agent is started again that nobody waits for
 RESTART_SECONDS = 3.0  # between two starts of another node's agent
+HELD_STOP_OPTION = "--held-stop"  # of an agent that is started again while a run that stops holds its state
 FENCE_SECONDS = 30.0  # an agent that lives and has been silent for so long is ended; one that is stopped, earlier
 
 
@@ -58,6 +59,9 @@ class NodeItself(Protocol):
 
     @property
     def generation(self) -> Generation | None: ...
+
+    @property
+    def holds_stop(self) -> bool: ...
 
     def status(self) -> dict[str, Any]: ...
 
@@ -323,7 +327,10 @@ class Membership:
         stopped: its node is lost to the run, and its ranks and keeper must not live on."""
         if self._coordinator is None:  # it has just stepped down
             return
-        if not self._launch.agent_command or self._run.has("STOP") or self._run.has("FATAL"):
+        if not self._launch.agent_command or self._run.has("FATAL"):
+            return
+        is_stopping = self._run.has("STOP")
+        if is_stopping and not self._node_itself.holds_stop:
             return
         members = self._coordinator.members
         is_short = sum(member.is_ready for member in members.values()) < self._launch.working_nodes
@@ -349,7 +356,7 @@ class Membership:
             try:
                 with open_log(self._run.path / "logs" / f"agent-{node}.log") as log:
                     subprocess.Popen(
-                        [*self._launch.agent_command, str(index)],
+                        [*self._launch.agent_command, str(index), *([HELD_STOP_OPTION] if is_stopping else [])],
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,

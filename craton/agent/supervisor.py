@@ -8,7 +8,8 @@ has ended and is reaped, the node's heartbeat says what became of it, and the le
   STOP marker is set.
 - The STOP marker or SIGTERM to the agent: SIGTERM to the ranks, which checkpoint and exit; SIGKILL after the grace,
   which does not pass while they write their state, or hold it because no disk takes it. A rank that dies while they
-  hold it is a failure like any other: the next generation restores the state, and is stopped in its turn.
+  hold it is a failure like any other, and so is a node: the next generation restores the state, and is stopped in
+  its turn.
 - A rank ends otherwise, raises or hangs: the next generation. The survivors stay alive and enter it; a rank that does
   not leave the old one in its grace is ended here, for it may be blocked for ever, and started again. That goes for a
   planned generation too, for which ranks first finish what they do: one that dies before it is there is a failure.
@@ -71,7 +72,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Supervisor:
     """One node's agent. `supervise()` returns the exit code: 0 done or stopped, 1 failed."""
 
-    def __init__(self, run: RunDirectory, launch: Launch, node: int, lock: NodeLock) -> None:
+    def __init__(
+        self, run: RunDirectory, launch: Launch, node: int, lock: NodeLock, joins_held_stop: bool = False
+    ) -> None:
         self._run, self._launch, self._lock = run, launch, lock
         self._directory = directory_identity(run)
         check_secret(run)  # a run that anybody could join is not started
@@ -93,7 +96,8 @@ class Supervisor:
         self._chaos = Chaos(run, launch, self._node, self._records, self._processes, self._coordinates)
         self._ending: str | None = None  # why the ranks were told to end
         self._is_failure = self._is_done = False
-        self._left_generation: int | None = None  # that broke while a stop held its state: the next one is stopped
+        # That broke while a stop held its state: the next one is stopped.
+        self._left_generation = number if joins_held_stop else None
         self._kill_at = float("inf")
         self._stop_signal: signal.Signals | None = None
         self._started = self._seen_directory = time.monotonic()
@@ -420,6 +424,11 @@ class Supervisor:
         is_held = any("unsaved" in place.page.beside for _, place in self._processes.ranks)
         return is_held and not self._is_failure and bool(self._launch.nursery)
 
+    @property
+    def holds_stop(self) -> bool:
+        """Whether the run stops, and goes on until a disk has taken the state: its nodes are still needed."""
+        return self._left_generation is not None or self._holds_state()
+
     def _put_off_stop(self, broken: Generation) -> None:
         """The generation broke while it held the state: the next one restores it, and is stopped then."""
         self._records.event("stop_put_off", reason=f"the state is only in memory, and generation {broken.number} broke")
@@ -429,8 +438,10 @@ class Supervisor:
         """Whether the ranks hear a stop: those of a generation after one that broke with its state unsaved do once they
         have entered it. Before that SIGTERM would end a process that has only begun."""
         present = self._processes.generation
-        if self._left_generation is None or present is None:
+        if self._left_generation is None:
             return True
+        if present is None:
+            return False
         entered = all(
             place.is_running and place.page.generation == present.number for _, place in self._processes.ranks
         )

@@ -20,7 +20,7 @@ from craton.bench.recovery.rehearsal import Rehearsal, end_rehearsal, write_rehe
 from craton.orchestration import start_agents
 from craton.orchestration.start import newest_checkpoint
 from craton.telemetry import RunDirectory, summarize
-from craton.telemetry.node import process_start, read_status
+from craton.telemetry.node import process_start, read_heartbeat, read_status
 
 STEPS = 6
 ROOM = "64m"  # more than the state needs; the small disk has less
@@ -114,6 +114,28 @@ def test_a_stop_does_not_kill_ranks_whose_state_no_disk_takes(tmp_path: Path, sm
         make_room(small_disk)
         wait_until(lambda: not processes_of(run), "it stops", run)
         assert not run.has("FATAL"), run.marker_text("FATAL")
+        saved = newest_checkpoint(run)
+        assert saved is not None
+        assert (saved.step, saved.tier) == (STEPS, str(small_disk))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", ["node-0", "node-1"])
+def test_a_stop_whose_state_no_disk_takes_outlives_an_agent(tmp_path: Path, small_disk: Path, node: str) -> None:
+    with running_without_rescue(tmp_path / "runs", rehearsal("agentless", small_disk)) as run:
+        wait_until(lambda: held(run), "the ranks hold the state", run)
+        run.mark("STOP", "craton stop")
+        wait_until(lambda: len(events(run, "ranks_told_to_end")) == 2, "both agents see the marker", run)
+        beat = read_heartbeat(run, node)
+        assert beat is not None
+        os.kill(beat.pid, signal.SIGKILL)
+        wait_until(lambda: held(run, generation=1), "the next generation holds it too", run)
+        assert events(run, "agent_restarted")
+        assert summarize(run).state == "stopping"
+        make_room(small_disk)
+        wait_until(lambda: not processes_of(run), "it stops", run)
+        assert not run.has("FATAL"), run.marker_text("FATAL")
+        assert sorted(losses(run)) == [*range(1, STEPS + 1)]
         saved = newest_checkpoint(run)
         assert saved is not None
         assert (saved.step, saved.tier) == (STEPS, str(small_disk))
