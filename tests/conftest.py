@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -29,6 +30,19 @@ _CLOCKLESS: dict[str, Any] = {"deadline": None, "suppress_health_check": [Health
 settings.register_profile("fixed", derandomize=True, **_CLOCKLESS)
 settings.register_profile("drawn", print_blob=True, **_CLOCKLESS)
 settings.load_profile("fixed")
+
+
+# What the collection makes is a million objects that live to the end: the garbage collector need not walk them.
+gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

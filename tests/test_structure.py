@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -53,8 +54,16 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in sorted((ROOT / "craton").rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 FACES = [name for name, path in MODULES.items() if path.name == "__init__.py"]
+
+
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+def trees() -> dict[str, ast.Module]:
+    return {name: tree_of(name) for name in MODULES}
 
 
 def face_faults(name: str, tree: ast.Module) -> list[str]:
@@ -74,7 +83,7 @@ def test_a_face_is_small_and_holds_no_implementation() -> None:
     sizes = {name: len(face_names(MODULES[name].read_text(encoding="utf-8"))) for name in FACES}
     assert {name: size for name, size in sizes.items() if size > MAX_NAMES} == {}
     assert max(sizes.values()) > MAX_NAMES // 2, "names are counted"
-    assert {name: faults for name in FACES if (faults := face_faults(name, TREES[name]))} == {}
+    assert {name: faults for name in FACES if (faults := face_faults(name, tree_of(name)))} == {}
     assert face_faults("craton.job", ast.parse("'A face.'\nfrom typing import Any\nLIMIT = 3")) == ["LIMIT = 3"]
 
 
@@ -92,7 +101,7 @@ def test_type_checkers_and_run_time_see_the_same_names(name: str) -> None:
 
 def test_a_public_class_name_has_one_definition() -> None:
     homes = defaultdict(list)
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for statement in tree.body:
             if isinstance(statement, ast.ClassDef) and not statement.name.startswith("_"):
                 homes[statement.name].append(name)
@@ -118,7 +127,7 @@ def may_import(name: str, imported: str) -> bool:
 
 
 def test_a_module_is_imported_from_outside_through_the_face_of_its_folder() -> None:
-    around = {(name, home) for name, tree in TREES.items() for home in imports(tree) if not may_import(name, home)}
+    around = {(name, home) for name, tree in trees().items() for home in imports(tree) if not may_import(name, home)}
     assert {pair for pair in around if pair[1] not in NAMESPACES} == set()
     assert {imported for _, imported in around} == set(NAMESPACES), "an exception that nothing needs is removed"
     planted = list(imports(ast.parse("def f():\n    from craton.telemetry.files.lines import read_lines")))
@@ -154,7 +163,7 @@ def test_the_import_contracts_see_behind_faces(tmp_path: Path) -> None:
 
 
 def test_a_package_says_in_one_line_what_it_is() -> None:
-    lines = {name: (ast.get_docstring(TREES[name]) or "").partition("\n")[0] for name in FACES}
+    lines = {name: (ast.get_docstring(tree_of(name)) or "").partition("\n")[0] for name in FACES}
     assert {name: line for name, line in lines.items() if not line.endswith(".")} == {}
 
 

@@ -205,6 +205,7 @@ def test_steps_that_a_command_prints_are_metrics_of_its_run(gang: Gang) -> None:
     assert 0.45 < summary.ledger["productive"] < sum(summary.ledger.values())
 
 
+@pytest.mark.slow
 def test_steps_that_are_seen_together_took_no_longer_than_since_the_last_look(gang: Gang) -> None:
     gang.launch(  # its sleeps are what is measured: a start that is long, and an end after the last look
         "time.sleep(3)\nfor step in range(1, 6):\n    print(f'step {step}/5 loss 1', flush=True)\ntime.sleep(0.3)\n",
@@ -227,6 +228,7 @@ def test_the_last_state_of_a_progress_bar_is_read(gang: Gang) -> None:
     assert summarize(gang.run).step == 5
 
 
+@pytest.mark.slow
 def test_no_time_is_booked_twice_when_a_log_seems_to_be_written_in_the_future(gang: Gang) -> None:
     gang.launch(
         """
@@ -263,7 +265,7 @@ for step in range(1, 9):
     assert summarize(gang.run).ledger["redo"] > 0
 
 
-@pytest.mark.parametrize("moves", [True, False])
+@pytest.mark.parametrize("moves", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_only_failures_without_a_new_step_in_between_are_counted(gang: Gang, moves: bool) -> None:
     gang.launch(
         f"""
@@ -398,7 +400,12 @@ def refuse(pid: int, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("together", "code", "state"), [(True, 1, "stopped"), (False, 1, "failed"), (False, 143, "stopped")]
+    ("together", "code", "state"),
+    [
+        (True, 1, "stopped"),
+        pytest.param(False, 1, "failed", marks=pytest.mark.slow),
+        pytest.param(False, 143, "stopped", marks=pytest.mark.slow),
+    ],
 )
 def test_what_a_command_exits_with_when_it_is_stopped(gang: Gang, together: bool, code: int, state: str) -> None:
     gang.launch(

@@ -221,7 +221,7 @@ WORDS = [
 ]
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(arguments=st.lists(st.sampled_from(WORDS), max_size=5))
 def test_no_arguments_make_a_traceback(plan: Command, arguments: list[str]) -> None:
     plan.job.write_text("kind: command\ncommand: ls\ncluster: p5.48xlarge x 1\n")

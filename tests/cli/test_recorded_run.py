@@ -54,6 +54,7 @@ def test_it_is_resumed_to_its_end(verbs: Verbs, recorded: RunDirectory) -> None:
     assert "step 25/40" in log or "step 26/40" in log, "it went on from the checkpoint"
 
 
+@pytest.mark.slow
 def test_its_checkpoint_is_exported(verbs: Verbs, recorded: RunDirectory) -> None:
     folder, tokenizer = verbs.folder / "model", verbs.folder / "tokenizer"
     tokenizer.mkdir()
@@ -65,6 +66,7 @@ def test_its_checkpoint_is_exported(verbs: Verbs, recorded: RunDirectory) -> Non
     assert (folder / "model.safetensors").stat().st_size > 2 * 3632, "3,632 parameters in bf16"
 
 
+@pytest.mark.slow
 def test_what_was_submitted_before_an_upgrade_starts_after_it(verbs: Verbs, recorded: RunDirectory) -> None:
     """As a scheduler does: agents, started in a run directory that holds what the earlier Craton wrote, and no more."""
     run = RunDirectory.create(verbs.root, "queued")

@@ -37,6 +37,7 @@ def words(verbs: Verbs, monkeypatch: pytest.MonkeyPatch, small_disk: Path) -> Pa
     return job
 
 
+@pytest.mark.slow
 def test_a_state_that_no_disk_takes_is_reported_kept_and_found_again(
     verbs: Verbs, words: Path, small_disk: Path
 ) -> None:

@@ -36,6 +36,7 @@ def test_ps_lists_the_newest_first_with_state_and_step(verbs: Verbs) -> None:
     assert [(run["name"], run["state"]) for run in verbs.json("ps")] == [("bad", "failed"), ("count", "done")]
 
 
+@pytest.mark.slow
 def test_a_broken_run_directory_hides_no_other(verbs: Verbs) -> None:
     verbs("run", verbs.job(nodes=1, STEPS=1))
     RunDirectory.create(verbs.root, "broken").launch_path.write_text('{"nodes": 5}')
@@ -113,6 +114,7 @@ def test_following_ends_with_the_run(verbs: Verbs) -> None:
     assert "rank 0 leaves after step 40" in followed.stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_logs_leaves_the_run_alone(verbs: Verbs) -> None:
     verbs("run", verbs.job(**LONG), "--detach")
     command = [sys.executable, "-m", "craton", "logs", "count", "-f"]

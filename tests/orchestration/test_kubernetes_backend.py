@@ -219,7 +219,13 @@ def test_how_its_job_ended_is_told_before_that_no_agent_was_seen(tmp_path: Path)
     assert settled(old, Standing("ended")).message == old.message, "of this machine, which has no word of its own"
 
 
-@pytest.mark.parametrize("hidden", [{"workloads"}, {"events"}, {"podgroups"}, {"workloads", "events", "podgroups"}])
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        *(pytest.param({kind}, marks=pytest.mark.slow) for kind in ("workloads", "events", "podgroups")),
+        {"workloads", "events", "podgroups"},
+    ],
+)
 def test_a_caller_who_may_not_see_why_a_run_waits_still_sees_the_run(
     server: StandIn, tmp_path: Path, hidden: set[str]
 ) -> None:

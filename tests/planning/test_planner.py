@@ -99,7 +99,13 @@ def check_sums_and_units(answer: Plan) -> None:
 # --- the examples
 
 
-@pytest.mark.parametrize("name", GPU_EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("llama-8b", "qwen3-30b-a3b") else pytest.mark.slow)
+        for name in GPU_EXAMPLES
+    ],
+)
 def test_examples_plan_and_add_up(name: str) -> None:
     answer = example(name)
     check_sums_and_units(answer)

@@ -247,6 +247,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_save_costs_that_save_only(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", SAVE_THEN_HANG, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -80,7 +80,7 @@ def many_lives(lives: Lives, keepers: Keepers, count: int, seed: int) -> None:
 
 
 def test_a_rank_killed_at_any_moment_leaves_a_whole_step(lives: Lives, keepers: Keepers) -> None:
-    many_lives(lives, keepers, 12, seed=5)
+    many_lives(lives, keepers, 6, seed=5)
 
 
 @pytest.mark.slow

@@ -142,7 +142,9 @@ def restore_layouts(place: Path, layouts: list[str]) -> list[bool]:
 LAYOUTS = ["pp", "fsdp·tp", "fsdp over tp", "rows twice", "replicate·fsdp", "one"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS[:3], *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS[3:])]
+)
 def test_meshes_of_several_dimensions_and_stages_reshard_to_each_other(gang: Gang, tmp_path: Path, layout: str) -> None:
     gang.run(save_layout, tmp_path, layout, ranks=4)
     assert gang.run(restore_layouts, tmp_path, LAYOUTS, ranks=4) == [[True] * len(LAYOUTS)] * 4

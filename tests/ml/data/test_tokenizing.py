@@ -153,6 +153,7 @@ def test_a_full_disk_is_clear_and_leaves_nothing(bpe: Path, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_folder_and_no_workers(bpe: Path, tmp_path: Path) -> None:
     program = (
         "import os, sys; from craton.ml.data import tokenize\n"

@@ -47,7 +47,13 @@ def ranks() -> Iterator[Connection]:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="two ranks would share one GPU")
 @pytest.mark.xdist_group("two ranks")
-@pytest.mark.parametrize("case", [case for case in CASES if case.ranks == 2], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if number % 2 else (), id=str(case))
+        for number, case in enumerate(case for case in CASES if case.ranks == 2)
+    ],
+)
 def test_every_two_ways_together_on_two_ranks(case: Case, ranks: Connection) -> None:
     compare(case, *ask(ranks, case))
 

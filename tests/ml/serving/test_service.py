@@ -200,7 +200,7 @@ def test_whoever_cannot_wait_ends_a_pause_that_waits() -> None:
         assert service.finish(1) == "abort"
 
 
-@pytest.mark.parametrize("others", [["pause"], ["pause", "resume"]])
+@pytest.mark.parametrize("others", [pytest.param(["pause"], marks=pytest.mark.slow), ["pause", "resume"]])
 def test_a_pause_that_waits_says_when_what_ran_has_not_ended(others: list[str]) -> None:
     with live() as service:
         service.gate.hold_after(3)
@@ -246,7 +246,7 @@ def test_weights_that_nobody_sends_yet_hold_up_nothing_but_steps() -> None:
         assert set(Answer.of(service.pieces(3)).versions) == {7}
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_request_outlasts_a_sleep_that_keeps_the_weights(level: int) -> None:
     """On a GPU its graphs are captured again, on another thread than the one that replays them."""
     model = copy.deepcopy(pair("llama")[1])

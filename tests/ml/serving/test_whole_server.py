@@ -199,6 +199,7 @@ def _sent(address: str, key: bytes, state: list[tuple[str, torch.Tensor]]) -> bo
     return True
 
 
+@pytest.mark.slow
 def test_sleep_and_wake(server: Server, theirs: tuple[LlamaForCausalLM, Path]) -> None:
     prompt = [9, 8, 7, 200, 151]
     server.admin("/sleep")
@@ -213,6 +214,7 @@ def test_sleep_and_wake(server: Server, theirs: tuple[LlamaForCausalLM, Path]) -
     expect_like_theirs(theirs[0], prompt, server.complete(prompt))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize(
     "path",

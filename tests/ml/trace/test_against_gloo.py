@@ -17,9 +17,9 @@ from craton.ml.trace.trace import trace
 
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "fsdp 2 · tp 2": ({"fsdp": 2, "tp": 2, "recompute": "selective"}, "dense"),
-    "pp 2, interleaved": ({"pp": 2, "vpp": 2, "schedule": "interleaved"}, "dense"),
 }
 MORE_LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "pp 2, interleaved": ({"pp": 2, "vpp": 2, "schedule": "interleaved"}, "dense"),
     "pp 2 · ep 2, zero-bubble": ({"pp": 2, "fsdp": 2, "ep": 2, "schedule": "zero-bubble"}, "experts"),
     "cp 2 · tp 2": ({"cp": 2, "tp": 2}, "dense"),
     "replicate 2 · fsdp 2": ({"replicate": 2, "fsdp": 2}, "dense"),

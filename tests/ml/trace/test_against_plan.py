@@ -140,6 +140,7 @@ def shown(row: ComparisonRow) -> str:
     return f"{row.name}: planned {row.planned:.5g}, traced {row.traced:.5g}{calls}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "micro_batches", "layout"),
     [

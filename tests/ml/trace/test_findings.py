@@ -66,12 +66,12 @@ def test_a_sound_model_has_no_findings() -> None:
     [
         (Layout(pp=2), "dense"),
         (Layout(tp=2), "dense"),
-        (Layout(cp=2), "dense"),
-        (Layout(fsdp=2), "dense"),
-        (Layout(replicate=2), "dense"),
-        (Layout(replicate=2, fsdp=2), "dense"),
+        pytest.param(Layout(cp=2), "dense", marks=pytest.mark.slow),
+        pytest.param(Layout(fsdp=2), "dense", marks=pytest.mark.slow),
+        pytest.param(Layout(replicate=2), "dense", marks=pytest.mark.slow),
+        pytest.param(Layout(replicate=2, fsdp=2), "dense", marks=pytest.mark.slow),
         (Layout(fsdp=2, ep=2), "experts"),
-        (Layout(cp=2, tp=2), "latents"),
+        pytest.param(Layout(cp=2, tp=2), "latents", marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -103,7 +103,7 @@ def test_a_layer_that_is_not_sharded_is_named(sharding: Any) -> None:
     assert not any(each.module.startswith("blocks.1") for each in found)
 
 
-@pytest.mark.parametrize("lora", ["", "lora: {rank: 4}"])
+@pytest.mark.parametrize("lora", ["", pytest.param("lora: {rank: 4}", marks=pytest.mark.slow)])
 def test_a_layer_that_shards_with_another_is_named(sharding: Any, lora: str) -> None:
     sharding(1, whole=False)
     found = texts(FSDP, lora=lora)

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "cp 2, window": ("sliding", {"cp": 2, "micro_batch": 2, "recompute": "full"}, True),
     "latent, cp 2 · tp 2": ("latent", {"cp": 2, "tp": 2, "micro_batch": 2, "recompute": "selective"}, True),
 }
-SLOW = ("cp 2, one document a row", "narrow values, cp 2")
+SLOW = ("cp 2, one document a row", "narrow values, cp 2", "cp 2, window")
 
 
 # Layouts of four ranks are also tried, each with a deeper model, by test_every_layout.

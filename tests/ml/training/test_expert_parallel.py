@@ -65,6 +65,7 @@ CASES = {
     "fsdp 2 · cp 2 · ep 4": Case({"fsdp": 2, "cp": 2, "ep": 4, "recompute": "full"}),
     "fsdp 2 · tp 2 · ep 2": Case({"fsdp": 2, "tp": 2, "ep": 2}),
 }
+SLOW = ("fsdp 2 · ep 2, adapters", "cp 2 · ep 2")
 
 
 @dataclass
@@ -131,7 +132,10 @@ def alone(gang: Gang) -> Callable[[Case], Course]:
 # Layouts of four ranks are also tried, each with a deeper model, by test_every_layout.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if case.layout.world > 2 else ()) for name, case in CASES.items()],
+    [
+        pytest.param(name, marks=pytest.mark.slow if case.layout.world > 2 or name in SLOW else ())
+        for name, case in CASES.items()
+    ],
 )
 def test_experts_on_several_ranks_train_as_those_of_one(gang: Gang, name: str, alone: Callable[[Case], Course]) -> None:
     case = CASES[name]

@@ -94,7 +94,7 @@ def test_the_same_seed_and_world_give_the_same_bits(gang: Gang) -> None:
     assert gang.run(train, {"fsdp": 2, "micro_batch": 2}, {"seed": 1})[0] != first
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.slow)])
 def test_recompute_changes_no_number(gang: Gang, recompute: str) -> None:
     kept = gang.run(train, {"fsdp": 2, "micro_batch": 4})[0]
     assert gang.run(train, {"fsdp": 2, "micro_batch": 4, "recompute": recompute})[0] == kept
@@ -136,7 +136,13 @@ def phases(sizes: dict[str, Any]) -> dict[str, float]:
     return {**records.metrics_by_step[STEPS], "ledger": sum(records.seconds.values())}
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"replicate": 2}, {"replicate": 2, "fsdp": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"fsdp": 2},
+        *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ({"replicate": 2}, {"replicate": 2, "fsdp": 2})),
+    ],
+)
 def test_phases_add_up_to_the_step_and_communication_is_seen(gang: Gang, sizes: dict[str, int]) -> None:
     for measured in gang.run(phases, {**sizes, "micro_batch": 2}, ranks=math.prod(sizes.values())):
         names = ("data", "compute", "communication", "optimizer", "checkpoint")

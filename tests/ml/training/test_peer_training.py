@@ -161,7 +161,10 @@ def train_or_tell(nodes: Nodes, folder: Path | None) -> list[tuple[str, int, dic
     return records.events
 
 
-@pytest.mark.parametrize(("has_disk", "stay"), [(True, 2), pytest.param(True, 4, marks=pytest.mark.slow), (False, 2)])
+@pytest.mark.parametrize(
+    ("has_disk", "stay"),
+    [(True, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, 4), (False, 2)))],
+)
 def test_a_planned_shrink_loses_nothing(
     gang: Gang, keepers: Keepers, tmp_path: Path, has_disk: bool, stay: int
 ) -> None:
@@ -228,6 +231,7 @@ def roll_back(nodes: Nodes, folder: Path) -> tuple[Records, list[tuple[str, int]
     return records, sorted((each.manifest["save"], each.manifest["base"]) for each in client.holdings() if each.own)
 
 
+@pytest.mark.slow
 def test_saves_after_a_rollback_have_names_of_their_own(gang: Gang, keepers: Keepers, tmp_path: Path) -> None:
     """Else a step of the new course could be put together with the same step of the old one."""
     made = [keepers.start("node-0"), keepers.start("node-1")]

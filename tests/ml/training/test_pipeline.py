@@ -135,7 +135,7 @@ def test_a_pipeline_trains_as_one_process_does(gang: Gang, name: str) -> None:
         ("pp 2", "sends"),
         pytest.param("interleaved", "sends", marks=pytest.mark.slow),
         ("interleaved", "sum of the tied embedding"),
-        ("zero-bubble", "weight gradients"),
+        pytest.param("zero-bubble", "weight gradients", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_left_out_is_noticed(gang: Gang, name: str, removed: str) -> None:

@@ -86,6 +86,12 @@ CASES = [
     Case("experts", {"tp": 2, "recompute": "selective"}),
     Case("experts", {"fsdp": 2, "tp": 2}),
 ]
+RARE = [
+    Case("dense", {"tp": 2, "recompute": "full"}, LORA),
+    Case("dense", {"tp": 2}, nonlinear=True),
+    Case("normed", {"tp": 2}),
+    Case("latent, direct queries", {"tp": 2}),
+]
 
 
 def surprise(log_probs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -130,7 +136,10 @@ def assert_equal(found: dict[int, tuple[float, float]], case: Case) -> None:
 # Layouts of four ranks are also tried, each with a deeper model, by test_every_layout.
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.slow if case.layout.world > 2 else (), id=str(case)) for case in CASES],
+    [
+        pytest.param(case, marks=pytest.mark.slow if case.layout.world > 2 or case in RARE else (), id=str(case))
+        for case in CASES
+    ],
 )
 def test_it_trains_as_one_process_does(gang: Gang, case: Case) -> None:
     found = gang.run(curve, case, ranks=case.layout.world)[0]

@@ -60,6 +60,7 @@ def test_there_are_enough_of_every_kind(today: list[ScenarioOutcome]) -> None:
     assert set(found.layers) == set(LAYERS)
 
 
+@pytest.mark.slow
 def test_other_seeds_draw_other_victims() -> None:
     def victims(seed: int) -> list[Victim]:
         return [truth.victim for each in draw_scenarios(seed, 1.8e9) for truth in each.truths]

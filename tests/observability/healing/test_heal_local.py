@@ -80,6 +80,7 @@ def test_without_a_spare_it_stays_and_says_so(root: Path) -> None:
     assert read_avoided(run) == {}
 
 
+@pytest.mark.slow
 def test_two_bad_nodes_are_not_promised_the_same_spare(root: Path) -> None:
     run = start(root, "pair", spares=1)
     (first, second), _ = working_and_spare(run)
@@ -103,6 +104,7 @@ def test_a_spare_that_is_in_trouble_itself_is_not_taken(root: Path) -> None:
     assert read_avoided(run) == {}
 
 
+@pytest.mark.slow
 def test_a_new_start_may_use_every_node(root: Path) -> None:
     run = start(root, "again", spares=1)
     avoid_node(run, working_nodes(run)[1], "ab12")

@@ -86,6 +86,7 @@ def test_neither_torch_nor_transformers_are_loaded(model_folder: Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_two_hundred_clients_stream_at_once(start: Start, encode: Encode) -> None:
     served = start()
     served.engine.answer = lambda submit: Script([*submit.prompt[:40], *encode(" 👧 world")], hold_at=1)

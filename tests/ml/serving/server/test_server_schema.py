@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, status_c
 from scripted_engine import ADMIN, SECONDS, Script, Served
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
-NUM_EXAMPLES = 8
+NUM_EXAMPLES = 5
 TAKING = [
     "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/update_weights", "/pause", "/sleep", "/wake_up",
