@@ -24,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m craton.agent", description="Supervises one node of a run.")
     parser.add_argument("run", metavar="RUN", help="the run directory")
     parser.add_argument("--node", metavar="K", type=int, required=True, help="position of this node in launch.json")
-    given = parser.parse_args(arguments)
-    run = RunDirectory(given.run)
+    options = parser.parse_args(arguments)
+    run = RunDirectory(options.run)
     if not run.looks_like_a_run():
         return _refuse(f"{run.path} is not a run directory: `craton run` makes one")
     try:
@@ -34,11 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             run.mark("FATAL", str(error))
         return _refuse(str(error))
-    if not 0 <= given.node < len(launch.nodes):
+    if not 0 <= options.node < len(launch.nodes):
         return _refuse(
-            f"--node {given.node}: {run.launch_path} names {counted(len(launch.nodes), 'node')}, counted from 0"
+            f"--node {options.node}: {run.launch_path} names {counted(len(launch.nodes), 'node')}, counted from 0"
         )
-    node = launch.nodes[given.node]
+    node = launch.nodes[options.node]
     lock = NodeLock(run, node)
     if not lock.acquire():
         return _refuse(f"an agent of {node} is already at work in {run.path}")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run.mark("FATAL", f"the agent of {node} cannot start: {complaint}")
         return _refuse(complaint)
     try:
-        supervisor = Supervisor(run, launch, given.node, lock)
+        supervisor = Supervisor(run, launch, options.node, lock)
     except LaunchError as error:
         with contextlib.suppress(OSError):
             run.mark("FATAL", str(error))
