@@ -98,15 +98,15 @@ def memory_text(root: Path = Path("/")) -> str:
 
 def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
     """(bytes, what sets them): a cgroup, this process, or the machine."""
-    found = [(_machine_bytes(root), "the memory of this machine")]
+    bounds = [(_machine_bytes(root), "the memory of this machine")]
     own = _address_space()
     if own is not None:
-        found.append((own, "the limit of this process (`ulimit -v`)"))
+        bounds.append((own, "the limit of this process (`ulimit -v`)"))
     for folder in _memory_cgroups(root):
         sizes = [_number(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
         source = f"the memory limit of the cgroup {folder}"
-        found += [(size, source) for size in sizes if size is not None and size < UNLIMITED_BYTES]
-    return min(found)
+        bounds += [(size, source) for size in sizes if size is not None and size < UNLIMITED_BYTES]
+    return min(bounds)
 
 
 def oom_kills(root: Path = Path("/")) -> int:

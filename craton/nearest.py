@@ -169,28 +169,28 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 }
 
 
-def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """`"; did you mean 'x'?"`, or nothing when no name is near."""
-    near = nearest_names(given, allowed)
+    near = nearest_names(name, allowed)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def nearest_name(given: str, allowed: Iterable[str]) -> str | None:
+def nearest_name(name: str, allowed: Iterable[str]) -> str | None:
     """The allowed name that looks most like the given one, if any does."""
-    return next(iter(nearest_names(given, allowed)), None)
+    return next(iter(nearest_names(name, allowed)), None)
 
 
-def nearest_names(given: str, allowed: Iterable[str], most: int = 3) -> list[str]:
+def nearest_names(wanted: str, allowed: Iterable[str], most: int = 3) -> list[str]:
     """The allowed names that may have been meant, the likeliest first; several only where they begin alike."""
     names = list(dict.fromkeys(allowed))
-    plain = _plain(given)
-    if not plain or len(given) > 200:
+    plain = _plain(wanted)
+    if not plain or len(wanted) > 200:
         return []
     same = [name for name in names if _plain(name) == plain]
-    known = [name for name in SYNONYMS.get(plain, ()) if name in names]
+    synonyms = [name for name in SYNONYMS.get(plain, ()) if name in names]
     begun = [name for name in names if len(plain) >= MIN_PREFIX and _plain(name).startswith(plain)]
-    if same or known:
-        return (same or known)[:1]
+    if same or synonyms:
+        return (same or synonyms)[:1]
     if begun:
         return begun[:most] if len(begun) <= most else begun[:1]
     slips = [name for name in names if _distance(plain, _plain(name)) <= (1 if len(plain) < 6 else 2)]

@@ -26,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", metavar="RUN", help="the run directory")
     parser.add_argument("--node", metavar="K", type=int, required=True, help="position of this node in launch.json")
     parser.add_argument(HELD_STOP_OPTION, action="store_true", help="the run stops, and its state is only in memory")
-    given = parser.parse_args(arguments)
-    run = RunDirectory(given.run)
+    options = parser.parse_args(arguments)
+    run = RunDirectory(options.run)
     if not run.looks_like_a_run():
         return _refuse(f"{run.path} is not a run directory: `craton run` makes one")
     try:
@@ -36,17 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             run.mark("FATAL", str(error))
         return _refuse(str(error))
-    if not 0 <= given.node < len(launch.nodes):
+    if not 0 <= options.node < len(launch.nodes):
         return _refuse(
-            f"--node {given.node}: {run.launch_path} names {counted(len(launch.nodes), 'node')}, counted from 0"
+            f"--node {options.node}: {run.launch_path} names {counted(len(launch.nodes), 'node')}, counted from 0"
         )
-    node = launch.nodes[given.node]
+    node = launch.nodes[options.node]
     lock = NodeLock(run, node)
     if not lock.acquire():
         return _refuse(f"an agent of {node} is already at work in {run.path}")
     if run.has("FATAL"):
         return _refuse(f"{run.path} has failed (see FATAL there): `craton resume {run.name}` clears it and goes on")
-    if run.has("DONE") or (run.has("STOP") and not given.held_stop):
+    if run.has("DONE") or (run.has("STOP") and not options.held_stop):
         print(f"craton agent: nothing to start, {run.name} is {'done' if run.has('DONE') else 'stopped'}")
         return 0
     if complaint := raise_file_limit(_needed_files(launch)):
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run.mark("FATAL", f"the agent of {node} cannot start: {complaint}")
         return _refuse(complaint)
     try:
-        supervisor = Supervisor(run, launch, given.node, lock, given.held_stop)
+        supervisor = Supervisor(run, launch, options.node, lock, options.held_stop)
     except LaunchError as error:
         with contextlib.suppress(OSError):
             run.mark("FATAL", str(error))

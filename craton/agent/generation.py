@@ -55,8 +55,8 @@ class Generation:
 
     @classmethod
     def from_message(cls, document: dict[str, Any]) -> Generation:
-        known = {item.name for item in fields(cls)}
-        return cls(**{name: value for name, value in document.items() if name in known})
+        names = {item.name for item in fields(cls)}
+        return cls(**{name: value for name, value in document.items() if name in names})
 
 
 def create_generation(run: RunDirectory, generation: Generation) -> bool:

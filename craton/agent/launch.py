@@ -117,16 +117,16 @@ def parse_launch(run: RunDirectory, content: bytes) -> Launch:
     except (ValueError, RecursionError) as error:
         raise LaunchError(f"{path} cannot be read ({error}); `craton resume {run.name}` rebuilds it") from error
     if not isinstance(document, dict):
-        what = type(document).__name__
-        raise LaunchError(f"{path} holds a {what}, not a JSON object; `craton resume {run.name}` rebuilds it")
+        kind = type(document).__name__
+        raise LaunchError(f"{path} holds a {kind}, not a JSON object; `craton resume {run.name}` rebuilds it")
     if problem := schema_problem(document.pop("schema", None)):
         raise LaunchSchemaError(f"{path}: {problem}")
-    known = [item.name for item in fields(Launch)]
-    unknown = sorted(set(document) - set(known))
+    allowed = [item.name for item in fields(Launch)]
+    unknown = sorted(set(document) - set(allowed))
     missing = [name for name in ("generation", "nodes", "ranks_per_node", "command") if name not in document]
     if unknown or missing:
-        said = [f"{name!r} is missing" for name in missing] + [f"{name!r} is not known" for name in unknown]
-        raise LaunchError(f"{path}: {', '.join(said)}; allowed are {', '.join(known)}")
+        problems = [f"{name!r} is missing" for name in missing] + [f"{name!r} is not known" for name in unknown]
+        raise LaunchError(f"{path}: {', '.join(problems)}; allowed are {', '.join(allowed)}")
     try:
         return _with_present_modules(Launch(**document))
     except LaunchError as error:

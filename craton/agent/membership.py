@@ -177,8 +177,8 @@ class Membership:
             return False
         if beat.host == socket.gethostname() and process_start(beat.pid) != beat.started:
             return False
-        seen, since = self._seen_beats.get(node, (0.0, now))
-        if beat.moment != seen:
+        beat_before, since = self._seen_beats.get(node, (0.0, now))
+        if beat.moment != beat_before:
             self._seen_beats[node] = (beat.moment, now)
             since = now
         return now - since < ALIVE_SECONDS
@@ -280,7 +280,7 @@ class Membership:
     def _begin_generation(self, action: StartGeneration) -> None:
         generation = _labelled(action.generation)
         try:
-            made = create_generation(self._run, generation)
+            is_created = create_generation(self._run, generation)
         except OSError as error:
             if self._unwritten is None:
                 self._node_itself.warn(
@@ -290,7 +290,7 @@ class Membership:
             self._unwritten = action
             return
         self._unwritten = None
-        if not made:  # somebody else coordinates
+        if not is_created:  # somebody else coordinates
             self._records.event("coordinates_no_more", generation=generation.number)
             self._step_down()
             self._council.look()

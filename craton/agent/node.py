@@ -172,13 +172,13 @@ class NodeProcesses:
 
     def _hear_keeper(self, keeper: ChildProcess, report_of_it: int) -> None:
         try:
-            said = os.read(report_of_it, 4096)
+            message = os.read(report_of_it, 4096)
         except BlockingIOError:
             return
         self._selector.unregister(report_of_it)
         os.close(report_of_it)
-        if said and self.keeper is keeper:  # otherwise it is gone already
-            report = json.loads(said)
+        if message and self.keeper is keeper:  # otherwise it is gone already
+            report = json.loads(message)
             self.keeper_name = str(report["keeper"])
             self.keeper_address, self.store_address = str(report["peers"]), str(report["store"])
             self._records.event("keeper_ready", pid=keeper.pid)

@@ -220,18 +220,18 @@ class CommandProgress:
 
     def __init__(
         self,
-        told: Mapping[str, Any],
+        settings: Mapping[str, Any],
         processes: NodeProcesses,
         records: NodeRecords,
         warn: Callable[[str, str], None],
     ) -> None:
-        self._told, self._processes, self._records, self._warn = told, processes, records, warn
-        self._matcher = Matcher(told.get("patterns") or ())
-        self._rank = int(told.get("rank") or 0)
-        self._steps = int(told.get("steps") or 0)  # of the job, where known
+        self._told, self._processes, self._records, self._warn = settings, processes, records, warn
+        self._matcher = Matcher(settings.get("patterns") or ())
+        self._rank = int(settings.get("rank") or 0)
+        self._steps = int(settings.get("steps") or 0)  # of the job, where known
         self._is_off = False
         self._course: _Course | None = None
-        if told:
+        if settings:
             records.booked_rank = self._rank
 
     def look(self) -> None:
@@ -251,8 +251,8 @@ class CommandProgress:
         if process.output is not None and process.output.waiting_bytes:
             place.page.beat()  # what it prints is not in its log while the disk is full: that is no hang
         lines = course.tail.read(to_the_end=not process.is_running)
-        found = self._matcher.find(lines)
-        readings = _timed(found[-MAX_RECORDS:], before, course.tail.written_at, STEADY.now())
+        matches = self._matcher.find(lines)
+        readings = _timed(matches[-MAX_RECORDS:], before, course.tail.written_at, STEADY.now())
         if course.scraper is not None:
             readings = sorted([*readings, *course.scraper.take()], key=lambda item: item.moment)
         course.num_lines += len(lines)
@@ -361,12 +361,14 @@ def _patience(times: float, least: float, intervals: Sequence[float]) -> float:
     return max(followed, least, MIN_PATIENCE_SECONDS)
 
 
-def _timed(found: Sequence[dict[str, float]], before: float, written: float, now: float) -> list[Reading]:
+def _timed(matches: Sequence[dict[str, float]], before: float, written: float, now: float) -> list[Reading]:
     """Lines of one look, spread evenly from the look before, when they were not there yet, to the last write. That one
     was not after now, whatever a file server's clock says, nor before."""
     last = min(max(before, written), now)
     begin = min(before, last)
-    return [Reading(values, begin + (last - begin) * (index + 1) / len(found)) for index, values in enumerate(found)]
+    return [
+        Reading(values, begin + (last - begin) * (index + 1) / len(matches)) for index, values in enumerate(matches)
+    ]
 
 
 def _numbers(groups: Mapping[str, str | None]) -> dict[str, float]:

@@ -223,10 +223,10 @@ class Supervisor:
                 message = "; ".join(child.last_lines(3))
                 self.warn("sink_failed", f"{child.name} {how_ended(child.code)}: {message}; the run goes on without it")
 
-    def _due(self, what: str, now: float, seconds: float) -> bool:
-        if now < self._next[what]:
+    def _due(self, action: str, now: float, seconds: float) -> bool:
+        if now < self._next[action]:
             return False
-        self._next[what] = now + seconds
+        self._next[action] = now + seconds
         return True
 
     def _poll(self, now: float) -> None:
@@ -296,9 +296,9 @@ class Supervisor:
             place.page.switch("idle")
         else:
             place.page.break_off("detect", monotonic_of(rank.ended or STEADY.now()))
-            for what in BESIDE:
-                if what != "unsaved":  # the process that takes its place has that state to save
-                    place.page.set_beside(what, False)
+            for flag in BESIDE:
+                if flag != "unsaved":  # the process that takes its place has that state to save
+                    place.page.set_beside(flag, False)
             if any(item is place for _, item in self._processes.ranks):  # otherwise its books are closed
                 self._records.book(id(place), rank.rank, place.page, died_in=died_in)
         if self._ending is not None and not ended_well and self._holds_state():

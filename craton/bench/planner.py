@@ -1,9 +1,9 @@
 """How well the planner predicts published runs, on rows that no constant was fitted to.
 
 Holdout `group` (the default) predicts a run of the shipped corpus with constants fitted without any run of its group
-(source family, GPU, model); `family` without any run of its family, as for a stranger's cluster, and with `given` of
-that family's runs on one GPU handed to `calibrate`. Runs that repeat a configuration (`dup_group`) never stand on both
-sides. With holdout `group`, a run that the corpus does not hold is predicted with all of the corpus but its
+(source family, GPU, model); `family` without any run of its family, as for a stranger's cluster, and with `handed_runs`
+of that family's runs on one GPU handed to `calibrate`. Runs that repeat a configuration (`dup_group`) never stand on
+both sides. With holdout `group`, a run that the corpus does not hold is predicted with all of the corpus but its
 repetitions: that is what a user gets.
 """
 
@@ -92,18 +92,20 @@ class LayoutDecision:
     loss: float  # measured seconds a token of the chosen layout over the best one's, minus one
 
 
-def bench_plan(path: str | Path, holdout: Holdout = "group", given: int = 0, progress: Progress | None = None) -> Bench:
+def bench_plan(
+    path: str | Path, holdout: Holdout = "group", handed_runs: int = 0, progress: Progress | None = None
+) -> Bench:
     """Predict every case of a file."""
     cases, skipped = load_cases(path)
     if holdout == "none":
-        return Bench([CaseResult(case, _predict(corpus_fit(), case)) for case in cases], skipped, holdout, given)
-    if given:
-        results, too_few = _with_some_given(cases, given, progress)
-        return Bench(results, [*skipped, *too_few], holdout, given)
-    known = {case.id for case in corpus()}
+        return Bench([CaseResult(case, _predict(corpus_fit(), case)) for case in cases], skipped, holdout, handed_runs)
+    if handed_runs:
+        results, too_few = _with_some_given(cases, handed_runs, progress)
+        return Bench(results, [*skipped, *too_few], holdout, handed_runs)
+    corpus_ids = {case.id for case in corpus()}
     jobs: dict[Hashable, list[Case]] = defaultdict(list)
     for case in cases:
-        left_out = holdout == "family" or case.id in known
+        left_out = holdout == "family" or case.id in corpus_ids
         key: Hashable = _holdout_key(case, holdout) if left_out else ("new", case.dup_group)
         jobs[key].append(case)
     predictions: dict[Case, Prediction] = {}
@@ -114,7 +116,7 @@ def bench_plan(path: str | Path, holdout: Holdout = "group", given: int = 0, pro
         predictions |= {case: _predict(fit, case) for case in members}
         if progress:
             progress(done + 1, len(jobs))
-    return Bench([CaseResult(case, predictions[case]) for case in cases], skipped, holdout, given)
+    return Bench([CaseResult(case, predictions[case]) for case in cases], skipped, holdout, handed_runs)
 
 
 def statistics(results: Iterable[CaseResult]) -> Statistics | None:
@@ -168,14 +170,14 @@ def decisions(results: Sequence[CaseResult]) -> list[LayoutDecision]:
     for result in results:
         case = result.case
         groups[(case.family, case.machine.gpu, case.machine.num_gpus, case.shape.name, case.sequence)].append(result)
-    found = []
+    layout_decisions = []
     for members in groups.values():
         layouts = {result.case.layout for result in members}
         if len(layouts) < MIN_LAYOUTS:
             continue
         best = min(_per_token(result.case, result.case.measured_step_seconds) for result in members)
         chosen = min(members, key=lambda result: _per_token(result.case, result.prediction.seconds)).case
-        found.append(
+        layout_decisions.append(
             LayoutDecision(
                 chosen.family,
                 chosen.machine.gpu,
@@ -187,7 +189,7 @@ def decisions(results: Sequence[CaseResult]) -> list[LayoutDecision]:
                 _per_token(chosen, chosen.measured_step_seconds) / best - 1.0,
             )
         )
-    return found
+    return layout_decisions
 
 
 def summary(bench: Bench) -> dict[str, Any]:
@@ -241,13 +243,15 @@ def bench_json(bench: Bench) -> dict[str, Any]:
 
 
 def _with_some_given(
-    cases: Sequence[Case], given: int, progress: Progress | None
+    cases: Sequence[Case], handed_runs: int, progress: Progress | None
 ) -> tuple[list[CaseResult], list[Skipped]]:
     """Leave each family out, `calibrate` with some of its runs on one GPU, predict its others on it; several draws."""
     clusters: dict[tuple[str, str], list[Case]] = defaultdict(list)
     for case in cases:
         clusters[(case.family, case.machine.gpu)].append(case)
-    large = {key: members for key, members in clusters.items() if len(members) >= max(SMALLEST_CLUSTER, given + 1)}
+    large = {
+        key: members for key, members in clusters.items() if len(members) >= max(SMALLEST_CLUSTER, handed_runs + 1)
+    }
     fits: dict[str, Fit] = {}
     results: list[CaseResult] = []
     for done, ((family, card), members) in enumerate(sorted(large.items())):
@@ -256,7 +260,7 @@ def _with_some_given(
         generation = case_machine(members[0]).gpu.generation
         labels = effect_labels(family="", release="", gpu="", generation=generation)
         for seed in GIVEN_SEEDS:
-            handed = random.Random(seed).sample(members, given)
+            handed = random.Random(seed).sample(members, handed_runs)
             repeated = {case.dup_group for case in handed}
             traits = Counter(case.traits for case in handed).most_common(1)[0][0]
             start = profile_from_fit(fits[family], "unknown", card, labels, traits, 0, "priors")
@@ -270,7 +274,9 @@ def _with_some_given(
         if progress:
             progress(done + 1, len(large))
     tested = {result.case for result in results}
-    reason = f"handed to calibrate, or fewer than {max(SMALLEST_CLUSTER, given + 1)} runs of its family on this GPU"
+    reason = (
+        f"handed to calibrate, or fewer than {max(SMALLEST_CLUSTER, handed_runs + 1)} runs of its family on this GPU"
+    )
     return results, [Skipped(case.id, case.quality, reason) for case in cases if case not in tested]
 
 

@@ -51,7 +51,7 @@ def chaos(
 
     console = make_console(as_json)
     directory = find_run(run)
-    given = {
+    texts_by_kind = {
         "kill": kill,
         "hang": hang,
         "fail": fail,
@@ -60,7 +60,7 @@ def chaos(
         "lose-node": lose_node,
     }
     faults = faults_for(
-        directory, [f"{kind} {what}" for kind, all_of_kind in given.items() for what in all_of_kind or []]
+        directory, [f"{kind} {text}" for kind, all_of_kind in texts_by_kind.items() for text in all_of_kind or []]
     )
     if random is not None:
         chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()]
@@ -127,7 +127,7 @@ def follow(run: RunDirectory, faults: list[InjectedFault], since: float, console
     follower = Follower(run)
     texts = [fault.text for fault in faults]
     fired: dict[str, float] = {}
-    told: dict[int, Recovery] = {}
+    finished: dict[int, Recovery] = {}
     while True:
         view = follower.look()  # before the events, so that what happened last is read too
         for text, moment in fired_faults(run, since).items():
@@ -135,8 +135,8 @@ def follow(run: RunDirectory, faults: list[InjectedFault], since: float, console
                 fired[text] = moment
                 console.print(f"fired: {text}", style="bold red", markup=False)
         for recovery in view.recoveries:
-            if recovery.began >= since and recovery.seconds is not None and recovery.generation not in told:
-                told[recovery.generation] = recovery
+            if recovery.began >= since and recovery.seconds is not None and recovery.generation not in finished:
+                finished[recovery.generation] = recovery
                 console.print(f"recovered: {recovery.text}", style="green", soft_wrap=True, markup=False)
         if not view.is_moving or (set(texts) == set(fired) and not _awaited(faults, fired, view)):
             break
@@ -147,7 +147,7 @@ def follow(run: RunDirectory, faults: list[InjectedFault], since: float, console
     return {
         "fired": list(fired),
         "not_fired": left,
-        "recoveries": [{**asdict(item), "text": item.text} for item in told.values()],
+        "recoveries": [{**asdict(item), "text": item.text} for item in finished.values()],
     }
 
 

@@ -51,21 +51,21 @@ def plan(
     if wanted.serve:
         options: dict[str, object] = {"--instances": instances, "--gpus": gpus, "--by": by, "--deadline": deadline}
         options |= {"--budget": budget, "--html": html, "--trace": trace}
-        _plan_server(wanted, [name for name, given in options.items() if given], as_json)
+        _plan_server(wanted, [name for name, value in options.items() if value], as_json)
         return
-    found = _plan(wanted, instances, gpus, by, deadline, budget)
-    traced = run_trace(job, found, chosen) if trace else None
+    result = _plan(wanted, instances, gpus, by, deadline, budget)
+    traced = run_trace(job, result, chosen) if trace else None
     today = date.today()
     if html:
         html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(plan_html(found, today), encoding="utf-8")
+        html.write_text(plan_html(result, today), encoding="utf-8")
     if as_json:
-        print(json.dumps({**plan_to_json(found), **(traced or {})}))
+        print(json.dumps({**plan_to_json(result), **(traced or {})}))
         return
     console = Console()
-    render_plan(found, console, today)
+    render_plan(result, console, today)
     if instances:
-        render_front(found, console)
+        render_front(result, console)
     if traced:
         render_trace(traced, console)
     if html:
@@ -85,11 +85,11 @@ def _plan_server(job: Job, options: list[str], as_json: bool) -> None:
     if options:
         raise PlanError(f"{options[0]} is for jobs that train; a server's plan is printed, or written by --json")
     with progress("planning"):
-        found = plan_serving(job)
+        result = plan_serving(job)
     if as_json:
-        print(json.dumps(serving_to_json(found)))
+        print(json.dumps(serving_to_json(result)))
     else:
-        render_serving(found, Console())
+        render_serving(result, Console())
 
 
 def _plan(job: Job, instances: str, gpus: str, by: str, deadline: str, budget: str) -> Plan:
@@ -103,9 +103,11 @@ def _plan(job: Job, instances: str, gpus: str, by: str, deadline: str, budget: s
         raise PlanError(f"--by {by!r} is not allowed; choose time, cost or gpus{near}")
     if not instances:
         options = (("--gpus", gpus), ("--by", by), ("--deadline", deadline), ("--budget", budget))
-        given = [name for name, value in options if value]
-        if given:
-            raise PlanError(f"{given[0]} goes with --instances, e.g. --instances p5,p5en,p6-b200 --gpus 64..1024")
+        options_given = [name for name, value in options if value]
+        if options_given:
+            raise PlanError(
+                f"{options_given[0]} goes with --instances, e.g. --instances p5,p5en,p6-b200 --gpus 64..1024"
+            )
         with progress("planning") as report:
             return plan(job, progress=report)
     try:

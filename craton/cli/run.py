@@ -314,9 +314,9 @@ def _ranks(draft: Draft) -> str:
     launch = draft.launch
     count, spares = launch.working_nodes, draft.num_spares
     ranks, nodes = counted(draft.num_ranks, "rank"), counted(count, "node")
-    each = f"{launch.threads_per_rank} thread{'s' if launch.threads_per_rank > 1 else ''} each"
+    threads = f"{launch.threads_per_rank} thread{'s' if launch.threads_per_rank > 1 else ''} each"
     beside = f" and {spares} spare{'s' if spares > 1 else ''}" if spares else ""
-    return f"{ranks if draft.num_ranks > 1 else '1 rank'} on {nodes if count > 1 else '1 node'}{beside}, {each}"
+    return f"{ranks if draft.num_ranks > 1 else '1 rank'} on {nodes if count > 1 else '1 node'}{beside}, {threads}"
 
 
 def _way_back(job: Job) -> str:

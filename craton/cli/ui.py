@@ -62,5 +62,5 @@ def ui(
         public_url=public_url,
         prometheus=prometheus,
         opens=not no_open and not as_json and can_open(),
-        tell=tell,
+        announce=tell,
     )

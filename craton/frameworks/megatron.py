@@ -91,13 +91,13 @@ def _attention(model: ModelShape) -> list[str]:
 
 def _biases(model: ModelShape) -> list[str]:
     """None, or that of queries, keys and values alone: Megatron's other word for biases puts one into every layer."""
-    found = biases(model)
-    if found not in ((), ("qkv",)):
+    with_bias = biases(model)
+    if with_bias not in ((), ("qkv",)):
         raise FrameworkError(
-            f"{model.name} adds a bias in {' and '.join(found)}, and Megatron's arguments here only in qkv; give a "
+            f"{model.name} adds a bias in {' and '.join(with_bias)}, and Megatron's arguments here only in qkv; give a "
             "model without"
         )
-    return ["--disable-bias-linear", *(["--add-qkv-bias"] if found else [])]
+    return ["--disable-bias-linear", *(["--add-qkv-bias"] if with_bias else [])]
 
 
 def _experts(model: ModelShape, layout: Layout) -> list[str]:

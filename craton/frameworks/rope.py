@@ -33,9 +33,9 @@ def megatron_rope(model: ModelShape) -> list[str]:
     scaling = rope.get("scaling", "none")
     if scaling == "none":
         return words
-    given = {name: rope.get(name, usual) for name, usual in LLAMA3.items()}
-    if scaling != "llama3" or given != LLAMA3 or "factor" not in rope:
-        numbers = f" with {given}" if scaling == "llama3" else ""
+    parameters = {name: rope.get(name, usual) for name, usual in LLAMA3.items()}
+    if scaling != "llama3" or parameters != LLAMA3 or "factor" not in rope:
+        numbers = f" with {parameters}" if scaling == "llama3" else ""
         raise FrameworkError(
             f"{model.name} stretches its rotation as {scaling}{numbers}, and Megatron's arguments only as llama3 with "
             f"{LLAMA3} and a factor; give a model without it, or train this one with kind pretrain"

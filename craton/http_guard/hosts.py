@@ -52,10 +52,10 @@ def is_foreign(headers: Mapping[str, str]) -> bool:
     """Whether a browser says that a page of another origin sent this request. Names of headers are in lower case."""
     if headers.get("sec-fetch-site", "same-origin") != "same-origin":
         return True
-    if (given := headers.get("origin")) is None:
+    if (origin_header := headers.get("origin")) is None:
         return False
     try:
-        origin = urlsplit(given)
+        origin = urlsplit(origin_header)
     except ValueError:
         return True
     if origin.scheme not in _DEFAULT_PORTS or not origin.netloc:  # also "null", of a page without an origin

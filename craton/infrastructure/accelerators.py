@@ -64,16 +64,16 @@ def catalog_gpu(cards: list[Accelerator]) -> Gpu:
     name = names[0].removeprefix("NVIDIA ").removeprefix("Tesla ")
     memory_bytes = min(card.memory_bytes for card in cards)
     try:
-        known = gpu(name)
+        listed = gpu(name)
     except CatalogError:
-        known = None
-    if known is None or abs(memory_bytes / known.memory_bytes - 1.0) > SAME_MEMORY:
+        listed = None
+    if listed is None or abs(memory_bytes / listed.memory_bytes - 1.0) > SAME_MEMORY:
         raise CatalogError(
             f"the catalog does not know this machine's GPU ({names[0]}, {memory(memory_bytes)}); write a "
             "cluster file with its numbers under `hardware:` (docs/job-file.md) and name that under `cluster:`, or set "
             "CUDA_VISIBLE_DEVICES= to use the CPU"
         )
-    return known
+    return listed
 
 
 def _ask() -> str:

@@ -52,8 +52,8 @@ def cluster_of(instance_name: str, num_nodes: int, purchase: PurchaseKind | None
     node_fields, cluster_fields = ({field.name for field in fields(kind)} for kind in (Instance, Cluster))
     unknown = [name for name in overrides if name not in node_fields | cluster_fields]
     if unknown:
-        known = sorted(node_fields | cluster_fields)
-        raise TypeError(f"cluster_of() cannot override {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+        allowed = sorted(node_fields | cluster_fields)
+        raise TypeError(f"cluster_of() cannot override {unknown[0]!r}{did_you_mean(unknown[0], allowed)}")
     of_node = {name: value for name, value in overrides.items() if name in node_fields and name != "name"}
     if isinstance(of_node.get("gpu"), str):
         of_node["gpu"] = gpu(of_node["gpu"])

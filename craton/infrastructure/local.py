@@ -93,7 +93,7 @@ def local_machine(
     measure: Callable[[], Measurement] = measure,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
     cache: Path | None = None,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> LocalMachine:
     """The remembered measurement of this machine, or a new one (`again`: in any case)."""
     cache = cache or cache_path()
@@ -103,20 +103,20 @@ def local_machine(
     if not again and key in records:
         measured_at, measurement = records[key]
         return LocalMachine(cpu, cores, memory_bytes, measurement, measured_at)
-    say(
+    report(
         f"measuring this machine (matrix products, memory, loopback; up to "
         f"{setting(BUDGET_SECONDS)}, then remembered) ..."
     )
     machine = LocalMachine(cpu, cores, memory_bytes, measure(), now())
     if machine.measurement.bf16_method.startswith("fp32 rate"):
-        say(f"bf16 is taken at the {machine.measurement.bf16_method}")
+        report(f"bf16 is taken at the {machine.measurement.bf16_method}")
     if machine.was_busy:
         busy = f"load {machine.measurement.load_average:.1f} on {cores} cores"
-        say(f"the machine was busy ({busy}), so rates may be low: `craton catalog local --measure` when it is idle")
+        report(f"the machine was busy ({busy}), so rates may be low: `craton catalog local --measure` when it is idle")
     try:
         write_records(cache, {**records, key: (machine.measured_at, machine.measurement)})
     except OSError as error:
-        say(f"not remembered: {cache}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written")
+        report(f"not remembered: {cache}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written")
     return machine
 
 
@@ -237,8 +237,8 @@ def free_memory_bytes(
         if used.is_file() and path.is_file() and (limit := path.read_text().strip()).isdigit():
             held = _numbers(path.with_name("memory.stat"))
             prefix, cached = ("", "file") if is_newer else ("total_", "cache")
-            given = held.get(f"{prefix}{cached}", 0) - held.get(f"{prefix}shmem", 0)
-            free.append(int(limit) - int(used.read_text()) + given)
+            reclaimable = held.get(f"{prefix}{cached}", 0) - held.get(f"{prefix}shmem", 0)
+            free.append(int(limit) - int(used.read_text()) + reclaimable)
     return max(0.0, float(min(free)))
 
 

@@ -81,28 +81,28 @@ def parse_fault(text: str) -> InjectedFault:
     words = [word.strip() for part in rest.split("@") for word in part.split(",")]
     if rest.count("@") > 1 or not all(words):
         raise FaultError(f"{text!r} cannot be read; write e.g. {kind} {EXAMPLES[kind]}")
-    given: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for position, word in enumerate(words):
         key, is_pair, value = word.partition("=")
         if not is_pair:
             key, value = _bare_word(kind, word, position, text)
-        if key in given:
+        if key in settings:
             raise FaultError(f"{text!r} says {key} twice; keep one")
-        given[key] = value
+        settings[key] = value
     allowed = (*TARGETS[kind], "step", *_OPTIONS[kind])
-    for key in given:
+    for key in settings:
         if key not in allowed:
             raise FaultError(
                 f"{text!r}: {key!r} is not known here; allowed: {', '.join(allowed)}{did_you_mean(key, allowed)}; "
                 f"e.g. {kind} {EXAMPLES[kind]}"
             )
-    targets = [key for key in given if key in TARGETS[kind]]
+    targets = [key for key in settings if key in TARGETS[kind]]
     if len(targets) != 1:
         raise FaultError(
             f"{text!r} names {' and '.join(targets) or 'nothing'} to {kind}; name one of {', '.join(TARGETS[kind])}, "
             f"e.g. {kind} {EXAMPLES[kind]}"
         )
-    return _fault(kind, targets[0], given, str(text))
+    return _fault(kind, targets[0], settings, str(text))
 
 
 def check_fault(
@@ -228,11 +228,11 @@ def _bare_word(kind: str, word: str, position: int, text: str) -> tuple[str, str
     )
 
 
-def _fault(kind: str, target: str, given: Mapping[str, str], text: str) -> InjectedFault:
-    node = given[target] if target in ("agent", "keeper", "node") else None
-    if target != "coordinator" and not given[target]:
+def _fault(kind: str, target: str, settings: Mapping[str, str], text: str) -> InjectedFault:
+    node = settings[target] if target in ("agent", "keeper", "node") else None
+    if target != "coordinator" and not settings[target]:
         raise FaultError(f"{text!r}: {target} has no value; write e.g. {kind} {EXAMPLES[kind]}")
-    tier = given.get("tier")
+    tier = settings.get("tier")
     if tier is not None and (tier == "object" or tier.startswith("s3://")):
         raise FaultError(f"{text!r}: objects in S3 can be neither flipped nor slowed down; use peer, nvme or shared")
     if tier is not None and tier not in TIERS and not tier.startswith("/"):
@@ -241,44 +241,44 @@ def _fault(kind: str, target: str, given: Mapping[str, str], text: str) -> Injec
         )
     if kind == "slow-disk" and tier == "peer":
         raise FaultError(f"{text!r}: {tier} is not on a disk; use nvme or shared")
-    if kind == "slow-disk" and "seconds" not in given:
+    if kind == "slow-disk" and "seconds" not in settings:
         raise FaultError(f"{text!r} does not say how slow; write e.g. {kind} {EXAMPLES[kind]}")
-    if tier != "peer" and ("whose" in given or "rank" in given) and kind == "corrupt":
+    if tier != "peer" and ("whose" in settings or "rank" in settings) and kind == "corrupt":
         raise FaultError(f"{text!r}: rank and whose belong to tier=peer, where every rank has memory of its own")
     how = None
     if kind == "hang":
-        how = _one_of(given.get("how", "stop"), "how", HANGS, text)
+        how = _one_of(settings.get("how", "stop"), "how", HANGS, text)
     elif kind == "corrupt" and tier == "peer":
-        how = _one_of(given.get("whose", "all"), "whose", WHOSE, text)
+        how = _one_of(settings.get("whose", "all"), "whose", WHOSE, text)
     return InjectedFault(
         kind=kind,
         target=target,
         text=text,
-        rank=_number(given, "rank", 0, text),
+        rank=_number(settings, "rank", 0, text),
         node=node,
         tier=tier,
-        step=_number(given, "step", 1, text),
-        during=_one_of(given["during"], "during", DURING, text) if "during" in given else None,
-        seconds=_seconds(given, "seconds", text),
-        for_seconds=_seconds(given, "for", text),
+        step=_number(settings, "step", 1, text),
+        during=_one_of(settings["during"], "during", DURING, text) if "during" in settings else None,
+        seconds=_seconds(settings, "seconds", text),
+        for_seconds=_seconds(settings, "for", text),
         how=how,
     )
 
 
-def _number(given: Mapping[str, str], key: str, at_least: int, text: str) -> int | None:
-    if key not in given:
+def _number(settings: Mapping[str, str], key: str, at_least: int, text: str) -> int | None:
+    if key not in settings:
         return None
-    value = given[key]
+    value = settings[key]
     if not value.isascii() or not value.isdecimal() or int(value) < at_least:
         raise FaultError(f"{text!r}: {key} is {value!r}, not a whole number from {at_least}")
     return int(value)
 
 
-def _seconds(given: Mapping[str, str], key: str, text: str) -> float | None:
-    if key not in given:
+def _seconds(settings: Mapping[str, str], key: str, text: str) -> float | None:
+    if key not in settings:
         return None
     try:
-        return parse_seconds(given[key])
+        return parse_seconds(settings[key])
     except ValueError as error:
         raise FaultError(f"{text!r}: {key}: {error}") from None
 

@@ -121,8 +121,8 @@ def checked_layout(job: Job, num_gpus: int, *, trained: bool) -> Layout | None:
         return _without_problems(layout, problems)
     batch, sequence = job.global_batch_sequences, job.sequence
     if not problems:
-        found = check_layout(layout, shape, num_gpus, batch, sequence, trained=trained)
-        problems = [f"{where}layout: {problem}" for problem in found]
+        layout_problems = check_layout(layout, shape, num_gpus, batch, sequence, trained=trained)
+        problems = [f"{where}layout: {problem}" for problem in layout_problems]
     if problems:
         written = job.layout.model_dump(exclude_none=True)
         near = nearest_layout(layout, shape, num_gpus, batch, sequence, trained=trained, written=written)

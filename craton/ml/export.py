@@ -314,8 +314,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         copied = {"copy": done.copy} if done.copy else {}
         print(json.dumps({"folder": options.folder, "step": done.step, "dtype": options.dtype, **copied}))
     else:
-        what = "adapters of step" if options.adapters else "step"
-        print(f"wrote {options.folder}: {what} {done.step} of {options.run} in {options.dtype}")
+        label = "adapters of step" if options.adapters else "step"
+        print(f"wrote {options.folder}: {label} {done.step} of {options.run} in {options.dtype}")
         if done.copy:
             print(f"copied to {done.copy}")
     return 0

@@ -37,10 +37,10 @@ def main(arguments: list[str]) -> int:
     gc.collect()
     gc.freeze()  # what is imported is never collected, so its pages stay shared between all ranks
     connection = socket.socket(fileno=int(os.environ.pop(NURSERY_VARIABLE)))
-    what, environment, log, agent = answer_requests(connection, ("rank", "keeper"))
+    kind, environment, log, agent = answer_requests(connection, ("rank", "keeper"))
     os.environ.update(environment)
-    _become_a_child_of(agent, log, f"craton-{what}-{environment.get('RANK', '')}".rstrip("-"))
-    if what == "keeper":
+    _become_a_child_of(agent, log, f"craton-{kind}-{environment.get('RANK', '')}".rstrip("-"))
+    if kind == "keeper":
         return _keep(RunDirectory(arguments[0]))
     return session.main(arguments)
 

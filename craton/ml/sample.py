@@ -180,18 +180,20 @@ def _write(options: argparse.Namespace) -> None:
         begin = "" if options.chat else prompt  # of a chat only the answer is printed
         began = time.perf_counter()
         steps = generate(model, [row], options.max_tokens, options.temperature, options.top_k, options.seed, end)
-        made: list[int] = []
+        generated: list[int] = []
         shown = "" if options.json else _show("", begin)
         for (token,) in steps:
             assert token is not None
-            made.append(token)
+            generated.append(token)
             if not options.json:
-                shown = _show(shown, begin + tokenizer.decode(made).rstrip("\ufffd"))  # a letter may lack bytes yet
-        text = tokenizer.decode(made)
+                shown = _show(
+                    shown, begin + tokenizer.decode(generated).rstrip("\ufffd")
+                )  # a letter may lack bytes yet
+        text = tokenizer.decode(generated)
         if not options.json:
             _show(shown, begin + text + "\n")
         seconds = time.perf_counter() - began
-        answers.append({"prompt": prompt, "text": text, "tokens": len(made), "seconds": seconds})
+        answers.append({"prompt": prompt, "text": text, "tokens": len(generated), "seconds": seconds})
     if options.json:
         print(json.dumps({"model": str(options.model), "step": opened.step, "samples": answers}))
 

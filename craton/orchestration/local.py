@@ -141,8 +141,8 @@ def read_agents(run: RunDirectory) -> list[AgentProcess]:
 
 def living_agents(run: RunDirectory) -> list[AgentProcess]:
     """Those that were started and those whose heartbeat says so, as far as their process lives; by the node's name."""
-    known = {(agent.pid, agent.started): agent for agent in [*_beating_agents(run), *read_agents(run)]}
-    return sorted((agent for agent in known.values() if agent.is_alive), key=lambda agent: _in_order(agent.node))
+    agents = {(agent.pid, agent.started): agent for agent in [*_beating_agents(run), *read_agents(run)]}
+    return sorted((agent for agent in agents.values() if agent.is_alive), key=lambda agent: _in_order(agent.node))
 
 
 def kill_agents(run: RunDirectory) -> list[AgentProcess]:
@@ -225,12 +225,12 @@ def _families(run: RunDirectory, agents: Iterable[int]) -> list[int]:
 
 def _with_environment(word: str) -> list[int]:
     """Processes that were started with this word in their environment, but for this one; on Linux only."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # gone, or somebody else's
             if f"\0{word}\0".encode() in b"\0" + path.read_bytes():
-                found.append(int(path.parent.name))
-    return [pid for pid in found if pid != os.getpid()]
+                pids.append(int(path.parent.name))
+    return [pid for pid in pids if pid != os.getpid()]
 
 
 def _in_order(node: str) -> tuple[str, int]:

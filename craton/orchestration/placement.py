@@ -60,19 +60,21 @@ class Audit:
     def sentences(self) -> list[str]:
         """For people, the verdict first."""
         leaves = ", ".join(f"{name} x {count}" for name, count in self.spread.get("leaf", {}).items())
-        got = (
+        allocation = (
             f"{counted(len(self.nodes), 'node')} on {leaves}"
             if leaves
             else f"{counted(len(self.nodes), 'node')}, their leaves unknown"
         )
         if self.held is None:
-            lines = [f"got {got}" + (f"; asked for one {self.asked}, which cannot be checked" if self.asked else "")]
+            lines = [
+                f"got {allocation}" + (f"; asked for one {self.asked}, which cannot be checked" if self.asked else "")
+            ]
         else:
-            lines = [f"asked for one {self.asked}, got {got}: {'held' if self.held else 'not held'}"]
+            lines = [f"asked for one {self.asked}, got {allocation}: {'held' if self.held else 'not held'}"]
         for crossing in self.crossings:
             if crossing.crossing:
-                what = "sends between stages" if crossing.dimension == "pp" else f"{crossing.dimension} groups"
-                lines.append(f"{crossing.crossing} of {crossing.groups} {what} cross a {crossing.border}")
+                groups = "sends between stages" if crossing.dimension == "pp" else f"{crossing.dimension} groups"
+                lines.append(f"{crossing.crossing} of {crossing.groups} {groups} cross a {crossing.border}")
         if self.asked_step_seconds and self.got_step_seconds:
             if self.got_step_seconds > self.asked_step_seconds * 1.0005:
                 money = f", {dollars(self.dollars_per_day)} a day" if self.dollars_per_day else ""
@@ -129,17 +131,17 @@ def audit(
         level: dict(Counter(path[at] if at < len(path) else "" for path in paths.values()))
         for at, level in enumerate(names)
     }
-    known = leaf_at >= 0 and all(len(path) == depth for path in paths.values())
-    leaves = {node: ".".join(path[: leaf_at + 1]) for node, path in paths.items()} if known else {}
+    is_known = leaf_at >= 0 and all(len(path) == depth for path in paths.values())
+    leaves = {node: ".".join(path[: leaf_at + 1]) for node, path in paths.items()} if is_known else {}
     within = asked.within if asked else ""
     result = Audit(
         asked=within,
-        held=_held(within, names, spread, len(paths)) if known else None,
-        nodes={node: path[leaf_at] if known else "" for node, path in paths.items()},
-        spread=spread if known else {},
-        crossings=_crossings(layout, ranks_per_node, list(leaves.values()), list(domains.values())) if known else [],
+        held=_held(within, names, spread, len(paths)) if is_known else None,
+        nodes={node: path[leaf_at] if is_known else "" for node, path in paths.items()},
+        spread=spread if is_known else {},
+        crossings=_crossings(layout, ranks_per_node, list(leaves.values()), list(domains.values())) if is_known else [],
     )
-    if job is None or cluster is None or layout is None or not known:
+    if job is None or cluster is None or layout is None or not is_known:
         return result
     return _priced(result, job, cluster, layout, list(leaves.values()), ranks_per_node)
 
@@ -178,7 +180,7 @@ def _groups(layout: Layout) -> list[tuple[str, int, int]]:
     """(dimension, ranks that a group reaches over, distance between its ranks), without dimensions of one."""
     inner = layout.cp * layout.tp
     shards, copies = inner * layout.fsdp, inner * layout.fsdp * layout.replicate
-    found = [
+    dimensions = [
         ("tp", layout.tp, layout.tp, 1),
         ("cp", layout.cp, inner, layout.tp),
         ("ep", layout.ep, layout.ep * layout.tp, layout.tp),
@@ -186,7 +188,7 @@ def _groups(layout: Layout) -> list[tuple[str, int, int]]:
         ("replicate", layout.replicate, copies, shards),
         ("pp", layout.pp, layout.world, copies),
     ]
-    return [(name, span, stride) for name, size, span, stride in found if size > 1]
+    return [(name, span, stride) for name, size, span, stride in dimensions if size > 1]
 
 
 def _join(pieces: list[_Piece], count: int) -> tuple[list[_Piece], list[_Piece]]:
@@ -261,14 +263,14 @@ def _whole_nodes(layout: Layout, ranks_per_node: int, leaves: Sequence[str]) -> 
 
 
 def _priced(
-    found: Audit, job: Job, cluster: Cluster, layout: Layout, leaves: Sequence[str], ranks_per_node: int
+    audited: Audit, job: Job, cluster: Cluster, layout: Layout, leaves: Sequence[str], ranks_per_node: int
 ) -> Audit:
-    asked_leaf = 0 if found.asked in _CLOSE else cluster.leaf_nodes
+    asked_leaf = 0 if audited.asked in _CLOSE else cluster.leaf_nodes
     try:
         asked = placed_step_seconds(job, cluster, layout, asked_leaf)
-        got = placed_step_seconds(job, cluster, layout, _whole_nodes(layout, ranks_per_node, leaves))
+        placed = placed_step_seconds(job, cluster, layout, _whole_nodes(layout, ranks_per_node, leaves))
     except PlanError as error:
-        return Audit(**{**vars(found), "note": f"no price: {error}"})
+        return Audit(**{**vars(audited), "note": f"no price: {error}"})
     note = ""
     if len(set(leaves)) > 1 and cluster.spine_oversubscription == 1.0:
         note = (
@@ -276,13 +278,13 @@ def _priced(
             "crossing them is taken to be free"
         )
     dollars = None
-    if cluster.price and got > asked:
-        dollars = (1.0 - asked / got) * cluster.price.dollars_per_hour * cluster.num_nodes * 24.0
+    if cluster.price and placed > asked:
+        dollars = (1.0 - asked / placed) * cluster.price.dollars_per_hour * cluster.num_nodes * 24.0
     return Audit(
         **{
-            **vars(found),
+            **vars(audited),
             "asked_step_seconds": asked,
-            "got_step_seconds": got,
+            "got_step_seconds": placed,
             "dollars_per_day": dollars,
             "note": note,
         }

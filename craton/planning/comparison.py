@@ -19,18 +19,20 @@ from craton.planning.step import compose
 TOP = 5
 
 
-def layout_alternatives(setting: Setting, chosen: Candidate, found: Search, constants: np.ndarray) -> list[Alternative]:
+def layout_alternatives(
+    setting: Setting, chosen: Candidate, search: Search, constants: np.ndarray
+) -> list[Alternative]:
     """The best layouts that differ in more than a detail, and the best that memory rules out."""
     winner_times = compose(chosen.terms, constants)
     seen = {_kind(chosen.layout)}
     losers = []
-    for candidate in found.candidates:
+    for candidate in search.candidates:
         if candidate.layout != chosen.layout and _kind(candidate.layout) not in seen:
             seen.add(_kind(candidate.layout))
             losers.append(candidate)
         if len(losers) == TOP - 1:
             break
-    faster = [candidate for candidate in found.too_large if candidate.step_seconds < chosen.step_seconds]
+    faster = [candidate for candidate in search.too_large if candidate.step_seconds < chosen.step_seconds]
     losers += faster[:1]
     steps = setting.job.steps or 1
     outcomes = [outcome_of(setting, loser) for loser in losers]

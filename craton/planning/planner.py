@@ -57,8 +57,8 @@ def plan(
     except CatalogError as error:
         raise PlanError(f"{job.where('cluster')}cluster: {error}") from None
     setting = setting_of(job, cluster)
-    found = _search(setting, progress)
-    chosen = chosen_layout(setting, found)
+    layouts = _search(setting, progress)
+    chosen = chosen_layout(setting, layouts)
     outcome = outcome_of(setting, chosen)
     scaling = scaling_outcomes(setting, chosen)
     others = other_hardware(setting, chosen)
@@ -66,7 +66,7 @@ def plan(
     runner_up = min(others, key=lambda other: preference(other, "cost"), default=None)
     return _plan(
         outcome,
-        found,
+        layouts,
         today,
         scaling=scaling,
         front=front,
@@ -94,16 +94,16 @@ def plan_clusters(
     problems: list[str] = []
     for done, cluster in enumerate(clusters):
         setting = setting_of(job, cluster)
-        found = _search(setting, progress, f"cluster {done + 1} of {len(clusters)}, ")
+        layouts = _search(setting, progress, f"cluster {done + 1} of {len(clusters)}, ")
         try:
-            candidate = chosen_layout(setting, found)
+            candidate = chosen_layout(setting, layouts)
         except PlanError as error:
             problems.append(f"{cluster.name}: {error}")
             continue
         if not candidate.fits:
-            problems.append(f"{cluster.name}: {nothing_fits(setting, found)}")
+            problems.append(f"{cluster.name}: {nothing_fits(setting, layouts)}")
             continue
-        searches[cluster.name] = found
+        searches[cluster.name] = layouts
         outcomes.append(outcome_of(setting, candidate))
     if not outcomes:
         raise PlanError("no cluster of the search can run this job: " + "; ".join(problems[:3]))
@@ -179,7 +179,7 @@ def _clusters(job: Job, instances: Sequence[str], gpu_counts: Sequence[int]) -> 
 
 def _plan(
     outcome: RunOutcome,
-    found: Search,
+    layouts: Search,
     today: date,
     *,
     scaling: Sequence[RunOutcome],
@@ -268,16 +268,16 @@ def _plan(
             data / step_seconds,
             blocked / step_seconds,
         ),
-        alternatives=layout_alternatives(setting, candidate, found, constants),
+        alternatives=layout_alternatives(setting, candidate, layouts, constants),
         runner_up=runner_up,
         scaling=scaling_points([outcome, *scaling]),
         front=front,
         sensitivities=sensitivities(setting.model, setting.machine, setting.profile, candidate),
-        layouts_evaluated=found.evaluated,
+        layouts_evaluated=layouts.evaluated,
         evaluate_seconds=evaluate,
         warnings=[
             *_warnings(setting, candidate),
-            *_better_layout(candidate, found),
+            *_better_layout(candidate, layouts),
             *storage.warnings,
             *goodput.warnings,
             *cost_warnings,
@@ -337,9 +337,9 @@ def _warnings(setting: Setting, candidate: Candidate) -> list[str]:
     return result
 
 
-def _better_layout(candidate: Candidate, found: Search) -> list[str]:
+def _better_layout(candidate: Candidate, layouts: Search) -> list[str]:
     """A layout the user fixed, when the search knows a clearly faster one."""
-    best = found.candidates[0] if found.candidates else candidate
+    best = layouts.candidates[0] if layouts.candidates else candidate
     gain = 1.0 - best.step_seconds / candidate.step_seconds
     return [f"layout auto would be {formatting.percent(gain)} faster: {best.layout}"] if gain > WORTH_SAYING else []
 
@@ -350,5 +350,5 @@ def _same_card(setting: Setting) -> bool:
 
 def _precisions(setting: Setting) -> set[str]:
     flops = setting.machine.gpu.flops
-    known = {"fp32"} | ({"fp16", "bf16"} if flops.get("fp16") or flops.get("bf16") else set())
-    return known | ({"fp8", "mxfp8"} if flops.get("fp8") else set()) | ({"nvfp4"} if flops.get("fp4") else set())
+    supported = {"fp32"} | ({"fp16", "bf16"} if flops.get("fp16") or flops.get("bf16") else set())
+    return supported | ({"fp8", "mxfp8"} if flops.get("fp8") else set()) | ({"nvfp4"} if flops.get("fp4") else set())

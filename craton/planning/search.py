@@ -222,7 +222,7 @@ def _pipelines(pp: int, layers: int, zero_bubble: bool) -> list[tuple[int, Sched
     """(stages a rank, schedule)"""
     if pp == 1:
         return [(1, "1f1b")]
-    found: list[tuple[int, Schedule]] = [
+    pipelines: list[tuple[int, Schedule]] = [
         (v, "interleaved" if v > 1 else "1f1b") for v in STAGES_A_RANK if pp * v <= layers
     ]
-    return [*found, (1, "zero-bubble")] if zero_bubble else found
+    return [*pipelines, (1, "zero-bubble")] if zero_bubble else pipelines

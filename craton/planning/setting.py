@@ -78,7 +78,7 @@ def setting_of(job: Job, cluster: Cluster) -> Setting:
     return Setting(job, shape, cluster, machine, profile, model)
 
 
-def chosen_layout(setting: Setting, found: Search) -> Candidate:
+def chosen_layout(setting: Setting, search: Search) -> Candidate:
     """The layout the user wrote, else the best that fits; with nothing that fits, the smallest."""
     try:
         fixed = checked_layout(setting.job, setting.world, trained=setting.profile.traits.own_layers)
@@ -87,16 +87,16 @@ def chosen_layout(setting: Setting, found: Search) -> Candidate:
         raise PlanError(where + "; ".join(problem.removeprefix(where) for problem in error.problems)) from None
     if fixed is not None:
         return evaluate(setting.model, setting.machine, setting.profile, fixed)
-    if found.candidates:
-        return found.candidates[0]
-    if found.too_large:
-        return min(found.too_large, key=lambda candidate: candidate.memory_bytes)
-    raise PlanError(f"{setting.job.where('cluster')}{nothing_fits(setting, found)}")
+    if search.candidates:
+        return search.candidates[0]
+    if search.too_large:
+        return min(search.too_large, key=lambda candidate: candidate.memory_bytes)
+    raise PlanError(f"{setting.job.where('cluster')}{nothing_fits(setting, search)}")
 
 
-def nothing_fits(setting: Setting, found: Search) -> str:
-    if found.too_large:
-        need = min(candidate.memory_bytes for candidate in found.too_large)
+def nothing_fits(setting: Setting, search: Search) -> str:
+    if search.too_large:
+        need = min(candidate.memory_bytes for candidate in search.too_large)
         limit = setting.machine.gpu.memory_bytes
         return (
             f"no layout fits: the smallest needs {memory(need)} of {memory(limit)} a GPU; use more GPUs or "

@@ -205,26 +205,26 @@ def list_runs(root: str | os.PathLike[str] | None = None) -> list[RunDirectory]:
 
 def find_run(name_or_path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> RunDirectory:
     """The run of this name under the root, else the run directory at this path."""
-    given = os.fspath(name_or_path)
+    wanted = os.fspath(name_or_path)
     folder = Path(root) if root is not None else runs_root()
-    candidates = [Path(given)] if os.sep in given else [folder / given, Path(given)]
+    candidates = [Path(wanted)] if os.sep in wanted else [folder / wanted, Path(wanted)]
     for candidate in candidates:
         run = RunDirectory(candidate)
-        if given and run.looks_like_a_run():
+        if wanted and run.looks_like_a_run():
             return run
-    if len(given) > MAX_SHOWN_NAME:
-        given = f"{given[:MAX_SHOWN_NAME]}…"
+    if len(wanted) > MAX_SHOWN_NAME:
+        wanted = f"{wanted[:MAX_SHOWN_NAME]}…"
     from craton.nearest import nearest_names
 
     names = [run.name for run in list_runs(folder)]
-    near = nearest_names(given, names)
+    near = nearest_names(wanted, names)
     if near:
         advice = f"did you mean {' or '.join(map(repr, near))}?"
     elif names:
         advice = "there is " + ", ".join(names[:10]) + (" ..." if len(names) > 10 else "")
     else:
         advice = f"there are no runs in {folder}; CRATON_RUNS names another folder"
-    raise RunNotFoundError(f"no run named {given!r}: {advice}")
+    raise RunNotFoundError(f"no run named {wanted!r}: {advice}")
 
 
 def _made_at(run: RunDirectory) -> float:

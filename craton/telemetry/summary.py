@@ -302,9 +302,9 @@ def _unsaved(run: RunDirectory, first_node: list[str], generation: int) -> str:
     if step is None:
         return ""
     events = tail_lines(run.events_path(status.node), TAIL_BYTES)
-    told: dict[str, Any] = next((line for line in reversed(events) if line.get("event") == "state_unsaved"), {})
-    seconds = f" within {setting(told['retry_seconds'])}" if _is_number(told.get("retry_seconds")) else ""
-    reason = f": {told['reason']}" if told.get("reason") else ""
+    event: dict[str, Any] = next((line for line in reversed(events) if line.get("event") == "state_unsaved"), {})
+    seconds = f" within {setting(event['retry_seconds'])}" if _is_number(event.get("retry_seconds")) else ""
+    reason = f": {event['reason']}" if event.get("reason") else ""
     return (
         f"the state of step {step:,} is only in memory{reason}; once there is room it is saved{seconds}, "
         f"`craton stop {run.name} --now` gives it up"
@@ -338,8 +338,8 @@ def _is_productive(run: RunDirectory, first_node: str, generation: int) -> bool:
 
 def _daily_price(launch: dict[str, Any], plan: dict[str, Any]) -> float | None:
     """As the run was last started, or by its plan where an older Craton has started it."""
-    found = (launch.get("dollars_per_day"), (plan.get("cost") or {}).get("dollars_per_day"))
-    return next((float(item) for item in found if _is_number(item)), None)
+    prices = (launch.get("dollars_per_day"), (plan.get("cost") or {}).get("dollars_per_day"))
+    return next((float(item) for item in prices if _is_number(item)), None)
 
 
 def _last_started(run: RunDirectory) -> int:

@@ -38,12 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", metavar="RUN", help="the run directory")
     parser.add_argument("sink", metavar="SINK", help=" | ".join(SINKS))
     parser.add_argument("--until-stdin-closes", action="store_true", help="ignore SIGTERM: the agent says when to end")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     ended = threading.Event()
     # A scheduler signals every process of a run, this one too, while the ranks still have something to say.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if given.until_stdin_closes else lambda number, frame: ended.set())
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if options.until_stdin_closes else lambda number, frame: ended.set())
     try:
-        follow(RunDirectory(given.run), given.sink, _wait_for_stdin if given.until_stdin_closes else ended.wait)
+        follow(RunDirectory(options.run), options.sink, _wait_for_stdin if options.until_stdin_closes else ended.wait)
     except SinkError as error:
         print(f"craton track: {error}", file=sys.stderr)
         return 2
@@ -82,9 +82,9 @@ def _send_new(run: RunDirectory, sink: Sink, state: State) -> bool:
             for line in lines:
                 if line.get("rank") in (0, None):
                     values = {name: _number(value) for name, value in line.items() if name not in _STAMP}
-                    known = {name: value for name, value in values.items() if value is not None}
-                    if known:
-                        sink.log(int(line.get("step") or 0), float(line.get("time") or 0.0), known)
+                    known_values = {name: value for name, value in values.items() if value is not None}
+                    if known_values:
+                        sink.log(int(line.get("step") or 0), float(line.get("time") or 0.0), known_values)
             if offsets[path.name] == offset:
                 break
     return offsets != before

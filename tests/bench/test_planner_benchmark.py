@@ -128,7 +128,7 @@ def test_a_run_that_was_handed_over_does_not_reach_its_own_prediction(
         seconds = next(case for case in small_corpus if case.id == moved).measured_step_seconds
         row["measured"], row["derived"] = {"step_time_s": factor * seconds}, {}
         found: dict[str, list[float]] = {name: [] for name in names}
-        for entry in bench_plan(write_cases(*rows), "family", given=5).results:
+        for entry in bench_plan(write_cases(*rows), "family", handed_runs=5).results:
             found[entry.case.id].append(entry.prediction.seconds)
         predictions.append(found)
     before, after = predictions
@@ -143,7 +143,7 @@ def test_no_case_is_dropped_silently_when_rows_are_handed_over(
     """Too few runs of a family to hand any over: skipped with that reason, not forgotten."""
     names = [case.id for case in small_corpus if case.family == "nanotron"][:9]
     names += [case.id for case in small_corpus if case.family == "fms-fsdp"]
-    result = bench_plan(write_cases(*(BY_ID[name] for name in names)), "family", given=5)
+    result = bench_plan(write_cases(*(BY_ID[name] for name in names)), "family", handed_runs=5)
     named = {entry.case.id for entry in result.results} | {entry.id for entry in result.skipped}
     assert named == set(names)
 
@@ -348,6 +348,6 @@ def test_the_bars_with_one_group_left_out() -> None:
 
 @pytest.mark.slow
 def test_five_rows_of_a_stranger_bring_the_error_under_10_percent() -> None:
-    result = summary(bench_plan(corpus_path(), "family", given=5))
+    result = summary(bench_plan(corpus_path(), "family", handed_runs=5))
     assert result["all"]["median"] <= 0.10
     assert 0.72 <= result["all"]["inside"] <= 0.92

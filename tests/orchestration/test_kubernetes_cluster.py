@@ -57,7 +57,7 @@ def test_the_api_server_takes_what_is_emitted(gang: str, kind: str) -> None:
     place = cluster(nodes=1 if kind == "serve" else 4, scheduler=scheduler)
     limit = {} if kind == "serve" else {"time_limit": "1d"}
     wanted = job(kind, place, placement={"within": "leaf"}, run={"secrets": ["HF_TOKEN"], **limit})
-    documents = manifests(target(wanted, given={"HF_TOKEN"}))
+    documents = manifests(target(wanted, shell_variables={"HF_TOKEN"}))
 
     async def rehearse(connection: Connection) -> None:
         for document in documents:

@@ -136,7 +136,7 @@ def test_job_files_make_valid_manifests_that_are_sent_as_they_are_printed(gang: 
             **({"recover": {"spares": 1}} if kind != "serve" else {}),
             **({"checkpoint": {"tiers": [{"to": "nvme", "every": "5m"}]}} if kind == "pretrain" else {}),
         )
-        documents = manifests(target(wanted, root, given={"HF_TOKEN"}))
+        documents = manifests(target(wanted, root, shell_variables={"HF_TOKEN"}))
         assert [problem for document in documents for problem in problems(document)] == []
         resources = container_of(documents)["resources"]
         assert {**resources["limits"], "cpu": resources["requests"]["cpu"]} == resources["requests"], "of devices too"
@@ -180,9 +180,11 @@ def test_golden_files(name: str, gang: str, kind: str, pytestconfig: pytest.Conf
         **serves,
     )
     # The files in a ConfigMap are the job's own, and change with the job file's schema; one of them stands for all.
-    made = target(wanted, SHARED if kind == "pretrain" else LAPTOP, given={"HF_TOKEN", "KEYS"})
+    made = target(wanted, SHARED if kind == "pretrain" else LAPTOP, shell_variables={"HF_TOKEN", "KEYS"})
     if made.files:
-        made = target_of(draft(wanted, LAPTOP / "llm"), LAPTOP / "llm", submission=made.submission, given={"HF_TOKEN"})
+        made = target_of(
+            draft(wanted, LAPTOP / "llm"), LAPTOP / "llm", submission=made.submission, shell_variables={"HF_TOKEN"}
+        )
         made.files.clear()
         made.files["job.yaml"] = "name: llm\n"
     documents = manifests(made)
@@ -427,7 +429,9 @@ def test_values_of_secrets_are_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
     for gang, kind in itertools.product(GANGS, ("pretrain", "command", "serve")):
         nodes = 1 if kind == "serve" else 4
-        made = target(job(kind, place(gang, nodes=nodes), run={"secrets": ["HF_TOKEN", "OTHER"]}), given={"HF_TOKEN"})
+        made = target(
+            job(kind, place(gang, nodes=nodes), run={"secrets": ["HF_TOKEN", "OTHER"]}), shell_variables={"HF_TOKEN"}
+        )
         documents = manifests(made)
         assert SECRET not in to_yaml(documents)
         assert SECRET not in json.dumps(documents)

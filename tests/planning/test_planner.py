@@ -146,7 +146,7 @@ def measured_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         loopback_bytes_per_second=5e9,
         load_average=0.0,
     )
-    local_machine(measure=lambda: fake, say=lambda line: None, cache=local.cache_path())
+    local_machine(measure=lambda: fake, report=lambda line: None, cache=local.cache_path())
 
 
 @pytest.mark.usefixtures("measured_machine")

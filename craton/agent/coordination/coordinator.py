@@ -229,7 +229,7 @@ class Coordinator:
         number, is_left = self.current.number, self._is_being_left()
         watched = [node for node in self.current.nodes if not self._is_done(node)]
         leaving = [node for node, member in self.members.items() if self._leaving(member)]
-        found: list[tuple[str, tuple[int, ...], RankProgress]] = []  # name, which to end, what it does
+        waiting: list[tuple[str, tuple[int, ...], RankProgress]] = []  # name, which to end, what it does
         for node in [*watched, *leaving]:
             member = self.members.get(node)
             if member is None or now - member.heard > FRESH_SECONDS:
@@ -240,17 +240,17 @@ class Coordinator:
                 status = member.ranks.get(rank)
                 if is_left:  # who has entered waits for those that have not
                     if status is not None and member.generation == number and status.generation == number - 1:
-                        found.append((f"rank {rank}", (rank,), status))
+                        waiting.append((f"rank {rank}", (rank,), status))
                 elif status is None or status.generation != number:
                     return  # still on its way: its agent sees to that
                 else:
-                    found.append((f"rank {rank}", (rank,), status))
+                    waiting.append((f"rank {rank}", (rank,), status))
             for rank, status in self._leaving(member).items():  # their agent ends them with the planned generation
-                found.append((f"rank {rank}, which leaves {node},", (), status))
+                waiting.append((f"rank {rank}, which leaves {node},", (), status))
         failures = self._failures if self._reached <= self._failed_at else 0
-        hanging = find_hang([status for _, _, status in found], failures)
+        hanging = find_hang([status for _, _, status in waiting], failures)
         if hanging is not None:
-            name, end, last = found[hanging]
+            name, end, last = waiting[hanging]
             doing = "is stopped by a signal" if last.is_stopped else f"hangs in {last.kind}"
             text = f"{name} {doing} at step {last.step}: no progress for {duration(last.age)}"
             self._faults.append(RankFailure(text, clock - last.age, end))

@@ -111,12 +111,12 @@ class LeaderElection:
                 self._looking.wait()
             began = time.monotonic()
             while not self._closed:
-                found, earlier_lives = self._ask_everybody()
-                if found is not None:
+                coordinator, earlier_lives = self._ask_everybody()
+                if coordinator is not None:
                     self._looking.clear()
                     self._has_followed = True
-                    self._post(Followed(found))
-                    self._read(found)
+                    self._post(Followed(coordinator))
+                    self._read(coordinator)
                     break
                 if self.coordinates:
                     time.sleep(AGAIN_SECONDS)

@@ -206,9 +206,9 @@ class Keeper:
             for slot in self._slots.get(key, []):
                 slot.generation = generation  # from here on nobody frees it
             missing = SLOTS_EACH - len(self._slots.get(key, []))
-        made = self._make_slots(missing, rank, bytes)  # takes seconds for many gigabytes: not under the lock
+        created = self._make_slots(missing, rank, bytes)  # takes seconds for many gigabytes: not under the lock
         with self._lock:
-            for slot in made:
+            for slot in created:
                 slot.generation = generation
                 if len(self._slots.setdefault(key, [])) < SLOTS_EACH:
                     self._slots[key].append(slot)
@@ -227,25 +227,25 @@ class Keeper:
         return {"token": token, "slots": messages}, descriptors
 
     def _make_slots(self, count: int, rank: int, num_bytes: int) -> list[Slot]:
-        made: list[Slot] = []
+        slots: list[Slot] = []
         try:
-            while len(made) < count:
-                made.append(Slot(next(self._numbers), rank, num_bytes, True, self.folder))
+            while len(slots) < count:
+                slots.append(Slot(next(self._numbers), rank, num_bytes, True, self.folder))
         except KeeperError:
-            for slot in made:  # one alone is of no use to anybody
+            for slot in slots:  # one alone is of no use to anybody
                 slot.close()
             raise
-        return made
+        return slots
 
     def _filled(self, slot: int, token: str, manifest: dict[str, Any], keep: str | None, buddy: str | None) -> Answer:
         began = time.monotonic()
-        found = self._find(slot)
-        _check_manifest(manifest, found.bytes)
-        with found.lock:
-            if found.token != token:
-                raise KeeperError(f"slot {slot} belongs to a later process of rank {found.rank} by now")
-            manifest["sums"] = self._sums(found)
-            found.commit(manifest)
+        held = self._find(slot)
+        _check_manifest(manifest, held.bytes)
+        with held.lock:
+            if held.token != token:
+                raise KeeperError(f"slot {slot} belongs to a later process of rank {held.rank} by now")
+            manifest["sums"] = self._sums(held)
+            held.commit(manifest)
             descriptor = self._duplicate(slot)  # it may be freed while it is sent
         self._counts["commits"] += 1
         self._counts["last_commit_seconds"] = time.monotonic() - began
@@ -367,9 +367,9 @@ class Keeper:
             slots = list(self._all())
         held = sum(HEADER_BYTES + slot.bytes for slot in slots)
         steps = [slot.manifest["step"] for slot in slots if slot.is_whole]
-        told = {"node": self.node, "bytes": held, "slots": len(slots), "newest_step": max(steps, default=None)}
-        told["sizes"] = sorted(slot.bytes for slot in slots)
-        return {**told, **self._counts}, ()
+        status = {"node": self.node, "bytes": held, "slots": len(slots), "newest_step": max(steps, default=None)}
+        status["sizes"] = sorted(slot.bytes for slot in slots)
+        return {**status, **self._counts}, ()
 
     def _find(self, number: int) -> Slot:
         with self._lock:

@@ -164,12 +164,14 @@ def _receive_checked(
     crc32: Callable[[memoryview], int],
 ) -> int | None:
     """Fills the data, and checks each block while the next ones arrive; the first that is not what was sent."""
-    found: list[Future[int]] = []
+    checksums: list[Future[int]] = []
     for begin in range(0, data.nbytes, BLOCK_BYTES):
         block = data[begin : begin + BLOCK_BYTES]
         receive_into(connection, block)
-        found.append(summing.submit(crc32, block))
-    wrong = [index for index, (item, expected) in enumerate(zip(found, sums, strict=True)) if item.result() != expected]
+        checksums.append(summing.submit(crc32, block))
+    wrong = [
+        index for index, (item, expected) in enumerate(zip(checksums, sums, strict=True)) if item.result() != expected
+    ]
     return wrong[0] if wrong else None
 
 

@@ -52,16 +52,16 @@ class Nursery:
     def hear(self) -> None:
         """Takes what it says by itself: that it is ready."""
         try:
-            said = self.connection.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            message = self.connection.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
-            said = b""
-        self.is_ready = self.is_ready or said == b"ready"
+            message = b""
+        self.is_ready = self.is_ready or message == b"ready"
 
-    def fork(self, what: str, environment: Mapping[str, str], log_path: Path, descriptors: Mapping[str, int]) -> int:
+    def fork(self, kind: str, environment: Mapping[str, str], log_path: Path, descriptors: Mapping[str, int]) -> int:
         """The process number of a new rank or keeper, whose environment names these descriptors."""
-        request = {"what": what, "environment": dict(environment), "log": str(log_path), "agent": os.getpid()}
+        request = {"what": kind, "environment": dict(environment), "log": str(log_path), "agent": os.getpid()}
         request["descriptors"] = list(descriptors)
         try:
             socket.send_fds(self.connection, [json.dumps(request).encode()], list(descriptors.values()))

@@ -130,10 +130,10 @@ def common_environment(run: RunDirectory, launch: Launch, node: str) -> dict[str
     }
 
 
-def waiting_policy(given: Mapping[str, str]) -> dict[str, str]:
+def waiting_policy(environment: Mapping[str, str]) -> dict[str, str]:
     """How threads of a rank wait for each other: asleep after a short while. One that spins takes the CPU from the one
-    it waits for when others use the machine too. Nothing where any of it is `given`: the settings work together."""
-    return {} if any(name in given for name in WAITING_VARIABLES) else dict(WAITING_POLICY)
+    it waits for when others use the machine too. Nothing where `environment` has any: they work together."""
+    return {} if any(name in environment for name in WAITING_VARIABLES) else dict(WAITING_POLICY)
 
 
 def rank_environment(launch: Launch, generation: Generation, node: str, rank: int) -> dict[str, str]:
@@ -322,13 +322,13 @@ def _reap_group(group: int) -> None:
             return
 
 
-def _end_orphans(values: Mapping[str, str], known: set[int]) -> None:
+def _end_orphans(values: Mapping[str, str], known_pids: set[int]) -> None:
     """Kills what a rank has left in sessions of its own, as torchrun starts its workers: they are our children since
-    it ended, are none of the `known` ones, and have its run and number in their environment. Their children follow."""
+    it ended, are none of `known_pids`, and have its run and number in their environment. Their children follow."""
     marks = [f"\0CRATON_{name.upper()}={values[name]}\0".encode() for name in ("run", "rank")]
     deadline = time.monotonic() + GROUP_SECONDS
     while time.monotonic() < deadline:
-        strangers = {pid: _environment(pid) for pid in _children() if pid not in known}
+        strangers = {pid: _environment(pid) for pid in _children() if pid not in known_pids}
         orphans = [pid for pid, environment in strangers.items() if all(mark in environment for mark in marks)]
         if not orphans:
             return

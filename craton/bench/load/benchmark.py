@@ -144,11 +144,13 @@ async def _bench(settings: LoadSettings, bar: Bar) -> Report:
                 await drive(endpoint, source(WARM_UP), Closed(at_once), limit, progress)
         if isinstance(settings.load, Sweep):
             levels = await _sweep(endpoint, settings, settings.load, source, bar)
-            found = saturation(_went_well(levels))
+            saturation_range = saturation(_went_well(levels))
         else:
             levels = [await _level(endpoint, settings, settings.load, source, FIRST_LEVEL, bar)]
-            found = None
-    report = Report(settings, endpoint.model, prompts, tuple(levels), found, (note,) if note else (), started)
+            saturation_range = None
+    report = Report(
+        settings, endpoint.model, prompts, tuple(levels), saturation_range, (note,) if note else (), started
+    )
     return replace(report, notes=report.notes + tuple(_notes(report)))
 
 
@@ -182,9 +184,9 @@ async def _source(endpoint: Endpoint, settings: LoadSettings) -> tuple[Source, s
     workload = settings.workload
     if not workload.trace:
         form, note = await endpoint.find_form(workload.vocabulary, settings.seed)
-        made = RandomRequests(workload.input, workload.output, settings.seed, form, workload.prefixes)
+        requests = RandomRequests(workload.input, workload.output, settings.seed, form, workload.prefixes)
         prompts = "random words" if isinstance(form, Words) else f"random token ids below {form.vocabulary:,}"
-        return made.stream, prompts, note
+        return requests.stream, prompts, note
     if settings.target.chat and any(not isinstance(request.prompt, str) for request in workload.trace):
         raise WorkloadError("the trace has prompts of token ids, which a chat does not take; leave --chat out")
     await endpoint.try_out(replace(_reversed(workload.trace[0]), output_tokens=2))
@@ -234,4 +236,4 @@ def _rate(level: Level) -> float:
 
 
 def _no_bar(title: str) -> AbstractContextManager[Progress]:
-    return nullcontext(lambda done, total, what: None)
+    return nullcontext(lambda done, total, label: None)

@@ -137,11 +137,11 @@ def _sample(
 @contextlib.asynccontextmanager
 async def _reporting(work: _Work, limit: Limit, progress: Progress) -> AsyncIterator[None]:
     async def report() -> None:
-        seen: list[tuple[float, int]] = []
+        samples: list[tuple[float, int]] = []
         while True:
             now = perf_counter()
-            seen = [(at, chunks) for at, chunks in seen if at > now - _RATE_SECONDS] + [(now, work.chunks())]
-            seconds, chunks = now - seen[0][0], seen[-1][1] - seen[0][1]
+            samples = [(at, chunks) for at, chunks in samples if at > now - _RATE_SECONDS] + [(now, work.chunks())]
+            seconds, chunks = now - samples[0][0], samples[-1][1] - samples[0][1]
             rate = work.tokens_per_chunk() * chunks / seconds if seconds > 0 else 0.0
             words = f"{rate:,.0f} tokens/s, {len(work.running)} running"
             if limit.requests is not None:

@@ -146,8 +146,8 @@ class Endpoint:
             async with self._session.post(self._address, data=self.encode(request)) as response:
                 self._check_key(response.status)
                 if response.status in (404, 405):
-                    said = _message(await response.text(errors="replace"))
-                    raise self._error(f"answers HTTP {response.status} at {self.target.path} ({said})")
+                    message = _message(await response.text(errors="replace"))
+                    raise self._error(f"answers HTTP {response.status} at {self.target.path} ({message})")
                 if response.status != 200:
                     answer.error = f"HTTP {response.status}"
                     answer.error_detail = _message(await response.text(errors="replace"))
@@ -166,11 +166,11 @@ class Endpoint:
 
     def _check_key(self, status: int) -> None:
         if status in (401, 403):
-            what = "refuses this API key" if self.target.api_key else "asks for an API key"
-            raise self._error(f"{what} (HTTP {status}); give one with --api-key or in OPENAI_API_KEY")
+            problem = "refuses this API key" if self.target.api_key else "asks for an API key"
+            raise self._error(f"{problem} (HTTP {status}); give one with --api-key or in OPENAI_API_KEY")
 
-    def _error(self, what: str) -> EndpointError:
-        return EndpointError(f"{self.target.base}: {what}")
+    def _error(self, problem: str) -> EndpointError:
+        return EndpointError(f"{self.target.base}: {problem}")
 
 
 @contextlib.asynccontextmanager

@@ -54,20 +54,20 @@ class Lengths:
         return max(1, round(length))
 
 
-def parse_lengths(text: str, what: str) -> Lengths:
-    """The lengths that `text` says; `what` is the option it was given with."""
+def parse_lengths(text: str, option: str) -> Lengths:
+    """The lengths that `text` says; `option` is the one it was given with."""
     if text.strip().isdecimal():
         lengths = Lengths("fixed", int(text))
     elif match := _RANGE.fullmatch(text):
         lengths = Lengths("uniform", int(match[1]), int(match[2]))
         if lengths.second < lengths.first:
-            raise WorkloadError(f"{what} {text}: a range goes from the smaller to the larger number")
+            raise WorkloadError(f"{option} {text}: a range goes from the smaller to the larger number")
     elif match := _DISTRIBUTION.fullmatch(text):
         lengths = Lengths("normal" if match[1] == "normal" else "lognormal", float(match[2]), float(match[3]))
     else:
         raise WorkloadError(
-            f"{what} {text!r} is no length; write 512, 100..1024, normal(512,128) or lognormal(512,400), in tokens"
+            f"{option} {text!r} is no length; write 512, 100..1024, normal(512,128) or lognormal(512,400), in tokens"
         )
     if lengths.first < 1:
-        raise WorkloadError(f"{what} {text}: a length is at least 1 token")
+        raise WorkloadError(f"{option} {text}: a length is at least 1 token")
     return lengths

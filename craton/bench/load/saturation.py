@@ -33,13 +33,13 @@ def next_rate(sweep: Sweep, went_well: Mapping[float, bool]) -> float | None:
     """The rate to try after those that were; None when saturation is found, or lies outside of the sweep."""
     if not went_well:
         return sweep.low
-    found = saturation(went_well)
-    if found.too_much is None:
+    bounds = saturation(went_well)
+    if bounds.too_much is None:
         highest = max(went_well)
         return min(2 * highest, sweep.high) if highest < sweep.high else None
-    if found.sustained is None or found.too_much / found.sustained <= _CLOSE_ENOUGH:
+    if bounds.sustained is None or bounds.too_much / bounds.sustained <= _CLOSE_ENOUGH:
         return None
-    return float(f"{math.sqrt(found.sustained * found.too_much):.3g}")
+    return float(f"{math.sqrt(bounds.sustained * bounds.too_much):.3g}")
 
 
 def saturation(went_well: Mapping[float, bool]) -> Saturation:

@@ -135,11 +135,11 @@ def _rate(amount: float, seconds: float) -> float:
 
 
 def _distribution(values: Sequence[float | None] | np.ndarray) -> Distribution | None:
-    known = np.array([value for value in values if value is not None])
-    if not len(known):
+    known_values = np.array([value for value in values if value is not None])
+    if not len(known_values):
         return None
-    p50, p95, p99 = (float(value) for value in np.percentile(known, (50, 95, 99)))
-    return Distribution(float(known.mean()), p50, p95, p99)
+    p50, p95, p99 = (float(value) for value in np.percentile(known_values, (50, 95, 99)))
+    return Distribution(float(known_values.mean()), p50, p95, p99)
 
 
 def _failures(samples: Sequence[RequestSample]) -> tuple[Failure, ...]:

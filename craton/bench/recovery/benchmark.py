@@ -184,15 +184,15 @@ def _spare(run: RunDirectory) -> bool:
     return all(event == "keeper_ready" for event in last.values())
 
 
-def _wait_for(run: RunDirectory, look: Callable[[], Any], what: str) -> Any:
+def _wait_for(run: RunDirectory, look: Callable[[], Any], problem: str) -> Any:
     deadline = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < deadline:
         if (result := look()) is not None and result is not False:
             return result
         if run.has("FATAL"):
-            raise RecoveryBenchError(f"{what}: {run.marker_text('FATAL')}")
+            raise RecoveryBenchError(f"{problem}: {run.marker_text('FATAL')}")
         time.sleep(0.02)
-    raise RecoveryBenchError(f"{what} within {setting(LIMIT_SECONDS)}; see {run.path / 'logs'}")
+    raise RecoveryBenchError(f"{problem} within {setting(LIMIT_SECONDS)}; see {run.path / 'logs'}")
 
 
 def _wait_for_step(run: RunDirectory, step: int, generation: int) -> None:
@@ -249,7 +249,7 @@ def _wait_for_steps(run: RunDirectory, since: float, count: int, log: Path) -> f
     """When the first of this many steps was done."""
 
     def steps() -> list[float] | None:
-        return found if len(found := _steps_since(run, since)) >= count else None
+        return moments if len(moments := _steps_since(run, since)) >= count else None
 
     return float(_wait_for(run, steps, f"no steps under torchrun; see {log}")[0])
 

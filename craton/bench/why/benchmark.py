@@ -50,9 +50,9 @@ class ScenarioOutcome:
             return verdict.cause == "cannot_tell"
         if self.group == "single":
             return verdict.layer in self.truths[0].layers and verdict.condition in self.truths[0].conditions
-        said = set(self.said_layers)
+        named_layers = set(self.said_layers)
         is_first_right = any(verdict.layer in truth.layers for truth in self.truths)
-        return is_first_right and all(said & set(truth.layers) for truth in self.truths)
+        return is_first_right and all(named_layers & set(truth.layers) for truth in self.truths)
 
     @property
     def has_victim(self) -> bool:
@@ -83,9 +83,9 @@ class ScenarioOutcome:
         victims = [{**asdict(truth.victim), "ranks": sorted(truth.victim.ranks)} for truth in self.truths]
         truths = [{**asdict(item), "victim": victim} for item, victim in zip(self.truths, victims, strict=True)]
         judged = {"is_right": self.is_right, "is_victim_right": self.is_victim_right if self.has_victim else None}
-        told = {"name": self.name, "group": self.group, "is_live": self.is_live, "truths": truths}
+        fields = {"name": self.name, "group": self.group, "is_live": self.is_live, "truths": truths}
         early = self.early.to_json() if self.early else None
-        return {**told, **judged, "verdict": self.verdict.to_json(), "early": early}
+        return {**fields, **judged, "verdict": self.verdict.to_json(), "early": early}
 
     @property
     def true_layer(self) -> str:

@@ -90,10 +90,10 @@ class Meeting:
     def _receive(self, peer: socket.socket) -> None:
         count = 0
         while count < 8:
-            got = len(peer.recv(8 - count))
-            if not got:
+            num_bytes = len(peer.recv(8 - count))
+            if not num_bytes:
                 raise ConnectionError("Connection closed by peer")
-            count += got
+            count += num_bytes
 
     def leave(self) -> None:
         for peer in self.peers:

@@ -58,16 +58,16 @@ class Score:
 
 
 def score(outcomes: Sequence[ScenarioOutcome]) -> Score:
-    groups = {name: _count([each for each in outcomes if each.group == name]) for name in GROUPS}
-    singles = [each for each in outcomes if each.group == "single"]
+    groups = {name: _count([judged for judged in outcomes if judged.group == name]) for name in GROUPS}
+    singles = [judged for judged in outcomes if judged.group == "single"]
     layers = {name: _count([single for single in singles if single.true_layer == name]) for name in LAYERS}
-    faulty = [each for each in outcomes if each.group in ("single", "double")]
-    victims = [each for each in faulty if each.has_victim]
-    named = [each for each in faulty if each.verdict.layer]
-    errors = [(each.verdict.confidence - each.is_right) ** 2 for each in named]
+    faulty = [judged for judged in outcomes if judged.group in ("single", "double")]
+    victims = [judged for judged in faulty if judged.has_victim]
+    named = [judged for judged in faulty if judged.verdict.layer]
+    errors = [(judged.verdict.confidence - judged.is_right) ** 2 for judged in named]
     return Score(
         num_scenarios=len(outcomes),
-        num_live=sum(each.is_live for each in outcomes),
+        num_live=sum(judged.is_live for judged in outcomes),
         groups=groups,
         layers=layers,
         layer_share=_share(sum(element.is_right for element in faulty), len(faulty)),
@@ -92,13 +92,13 @@ def _share(right: int, of: int) -> float:
 
 
 def _bins(named: Sequence[ScenarioOutcome]) -> tuple[Bin, ...]:
-    found = []
+    bins = []
     for low, high in pairwise(BINS):
         inside = [element for element in named if low < element.verdict.confidence <= high]
         if inside:
             mean = sum(entry.verdict.confidence for entry in inside) / len(inside)
-            found.append(Bin(low, high, len(inside), mean, _share(sum(item.is_right for item in inside), len(inside))))
-    return tuple(found)
+            bins.append(Bin(low, high, len(inside), mean, _share(sum(item.is_right for item in inside), len(inside))))
+    return tuple(bins)
 
 
 def _confusion(outcomes: Sequence[ScenarioOutcome]) -> dict[str, dict[str, int]]:
@@ -107,36 +107,40 @@ def _confusion(outcomes: Sequence[ScenarioOutcome]) -> dict[str, dict[str, int]]
     for outcome in outcomes:
         if outcome.group == "double":
             continue
-        said = _said(outcome)
+        named = _said(outcome)
         truth = {"quiet": "none", "blind": "cannot tell"}.get(outcome.group, outcome.true_layer)
-        if outcome.group == "single" and said in outcome.truths[0].layers:
-            truth = said
-        table[truth][said] += 1
+        if outcome.group == "single" and named in outcome.truths[0].layers:
+            truth = named
+        table[truth][named] += 1
     return table
 
 
-def _said(each: ScenarioOutcome) -> str:
-    if each.verdict.cause == "cannot_tell":
+def _said(outcome: ScenarioOutcome) -> str:
+    if outcome.verdict.cause == "cannot_tell":
         return "cannot tell"
-    return each.verdict.layer if each.verdict.layer and (each.verdict.is_alarm or each.group != "quiet") else "none"
+    return (
+        outcome.verdict.layer
+        if outcome.verdict.layer and (outcome.verdict.is_alarm or outcome.group != "quiet")
+        else "none"
+    )
 
 
-def _is_false_alarm(each: ScenarioOutcome) -> bool:
-    return each.early is not None or (each.group == "quiet" and not each.is_right)
+def _is_false_alarm(outcome: ScenarioOutcome) -> bool:
+    return outcome.early is not None or (outcome.group == "quiet" and not outcome.is_right)
 
 
-def _is_missed(each: ScenarioOutcome) -> bool:
-    return not each.is_right or (each.has_victim and not each.is_victim_right) or each.early is not None
+def _is_missed(outcome: ScenarioOutcome) -> bool:
+    return not outcome.is_right or (outcome.has_victim and not outcome.is_victim_right) or outcome.early is not None
 
 
-def _told(each: ScenarioOutcome) -> str:
+def _told(outcome: ScenarioOutcome) -> str:
     truth = "; ".join(
         f"{'/'.join(one.layers)} {one.victim.leaf or one.victim.node or ''} "
         f"{f'rank {min(one.victim.ranks)}' if len(one.victim.ranks) == 1 else ''}".strip()
-        for one in each.truths
+        for one in outcome.truths
     )
-    before = f"; before it, said was {_words(each.early)}" if each.early else ""
-    return f"{each.group}, {each.name}: true is {truth or 'nothing'}; said was {_words(each.verdict)}{before}"
+    before = f"; before it, said was {_words(outcome.early)}" if outcome.early else ""
+    return f"{outcome.group}, {outcome.name}: true is {truth or 'nothing'}; said was {_words(outcome.verdict)}{before}"
 
 
 def _words(verdict: Verdict) -> str:

@@ -94,20 +94,20 @@ def recover(
     from craton.cli.views.progress import progress
 
     with tempfile.TemporaryDirectory(prefix="craton-bench-") as folder, progress("recoveries") as report:
-        found = bench_recover(
+        cases = bench_recover(
             Path(folder),
             ranks or [4],
             rounds,
             case or RECOVERY_CASES,
-            lambda what, done, total: report(done, total, what),
+            lambda label, done, total: report(done, total, label),
         )
     if as_json:
-        print(json.dumps([entry.to_json() for entry in found]))
+        print(json.dumps([entry.to_json() for entry in cases]))
         return
-    _print_recoveries(Console(), found)
+    _print_recoveries(Console(), cases)
 
 
-def _print_recoveries(console: Console, found: list[RecoveryCase]) -> None:
+def _print_recoveries(console: Console, cases: list[RecoveryCase]) -> None:
     from statistics import median
 
     from rich.table import Table
@@ -116,15 +116,15 @@ def _print_recoveries(console: Console, found: list[RecoveryCase]) -> None:
 
     table = Table(title="From the fault to the end of the next step, medians in seconds", title_justify="left")
     table.add_column("")
-    for entry in found:  # a case is a column: a row for each would not fit into a terminal
+    for entry in cases:  # a case is a column: a row for each would not fit into a terminal
         table.add_column(f"{entry.name}\n{entry.ranks} ranks", justify="right")
-    table.add_row("seconds", *(f"[bold]{entry.median:.2f}[/bold]" for entry in found))
-    table.add_row("range", *(f"{min(entry.seconds):.1f}–{max(entry.seconds):.1f}" for entry in found))
-    table.add_row("noticed", *(f"{median(entry.noticed):.2f}" if entry.noticed else "" for entry in found))
-    kinds = [entry.median_kinds() if entry.kinds else {} for entry in found]
+    table.add_row("seconds", *(f"[bold]{entry.median:.2f}[/bold]" for entry in cases))
+    table.add_row("range", *(f"{min(entry.seconds):.1f}–{max(entry.seconds):.1f}" for entry in cases))
+    table.add_row("noticed", *(f"{median(entry.noticed):.2f}" if entry.noticed else "" for entry in cases))
+    kinds = [entry.median_kinds() if entry.kinds else {} for entry in cases]
     for kind in RECOVERY_KINDS:
         table.add_row(kind, *(f"{item[kind]:.2f}" if kind in item else "" for item in kinds))
-    table.add_row("(a step)", *(f"{entry.step_seconds:.2f}" for entry in found))
+    table.add_row("(a step)", *(f"{entry.step_seconds:.2f}" for entry in cases))
     console.print(table)
     console.print(
         "respawn: a rank is killed · spare: a node is lost and a spare takes its place · hang: a rank stops moving · "
@@ -137,8 +137,8 @@ def _print(console: Console, summary: dict[str, Any], count: int) -> None:
     from rich.table import Table
 
     title = {"group": "leave one group out", "family": "leave one family out", "none": "in sample"}
-    given = f", {summary['given']} of its runs given" if summary["given"] else ""
-    table = Table(title=f"{count} predictions, {title[summary['holdout']]}{given}", title_justify="left")
+    handed = f", {summary['given']} of its runs given" if summary["given"] else ""
+    table = Table(title=f"{count} predictions, {title[summary['holdout']]}{handed}", title_justify="left")
     table.add_column("")
     for name in ("n", "median", "mean", "p90", "bias", "inside 80%", "high/low"):
         table.add_column(name, justify="right")

@@ -146,7 +146,7 @@ def _load(
     from craton.bench.load import Closed, Open, Timed, parse_sweep
     from craton.errors import CratonError
 
-    if sum(given is not None for given in (concurrency, rate, sweep)) > 1:
+    if sum(value is not None for value in (concurrency, rate, sweep)) > 1:
         raise CratonError("--concurrency, --rate and --sweep are three kinds of load; give one of them")
     if burstiness != 1 and rate is None and sweep is None:
         raise CratonError("--burstiness belongs to an open load; give --rate or --sweep too")

@@ -40,46 +40,46 @@ def why(
     if live:
         with tempfile.TemporaryDirectory(prefix="craton-bench-why-") as folder, progress("live scenarios") as report:
             outcomes += live_outcomes(chosen, Path(folder), progress=report)
-    found = scored(outcomes)
+    score = scored(outcomes)
     if as_json:
-        print(json.dumps({"seed": chosen, **found.to_json(), "outcomes": [outcome.to_json() for outcome in outcomes]}))
+        print(json.dumps({"seed": chosen, **score.to_json(), "outcomes": [outcome.to_json() for outcome in outcomes]}))
     else:
-        _print(Console(), found, chosen)
-    if not found.is_good:
+        _print(Console(), score, chosen)
+    if not score.is_good:
         raise typer.Exit(1)
 
 
-def _print(console: Console, found: Score, seed: int) -> None:
+def _print(console: Console, score: Score, seed: int) -> None:
     from rich.table import Table
 
     table = Table(
-        title=f"{found.num_scenarios} scenarios, {found.num_live} of them live, seed {seed}", title_justify="left"
+        title=f"{score.num_scenarios} scenarios, {score.num_live} of them live, seed {seed}", title_justify="left"
     )
     for name in ("", "right", "of", ""):
         table.add_column(name, justify="left" if not name else "right")
     words = {"quiet": "nothing wrong", "single": "one fault", "double": "two faults", "blind": "cannot be told"}
-    for group, (right, of) in found.groups.items():
+    for group, (right, of) in score.groups.items():
         table.add_row(words[group], str(right), str(of), percent(right / of) if of else "")
     table.add_section()
-    for layer, (right, of) in found.layers.items():
+    for layer, (right, of) in score.layers.items():
         table.add_row(f"  {layer}", str(right), str(of), percent(right / of) if of else "")
     console.print(table)
     confusion = Table(title="True layer (rows) and what was said; two faults at once left out", title_justify="left")
     confusion.add_column("")
-    for name in found.confusion:
+    for name in score.confusion:
         confusion.add_column(name, justify="right")
-    for name, row in found.confusion.items():
+    for name, row in score.confusion.items():
         confusion.add_row(name, *(str(count) if count else "·" for count in row.values()))
     console.print(confusion)
     console.print(
-        f"right layer {percent(found.layer_share)} (bar 95%) · right node or rank {percent(found.victim_share)} of "
-        f"{found.num_victims} (bar 90%) · false alarms {found.false_alarms} of {found.num_quiet} (bar 0) · "
-        f"cannot tell, rightly {percent(found.blind_share)}",
+        f"right layer {percent(score.layer_share)} (bar 95%) · right node or rank {percent(score.victim_share)} of "
+        f"{score.num_victims} (bar 90%) · false alarms {score.false_alarms} of {score.num_quiet} (bar 0) · "
+        f"cannot tell, rightly {percent(score.blind_share)}",
         highlight=False,
     )
     bins = " · ".join(
-        f"{item.mean_confidence:.2f} said, {item.right_share:.2f} right ({item.count})" for item in found.bins
+        f"{item.mean_confidence:.2f} said, {item.right_share:.2f} right ({item.count})" for item in score.bins
     )
-    console.print(f"Brier score {found.brier:.3f}; {bins}" if found.brier is not None else bins, highlight=False)
-    for miss in found.misses:
+    console.print(f"Brier score {score.brier:.3f}; {bins}" if score.brier is not None else bins, highlight=False)
+    for miss in score.misses:
         console.print(f"  missed: {miss}", highlight=False, markup=False)

@@ -106,20 +106,20 @@ def _overview() -> tuple[Any, Parts]:
     from craton.infrastructure.catalog import load_catalog
     from craton.job.model import model_presets
 
-    known = load_catalog()
-    names = {kind: list(known.entries[kind]) for kind in ("gpus", "instances", "storage")}
+    loaded = load_catalog()
+    names = {kind: list(loaded.entries[kind]) for kind in ("gpus", "instances", "storage")}
     names["models"] = list(model_presets())
     grid = Grid("section | >entries | names")
     for kind, members in names.items():
         grid.add(kind, str(len(members)), ", ".join(members))
     grid.add("local", "1", "this machine, measured once and remembered")
-    entries = [entry for section in known.entries.values() for entry in section.values()]
+    entries = [entry for section in loaded.entries.values() for entry in section.values()]
     changed = [f"{entry.section}.{entry.name}" for entry in entries if entry.overridden_by]
-    if known.user_file:
-        yours = f"Your file {known.user_file} sets {', '.join(changed) or 'nothing'}."
+    if loaded.user_file:
+        yours = f"Your file {loaded.user_file} sets {', '.join(changed) or 'nothing'}."
     else:
         yours = "Add or override entries in ~/.config/craton/catalog.toml, or in the file that CRATON_CATALOG names."
-    document = {**names, "local": ["local"], "user_file": str(known.user_file or ""), "overridden": changed}
+    document = {**names, "local": ["local"], "user_file": str(loaded.user_file or ""), "overridden": changed}
     more = "`craton catalog SECTION` lists one section, `craton catalog NAME` shows an entry with its sources."
     return document, [grid, more, yours]
 
@@ -153,8 +153,8 @@ def _gpus() -> tuple[Any, Parts]:
 def _instances() -> tuple[Any, Parts]:
     from craton.infrastructure.catalog import instances, load_catalog
 
-    found = instances()
-    own = any(price.kind == "own" for instance in found for price in instance.prices)
+    listed = instances()
+    own = any(price.kind == "own" for instance in listed for price in instance.prices)
     kinds = [kind for kind in PRICE_TITLES if own or kind != "own"]
     grid = Grid(
         "instance | GPUs | >memory\nGiB/GPU | >NVLink\ndomain | >network\nGb/s | >per GPU\nGB/s | EFA | host\nlink | "
@@ -162,7 +162,7 @@ def _instances() -> tuple[Any, Parts]:
         droppable=("host\nlink", ">host\nGiB", ">NVMe\nTB", ">per GPU\nGB/s", "EFA", ">memory\nGiB/GPU"),
     )
     today = date.today()
-    for instance in found:
+    for instance in listed:
         prices: dict[str, Price] = {price.kind: price for price in instance.prices}
         grid.add(
             instance.name,
@@ -179,7 +179,7 @@ def _instances() -> tuple[Any, Parts]:
         )
     note = "$/h is one instance; block is an EC2 capacity block, spot the median over zones."
     document = [_document(entry) for entry in load_catalog().entries["instances"].values()]
-    return document, [grid, note, *_price_dates(found, today)]
+    return document, [grid, note, *_price_dates(listed, today)]
 
 
 def _price_cell(price: Price | None, today: date) -> str:
@@ -192,13 +192,13 @@ def _old_mark(price: Price, today: date, word: str = "") -> str:
     return f" †{word}" if price_age_days(price, today) > STALE_PRICE_DAYS else ""
 
 
-def _price_dates(found: tuple[Instance, ...], today: date) -> list[str]:
+def _price_dates(instances: tuple[Instance, ...], today: date) -> list[str]:
     """One line a purchase kind: the dates of its prices, and which are too old to trust."""
     from craton.infrastructure import price_age_days
 
     lines = []
     for kind, title in PRICE_TITLES.items():
-        by_date = {price.date: price for instance in found for price in instance.prices if price.kind == kind}
+        by_date = {price.date: price for instance in instances for price in instance.prices if price.kind == kind}
         dates = [
             f"{price.date} ({price_age_days(price, today)} days ago{_old_mark(price, today, ' old')})"
             for _, price in sorted(by_date.items(), reverse=True)
@@ -248,25 +248,25 @@ def _node_rate(entry: CatalogEntry, direction: str) -> str:
 def _entry(section: str, name: str) -> tuple[Any, Parts]:
     from craton.infrastructure.catalog import KEYS, entry
 
-    found = entry(section, name)
+    shown = entry(section, name)
     sources: dict[str, int] = {}
-    grid = Grid("what | >value | unit | >source | of | note", title=found.name)
+    grid = Grid("what | >value | unit | >source | of | note", title=shown.name)
     for key, about in KEYS[section].items():
-        fact = found.facts.get(key)
+        fact = shown.facts.get(key)
         if fact is not None:
             value = str(fact.value) if about.text else _plain(float(fact.value))
             number = sources.setdefault(fact.source, len(sources) + 1)
             grid.add(about.title, value, about.unit, str(number), str(fact.date), fact.note)
     parts: Parts = [grid]
-    if found.prices:
-        parts.append(_prices(found.prices, sources))
-    parts += [f"note: {note}" for note in found.notes]
+    if shown.prices:
+        parts.append(_prices(shown.prices, sources))
+    parts += [f"note: {note}" for note in shown.notes]
     parts += [f"source {number}: {source}" for source, number in sources.items()]
-    if found.aliases:
-        parts.append(f"also called: {', '.join(found.aliases)}")
-    if found.overridden_by:
-        parts.append(f"set in part or whole by {found.overridden_by}")
-    return _document(found), parts
+    if shown.aliases:
+        parts.append(f"also called: {', '.join(shown.aliases)}")
+    if shown.overridden_by:
+        parts.append(f"set in part or whole by {shown.overridden_by}")
+    return _document(shown), parts
 
 
 def _prices(prices: tuple[Price, ...], sources: dict[str, int]) -> Grid:

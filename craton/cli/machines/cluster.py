@@ -94,19 +94,19 @@ def provision(
 
     if out is None and not dry_run:
         raise ProvisionError(["give --out DIR for the files, or --dry-run to print them"])
-    made = render(load_cluster(file), target)
-    paths = _write(made.files, out) if out and not dry_run else []
+    rendered = render(load_cluster(file), target)
+    paths = _write(rendered.files, out) if out and not dry_run else []
     if as_json:
-        document = {"target": made.target, "notes": list(made.notes), "steps": list(made.steps)}
-        print(json.dumps({**document, "files": [str(path) for path in paths] if paths else made.files}, indent=2))
+        document = {"target": rendered.target, "notes": list(rendered.notes), "steps": list(rendered.steps)}
+        print(json.dumps({**document, "files": [str(path) for path in paths] if paths else rendered.files}, indent=2))
         return
     if dry_run:
-        for name, text in made.files.items():
+        for name, text in rendered.files.items():
             print(f"=== {name}\n{text}", end="")
         return
     for path in paths:
         print(f"wrote {path}")
-    for note in made.notes:
+    for note in rendered.notes:
         print(f"note: {note}")
     print(f"next: read {out}/README.md; nothing was created")
 

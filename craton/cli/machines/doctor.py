@@ -75,31 +75,31 @@ def doctor(
     if nccl_log is not None and (nodes is not None or root is not None or compute or bandwidth):
         raise CratonError("--nccl-log reads what a run wrote; leave out NODES, --root, --compute and --bandwidth")
     if nccl_log is not None:
-        found = diagnose_nccl_log(nccl_log, cluster)
+        diagnosis = diagnose_nccl_log(nccl_log, cluster)
     elif nodes is not None:
-        found = diagnose_nodes(nodes, cluster, compute=compute, bandwidth=bandwidth)
+        diagnosis = diagnose_nodes(nodes, cluster, compute=compute, bandwidth=bandwidth)
     else:
         asked = find_run(run) if run is not None else None
-        found = diagnose(root, cluster, run=asked, compute=compute, bandwidth=bandwidth)
+        diagnosis = diagnose(root, cluster, run=asked, compute=compute, bandwidth=bandwidth)
     if as_json:
-        print(json.dumps(found.to_json()))
+        print(json.dumps(diagnosis.to_json()))
     else:
-        _show(found, make_console())
-    raise typer.Exit(1 if any(finding.severity == "fail" for finding in found.findings) else 0)
+        _show(diagnosis, make_console())
+    raise typer.Exit(1 if any(finding.severity == "fail" for finding in diagnosis.findings) else 0)
 
 
-def _show(found: Diagnosis, console: Console) -> None:
+def _show(diagnosis: Diagnosis, console: Console) -> None:
     from collections import Counter
 
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    several = len(found.nodes) > 1
+    several = len(diagnosis.nodes) > 1
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("", *(["NODE"] if several else []), "CHECK", "EVIDENCE", "WHAT TO DO"):
         table.add_column(column, no_wrap=column in ("", "NODE", "CHECK"), overflow="fold")
-    for finding in found.findings:
+    for finding in diagnosis.findings:
         if several and finding.severity == "ok":
             continue
         table.add_row(
@@ -110,13 +110,13 @@ def _show(found: Diagnosis, console: Console) -> None:
             Text(finding.remedy if finding.severity != "ok" else "", style="dim"),
         )
     console.print(table, highlight=False)
-    counted = Counter(finding.severity for finding in found.findings)
+    counted = Counter(finding.severity for finding in diagnosis.findings)
     message = ", ".join(
         f"{counted[severity]} {severity}" for severity in ("fail", "warn", "note", "ok") if counted[severity]
     )
-    if not found.nodes:
+    if not diagnosis.nodes:
         console.print(message, markup=False)
         return
-    names = ", ".join(f"{node['node']} ({node['instance'] or 'not in the catalog'})" for node in found.nodes[:4])
-    more = f" and {len(found.nodes) - 4} more" if len(found.nodes) > 4 else ""
+    names = ", ".join(f"{node['node']} ({node['instance'] or 'not in the catalog'})" for node in diagnosis.nodes[:4])
+    more = f" and {len(diagnosis.nodes) - 4} more" if len(diagnosis.nodes) > 4 else ""
     console.print(f"{names}{more}: {message}", markup=False, soft_wrap=True)

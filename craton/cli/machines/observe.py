@@ -155,7 +155,7 @@ def up(
     )
     seconds = _seconds("--for", for_) if for_ is not None else None
     console = make_console(as_json)
-    seen = observer = None
+    observed = observer = None
     try:
         with ended_by_signal():
             if targets is not None:
@@ -172,11 +172,13 @@ def up(
                     console.print(f"{name} {url}", markup=False)
                 if not observer.keeper.targets:
                     console.print(observer.keeper.why_empty(), style="yellow", markup=False, soft_wrap=True)
-                seen = show_until(observer, console, as_json, seconds)
+                observed = show_until(observer, console, as_json, seconds)
     except KeyboardInterrupt:
         pass  # the way to end it
     if as_json:
-        print(json.dumps({"event": "ended", "firing": [alert["name"] for alert in seen.firing] if seen else []}))
+        print(
+            json.dumps({"event": "ended", "firing": [alert["name"] for alert in observed.firing] if observed else []})
+        )
     else:
         kept = f"; what was recorded is in {observer.data}" if observer else ""
         console.print(f"ended{kept}", markup=False, soft_wrap=True)
@@ -227,8 +229,8 @@ def render(
             else:
                 path.write_text(text, encoding="utf-8")
     except OSError as error:
-        what = f"{error.strerror}: {error.filename}"
-        raise CratonError(f"cannot write into --out {out} ({what}); give a folder that you may write to") from None
+        reason = f"{error.strerror}: {error.filename}"
+        raise CratonError(f"cannot write into --out {out} ({reason}); give a folder that you may write to") from None
     console = make_console(as_json)
     if not any(name.startswith("grafana/dashboards/") for name in files):
         console.print(NO_DASHBOARDS, style="yellow", markup=False, soft_wrap=True)

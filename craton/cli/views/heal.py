@@ -64,8 +64,8 @@ def check_node(place: HealingScope, node: str) -> None:
     names = [item.name for item in place.service.nodes()]
     if node not in names:
         others = f" and {len(names) - SHOWN_NODES} more" if len(names) > SHOWN_NODES else ""
-        known = f"{', '.join(names[:SHOWN_NODES]) or 'none'}{others}"
-        raise CratonError(f"--node {node}: {place.name} has no such node; it has {known}{did_you_mean(node, names)}")
+        existing = f"{', '.join(names[:SHOWN_NODES]) or 'none'}{others}"
+        raise CratonError(f"--node {node}: {place.name} has no such node; it has {existing}{did_you_mean(node, names)}")
 
 
 def one_pass(

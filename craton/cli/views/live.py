@@ -69,8 +69,8 @@ def wait_for_stop(run: RunDirectory, console: Console, serves: bool = False) -> 
 
     from craton.orchestration.watching import until_stopped
 
-    what = "draining: requests under way are answered" if serves else "stopping: the ranks save a checkpoint"
-    with Status(what, console=console) as status:
+    message = "draining: requests under way are answered" if serves else "stopping: the ranks save a checkpoint"
+    with Status(message, console=console) as status:
         for view in until_stopped(run):
             reason = view.summary.message or view.summary.storage
             if view.summary.state == "stopping" and reason:
@@ -152,8 +152,8 @@ def line(view: View) -> str:
 
 def _watch_plainly(look: Callable[[], View], console: Console | None) -> View:
     printed, printed_at = "", -PLAIN_SECONDS
-    seen: list[dict[str, Any]] = []
-    told = was_recovering = None
+    shown_events: list[dict[str, Any]] = []
+    num_shown = was_recovering = None
     storage = ""
     while True:
         view = look()
@@ -162,14 +162,14 @@ def _watch_plainly(look: Callable[[], View], console: Console | None) -> View:
         storage = view.summary.storage
         news = [event for event in view.events if event.get("generation") == view.summary.generation]
         for event in news:
-            if console and event not in seen and event.get("event") not in _UNTOLD_EVENTS:
+            if console and event not in shown_events and event.get("event") not in _UNTOLD_EVENTS:
                 console.print(f"{view.summary.name}: {describe(event)}", soft_wrap=True, markup=False)
-        seen = news
+        shown_events = news
         back = [item for item in view.recoveries if item.seconds is not None]
-        for recovery in back[told if told is not None else len(back) :]:
+        for recovery in back[num_shown if num_shown is not None else len(back) :]:
             if console:
                 console.print(f"{view.summary.name}: RECOVERED  {recovery.text}", soft_wrap=True, markup=False)
-        told = len(back)
+        num_shown = len(back)
         over, text = not view.is_moving, line(view)
         due = over or view.recovering != was_recovering or time.monotonic() - printed_at >= PLAIN_SECONDS
         was_recovering = view.recovering

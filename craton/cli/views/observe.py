@@ -45,7 +45,7 @@ def show_until(observer: Observer, console: Console, as_json: bool, seconds: flo
     from rich.live import Live
 
     with Live(console=console, refresh_per_second=2) as live:
-        return _repeat(observer, seconds, lambda seen: live.update(_picture(seen)), trouble)
+        return _repeat(observer, seconds, lambda observed: live.update(_picture(observed)), trouble)
 
 
 def keep_targets(
@@ -65,22 +65,22 @@ def keep_targets(
 
 
 def _repeat(
-    observer: Observer, seconds: float | None, tell: Callable[[Observed], None], trouble: Callable[[str], None]
+    observer: Observer, seconds: float | None, show: Callable[[Observed], None], trouble: Callable[[str], None]
 ) -> Observed | None:
     deadline = None if seconds is None else time.monotonic() + seconds
-    seen: Observed | None = None
+    observed: Observed | None = None
     while deadline is None or time.monotonic() < deadline:
         observer.refresh()
         trouble(observer.keeper.trouble)
         try:
-            seen = observer.look()
+            observed = observer.look()
         except OSError:  # busy; one that has ended is told of by refresh
             pass
         else:
-            tell(seen)
+            show(observed)
         left = observer.settings.every_seconds if deadline is None else max(0.0, deadline - time.monotonic())
         time.sleep(min(observer.settings.every_seconds, left))
-    return seen
+    return observed
 
 
 class _Trouble:
@@ -107,9 +107,9 @@ class _JsonLines:
     def __init__(self) -> None:
         self._told = ""
 
-    def __call__(self, seen: Observed) -> None:
-        alerts = [{**alert, "labels": dict(alert["labels"])} for alert in seen.alerts]
-        line = json.dumps({"event": "seen", "targets": [dict(target) for target in seen.targets], "alerts": alerts})
+    def __call__(self, observed: Observed) -> None:
+        alerts = [{**alert, "labels": dict(alert["labels"])} for alert in observed.alerts]
+        line = json.dumps({"event": "seen", "targets": [dict(target) for target in observed.targets], "alerts": alerts})
         if line != self._told:
             self._told = line
             print(line, flush=True)
@@ -123,14 +123,18 @@ class _Lines:
         self._health: dict[str, str] = {}
         self._firing: dict[str, str] = {}
 
-    def __call__(self, seen: Observed) -> None:
-        health = {f"{target['job']} {target['address']}{_whose(target)}": target["health"] for target in seen.targets}
+    def __call__(self, observed: Observed) -> None:
+        health = {
+            f"{target['job']} {target['address']}{_whose(target)}": target["health"] for target in observed.targets
+        }
         for name, state in health.items():
             if self._health.get(name) != state:
                 self._console.print(f"{name}: {state}", style=HEALTH_STYLES.get(state, ""), markup=False)
         for name in self._health.keys() - health.keys():
             self._console.print(f"{name}: no target any more", style="dim", markup=False)
-        firing = {json.dumps(alert["labels"], sort_keys=True) + alert["name"]: _told(alert) for alert in seen.firing}
+        firing = {
+            json.dumps(alert["labels"], sort_keys=True) + alert["name"]: _told(alert) for alert in observed.firing
+        }
         for key, text in firing.items():
             if key not in self._firing:
                 self._console.print(f"ALERT {text}", style="bold red", markup=False, soft_wrap=True)
@@ -139,37 +143,37 @@ class _Lines:
         self._health, self._firing = health, firing
 
 
-def _picture(seen: Observed) -> RenderableType:
+def _picture(observed: Observed) -> RenderableType:
     from rich import box
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     targets = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    if len(seen.targets) > MAX_TARGETS:
+    if len(observed.targets) > MAX_TARGETS:
         for column in ("JOB", "UP", "TARGETS"):
             targets.add_column(column, justify="left" if column == "JOB" else "right")
-        counted = Counter(item["job"] for item in seen.targets)
-        up = Counter(target["job"] for target in seen.targets if target["health"] == "up")
+        counted = Counter(item["job"] for item in observed.targets)
+        up = Counter(target["job"] for target in observed.targets if target["health"] == "up")
         for job, count in sorted(counted.items()):
             style = "green" if up[job] == count else "bold red"
             targets.add_row(Text(job), Text(str(up[job]), style=style), str(count))
     else:
         for column in ("JOB", "ADDRESS", "RUN", "NODE", "HEALTH"):
             targets.add_column(column, no_wrap=True)
-        for entry in seen.targets:
+        for entry in observed.targets:
             health = Text(entry["health"], style=HEALTH_STYLES.get(entry["health"], ""))
             # As texts: rich takes [fd00::5] of an address for markup.
             targets.add_row(*(Text(entry[key]) for key in ("job", "address", "run", "node")), health)
     alerts = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("SEVERITY", "LAYER", "ALERT", "WHAT"):
         alerts.add_column(column, no_wrap=column != "WHAT", overflow="fold")
-    for alert in seen.firing:
+    for alert in observed.firing:
         severity = Text(alert["severity"], style=SEVERITY_STYLES.get(alert["severity"], ""))
         alerts.add_row(severity, Text(alert["layer"]), Text(alert["name"]), Text(alert["summary"]))
-    waiting = len(seen.alerts) - len(seen.firing)
-    parts: list[RenderableType] = [targets if seen.targets else Text("no targets: no run goes on", style="dim")]
-    parts.append(alerts if seen.firing else Text("no alert fires", style="green"))
+    waiting = len(observed.alerts) - len(observed.firing)
+    parts: list[RenderableType] = [targets if observed.targets else Text("no targets: no run goes on", style="dim")]
+    parts.append(alerts if observed.firing else Text("no alert fires", style="green"))
     if waiting:
         parts.append(Text(f"{waiting} more would fire if they last", style="dim"))
     return Group(*parts)

@@ -52,8 +52,8 @@ def _bar(title: str, in_bytes: bool, console: Console) -> Iterator[Callable[...,
     ) as bar:
         task = bar.add_task(title, total=None, what="")
 
-        def report(done: int, total: int, what: str = "") -> None:
-            bar.update(task, completed=done, total=total, what=what)
+        def report(done: int, total: int, label: str = "") -> None:
+            bar.update(task, completed=done, total=total, what=label)
 
         yield report
 
@@ -65,10 +65,10 @@ def _lines(title: str, in_bytes: bool) -> Iterator[Callable[..., None]]:
     newest = ""
     is_told = False
 
-    def report(done: int, total: int, what: str = "") -> None:
+    def report(done: int, total: int, label: str = "") -> None:
         nonlocal newest
         counts = (formatting.stored(done), formatting.stored(total)) if in_bytes else (f"{done:,}", f"{total:,}")
-        newest = f": {counts[0]} of {counts[1]} {what}".rstrip()
+        newest = f": {counts[0]} of {counts[1]} {label}".rstrip()
 
     def tell() -> None:
         nonlocal is_told

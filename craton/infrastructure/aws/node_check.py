@@ -52,9 +52,9 @@ def main() -> None:
 
 def look() -> None:
     """One check. What cannot be checked is not held against the node."""
-    found = ask()
-    failures = judged(found)
-    for finding in found:
+    findings = ask()
+    failures = judged(findings)
+    for finding in findings:
         if finding["severity"] == "fail" and finding not in failures:
             print(f"of this pod, not of the node: {finding['what']}: {finding['evidence']}", flush=True)
     if not failures:
@@ -82,9 +82,9 @@ def ask() -> list[dict[str, Any]]:
         return cannot_be_checked(f"craton doctor ended with {done.returncode}: {(done.stderr or done.stdout).strip()}")
 
 
-def judged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def judged(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The failures that are the node's own."""
-    return [finding for finding in found if finding["severity"] == "fail" and finding["what"] in JUDGED]
+    return [finding for finding in findings if finding["severity"] == "fail" and finding["what"] in JUDGED]
 
 
 def cannot_be_checked(why: str) -> list[dict[str, Any]]:

@@ -59,8 +59,8 @@ def _notes(site: AwsSite, target: str) -> list[str]:
         stated = site.file.levels
         levels = any(level and level.label for level in (stated.leaf, stated.spine, stated.zone))
         if not levels and not site.node_pool:
-            known = {name: label for name, label in level_labels(site).items() if name in ("leaf", "spine")}
-            labels = ", ".join(f"{name}: {{label: {label}}}" for name, label in known.items())
+            level_names = {name: label for name, label in level_labels(site).items() if name in ("leaf", "spine")}
+            labels = ", ".join(f"{name}: {{label: {label}}}" for name, label in level_names.items())
             notes.append(f"for `placement: {{within: leaf}}` put into the cluster file: levels: {{{labels}}}")
         if not (site.file.scheduler and site.file.scheduler.image):
             notes.append("no health check was written: it runs in scheduler.image, which the cluster file leaves out")
@@ -141,10 +141,10 @@ def _discovery(site: AwsSite, target: str, gang: str) -> list[str]:
         return ["craton cluster discover --from slurm --write slurm-tree"]
     if target in SLURM_TARGETS:
         pair = f"""'printf "\\"%s\\": \\"%s\\"\\n" "$(tr -d "[:space:]" < {ASSET_TAG})" "$SLURMD_NODENAME"'"""
-        each = f"srun --partition={site.queue} --nodes={site.num_nodes} --ntasks-per-node=1 sh -c {pair}"
+        command = f"srun --partition={site.queue} --nodes={site.num_nodes} --ntasks-per-node=1 sh -c {pair}"
         return [
             "# on the cluster, when all its nodes are up: which instance each of them is",
-            f"{each} | paste -sd, - | sed 's/.*/{{&}}/' > instances.json",
+            f"{command} | paste -sd, - | sed 's/.*/{{&}}/' > instances.json",
             f"craton cluster discover --from ec2 --region {site.region} --names instances.json --write slurm-tree",
         ]
     form = f"{gang} --name {topology_name(site)}" if gang in ("kueue", "kai") else gang if gang != "none" else "levels"

@@ -50,17 +50,17 @@ def topology_name(site: AwsSite) -> str:
 def capacity(site: AwsSite) -> dict[str, str]:
     """Resource → how much of it the whole cluster has."""
     nodes, instance = site.num_nodes, site.instance
-    found = {
+    amounts = {
         "cpu": str(nodes * instance.vcpus),
         "memory": f"{nodes * int(instance.host_memory_bytes / GIB)}Gi",
         GPU: str(nodes * instance.num_gpus),
     }
     if instance.efa_version:
-        found[EFA] = str(nodes * instance.network_interfaces)
+        amounts[EFA] = str(nodes * instance.network_interfaces)
         if not site.node_pool:  # pods of Karpenter's do without
-            found["hugepages-2Mi"] = f"{nodes * HUGE_PAGES_GIB}Gi"
+            amounts["hugepages-2Mi"] = f"{nodes * HUGE_PAGES_GIB}Gi"
     stated = site.file.scheduler.resources if site.file.scheduler else {}
-    return found | {name: str(nodes * count) for name, count in stated.items()}
+    return amounts | {name: str(nodes * count) for name, count in stated.items()}
 
 
 def machine_label(site: AwsSite, target: str) -> dict[str, str]:

@@ -134,11 +134,11 @@ def site_of(file: ClusterFile, target: str) -> AwsSite:
     wanted = "slurm" if target in SLURM_TARGETS else "kubernetes"
     if kind not in (None, wanted):
         problems.append(f"scheduler.kind is {kind}: {target} is a {wanted} cluster")
-    found = _lustre(file, aws, instance, target)
-    if isinstance(found, list):
-        problems += found
+    outcome = _lustre(file, aws, instance, target)
+    if isinstance(outcome, list):
+        problems += outcome
     else:
-        lustre, notes = found
+        lustre, notes = outcome
     if problems:
         raise ProvisionError([f"{file.name}: {problem}" for problem in problems])
     assert instance is not None
@@ -221,7 +221,7 @@ def _lustre(
 ) -> tuple[FsxLustre, list[str]] | list[str]:
     """The shared file system, or what is wrong about it."""
     shared = file.storage.shared
-    known = facts()["lustre"]
+    limits = facts()["lustre"]
     if shared is None or not shared.path:
         return ["storage.shared.path is missing: runs need a file system that all nodes see, e.g. /fsx"]
     problems = []
@@ -239,9 +239,9 @@ def _lustre(
                 "aws.file_system_mount is missing: the MountName of aws.file_system (describe-file-systems)"
             )
         capacity = math.ceil((shared.capacity_bytes or 0) / GIB)
-        made = FsxLustre(shared.path, capacity, 0, False, data, aws.file_system, aws.file_system_mount or "")
-        return problems or (made, [])
-    classes = known["throughput_classes"]
+        file_system = FsxLustre(shared.path, capacity, 0, False, data, aws.file_system, aws.file_system_mount or "")
+        return problems or (file_system, [])
+    classes = limits["throughput_classes"]
     throughput = shared.megabytes_per_second_per_tib
     if throughput not in classes:
         problems.append(f"storage.shared.megabytes_per_second_per_tib: FSx has {', '.join(map(str, classes))}")
@@ -251,7 +251,7 @@ def _lustre(
         return problems
     assert shared.capacity_bytes
     assert throughput
-    step, smallest = known["step_gib"], known["smallest_gib"]
+    step, smallest = limits["step_gib"], limits["smallest_gib"]
     asked = math.ceil(shared.capacity_bytes / GIB)
     if shared.capacity_bytes % TIB == 0:  # a whole number of TiB is meant as FSx counts them, 1,000 GiB each
         asked = round(shared.capacity_bytes / TIB) * 1000
@@ -261,12 +261,12 @@ def _lustre(
         notes.append(
             f"the file system has {capacity:,} GiB: FSx sells {smallest:,} and multiples of {step:,}, not {asked:,}"
         )
-    fast_enough = capacity / 1000 * throughput >= known["efa_megabytes_per_second"]
+    fast_enough = capacity / 1000 * throughput >= limits["efa_megabytes_per_second"]
     efa = bool(instance and instance.efa_version and fast_enough and target != "parallelcluster")
     if not efa and instance and instance.efa_version:
         notes.append(
             "ParallelCluster makes file systems without EFA; for EFA make one first and name it as aws.file_system"
             if fast_enough
-            else f"Lustre without EFA: that takes capacity x throughput of {known['efa_megabytes_per_second']:,} MB/s"
+            else f"Lustre without EFA: that takes capacity x throughput of {limits['efa_megabytes_per_second']:,} MB/s"
         )
     return FsxLustre(shared.path, capacity, int(throughput), efa, data), notes

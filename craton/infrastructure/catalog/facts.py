@@ -233,8 +233,8 @@ class _Reader:
             raise self.fail(where, f"must be a list of strings, not {value!r}")
         return tuple(value)
 
-    def fact(self, given: object, key: Key, where: str, sources: Mapping[str, str]) -> Fact:
-        written: dict[str, Any] = given if isinstance(given, dict) else {"value": given}
+    def fact(self, stated: object, key: Key, where: str, sources: Mapping[str, str]) -> Fact:
+        written: dict[str, Any] = stated if isinstance(stated, dict) else {"value": stated}
         self.check_names(written, ("value", "source", "date", "note"), where)
         if "value" not in written:
             raise self.fail(where, "has no value; write { value = ..., source = ..., date = ... }")
@@ -275,11 +275,11 @@ class _Reader:
             raise self.fail(where, "needs a date and a source that is a key of [sources]")
         return sources[source], when
 
-    def prices(self, given: object, where: str, sources: Mapping[str, str]) -> tuple[Price, ...]:
-        if not isinstance(given, list):
-            raise self.fail(where, f"must be a list of tables, not {given!r}")
-        found = []
-        for index, written in enumerate(given):
+    def prices(self, stated: object, where: str, sources: Mapping[str, str]) -> tuple[Price, ...]:
+        if not isinstance(stated, list):
+            raise self.fail(where, f"must be a list of tables, not {stated!r}")
+        prices = []
+        for index, written in enumerate(stated):
             here = f"{where}[{index}]"
             table = self.table(written, here)
             self.check_names(table, PRICE_KEYS, here)
@@ -290,8 +290,8 @@ class _Reader:
             source, when = self.provenance(table, here, sources)
             assert when is not None
             region, note = str(table.get("region", "")), str(table.get("note", ""))
-            found.append(Price(dollars, kind, when, region, source, note))
-        return tuple(found)
+            prices.append(Price(dollars, kind, when, region, source, note))
+        return tuple(prices)
 
 
 def _check_spellings(entries: Mapping[str, CatalogEntry]) -> None:
@@ -321,8 +321,8 @@ def _check_complete(entry: CatalogEntry, catalog: Catalog) -> None:
             )
         spellings = {text.lower() for gpu in catalog.entries["gpus"].values() for text in (gpu.name, *gpu.aliases)}
         if entry.word("gpu").lower() not in spellings:
-            known, given = catalog.entries["gpus"], entry.word("gpu")
+            gpus, gpu_name = catalog.entries["gpus"], entry.word("gpu")
             raise CatalogError(
-                f"{where}.gpu: unknown {given!r}; known: {', '.join(known)}; or add gpus.{given}"
-                f"{did_you_mean(given, known)}"
+                f"{where}.gpu: unknown {gpu_name!r}; known: {', '.join(gpus)}; or add gpus.{gpu_name}"
+                f"{did_you_mean(gpu_name, gpus)}"
             )

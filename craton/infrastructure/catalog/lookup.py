@@ -42,7 +42,9 @@ def entry(section: str, name: str, catalog: Catalog | None = None) -> CatalogEnt
     result = by_spelling.get(name.strip().lower())
     if result is None:
         one = {"gpus": "GPU", "instances": "instance", "storage": "storage service"}.get(section, section)
-        spellings = [spelling for known in entries.values() for spelling in (known.name, *known.aliases)]
+        spellings = [
+            spelling for known_entry in entries.values() for spelling in (known_entry.name, *known_entry.aliases)
+        ]
         if section == "instances":
             spellings.append("local")  # `cluster: local x 2` is this machine
         raise CatalogError(
@@ -52,40 +54,40 @@ def entry(section: str, name: str, catalog: Catalog | None = None) -> CatalogEnt
     return result
 
 
-def gpu_of_entry(found: CatalogEntry) -> Gpu:
+def gpu_of_entry(item: CatalogEntry) -> Gpu:
     return Gpu(
-        name=found.name,
-        generation=found.word("generation"),
-        flops={name: found.number(f"{name}_tflops") * TERA for name in PRECISIONS if f"{name}_tflops" in found.facts},
+        name=item.name,
+        generation=item.word("generation"),
+        flops={name: item.number(f"{name}_tflops") * TERA for name in PRECISIONS if f"{name}_tflops" in item.facts},
         achievable_flops={
-            name: found.number(f"achievable_{name}_tflops") * TERA
+            name: item.number(f"achievable_{name}_tflops") * TERA
             for name in PRECISIONS
-            if f"achievable_{name}_tflops" in found.facts
+            if f"achievable_{name}_tflops" in item.facts
         },
-        memory_bytes=found.number("memory_mib") * MIB,
-        memory_bytes_per_second=found.number("memory_terabytes_per_second") * TERA,
-        nvlink_bytes_per_second=found.number("nvlink_gigabytes_per_second") * GIGA,
-        power_watts=found.number("power_watts"),
+        memory_bytes=item.number("memory_mib") * MIB,
+        memory_bytes_per_second=item.number("memory_terabytes_per_second") * TERA,
+        nvlink_bytes_per_second=item.number("nvlink_gigabytes_per_second") * GIGA,
+        power_watts=item.number("power_watts"),
     )
 
 
-def instance_of_entry(found: CatalogEntry, catalog: Catalog) -> Instance:
-    link = found.word("host_link")
+def instance_of_entry(item: CatalogEntry, catalog: Catalog) -> Instance:
+    link = item.word("host_link")
     return Instance(
-        name=found.name,
-        gpu=gpu_of_entry(entry("gpus", found.word("gpu"), catalog)),
-        num_gpus=int(found.number("num_gpus")),
-        nvlink_domain_gpus=int(found.number("nvlink_domain_gpus")),
+        name=item.name,
+        gpu=gpu_of_entry(entry("gpus", item.word("gpu"), catalog)),
+        num_gpus=int(item.number("num_gpus")),
+        nvlink_domain_gpus=int(item.number("nvlink_domain_gpus")),
         host_link=link,
         host_link_bytes_per_second=catalog.entries["host_links"][link].number("gigabytes_per_second") * GIGA,
-        network_bytes_per_second=found.number("network_gigabits_per_second") * GIGA / 8,
-        network_interfaces=int(found.number("network_interfaces")),
-        efa_version=int(found.number("efa_version")),
-        vcpus=int(found.number("vcpus")),
-        host_memory_bytes=found.number("host_memory_gib") * GIB,
-        nvme_bytes=found.number("nvme_terabytes") * TERA,
-        nvme_read_bytes_per_second=found.number("nvme_read_gigabytes_per_second") * GIGA,
-        nvme_write_bytes_per_second=found.number("nvme_write_gigabytes_per_second") * GIGA,
-        prices=found.prices,
-        notes=found.notes,
+        network_bytes_per_second=item.number("network_gigabits_per_second") * GIGA / 8,
+        network_interfaces=int(item.number("network_interfaces")),
+        efa_version=int(item.number("efa_version")),
+        vcpus=int(item.number("vcpus")),
+        host_memory_bytes=item.number("host_memory_gib") * GIB,
+        nvme_bytes=item.number("nvme_terabytes") * TERA,
+        nvme_read_bytes_per_second=item.number("nvme_read_gigabytes_per_second") * GIGA,
+        nvme_write_bytes_per_second=item.number("nvme_write_gigabytes_per_second") * GIGA,
+        prices=item.prices,
+        notes=item.notes,
     )

@@ -187,7 +187,7 @@ def _folder(path: str) -> str:
 
 def _versions(root: NodeRoot) -> dict[str, str]:
     installed = root.read("opt/amazon/efa_installed_packages")
-    found = {
+    versions = {
         "efa_driver": root.read("sys/module/efa/version"),
         "efa_installer": _first(r"EFA installer version:\s*(\d[\d.]*)", installed),
         "libfabric": _first(r"libfabric[\w]*-?(?:aws)?[-_](\d+\.\d+(?:\.\d+)?)", installed),
@@ -195,11 +195,11 @@ def _versions(root: NodeRoot) -> dict[str, str]:
         "gdrcopy": root.read("sys/module/gdrdrv/version"),
         "nvidia_fs": root.read("sys/module/nvidia_fs/version"),
     }
-    return {name: version.partition("g")[0].rstrip("-+") for name, version in found.items() if version}
+    return {name: version.partition("g")[0].rstrip("-+") for name, version in versions.items() if version}
 
 
 def _peer_to_peer(root: NodeRoot, devices: tuple[FabricDevice, ...]) -> str:
-    return next((said for device in devices if (said := root.read(f"{DEVICES}/{device.name}/device/p2p"))), "")
+    return next((answer for device in devices if (answer := root.read(f"{DEVICES}/{device.name}/device/p2p"))), "")
 
 
 def _first(pattern: str, text: str) -> str:

@@ -197,15 +197,15 @@ def _card(index: int, gpu: ElementTree.Element, links: dict[str, tuple[Nvlink, .
 
 def _links(text: str) -> dict[str, tuple[Nvlink, ...]]:
     """UUID → its links. A link without a rate is down, whatever word stands there."""
-    found: dict[str, list[Nvlink]] = {}
+    links_by_uuid: dict[str, list[Nvlink]] = {}
     current: list[Nvlink] = []
     for line in text.splitlines():
         if card := re.search(r"UUID:\s*([^)\s]+)", line):
-            current = found.setdefault(card[1], [])
+            current = links_by_uuid.setdefault(card[1], [])
         elif link := re.match(r"\s*Link (\d+):\s*(.*)", line):
             rate = re.match(r"(\d+(?:\.\d+)?) GB/s", link[2])
             current.append(Nvlink(int(link[1]), float(rate[1]) if rate else 0.0))
-    return {uuid: tuple(links) for uuid, links in found.items()}
+    return {uuid: tuple(links) for uuid, links in links_by_uuid.items()}
 
 
 def _older_recovery(gpu: ElementTree.Element) -> str:

@@ -37,8 +37,8 @@ class Xid:
     @property
     def recovery(self) -> str:
         """What XID 154 asks for: `Node Reboot Required`; "" for others."""
-        found = _RECOVERY.search(self.text) if self.code == RECOVERY_CHANGED and not self.is_switch else None
-        return found[1] if found else ""
+        match = _RECOVERY.search(self.text) if self.code == RECOVERY_CHANGED and not self.is_switch else None
+        return match[1] if match else ""
 
     @property
     def action(self) -> HealthAction:

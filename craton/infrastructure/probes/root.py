@@ -151,12 +151,12 @@ class NodeRoot:
         if self.files_only:
             return {}
         if self.is_live:
-            found = (
+            pairs = (
                 (distribution.metadata["Name"], distribution.version)
                 for distribution in distributions()
                 if distribution.metadata["Name"]
             )
-            return {_package(name): version for name, version in found}
+            return {_package(name): version for name, version in pairs}
         lines = self.read(f"commands/{PACKAGES}.txt").splitlines()
         return {_package(name): version for name, version in _pairs(lines, "==")}
 
@@ -193,14 +193,14 @@ class NodeRoot:
             return ToolOutput("", TIMED_OUT)
         except OSError as error:
             return ToolOutput(str(error), MISSING)
-        said = ended.stdout if ended.returncode == 0 else ended.stdout + ended.stderr
-        return ToolOutput(said.decode(errors="replace").strip(), ended.returncode)
+        output = ended.stdout if ended.returncode == 0 else ended.stdout + ended.stderr
+        return ToolOutput(output.decode(errors="replace").strip(), ended.returncode)
 
 
 def _pairs(lines: Iterable[str], sign: str) -> Iterable[tuple[str, str]]:
     for line in lines:
-        name, found, value = line.strip().partition(sign)
-        if found:
+        name, separator, value = line.strip().partition(sign)
+        if separator:
             yield name, value
 
 

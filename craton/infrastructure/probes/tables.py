@@ -98,8 +98,8 @@ class CounterFact:
 
 @lru_cache(maxsize=1)
 def xid_facts() -> dict[int, XidFact]:
-    found = [XidFact(**entry) for entry in _table("xid.toml")["xid"]]
-    return {fact.code: fact for fact in found}
+    entries = [XidFact(**entry) for entry in _table("xid.toml")["xid"]]
+    return {fact.code: fact for fact in entries}
 
 
 @lru_cache(maxsize=1)
@@ -108,9 +108,9 @@ def recovery_actions() -> dict[str, HealthAction]:
     return {name.lower(): action for name, action in _table("xid.toml")["recovery"]["actions"].items()}
 
 
-def recovery_action(said: str) -> HealthAction:
+def recovery_action(answer: str) -> HealthAction:
     """Ours for the driver's own words; what nobody has seen yet is taken seriously."""
-    return recovery_actions().get(said.lower(), "reboot")
+    return recovery_actions().get(answer.lower(), "reboot")
 
 
 def xid_action(code: int, *, recovery: str = "", is_fatal: bool = False, is_switch: bool = False) -> HealthAction:

@@ -232,9 +232,9 @@ class CachedFolder:
                 if entry.remove():
                     used -= entry.bytes
             if used + needed > limit:
-                what = f"{self.url}/{infos[0].name}" + (f" and {len(infos) - 1} more of its files" * (len(infos) > 1))
+                files = f"{self.url}/{infos[0].name}" + (f" and {len(infos) - 1} more of its files" * (len(infos) > 1))
                 raise StorageError(
-                    f"{what}: {needed:,} bytes, and the cache {objects} may hold {limit:,}, of which {used:,} are in "
+                    f"{files}: {needed:,} bytes, and the cache {objects} may hold {limit:,}, of which {used:,} are in "
                     "use; raise CRATON_CACHE_BYTES, or set CRATON_CACHE to a larger disk"
                 )
             for info in infos:

@@ -83,15 +83,15 @@ class FolderStore(Store):
 
     def list(self, prefix: str = "") -> Objects:
         root = self._path(prefix) if prefix else self.path
-        found = []
+        infos = []
         with _as_storage_error(root):
             for folder, _, files in os.walk(root, onerror=_raise_unless_gone):
                 for file in files:
                     path = Path(folder, file)
                     if not file.endswith(_UNFINISHED):
                         with suppress(FileNotFoundError):  # deleted by another process since
-                            found.append(_info(path.relative_to(self.path).as_posix(), path.stat()))
-        return sorted(found, key=lambda info: info.name)
+                            infos.append(_info(path.relative_to(self.path).as_posix(), path.stat()))
+        return sorted(infos, key=lambda info: info.name)
 
     def folders(self, prefix: str = "") -> Names:
         root = self._path(prefix) if prefix else self.path
@@ -120,8 +120,8 @@ class FolderStore(Store):
         with _as_storage_error(path), path.open("rb", buffering=0) as file:
             file.seek(begin)
             count = 0
-            while count < target.nbytes and (got := file.readinto(target[count:])):
-                count += got
+            while count < target.nbytes and (num_read := file.readinto(target[count:])):
+                count += num_read
         if count < target.nbytes:
             raise StorageError(f"{path} ends after {begin + count} of {begin + target.nbytes} bytes; write it again")
 

@@ -85,20 +85,20 @@ class S3Store(Store):
         obstore = self._library
 
         def every() -> Objects:
-            found = obstore.list(self._client, checked_name(prefix) if prefix else None).collect()
-            return sorted((_info(meta) for meta in found), key=lambda info: info.name)
+            metas = obstore.list(self._client, checked_name(prefix) if prefix else None).collect()
+            return sorted((_info(meta) for meta in metas), key=lambda info: info.name)
 
-        found = self._asked(prefix, every)
+        infos = self._asked(prefix, every)
         # Consoles make a folder by an empty object of its name, which is no object of ours.
-        parents = {str(parent) for info in found for parent in PurePosixPath(info.name).parents}
-        return [info for info in found if info.name and (info.bytes or info.name not in parents)]
+        parents = {str(parent) for info in infos for parent in PurePosixPath(info.name).parents}
+        return [info for info in infos if info.name and (info.bytes or info.name not in parents)]
 
     def folders(self, prefix: str = "") -> Names:
         obstore = self._library
 
         def every() -> Names:
-            found = obstore.list_with_delimiter(self._client, checked_name(prefix) if prefix else None)
-            return sorted(PurePosixPath(common_prefix).name for common_prefix in found["common_prefixes"])
+            listing = obstore.list_with_delimiter(self._client, checked_name(prefix) if prefix else None)
+            return sorted(PurePosixPath(common_prefix).name for common_prefix in listing["common_prefixes"])
 
         return self._asked(prefix, every)
 
@@ -122,11 +122,11 @@ class S3Store(Store):
         obstore = self._library
         options: Any = {"if_match": info.tag, "range": (begin, end)}
         for _ in range(SHORT_ANSWERS):
-            got = self._asked(info.name, lambda: obstore.get(self._client, info.name, options=options).buffer())
-            if len(got) == end - begin:
-                return memoryview(got)
+            buffer = self._asked(info.name, lambda: obstore.get(self._client, info.name, options=options).buffer())
+            if len(buffer) == end - begin:
+                return memoryview(buffer)
         raise StorageError(
-            f"{self.where(info.name)}: {len(got)} bytes came instead of {end - begin}, {SHORT_ANSWERS} times; "
+            f"{self.where(info.name)}: {len(buffer)} bytes came instead of {end - begin}, {SHORT_ANSWERS} times; "
             "something between here and S3 cuts answers off: look at proxies and at AWS_ENDPOINT_URL"
         )
 
@@ -234,8 +234,8 @@ class _PartsWriter:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            told = self._store._error(self._name, self._error)
-            raise (self._nowhere() if isinstance(told, ObjectMissingError) else told) from self._error
+            problem = self._store._error(self._name, self._error)
+            raise (self._nowhere() if isinstance(problem, ObjectMissingError) else problem) from self._error
 
     def _nowhere(self) -> StorageError:
         return StorageError(

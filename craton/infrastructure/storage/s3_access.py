@@ -29,7 +29,7 @@ def credentials(environment: Mapping[str, str]) -> dict[str, Any]:
     home = Path(environment.get("HOME") or Path.home())
     config = _section(environment.get("AWS_CONFIG_FILE") or home / ".aws" / "config", profile, f"profile {profile}")
     keys = _section(environment.get("AWS_SHARED_CREDENTIALS_FILE") or home / ".aws" / "credentials", profile)
-    found = {**config, **keys}
+    settings = {**config, **keys}
     region = {} if environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") else {"region": "region"}
     names = {
         "aws_access_key_id": "access_key_id",
@@ -37,9 +37,9 @@ def credentials(environment: Mapping[str, str]) -> dict[str, Any]:
         "aws_session_token": "session_token",
         **region,
     }
-    if "aws_access_key_id" in found:
-        return {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
-    if found.keys() & {"sso_session", "sso_start_url", "role_arn", "credential_process", "login_session"}:
+    if "aws_access_key_id" in settings:
+        return {ours: settings[theirs] for theirs, ours in names.items() if theirs in settings}
+    if settings.keys() & {"sso_session", "sso_start_url", "role_arn", "credential_process", "login_session"}:
         return {"credential_provider": _boto3_provider(profile)}
     if environment.get("AWS_PROFILE"):
         raise StorageError(f"AWS_PROFILE is {profile}, which has no credentials in ~/.aws; {_GIVE_CREDENTIALS}")

@@ -20,13 +20,13 @@ def expand(text: str) -> list[str]:
     """The names of a hostlist; brackets may stand anywhere, more than once, as in `r[1-2]n[01-08]`."""
     names: list[str] = []
     for part in _split(text):
-        found = [""]
+        expanded = [""]
         for literal, ranges in re.findall(r"([^\[\]]*)(?:\[([^\[\]]*)\])?", part):
             endings = _numbers(ranges, text) if ranges else [""]
-            if len(found) * len(endings) + len(names) > MAX_NAMES:
+            if len(expanded) * len(endings) + len(names) > MAX_NAMES:
                 raise TopologyError(f"{text[:60]!r} stands for more than {MAX_NAMES} names; is that a slip?")
-            found = [name + literal + ending for name in found for ending in endings]
-        names += found
+            expanded = [name + literal + ending for name in expanded for ending in endings]
+        names += expanded
     return names
 
 

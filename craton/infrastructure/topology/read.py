@@ -106,14 +106,14 @@ def read_kubernetes(nodes: Iterable[Mapping[str, Any]]) -> Topology:
     zones = {name: labels[name][ZONE_LABEL] for name in members if ZONE_LABEL in labels[name]}
     zones = zones if len(zones) == len(members) else {}
     domains = {name: labels[name][domain] for name in members if domain in labels[name]}
-    known = dict(zip(level_names(len(keys)), keys, strict=True))
+    labels_by_level = dict(zip(level_names(len(keys)), keys, strict=True))
     if zones:
-        known[ZONE] = ZONE_LABEL
+        labels_by_level[ZONE] = ZONE_LABEL
     if domains:
-        known[DOMAIN] = domain
+        labels_by_level[DOMAIN] = domain
     unplaced = tuple(sorted(labels.keys() - set(members), key=natural))
     paths = {name: [labels[name][key] for key in keys] for name in members}
-    return tree_of(paths, zones, domains, labels=known, unplaced=unplaced)
+    return tree_of(paths, zones, domains, labels=labels_by_level, unplaced=unplaced)
 
 
 def read_ec2(document: Mapping[str, Any], names: Mapping[str, str] | None = None) -> Topology:
@@ -161,12 +161,12 @@ def _switches(children: Mapping[str, list[str]], nodes: Mapping[str, list[str]])
     above = {child: parent for parent, below in children.items() for child in below}
 
     def path(switch: str) -> list[str]:
-        found = [switch]
-        while found[-1] in above:
-            if above[found[-1]] in found:
-                raise TopologyError(f"switch {found[-1]!r} is below itself; mend topology.conf")
-            found.append(above[found[-1]])
-        return list(reversed(found))
+        upward = [switch]
+        while upward[-1] in above:
+            if above[upward[-1]] in upward:
+                raise TopologyError(f"switch {upward[-1]!r} is below itself; mend topology.conf")
+            upward.append(above[upward[-1]])
+        return list(reversed(upward))
 
     if not nodes:
         raise TopologyError(f"no switch holds nodes; give {_FILES}")

@@ -103,14 +103,14 @@ def tree_of(
     **facts: Any,
 ) -> Topology:
     """A tree from each node's switches, broadest first. Paths of different length are aligned at the leaf."""
-    found = {node: tuple(path) for node, path in paths.items()}
-    depth = max((len(path) for path in found.values()), default=0)
+    paths_by_node = {node: tuple(path) for node, path in paths.items()}
+    depth = max((len(path) for path in paths_by_node.values()), default=0)
     levels = level_names(depth)
     if zones:
         levels = (ZONE, *levels)
     places = []
-    for node in sorted(found, key=natural):
-        path = ("",) * (depth - len(found[node])) + found[node]
+    for node in sorted(paths_by_node, key=natural):
+        path = ("",) * (depth - len(paths_by_node[node])) + paths_by_node[node]
         if zones:
             path = (zones.get(node, ""), *path)
         places.append(TopologyPath(node, path, (domains or {}).get(node, "")))

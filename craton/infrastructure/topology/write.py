@@ -163,15 +163,15 @@ def dns_name(text: str) -> str:
 
 def _labels(topology: Topology) -> dict[str, str]:
     """Level → label, broadest first, the NVLink domain last where it is a level of the same tree."""
-    known = {level: topology.labels[level] for level in topology.levels if level in topology.labels}
-    if not known:
+    labels = {level: topology.labels[level] for level in topology.levels if level in topology.labels}
+    if not labels:
         raise TopologyError(
             "Kueue and KAI know levels by node labels, and this topology has none; discover it --from kubernetes, "
             "or label the nodes first"
         )
     if DOMAIN in topology.labels and topology.domains_are_nested():
-        known[DOMAIN] = topology.labels[DOMAIN]
-    return known
+        labels[DOMAIN] = topology.labels[DOMAIN]
+    return labels
 
 
 def _ordered(labels: Mapping[str, str]) -> list[str]:

@@ -17,12 +17,12 @@ from craton.job.document import KeyConflictError, Section
 _ROLE = r"arn:aws[a-z-]*:iam::[0-9]{12}:role/[\w+=,.@/-]+"
 
 
-def _matching(pattern: str, what: str, example: str) -> Callable[[str], str]:
+def _matching(pattern: str, description: str, example: str) -> Callable[[str], str]:
     compiled = re.compile(pattern)
 
     def check(value: str) -> str:
         if not compiled.fullmatch(value):
-            raise ValueError(f"{value!r} is not {what}; write e.g. {example}")
+            raise ValueError(f"{value!r} is not {description}; write e.g. {example}")
         return value
 
     return check

@@ -156,11 +156,11 @@ def _inner_section(annotation: object) -> type[Section] | None:
 
 
 def _plain_words(finding: Any) -> str:
-    given = finding["input"]
-    shown = "nothing" if given is None else repr(given) if len(repr(given)) <= 60 else repr(given)[:57] + "..."
+    value = finding["input"]
+    shown = "nothing" if value is None else repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
     if finding["type"] == "literal_error":
         allowed = typing.cast(str, finding["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
-        return f"{shown} is not allowed; allowed: {', '.join(allowed)}{did_you_mean(str(given), allowed)}"
+        return f"{shown} is not allowed; allowed: {', '.join(allowed)}{did_you_mean(str(value), allowed)}"
     wanted = {
         "model_type": "a mapping of `key: value`",
         "model_attributes_type": "a mapping of `key: value`",

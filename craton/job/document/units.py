@@ -41,8 +41,8 @@ def parse_seconds(value: object) -> float:
         return _positive(float(value), value, how)
     text = str(value).replace(" ", "")
     parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)([a-z]*)", text)
-    known = all(unit in _SECONDS for _, unit in parts)
-    if not parts or not known or "".join(number + unit for number, unit in parts) != text:
+    are_known = all(unit in _SECONDS for _, unit in parts)
+    if not parts or not are_known or "".join(number + unit for number, unit in parts) != text:
         raise ValueError(f"{_shown(value)} is not {how}")
     return _positive(sum(float(number) * _SECONDS[unit] for number, unit in parts), value, how)
 
@@ -107,8 +107,8 @@ Size = Annotated[int, PlainValidator(whole_number(1, MAX_SIZE))]
 Whole = Annotated[int, PlainValidator(whole_number(0, MAX_WHOLE))]
 
 
-def _whole(value: object, scale: Mapping[str, float], what: str, examples: str) -> int:
-    how = f"{what}; write e.g. {examples}"
+def _whole(value: object, scale: Mapping[str, float], description: str, examples: str) -> int:
+    how = f"{description}; write e.g. {examples}"
     number = _scaled(value, r"(?P<prefix>[kKmMbBgGtTpP]?)", scale, how)
     if abs(number - round(number)) > 1e-6:
         raise ValueError(f"{_shown(value)} is {number:g}, not a whole number; write e.g. {examples}")

@@ -126,10 +126,10 @@ def _pipeline_problems(layout: Layout, shape: ModelShape) -> list[str]:
 def _tensor_problems(layout: Layout, shape: ModelShape, sequence: int, trained: bool) -> list[str]:
     problems = []
     tp, cp = layout.tp, layout.cp
-    undivided = [f"{count} {what}" for count, what in _cut_by_tensor(shape, tp, trained) if count % tp]
+    undivided = [f"{count} {name}" for count, name in _cut_by_tensor(shape, tp, trained) if count % tp]
     if tp > 1 and undivided:
         nearest = _nearest(tp, lambda size: not any(count % size for count, _ in _cut_by_tensor(shape, size, trained)))
-        may_copy = not trained and any("key-value" in what for what in undivided)
+        may_copy = not trained and any("key-value" in name for name in undivided)
         copied = ", nor is it a multiple of the latter" if may_copy else ""
         problems.append(f"tp {tp} does not divide the model's {' and '.join(undivided)}{copied}; nearest: tp {nearest}")
     if cp > 1 and sequence % (2 * cp):

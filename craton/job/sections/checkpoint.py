@@ -94,8 +94,8 @@ class Checkpoint(Section):
         """That the job saves nothing on its way; empty where a tier has an interval."""
         if any(tier.every or tier.every_steps for tier in self.tiers):
             return ""
-        what = "no checkpoint tier of the job has an interval" if self.tiers else "the job names no checkpoint tier"
-        return f"{what}: it saves only at its end and at a stop"
+        reason = "no checkpoint tier of the job has an interval" if self.tiers else "the job names no checkpoint tier"
+        return f"{reason}: it saves only at its end and at a stop"
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def check_placeholders(command: Sequence[str]) -> None:
 
 
 def _is_launcher_module(module: str) -> bool:
-    return any(module == known or module.startswith(f"{known}.") for known in LAUNCHER_MODULES)
+    return any(module == launcher or module.startswith(f"{launcher}.") for launcher in LAUNCHER_MODULES)
 
 
 def parse_processes(value: object) -> Processes | None:
@@ -146,11 +146,11 @@ def parse_workdir(value: object, info: ValidationInfo) -> object:
     """A folder alone, or a section; the folder becomes absolute."""
     if value is None or isinstance(value, Workdir):
         return value
-    given: Any = {"path": value} if isinstance(value, str) else value
-    if isinstance(given, dict) and isinstance(given.get("path"), str):
+    document: Any = {"path": value} if isinstance(value, str) else value
+    if isinstance(document, dict) and isinstance(document.get("path"), str):
         start = Path((info.context or {}).get("folder", "."))
-        given = {**given, "path": str((start / Path(given["path"]).expanduser()).resolve())}
-    return Workdir.parse(given, info) if isinstance(given, dict) else given
+        document = {**document, "path": str((start / Path(document["path"]).expanduser()).resolve())}
+    return Workdir.parse(document, info) if isinstance(document, dict) else document
 
 
 WorkdirSpec = Annotated[Workdir | None, BeforeValidator(parse_workdir)]
@@ -193,13 +193,13 @@ def _parse_patterns(value: object) -> object:
     many = [value] if isinstance(value, str) else value
     if not isinstance(many, list | tuple):
         return value
-    found = []
+    patterns = []
     for index, text in enumerate(many):
         try:
-            found.append(parse_pattern(text))
+            patterns.append(parse_pattern(text))
         except ValueError as error:
             raise KeyConflictError(f"progress.pattern: {error}", () if isinstance(value, str) else (index,)) from None
-    return tuple(found)
+    return tuple(patterns)
 
 
 def _parse_hang(value: object) -> str:

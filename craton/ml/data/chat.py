@@ -95,10 +95,10 @@ class ChatEncoder:
         options: dict[str, Any] = {"tools": record["tools"]} if record.get("tools") else {}
         try:
             if self._is_marked:
-                found = self._tokenizer.apply_chat_template(
+                encoded = self._tokenizer.apply_chat_template(
                     messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
                 )
-                yield list(found["input_ids"]), [int(mark) for mark in found["assistant_masks"]]
+                yield list(encoded["input_ids"]), [int(mark) for mark in encoded["assistant_masks"]]
                 return
             turns = self._turns(messages, options)
         except DataError:
@@ -106,9 +106,9 @@ class ChatEncoder:
         except Exception as error:  # noqa: BLE001  (a template is a program: it may raise anything about its input)
             raise DataError(f"the chat template refuses it: {type(error).__name__}: {error}") from None
         for text, spans in turns:
-            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            starts = [start for start, _ in found["offset_mapping"]]
-            yield list(found["input_ids"]), [int(any(a <= start < b for a, b in spans)) for start in starts]
+            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            starts = [start for start, _ in encoded["offset_mapping"]]
+            yield list(encoded["input_ids"]), [int(any(a <= start < b for a, b in spans)) for start in starts]
 
     def _turns(self, messages: Messages, options: dict[str, Any]) -> list[Turn]:
         """The conversation with the assistant's spans; or, where a later turn changes an earlier one, each turn."""

@@ -124,10 +124,10 @@ def best_fit(lengths: Integers, capacity: int) -> tuple[Integers, Integers]:
 
 def _remembered(cache: Path, mark: NDArray[np.uint64]) -> Rows | None:
     try:
-        with np.load(cache) as found:
-            if not np.array_equal(found["mark"], mark):
+        with np.load(cache) as stored:
+            if not np.array_equal(stored["mark"], mark):
                 return None
-            return Rows(found["order"], found["starts"], int(found["truncated"]), int(found["dropped"]))
+            return Rows(stored["order"], stored["starts"], int(stored["truncated"]), int(stored["dropped"]))
     except (OSError, ValueError, KeyError, EOFError):
         return None
 

@@ -69,10 +69,10 @@ class DocumentChunk:
 def find_files(inputs: Sequence[str | Path]) -> list[InputFile]:
     """Every file of the inputs, in an order that depends only on names; nothing found is an error."""
     input_files: list[InputFile] = []
-    for given in inputs:
-        files = _standard_library() if str(given) == STANDARD_LIBRARY else _files_of(Path(given).expanduser())
+    for source in inputs:
+        files = _standard_library() if str(source) == STANDARD_LIBRARY else _files_of(Path(source).expanduser())
         if not any(file.size for file in files):
-            raise DataError(f"{given}: holds no text; allowed: {EXPECTED}")
+            raise DataError(f"{source}: holds no text; allowed: {EXPECTED}")
         input_files += files
     return input_files
 
@@ -176,14 +176,14 @@ def _files_of(path: Path) -> list[InputFile]:
 
 
 def _walk(root: Path, leave_out: Sequence[str] = ()) -> list[InputFile]:
-    found = []
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in ("__pycache__", *leave_out)]
         for name in names:
             path = Path(folder, name)
             if not name.startswith(".") and (kind := _kind(path)) and path.is_file():
-                found.append(InputFile(path, kind, path.stat().st_size))
-    return sorted(found, key=lambda file: file.path.relative_to(root).as_posix())
+                files.append(InputFile(path, kind, path.stat().st_size))
+    return sorted(files, key=lambda file: file.path.relative_to(root).as_posix())
 
 
 def _some_files(root: Path) -> Iterator[InputFile]:

@@ -35,14 +35,14 @@ class TextEncoder:
     def __call__(self, pieces: Sequence[DocumentChunk]) -> Encoded:
         texts, begins, ends, left_out, text_bytes = [], [], [], [], 0
         for piece in pieces:
-            found = texts_of(piece, self._field)
-            if piece.kind == "text" and not found:
+            chunk_texts = texts_of(piece, self._field)
+            if piece.kind == "text" and not chunk_texts:
                 left_out.append(piece.name)
                 continue
-            texts += found
-            begins += [piece.first] * len(found)
-            ends += [piece.last] * len(found)
-            text_bytes += len(piece.data) if piece.kind == "text" else sum(len(text.encode()) for text in found)
+            texts += chunk_texts
+            begins += [piece.first] * len(chunk_texts)
+            ends += [piece.last] * len(chunk_texts)
+            text_bytes += len(piece.data) if piece.kind == "text" else sum(len(text.encode()) for text in chunk_texts)
         return self._join(self._encode(texts, begins), ends, text_bytes, tuple(left_out))
 
     def _encode(self, texts: list[str], begins: list[bool]) -> list[list[int]]:

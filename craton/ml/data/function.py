@@ -56,22 +56,22 @@ class FunctionSource:
 
     def sample(self, index: int) -> Sample:
         try:
-            given = self._give(index)
+            answer = self._give(index)
         except Exception as error:
             raise DataError(f"data.source {self.name}: sample {index} raised {_told(error)}") from error
         try:
-            sample = self._sample(given)
+            sample = self._sample(answer)
             self._check(sample)
         except (ValueError, TypeError, OverflowError) as error:
             raise DataError(f"data.source {self.name}: sample {index} {error}") from error
         return sample
 
-    def _sample(self, given: Any) -> Sample:
-        if isinstance(given, Sample):
-            return given
-        if not isinstance(given, Mapping):
-            return self._from_ids(_ids(given), {})
-        arrays = {str(name): np.asarray(value) for name, value in given.items()}
+    def _sample(self, answer: Any) -> Sample:
+        if isinstance(answer, Sample):
+            return answer
+        if not isinstance(answer, Mapping):
+            return self._from_ids(_ids(answer), {})
+        arrays = {str(name): np.asarray(value) for name, value in answer.items()}
         if "tokens" not in arrays:
             raise ValueError(f"has no 'tokens', only {sorted(arrays)}")
         extra = {name: array for name, array in arrays.items() if name not in _OWN}
@@ -113,11 +113,11 @@ class FunctionSource:
                 )
 
 
-def _ids(given: Any) -> NDArray[np.int64]:
-    array = np.asarray(given)
+def _ids(answer: Any) -> NDArray[np.int64]:
+    array = np.asarray(answer)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise TypeError(
-            f"is {type(given).__name__}{f' of {array.dtype}' if array.ndim else ''}; needed: a Sample, a mapping with "
+            f"is {type(answer).__name__}{f' of {array.dtype}' if array.ndim else ''}; needed: a Sample, a mapping with "
             "'tokens', or a flat sequence of token ids"
         )
     return array.astype(np.int64)

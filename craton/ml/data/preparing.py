@@ -271,9 +271,9 @@ def _say_rows(job: Job, folders: Mapping[str, Path]) -> None:
     """Makes the plan of rows for every rank, and tells what does not fit."""
     for path, folder in folders.items():
         rows = ChatSource(Shards(folder), job.sequence, 0, job.data.pack).rows
-        for count, what in ((rows.truncated, "cut to"), (rows.dropped, "dropped: nothing to learn within")):
+        for count, outcome in ((rows.truncated, "cut to"), (rows.dropped, "dropped: nothing to learn within")):
             if count:
-                logger.warning("%s: %d conversations %s data.sequence %d", path, count, what, job.sequence)
+                logger.warning("%s: %d conversations %s data.sequence %d", path, count, outcome, job.sequence)
 
 
 def _mirror(url: str) -> str:

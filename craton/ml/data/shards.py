@@ -209,10 +209,10 @@ class Shards:
                     f"{path}: is missing, though {INDEX} names it; copy the whole folder, or tokenize again"
                 )
             if size != expected:
-                what = "is empty" if size == 0 else "is truncated" if size < expected else "is too long"
+                problem = "is empty" if size == 0 else "is truncated" if size < expected else "is too long"
                 raise DataError(
-                    f"{path}: {what}: {size:,} bytes, but {INDEX} says {expected:,}; copy it again from where it was "
-                    "made, or tokenize again"
+                    f"{path}: {problem}: {size:,} bytes, but {INDEX} says {expected:,}; copy it again from where it "
+                    "was made, or tokenize again"
                 )
 
     def _open(self, shard: Shard, suffix: str) -> BinaryIO:
@@ -262,7 +262,7 @@ def _behind(folder: Path) -> tuple[CachedFolder, str] | None:
 def _read_index(folder: Path) -> Index:
     path = folder / INDEX
     try:
-        found: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+        document: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         partial = " (an unfinished `craton data tokenize` left it)" if folder.name.endswith(".partial") else ""
         raise DataError(
@@ -271,21 +271,21 @@ def _read_index(folder: Path) -> Index:
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: cannot be read: {error}; copy the folder again, or tokenize again") from None
-    version = found.get("format")
+    version = document.get("format")
     if version != FORMAT:
         raise DataError(f"{path}: format {version!r} is not the one this Craton reads ({FORMAT}); tokenize again")
     try:
         index = Index(
-            kind=found["kind"],
-            dtype=found["dtype"],
-            max_id=int(found["max_id"]),
-            tokenizer=TokenizerMark(**found["tokenizer"]),
-            shards=tuple(Shard(**shard) for shard in found["shards"]),
+            kind=document["kind"],
+            dtype=document["dtype"],
+            max_id=int(document["max_id"]),
+            tokenizer=TokenizerMark(**document["tokenizer"]),
+            shards=tuple(Shard(**shard) for shard in document["shards"]),
         )
-        known = index.kind in ("text", "chat") and index.dtype in ("uint16", "uint32")
+        is_known = index.kind in ("text", "chat") and index.dtype in ("uint16", "uint32")
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path}: {error!r} is missing or wrong; copy the folder again, or tokenize again") from None
-    if not known or not index.tokens:
+    if not is_known or not index.tokens:
         raise DataError(f"{path}: holds no tokens of a known kind; tokenize again")
     return index
 

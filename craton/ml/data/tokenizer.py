@@ -96,8 +96,8 @@ def end_of_document(folder: Path, tokenizer: Tokenizer) -> int | None:
     """The id that ends a text: what the tokenizer's files name, else one of the usual; None when there is none."""
     named = [_named(folder / file, "eos_token") for file in ("tokenizer_config.json", "special_tokens_map.json")]
     for token in (*named, *_USUAL_ENDS):
-        if token is not None and (found := tokenizer.token_to_id(token)) is not None:
-            return int(found)
+        if token is not None and (token_id := tokenizer.token_to_id(token)) is not None:
+            return int(token_id)
     return None
 
 

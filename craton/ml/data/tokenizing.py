@@ -244,9 +244,9 @@ class _Report:
         self._done = self._tokens = 0
         self._started = time.monotonic()
 
-    def say(self, what: str) -> None:
+    def say(self, label: str) -> None:
         if self._progress:
-            self._progress(self._done, self._total, what)
+            self._progress(self._done, self._total, label)
         self._started = time.monotonic()
 
     def add(self, done: int, tokens: int) -> None:

@@ -82,6 +82,6 @@ def _packed(
         repeats = heads // key.shape[2]
         key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))
     query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
-    seen = (window - 1 if window else -1, 0)  # how far a token sees to the left and to the right
-    out = varlen_attn(query, key, value, offsets, offsets, longest, longest, scale=scale, window_size=seen)
+    window_size = (window - 1 if window else -1, 0)  # how far a token sees to the left and to the right
+    out = varlen_attn(query, key, value, offsets, offsets, longest, longest, scale=scale, window_size=window_size)
     return cast(Tensor, out).view(rows, sequence, heads, -1)

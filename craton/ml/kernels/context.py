@@ -144,8 +144,8 @@ class _Joined:
             of_key[:, before : before + length] += own_key
             of_value[:, before : before + length] += own_value
             if before:
-                seen = key[:, :before], value[:, :before]
-                earlier = self.kernel.backward(slope, entry, *seen, mixed, lse, False)
+                earlier_keys = key[:, :before], value[:, :before]
+                earlier = self.kernel.backward(slope, entry, *earlier_keys, mixed, lse, False)
                 own_query = own_query + earlier[0]
                 of_key[:, :before] += earlier[1]
                 of_value[:, :before] += earlier[2]

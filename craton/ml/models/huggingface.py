@@ -260,11 +260,11 @@ def _check_buildable(shape: ModelShape) -> None:
             )
 
 
-def _family(family: str, what: str, wrong: Mapping[str, bool]) -> str:
+def _family(family: str, description: str, wrong: Mapping[str, bool]) -> str:
     if reasons := [reason for reason, holds in wrong.items() if holds]:
         raise ModelError(
-            f"transformers has no model that this decoder is: of those with {what}, {family} is nearest and has not "
-            f"{', '.join(reasons)}; its weights can be kept as a checkpoint but not as a Hugging Face folder"
+            f"transformers has no model that this decoder is: of those with {description}, {family} is nearest and has "
+            f"not {', '.join(reasons)}; its weights can be kept as a checkpoint but not as a Hugging Face folder"
         )
     return family
 

@@ -61,8 +61,8 @@ class Embedding(nn.Embedding):
             return embedding(tokens, weight)
         index = tokens.flatten() - peers.rank * weight.shape[0]
         elsewhere = (index < 0) | (index >= weight.shape[0])
-        found = embedding(index.masked_fill(elsewhere, 0), weight)
-        return scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), peers)
+        embedded = embedding(index.masked_fill(elsewhere, 0), weight)
+        return scatter_sum(embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0), peers)
 
 
 class Norm(nn.RMSNorm):

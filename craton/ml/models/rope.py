@@ -59,8 +59,8 @@ class RopeConfig:
             return cls(theta=theta, partial_rotary_factor=partial, interleaved=interleaved)
         original = longest
         if scaling in ("llama3", "yarn"):
-            given = config.get("original_max_position_embeddings")
-            original = int(given or parameters.get("original_max_position_embeddings") or longest)
+            original_length = config.get("original_max_position_embeddings")
+            original = int(original_length or parameters.get("original_max_position_embeddings") or longest)
         if scaling != "linear" and original <= 0:
             raise ModelError(
                 f"{source}: rope_type {kind!r} needs original_max_position_embeddings or max_position_embeddings"

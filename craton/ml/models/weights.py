@@ -121,8 +121,8 @@ def _fetch(folder: Path) -> None:
     """Of a folder that mirrors one in an object store, what is not there yet; one process of a machine does it."""
     from craton.infrastructure.storage import CachedFolder
 
-    if (found := CachedFolder.of(folder)) is not None:
-        cached, inside = found
+    if (cached_place := CachedFolder.of(folder)) is not None:
+        cached, inside = cached_place
         for name in cached.listing:
             if name.startswith(inside) and name.endswith((".safetensors", ".json")):
                 cached.path(name)
@@ -293,11 +293,11 @@ def _write_shards(
 
 def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
     """Copies the tokenizer; returns the ids of its first and last tokens for the configuration."""
-    found = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
-    if not found:
+    files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    if not files:
         raise WeightsError(f"{source} holds no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
     generation = source / "generation_config.json"  # names every token that ends an answer, the tokenizer's only one
-    for file in (*found, generation) if generation.is_file() else found:
+    for file in (*files, generation) if generation.is_file() else files:
         shutil.copyfile(file, target / file.name)
     try:
         settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -104,9 +104,9 @@ def _round(pairs: list[Pair], rank: int, unit_ranks: int, buffer: torch.Tensor) 
     seconds = exchange(buffer, mine[1]) if mine else 0.0
     if mine:
         dist.destroy_process_group(mine[1])
-    told = _gathered((mine[0], seconds) if mine else None)
+    answers = _gathered((mine[0], seconds) if mine else None)
     slowest: dict[Pair, float] = {}
-    for entry in told:
+    for entry in answers:
         if entry is not None:
             slowest[entry[0]] = max(slowest.get(entry[0], 0.0), entry[1])
     return {pair: buffer.numel() * buffer.element_size() / slowest[pair] for pair in pairs}

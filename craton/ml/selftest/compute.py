@@ -186,10 +186,10 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-def _is_near(found: Tensor, wanted: Tensor) -> bool:
+def _is_near(computed: Tensor, wanted: Tensor) -> bool:
     scale = wanted.abs().max()
-    error = (found.cpu().double() - wanted).abs().max() / scale
-    return bool(error <= TOLERANCE[found.dtype])  # not a number is not near
+    error = (computed.cpu().double() - wanted).abs().max() / scale
+    return bool(error <= TOLERANCE[computed.dtype])  # not a number is not near
 
 
 def _wait(device: torch.device) -> None:

@@ -107,12 +107,14 @@ def compare_rank(rank: RankTrace, stage: StageInventory) -> RankComparison:
     rows = []
     for key in sorted({*planned, *traced}, key=lambda key: (key[1], key[0], key[2])):
         operation, dimension, ranks = key
-        expected, found = planned[key], traced[key]
-        is_close = _close(expected[1], found[1], BYTES_TOLERANCE)
-        is_negligible = not is_close and max(expected[1], found[1]) <= small
+        expected, traced_size = planned[key], traced[key]
+        is_close = _close(expected[1], traced_size[1], BYTES_TOLERANCE)
+        is_negligible = not is_close and max(expected[1], traced_size[1]) <= small
         name = f"{operation} over {dimension} {ranks}"
         agrees = is_close or is_negligible
-        rows.append(ComparisonRow(name, expected[1], found[1], expected[0], found[0], agrees, is_negligible))
+        rows.append(
+            ComparisonRow(name, expected[1], traced_size[1], expected[0], traced_size[0], agrees, is_negligible)
+        )
     flops = [
         ComparisonRow(kind, stage.flops[kind], size, agrees=_close(stage.flops[kind], size, BYTES_TOLERANCE))
         for kind, size in ((kind, rank.flops.get(kind, 0.0)) for kind in stage.flops)
@@ -126,14 +128,14 @@ def compare_memory(rank: RankTrace, planned: Memory) -> tuple[ComparisonRow, ...
     tensors = {part: size for part, size in planned.parts.items() if part not in NOT_TENSORS}
     total = sum(tensors.values())
     expected: dict[str, float] = defaultdict(float)
-    found: dict[str, float] = defaultdict(float)
-    for sizes, parts in ((expected, tensors), (found, rank.memory_parts)):
+    measured: dict[str, float] = defaultdict(float)
+    for sizes, parts in ((expected, tensors), (measured, rank.memory_parts)):
         for part, size in parts.items():
             sizes[SHOWN_PARTS.get(part, "activations")] += size
     agrees = _close(total, rank.memory_bytes, MEMORY_TOLERANCE)
     rows = [ComparisonRow("total", total, rank.memory_bytes, agrees=agrees)]
     rows += [
-        ComparisonRow(part, expected[part], found[part])
+        ComparisonRow(part, expected[part], measured[part])
         for part in dict.fromkeys([*SHOWN_PARTS.values(), "activations"])
     ]
     return tuple(rows)
@@ -149,7 +151,7 @@ def _findings(rank: RankComparison, traced: RankTrace) -> list[TraceFinding]:
     for row in rank.collectives:
         if row.agrees:
             continue
-        seen = {
+        modules = {
             collective.module or "the model itself"
             for collective in traced.collectives
             if row.name == _name(collective)
@@ -163,7 +165,7 @@ def _findings(rank: RankComparison, traced: RankTrace) -> list[TraceFinding]:
         else:
             text = f"{row.name} moves {stored(row.traced)} a step, {stored(row.planned)} are expected"
             relief = "compare the tensors that it is given with the plan's (craton/planning/step/operations.py)"
-        result.append(TraceFinding(", ".join(sorted(seen)) or f"rank {rank.rank}", text, relief))
+        result.append(TraceFinding(", ".join(sorted(modules)) or f"rank {rank.rank}", text, relief))
     is_plain = any(row.name == "attention" and not row.traced for row in rank.flops)
     for row in rank.flops:
         if row.agrees or (row.name == "gemm" and is_plain):
@@ -188,5 +190,5 @@ def _memory_findings(rows: tuple[ComparisonRow, ...], worst: RankTrace) -> list[
     return [TraceFinding(f"rank {worst.rank}", text, relief)]
 
 
-def _name(each: CollectiveTotal) -> str:
-    return f"{each.operation} over {each.dimension} {each.group_size}"
+def _name(collective: CollectiveTotal) -> str:
+    return f"{collective.operation} over {collective.dimension} {collective.group_size}"

@@ -54,8 +54,8 @@ def trace_step(job: Job, layout: Layout, config: DecoderConfig, depth: Depth, ra
             watch = watch_of(trainer, model, ranks)
             run_step(trainer, batches, watch)
             parameters = {name: _local_size(parameter) for name, parameter in model.named_parameters()}
-    seen = replace(recording(watch, depth.runs), parameters=parameters)
-    return seen.scaled(len(batches), micro_batches(job, layout))
+    recorded = replace(recording(watch, depth.runs), parameters=parameters)
+    return recorded.scaled(len(batches), micro_batches(job, layout))
 
 
 def make_trainer(job: Job, ranks: Ranks, model: nn.Module) -> Trainer:

@@ -217,8 +217,8 @@ class StepWatch(TorchDispatchMode):
             self.peaks[window] = dict(self._live)
 
     def _freed(self, key: int) -> None:
-        if known := self._storages.pop(key, None):
-            self._live[known[2]] -= known[1]
+        if entry := self._storages.pop(key, None):
+            self._live[entry[2]] -= entry[1]
 
     def _gradient_arrived(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -229,8 +229,8 @@ class StepWatch(TorchDispatchMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            if known := self._storages.get(storage._cdata):
-                reference, before, part = known
+            if entry := self._storages.get(storage._cdata):
+                reference, before, part = entry
                 self._storages[storage._cdata] = (reference, float(size), part)
                 self._live[part] -= before
                 self._grow(part, float(size))

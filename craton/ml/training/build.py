@@ -161,11 +161,11 @@ def peer_setup(job: Job, order: Order | None) -> PeerSetup | None:
     )
 
 
-def layout_of(job: Job, run: RunDirectory, world: int, given: Mapping[str, Any] | None = None) -> Layout:
+def layout_of(job: Job, run: RunDirectory, world: int, fields: Mapping[str, Any] | None = None) -> Layout:
     """The layout of the generation, else the one that was planned, else the one the job names, else FSDP over all
     ranks."""
-    if given is not None:
-        return Layout(**given)
+    if fields is not None:
+        return Layout(**fields)
     if run.plan_path.is_file():
         plan = json.loads(read_regular(run.plan_path))
         return Layout(**plan["layout"])

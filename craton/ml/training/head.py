@@ -126,9 +126,9 @@ def _values(hidden: Tensor, weight: Tensor, labels: Tensor, peers: Peers | None)
         from craton.ml.kernels.triton import log_probs_
 
         return log_probs_(logits, labels, None)[0]
-    known = labels >= 0
+    has_label = labels >= 0
     picked = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return (picked.float() - logits.float().logsumexp(-1)) * known
+    return (picked.float() - logits.float().logsumexp(-1)) * has_label
 
 
 def _slopes(
@@ -158,9 +158,9 @@ def _in_parts(logits: Tensor, labels: Tensor, peers: Peers) -> tuple[Tensor, Ten
     is_here = (index >= 0) & (index < columns)
     index = index.clamp(0, columns - 1).unsqueeze(-1)
     picked = logits.gather(-1, index).squeeze(-1).float() * is_here
-    found = peers.gather(torch.stack((logits.float().logsumexp(-1), picked))).view(peers.size, 2, -1)
-    log_sum = found[:, 0].logsumexp(0)
-    return (found[:, 1].sum(0) - log_sum) * (labels >= 0), log_sum, index, is_here
+    gathered = peers.gather(torch.stack((logits.float().logsumexp(-1), picked))).view(peers.size, 2, -1)
+    log_sum = gathered[:, 0].logsumexp(0)
+    return (gathered[:, 1].sum(0) - log_sum) * (labels >= 0), log_sum, index, is_here
 
 
 def _scaled(tensor: Tensor, factor: Tensor) -> Tensor:

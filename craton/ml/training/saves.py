@@ -57,12 +57,12 @@ class Saves:
         if self.parts.ranks.rank != 0 or self.parts.directory is None or not counters:
             return
         try:
-            found = record_missing(self.parts.directory, self.parts.recorder, counters.get("records") or [])
+            steps = record_missing(self.parts.directory, self.parts.recorder, counters.get("records") or [])
         except OSError as error:
             self.say(f"step {counters['step']}: the metrics cannot be read ({error.strerror}): some may be missing")
             return
-        if found:
-            self.event("records_completed", counters["step"], steps=found)
+        if steps:
+            self.event("records_completed", counters["step"], steps=steps)
 
     def reserve(self, step: int) -> None:
         self.parts.checkpointer.reserve(self.tensors(), step)

@@ -69,13 +69,13 @@ def dashboard_of(board: Board, runbooks: str | None = None) -> dict[str, Any]:
 
 
 def _panel(panel: Panel) -> AnyPanel:
-    made: AnyPanel
+    built: AnyPanel
     if panel.kind == "lines":
-        made = _lines(panel)
+        built = _lines(panel)
     elif panel.kind == "table":
-        made = _table(panel)
+        built = _table(panel)
     elif panel.kind == "stat":
-        made = (
+        built = (
             stat.Panel()
             .graph_mode(common_models.BigValueGraphMode.NONE)
             .color_mode(common_models.BigValueColorMode.VALUE)
@@ -83,24 +83,24 @@ def _panel(panel: Panel) -> AnyPanel:
             .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
         )
     else:
-        made = (
+        built = (
             bargauge.Panel()
             .orientation(common_models.VizOrientation.HORIZONTAL)
             .display_mode(common_models.BarGaugeDisplayMode.BASIC)
             .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
         )
-    made = made.title(panel.title).description(_description(panel)).datasource(SOURCE).unit(panel.unit)
+    built = built.title(panel.title).description(_description(panel)).datasource(SOURCE).unit(panel.unit)
     if panel.nothing:
-        made = made.no_value(panel.nothing)
+        built = built.no_value(panel.nothing)
     if panel.alerts:
-        made = made.links([_runbook(name) for name in panel.alerts])
+        built = built.links([_runbook(name) for name in panel.alerts])
     for letter, query in zip(ascii_uppercase, panel.queries, strict=False):
-        made = made.with_target(_target(panel, query, letter))
-    return made.thresholds(_thresholds(panel))
+        built = built.with_target(_target(panel, query, letter))
+    return built.thresholds(_thresholds(panel))
 
 
 def _lines(panel: Panel) -> timeseries.Panel:
-    made = (
+    built = (
         timeseries.Panel()
         .line_width(1)
         .fill_opacity(20 if panel.stacked else 0)
@@ -118,11 +118,11 @@ def _lines(panel: Panel) -> timeseries.Panel:
         )
     )
     if panel.stacked:
-        made = made.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
+        built = built.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
     for letter, query in zip(ascii_uppercase, panel.queries, strict=False):
         if query.is_plan:
-            made = made.override_by_query(letter, _plan_looks())
-    return made
+            built = built.override_by_query(letter, _plan_looks())
+    return built
 
 
 def _plan_looks() -> list[models.DynamicConfigValue]:
@@ -134,7 +134,7 @@ def _plan_looks() -> list[models.DynamicConfigValue]:
 def _table(panel: Panel) -> table.Panel:
     """Rows by labels, a column for each query."""
     hidden = {"Time": True, **{f"Time {number}": True for number in range(1, len(panel.queries) + 1)}}
-    made = (
+    built = (
         table.Panel()
         .filterable(True)
         .with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
@@ -144,7 +144,7 @@ def _table(panel: Panel) -> table.Panel:
         # Grafana calls the column of a lone query Value.
         column = f"Value #{letter}" if len(panel.queries) > 1 else "Value"
         looks: dict[str, object] = {"displayName": query.legend, "unit": query.unit or panel.unit}
-        made = made.override_by_name(
+        built = built.override_by_name(
             column, [models.DynamicConfigValue(id_val=name, value=value) for name, value in looks.items()]
         )
     if panel.opens:
@@ -152,8 +152,8 @@ def _table(panel: Panel) -> table.Panel:
             "title": f"Open {panel.opens}",
             "url": f"/d/craton-{panel.opens}?${{datasource:queryparam}}&var-{panel.opens}=${{__value.text}}",
         }
-        made = made.override_by_name(panel.opens, [models.DynamicConfigValue(id_val="links", value=[link])])
-    return made
+        built = built.override_by_name(panel.opens, [models.DynamicConfigValue(id_val="links", value=[link])])
+    return built
 
 
 def _target(panel: Panel, query: PanelQuery, letter: str) -> prometheus.Dataquery:
@@ -238,7 +238,7 @@ def _runbooks(url: str) -> dashboard.TextBoxVariable:
 
 
 def _variable(variable: Variable) -> dashboard.QueryVariable:
-    made = (
+    built = (
         dashboard.QueryVariable(variable.name)
         .label(variable.label)
         .query({"query": variable.query, "refId": f"variable-{variable.name}"})
@@ -247,4 +247,4 @@ def _variable(variable: Variable) -> dashboard.QueryVariable:
         .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(models.VariableSort.NATURAL_ASC)
     )
-    return made.include_all(True).all_value(".*").current(_EVERYTHING) if variable.has_all else made
+    return built.include_all(True).all_value(".*").current(_EVERYTHING) if variable.has_all else built

@@ -140,10 +140,10 @@ def _stages(snapshot: Snapshot, ranks: Sequence[SnapshotRank]) -> list[list[Snap
     """Ranks of the same pipeline stage: pp is the outermost dimension of a layout."""
     stages = max(1, snapshot.run.layout.get("pp", 1))
     size = max(1, -(-max(snapshot.run.world, len(ranks)) // stages))
-    found: dict[int, list[SnapshotRank]] = {}
+    by_stage: dict[int, list[SnapshotRank]] = {}
     for rank in ranks:
-        found.setdefault(rank.rank // size, []).append(rank)
-    return [stage for stage in found.values() if len(stage) > 1]
+        by_stage.setdefault(rank.rank // size, []).append(rank)
+    return [stage for stage in by_stage.values() if len(stage) > 1]
 
 
 def _behind(stage: Sequence[SnapshotRank], snapshot: Snapshot) -> list[_Behind]:
@@ -214,9 +214,9 @@ def _typical(
     step."""
     result = {}
     for phase in (*PHASES, "step"):
-        known = [values(rank)[phase] for rank in ranks if phase in values(rank)]
-        if known:
-            result[phase] = statistics.median(known) if phase != "communication" else collective or min(known)
+        seconds = [values(rank)[phase] for rank in ranks if phase in values(rank)]
+        if seconds:
+            result[phase] = statistics.median(seconds) if phase != "communication" else collective or min(seconds)
     return result
 
 

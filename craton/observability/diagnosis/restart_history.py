@@ -48,8 +48,8 @@ def find_loop(snapshot: Snapshot) -> Loop | None:
     rank = _common(number for number, _ in victims)
     node = _common(name for _, name in victims) or ""
     if rank is not None and not node:
-        known = snapshot.rank(rank)
-        node = known.node if known is not None else ""
+        rank_state = snapshot.rank(rank)
+        node = rank_state.node if rank_state is not None else ""
     way = _common(_way(restart.reason) for restart in restarts) or "mixed"
     return Loop(restarts, seconds, min(1.0, lost / seconds), rank, node, way)
 
@@ -61,8 +61,8 @@ def _victim(reason: str, snapshot: Snapshot) -> tuple[int | None, str | None]:
     named = _RANK.search(reason)
     if named is None:
         return None, None
-    known = snapshot.rank(int(named[1]))
-    return int(named[1]), named[2] or (known.node if known is not None else None)
+    rank_state = snapshot.rank(int(named[1]))
+    return int(named[1]), named[2] or (rank_state.node if rank_state is not None else None)
 
 
 def _way(reason: str) -> str:
@@ -74,8 +74,8 @@ def _way(reason: str) -> str:
 def _common(values: Iterable[T | None]) -> T | None:
     """What most of them are; None where they differ, or are not known."""
     listed = list(values)
-    known = Counter(item for item in listed if item is not None)
-    if not known:
+    counts = Counter(item for item in listed if item is not None)
+    if not counts:
         return None
-    first, times = known.most_common(1)[0]
+    first, times = counts.most_common(1)[0]
     return first if times >= COMMON_SHARE * len(listed) else None

@@ -69,16 +69,16 @@ def diagnose(snapshot: Snapshot) -> Verdict:
 
 def merged(findings: Sequence[Finding]) -> list[Finding]:
     """The same cause of the same victim once, with the evidence of all: two witnesses are better than one."""
-    found: dict[tuple[str, str, int | None, str], Finding] = {}
+    by_key: dict[tuple[str, str, int | None, str], Finding] = {}
     for finding in findings:
         # One cause on many cards of a node, or on many nodes, is one fault with many victims.
         key = (finding.cause, finding.node, finding.rank, finding.leaf)
-        if key in found:
-            before = found[key]
+        if key in by_key:
+            before = by_key[key]
             evidence = tuple(dict.fromkeys((*before.evidence, *finding.evidence)))
             best = max(before, finding, key=lambda one: one.strength)
             both = 1.0 - (1.0 - min(1.0, before.strength)) * (1.0 - 0.5 * min(1.0, finding.strength))
-            found[key] = replace(
+            by_key[key] = replace(
                 best,
                 evidence=evidence,
                 strength=max(best.strength, both),
@@ -86,8 +86,8 @@ def merged(findings: Sequence[Finding]) -> list[Finding]:
                 is_urgent=before.is_urgent or finding.is_urgent,
             )
         else:
-            found[key] = finding
-    return list(found.values())
+            by_key[key] = finding
+    return list(by_key.values())
 
 
 def _gravest(*findings: Finding) -> str:
@@ -176,32 +176,32 @@ def _has_speed(gpus: Sequence[SnapshotGpu]) -> bool:
 
 def _others(findings: list[Finding], chosen: Finding | None, symptoms: Symptoms) -> tuple[Finding, ...]:
     """Further faults: not what the chosen one brings with it, and not where it hurts without why."""
-    found: list[Finding] = []
+    others: list[Finding] = []
     for finding in sorted(findings, key=_rank_of, reverse=True):
-        told = max(finding.strength, finding.evidence_strength if finding.is_risk else 0.0)
-        if finding is chosen or told < MIN_OTHER:
+        strength = max(finding.strength, finding.evidence_strength if finding.is_risk else 0.0)
+        if finding is chosen or strength < MIN_OTHER:
             continue
-        known = [one for one in (chosen, *found) if one is not None]
-        if any(_belongs(finding, one, symptoms) for one in known):
+        named = [one for one in (chosen, *others) if one is not None]
+        if any(_belongs(finding, one, symptoms) for one in named):
             continue
-        found.append(finding)
-    return tuple(found)
+        others.append(finding)
+    return tuple(others)
 
 
-def _belongs(each: Finding, known: Finding, symptoms: Symptoms) -> bool:
+def _belongs(finding: Finding, named: Finding, symptoms: Symptoms) -> bool:
     """Whether a finding tells nothing beyond one that is told already."""
-    if each.cause == known.cause and (each.node == known.node or not each.node):
+    if finding.cause == named.cause and (finding.node == named.node or not finding.node):
         return True
-    same_symptom = each.symptom is not None and each.symptom == known.symptom
-    if each.about.is_symptom and same_symptom:
+    same_symptom = finding.symptom is not None and finding.symptom == named.symptom
+    if finding.about.is_symptom and same_symptom:
         return True
     # What a death or a hang brings with it: the same victim, seen by another layer. A fault of the whole cluster, such
     # as a full file system, is nobody's companion.
-    is_of_somebody = bool(each.node) or each.rank is not None or not each.is_risk
+    is_of_somebody = bool(finding.node) or finding.rank is not None or not finding.is_risk
     is_an_end = symptoms.condition in ("dead", "hung") or symptoms.first.sign == RESTARTS
-    if same_symptom and is_an_end and is_of_somebody and _same_victim(each, known):
+    if same_symptom and is_an_end and is_of_somebody and _same_victim(finding, named):
         return True
-    return each.cause == "node_lost" and known.cause in ("node_down", "agents_gone")
+    return finding.cause == "node_lost" and named.cause in ("node_down", "agents_gone")
 
 
 def _same_victim(one: Finding, other: Finding) -> bool:
@@ -249,8 +249,8 @@ def _victim(snapshot: Snapshot, symptom: Symptom, chosen: Finding) -> tuple[str,
     if node and rank is None and len(symptom.ranks) == 1 and symptom.nodes == (node,):
         rank = symptom.ranks[0]
     if rank is not None and not node:
-        known = snapshot.rank(rank)
-        node = known.node if known is not None else ""
+        rank_state = snapshot.rank(rank)
+        node = rank_state.node if rank_state is not None else ""
     return node, rank
 
 
@@ -265,9 +265,9 @@ def _cost(snapshot: Snapshot, verdict: Verdict) -> float | None:
     return round(share * hourly * HOURS_PER_DAY, 2)
 
 
-def _score(each: Finding) -> float:
-    return min(1.0, each.strength) * each.about.confidence
+def _score(finding: Finding) -> float:
+    return min(1.0, finding.strength) * finding.about.confidence
 
 
-def _rank_of(each: Finding) -> tuple[float, int]:
-    return round(_score(each), 3), -LAYERS.index(each.layer)
+def _rank_of(finding: Finding) -> tuple[float, int]:
+    return round(_score(finding), 3), -LAYERS.index(finding.layer)

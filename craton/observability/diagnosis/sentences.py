@@ -51,8 +51,8 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
 def action_of(snapshot: Snapshot, symptom: Symptom, finding: Finding, node: str, rank: int | None) -> str:
     """What to do, with names where they are known: of several ranks the first that is where the fault is."""
     if rank is None:
-        there = (known for item in symptom.ranks if (known := snapshot.rank(item)) is not None)
-        first = next((known for known in there if node in ("", known.node)), None)
+        there = (candidate for item in symptom.ranks if (candidate := snapshot.rank(item)) is not None)
+        first = next((candidate for candidate in there if node in ("", candidate.node)), None)
         if first is not None and not finding.leaf:
             node, rank = first.node, first.rank
     run = snapshot.run.name
@@ -67,7 +67,7 @@ def action_of(snapshot: Snapshot, symptom: Symptom, finding: Finding, node: str,
 
 def _opening(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
     run = snapshot.run
-    told = symptoms.first.sentence
+    sentence = symptoms.first.sentence
     if verdict.condition == "healthy":
         pace = next(
             (f", {duration(rank.recent['step'])} a step" for rank in snapshot.ranks if "step" in rank.recent), ""
@@ -77,16 +77,18 @@ def _opening(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
         but = ", but something may cost it" if verdict.cause else ""
         return f"{run.name} runs well{pace}{queue}{but}.{_restarts(snapshot)}"
     if verdict.condition == "starting":
-        reason = f"it {told}" if told else run.message.rstrip(".")  # of its scheduler: why a part has no node yet
+        reason = (
+            f"it {sentence}" if sentence else run.message.rstrip(".")
+        )  # of its scheduler: why a part has no node yet
         return f"{run.name} starts" + (f": {reason}." if reason else ".")
     if verdict.condition == "dead":
         reason = run.message.splitlines()[0].rstrip(".") if run.message else ""
         state = {"failed": "has failed", "lost": "is lost"}.get(run.state, "has lost a part of itself")
         return f"{run.name} {state}" + (f": {reason}." if reason else ".")
     if symptoms.first.sign == RESTARTS:
-        return f"{run.name} breaks again and again: it {told}."
+        return f"{run.name} breaks again and again: it {sentence}."
     word = {"slow": "is slow", "hung": "hangs", "wrong": "computes wrong"}[verdict.condition]
-    return f"{run.name} {word}: it {told}."
+    return f"{run.name} {word}: it {sentence}."
 
 
 def _restarts(snapshot: Snapshot) -> str:

@@ -98,9 +98,9 @@ def _death(snapshot: Snapshot, message: str) -> Symptom:
 def lost_by_word(snapshot: Snapshot) -> dict[str, str]:
     """Node → how its agent was lost, as the others said when the run ended for it; it may have been started anew since,
     and look well."""
-    said = reversed(LOST.findall(snapshot.run.message))  # the first word of a node is why, others follow from it
-    told = {node: how for node, how in said if node in snapshot.run.nodes}
-    return {} if len(told) == len(snapshot.run.nodes) else told
+    losses = reversed(LOST.findall(snapshot.run.message))  # the first word of a node is why, others follow from it
+    lost = {node: how for node, how in losses if node in snapshot.run.nodes}
+    return {} if len(lost) == len(snapshot.run.nodes) else lost
 
 
 def _fell_silent_before(snapshot: Snapshot, lost: Sequence[str], first: SnapshotRank) -> bool:
@@ -276,11 +276,11 @@ def _wrong(snapshot: Snapshot) -> list[Symptom]:
     losses = [value for _, value in snapshot.series.loss]
     norms = [value for _, value in snapshot.series.gradient_norm]
     if _ends_badly(losses) or _ends_badly(norms):
-        what = "loss" if _ends_badly(losses) else "gradient norm"
-        series = snapshot.series.loss if what == "loss" else snapshot.series.gradient_norm
+        quantity = "loss" if _ends_badly(losses) else "gradient norm"
+        series = snapshot.series.loss if quantity == "loss" else snapshot.series.gradient_norm
         since = next((step for step, value in series if not math.isfinite(value)), None)
-        evidence = (f"the {what} is not a number since step {since}",)
-        text = f"computes no numbers any more: its {what} is not finite"
+        evidence = (f"the {quantity} is not a number since step {since}",)
+        text = f"computes no numbers any more: its {quantity} is not finite"
         result.append(Symptom("wrong", text, evidence, lost_share=1.0, sign="not_a_number"))
     elif (left := _left_its_way(losses)) is not None:
         sign, text = left
@@ -295,21 +295,21 @@ def _odd_ranks(snapshot: Snapshot) -> list[SnapshotRank]:
     differ = [rank for rank in snapshot.ranks if rank.differs_from_copies]
     if differ:
         return differ if 2 * len(differ) <= len(snapshot.ranks) or len(differ) == 1 else []
-    known = [rank for rank in snapshot.ranks if rank.gradient_norm is not None]
-    broken = [rank for rank in known if not math.isfinite(rank.gradient_norm or 0.0)]
-    if broken and 2 * len(broken) < len(known):
+    measured = [rank for rank in snapshot.ranks if rank.gradient_norm is not None]
+    broken = [rank for rank in measured if not math.isfinite(rank.gradient_norm or 0.0)]
+    if broken and 2 * len(broken) < len(measured):
         return broken
     ratios = {
         rank.rank: (rank.gradient_norm or 0.0) / rank.gradient_norm_usual
-        for rank in known
+        for rank in measured
         if rank.gradient_norm_usual and math.isfinite(rank.gradient_norm or 0.0)
     }
     if len(ratios) < 3:
         return []
     usual = statistics.median(ratios.values())
     limit = threshold("gradient_ratio")
-    odd = [rank for rank in known if usual > 0 and ratios.get(rank.rank, usual) / usual > limit]
-    return odd if 2 * len(odd) < len(known) else []
+    odd = [rank for rank in measured if usual > 0 and ratios.get(rank.rank, usual) / usual > limit]
+    return odd if 2 * len(odd) < len(measured) else []
 
 
 def _oddity(rank: SnapshotRank) -> str:

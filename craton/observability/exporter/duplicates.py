@@ -101,8 +101,8 @@ def _fetch(host: str, port: int, path: str) -> bytes:
                 break
             answer += chunk
         else:
-            what = "takes more time than" if len(answer) <= MAX_ANSWER_BYTES else "is larger than"
-            raise ValueError(f"its answer {what} {ANSWER_SECONDS:g} s and {MAX_ANSWER_BYTES:,} bytes allow")
+            excess = "takes more time than" if len(answer) <= MAX_ANSWER_BYTES else "is larger than"
+            raise ValueError(f"its answer {excess} {ANSWER_SECONDS:g} s and {MAX_ANSWER_BYTES:,} bytes allow")
     head, _, body = bytes(answer).partition(b"\r\n\r\n")
     if not _HTTP_OK.match(head):
         raise ValueError(f"it answers {head.splitlines()[0][:80]!r}" if head else "it answers nothing")

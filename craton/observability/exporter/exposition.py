@@ -31,20 +31,20 @@ class Page:
         if len(self._kept) > MAX_KEPT:
             self._kept.clear()
         kept = self._kept
-        found: dict[str, dict[str, float]] = {}
+        families: dict[str, dict[str, float]] = {}
         for name, labels, value in samples:
             start = kept.get((name, labels))
             if start is None:
                 start = kept[(name, labels)] = self._start(name, labels)
-            lines = found.get(name)
+            lines = families.get(name)
             if lines is None:
-                lines = found[name] = {}
+                lines = families[name] = {}
             lines[start] = value
         parts = []
         for name, family in FAMILIES.items():
-            if name in found:
+            if name in families:
                 parts.append(f"# HELP {name} {_help(family.help)}\n# TYPE {name} {family.kind}")
-                parts += [f"{start}{_number(value)}" for start, value in found[name].items()]
+                parts += [f"{start}{_number(value)}" for start, value in families[name].items()]
         return "\n".join(parts) + "\n"
 
     def _start(self, name: str, labels: tuple[str, ...]) -> str:

@@ -70,7 +70,7 @@ def fetch(client: Any, identities: Sequence[str], now: datetime) -> dict[tuple[s
         f"m{number}": pair for number, pair in enumerate((name, identity) for identity in identities for name in _ASKED)
     }
     queries = [_query(key, *pair) for key, pair in asked.items()]
-    found: dict[tuple[str, str], tuple[float, float]] = {}
+    readings: dict[tuple[str, str], tuple[float, float]] = {}
     for start in range(0, len(queries), MAX_QUERIES):
         request: dict[str, Any] = {
             "MetricDataQueries": queries[start : start + MAX_QUERIES],
@@ -81,12 +81,12 @@ def fetch(client: Any, identities: Sequence[str], now: datetime) -> dict[tuple[s
         while True:
             answer = client.get_metric_data(**request)
             for result in answer["MetricDataResults"]:
-                if result["Values"] and asked[result["Id"]] not in found:
-                    found[asked[result["Id"]]] = (result["Timestamps"][0].timestamp(), float(result["Values"][0]))
+                if result["Values"] and asked[result["Id"]] not in readings:
+                    readings[asked[result["Id"]]] = (result["Timestamps"][0].timestamp(), float(result["Values"][0]))
             if not answer.get("NextToken"):
                 break
             request["NextToken"] = answer["NextToken"]
-    return found
+    return readings
 
 
 def fsx_bridge(asked: str, root: NodeRoot) -> FsxCollector | None:

@@ -96,8 +96,8 @@ class HostCollector(Collector):
 
     def _uname(self) -> tuple[str, ...]:
         if not self._root.is_recorded:
-            found = os.uname()
-            return (found.sysname, found.release, found.version, found.machine, found.nodename, "")
+            system = os.uname()
+            return (system.sysname, system.release, system.version, system.machine, system.nodename, "")
         kernel = "proc/sys/kernel"
         release, version, name = (self._root.read(f"{kernel}/{file}") for file in ("osrelease", "version", "hostname"))
         return ("Linux", release, version, "", name, "")

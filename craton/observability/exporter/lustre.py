@@ -44,10 +44,8 @@ class LustreRow:
 
 
 def read_rows(text: str) -> list[LustreRow]:
-    found = _ROW.findall(text)
-    return [
-        LustreRow(name, int(count), unit, int(total) if total else None) for name, count, unit, _, _, total in found
-    ]
+    rows = _ROW.findall(text)
+    return [LustreRow(name, int(count), unit, int(total) if total else None) for name, count, unit, _, _, total in rows]
 
 
 class LustreCollector(Collector):
@@ -79,16 +77,16 @@ class LustreCollector(Collector):
 
     def _look(self) -> list[tuple[str, str, str, str]]:
         """Each file of a part, from the first place that has it."""
-        found: dict[tuple[str, str], dict[str, str]] = {}
+        files_by_part: dict[tuple[str, str], dict[str, str]] = {}
         for component in ("llite", "mdc", "osc"):
             for place in PLACES:
                 for name in self._root.names(f"{place}/{component}"):
                     folder = f"{place}/{component}/{name}"
                     for file in ("stats",) if component == "llite" else ("stats", "import"):
                         if self._root.exists(f"{folder}/{file}"):
-                            part = found.setdefault((component, _INSTANCE.sub("", name)), {})
+                            part = files_by_part.setdefault((component, _INSTANCE.sub("", name)), {})
                             part.setdefault(file, f"{folder}/{file}")
-        return [(*part, files.get("stats", ""), files.get("import", "")) for part, files in found.items()]
+        return [(*part, files.get("stats", ""), files.get("import", "")) for part, files in files_by_part.items()]
 
 
 def _of_programs(rows: list[LustreRow], labels: tuple[str, str]) -> Iterator[Sample]:

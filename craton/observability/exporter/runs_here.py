@@ -95,14 +95,14 @@ class RunsHere:
             return self.last
         with self._telling:
             self._is_due = False
-            told = dict(self._told)
+            reported = dict(self._told)
             self._nodes_told = {
                 place: moment for place, moment in self._nodes_told.items() if now - moment < TOLD_SECONDS
             }
             places = set(self._nodes_told)
-        runs = {*_folders(self._runs_folder), *told}
+        runs = {*_folders(self._runs_folder), *reported}
         # A run that a process tells of may be mounted elsewhere for it than for us: its name is the same.
-        awake = {*told, *(run for run in runs if any(run.name == name for name, _ in places))}
+        awake = {*reported, *(run for run in runs if any(run.name == name for name, _ in places))}
         self._due = {run: due for run, due in self._due.items() if run in runs}
         live = [run for run in runs if (run in awake or self._due.get(run, now) <= now) and self._lives(run, now)]
         self._hosts = {run: self._hosts.get(run) or _Hosts() for run in live}
@@ -114,7 +114,7 @@ class RunsHere:
                 ranks[rank.run, rank.run_node, number] = rank
                 if is_ours:
                     by_number[number] = rank
-        for run in told.keys() - live:
+        for run in reported.keys() - live:
             self._forget(run, now)
         self.last = Looked(self.last.number + 1, now, ranks, by_number)
         self.has_looked.set()
@@ -140,13 +140,13 @@ class RunsHere:
         return False
 
     def _ranks_of(
-        self, run: RunDirectory, hosts: _Hosts, told: Set[str], now: float
+        self, run: RunDirectory, hosts: _Hosts, reported: Set[str], now: float
     ) -> Iterator[tuple[int, RankHere, bool]]:
         """Process number, rank, and whether the number is one of this host's."""
         self._read_hosts(run, hosts, now)
-        for node in sorted(hosts.here | (told & hosts.told_by.keys())):  # a process may say what it likes
+        for node in sorted(hosts.here | (reported & hosts.told_by.keys())):  # a process may say what it likes
             heartbeat = read_heartbeat(run, node)
-            if heartbeat is None or (heartbeat.host != self._host and node not in told):
+            if heartbeat is None or (heartbeat.host != self._host and node not in reported):
                 continue
             if heartbeat.state != "running" or heartbeat.age_seconds() > FRESH_SECONDS:
                 continue

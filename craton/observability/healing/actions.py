@@ -128,9 +128,11 @@ def _advise(place: HealingScope, ledger: Ledger, issues: Sequence[Issue], share:
     hands_over = [action for action in LEAVES if place.hands_over and place.service.can_hand_over(action)]
     decisions = decide(issues, nodes, history, now, share, hands_over, ways)
     decisions = [entry for entry in decisions if node in (None, entry.node)]
-    seen = [(_incident(place, item, now), pause_between(item.issue)) for item in decisions if item.issue is not None]
+    incidents = [
+        (_incident(place, item, now), pause_between(item.issue)) for item in decisions if item.issue is not None
+    ]
     notes: tuple[str, ...] = ()
-    if fresh := fresh_incidents(history, seen):
+    if fresh := fresh_incidents(history, incidents):
         try:
             ledger.append(fresh)
         except LedgerError as error:
@@ -211,8 +213,8 @@ def _take_out(place: HealingScope, decision: Decision, number: str, share: float
         raise CratonError(f"{error}; it may be out all the same, then {by_number}") from None
     try:
         nodes = _settled(place, number, share, before)
-        found = next((node for node in nodes if node.name == decision.node and node.is_out), None)
-        theirs = (found.reason or "no reason") if found is not None and found.mark != number else ""
+        taken_out = next((node for node in nodes if node.name == decision.node and node.is_out), None)
+        theirs = (taken_out.reason or "no reason") if taken_out is not None and taken_out.mark != number else ""
         why = "" if theirs else _exceeded(nodes, share)
         why_not = place.service.give_back(decision.node, number) if why else ""
     except CratonError as error:

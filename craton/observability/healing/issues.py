@@ -48,8 +48,8 @@ def of_doctor(document: Mapping[str, Any], measured: float | None = None) -> lis
     findings = document.get("findings")
     if not isinstance(findings, list):
         raise CratonError("this is not what `craton doctor --json` prints: it has no `findings`")
-    found = [_of_finding(finding, document, measured) for finding in findings if isinstance(finding, Mapping)]
-    return [issue for issue in found if issue is not None]
+    issues = [_of_finding(finding, document, measured) for finding in findings if isinstance(finding, Mapping)]
+    return [issue for issue in issues if issue is not None]
 
 
 def of_verdict(verdict: Verdict, hosts: Mapping[str, str], run: str = "", ended: float | None = None) -> list[Issue]:
@@ -137,24 +137,24 @@ def rules() -> Rules:
 
 
 def _of_finding(finding: Mapping[str, Any], document: Mapping[str, Any], measured: float | None) -> Issue | None:
-    severity, what = finding.get("severity"), str(finding.get("what") or "")
+    severity, sign = finding.get("severity"), str(finding.get("what") or "")
     node, evidence = str(finding.get("node") or ""), str(finding.get("evidence") or "")
     action = str(finding.get("action") or "")
     if action not in HEALTH_ACTIONS:
         # An older Craton writes no action; of what the table does not know nobody says that the node is at fault.
-        action = rules().findings.get(what, "") if severity == "fail" else ""
+        action = rules().findings.get(sign, "") if severity == "fail" else ""
     # An error that the program itself may have made is kept in mind: the same card under another job is suspect.
-    is_told = severity in ("warn", "fail") or what == "xid"
-    if not node or not action or not is_told or (action == "observe" and what != "xid"):
+    is_told = severity in ("warn", "fail") or sign == "xid"
+    if not node or not action or not is_told or (action == "observe" and sign != "xid"):
         return None
-    if finding.get("layer") != HOST_LAYER and what != "answer":
+    if finding.get("layer") != HOST_LAYER and sign != "answer":
         return None
-    if what == "xid" and measured is not None:
+    if sign == "xid" and measured is not None:
         measured -= _xid_age_seconds(document, node, evidence)
     return Issue(
         node,
         cast(HealthAction, action),
-        what,
+        sign,
         evidence,
         "doctor",
         _device(evidence),

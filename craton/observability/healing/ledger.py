@@ -52,9 +52,9 @@ class LedgerEntry:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> LedgerEntry | None:
         """None for a line that is none of ours."""
-        known = {field.name for field in fields(cls)}
+        names = {field.name for field in fields(cls)}
         try:
-            entry = cls(**{name: value for name, value in document.items() if name in known})
+            entry = cls(**{name: value for name, value in document.items() if name in names})
         except TypeError:
             return None
         return entry if is_fine(document) else None
@@ -74,8 +74,8 @@ class Ledger:
     def entries(self) -> list[LedgerEntry]:
         """All that can be read, oldest first."""
         lines, _ = read_lines(self.path)
-        found = [LedgerEntry.from_json(line) for line in lines]
-        return [entry for entry in found if entry is not None]
+        entries = [LedgerEntry.from_json(line) for line in lines]
+        return [entry for entry in entries if entry is not None]
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -121,13 +121,13 @@ def new_id() -> str:
     return secrets.token_hex(4)
 
 
-def fresh_incidents(entries: Sequence[LedgerEntry], seen: Iterable[tuple[LedgerEntry, float]]) -> list[LedgerEntry]:
+def fresh_incidents(entries: Sequence[LedgerEntry], current: Iterable[tuple[LedgerEntry, float]]) -> list[LedgerEntry]:
     """Of what is seen now, what the ledger has not been told, or not for so many seconds. An event is told once."""
     messages = [entry for entry in entries if entry.kind == "incident"]
     last = {_key(entry): entry.time for entry in messages}
     return [
         item
-        for item, pause in seen
+        for item, pause in current
         if (
             not any(_is_one_event(item, earlier) for earlier in messages)
             if item.moment

@@ -73,15 +73,15 @@ def place_of(target: str | None) -> HealingScope:
 def look(place: HealingScope, prometheus: str | None = None, notes: list[str] | None = None) -> list[Issue]:
     """What ails the nodes, by the verdicts on the runs there and by what their pre-flight found."""
     issues: list[Issue] = []
-    told = notes if notes is not None else []
+    problems = notes if notes is not None else []
     for run, ended in [*((run, None) for run in place.runs), *place.ended]:
         try:
             issues += of_verdict(diagnose(take_snapshot(run, prometheus)), hosts_of(run), run.name, ended)
             for path in paths_in(run.path / "preflight", "*.json"):
                 with open_regular(path) as file:
-                    issues += _of_report(file, path, told)
+                    issues += _of_report(file, path, problems)
         except Exception as error:  # noqa: BLE001 - whatever it is, it hides no other run, and it is told
-            told.append(f"{run.name} could not be examined: {str(error) or type(error).__name__}")
+            problems.append(f"{run.name} could not be examined: {str(error) or type(error).__name__}")
     return issues
 
 
@@ -132,11 +132,11 @@ def _of_run(run: RunDirectory) -> HealingScope:
     ended = () if moves else ((run, _ended_at(run, summary)),)
     if on == "local":
         return _with_policy(HealingScope(run.name, RunService(run), runs, run.path.parent, ended=ended), file)
-    given = file.scheduler if file is not None else None
-    if given is None or given.kind != on:
-        given = SchedulerSettings(kind=on, **_own_keys(on, job.run))
+    scheduler = file.scheduler if file is not None else None
+    if scheduler is None or scheduler.kind != on:
+        scheduler = SchedulerSettings(kind=on, **_own_keys(on, job.run))
     root = ledger_root(file) if file is not None and file.runs else run.path.parent
-    return _with_policy(HealingScope(file.name if file else on, service_of(given), runs, root, ended=ended), file)
+    return _with_policy(HealingScope(file.name if file else on, service_of(scheduler), runs, root, ended=ended), file)
 
 
 def _own_keys(on: str, run: Any) -> dict[str, Any]:

@@ -69,13 +69,13 @@ def decide(
 ) -> list[Decision]:
     """One decision a node, the gravest first. `hands_over`: the actions for which a machine may be handed over;
     `runs_on`: how the runs that compute on a node would leave it."""
-    known = {node.name: node for node in nodes}
+    nodes_by_name = {node.name: node for node in nodes}
     needs = {name: _needed(name, _of(issues, name), history, now) for name in dict.fromkeys(t.node for t in issues)}
     for node in nodes:
         if entry := _open_action(node, history):
             needs[node.name] = _graver_of(needs.get(node.name), entry)
     cluster = _Cluster(
-        nodes=known,
+        nodes=nodes_by_name,
         num_out=sum(node.is_out for node in nodes),
         num_idle=sum(
             not node.is_out and node.is_busy is False and not _is_leaving(needs.get(node.name)) for node in nodes
@@ -90,8 +90,8 @@ def decide(
         },
         ours={(entry.node, entry.id) for entry in history if entry.kind == "take_out"},
     )
-    found = [cluster.decide(need) for need in sorted(needs.values(), key=_urgency)]
-    return [item for item in found if item.issue is not None or item.node_action != "none" or item.why_not]
+    decisions = [cluster.decide(need) for need in sorted(needs.values(), key=_urgency)]
+    return [item for item in decisions if item.issue is not None or item.node_action != "none" or item.why_not]
 
 
 def max_out(total: int, share: float) -> int:
@@ -122,7 +122,7 @@ class _Need:
 
 
 def _needed(node: str, issues: Sequence[Issue], history: Sequence[LedgerEntry], now: float) -> _Need:
-    table, stops_run = rules(), any(each.stops_run for each in issues)
+    table, stops_run = rules(), any(element.stops_run for element in issues)
     evidence = tuple(dict.fromkeys(element.evidence for element in issues))
     open_ones = [issue for issue in issues if not is_answered(history, issue, now)]
     if not open_ones:

@@ -31,13 +31,13 @@ def alertmanager_config(webhook: str | None = None, first_wait: str = "10s") -> 
     """The whole file. Without a webhook alerts are shown and sent to nobody."""
     if webhook is not None and not webhook.startswith(("http://", "https://")):
         raise ObserveError(f"--webhook is {webhook!r}; give a URL that takes Alertmanager's POST, http://…")
-    told = WEBHOOK if webhook else NOBODY
+    receiver = WEBHOOK if webhook else NOBODY
     receivers: list[dict[str, Any]] = [{"name": NOBODY}]
     if webhook:
         receivers.append({"name": WEBHOOK, "webhook_configs": [{"url": webhook, "send_resolved": True}]})
     return {
         "route": {
-            "receiver": told,
+            "receiver": receiver,
             # Not by node: a switch or a server that fails is one thing to be told, though every node notices.
             "group_by": ["alertname", "run", "leaf"],
             "group_wait": first_wait,
@@ -45,7 +45,12 @@ def alertmanager_config(webhook: str | None = None, first_wait: str = "10s") -> 
             "repeat_interval": "12h",
             "routes": [
                 {"matchers": ['severity="info"'], "receiver": NOBODY},
-                {"matchers": ['severity="page"'], "receiver": told, "group_wait": first_wait, "repeat_interval": "1h"},
+                {
+                    "matchers": ['severity="page"'],
+                    "receiver": receiver,
+                    "group_wait": first_wait,
+                    "repeat_interval": "1h",
+                },
             ],
         },
         "receivers": receivers,

@@ -280,8 +280,10 @@ class Observer:
         if self._slurm:
             jobs += slurm_jobs(self._slurm)
         if cluster is not None and cluster.scheduler is not None and cluster.scheduler.kind == "kubernetes":
-            known = kubernetes_jobs(cluster.scheduler.gang, _kubeconfig(), leaf_label(cluster), self._in_files)
-            jobs += [{**job, "job_name": f"{job['job_name']}-pods", "relabel_configs": _named(job)} for job in known]
+            discovered = kubernetes_jobs(cluster.scheduler.gang, _kubeconfig(), leaf_label(cluster), self._in_files)
+            jobs += [
+                {**job, "job_name": f"{job['job_name']}-pods", "relabel_configs": _named(job)} for job in discovered
+            ]
         alertmanager = self.alertmanager and self.alertmanager.address
         document = prometheus_config(
             jobs,

@@ -47,7 +47,7 @@ def find_program(names: tuple[str, ...]) -> str:
     )
 
 
-def check_port(host: str, port: int, what: str) -> None:
+def check_port(host: str, port: int, program: str) -> None:
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
@@ -55,7 +55,7 @@ def check_port(host: str, port: int, what: str) -> None:
         reason, number = (error.strerror, error.errno) if isinstance(error, OSError) else (error, None)
         taken = number == errno.EADDRINUSE
         advice = "give another --port, or end what has it" if taken else "give another --port or --listen"
-        raise ObserveError(f"{what} cannot listen at {joined(host, port)} ({reason}); {advice}") from None
+        raise ObserveError(f"{program} cannot listen at {joined(host, port)} ({reason}); {advice}") from None
 
 
 @dataclass

@@ -128,8 +128,8 @@ def _dashboards(runbooks: str | None) -> dict[str, str]:
     """Where the dashboards are part of this installation (they need an extra; without it README.md says so)."""
     if find_spec(DASHBOARDS) is None or find_spec("grafana_foundation_sdk") is None:
         return {}
-    found = import_module(DASHBOARDS).all_dashboards(runbooks)
-    return {f"grafana/dashboards/{name}.json": json.dumps(item, indent=1) for name, item in found.items()}
+    dashboards = import_module(DASHBOARDS).all_dashboards(runbooks)
+    return {f"grafana/dashboards/{name}.json": json.dumps(item, indent=1) for name, item in dashboards.items()}
 
 
 def _operator_patch(workspace: Workspace) -> dict[str, object]:
@@ -227,7 +227,7 @@ def _targets_lines(cluster: ClusterFile | None, runs: Path) -> list[str]:
     """The command that keeps the files which `_jobs` reads; it must look where these look."""
     named = "--cluster CLUSTER " if cluster else ""
     stated = "" if ObserverSettings(cluster=cluster).cluster_runs else f"CRATON_RUNS={quote(str(runs))} "
-    what = " CLUSTER is the cluster file that this was rendered of." if cluster else ""
+    hint = " CLUSTER is the cluster file that this was rendered of." if cluster else ""
     return [
         "",
         "Runs, and our exporter on their nodes and on those of Slurm, stand in files, which one command keeps right.",
@@ -235,7 +235,7 @@ def _targets_lines(cluster: ClusterFile | None, runs: Path) -> list[str]:
         "",
         f"    {stated}craton observe up {named}--targets {quote(str(runs / FOLDER / 'targets'))}",
         "",
-        f"Prometheus must see that folder as well.{what}",
+        f"Prometheus must see that folder as well.{hint}",
     ]
 
 

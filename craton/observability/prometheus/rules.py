@@ -183,9 +183,9 @@ def _with_expr(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _codes(action: str) -> str:
-    found = sorted(code for code, fact in xid_facts().items() if fact.action == action)
-    assert found, f"no XID asks for {action!r}"
-    return "|".join(map(str, found))
+    codes = sorted(code for code, fact in xid_facts().items() if fact.action == action)
+    assert codes, f"no XID asks for {action!r}"
+    return "|".join(map(str, codes))
 
 
 RECORDINGS, ALERTS = _read()

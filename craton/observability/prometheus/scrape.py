@@ -117,7 +117,7 @@ def kubernetes_jobs(
     """Runs, servers, exporters and, where it is the gang scheduler, Kueue's controller, by their pods. `leaf_label`: of
     nodes, which says what switch each hangs on; Prometheus' account must be allowed to list them. `in_files`: job →
     addresses that are scraped because a file names them, and so not once more as pods."""
-    known = in_files or {}
+    names_in_files = in_files or {}
     access: Job = {"kubeconfig_file": kubeconfig} if kubeconfig else {}
     place: list[Job] = [{"source_labels": ["__meta_kubernetes_pod_node_name"], "target_label": "node"}]
     if leaf_label:
@@ -126,7 +126,7 @@ def kubernetes_jobs(
 
     def pods(name: str, relabel: list[Job], **more: Any) -> Job:
         discovery = {"role": "pod", **access, **more.pop("discovery", {})}
-        kept = [ENDED_PODS_DROPPED, *_in_files_dropped(known.get(name, ())), *relabel]
+        kept = [ENDED_PODS_DROPPED, *_in_files_dropped(names_in_files.get(name, ())), *relabel]
         return {"job_name": name, **more, "kubernetes_sd_configs": [discovery], "relabel_configs": kept}
 
     ours = [_keep(MANAGED_BY, "craton"), {"source_labels": [RUN], "target_label": "run"}, *place]

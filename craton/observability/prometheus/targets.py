@@ -86,13 +86,13 @@ def look_at(runs: Iterable[RunDirectory], now: float | None = None) -> FoundTarg
 def merged(machines: Iterable[ScrapedMachine]) -> tuple[ScrapedMachine, ...]:
     """Each machine once, as it is told of first, with the leaf that anybody knows. One may be dialled by a name and by
     addresses, and be called with its domain or without."""
-    found: dict[str, ScrapedMachine] = {}
+    by_name: dict[str, ScrapedMachine] = {}
     for machine in machines:
         name = _short(machine.name)
-        known = found.setdefault(name, machine)
-        if machine.leaf and not known.leaf:
-            found[name] = replace(known, leaf=machine.leaf)
-    return tuple(found.values())
+        first = by_name.setdefault(name, machine)
+        if machine.leaf and not first.leaf:
+            by_name[name] = replace(first, leaf=machine.leaf)
+    return tuple(by_name.values())
 
 
 def run_targets(run: RunDirectory, beats: Mapping[str, Heartbeat], leaves: Mapping[str, str]) -> list[ScrapeTarget]:

@@ -43,10 +43,10 @@ def act(action: str, run: RunDirectory, craton: Sequence[str] = CRATON) -> Actio
     words = [str(run.path) if word == "RUN" else word for word in VERBS[action]]
     with (
         tempfile.TemporaryFile("w+", errors="replace") as output,
-        tempfile.TemporaryFile("w+", errors="replace") as told,
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
     ):
         process = subprocess.Popen(
-            [*craton, *words], stdin=subprocess.DEVNULL, stdout=output, stderr=told, start_new_session=True
+            [*craton, *words], stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
         )
         try:
             code = process.wait(timeout=ANSWER_SECONDS)
@@ -58,8 +58,8 @@ def act(action: str, run: RunDirectory, craton: Sequence[str] = CRATON) -> Actio
                 f"{process.pid}); `craton ps` tells what comes of it",
             )
         output.seek(0)
-        told.seek(0)
-        return _outcome(action, run.name, code, output.read(), told.read())
+        errors.seek(0)
+        return _outcome(action, run.name, code, output.read(), errors.read())
 
 
 def _outcome(action: str, run_name: str, code: int, output: str, errors: str) -> ActionOutcome:
@@ -110,9 +110,9 @@ def _need(decision: Mapping[str, Any]) -> str:
 
 def _error(output: str, errors: str) -> str:
     """A verb's own words, as JSON on its output or as a line on stderr."""
-    told = _last_object(output)
-    if told is not None and told.get("error"):
-        return str(told["error"])
+    document = _last_object(output)
+    if document is not None and document.get("error"):
+        return str(document["error"])
     lines = [line for line in errors.strip().splitlines() if line.strip()]
     return lines[-1].removeprefix("error: ") if lines else ""
 

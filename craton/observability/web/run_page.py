@@ -173,8 +173,8 @@ class RunPage:
             return Shown()
         drawn = heat_map(table)
         newest, late = max(table.steps, default=0), self._late.get()
-        told = finding(table, late, self.summary.get().state)
-        text = render("parts/ranks.html", finding=told, ranks=len(table), step=newest, late=late)
+        message = finding(table, late, self.summary.get().state)
+        text = render("parts/ranks.html", finding=message, ranks=len(table), step=newest, late=late)
         return Shown({"ranks": text}, {"heat": drawn} if drawn else {})
 
     def _show_nodes(self) -> Shown:
@@ -236,8 +236,8 @@ class RunPage:
         """The server now, after what it recorded before anybody looked; its last records when it cannot be asked."""
         is_moving = self.summary.get().state in MOVING
         look, url, trouble = self._ask_server() if is_moving else (None, "", "")
-        seen = list(self._server.history) if self._server else []
-        looks = joined(self._before_looks if look else self._recorded.read(), seen)
+        live_looks = list(self._server.history) if self._server else []
+        looks = joined(self._before_looks if look else self._recorded.read(), live_looks)
         shown = look or last_busy(looks)
         text = render(
             "parts/serving.html",

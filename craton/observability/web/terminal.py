@@ -152,9 +152,9 @@ class TopView:
             gpus, trouble = self._local_gpus.look(), self._local_gpus.trouble
         else:
             gpus, trouble = self._asked.get(DEADLINE_SECONDS if wait_for_verdict else FIRST_SECONDS)
-        told = finding(table, late, summary.state)
+        message = finding(table, late, summary.state)
         own = {name: values[-1] for name, (_, values) in self._history.look().own.items()} if self._history else {}
-        return TopLook(summary, verdict, told, views, _lines(table, views, self._nodes), gpus, trouble, own)
+        return TopLook(summary, verdict, message, views, _lines(table, views, self._nodes), gpus, trouble, own)
 
     def close(self) -> None:
         """No more verdicts are made."""
@@ -367,11 +367,11 @@ def _lines(table: RankTable, views: list[NodeView], nodes: Nodes) -> list[RankLi
             continue
         status = nodes.status(view.node)
         told_age_seconds = max(0.0, now - status.time) if status else 0.0
-        told = {rank.rank: rank for rank in status.ranks} if status else {}
+        status_of_rank = {rank.rank: rank for rank in status.ranks} if status else {}
         is_whole = view.health in ("lost", "slow") or view.health not in BAD  # else it is one rank's trouble
         for number in range(max(len(view.ranks), 1)):
             rank = view.first_rank + number
-            index, rank_now = measured.get(rank), told.get(rank)
+            index, rank_now = measured.get(rank), status_of_rank.get(rank)
             row = rows[index] if index is not None else None
             result.append(
                 RankLine(

@@ -127,7 +127,7 @@ def what_happens(fault: InjectedFault) -> str:
     target = f"rank {fault.rank}" if fault.target == "rank" else f"the {fault.target}"
     if fault.target in ("agent", "keeper"):
         target = f"the {fault.target} of {fault.node}"
-    what = {
+    effect = {
         "kill": f"{target} is killed (SIGKILL)",
         "hang": f"{target} is stopped (SIGSTOP)" if fault.how == "stop" else f"{target} hangs in an endless loop",
         "fail": f"{target} raises an exception",
@@ -138,8 +138,8 @@ def what_happens(fault: InjectedFault) -> str:
     if fault.kind == "corrupt" and fault.tier == "peer":
         whose = {"own": "the state they keep themselves", "copies": "the copies kept of them", "all": "all of it"}
         of = "every rank" if fault.rank is None else f"rank {fault.rank}"
-        what = f"a byte of the newest step of {of} in peer memory is flipped ({whose[fault.how or 'all']})"
-    return f"{when}, {what}"
+        effect = f"a byte of the newest step of {of} in peer memory is flipped ({whose[fault.how or 'all']})"
+    return f"{when}, {effect}"
 
 
 def _membership(run: RunDirectory, launch: Launch) -> tuple[int, list[str]]:

@@ -76,5 +76,5 @@ def _places_elsewhere(run: RunDirectory) -> list[str]:
         located = [place_of(tier, storage, run.path) for tier in job.checkpoint.places]
     except CratonError as error:
         return [f"checkpoints outside {Path(run.path).name}, if any: its job cannot be read ({error})"]
-    found = [item.place for item in located if not item.is_inside_run]
-    return [place for place in found if "://" in place or Path(place).exists()]
+    places = [item.place for item in located if not item.is_inside_run]
+    return [place for place in places if "://" in place or Path(place).exists()]

@@ -108,9 +108,9 @@ def find_code(job: Job, root: Path) -> FoundFile | None:
     return found_file
 
 
-def keep_code(found: FoundFile, run: RunDirectory) -> str:
+def keep_code(code: FoundFile, run: RunDirectory) -> str:
     """Copies what was found into the run, and returns the hash of it all."""
-    store, folder = run.path.parent / STORE, str(found.folder)
+    store, folder = run.path.parent / STORE, str(code.folder)
     fresh = run.path / f".code.{secrets.token_hex(4)}"
     fresh.mkdir()
     group = fresh.stat().st_gid  # of all copies: a folder that sets its own has given it that
@@ -118,7 +118,7 @@ def keep_code(found: FoundFile, run: RunDirectory) -> str:
     unreadable: list[str] = []
     readers: dict[str, int] = {}  # folder in the folder → who may look into it
     unshared = 0
-    for path in sorted(found.files):
+    for path in sorted(code.files):
         try:  # nothing but the source: what goes wrong in the run or in the store is no fault of this file
             reading = open(f"{folder}/{path}", "rb")  # noqa: SIM115
         except FileNotFoundError:
@@ -129,26 +129,26 @@ def keep_code(found: FoundFile, run: RunDirectory) -> str:
         inside = os.path.dirname(path)
         with reading:
             if inside not in readers:
-                readers[inside] = _readers(found.folder, inside)
+                readers[inside] = _readers(code.folder, inside)
                 (fresh / inside).mkdir(parents=True, exist_ok=True)
             sums[path], is_shared = _keep(reading, f"{fresh}/{path}", str(store), readers[inside], group)
         unshared += not is_shared
     if unreadable:
         raise StartError(
             f"workdir: {', '.join(unreadable[:SHOWN])}{' and others' if len(unreadable) > SHOWN else ''} in "
-            f"{found.folder} cannot be read; make them readable, or name them in a .cratonignore there"
+            f"{code.folder} cannot be read; make them readable, or name them in a .cratonignore there"
         )
-    for path, leads_to in found.links.items():
+    for path, leads_to in code.links.items():
         (fresh / path).parent.mkdir(parents=True, exist_ok=True)
         (fresh / path).symlink_to(leads_to)
-    total = _total(sums, found.links)
+    total = _total(sums, code.links)
     document = {
         "sha256": total,
-        "folder": str(found.folder),
-        "bytes": found.size,
+        "folder": str(code.folder),
+        "bytes": code.size,
         "files": sums,
-        "links": found.links,
-        "withheld": found.withheld,
+        "links": code.links,
+        "withheld": code.withheld,
         "unshared": unshared,
     }
     manifest_path(run.path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -163,7 +163,7 @@ def check_code(run: RunDirectory) -> None:
         return
     document = json.loads(read_regular(manifest_path(run.path)))
     folder = code_folder(run.path)
-    changed = [path for path, known in document["files"].items() if _sum_of(folder / path, run.path) != known]
+    changed = [path for path, checksum in document["files"].items() if _sum_of(folder / path, run.path) != checksum]
     changed += [path for path, leads_to in document["links"].items() if _link_of(folder / path) != leads_to]
     if changed:
         raise StartError(
@@ -390,7 +390,9 @@ def _link_of(path: Path) -> str:
 
 def _total(sums: dict[str, str], links: dict[str, str]) -> str:
     """One hash of all names and contents."""
-    lines = [f"{known} {path}\n" for path, known in sums.items()] + [f"-> {to} {path}\n" for path, to in links.items()]
+    lines = [f"{checksum} {path}\n" for path, checksum in sums.items()] + [
+        f"-> {to} {path}\n" for path, to in links.items()
+    ]
     return hashlib.sha256("".join(sorted(lines)).encode(errors="surrogateescape")).hexdigest()
 
 

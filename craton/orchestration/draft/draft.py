@@ -75,8 +75,8 @@ class Draft:
         return texts
 
 
-def plan_text(found: Plan) -> str:
-    return json.dumps(plan_to_json(found), indent=1) + "\n"
+def plan_text(plan: Plan) -> str:
+    return json.dumps(plan_to_json(plan), indent=1) + "\n"
 
 
 def draft_run(
@@ -98,25 +98,25 @@ def draft_run(
     check_backend(job, backend)
     check_job(job, backend, run, Path(job_folder), stop_at)
     planned = plan_job(job, progress)
-    found, serving, note = planned.training, planned.serving, planned.note
+    training, serving, note = planned.training, planned.serving, planned.note
     environment = {**job.run.env, JOB_FOLDER: str(Path(job_folder).absolute())}
     if stop_at is not None:
         environment[STOP_AT] = str(stop_at)
-    launch = launch_of(job, found or serving, run, generation, environment, port, backend)
+    launch = launch_of(job, training or serving, run, generation, environment, port, backend)
     sizes: list[Size] = []
     if launch.min_nodes and job.kind in TRAINING_KINDS:
-        sizes, refused = elastic_sizes(job, launch.ranks_per_node, found, progress)
+        sizes, refused = elastic_sizes(job, launch.ranks_per_node, training, progress)
         note = "; ".join(filter(None, [note, elastic_note(job, sizes, refused)]))
         launch = replace(launch, min_nodes=min((size.num_nodes for size in sizes), default=0))
     layouts = {str(size.num_nodes): size.layout_json for size in sizes}
     if launch.min_nodes and job.kind == "command":  # which has no layout, and runs on any number
         layouts = {str(count): {} for count in range(launch.min_nodes, launch.working_nodes + 1)}
     launch = replace(launch, layouts=layouts)
-    if backend != "local" and job.cluster.is_local and (found or serving):
+    if backend != "local" and job.cluster.is_local and (training or serving):
         note = "; ".join(filter(None, [note, f"planned as if the nodes of {backend} were this machine"]))
     if backend == "slurm":
         note = "; ".join(filter(None, [note, check_gres(job, launch)]))
-    return Draft(job, found, replace(launch, chaos=chaos_of(job, launch)), note, sizes, serving, backend)
+    return Draft(job, training, replace(launch, chaos=chaos_of(job, launch)), note, sizes, serving, backend)
 
 
 def agent_command(run: Path, node: int | None = None) -> list[str]:
@@ -147,7 +147,7 @@ def python_of(job: Job, backend: str) -> str:
 
 def launch_of(
     job: Job,
-    found: Plan | ServePlan | None,
+    plan: Plan | ServePlan | None,
     run: Path,
     generation: int,
     environment: Mapping[str, str],
@@ -155,7 +155,7 @@ def launch_of(
     backend: str = "local",
 ) -> Launch:
     """Nodes, ranks and their command."""
-    num_nodes, gpus_per_node, gpus = ranks_of(job, found, backend)
+    num_nodes, gpus_per_node, gpus = ranks_of(job, plan, backend)
     ranks_per_node = processes_of(job, gpus_per_node)
     spares = 0 if job.serve else job.spares
     return Launch(
@@ -166,7 +166,7 @@ def launch_of(
         env={**command_environment(job, gpus_per_node if gpus else 0), **environment},
         master_address="127.0.0.1",
         master_port=port,
-        threads_per_rank=threads_of(job, found, num_nodes, max(ranks_per_node, gpus_per_node), backend),
+        threads_per_rank=threads_of(job, plan, num_nodes, max(ranks_per_node, gpus_per_node), backend),
         gpus=gpus,
         track=list(job.track),
         metrics_port=0,
@@ -179,7 +179,7 @@ def launch_of(
         spare_seconds=job.recover.spare_wait,
         give_up_seconds=job.recover.give_up,
         agent_command=agent_command(run) if backend == "local" else [],  # elsewhere its node starts it again
-        dollars_per_day=daily_price(job, found, num_nodes + spares),
+        dollars_per_day=daily_price(job, plan, num_nodes + spares),
         **command_fields(job, run, num_nodes, gpus_per_node),
     )
 
@@ -193,11 +193,11 @@ def hourly_price(job: Job, num_nodes: int) -> float | None:
     return None if price is None else price.dollars_per_hour * billed_instances(cluster.instance, num_nodes)
 
 
-def daily_price(job: Job, found: Plan | ServePlan | None, num_nodes: int) -> float | None:
+def daily_price(job: Job, plan: Plan | ServePlan | None, num_nodes: int) -> float | None:
     """Dollars, by the plan where there is one."""
-    if isinstance(found, Plan):
-        return found.cost.dollars_per_day if found.cost else None
-    hourly = found.dollars_per_hour if isinstance(found, ServePlan) else hourly_price(job, num_nodes)
+    if isinstance(plan, Plan):
+        return plan.cost.dollars_per_day if plan.cost else None
+    hourly = plan.dollars_per_hour if isinstance(plan, ServePlan) else hourly_price(job, num_nodes)
     return None if hourly is None else 24.0 * hourly
 
 
@@ -235,15 +235,15 @@ def tier_names(job: Job) -> list[str]:
     return [*([] if job.checkpoint.peer == "off" else ["peer"]), *(tier.to for tier in job.checkpoint.places)]
 
 
-def ranks_of(job: Job, found: Plan | ServePlan | None, backend: str = "local") -> tuple[int, int, bool]:
+def ranks_of(job: Job, plan: Plan | ServePlan | None, backend: str = "local") -> tuple[int, int, bool]:
     """(nodes, ranks on each, whether they have GPUs): a rank for every GPU, one for a node without; of a server those
     that share its model."""
-    if isinstance(found, ServePlan):
-        return 1, found.tp, found.cluster.instance.gpu.generation != "cpu"
-    if found is None and job.cluster.is_local and backend != "local":  # what the nodes have is what is asked for
+    if isinstance(plan, ServePlan):
+        return 1, plan.tp, plan.cluster.instance.gpu.generation != "cpu"
+    if plan is None and job.cluster.is_local and backend != "local":  # what the nodes have is what is asked for
         gpus = gres_gpus(job.run.gres) if backend == "slurm" else 0
         return job.cluster.num_nodes, max(1, gpus), gpus > 0
-    if found is None and job.cluster.is_local:  # without a plan there is no need to measure this machine
+    if plan is None and job.cluster.is_local:  # without a plan there is no need to measure this machine
         cards, num_nodes = len(visible_accelerators()), job.cluster.num_nodes
         if cards % num_nodes:
             raise StartError(
@@ -252,17 +252,17 @@ def ranks_of(job: Job, found: Plan | ServePlan | None, backend: str = "local") -
                 "CUDA_VISIBLE_DEVICES= to use the processor"
             )
         return num_nodes, max(1, cards // num_nodes), cards > 0
-    cluster = found.cluster if found else resolve_cluster(job.cluster, job.price)
+    cluster = plan.cluster if plan else resolve_cluster(job.cluster, job.price)
     return cluster.num_nodes, cluster.instance.num_gpus, cluster.instance.gpu.generation != "cpu"
 
 
-def threads_of(job: Job, found: Plan | ServePlan | None, num_nodes: int, ranks_per_node: int, backend: str) -> int:
+def threads_of(job: Job, plan: Plan | ServePlan | None, num_nodes: int, ranks_per_node: int, backend: str) -> int:
     """For each rank its share of a node's cores; all nodes of this machine share those it has."""
     if backend == "local":
         return max(1, usable_cores() // (num_nodes * ranks_per_node))
-    if found is None and job.cluster.is_local:
+    if plan is None and job.cluster.is_local:
         return 1
-    cluster = found.cluster if found else resolve_cluster(job.cluster, job.price)
+    cluster = plan.cluster if plan else resolve_cluster(job.cluster, job.price)
     return max(1, cluster.instance.vcpus // ranks_per_node)
 
 
@@ -284,18 +284,18 @@ def usable_cores() -> int:
 def check_gres(job: Job, launch: Launch) -> str:
     """Refuse to be given other GPUs than the ranks need. Nodes that were planned as this machine may have more: then
     what to know of it comes back."""
-    given, needed = gres_gpus(job.run.gres), launch.node_gpus if launch.gpus else 0
-    if given == needed or not given or (job.serve and given > needed > 0):
+    granted, needed = gres_gpus(job.run.gres), launch.node_gpus if launch.gpus else 0
+    if granted == needed or not granted or (job.serve and granted > needed > 0):
         return ""
     if job.cluster.is_local:
         used = f"{needed} of them" if needed else "none of them"
         return (
-            f"run.gres gives {counted(given, 'GPU')} of a node, and its ranks use {used}; name the instance, or "
+            f"run.gres gives {counted(granted, 'GPU')} of a node, and its ranks use {used}; name the instance, or "
             "the hardware of a "
             "cluster file, under cluster"
         )
     raise StartError(
-        f"{job.where('run', 'gres')}run.gres {job.run.gres} gives {counted(given, 'GPU')} of a node, and the job "
+        f"{job.where('run', 'gres')}run.gres {job.run.gres} gives {counted(granted, 'GPU')} of a node, and the job "
         f"needs {needed} "
-        f"on each ({job.cluster}); remove run.gres, or give a cluster file whose hardware has num_gpus: {given}"
+        f"on each ({job.cluster}); remove run.gres, or give a cluster file whose hardware has num_gpus: {granted}"
     )

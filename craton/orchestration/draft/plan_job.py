@@ -44,18 +44,18 @@ def plan_job(job: Job, progress: Progress | None = None) -> JobPlan:
     return JobPlan(training)
 
 
-def check_room(job: Job, found: ServePlan) -> None:
+def check_room(job: Job, serving: ServePlan) -> None:
     """Refuse before launch a server without room for a single text, with what to change."""
-    if found.fits:
+    if serving.fits:
         return
-    weights, limit = found.memory_parts["weights"], found.memory_limit_bytes
-    advice = [] if found.tp >= found.cluster.instance.num_gpus else ["more ranks (layout: {tp: N})"]
-    if found.precision != "fp8":
+    weights, limit = serving.memory_parts["weights"], serving.memory_limit_bytes
+    advice = [] if serving.tp >= serving.cluster.instance.num_gpus else ["more ranks (layout: {tp: N})"]
+    if serving.precision != "fp8":
         advice.append("serve.precision: fp8")
     if weights < limit:
         advice += ["serve.kv_precision: fp8", "a larger serve.memory", "a shorter serve.max_length"]
     raise StartError(
-        f"{job.where('model')}{job.served_name} does not fit {found.cluster.name}: its weights take "
-        f"{memory(weights)} of {memory(limit)} a rank, which leaves room for {found.kv_tokens:,} tokens of text where "
-        f"{found.needed_tokens:,} are needed; use {', '.join([*advice, 'a smaller model'])}"
+        f"{job.where('model')}{job.served_name} does not fit {serving.cluster.name}: its weights take "
+        f"{memory(weights)} of {memory(limit)} a rank, which leaves room for {serving.kv_tokens:,} tokens of text "
+        f"where {serving.needed_tokens:,} are needed; use {', '.join([*advice, 'a smaller model'])}"
     )

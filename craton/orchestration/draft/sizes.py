@@ -60,10 +60,10 @@ def plan_size(job: Job, num_nodes: int, ranks_per_node: int, cluster: Cluster | 
     plan, as for a model that is a function."""
     if cluster is None:
         return Size(num_nodes, _unplanned_layout(job, num_nodes * ranks_per_node), None)
-    found = plan(job, cluster=resized_cluster(cluster, num_nodes, job.cluster.file))
-    check_offload(job, found)
-    check_memory(job, found)
-    return Size(num_nodes, found.layout, found)
+    size_plan = plan(job, cluster=resized_cluster(cluster, num_nodes, job.cluster.file))
+    check_offload(job, size_plan)
+    check_memory(job, size_plan)
+    return Size(num_nodes, size_plan.layout, size_plan)
 
 
 def elastic_sizes(
@@ -74,47 +74,47 @@ def elastic_sizes(
     cluster = largest.cluster if largest else None
     most = cluster.num_nodes if cluster else job.cluster.num_nodes
     counts = range(job.cluster.min_nodes, most)
-    found, refused = [], {}
+    sizes, refused = [], {}
     for done, count in enumerate(counts):
         if progress:
             progress(done, len(counts), counted(count, "node"))
         try:
-            found.append(plan_size(job, count, ranks_per_node, cluster))
+            sizes.append(plan_size(job, count, ranks_per_node, cluster))
         except CratonError as error:
             refused[count] = str(error)
-    if found and largest is not None:
-        found.append(Size(most, largest.layout, largest))
-    elif found:
-        found.append(plan_size(job, most, ranks_per_node, None))
-    return found, refused
+    if sizes and largest is not None:
+        sizes.append(Size(most, largest.layout, largest))
+    elif sizes:
+        sizes.append(plan_size(job, most, ranks_per_node, None))
+    return sizes, refused
 
 
 def nearest_sizes(job: Job, wanted: int, ranks_per_node: int, cluster: Cluster | None) -> list[int]:
     """The nearest number of nodes below and the nearest above `wanted` on which the job can be trained."""
     below = range(wanted - 1, max(0, wanted - 1 - NEAREST_TRIED), -1)
     above = range(wanted + 1, wanted + 1 + NEAREST_TRIED)
-    found = (_first_possible(job, counts, ranks_per_node, cluster) for counts in (below, above))
-    return [count for count in found if count is not None]
+    counts_found = (_first_possible(job, counts, ranks_per_node, cluster) for counts in (below, above))
+    return [count for count in counts_found if count is not None]
 
 
-def check_offload(job: Job, found: Plan) -> None:
-    if found.layout.offload != "none":
+def check_offload(job: Job, job_plan: Plan) -> None:
+    if job_plan.layout.offload != "none":
         raise StartError(
-            f"{job.where('layout', 'offload')}offload {found.layout.offload} can be planned but not trained yet; "
+            f"{job.where('layout', 'offload')}offload {job_plan.layout.offload} can be planned but not trained yet; "
             "write offload: none"
         )
 
 
-def check_memory(job: Job, found: Plan) -> None:
+def check_memory(job: Job, job_plan: Plan) -> None:
     """Refuse before launch what would run out of memory, with what to change."""
-    if found.fits:
+    if job_plan.fits:
         return
-    largest = sorted(found.memory_parts.items(), key=lambda part: -part[1])[:2]
+    largest = sorted(job_plan.memory_parts.items(), key=lambda part: -part[1])[:2]
     parts = " and ".join(f"{name} {memory(size)}" for name, size in largest)
     raise StartError(
-        f"{job.where('layout' if job.layout else 'cluster')}{job.name} does not fit {found.cluster.name}: a rank needs "
-        f"{memory(found.memory_bytes)} of {memory(found.memory_limit_bytes)} ({parts}); use "
-        f"{' or '.join(_relief(job, found))}"
+        f"{job.where('layout' if job.layout else 'cluster')}{job.name} does not fit {job_plan.cluster.name}: a rank "
+        f"needs {memory(job_plan.memory_bytes)} of {memory(job_plan.memory_limit_bytes)} ({parts}); use "
+        f"{' or '.join(_relief(job, job_plan))}"
     )
 
 
@@ -140,20 +140,20 @@ def _unplanned_layout(job: Job, world: int) -> Layout:
     return layout
 
 
-def _relief(job: Job, found: Plan) -> list[str]:
+def _relief(job: Job, job_plan: Plan) -> list[str]:
     """What would make the job fit, the nearest first."""
     fitting = [
         alternative.layout
-        for alternative in found.alternatives
-        if alternative.fits and alternative.cluster == found.cluster.name
+        for alternative in job_plan.alternatives
+        if alternative.fits and alternative.cluster == job_plan.cluster.name
     ]
     if fitting:
         return [f"the layout {fitting[0]}"]
     relief = []
-    if sum(found.memory_parts.get(name, 0.0) for name in STATES) < found.memory_limit_bytes:
-        if found.layout.micro_batch > 1:
+    if sum(job_plan.memory_parts.get(name, 0.0) for name in STATES) < job_plan.memory_limit_bytes:
+        if job_plan.layout.micro_batch > 1:
             relief.append("layout: {micro_batch: 1}")
-        if found.layout.recompute != "full":
+        if job_plan.layout.recompute != "full":
             relief.append("layout: {recompute: full}")
         relief.append("a shorter data.sequence")
     return [*relief, "a smaller model", "more or larger machines"]

@@ -177,14 +177,14 @@ class Connection:
         if manifest["kind"] in CLUSTER_WIDE or namespace == EVERY_NAMESPACE:
             namespace = ""
         address = "/".join(filter(None, [PLURALS[manifest["kind"]], name]))
-        given = {"version": manifest["apiVersion"], "namespace": namespace, "url": address, **arguments}
+        call = {"version": manifest["apiVersion"], "namespace": namespace, "url": address, **arguments}
         with translated():
             # kr8s takes every refusal for a login that has ended: it would ask four times, and cut off whatever else is
             # being asked meanwhile, to log in again. Only a 401 is worth that.
-            async with self._api.call_api(method, raise_for_status=False, **given) as response:
+            async with self._api.call_api(method, raise_for_status=False, **call) as response:
                 pass
             if response.status_code == 401:
-                async with self._api.call_api(method, **given) as response:
+                async with self._api.call_api(method, **call) as response:
                     pass
         _check(response)
         answer = response.json()

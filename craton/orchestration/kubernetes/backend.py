@@ -69,12 +69,12 @@ class KubernetesBackend:
 
     def look(self, runs: Iterable[RunDirectory]) -> dict[str, Standing]:
         listed = list(runs)
-        found = {run.name: read_submission(run) for run in listed}
+        submissions = {run.name: read_submission(run) for run in listed}
         try:
-            standings = ask(lambda connection: _look(connection, found))
+            standings = ask(lambda connection: _look(connection, submissions))
         except SchedulerError as error:  # `ps` shows what the run directories say, and why there is no more
-            return {name: Standing("unknown", item.job, sentence=str(error)) for name, item in found.items()}
-        return {run.name: _settled(run, found[run.name], standings[run.name]) for run in listed}
+            return {name: Standing("unknown", item.job, sentence=str(error)) for name, item in submissions.items()}
+        return {run.name: _settled(run, submissions[run.name], standings[run.name]) for run in listed}
 
     def kill(self, run: RunDirectory) -> None:
         """Without the pods' grace, and so without a checkpoint."""
@@ -114,7 +114,7 @@ class KubernetesBackend:
             draft,
             run,
             submission=secrets.token_hex(8),
-            given=os.environ.keys(),
+            shell_variables=os.environ.keys(),
             user=(os.getuid(), os.getgid()),
             code=pack_code(run),
         )
@@ -126,10 +126,10 @@ class KubernetesBackend:
 
         async def end(connection: Connection) -> bool:
             pods = living(await connection.list("v1", "Pod", namespace, labelSelector=selector))
-            found = await connection.delete(owner)
+            is_deleted = await connection.delete(owner)
             if grace_seconds is not None and any(is_running(pod) for pod in pods):  # others leave with their owner
                 await connection.delete_pods(namespace, selector, grace_seconds)
-            return found or bool(pods)
+            return is_deleted or bool(pods)
 
         if not ask(end):
             raise RunStateError(
@@ -164,24 +164,28 @@ def read_manifests(run: RunDirectory) -> list[Manifest]:
 
 async def _look(connection: Connection, runs: Mapping[str, Submission]) -> dict[str, Standing]:
     """One request for each kind and namespace, however many runs there are."""
-    here = {name: each for name, each in runs.items() if each.details.get("server") == connection.server}
+    here = {
+        name: submission for name, submission in runs.items() if submission.details.get("server") == connection.server
+    }
     standings = {
         name: Standing(
-            "unknown", each.job, sentence=f"it is on {each.details.get('server')}, which is not your context"
+            "unknown",
+            submission.job,
+            sentence=f"it is on {submission.details.get('server')}, which is not your context",
         )
-        for name, each in runs.items()
+        for name, submission in runs.items()
         if name not in here
     }
     for namespace in sorted({element.details["namespace"] for element in here.values()}):
         inside = {name: entry for name, entry in here.items() if entry.details["namespace"] == namespace}
         kinds = {item.details["version"]: item.job for item in inside.values()}
-        seen, pods = await seen_of(connection, namespace, kinds)
-        for name, each in inside.items():
-            found = seen.get(each.job)
-            if found is not None and is_own(found.owner, each):
-                standings[name] = standing_of(found)
+        owners, pods = await seen_of(connection, namespace, kinds)
+        for name, submission in inside.items():
+            objects = owners.get(submission.job)
+            if objects is not None and is_own(objects.owner, submission):
+                standings[name] = standing_of(objects)
             else:
-                standings[name] = leaving_of(each.job, [pod for pod in pods if is_own_pod(pod, each)])
+                standings[name] = leaving_of(submission.job, [pod for pod in pods if is_own_pod(pod, submission)])
     return standings
 
 

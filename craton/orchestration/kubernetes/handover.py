@@ -132,12 +132,12 @@ async def _create_all(
     from anyio.lowlevel import checkpoint
 
     owner, *around = documents
-    made = await _create_owner(connection, record, owner)
+    created = await _create_owner(connection, record, owner)
     reference = {
-        "apiVersion": made["apiVersion"],
-        "kind": made["kind"],
-        "name": made["metadata"]["name"],
-        "uid": made["metadata"]["uid"],
+        "apiVersion": created["apiVersion"],
+        "kind": created["kind"],
+        "name": created["metadata"]["name"],
+        "uid": created["metadata"]["uid"],
     }
     missing = ""
     try:
@@ -158,8 +158,8 @@ async def _create_all(
     except BaseException as error:  # Ctrl-C too
         await _take_back(connection, record, owner, error)
         raise
-    known = completed(_pending(connection, owner))
-    return replace(known, details={**known.details, "warning": missing}) if missing else known
+    submission = completed(_pending(connection, owner))
+    return replace(submission, details={**submission.details, "warning": missing}) if missing else submission
 
 
 async def _take_back(connection: Connection, record: HandoverRecord, owner: Manifest, why: BaseException) -> None:
@@ -218,7 +218,7 @@ async def _create_on_record(connection: Connection, record: HandoverRecord, owne
     record.pend(_pending(connection, owner))
     try:
         with CancelScope(shield=True):
-            made = await connection.create(owner)
+            created = await connection.create(owner)
     except SchedulerError as error:
         is_open = isinstance(error, NoAnswerError) or (
             isinstance(error, KubernetesApiError) and error.status in GATEWAYS
@@ -234,7 +234,7 @@ async def _create_on_record(connection: Connection, record: HandoverRecord, owne
             f"{error}. Whether {_in_words(owner)} was made is not known yet, so the run is kept: `craton ps` shows it "
             f"when the cluster does; if it never does, `craton resume {record.run.name}` hands it in again"
         ) from None
-    return made
+    return created
 
 
 async def _looked_up(connection: Connection, owner: Manifest, is_open: bool) -> tuple[Manifest | None, bool]:
@@ -303,8 +303,8 @@ async def _places(connection: Connection, job: Job) -> Places:
         nodes = await asyncio.wait_for(connection.list_nodes(**selectors), NODES_SECONDS)
         places = places_of(nodes, level_labels(job))
     except KubernetesApiError as error:
-        what = "may not list the nodes of the cluster" if error.status == 403 else f"was not told the nodes: {error}"
-        return Places(why=f"whoever handed the run in {what}")
+        reason = "may not list the nodes of the cluster" if error.status == 403 else f"was not told the nodes: {error}"
+        return Places(why=f"whoever handed the run in {reason}")
     except (SchedulerError, TopologyError) as error:
         return Places(why=str(error))
     except TimeoutError:
@@ -321,12 +321,12 @@ def _with_values(secret: Manifest, owner: Manifest, environment: Mapping[str, st
     return {**secret, "data": {item: base64.b64encode(environment[item].encode()).decode() for item in wanted}}
 
 
-def _secret_keys(thing: object, name: str) -> list[str]:
+def _secret_keys(part: object, name: str) -> list[str]:
     """The keys of a Secret that anything in a manifest refers to."""
-    if isinstance(thing, list):
-        return [key for element in thing for key in _secret_keys(element, name)]
-    if not isinstance(thing, dict):
+    if isinstance(part, list):
+        return [key for element in part for key in _secret_keys(element, name)]
+    if not isinstance(part, dict):
         return []
-    source = thing.get("secret")
+    source = part.get("secret")
     own = [item["key"] for item in source["items"]] if isinstance(source, dict) and source.get("name") == name else []
-    return own + [key for entry in thing.values() for key in _secret_keys(entry, name)]
+    return own + [key for entry in part.values() for key in _secret_keys(entry, name)]

@@ -132,11 +132,11 @@ def _place(name: str) -> Manifest:
 
 
 async def _give_back(connection: Connection, node: str, mark: str) -> str:
-    found = await connection.read(_place(node))
-    if found is None:
+    manifest = await connection.read(_place(node))
+    if manifest is None:
         return f"Kubernetes has no node {node}"
-    if mark_of(found) != mark:
-        reason = why_out(found)
+    if mark_of(manifest) != mark:
+        reason = why_out(manifest)
         return f"{node} is out by somebody else: {reason}" if reason else f"{node} is in service already"
     is_done = await _change(connection, node, lambda now: uncordoned(now, mark))
     return "" if is_done else f"{node} was taken over by somebody else meanwhile"
@@ -146,13 +146,13 @@ async def _change(connection: Connection, name: str, change: Change) -> bool:
     """Whether there was something to change."""
     place = _place(name)
     for tried in range(1, MAX_TRIES + 1):
-        found = await connection.read(place)
-        if found is None:
+        manifest = await connection.read(place)
+        if manifest is None:
             raise KubernetesApiError(f"Kubernetes has no node {name}; `kubectl get nodes` shows what there is", 404)
-        patch = change(found)
+        patch = change(manifest)
         if patch is None:
             return False
-        patch["metadata"]["resourceVersion"] = (found.get("metadata") or {}).get("resourceVersion")
+        patch["metadata"]["resourceVersion"] = (manifest.get("metadata") or {}).get("resourceVersion")
         try:
             await connection.patch(place, patch)
             return True

@@ -46,15 +46,15 @@ async def seen_of(
         _pod_groups(connection, namespace, waiting, hidden),
         _events(connection, namespace, waiting, hidden),
     )
-    found = {}
+    by_owner = {}
     for owner in owners:
         uid, its_pods = owner["metadata"]["uid"], pods_of.get(_instance_of(owner), [])
         workload, group = workloads.get(uid), groups.get(uid)
         parts = [item for item in (owner, workload, group, *its_pods) if item is not None]
         messages = [event for event in events if is_about(event, owner, parts)]
-        seen = Seen(owner, its_pods, workload, group, messages, sorted(hidden))
-        found[f"{owner['kind']}/{owner['metadata']['name']}"] = seen
-    return found, pods
+        objects = Seen(owner, its_pods, workload, group, messages, sorted(hidden))
+        by_owner[f"{owner['kind']}/{owner['metadata']['name']}"] = objects
+    return by_owner, pods
 
 
 def is_about(event: Manifest, owner: Manifest, parts: Sequence[Manifest]) -> bool:

@@ -49,20 +49,24 @@ def places_of(nodes: Iterable[Mapping[str, Any]], labels: Mapping[str, str]) -> 
     if not own:
         return Places(why="the cluster had no node of the job's kind when the run was handed in")
     if "leaf" in labels:
-        known = dict(labels)
-        placed = [name for name, entry in own.items() if all(entry.get(label) for label in known.values())]
+        labels_of_levels = dict(labels)
+        placed = [name for name, entry in own.items() if all(entry.get(label) for label in labels_of_levels.values())]
         if not placed:
             wanted = " and ".join(f"the label {label}" for label in labels.values())
             return Places(why=f"no node has {wanted}, as the cluster file's levels say")
-        known = _if_all_have(own, placed, {"zone": (DEFAULT_LABELS["zone"],)}) | known
+        labels_of_levels = _if_all_have(own, placed, {"zone": (DEFAULT_LABELS["zone"],)}) | labels_of_levels
     else:
         items = [{"kind": "Node", "metadata": {"name": name, "labels": item}} for name, item in own.items()]
         topology = read_topology(json.dumps({"kind": "NodeList", "items": items}))
-        known, placed = dict(topology.labels), list(topology.nodes)
-        known.pop("domain", None)
-    known |= _if_all_have(own, placed, {"domain": DOMAIN_LABELS})
-    levels = sorted(known, key=lambda level: (level == "domain") - (level == "zone"))  # the others are in order
-    return Places(tuple(levels), {name: tuple(own[name][known[level]] for level in levels) for name in placed})
+        labels_of_levels, placed = dict(topology.labels), list(topology.nodes)
+        labels_of_levels.pop("domain", None)
+    labels_of_levels |= _if_all_have(own, placed, {"domain": DOMAIN_LABELS})
+    levels = sorted(
+        labels_of_levels, key=lambda level: (level == "domain") - (level == "zone")
+    )  # the others are in order
+    return Places(
+        tuple(levels), {name: tuple(own[name][labels_of_levels[level]] for level in levels) for name in placed}
+    )
 
 
 def read_places(path: Path | None) -> Places:

@@ -108,12 +108,12 @@ class Pod:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m craton.orchestration.kubernetes.pod")
     parser.add_argument("run", metavar="RUN", help="the run directory")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     signals = Signals()
     try:
         if folder := os.environ.get("CRATON_SECRETS"):
             os.environ.update(read_secrets(Path(folder)))
-        pod = Pod.of(RunDirectory(given.run), os.environ)
+        pod = Pod.of(RunDirectory(options.run), os.environ)
         code = prepare(pod, signals) if pod.index == 0 else follow(pod, signals)
         while code is None and not is_healthy(pod):
             code = stand_aside(pod, signals)
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(str(error))
         return EXIT_FATAL
     except OSError as error:
-        say(f"{given.run} cannot be prepared: {error}")
+        say(f"{options.run} cannot be prepared: {error}")
         return EXIT_FAILED
     if code == EXIT_FATAL:  # said by every pod that ends by it: the first to know may be gone, with its log
         say(f"the run has failed: {pod.run.marker_text('FATAL')}")
@@ -130,11 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read_secrets(folder: Path) -> dict[str, str]:
     """Variable → value, for the ranks. A message about one never has its value."""
-    found = {name: (folder / name).read_bytes() for name in config_files(folder)}
-    wrong = [name for name, value in found.items() if b"\0" in value]
+    values = {name: (folder / name).read_bytes() for name in config_files(folder)}
+    wrong = [name for name, value in values.items() if b"\0" in value]
     if wrong:
         raise RunError(f"the secret {', '.join(wrong)} holds a zero byte, which no variable can; store it as text")
-    return {name: os.fsdecode(value) for name, value in found.items()}
+    return {name: os.fsdecode(value) for name, value in values.items()}
 
 
 class Signals:
@@ -273,11 +273,11 @@ def take_over(pod: Pod) -> None:
 
 def config_files(folder: Path) -> list[str]:
     """The files of a mounted ConfigMap. They are links into a folder of two dots, which is exchanged as a whole."""
-    found = []
+    files = []
     for place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [item for item in folders if not item.startswith("..")]
-        found += [os.path.relpath(os.path.join(place, name), folder) for name in names if not name.startswith("..")]
-    return sorted(found)
+        files += [os.path.relpath(os.path.join(place, name), folder) for name in names if not name.startswith("..")]
+    return sorted(files)
 
 
 def adapted(launch: Launch, run: RunDirectory, pod: Pod) -> Launch:
@@ -390,9 +390,9 @@ def stand_aside(pod: Pod, signals: Signals) -> int | None:
 
 def spared_pods(run: RunDirectory, launch: Launch) -> list[int]:
     """The numbers of unfit pods that the run can do without, the first ones."""
-    found = sorted(int(path.name) for path in (run.path / UNFIT_FOLDER).glob("[0-9]*"))
+    unfit = sorted(int(path.name) for path in (run.path / UNFIT_FOLDER).glob("[0-9]*"))
     spares = len(launch.nodes) - (launch.min_nodes or launch.working_nodes)
-    return [index for index in found if index < len(launch.nodes)][:spares]
+    return [index for index in unfit if index < len(launch.nodes)][:spares]
 
 
 def unfit_path(pod: Pod) -> Path:

@@ -78,8 +78,8 @@ def write_pod_file(run: RunDirectory, submission: str, used: float = 0.0, call: 
 
 
 def submission_of(run: RunDirectory) -> str | None:
-    found = read_json(run.path / POD_FILE).get("submission")
-    return found if isinstance(found, str) else None
+    submission = read_json(run.path / POD_FILE).get("submission")
+    return submission if isinstance(submission, str) else None
 
 
 def call_of(run: RunDirectory) -> str:

@@ -22,21 +22,21 @@ class EndedPods:
     outcome: Outcome
 
 
-def standing_of(seen: Seen) -> Standing:
+def standing_of(objects: Seen) -> Standing:
     """It runs as soon as a pod does; why others of the gang do not, and why none does, is its sentence."""
-    job = f"{seen.owner['kind']}/{seen.owner['metadata']['name']}"
-    there = living(seen.pods)
-    nodes, restarts = _nodes(there), restarts_of(seen)
-    if ended := ended_as(seen.owner):
+    job = f"{objects.owner['kind']}/{objects.owner['metadata']['name']}"
+    there = living(objects.pods)
+    nodes, restarts = _nodes(there), restarts_of(objects)
+    if ended := ended_as(objects.owner):
         return Standing("ended", job, nodes, ended.reason, ended.message, restarts, outcome=ended.outcome)
-    if seen.owner["metadata"].get("deletionTimestamp"):
+    if objects.owner["metadata"].get("deletionTimestamp"):
         return leaving_of(job, there, restarts)
     running = [pod for pod in there if is_running(pod)]
     if running:
         held = len(there) - len(running)
-        sentence = why_waiting(seen).sentence if held else ""
+        sentence = why_waiting(objects).sentence if held else ""
         return Standing("running", job, nodes, "", sentence, restarts)
-    waiting = why_waiting(seen)
+    waiting = why_waiting(objects)
     return Standing("waiting", job, nodes, waiting.reason, waiting.sentence, restarts)
 
 
@@ -90,15 +90,15 @@ def ended_as(owner: Manifest) -> EndedPods | None:
     return None
 
 
-def restarts_of(seen: Seen) -> int:
+def restarts_of(objects: Seen) -> int:
     """How often a pod was made again, by what the owner counts or the containers do."""
-    status = seen.owner.get("status") or {}
+    status = objects.owner.get("status") or {}
     counted = int(status.get("retryCount") or status.get("restarts") or 0)
-    failed = int(status.get("failed") or 0) if seen.owner["kind"] == "Job" else 0
-    ended = len([pod for pod in seen.pods if (pod.get("status") or {}).get("phase") == "Failed"])
+    failed = int(status.get("failed") or 0) if objects.owner["kind"] == "Job" else 0
+    ended = len([pod for pod in objects.pods if (pod.get("status") or {}).get("phase") == "Failed"])
     again = sum(
         int(containerStatuse.get("restartCount") or 0)
-        for pod in seen.pods
+        for pod in objects.pods
         for containerStatuse in (pod.get("status") or {}).get("containerStatuses") or ()
     )
     return max(counted, failed, ended) + again

@@ -131,11 +131,11 @@ def target_of(
     run: Path,
     *,
     submission: str,
-    given: Collection[str] = (),
+    shell_variables: Collection[str] = (),
     user: tuple[int, int] | None = None,
     code: bytes = b"",
 ) -> KubernetesTarget:
-    """`given` names the variables that the caller's shell has, `user` is who owns a run directory that exists, `code`
+    """`shell_variables` are those of the caller, `user` is who owns a run directory that exists, `code`
     what a command runs in, packed."""
     job, launch = draft.job, draft.launch
     scheduler = (job.cluster.file.scheduler if job.cluster.file else None) or SchedulerSettings(kind="kubernetes")
@@ -193,7 +193,7 @@ def target_of(
         code=b"" if exists else code,
         drafted_at=str(run),
         env=dict(job.run.env),
-        secrets=secrets_of(job, given),
+        secrets=secrets_of(job, shell_variables),
         queue=queue_of(job, scheduler),
         priority=_labelled(job, job.run.priority or scheduler.priority, "priority"),
         topology=check_name(scheduler.topology, "the cluster file's topology") if scheduler.topology else "",
@@ -262,11 +262,13 @@ def directory_of(job: Job, run: Path, mounts: tuple[PodMount, ...], num_pods: in
 
 def check_visible(job: Job, mounts: tuple[PodMount, ...]) -> None:
     """Refuse what the ranks could not read: files of this machine that no pod sees."""
-    seen = [mount.path for mount in mounts]
+    mounted = [mount.path for mount in mounts]
     for path in _paths(job):
-        if not any(_is_inside(path, place) for place in seen):
+        if not any(_is_inside(path, place) for place in mounted):
             places = (
-                f"below {' or '.join(seen)}" if seen else "on storage that the cluster file mounts (storage.shared)"
+                f"below {' or '.join(mounted)}"
+                if mounted
+                else "on storage that the cluster file mounts (storage.shared)"
             )
             raise StartError(
                 f"{job.where('data')}{path} is not seen by the pods; keep it {places}, or in S3. Text is tokenized "
@@ -277,8 +279,8 @@ def check_visible(job: Job, mounts: tuple[PodMount, ...]) -> None:
 def check_functions(job: Job, folder: str, mounts: tuple[PodMount, ...]) -> None:
     """Refuse a user's own functions in a folder of this machine that no pod sees. What is not in the job's folder is
     looked for in the image, as Python does."""
-    seen = [mount.path for mount in mounts]
-    if not folder or any(_is_inside(folder, place) for place in seen):
+    mounted = [mount.path for mount in mounts]
+    if not folder or any(_is_inside(folder, place) for place in mounted):
         return
     model = job.model if isinstance(job.model, str) and job.model_shape is None else None
     named = {"model": model, "objective": job.objective, "reward": job.reward, "data.source": job.data.source}
@@ -287,7 +289,7 @@ def check_functions(job: Job, folder: str, mounts: tuple[PodMount, ...]) -> None
             continue
         module = Path(folder, *function.partition(":")[0].split(".")[:1])
         if module.is_dir() or module.with_suffix(".py").is_file():
-            places = f"below {' or '.join(seen)}" if seen else "on storage that the cluster file mounts"
+            places = f"below {' or '.join(mounted)}" if mounted else "on storage that the cluster file mounts"
             raise StartError(
                 f"{job.where(*key.split('.'))}{key}: {function} is in {folder}, which is not seen by the pods; keep "
                 f"the job file and its functions {places}, or install them in the image"
@@ -300,12 +302,12 @@ def network_of(instance: Instance, scheduler: SchedulerSettings) -> dict[str, st
     Karpenter makes no node for a pod that asks for huge pages, for no instance type has them before it is there
     (https://github.com/aws/karpenter-provider-aws/issues/3315): on its pools EFA does without.
     """
-    found = {}
+    resources = {}
     if instance.efa_version:
-        found["vpc.amazonaws.com/efa"] = str(instance.network_interfaces)
+        resources["vpc.amazonaws.com/efa"] = str(instance.network_interfaces)
         if not scheduler.node_pool:
-            found["hugepages-2Mi"] = HUGE_PAGES
-    return found | {name: str(count) for name, count in scheduler.resources.items()}
+            resources["hugepages-2Mi"] = HUGE_PAGES
+    return resources | {name: str(count) for name, count in scheduler.resources.items()}
 
 
 def resources_of(
@@ -378,12 +380,12 @@ def check_can_be_made(near: Near, scheduler: SchedulerSettings, where: str) -> N
         )
 
 
-def secrets_of(job: Job, given: Collection[str]) -> dict[str, str]:
+def secrets_of(job: Job, shell_variables: Collection[str]) -> dict[str, str]:
     """Variable → the Secret that holds it: the run's own for what the caller has, else the cluster's."""
     of_server = [job.serve.api_keys, job.serve.admin_key] if job.serve else []
     wanted = [*job.run.secrets, *(name for name in of_server if name)]
     own = f"{object_name(job.name)}-secrets"
-    return {name: own if name in given else CLUSTER_SECRET for name in wanted}
+    return {name: own if name in shell_variables else CLUSTER_SECRET for name in wanted}
 
 
 def queue_of(job: Job, scheduler: SchedulerSettings) -> str:
@@ -425,8 +427,8 @@ def instance_types_of(job: Job) -> tuple[str, ...]:
 
 
 def _instance(draft: Draft) -> Instance:
-    found = draft.plan or draft.serving
-    cluster = found.cluster if found else resolve_cluster(draft.job.cluster, draft.job.price)
+    plan = draft.plan or draft.serving
+    cluster = plan.cluster if plan else resolve_cluster(draft.job.cluster, draft.job.price)
     return cluster.instance
 
 

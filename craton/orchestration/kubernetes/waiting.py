@@ -60,24 +60,24 @@ class _Said:
     words: dict[str, str] = field(default_factory=dict)
 
 
-def why_waiting(seen: Seen) -> Waiting:
+def why_waiting(objects: Seen) -> Waiting:
     """One sentence, whatever there is to go by."""
-    said = _decider(seen)
-    if said is None and _have_ended(seen.pods):
+    decision = _decider(objects)
+    if decision is None and _have_ended(objects.pods):
         return Waiting("", MADE_AGAIN)
-    if said is None and seen.hidden:
-        kinds = " and ".join(f"{item}s" for item in seen.hidden)
+    if decision is None and objects.hidden:
+        kinds = " and ".join(f"{item}s" for item in objects.hidden)
         return Waiting("", f"why is not shown to you; ask for the right to list {kinds} in its namespace")
-    if said is None:
+    if decision is None:
         return Waiting("", "Kubernetes has not looked at it yet")
-    return _told(said, seen)
+    return _told(decision, objects)
 
 
-def _decider(seen: Seen) -> _Said | None:
+def _decider(objects: Seen) -> _Said | None:
     for look in (_kueue, _pod_group, _containers, _unscheduled, _events):
-        if result := look(seen):
+        if result := look(objects):
             return result
-    if _is_queued(seen.owner) and seen.workload is None and "Workload" not in seen.hidden:
+    if _is_queued(objects.owner) and objects.workload is None and "Workload" not in objects.hidden:
         return _Said("kueue", "QuotaReserved", "PendingEvaluation", "")
     return None
 
@@ -88,10 +88,10 @@ def _have_ended(pods: Sequence[Manifest]) -> bool:
     return "Failed" in phases and all(phase in ("Failed", "Succeeded") for phase in phases)
 
 
-def _kueue(seen: Seen) -> _Said | None:
-    if seen.workload is None:
+def _kueue(objects: Seen) -> _Said | None:
+    if objects.workload is None:
         return None
-    conditions = _conditions(seen.workload, "conditions")
+    conditions = _conditions(objects.workload, "conditions")
     evicted, reserved = conditions.get("Evicted"), conditions.get("QuotaReserved")
     admitted, gated = conditions.get("Admitted"), conditions.get("BlockedOnPreemptionGates")
     if evicted and evicted.get("status") == "True" and not _is_newer(reserved, evicted):
@@ -103,7 +103,7 @@ def _kueue(seen: Seen) -> _Said | None:
     if reserved.get("status") != "True":
         return _Said("kueue", "QuotaReserved", reserved.get("reason", ""), reserved.get("message", ""))
     if admitted is None or admitted.get("status") != "True":
-        checks = (seen.workload.get("status") or {}).get("admissionChecks") or ()
+        checks = (objects.workload.get("status") or {}).get("admissionChecks") or ()
         open_checks = [
             f"{check.get('name')} ({check.get('state')})" for check in checks if check.get("state") != "Ready"
         ]
@@ -113,8 +113,8 @@ def _kueue(seen: Seen) -> _Said | None:
     return None
 
 
-def _pod_group(seen: Seen) -> _Said | None:
-    group = seen.pod_group
+def _pod_group(objects: Seen) -> _Said | None:
+    group = objects.pod_group
     if group is None:
         return None
     status = group.get("status") or {}
@@ -139,26 +139,35 @@ def _kai_condition(condition: Manifest) -> _Said:
     return _Said("kai", "UnschedulableOnNodePool", reason, "; ".join(messages))
 
 
-def _containers(seen: Seen) -> _Said | None:
+def _containers(objects: Seen) -> _Said | None:
     """The most common thing that containers of bound pods wait for; what is wrong comes before what takes its time."""
-    found: dict[str, list[str]] = {}
-    for pod in seen.pods:
+    messages_by_reason: dict[str, list[str]] = {}
+    for pod in objects.pods:
         for status in (pod.get("status") or {}).get("containerStatuses") or ():
             held = (status.get("state") or {}).get("waiting")
             if held:
-                found.setdefault(str(held.get("reason", "")), []).append(str(held.get("message", "")))
-    if not found:
+                messages_by_reason.setdefault(str(held.get("reason", "")), []).append(str(held.get("message", "")))
+    if not messages_by_reason:
         return None
-    reason = max(found, key=lambda item: (item not in ("ContainerCreating", "PodInitializing"), len(found[item])))
-    if reason == "ContainerCreating" and (result := _event(seen, ("FailedMount", "FailedAttachVolume"))):
+    reason = max(
+        messages_by_reason,
+        key=lambda item: (item not in ("ContainerCreating", "PodInitializing"), len(messages_by_reason[item])),
+    )
+    if reason == "ContainerCreating" and (result := _event(objects, ("FailedMount", "FailedAttachVolume"))):
         return result
-    return _Said("kubernetes", "container", reason, found[reason][0], {"waiting": str(len(found[reason]))})
+    return _Said(
+        "kubernetes",
+        "container",
+        reason,
+        messages_by_reason[reason][0],
+        {"waiting": str(len(messages_by_reason[reason]))},
+    )
 
 
-def _unscheduled(seen: Seen) -> _Said | None:
+def _unscheduled(objects: Seen) -> _Said | None:
     held = [
         condition
-        for pod in seen.pods
+        for pod in objects.pods
         if (condition := _conditions(pod, "conditions").get("PodScheduled")) and condition.get("status") == "False"
     ]
     if not held:
@@ -169,55 +178,55 @@ def _unscheduled(seen: Seen) -> _Said | None:
     )
 
 
-def _events(seen: Seen) -> _Said | None:
-    return None if seen.pods else _event(seen, ("FailedCreate",))
+def _events(objects: Seen) -> _Said | None:
+    return None if objects.pods else _event(objects, ("FailedCreate",))
 
 
-def _event(seen: Seen, reasons: tuple[str, ...]) -> _Said | None:
+def _event(objects: Seen, reasons: tuple[str, ...]) -> _Said | None:
     newest = None
-    for event in seen.events:
+    for event in objects.events:
         if event.get("reason") in reasons and (newest is None or _moment(event) >= _moment(newest)):
             newest = event
     return _Said("kubernetes", "event", newest["reason"], newest.get("message") or "") if newest else None
 
 
-def _told(said: _Said, seen: Seen) -> Waiting:
+def _told(decision: _Said, objects: Seen) -> Waiting:
     facts = _facts()
-    detail, meant, never = _detail(said)
-    if counts := _nodes_beside(said, seen):
-        detail = f"{detail}; {counts}" if detail not in ("", _one_line(said.message)) else counts
-    if not_made := _not_made(said, seen):
+    detail, meant, never = _detail(decision)
+    if counts := _nodes_beside(decision, objects):
+        detail = f"{detail}; {counts}" if detail not in ("", _one_line(decision.message)) else counts
+    if not_made := _not_made(decision, objects):
         detail = f"{detail}; {not_made}" if detail else not_made
-    fact = facts["reasons"].get((said.by, said.of, said.reason))
-    if meant and said.by == "kueue" and said.reason in (*_ANY_WORD, "TopologyPlacementFailed"):
+    fact = facts["reasons"].get((decision.by, decision.of, decision.reason))
+    if meant and decision.by == "kueue" and decision.reason in (*_ANY_WORD, "TopologyPlacementFailed"):
         # One word stands for several reasons; the message has the better one.
-        fact = facts["reasons"].get((said.by, said.of, meant), fact)
+        fact = facts["reasons"].get((decision.by, decision.of, meant), fact)
     if fact is None:
-        message = f": {_one_line(said.message)}" if said.message else ""
-        return Waiting(said.reason, f"{said.by} says {said.reason or said.of}{message}", never)
+        message = f": {_one_line(decision.message)}" if decision.message else ""
+        return Waiting(decision.reason, f"{decision.by} says {decision.reason or decision.of}{message}", never)
     words = {
-        "queue": _queue(seen),
-        "pods": _counted(_asked_pods(seen), "pod"),
-        "within": f" on one {level}" if (level := _within(seen.owner)) else "",
+        "queue": _queue(objects),
+        "pods": _counted(_asked_pods(objects), "pod"),
+        "within": f" on one {level}" if (level := _within(objects.owner)) else "",
         "waiting": "some",
         "checks": "",
         "detail": f": {detail}" if detail else "",
-        "message": _one_line(said.message),
-        **said.words,
+        "message": _one_line(decision.message),
+        **decision.words,
     }
-    reason = meant or said.reason if fact["reason"] != said.reason else said.reason
+    reason = meant or decision.reason if fact["reason"] != decision.reason else decision.reason
     return Waiting(reason, str(fact["sentence"]).format(**words), bool(fact.get("for_ever")) or never)
 
 
-def _detail(said: _Said) -> tuple[str, str, bool]:
+def _detail(decision: _Said) -> tuple[str, str, bool]:
     """(what a message tells in our words, the reason it stands for, whether it stays so); the message itself where no
     pattern fits."""
-    if said.of == "PodScheduled" and (counted := _node_counts(said.message)):
+    if decision.of == "PodScheduled" and (counted := _node_counts(decision.message)):
         return counted, "", False
     for pattern, fact in _facts()["messages"]:
-        if match := pattern.search(said.message):
+        if match := pattern.search(decision.message):
             return str(fact["sentence"]).format(**match.groupdict()), fact.get("reason", ""), bool(fact.get("for_ever"))
-    return _one_line(said.message), "", False
+    return _one_line(decision.message), "", False
 
 
 def _node_counts(message: str) -> str:
@@ -234,34 +243,34 @@ def _node_counts(message: str) -> str:
     return f"of {_counted(int(match['all']), 'node')} {', '.join(parts)}" if parts else ""
 
 
-def _nodes_beside(said: _Said, seen: Seen) -> str:
+def _nodes_beside(decision: _Said, objects: Seen) -> str:
     """What is wrong with which nodes, where it is told beside the reason: Kueue and KAI do so at the end of their
     message, Volcano at its pods."""
-    message = _one_line(said.message)
-    if said.by == "kueue" and (match := _EXCLUDED.search(message)):
+    message = _one_line(decision.message)
+    if decision.by == "kueue" and (match := _EXCLUDED.search(message)):
         parts = [
             f"{entry['count']} {_exclusion_words(entry['what'], entry['name'])}"
             for entry in _EXCLUSION.finditer(match["parts"])
         ]
         return f"of {_counted(int(match['all']), 'node')} {', '.join(parts)}" if parts else ""
-    if said.by == "kai" and (match := _FEW.search(message)):
+    if decision.by == "kai" and (match := _FEW.search(message)):
         counted = [part for word in match["parts"].split(". ") if (part := _PART.fullmatch(word.strip(" .")))]
         parts = [f"{part['count']} {_node_words(part['why'])}" for part in counted]
         return f"of the nodes {', '.join(parts)}" if parts else ""
-    if said.by == "volcano" and said.of == "Unschedulable" and "node(s)" not in message:
-        held = [_conditions(pod, "conditions").get("PodScheduled") or {} for pod in seen.pods]
+    if decision.by == "volcano" and decision.of == "Unschedulable" and "node(s)" not in message:
+        held = [_conditions(pod, "conditions").get("PodScheduled") or {} for pod in objects.pods]
         return next((counts for item in held if (counts := _node_counts(str(item.get("message", ""))))), "")
     return ""
 
 
-def _not_made(said: _Said, seen: Seen) -> str:
+def _not_made(decision: _Said, objects: Seen) -> str:
     """Why Karpenter made no node for pods that wait, by its newest event; it may have made one since."""
-    if said.of not in ("PodScheduled", "Unschedulable", "UnschedulableOnNodePool"):
+    if decision.of not in ("PodScheduled", "Unschedulable", "UnschedulableOnNodePool"):
         return ""
-    homeless = {pod["metadata"]["name"] for pod in seen.pods if not (pod.get("spec") or {}).get("nodeName")}
+    homeless = {pod["metadata"]["name"] for pod in objects.pods if not (pod.get("spec") or {}).get("nodeName")}
     events = [
         event
-        for event in seen.events
+        for event in objects.events
         if event.get("reason") == "FailedScheduling"
         and str(event.get("message", "")).startswith(_KARPENTER)
         and (event.get("involvedObject") or {}).get("name") in homeless
@@ -275,12 +284,12 @@ def _not_made(said: _Said, seen: Seen) -> str:
     return f"Karpenter made none at {_moment(newest)[11:16]} UTC: {why}"
 
 
-def _exclusion_words(what: str, name: str | None) -> str:
-    if what == "resource":
+def _exclusion_words(kind: str, name: str | None) -> str:
+    if kind == "resource":
         return f"have too few free {name}"
-    if what == "taint":
+    if kind == "taint":
         return f"have the taint {name}, which `tolerations:` of the cluster file does not name"
-    return f"are left out for {what}" + (f" {name}" if name else "")
+    return f"are left out for {kind}" + (f" {name}" if name else "")
 
 
 def _node_words(why: str) -> str:
@@ -312,9 +321,9 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def _conditions(thing: Manifest, key: str) -> dict[str, Manifest]:
+def _conditions(manifest: Manifest, key: str) -> dict[str, Manifest]:
     """By type, the newest of each: Volcano adds one at every try."""
-    return {item.get("type", ""): item for item in (thing.get("status") or {}).get(key) or ()}
+    return {item.get("type", ""): item for item in (manifest.get("status") or {}).get(key) or ()}
 
 
 def _is_newer(condition: Manifest | None, than: Manifest) -> bool:
@@ -329,37 +338,37 @@ def _moment(event: Manifest) -> str:
     )
 
 
-def _labels(thing: Manifest) -> dict[str, str]:
-    return (thing.get("metadata") or {}).get("labels") or {}
+def _labels(manifest: Manifest) -> dict[str, str]:
+    return (manifest.get("metadata") or {}).get("labels") or {}
 
 
 def _is_queued(owner: Manifest) -> bool:
     return "kueue.x-k8s.io/queue-name" in _labels(owner)
 
 
-def _queue(seen: Seen) -> str:
-    labels = _labels(seen.owner)
+def _queue(objects: Seen) -> str:
+    labels = _labels(objects.owner)
     named = labels.get("kueue.x-k8s.io/queue-name") or labels.get("kai.scheduler/queue")
-    return str(named or (seen.owner.get("spec") or {}).get("queue") or "default")
+    return str(named or (objects.owner.get("spec") or {}).get("queue") or "default")
 
 
 def _within(owner: Manifest) -> str:
     return str(((owner.get("metadata") or {}).get("annotations") or {}).get(WITHIN_ANNOTATION, ""))
 
 
-def _asked_pods(seen: Seen) -> int:
-    spec = seen.owner.get("spec") or {}
+def _asked_pods(objects: Seen) -> int:
+    spec = objects.owner.get("spec") or {}
     jobs = spec.get("replicatedJobs") or ()
     if jobs:
         return sum(int(job["template"]["spec"].get("parallelism", 1)) * int(job.get("replicas", 1)) for job in jobs)
     if spec.get("tasks"):
         return sum(int(task.get("replicas", 1)) for task in spec["tasks"])
     size = (spec.get("leaderWorkerTemplate") or {}).get("size")
-    return int(spec.get("parallelism") or size or len(seen.pods) or 1)
+    return int(spec.get("parallelism") or size or len(objects.pods) or 1)
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _one_line(text: str) -> str:

@@ -83,20 +83,20 @@ def check_driver(report: NodeReport, expected: Expected) -> list[PreflightFindin
 
 def check_count(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     """Seven of eight: the driver's count against what a run needs, the catalog says and the bus shows."""
-    seen, on_bus, wanted = len(report.gpus.cards), len(report.gpus.on_bus), expected.gpus
+    num_gpus, on_bus, wanted = len(report.gpus.cards), len(report.gpus.on_bus), expected.gpus
     missing = sorted(set(report.gpus.on_bus) - {card.bus_id for card in report.gpus.cards})
-    bus = f"; the PCI bus has {on_bus}, without a driver: {', '.join(missing)}" if missing and on_bus > seen else ""
-    if wanted and seen < wanted:
+    bus = f"; the PCI bus has {on_bus}, without a driver: {', '.join(missing)}" if missing and on_bus > num_gpus else ""
+    if wanted and num_gpus < wanted:
         remedy = "reboot the node, have it replaced when the card stays away; give a container all its GPUs"
-        return [_finding("gpu_count", "fail", f"{seen} of {wanted} GPUs ({expected.name}){bus}", remedy)]
-    if wanted and seen > wanted and expected.instance is not None and not expected.num_gpus:
-        message = f"{counted(seen, 'GPU')}, {expected.name} has {wanted}"
+        return [_finding("gpu_count", "fail", f"{num_gpus} of {wanted} GPUs ({expected.name}){bus}", remedy)]
+    if wanted and num_gpus > wanted and expected.instance is not None and not expected.num_gpus:
+        message = f"{counted(num_gpus, 'GPU')}, {expected.name} has {wanted}"
         return [_finding("gpu_count", "warn", message, "name the right instance in the cluster file")]
     if bus and not wanted and not report.host.is_container and not report.gpus.error:
         remedy = "reboot the node; have it replaced when the card stays away"
-        return [_finding("gpu_count", "fail", f"{seen} of {on_bus} GPUs{bus}", remedy)]
+        return [_finding("gpu_count", "fail", f"{num_gpus} of {on_bus} GPUs{bus}", remedy)]
     of = f" of {wanted}" if wanted else ""
-    return [_finding("gpu_count", "ok", f"{seen}{of} GPUs")]
+    return [_finding("gpu_count", "ok", f"{num_gpus}{of} GPUs")]
 
 
 def check_model(cards: Iterable[GpuState], expected: Expected) -> list[PreflightFinding]:
@@ -154,12 +154,12 @@ def check_memory(cards: Iterable[GpuState]) -> list[PreflightFinding]:
 
 def _memory_faults(card: GpuState) -> Iterator[PreflightFinding]:
     def fault(
-        what: str, severity: Severity, text: str, remedy: str, action: HealthAction = "observe"
+        check: str, severity: Severity, text: str, remedy: str, action: HealthAction = "observe"
     ) -> PreflightFinding:
-        return _finding(what, severity, f"{card.label}: {text}", remedy.replace("INDEX", str(card.index)), action)
+        return _finding(check, severity, f"{card.label}: {text}", remedy.replace("INDEX", str(card.index)), action)
 
-    def asks(what: str, severity: Severity, text: str, action: HealthAction) -> PreflightFinding:
-        return fault(what, severity, text, ACTION_REMEDY[action], action)
+    def asks(check: str, severity: Severity, text: str, action: HealthAction) -> PreflightFinding:
+        return fault(check, severity, text, ACTION_REMEDY[action], action)
 
     if card.remap_failed:
         yield asks("gpu_row_remap", "fail", "rows could not be remapped", "replace")
@@ -291,16 +291,16 @@ def _of_card(report: NodeReport, bus: str, every: list[Xid]) -> PreflightFinding
         gravest = max(every, key=lambda xid: HEALTH_ACTIONS.index(xid.action))
         past = f"{place}: {xid_text(gravest)}{_and_more(every)}, {_when(gravest)}; nvidia-smi reports the card clean"
         return _finding("xid", "note", past, "nothing now; the same card again is worth a support case")
-    said = next((xid for xid in reversed(xids) if xid.recovery), None)
+    reset_xid = next((xid for xid in reversed(xids) if xid.recovery), None)
     causes = [xid for xid in xids if not xid.recovery] or xids
     gravest = max(causes, key=lambda xid: HEALTH_ACTIONS.index(xid.action))
     action, reason = gravest.action, xid_text(gravest)
-    if said is not None:
-        action = recovery_action(said.recovery)
-        reason = f"{'' if gravest.recovery else f'{reason}; '}XID 154 says `{said.recovery}`"
+    if reset_xid is not None:
+        action = recovery_action(reset_xid.recovery)
+        reason = f"{'' if gravest.recovery else f'{reason}; '}XID 154 says `{reset_xid.recovery}`"
     remedy = ACTION_REMEDY[action].replace("INDEX", str(card.index) if card else "INDEX")
     fact = xid_facts().get(gravest.code)
-    if action in ("observe", "restart") and fact is not None and said is None:
+    if action in ("observe", "restart") and fact is not None and reset_xid is None:
         remedy = fact.advice
     return _finding("xid", ACTION_SEVERITY[action], f"{place}: {reason}{_and_more(xids)}", remedy, action)
 
@@ -337,6 +337,6 @@ def _labels(cards: list[GpuState]) -> str:
 
 
 def _finding(
-    what: str, severity: Severity, evidence: str, remedy: str = "", action: HealthAction | Literal[""] = ""
+    check: str, severity: Severity, evidence: str, remedy: str = "", action: HealthAction | Literal[""] = ""
 ) -> PreflightFinding:
-    return PreflightFinding("infrastructure", what, severity, evidence, remedy, action=action)
+    return PreflightFinding("infrastructure", check, severity, evidence, remedy, action=action)

@@ -93,7 +93,7 @@ def check_lustre(report: NodeReport, expected: Expected) -> list[PreflightFindin
     if not lustre.interfaces_told:
         message = "which network Lustre uses is not known: lnetctl does not answer"
         return [*findings, _finding("lustre_network", "note", message, "run as root, with lnetctl installed")]
-    efa = [each for each in lustre.interfaces if each.network == "efa"]
+    efa = [link for link in lustre.interfaces if link.network == "efa"]
     down = [element for element in lustre.interfaces if not element.is_up]
     wanted = min(lustre_interfaces(expected.instance.name) if expected.instance else 0, len(report.fabric.efa))
     again = "run FSx's configure-efa-fsx-lustre-client/setup.sh again (journalctl -u configure-efa-fsx-lustre-client)"
@@ -117,8 +117,8 @@ def check_lustre(report: NodeReport, expected: Expected) -> list[PreflightFindin
 
 def check_storage(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
     """Storage is where the cluster file says: a path that nothing is mounted at is quietly the root disk."""
-    found = [*_shared_storage(report, expected), *_local_storage(report, expected)]
-    return lowered(found, "a container may not see the mounts of its node") if report.host.is_container else found
+    findings = [*_shared_storage(report, expected), *_local_storage(report, expected)]
+    return lowered(findings, "a container may not see the mounts of its node") if report.host.is_container else findings
 
 
 def _shared_storage(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
@@ -130,10 +130,10 @@ def _shared_storage(report: NodeReport, expected: Expected) -> list[PreflightFin
         there = ", ".join(entry.path for entry in report.disks.mounts if entry.kind in SHARED_KINDS)
         message = f"{path}, storage.shared of the cluster file, is on {mount.source} ({mount.kind}), its own disk"
         remedy = f"mount the shared file system at {path}, or correct the path; there is {there or 'none here'}"
-        found = [PreflightFinding("orchestration", "storage_shared", "fail", message, remedy)]
+        findings = [PreflightFinding("orchestration", "storage_shared", "fail", message, remedy)]
         if any(item.kind == "nfsd" for item in report.disks.mounts):
-            return lowered(found, "this node serves NFS itself")
-        return found if expected.needs_network else lowered(found, "this run stays on one node")
+            return lowered(findings, "this node serves NFS itself")
+        return findings if expected.needs_network else lowered(findings, "this run stays on one node")
     if wanted and mount.kind not in KIND_NAMES.get(wanted, (wanted,)):
         message = f"{path} is {mount.kind}, where the cluster file says {wanted}"
         return [_finding("storage_shared", "warn", message, "correct storage.shared.kind, or the mount")]
@@ -236,7 +236,7 @@ def check_group(report: NodeReport) -> list[PreflightFinding]:
     return findings
 
 
-def _finding(what: str, severity: Severity, evidence: str, remedy: str = "") -> PreflightFinding:
+def _finding(check: str, severity: Severity, evidence: str, remedy: str = "") -> PreflightFinding:
     return PreflightFinding(
-        "orchestration" if what == "control_group" else "infrastructure", what, severity, evidence, remedy
+        "orchestration" if check == "control_group" else "infrastructure", check, severity, evidence, remedy
     )

@@ -35,8 +35,8 @@ def check_local(
     begin = time.monotonic()
     report = probe_node(place)
     for node in launch.nodes if nodes is None else nodes:
-        found = _of_node(report, job, launch, node, place) if launch.gpus else _by_files(report)
-        findings = [replace(finding, node=node) for finding in found]
+        node_findings = _of_node(report, job, launch, node, place) if launch.gpus else _by_files(report)
+        findings = [replace(finding, node=node) for finding in node_findings]
         record_preflight(run, launch.generation, node, findings, time.monotonic() - begin)
         failed = [finding for finding in findings if finding.severity == "fail"]
         if failed:

@@ -108,8 +108,8 @@ def check_nccl_log(text: str, expected: Expected) -> list[PreflightFinding]:
 
 
 def _judged(text: str, expected: Expected) -> list[PreflightFinding]:
-    found, instance = read_nccl_log(text), expected.instance
-    if not found.is_told:
+    log, instance = read_nccl_log(text), expected.instance
+    if not log.is_told:
         return [
             PreflightFinding(
                 "ML software", "nccl_network", "note", "the log does not tell", "start with NCCL_DEBUG=INFO"
@@ -118,19 +118,19 @@ def _judged(text: str, expected: Expected) -> list[PreflightFinding]:
     fast = "EFA" if instance and instance.efa_version else "InfiniBand"
     has_fast = instance is not None and instance.gpu.generation != "cpu"
     wanted = "libfabric" if fast == "EFA" else "ib"
-    message = f"NCCL {found.version or ''} uses {', '.join(found.networks)}".replace("  ", " ")
-    if has_fast and not any(wanted in name.lower() for name in found.networks):
-        why = "; it did not find its plugin" if found.plugin_missing else ""
+    message = f"NCCL {log.version or ''} uses {', '.join(log.networks)}".replace("  ", " ")
+    if has_fast and not any(wanted in name.lower() for name in log.networks):
+        why = "; it did not find its plugin" if log.plugin_missing else ""
         remedy = "`craton doctor` on the node tells which part is missing; stop the run, it crawls"
         return [PreflightFinding("ML software", "nccl_network", "fail", f"{message} instead of {fast}{why}", remedy)]
-    if found.provider and found.provider != "efa" and fast == "EFA" and has_fast:
-        said, remedy = f"{message} by the provider {found.provider}, not efa", "export FI_PROVIDER=efa"
-        return [PreflightFinding("ML software", "nccl_network", "fail", said, remedy)]
-    if found.num_nics and instance and found.num_nics < instance.network_interfaces:
-        said = f"{message}, on {found.num_nics} of {instance.network_interfaces} interfaces"
+    if log.provider and log.provider != "efa" and fast == "EFA" and has_fast:
+        problem, remedy = f"{message} by the provider {log.provider}, not efa", "export FI_PROVIDER=efa"
+        return [PreflightFinding("ML software", "nccl_network", "fail", problem, remedy)]
+    if log.num_nics and instance and log.num_nics < instance.network_interfaces:
+        problem = f"{message}, on {log.num_nics} of {instance.network_interfaces} interfaces"
         remedy = "give the container all of its EFA devices"
-        return [PreflightFinding("ML software", "nccl_network", "fail", said, remedy)]
-    if has_fast and _crosses_nodes(text) and not found.gpudirect:
+        return [PreflightFinding("ML software", "nccl_network", "fail", problem, remedy)]
+    if has_fast and _crosses_nodes(text) and not log.gpudirect:
         remedy = "load nvidia_peermem, or NVIDIA's open kernel modules; unset NCCL_NET_GDR_LEVEL"
         return [
             PreflightFinding("ML software", "nccl_network", "warn", f"{message}, but without GPUDirect RDMA", remedy)

@@ -92,26 +92,26 @@ def check_foreign_devices(report: NodeReport) -> list[PreflightFinding]:
 
 
 def check_libfabric(report: NodeReport) -> list[PreflightFinding]:
-    found, efa = report.fabric.libfabric, report.fabric.efa
-    if not found.is_there:
+    libfabric, efa = report.fabric.libfabric, report.fabric.efa
+    if not libfabric.is_there:
         remedy = "install the EFA installer (--skip-kmod in a container)"
         return [
             _finding("libfabric", "warn", "fi_info is not installed: whether libfabric sees EFA is not known", remedy)
         ]
-    if not found.domains:
+    if not libfabric.domains:
         return [
             _finding(
                 "libfabric",
                 "fail",
-                f"libfabric finds no EFA ({found.error}): NCCL would use TCP sockets",
+                f"libfabric finds no EFA ({libfabric.error}): NCCL would use TCP sockets",
                 "give the container its /dev/infiniband/uverbs devices by the device plugin, load the module efa, or "
                 "install the EFA installer",
             )
         ]
-    if efa and len(found.domains) < len(efa):
-        message = f"libfabric sees {len(found.domains)} of {len(efa)} EFA devices"
+    if efa and len(libfabric.domains) < len(efa):
+        message = f"libfabric sees {len(libfabric.domains)} of {len(efa)} EFA devices"
         return [_finding("libfabric", "fail", message, "give the container all of its EFA devices")]
-    return [_finding("libfabric", "ok", f"libfabric has the provider efa on {len(found.domains)} devices")]
+    return [_finding("libfabric", "ok", f"libfabric has the provider efa on {len(libfabric.domains)} devices")]
 
 
 def check_plugin(report: NodeReport) -> list[PreflightFinding]:
@@ -142,10 +142,10 @@ def check_infiniband(report: NodeReport, expected: Expected) -> list[PreflightFi
     if instance is not None and wanted:
         due = max(due, instance.network_bytes_per_second * 8 / 1e9 / wanted)
     fast = [device for device in active if device.gigabits_per_second >= SLOW_RATE * due]
-    given = [device for device in fast if not device.uverbs or device.uverbs in report.fabric.visible_uverbs]
-    if fast and len(given) < min(wanted or 1, len(fast)):
-        lost = "the others are lost to NCCL" if given else "NCCL would use TCP sockets"
-        text = f"{len(given)} of {len(fast)} InfiniBand ports are in /dev/infiniband: {lost}"
+    visible = [device for device in fast if not device.uverbs or device.uverbs in report.fabric.visible_uverbs]
+    if fast and len(visible) < min(wanted or 1, len(fast)):
+        lost = "the others are lost to NCCL" if visible else "NCCL would use TCP sockets"
+        text = f"{len(visible)} of {len(fast)} InfiniBand ports are in /dev/infiniband: {lost}"
         return [_finding("infiniband", "fail", text, GIVE_VERBS, layer="orchestration")]
     if not devices and wanted and report.host.is_container:
         text = f"0 of {wanted} InfiniBand ports were given to this container"
@@ -254,9 +254,9 @@ def check_environment(report: NodeReport, environment: Mapping[str, str]) -> lis
 
 
 def _finding(
-    what: str, severity: Severity, evidence: str, remedy: str = "", layer: Layer | None = None
+    check: str, severity: Severity, evidence: str, remedy: str = "", layer: Layer | None = None
 ) -> PreflightFinding:
-    of_software = what in ("environment", "nccl_plugin", "libfabric")
+    of_software = check in ("environment", "nccl_plugin", "libfabric")
     return PreflightFinding(
-        layer or ("ML software" if of_software else "infrastructure"), what, severity, evidence, remedy
+        layer or ("ML software" if of_software else "infrastructure"), check, severity, evidence, remedy
     )

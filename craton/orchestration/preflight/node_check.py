@@ -110,8 +110,8 @@ def preflight(run: RunDirectory, launch: Launch, node: str, root: NodeRoot | Non
     begin = time.monotonic()
     place = root or NodeRoot()
     job = load_job(run.job_path)
-    _, found = examine(place, expected_by(job, launch), {**place.environment, **launch.env})
-    findings = [replace(finding, node=node) for finding in for_job(found, job)]
+    _, examined = examine(place, expected_by(job, launch), {**place.environment, **launch.env})
+    findings = [replace(finding, node=node) for finding in for_job(examined, job)]
     # Before its agent is started nobody else writes to the node's file, which has one writer at a time.
     record_preflight(run, launch.generation, node, findings, time.monotonic() - begin)
     return findings
@@ -226,17 +226,17 @@ def diagnose(
     }
     if job is not None:
         findings = for_job(findings, job)
-    found = ordered(replace(finding, node=finding.node or name) for finding in findings)
-    return Diagnosis(found, [node], measured)
+    findings_in_order = ordered(replace(finding, node=finding.node or name) for finding in findings)
+    return Diagnosis(findings_in_order, [node], measured)
 
 
 def check_tested(devices: list[dict[str, Any]], num_gpus: int, root: NodeRoot) -> list[PreflightFinding]:
     """A self-test that quietly went to the processor has tested no card."""
     if not num_gpus or not devices or "CUDA_VISIBLE_DEVICES" in root.environment:
         return []
-    seen = sum(device["device"] != "cpu" for device in devices)
-    if seen >= num_gpus:
+    num_tested = sum(device["device"] != "cpu" for device in devices)
+    if num_tested >= num_gpus:
         return []
     remedy = "python -c 'import torch; torch.zeros(1, device=\"cuda\")' tells why; reboot the node if it is the driver"
-    message = f"nvidia-smi shows {counted(num_gpus, 'GPU')}, and torch could use {seen}"
+    message = f"nvidia-smi shows {counted(num_gpus, 'GPU')}, and torch could use {num_tested}"
     return [PreflightFinding("infrastructure", "compute", "fail", message, remedy)]

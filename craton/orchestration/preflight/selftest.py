@@ -38,12 +38,12 @@ class EndedSelftest:
     failure: str = ""
     lacks_torch: bool = False
 
-    def finding(self, what: str, on: str = "") -> PreflightFinding:
+    def finding(self, check: str, on: str = "") -> PreflightFinding:
         if self.lacks_torch:
             remedy = "install torch in this environment (pip install craton[train])"
-            return PreflightFinding("ML software", what, "fail", self.failure, remedy)
+            return PreflightFinding("ML software", check, "fail", self.failure, remedy)
         remedy = "look for XIDs (`dmesg`), and leave the node out until it passes"
-        return PreflightFinding("infrastructure", what, "fail", f"{self.failure}{on}", remedy)
+        return PreflightFinding("infrastructure", check, "fail", f"{self.failure}{on}", remedy)
 
 
 def run_compute(
@@ -129,8 +129,8 @@ def _ending(code: int) -> str:
 
 def _last_line(file: Any) -> str:
     file.seek(0)
-    said = file.read().decode(errors="replace").strip().splitlines()
-    return said[-1] if said else "it said nothing"
+    lines = file.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
 
 
 def _lines(file: Any) -> list[dict[str, Any]]:

@@ -74,12 +74,12 @@ def _odd_ones(alike: Sequence[Device]) -> Iterator[PreflightFinding]:
     named: dict[str, list[str]] = defaultdict(list)
     undecided = []
     for name in alike[0].result["hashes"]:
-        told = {device.label: device.result["hashes"].get(name, "") for device in alike}
-        (value, count), *others = Counter(told.values()).most_common()
+        hashes = {device.label: device.result["hashes"].get(name, "") for device in alike}
+        (value, count), *others = Counter(hashes.values()).most_common()
         if not others:
             continue
         if 2 * count > len(alike) and len(alike) >= FEW_DEVICES:
-            for label, item in told.items():
+            for label, item in hashes.items():
                 if item != value:
                     named[label].append(name)
         else:
@@ -109,16 +109,16 @@ def _slow_ones(alike: Sequence[Device]) -> Iterator[PreflightFinding]:
                 yield PreflightFinding("infrastructure", "compute_speed", "warn", message, remedy, device.node)
 
 
-def check_bandwidth(found: Mapping[str, Any]) -> list[PreflightFinding]:
+def check_bandwidth(measured: Mapping[str, Any]) -> list[PreflightFinding]:
     """What `selftest bandwidth` measured: who is slow with everybody, and whether all are slow."""
-    names, expected = found["names"], float(found["expected_bytes_per_second"])
+    names, expected = measured["names"], float(measured["expected_bytes_per_second"])
     labels = _unit_labels(names)
-    rates = {tuple(item["pair"]): item["bytes_per_second"] for one in found["rounds"] for item in one}
+    rates = {tuple(item["pair"]): item["bytes_per_second"] for one in measured["rounds"] for item in one}
     if not rates:
         return [PreflightFinding("infrastructure", "bandwidth", "note", "one unit alone has no pair to measure", "")]
     usual = median(rates.values())
     against = f", the measured curve says {bandwidth(expected)}" if expected else ""
-    guilty = list(found["slow_units"])
+    guilty = list(measured["slow_units"])
     if guilty and len(guilty) < len(labels):
         return [
             PreflightFinding(
@@ -132,7 +132,7 @@ def check_bandwidth(found: Mapping[str, Any]) -> list[PreflightFinding]:
             )
             for unit in guilty
         ]
-    slow = [(tuple(pair), rates[tuple(pair)]) for pair in found["slow_pairs"]]
+    slow = [(tuple(pair), rates[tuple(pair)]) for pair in measured["slow_pairs"]]
     if expected and usual < SLOW_PAIR * expected:
         text = f"all pairs are slow: {bandwidth(usual)} in the middle{against}"
         remedy = "look at what they have in common: NCCL's network (NCCL_DEBUG=INFO), the plugin, the placement"
@@ -144,7 +144,7 @@ def check_bandwidth(found: Mapping[str, Any]) -> list[PreflightFinding]:
         if len(labels) == 2:
             remedy = "two alone do not tell which: measure with a third"
         return [PreflightFinding("infrastructure", "bandwidth", "warn", text, remedy)]
-    text = f"{len(rates)} pairs of {len(labels)}, {bandwidth(usual)} in the middle{against} ({found['backend']})"
+    text = f"{len(rates)} pairs of {len(labels)}, {bandwidth(usual)} in the middle{against} ({measured['backend']})"
     return [PreflightFinding("infrastructure", "bandwidth", "ok", text)]
 
 

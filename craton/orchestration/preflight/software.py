@@ -69,8 +69,8 @@ def _catalog_gpu(report: NodeReport) -> str:
     """The node's cards by the catalog's name; "" where it has none of them."""
     if not report.gpus.cards:
         return ""
-    return next((known.name for known in gpus() if is_model(report.gpus.cards[0].name, known)), "")
+    return next((card.name for card in gpus() if is_model(report.gpus.cards[0].name, card)), "")
 
 
-def _finding(what: str, severity: Severity, evidence: str, remedy: str = "") -> PreflightFinding:
-    return PreflightFinding("ML software", what, severity, evidence, remedy)
+def _finding(check: str, severity: Severity, evidence: str, remedy: str = "") -> PreflightFinding:
+    return PreflightFinding("ML software", check, severity, evidence, remedy)

@@ -78,11 +78,11 @@ def allocate(
 
 def switch_paths(switches: Iterable[SwitchRecord]) -> dict[str, tuple[str, ...]]:
     """Host → the switches above it, broadest first."""
-    found: dict[str, list[tuple[int, str]]] = {}
+    levels: dict[str, list[tuple[int, str]]] = {}
     for switch in switches:
         for host in expand_hosts(switch.nodes):
-            found.setdefault(host, []).append((switch.level, switch.name))
-    return {host: tuple(name for _, name in sorted(above, reverse=True)) for host, above in found.items()}
+            levels.setdefault(host, []).append((switch.level, switch.name))
+    return {host: tuple(name for _, name in sorted(above, reverse=True)) for host, above in levels.items()}
 
 
 def write_allocation(run: RunDirectory, allocation: Allocation) -> None:

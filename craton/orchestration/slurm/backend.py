@@ -64,9 +64,9 @@ class SlurmBackend:
 
     def kill(self, run: RunDirectory) -> None:
         submission = read_submission(run)
-        known = {run: submission, **unheard_numbers({run: submission})}[run]
-        if known.job:
-            cancel(known.job)
+        record = {run: submission, **unheard_numbers({run: submission})}[run]
+        if record.job:
+            cancel(record.job)
 
 
 def submit_array(draft: Draft, run: RunDirectory, options: ScriptOptions) -> str:
@@ -117,13 +117,13 @@ def _standing(job: JobRecord | None, submission: Submission, cluster: SlurmState
         return Standing("ended", number, reason="" if job is None else job.state, outcome="done" if is_done else "")
     if job.is_pending:
         # `scontrol` tells more of a job than squeue does.
-        told = job_of(cluster.by_number, number) or job
-        released = _let_go(run, submission) if told.reason == LAUNCH_FAILED else ""
+        current = job_of(cluster.by_number, number) or job
+        released = _let_go(run, submission) if current.reason == LAUNCH_FAILED else ""
         return Standing(
             "waiting",
             number,
-            reason=told.reason,
-            sentence=released or why_waiting(told, cluster, time.time()),
+            reason=current.reason,
+            sentence=released or why_waiting(current, cluster, time.time()),
             restarts=job.restarts,
             expected_start=job.start,
         )

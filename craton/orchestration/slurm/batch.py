@@ -410,8 +410,8 @@ class SlurmBatch:
 
     def _exclude(self, hosts: Sequence[str]) -> None:
         """Not on these hosts again; only a pending job can be told so."""
-        known = expand_hosts(_excluded(self._job_id))
-        avoided = avoided_hosts(expand_hosts(",".join(self._job.run.exclude)), [*known, *hosts])
+        excluded = expand_hosts(_excluded(self._job_id))
+        avoided = avoided_hosts(expand_hosts(",".join(self._job.run.exclude)), [*excluded, *hosts])
         try:
             ask("scontrol", "update", f"JobId={self._job_id}", f"ExcNodeList={','.join(avoided)}")
         except SchedulerError as error:
@@ -449,8 +449,8 @@ def avoided_hosts(own: Sequence[str], learned: Sequence[str]) -> list[str]:
 
 def _excluded(job_id: str) -> str:
     with contextlib.suppress(SchedulerError):
-        found = job_of({job.id: job for job in read_jobs([job_id])}, job_id)
-        return found.excluded if found else ""
+        record = job_of({job.id: job for job in read_jobs([job_id])}, job_id)
+        return record.excluded if record else ""
     return ""
 
 

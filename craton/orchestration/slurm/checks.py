@@ -57,12 +57,12 @@ def failed_hosts(
         hung = True
         _end(checks, job)
     failures = failures_of(documents_of(run))
-    said = {host: _in_words(failed) for host, failed in failures.items()}
-    if hung and said:
-        said |= {host: f"pre-flight did not end within {setting(seconds)}" for host in hosts if host not in said}
+    reasons = {host: _in_words(failed) for host, failed in failures.items()}
+    if hung and reasons:
+        reasons |= {host: f"pre-flight did not end within {setting(seconds)}" for host in hosts if host not in reasons}
     elif hung:
         print(f"craton: pre-flight ended on no node within {setting(seconds)}", file=sys.stderr, flush=True)
-    return {host: said[host] for host in hosts if said.get(host)}
+    return {host: reasons[host] for host in hosts if reasons.get(host)}
 
 
 def check_seconds(step: SlurmStep, compute: bool) -> float:

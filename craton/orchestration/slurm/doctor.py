@@ -55,10 +55,10 @@ def diagnose_nodes(nodes: str, cluster: str | None, *, compute: bool = False, ba
             options += ["--cluster", str(Path(cluster).absolute()) if is_file(cluster) else cluster]
         # By task, for Slurm's name of a node need not be its host name; who it was stands in what it wrote.
         words = [*srun_words(file, nodes, len(hosts)), f"--output={folder}/%t.json", f"--error={folder}/%t.err"]
-        said = _run([*words, sys.executable, "-m", "craton", "doctor", *options])
+        problem = _run([*words, sys.executable, "-m", "craton", "doctor", *options])
         documents = [_document(path) for path in sorted(Path(folder).glob("*.json"))]
         errors = "".join(path.read_text(encoding="utf-8", errors="replace") for path in Path(folder).glob("*.err"))
-    findings, entries = joined(hosts, [document for document in documents if document], said or _last_line(errors))
+    findings, entries = joined(hosts, [document for document in documents if document], problem or _last_line(errors))
     if compute:
         findings += check_compute({entry["node"]: entry["compute"] for entry in entries if entry["compute"]})
     measured = None
@@ -107,7 +107,7 @@ def srun_words(file: ClusterFile | None, nodes: str, count: int, tasks_per_node:
 
 
 def joined(
-    hosts: Sequence[str], documents: Sequence[dict[str, Any]], said: str = ""
+    hosts: Sequence[str], documents: Sequence[dict[str, Any]], problem: str = ""
 ) -> tuple[list[PreflightFinding], list[dict[str, Any]]]:
     """The findings of all nodes, and their entries; a node that did not answer is a finding itself."""
     entries = [entry for document in documents for entry in document["nodes"]]
@@ -116,7 +116,7 @@ def joined(
     for entry in entries:  # a self-test that died on its node leaves too little to judge anew
         findings += [replace(PreflightFinding(**item), node=entry["node"]) for item in entry.get("compute_failed", ())]
     answered = {entry["node"] for entry in entries}
-    why = f": {said}" if said else ""
+    why = f": {problem}" if problem else ""
     for host in hosts:
         if host not in answered:
             remedy = f"`scontrol show node {host}`; look whether Craton is installed there"
@@ -133,11 +133,11 @@ def _measure(file: ClusterFile | None, nodes: str, hosts: Sequence[str]) -> dict
     address = next((node.address for node in read_nodes(hosts[0]) if node.address), hosts[0])
     command = [*words, *bandwidth_command(address, free_port(), gpus, expected)]
     with tempfile.TemporaryFile() as printed:
-        said = _run(command, printed, {SECRET_VARIABLE: secrets.token_hex(32)})
+        problem = _run(command, printed, {SECRET_VARIABLE: secrets.token_hex(32)})
         printed.seek(0)
         lines = [line for line in printed.read().decode(errors="replace").splitlines() if line.startswith("{")]
     if not lines:
-        raise StartError(f"the bandwidth test gave no result: {said or 'srun said nothing'}")
+        raise StartError(f"the bandwidth test gave no result: {problem or 'srun said nothing'}")
     document = json.loads(lines[-1])
     assert isinstance(document, dict)
     return document

@@ -54,10 +54,10 @@ def hand_over(runs: Sequence[RunDirectory], restarts: int, is_array: bool = Fals
             _restore(run, text)
         hint = "; what was asked for stands under `run:` in the job and `scheduler:` in the cluster file"
         raise SchedulerError(f"{error}{hint if REFUSED in str(error) else ''}") from None
-    known = {run: replace(record, job=_number(number, record)) for run, record in pending.items()}
-    for run, record in known.items():
+    submissions = {run: replace(record, job=_number(number, record)) for run, record in pending.items()}
+    for run, record in submissions.items():
         write_submission(run, record)
-    return list(known.values())
+    return list(submissions.values())
 
 
 def looked_up(nonce: str) -> str:
@@ -76,8 +76,8 @@ def looked_up(nonce: str) -> str:
 def number_of(jobs: Iterable[JobRecord], submission: Submission) -> str:
     """What Slurm calls the job of a submission whose number was not heard; empty where it has none of it."""
     nonce = submission.details.get(NONCE)
-    found = [job.id.partition("_")[0] for job in jobs if nonce and job.comment.endswith(f":{nonce}")]
-    return _number(found[-1], submission) if found else ""
+    numbers = [job.id.partition("_")[0] for job in jobs if nonce and job.comment.endswith(f":{nonce}")]
+    return _number(numbers[-1], submission) if numbers else ""
 
 
 def unheard_numbers(submissions: Mapping[RunDirectory, Submission]) -> dict[RunDirectory, Submission]:
@@ -104,8 +104,8 @@ def claim(run: RunDirectory, job: str, nonce: str) -> str:
     """Makes this job the run's own, as the batch program that has begun; or why it is not: the run was submitted again
     since, is another one of the same name, or is gone."""
     submission = read_submission(run)
-    known = submission.details.get(NONCE, "") if _record_text(run) is not None else _script_nonce(run)
-    if known != nonce:
+    own_nonce = submission.details.get(NONCE, "") if _record_text(run) is not None else _script_nonce(run)
+    if own_nonce != nonce:
         now = f"it is now job {submission.job}" if submission.on == "slurm" and submission.job else "it was not by this"
         return (
             f"job {job} is not the one that {run.path} was submitted as last ({now}); it ends here and leaves the run "

@@ -41,9 +41,9 @@ class SlurmService:
         return service_nodes(ask("scontrol", "show", "node"), partitions)
 
     def take_out(self, node: str, mark: str, reason: str) -> None:
-        found = _found(node)
-        if found is not None and found.is_out:  # while somebody was asked; a reason is overwritten without a word
-            raise SchedulerError(f"{node} was taken out by somebody else meanwhile ({found.reason or 'no reason'})")
+        record = _found(node)
+        if record is not None and record.is_out:  # while somebody was asked; a reason is overwritten without a word
+            raise SchedulerError(f"{node} was taken out by somebody else meanwhile ({record.reason or 'no reason'})")
         _update(node, "state=drain", f"reason={_plain(f'{MARK}{mark} {reason}')}")
 
     def can_hand_over(self, action: str) -> bool:
@@ -52,23 +52,23 @@ class SlurmService:
     def hand_over(self, node: str, mark: str, action: str) -> bool:
         if not self.can_hand_over(action):
             return False
-        found = _found(node)
-        if found is None or found.mark != mark:  # while somebody was asked; what is theirs is not replaced
-            now = "in service" if found is None or not found.is_out else f"out by somebody else: {found.reason}"
+        record = _found(node)
+        if record is None or record.mark != mark:  # while somebody was asked; what is theirs is not replaced
+            now = "in service" if record is None or not record.is_out else f"out by somebody else: {record.reason}"
             raise SchedulerError(f"{node} is not handed over, for it is {now} meanwhile")
         _update(node, f"comment={MARK}{mark}")  # first: nobody must find the node out without its mark
         _update(node, "state=fail", f"reason={HYPERPOD_REASONS[action]}")
         return True
 
     def give_back(self, node: str, mark: str) -> str:
-        found = _found(node)
-        if found is None:
+        record = _found(node)
+        if record is None:
             return f"Slurm has no node {node}"
-        if found.mark != mark:
-            why = f": {found.reason}" if found.reason else ""
-            return f"{node} is {'out by somebody else' if found.is_out else 'in service already'}{why}"
+        if record.mark != mark:
+            why = f": {record.reason}" if record.reason else ""
+            return f"{node} is {'out by somebody else' if record.is_out else 'in service already'}{why}"
         _update(node, "state=resume")
-        if found.reason in HYPERPOD_REASONS.values():
+        if record.reason in HYPERPOD_REASONS.values():
             _update(node, "comment=")
         return ""
 

@@ -189,7 +189,7 @@ def nodes_of_text(text: str) -> list[NodeRecord]:
 
 def switches_of_text(text: str) -> list[SwitchRecord]:
     """The switches or blocks of `scontrol show topology`; what blocks are put together to (AggregatedBlock) is none."""
-    found = [
+    switches = [
         SwitchRecord(fields["SwitchName"], int(fields.get("Level", 0)), _text(fields.get("Nodes")))
         for fields in records_of_text(text, "SwitchName")
     ]
@@ -197,7 +197,7 @@ def switches_of_text(text: str) -> list[SwitchRecord]:
         SwitchRecord(fields["BlockName"], 0, _text(fields.get("Nodes")))
         for fields in records_of_text(text, "BlockName")
     ]
-    return [*found, *blocks]
+    return [*switches, *blocks]
 
 
 def partitions_of_text(text: str) -> list[PartitionRecord]:

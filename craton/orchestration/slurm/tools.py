@@ -133,9 +133,9 @@ def ask(
     except subprocess.TimeoutExpired:
         raise NoAnswerError(f"{words[0]} did not answer within {setting(seconds)}; `scontrol ping` tells why") from None
     if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
-        complaint = f"{' '.join(words[:2])}: {'; '.join(said[-3:])}"
-        is_unclear = any(sign in line for sign in UNANSWERED for line in said)
+        lines = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
+        complaint = f"{' '.join(words[:2])}: {'; '.join(lines[-3:])}"
+        is_unclear = any(sign in line for sign in UNANSWERED for line in lines)
         raise NoAnswerError(complaint) if is_unclear else SchedulerError(complaint)
     return done.stdout
 
@@ -239,8 +239,8 @@ def release(number: str) -> None:
     ask("scontrol", "release", number)
 
 
-def _show(what: str) -> str:
+def _show(entity: str) -> str:
     try:
-        return ask("scontrol", "show", what)
+        return ask("scontrol", "show", entity)
     except SchedulerError:
         return ""

@@ -77,27 +77,27 @@ def limit_in_words(job: JobRecord, reason: str) -> str:
     owner, key = (
         (account, "run.account") if match["owner"] == "Assoc" else (f"the QOS {job.qos or 'of the job'}", "run.qos")
     )
-    what, minutes, share = _WHAT[match["what"]], match["minutes"], match["share"]
+    resource, minutes, share = _WHAT[match["what"]], match["minutes"], match["share"]
     if minutes:
-        what = f"{what.removesuffix('s')} minutes"
-    is_many = what.endswith("s")
+        resource = f"{resource.removesuffix('s')} minutes"
+    is_many = resource.endswith("s")
     if match["scope"] == "Min":
-        return f"{owner} is only for jobs with more {what}; ask for more, or give another {key}"
+        return f"{owner} is only for jobs with more {resource}; ask for more, or give another {key}"
     if match["scope"] == "Grp" and (minutes == "Minutes" or match["what"] == "Wall"):  # of past jobs too
         spent = "are spent, or too few are left for it" if is_many else "is spent, or too little is left for it"
         return (
-            f"the {what} that all jobs of {owner} may use together {spent}; the end of a job gives nothing back, only "
-            f"time does where the site lets usage decay; ask for less, or give another {key}"
+            f"the {resource} that all jobs of {owner} may use together {spent}; the end of a job gives nothing back, "
+            f"only time does where the site lets usage decay; ask for less, or give another {key}"
         )
     if match["scope"] == "Grp":
         many = "many" if is_many else "much"
-        return f"all jobs of {owner} together use as {many} {what} as they may; it starts when one of them ends"
+        return f"all jobs of {owner} together use as {many} {resource} as they may; it starts when one of them ends"
     if share in ("PerJob", "PerNode") or match["what"] == "Wall":
         less, where = "fewer" if is_many else "less", " on one node" if share == "PerNode" else ""
-        return f"{owner} allows a job {less} {what}{where} than it asks for; ask for less, or give another {key}"
+        return f"{owner} allows a job {less} {resource}{where} than it asks for; ask for less, or give another {key}"
     whom = {"PerUser": " for each user", "PerAccount": " for each account"}.get(share, "")
     ends = f"another job of {account}" if share == "PerAccount" else "another of your jobs"
-    return f"{owner} allows no more {what}{whom}; it starts when {ends} ends"
+    return f"{owner} allows no more {resource}{whom}; it starts when {ends} ends"
 
 
 def _resources(job: JobRecord, cluster: SlurmState, now: float) -> str:
@@ -129,11 +129,11 @@ def _together(job: JobRecord, cluster: SlurmState, room: Room, segment: int, now
     counts = {name: len(hosts & room.free) for name, hosts in places.items()}
     if segment:
         place, kind = "block", " in one block" if segment == needed else f", each {segment} of them in one block"
-        most, told = len(places), needed // segment
+        most, num_shown = len(places), needed // segment
     else:
         place, kind = "leaf", " on one leaf" if job.switches == 1 else f" on at most {job.switches} leaves"
-        most = told = job.switches
-    best = sorted(counts, key=lambda name: (-counts[name], name))[:told]
+        most = num_shown = job.switches
+    best = sorted(counts, key=lambda name: (-counts[name], name))[:num_shown]
     there = " and ".join(f"{name} has {counts[name]} free" for name in best) or f"no {place} is known"
     parts = [f"needs {_nodes(needed)}{_of_kind(job)}{kind}; {there}"]
     patience = job.switch_wait_seconds
@@ -156,7 +156,7 @@ def _priority(job: JobRecord, cluster: SlurmState, now: float) -> str:
 
 
 def _dependency(job: JobRecord, cluster: SlurmState, now: float) -> str:
-    known = {item.id: item for item in cluster.jobs}
+    jobs = {item.id: item for item in cluster.jobs}
     numbers = re.findall(r":(\d+(?:_\d+)?)", job.dependency)
     if not numbers:
         return f"waits for what it depends on: {job.dependency or 'not told'}"
@@ -169,11 +169,11 @@ def _dependency(job: JobRecord, cluster: SlurmState, now: float) -> str:
     }.get(job.dependency.partition(":")[0], "")
     messages = []
     for number in numbers:
-        other = known.get(number)
+        other = jobs.get(number)
         state = "" if other is None else f", which is {other.state.lower()}"
         until = f" until {_clock(other.end, now)} at the latest" if other and other.end and not other.is_pending else ""
         messages.append(f"job {number}{state}{until}")
-    suffix = f" {how}" if how and len(messages) == 1 and not known.get(numbers[0]) else ""
+    suffix = f" {how}" if how and len(messages) == 1 and not jobs.get(numbers[0]) else ""
     return f"waits for {' and '.join(messages)}{suffix}"
 
 
@@ -209,14 +209,14 @@ def _not_available(job: JobRecord, cluster: SlurmState, now: float) -> str:
 
 
 def _reservation(job: JobRecord, cluster: SlurmState, now: float) -> str:
-    found = next((reservation for reservation in cluster.reservations if reservation.name == job.reservation), None)
-    if found is None:
+    reserved = next((reservation for reservation in cluster.reservations if reservation.name == job.reservation), None)
+    if reserved is None:
         return f"waits for its reservation {job.reservation}, which is not there (yet)"
-    if found.start and found.start > now:
-        return f"waits for its reservation {found.name}, which begins {_clock(found.start, now)}"
-    nodes = len(hosts_of(found.nodes))
-    return f"waits for nodes of its reservation {found.name}, which has {nodes}" + (
-        f" and ends {_clock(found.end, now)}" if found.end else ""
+    if reserved.start and reserved.start > now:
+        return f"waits for its reservation {reserved.name}, which begins {_clock(reserved.start, now)}"
+    nodes = len(hosts_of(reserved.nodes))
+    return f"waits for nodes of its reservation {reserved.name}, which has {nodes}" + (
+        f" and ends {_clock(reserved.end, now)}" if reserved.end else ""
     )
 
 
@@ -299,8 +299,8 @@ def _missing(job: JobRecord, cluster: SlurmState) -> list[str]:
     """Nodes of the job's partition that are away, with the reason that somebody gave."""
     away = [node for node in in_partition(job, cluster) if node.is_away]
     avoided = hosts_of(job.excluded)
-    told = [_away(away)] if away else []
-    return [*told, f"it avoids {', '.join(avoided[:SHOWN_NODES])}"] if avoided else told
+    reasons = [_away(away)] if away else []
+    return [*reasons, f"it avoids {', '.join(avoided[:SHOWN_NODES])}"] if avoided else reasons
 
 
 def _away(nodes: Sequence[NodeRecord]) -> str:

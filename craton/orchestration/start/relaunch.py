@@ -41,8 +41,8 @@ def rebuilt_launch(run: RunDirectory, job: Job) -> tuple[Launch, str]:
         num_nodes=len(newest.nodes) if newest else 0,
     )
     chaos = chaos_of(job, launch)
-    known = JOB_FOLDER in launch.env
-    note = "" if known else "; the folder of the job file is not known, and this one is taken for it"
+    is_known = JOB_FOLDER in launch.env
+    note = "" if is_known else "; the folder of the job file is not known, and this one is taken for it"
     return Launch(**{**vars(launch), "chaos": chaos}), note
 
 
@@ -58,8 +58,8 @@ def _environment(run: RunDirectory) -> dict[str, str]:
     """What the agents of the newest launch said of the ranks' environment."""
     started = [line for line in _events(run) if line.get("event") == "agent_started"]
     newest = max(started, key=lambda line: float(line.get("time") or 0.0), default={})
-    told = newest.get("environment")
-    return {str(name): str(value) for name, value in told.items()} if isinstance(told, dict) else {}
+    recorded = newest.get("environment")
+    return {str(name): str(value) for name, value in recorded.items()} if isinstance(recorded, dict) else {}
 
 
 def _events(run: RunDirectory) -> Iterator[dict[str, Any]]:

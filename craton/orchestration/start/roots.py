@@ -77,12 +77,12 @@ def sharing_doubt(root: Path, job: Job) -> str:
 def kind_of_mount(path: Path, mounts: str) -> str:
     """The file system that a path is on, by a table like /proc/self/mounts."""
     target = Path(os.path.realpath(path))
-    found = ("", "")
+    longest = ("", "")
     for line in mounts.splitlines():
         words = line.split()
         if len(words) < 3:
             continue
         place = words[1].replace("\\040", " ")
-        if target.is_relative_to(place) and len(place) >= len(found[0]):
-            found = (place, words[2])
-    return found[1]
+        if target.is_relative_to(place) and len(place) >= len(longest[0]):
+            longest = (place, words[2])
+    return longest[1]

@@ -96,8 +96,8 @@ def resumed_job(run: RunDirectory, cluster: str | None = None, steps: int | None
     if cluster is None and nodes is not None and nodes != job.cluster.num_nodes:
         smallest = job.cluster.min_nodes if job.cluster.min_nodes < nodes else 0
         resized = job.cluster.model_copy(update={"num_nodes": nodes, "min_nodes": smallest})
-        each = int(read_json(run.launch_path).get("ranks_per_node") or 1)
-        job = with_fitting_layout(job.model_copy(update={"cluster": resized}), nodes * each)
+        ranks_per_node = int(read_json(run.launch_path).get("ranks_per_node") or 1)
+        job = with_fitting_layout(job.model_copy(update={"cluster": resized}), nodes * ranks_per_node)
     if cluster is None and steps is None:
         return job
     document = yaml.safe_load(dump_job(job if cluster is None else with_chosen_layout(job)))

@@ -38,12 +38,12 @@ class Recovery:
     @property
     def text(self) -> str:
         """`rank 3 was killed at step 40, back after 1.4 s: detect 100 ms · regroup 400 ms · redo 900 ms`"""
-        what = self.reason.splitlines()[0] if self.reason else "something broke"
-        at = "" if f"step {self.step}" in what else f" at step {self.step:,}"
+        cause = self.reason.splitlines()[0] if self.reason else "something broke"
+        at = "" if f"step {self.step}" in cause else f" at step {self.step:,}"
         if self.seconds is None:
-            return f"{what}{at}, {'broke again on its way back' if self.broke_again else 'not back yet'}"
+            return f"{cause}{at}, {'broke again on its way back' if self.broke_again else 'not back yet'}"
         parts = " · ".join(f"{name} {duration(seconds)}" for name, seconds in self.parts.items() if seconds >= 0.05)
-        return f"{what}{at}, back after {duration(self.seconds)}{': ' if parts else ''}{parts}"
+        return f"{cause}{at}, back after {duration(self.seconds)}{': ' if parts else ''}{parts}"
 
 
 class Recoveries:
@@ -71,21 +71,21 @@ class Recoveries:
             for item in broken
         ]
 
-    def _told(self, made: Generation, trains: bool) -> Mapping[str, Any]:
+    def _told(self, generation: Generation, trains: bool) -> Mapping[str, Any]:
         """What was recorded of the way back, by the training loop or by who reads a command's progress."""
         if trains:
-            return self._recovered.get(made.number, {})
-        return {"seconds": made.time - made.broke_at}
+            return self._recovered.get(generation.number, {})
+        return {"seconds": generation.time - generation.broke_at}
 
     def _read_generations(self) -> None:
         for path in paths_in(self._run.path / "generations", "[0-9]*.json"):
             if not path.stem.isdecimal() or int(path.stem) in self._generations:
                 continue
             try:
-                made = Generation.from_message(read_json(path))
+                generation = Generation.from_message(read_json(path))
             except TypeError:
                 continue
-            self._generations[made.number] = made
+            self._generations[generation.number] = generation
 
     def _read_events(self) -> None:
         for path in paths_in(self._run.path / "events", "*.jsonl"):
@@ -105,16 +105,16 @@ def read_recoveries(run: RunDirectory) -> list[Recovery]:
     return Recoveries(run).all()
 
 
-def _recovery(made: Generation, told: Mapping[str, Any], books: Mapping[str, float], is_past: bool) -> Recovery:
-    seconds = float(told["seconds"]) if isinstance(told.get("seconds"), int | float) else None
+def _recovery(generation: Generation, event: Mapping[str, Any], books: Mapping[str, float], is_past: bool) -> Recovery:
+    seconds = float(event["seconds"]) if isinstance(event.get("seconds"), int | float) else None
     return Recovery(
-        generation=made.number,
-        reason=made.reason,
-        step=made.reached + 1,
-        began=made.broke_at,
+        generation=generation.number,
+        reason=generation.reason,
+        step=generation.reached + 1,
+        began=generation.broke_at,
         seconds=seconds,
-        lost_steps=told.get("lost_steps") if isinstance(told.get("lost_steps"), int) else None,
-        restored_from=told.get("restored_from") if isinstance(told.get("restored_from"), str) else None,
+        lost_steps=event.get("lost_steps") if isinstance(event.get("lost_steps"), int) else None,
+        restored_from=event.get("restored_from") if isinstance(event.get("restored_from"), str) else None,
         parts={kind: books[kind] for kind in PARTS if books.get(kind)},
         broke_again=seconds is None and is_past,
     )

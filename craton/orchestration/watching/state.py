@@ -108,13 +108,15 @@ def check_is_seen(run: RunDirectory, instead: str) -> None:
         )
 
 
-def check_running(run: RunDirectory, what: str = "stop", may_wait: bool = False) -> Standing:
+def check_running(run: RunDirectory, action: str = "stop", may_wait: bool = False) -> Standing:
     """Refuse a verb for a run that does not run, or, unless it `may_wait`, has not begun to."""
     standing = standing_of(run)
     if standing.condition == "running" or (may_wait and standing.condition == "waiting"):
         return standing
     if standing.condition == "waiting":
-        raise RunStateError(f"{run.name} waits for its nodes, so that there is nothing to {what}: {standing.sentence}")
+        raise RunStateError(
+            f"{run.name} waits for its nodes, so that there is nothing to {action}: {standing.sentence}"
+        )
     if standing.condition == "unknown":
         raise RunStateError(f"whether {run.name} runs cannot be told: {standing.sentence}")
     with noting_unread():  # files that cannot be read keep no one from stopping or resizing it
@@ -122,7 +124,7 @@ def check_running(run: RunDirectory, what: str = "stop", may_wait: bool = False)
     if summary.state in MOVING:
         summary = replace(summary, state="lost", message=summary.message or "none of its agents runs", eta_seconds=None)
     if summary.state == "done":
-        raise RunEndedError(f"{run.name} is done already: there is nothing to {what}", summary)
+        raise RunEndedError(f"{run.name} is done already: there is nothing to {action}", summary)
     raise RunEndedError(f"{run.name} does not run here ({summary.state}); `craton resume {run.name}` goes on", summary)
 
 

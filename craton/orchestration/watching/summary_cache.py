@@ -59,9 +59,9 @@ def _sign(run: RunDirectory) -> str:
     return "\n".join(words)
 
 
-def _age(told: os.stat_result) -> str:
-    kind = "" if stat.S_ISREG(told.st_mode) else f" {stat.S_IFMT(told.st_mode):o}"
-    return f"{told.st_size} {told.st_mtime_ns}{kind}"
+def _age(status: os.stat_result) -> str:
+    kind = "" if stat.S_ISREG(status.st_mode) else f" {stat.S_IFMT(status.st_mode):o}"
+    return f"{status.st_size} {status.st_mtime_ns}{kind}"
 
 
 def _kept(run: RunDirectory, sign: str) -> Glance | None:
@@ -69,16 +69,20 @@ def _kept(run: RunDirectory, sign: str) -> Glance | None:
     if document.get("sign") != sign:
         return None
     try:
-        told: dict[str, Any] = {**document["summary"], "name": run.name, "path": run.path}  # it may have been moved
-        kept = Glance(RunSummary(**told), [Recovery(**recovery) for recovery in document["recoveries"]])
+        fields: dict[str, Any] = {**document["summary"], "name": run.name, "path": run.path}  # it may have been moved
+        kept = Glance(RunSummary(**fields), [Recovery(**recovery) for recovery in document["recoveries"]])
     except (KeyError, TypeError):  # of another version
         return None
     # Whoever may write to the run may have written this: a state that ps does not know is none.
     return kept if kept.summary.state in KEPT_STATES and isinstance(kept.summary.message, str) else None
 
 
-def _keep(run: RunDirectory, sign: str, found: Glance) -> None:
-    summary = {key: value for key, value in asdict(found.summary).items() if not isinstance(value, Path)}
-    document = {"sign": sign, "summary": summary, "recoveries": [asdict(recovery) for recovery in found.recoveries]}
+def _keep(run: RunDirectory, sign: str, summarized: Glance) -> None:
+    summary = {key: value for key, value in asdict(summarized.summary).items() if not isinstance(value, Path)}
+    document = {
+        "sign": sign,
+        "summary": summary,
+        "recoveries": [asdict(recovery) for recovery in summarized.recoveries],
+    }
     with contextlib.suppress(OSError):
         replace_text(run.path / KEPT_FILE, json.dumps(document) + "\n", durable=False)

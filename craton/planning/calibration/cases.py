@@ -169,14 +169,14 @@ def step_seconds_of(row: dict[str, Any]) -> float:
     return float(seconds)
 
 
-def whole(value: Any, what: str, default: int | None = None) -> int:
+def whole(value: Any, quantity: str, default: int | None = None) -> int:
     """A positive whole number of credible size; what is not stated takes the default, if there is one."""
     if value is None or value == 0 or value == "":
         if default is None:
-            raise UnrepresentableError(f"{what} not stated")
+            raise UnrepresentableError(f"{quantity} not stated")
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MOST or value != int(value):
-        raise UnrepresentableError(f"{what} {value!r} is not a positive whole number")
+        raise UnrepresentableError(f"{quantity} {value!r} is not a positive whole number")
     return int(value)
 
 

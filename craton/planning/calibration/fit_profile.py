@@ -183,7 +183,7 @@ def load_pins(path: str | Path, machine: MachineRates) -> dict[str, float]:
         if not _is_positive(value):
             raise CalibrationError(f"{path}: constant {name} must be a positive number, not {value!r}")
         pins[name] = float(value)
-    found: dict[str, list[float]] = {}
+    ratios: dict[str, list[float]] = {}
     try:
         for entry in document.get("gemm") or []:
             precision = entry.get("precision", "bf16")
@@ -191,7 +191,7 @@ def load_pins(path: str | Path, machine: MachineRates) -> dict[str, float]:
                 precision, "gemm_efficiency"
             )
             curve = gemm_seconds(entry["m"], entry["n"], entry["k"], precision, machine.rates)
-            found.setdefault(name, []).append(curve / entry["seconds"])
+            ratios.setdefault(name, []).append(curve / entry["seconds"])
         for entry in document.get("attention") or []:
             curve = attention_seconds(
                 entry["batch"],
@@ -203,16 +203,16 @@ def load_pins(path: str | Path, machine: MachineRates) -> dict[str, float]:
                 machine.rates,
                 backward=bool(entry.get("backward", False)),
             )
-            found.setdefault("attention_efficiency", []).append(curve / entry["seconds"])
+            ratios.setdefault("attention_efficiency", []).append(curve / entry["seconds"])
         for entry in document.get("collectives") or []:
             name, slowdown = _collective(entry, machine)
-            found.setdefault(name, []).append(slowdown)
+            ratios.setdefault(name, []).append(slowdown)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CalibrationError(f"{path}: a measurement is malformed: {type(error).__name__}: {error}") from None
-    wrong = next((name for name, values in found.items() if not all(_is_positive(value) for value in values)), None)
+    wrong = next((name for name, values in ratios.items() if not all(_is_positive(value) for value in values)), None)
     if wrong:
         raise CalibrationError(f"{path}: a measurement for {wrong} has seconds or sizes that are not positive")
-    return {**{name: statistics.median(values) for name, values in found.items()}, **pins}
+    return {**{name: statistics.median(values) for name, values in ratios.items()}, **pins}
 
 
 def _collective(entry: Mapping[str, Any], machine: MachineRates) -> tuple[str, float]:

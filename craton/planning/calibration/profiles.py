@@ -113,9 +113,9 @@ def find_profile(software: str, card: Gpu) -> SoftwareProfile:
         lambda entry: not entry.gpu and entry.generation == card.generation,
         lambda entry: not entry.gpu and not entry.generation,
     ):
-        found = next((entry for entry in entries if match(entry)), None)
-        if found:
-            return found.profile
+        matching = next((entry for entry in entries if match(entry)), None)
+        if matching:
+            return matching.profile
     raise AssertionError(f"profiles.json has no entry for {software} without a GPU")
 
 

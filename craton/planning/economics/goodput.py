@@ -223,9 +223,9 @@ def _job_tiers(run: _Run, tiers: Sequence[TierPlan], peer: bool) -> list[_Saved]
         automatic = tier.tier == "peer" and tier.every_seconds is None
         if (tier.every_seconds is None and not automatic) or (tier.tier == "peer" and (not peer or run.num_nodes < 2)):
             continue
-        each = _saved(run, tier)
-        interval = 0.0 if tier.every_seconds is None else max(tier.every_seconds, each.shortest_seconds)
-        saved.append(replace(each, interval_seconds=interval))
+        cost = _saved(run, tier)
+        interval = 0.0 if tier.every_seconds is None else max(tier.every_seconds, cost.shortest_seconds)
+        saved.append(replace(cost, interval_seconds=interval))
     return saved
 
 
@@ -364,7 +364,7 @@ def _recoveries(run: _Run, tiers: Sequence[TierPlan]) -> list[RecoveryPlan]:
         main = replace(plans[name], interval_seconds=own)
         goodput, used = _goodput(run, [main, *below], run.rate.per_day)
         low, high = _interval(run, used)
-        restore = sum(each.share * each.restore_seconds for each in used)
+        restore = sum(saved_tier.share * saved_tier.restore_seconds for saved_tier in used)
         rows.append(
             RecoveryPlan(
                 method=name,

@@ -97,7 +97,7 @@ def _attention(shape: ModelShape, tp: int, cp: int, value: float) -> _Part:
     if shape.mla is None:
         query, key = value * heads * shape.head_dim, value * max(shape.kv_heads / tp, 1.0) * shape.head_dim
         projected = query + 2.0 * key  # rotated queries and keys, and values
-        made = projected
+        produced = projected
         if shape.qk_norm:  # the projection, whose values are read where they are, and what enters the norms
             projected += 2.0 * query + key + 4.0 * (heads + max(shape.kv_heads / tp, 1.0))
         out = query
@@ -114,10 +114,10 @@ def _attention(shape: ModelShape, tp: int, cp: int, value: float) -> _Part:
         shared = latents - value * (mla.q_lora + mla.kv_lora) / tp
         if cp > 1:  # keys and values are expanded again in the backward pass
             projected = latents + value * (mla.kv_lora + mla.qk_rope) / tp + query
-            made = shared + query
+            produced = shared + query
         else:
             projected = latents + query + both
-            made = shared + query + expanded
+            produced = shared + query + expanded
             shared += expanded
         # normed stream and latents, gathered where their product is cut; gradients of what was made of them
         late = whole / tp + value * (mla.q_lora + mla.kv_lora + mla.qk_rope) / tp + query
@@ -129,9 +129,9 @@ def _attention(shape: ModelShape, tp: int, cp: int, value: float) -> _Part:
         gradients += 4.0 * cp * both
     return _Part(
         saved=projected + kept,
-        products=made + kept + whole,
+        products=produced + kept + whole,
         shared=shared + kept,
-        outputs=made + whole / tp,
+        outputs=produced + whole / tp,
         work=gradients + (2.0 * whole if tp > 1 else 0.0),
         late=late + out + whole,
     )

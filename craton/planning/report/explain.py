@@ -190,7 +190,7 @@ def sensitivities(
     """Inputs that move the step most when each gets 10% worse, and constants over their own uncertainty."""
     constants = np.exp(np.array(profile.log_constants))
     base = float(compose(candidate.terms, constants).step_seconds)
-    found = []
+    effects = []
     rates, network = machine.rates, machine.network
     worse = 1.0 - MOVE
     slower_math = replace(
@@ -227,11 +227,11 @@ def sensitivities(
             model.lora_rank,
         )
         seconds = float(compose(other.terms(candidate.layout), constants).step_seconds)
-        found.append(Sensitivity(name, f"−{percent(MOVE)}", seconds / base - 1.0))
+        effects.append(Sensitivity(name, f"−{percent(MOVE)}", seconds / base - 1.0))
     _, jacobian = linearise(stack([candidate.terms]), np.array(profile.log_constants)[None, :])
     for index, constant in enumerate(CONSTANTS):
         deviation = math.sqrt(max(profile.covariance[index][index], 0.0))
         effect = abs(float(jacobian[0, index])) * deviation
-        found.append(Sensitivity(constant.name.replace("_", " "), f"±{percent(deviation)} (1 σ)", effect))
-    found = [entry for entry in found if abs(entry.effect) > SMALL_EFFECT]
-    return sorted(found, key=lambda entry: -abs(entry.effect))[:most]
+        effects.append(Sensitivity(constant.name.replace("_", " "), f"±{percent(deviation)} (1 σ)", effect))
+    effects = [entry for entry in effects if abs(entry.effect) > SMALL_EFFECT]
+    return sorted(effects, key=lambda entry: -abs(entry.effect))[:most]

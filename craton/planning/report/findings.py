@@ -173,8 +173,8 @@ def scaling_efficiencies(plan: Plan) -> list[float]:
 
 def sensitivity_text(plan: Plan) -> str:
     most = max(plan.sensitivities, key=lambda item: abs(item.effect))
-    what = f"{most.name} {most.change}".strip()
-    return f"The step is most sensitive to {what}: {formatting.signed_percent(most.effect)}"
+    change = f"{most.name} {most.change}".strip()
+    return f"The step is most sensitive to {change}: {formatting.signed_percent(most.effect)}"
 
 
 def front_text(plan: Plan) -> str:

@@ -68,21 +68,24 @@ def memory_figure(plan: Plan) -> Figure:
 
 def front_figure(plan: Plan) -> Figure:
     """Run time against cost, one numbered point a cluster in the order of the table beside it."""
-    rows = [(number, each, chosen) for number, (each, chosen) in enumerate(findings.candidates(plan), 1)]
-    priced = [(number, each, chosen) for number, each, chosen in rows if each.cost_dollars is not None]
-    everyone = [each for _, each, _ in priced]
-    unit_seconds, unit = (86400.0, "days") if max(each.run_seconds for each in everyone) >= 2 * 86400 else (3600.0, "h")
-    on_front = [each for each in everyone if findings.is_on_front(each, everyone)]
-    times = [each.run_seconds / unit_seconds for each in everyone]
+    rows = [(number, candidate, chosen) for number, (candidate, chosen) in enumerate(findings.candidates(plan), 1)]
+    priced = [(number, candidate, chosen) for number, candidate, chosen in rows if candidate.cost_dollars is not None]
+    everyone = [candidate for _, candidate, _ in priced]
+    unit_seconds, unit = (
+        (86400.0, "days") if max(candidate.run_seconds for candidate in everyone) >= 2 * 86400 else (3600.0, "h")
+    )
+    on_front = [candidate for candidate in everyone if findings.is_on_front(candidate, everyone)]
+    times = [candidate.run_seconds / unit_seconds for candidate in everyone]
     hover = [
-        f"<b>{escape(each.cluster)}</b><br>{formatting.duration(each.run_seconds)}, "
-        f"{formatting.dollars(each.cost_dollars or 0.0)}<br>{escape(str(each.layout))}<br>{escape(each.reason)}"
-        for each in everyone
+        f"<b>{escape(candidate.cluster)}</b><br>{formatting.duration(candidate.run_seconds)}, "
+        f"{formatting.dollars(candidate.cost_dollars or 0.0)}<br>{escape(str(candidate.layout))}<br>"
+        f"{escape(candidate.reason)}"
+        for candidate in everyone
     ]
     line = {
         "type": "scatter",
         "mode": "lines",
-        "x": [each.run_seconds / unit_seconds for each in on_front],
+        "x": [candidate.run_seconds / unit_seconds for candidate in on_front],
         "y": [element.cost_dollars for element in on_front],
         "line": {"color": "@accent/45", "width": 2},
         "hoverinfo": "skip",
@@ -244,11 +247,15 @@ def sensitivity_figure(plan: Plan) -> Figure:
     """A tornado: what moves the step most stands on top; right is slower."""
     largest = sorted(plan.sensitivities, key=lambda one: -abs(one.effect))
     traces, labels = [], []
-    for row, each in enumerate(largest):
-        name = escape(f"{each.name} {each.change}".strip())
-        effect = findings.effect_text(each)
+    for row, sensitivity in enumerate(largest):
+        name = escape(f"{sensitivity.name} {sensitivity.change}".strip())
+        effect = findings.effect_text(sensitivity)
         labels.append((row, name, f"<b>{effect}</b>"))
-        traces.append(_bar(row, 100 * each.effect, "@slower" if each.effect > 0 else "@faster", f"{name}<br>{effect}"))
+        traces.append(
+            _bar(
+                row, 100 * sensitivity.effect, "@slower" if sensitivity.effect > 0 else "@faster", f"{name}<br>{effect}"
+            )
+        )
     widest = max(max(abs(element.effect) for element in largest) * 100, 1.0)
     below = min(0.0, *(100 * entry.effect for entry in largest))
     above = max(0.0, *(100 * item.effect for item in largest))

@@ -236,40 +236,40 @@ def attention_products(shape: ModelShape, tp: int, tokens: float, own_tokens: fl
 def layer_weights(shape: ModelShape, tp: int, ep: int, *, moe: bool) -> tuple[Weight, ...]:
     """The parameters of one layer on one rank, biases not counted."""
     hidden, mla = shape.hidden, shape.mla
-    found = [Weight(hidden, 1.0, is_partial=True)] * 2  # norms
+    weights = [Weight(hidden, 1.0, is_partial=True)] * 2  # norms
     if mla is None:
         kv_heads = max(shape.kv_heads / tp, 1.0)
-        found.append(Weight((shape.heads / tp + 2.0 * kv_heads) * shape.head_dim, hidden))
-        found.append(Weight(hidden, shape.heads * shape.head_dim / tp, cuts_columns=True))
-        found += [Weight(shape.head_dim, 1.0, is_partial=True)] * (2 if shape.qk_norm else 0)
+        weights.append(Weight((shape.heads / tp + 2.0 * kv_heads) * shape.head_dim, hidden))
+        weights.append(Weight(hidden, shape.heads * shape.head_dim / tp, cuts_columns=True))
+        weights += [Weight(shape.head_dim, 1.0, is_partial=True)] * (2 if shape.qk_norm else 0)
     else:
         query = shape.heads * (mla.qk_nope + mla.qk_rope) / tp
         if mla.q_lora:
-            found += [Weight(mla.q_lora, hidden, is_partial=True), Weight(mla.q_lora, 1.0, is_partial=True)]
-        found.append(Weight(query, mla.q_lora or hidden))
-        found.append(Weight(mla.kv_lora + mla.qk_rope, hidden, is_partial=True))
-        found.append(Weight(mla.kv_lora, 1.0, is_partial=True))
-        found.append(Weight(shape.heads * (mla.qk_nope + mla.v_head) / tp, mla.kv_lora))
-        found.append(Weight(hidden, shape.heads * mla.v_head / tp, cuts_columns=True))
+            weights += [Weight(mla.q_lora, hidden, is_partial=True), Weight(mla.q_lora, 1.0, is_partial=True)]
+        weights.append(Weight(query, mla.q_lora or hidden))
+        weights.append(Weight(mla.kv_lora + mla.qk_rope, hidden, is_partial=True))
+        weights.append(Weight(mla.kv_lora, 1.0, is_partial=True))
+        weights.append(Weight(shape.heads * (mla.qk_nope + mla.v_head) / tp, mla.kv_lora))
+        weights.append(Weight(hidden, shape.heads * mla.v_head / tp, cuts_columns=True))
     ups = 2 if shape.gated_mlp else 1
     if moe:
         local_experts, inner = max(1, shape.experts // ep), shape.moe_ffn_hidden
-        found += [Weight(inner, hidden, local_experts)] * ups + [Weight(hidden, inner, local_experts)]
-        found.append(Weight(shape.experts, hidden, is_partial=True, is_router=True))
+        weights += [Weight(inner, hidden, local_experts)] * ups + [Weight(hidden, inner, local_experts)]
+        weights.append(Weight(shape.experts, hidden, is_partial=True, is_router=True))
         width = shape.shared_experts * inner / tp
     else:
         width = shape.ffn_hidden / tp
     if width:
-        found += [Weight(width, hidden)] * ups + [Weight(hidden, width, cuts_columns=True)]
-    return tuple(found)
+        weights += [Weight(width, hidden)] * ups + [Weight(hidden, width, cuts_columns=True)]
+    return tuple(weights)
 
 
 @lru_cache(maxsize=1024)
 def table_weights(shape: ModelShape, tp: int, *, embeds: bool, predicts: bool) -> tuple[Weight, ...]:
     """Embedding, last norm and head. Tied tables are one where both ends are on one rank."""
     tables = 1 if embeds != predicts or shape.tied_embeddings else 2
-    found = [Weight(shape.vocab / tp, shape.hidden)] * (tables if embeds or predicts else 0)
-    return (*found, *([Weight(shape.hidden, 1.0, is_partial=True)] if predicts else []))
+    weights = [Weight(shape.vocab / tp, shape.hidden)] * (tables if embeds or predicts else 0)
+    return (*weights, *([Weight(shape.hidden, 1.0, is_partial=True)] if predicts else []))
 
 
 def _attention(shape: ModelShape, layout: Layout, sequence: int) -> tuple[tuple[AttentionCall, float], ...]:

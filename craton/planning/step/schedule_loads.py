@@ -55,8 +55,8 @@ def _loads(schedule: Schedule, pp: int, vpp: int, micro_batches: int, rank: int)
     def note(kind: Kind, chunk: int) -> None:
         anew = gives and not reduces and chunk not in summed
         load = Load(kind, passes, late, len(summed), tables, chunk == with_tables, anew, gives and reduces)
-        if not any(known.covers(load) for known in loads):
-            loads[:] = [known for known in loads if not load.covers(known)] + [load]
+        if not any(other.covers(load) for other in loads):
+            loads[:] = [other for other in loads if not load.covers(other)] + [load]
 
     for action in _cached_actions(schedule, pp, vpp, micro_batches)[rank]:
         gives, reduces = action.kind in ("backward", "weight"), action.micro_batch == last

@@ -137,7 +137,7 @@ def names_in(
     except FileNotFoundError:
         return []
     try:
-        found = []
+        names = []
         with os.scandir(descriptor) as entries:
             for count, entry in enumerate(entries):
                 if count >= MAX_NAMES:
@@ -145,10 +145,10 @@ def names_in(
                         folder, f"has more than {MAX_NAMES:,} files, the maximum for a folder of a run"
                     )
                 if fnmatchcase(entry.name, pattern):
-                    found.append(entry.name)
+                    names.append(entry.name)
     finally:
         os.close(descriptor)
-    return sorted(found)
+    return sorted(names)
 
 
 def paths_in(folder: Path, pattern: str = "*") -> list[Path]:
@@ -212,9 +212,9 @@ def _open_at(name: str, folder: int | None, flags: int, path: str | os.PathLike[
         except OSError:
             raise error from None
         here = os.path.basename(name)
-        what = "" if here == os.path.basename(path) else f"lies in {here}, which "
+        place = "" if here == os.path.basename(path) else f"lies in {here}, which "
         wanted = "a regular file" if not flags & os.O_DIRECTORY else "a folder"
-        raise UnsafeFileError(path, f"{what}is {_kind(mode)}, not {wanted}") from None
+        raise UnsafeFileError(path, f"{place}is {_kind(mode)}, not {wanted}") from None
 
 
 def _kind(mode: int) -> str:

@@ -279,15 +279,15 @@ class LedgerReader:
             return
         if not isinstance(moment, int | float) or not 0.0 <= moment < MAX_MOMENT:
             return
-        known = {
+        counted = {
             kind: float(value)
             for kind, value in seconds.items()
             if kind in LEDGER_KINDS and isinstance(value, int | float) and abs(value) < MAX_LINE_SECONDS
         }
-        self._generations.setdefault(generation, GenerationBooks()).add(rank, known)
+        self._generations.setdefault(generation, GenerationBooks()).add(rank, counted)
         ended = line.get("ended")
-        begin = moment - max(sum(known.values()), SHORTEST_SECONDS)
-        self._pending.append(_Entry(begin, moment, generation, known, ended if isinstance(ended, str) else None))
+        begin = moment - max(sum(counted.values()), SHORTEST_SECONDS)
+        self._pending.append(_Entry(begin, moment, generation, counted, ended if isinstance(ended, str) else None))
 
 
 def spread(paths: list[Path], most: int | None) -> list[Path]:

@@ -109,18 +109,18 @@ def own_page() -> RankPage | None:
 
 
 @contextmanager
-def going_on(what: str) -> Iterator[None]:
+def going_on(activity: str) -> Iterator[None]:
     """Says in the page that this goes on in the background."""
     page = own_page()
     if page is None:
         yield
         return
-    page.set_beside(what, True)
+    page.set_beside(activity, True)
     page.spring()
     try:
         yield
     finally:
-        page.set_beside(what, False)
+        page.set_beside(activity, False)
 
 
 class RankPage:

@@ -251,7 +251,7 @@ def test_top_and_the_page_ask_the_prometheus_that_the_environment_names(
     assert look.trouble.startswith(f"Prometheus at {asked[0]} does not answer")
     monkeypatch.setenv("CRATON_PROMETHEUS", "nonsense")
     with pytest.raises(CratonError, match=r"^\$CRATON_PROMETHEUS 'nonsense' is not an address"):
-        serve_page(tmp_path, port=0, tell=lambda address, link: None)
+        serve_page(tmp_path, port=0, announce=lambda address, link: None)
 
 
 def test_top_without_a_keyboard_prints_one_picture(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ def latencies(summary: Summary) -> list[tuple[str, Distribution | None]]:
     return [(name, getattr(summary, field)) for name, field in _LATENCIES.items()]
 
 
-def latency_cells(found: Distribution | None) -> list[str]:
-    return [duration(getattr(found, name, None)) for name in ("mean", "p50", "p95", "p99")]
+def latency_cells(distribution: Distribution | None) -> list[str]:
+    return [duration(getattr(distribution, name, None)) for name in ("mean", "p50", "p95", "p99")]
 
 
 def verdict(report: Report) -> str:
@@ -38,20 +38,20 @@ def verdict(report: Report) -> str:
 
 
 def saturation_text(report: Report) -> str:
-    found = report.saturation
-    assert found is not None, "only a sweep looks for saturation"
-    if found.too_much is None:
-        highest = digits(found.sustained or 0)
+    saturation = report.saturation
+    assert saturation is not None, "only a sweep looks for saturation"
+    if saturation.too_much is None:
+        highest = digits(saturation.sustained or 0)
         return f"Not saturated: the server keeps up with {highest} requests/s, the highest rate tried."
-    if found.sustained is None:
-        return f"Saturated below {digits(found.too_much)} requests/s, the lowest rate tried."
-    return f"Saturated between {digits(found.sustained)} and {digits(found.too_much)} requests/s."
+    if saturation.sustained is None:
+        return f"Saturated below {digits(saturation.too_much)} requests/s, the lowest rate tried."
+    return f"Saturated between {digits(saturation.sustained)} and {digits(saturation.too_much)} requests/s."
 
 
 def load_text(report: Report) -> str:
     settings, workload = report.settings, report.settings.workload
-    each = " each" if report.saturation is not None else ""
-    words = f"{settings.limit}{each}, {settings.load}"
+    per_level = " each" if report.saturation is not None else ""
+    words = f"{settings.limit}{per_level}, {settings.load}"
     if not workload.trace:
         words += f"; input {workload.input}, output {workload.output}"
         if workload.prefixes.tokens:

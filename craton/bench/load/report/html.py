@@ -147,11 +147,11 @@ def _most_running(report: Report) -> int:
 def _prompt_section(report: Report, figures: dict[str, Figure]) -> Markup:
     lengths = {sample.prompt_tokens for sample in report.shown.samples if not sample.error} - {None}
     if len(lengths) < 2:
-        what = f"All prompts have {next(iter(lengths)):,} tokens" if lengths else "No prompt's length is known"
-        return html_report.absent_section("First token and prompt", f"{what}: nothing to compare.")
+        reason = f"All prompts have {next(iter(lengths)):,} tokens" if lengths else "No prompt's length is known"
+        return html_report.absent_section("First token and prompt", f"{reason}: nothing to compare.")
     figures["plot-prompt"] = plots.prompt_figure(report.shown.samples)
-    known = [length for length in lengths if length is not None]
-    title = f"Prompts of {min(known):,} to {max(known):,} tokens, and when their first token came"
+    known_lengths = [length for length in lengths if length is not None]
+    title = f"Prompts of {min(known_lengths):,} to {max(known_lengths):,} tokens, and when their first token came"
     return html_report.plot_section("First token and prompt", title, "plot-prompt")
 
 

@@ -149,9 +149,9 @@ def sweep_figure(levels: Sequence[Level]) -> Figure:
     for name, field, color in (("TTFT", "ttft_seconds", FIRST), ("ITL", "itl_seconds", BETWEEN)):
         for percentile, dash in (("p50", "solid"), ("p99", "dot")):
             values = [getattr(getattr(level.summary, field), percentile, None) for level in levels]
-            known = [max(value, _SHORTEST_SECONDS) if value is not None else None for value in values]
-            shown += [value for value in known if value is not None]
-            traces.append(_curve(levels, rates, known, color, f"{name} {percentile}", "y2", dash))
+            clamped = [max(value, _SHORTEST_SECONDS) if value is not None else None for value in values]
+            shown += [value for value in clamped if value is not None]
+            traces.append(_curve(levels, rates, clamped, color, f"{name} {percentile}", "y2", dash))
     layout["yaxis2"] = layout["yaxis"] | {"domain": [0.0, 0.46]}
     layout["annotations"] = [axis_name("output tokens/s"), axis_name("TTFT and ITL: p50, dotted p99", 0.46)]
     if shown:

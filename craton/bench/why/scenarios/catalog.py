@@ -90,31 +90,31 @@ def draw_scenarios(seed: int, moment: float) -> list[Scenario]:
         )
 
     for name, change in QUIET.items():
-        made = world(f"quiet {name}")
-        change(made)
-        scenarios.append(Scenario(name, "quiet", made))
+        drawn = world(f"quiet {name}")
+        change(drawn)
+        scenarios.append(Scenario(name, "quiet", drawn))
     for name in ("plain again", "plain once more", "plain a last time"):
-        made = world(f"quiet {name}")
-        scenarios.append(Scenario(name, "quiet", made))
+        drawn = world(f"quiet {name}")
+        scenarios.append(Scenario(name, "quiet", drawn))
 
     def troubled(name: str) -> World:
-        made = world(name)
-        if made.chance.random() < DECOY_SHARE:
-            QUIET[made.chance.choice(DECOYS)](made)
-        return made
+        drawn = world(name)
+        if drawn.chance.random() < DECOY_SHARE:
+            QUIET[drawn.chance.choice(DECOYS)](drawn)
+        return drawn
 
     for name, fault in FAULTS.items():
-        made = troubled(f"single {name}")
-        scenarios.append(Scenario(name, "single", made, (put(fault, made),)))
+        drawn = troubled(f"single {name}")
+        scenarios.append(Scenario(name, "single", drawn, (put(fault, drawn),)))
     for first, second in PAIRS:
-        made = troubled(f"double {first} {second}")
-        truths = (put(FAULTS[first], made), put(FAULTS[second], made))
-        scenarios.append(Scenario(f"{first} and {second}", "double", made, truths))
+        drawn = troubled(f"double {first} {second}")
+        truths = (put(FAULTS[first], drawn), put(FAULTS[second], drawn))
+        scenarios.append(Scenario(f"{first} and {second}", "double", drawn, truths))
     for name in BLINDED:
-        made = troubled(f"blind {name}")
-        truth = put(FAULTS[name], made)
-        made.is_measured = made.has_logs = False
-        scenarios.append(Scenario(f"{name}, unseen", "blind", made, (truth,)))
+        drawn = troubled(f"blind {name}")
+        truth = put(FAULTS[name], drawn)
+        drawn.is_measured = drawn.has_logs = False
+        scenarios.append(Scenario(f"{name}, unseen", "blind", drawn, (truth,)))
     return scenarios
 
 

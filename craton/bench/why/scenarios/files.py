@@ -196,8 +196,8 @@ def _write_events(run: RunDirectory, world: World, began: float, moments: list[f
         tell(at + BACK_SECONDS, "generation_started", first, generation=number, reason=reason)
         for rank in range(world.world):
             tell(at + BACK_SECONDS + 1, "rank_started", world.node_of(rank), rank, number, pid=2000 + rank)
-    for tier, made in _saves(world, began, moments, now).items():
-        for save in made:
+    for tier, saves in _saves(world, began, moments, now).items():
+        for save in saves:
             moment, event = float(save["time"]), str(save["event"])
             tell(
                 moment,
@@ -235,7 +235,7 @@ def _saves(world: World, began: float, moments: list[float], now: float) -> dict
             times.append(at)
             at -= every
         times.reverse()
-        made = []
+        saves = []
         seconds = 14.0 if tier == "shared" else 4.0
         for number, moment in enumerate(times):
             took = seconds * world.chance.lognormvariate(0.0, 0.12)
@@ -247,8 +247,8 @@ def _saves(world: World, began: float, moments: list[float], now: float) -> dict
                 "seconds": took,
             }
             change = changed[number - len(times)] if number - len(times) >= -len(changed) else {}
-            made.append({**save, **change})
-        result[tier] = [save for save in made if save["event"] != "nothing"]
+            saves.append({**save, **change})
+        result[tier] = [save for save in saves if save["event"] != "nothing"]
     return result
 
 
@@ -260,15 +260,15 @@ def _write_signs_of_life(run: RunDirectory, world: World, now: float) -> None:
     if world.state == "waiting":
         return
     generation = world.generation
-    said = {"failed": "failed", "done": "done", "stopped": "stopped"}.get(world.state, "running")
+    run_state = {"failed": "failed", "done": "done", "stopped": "stopped"}.get(world.state, "running")
     for node in (*world.nodes, *world.spares):
-        path, state = run.heartbeat_path(node), "spare" if node in world.spares else said
+        path, state = run.heartbeat_path(node), "spare" if node in world.spares else run_state
         _write(path, {"generation": 0, "state": state, "pid": 900, "metrics_port": 0, "host": f"host-of-{node}"})
         age = {**world.lost_nodes, **world.spares}.get(node, 0.6)
         os.utime(path, (now - age, now - age))
         if node in world.spares:
             continue
-        if not world.has_status or world.deaths or said != "running":
+        if not world.has_status or world.deaths or run_state != "running":
             continue
         status = {
             "time": now - min(age, 2.0) if node not in world.lost_nodes else now - age,
@@ -347,8 +347,8 @@ def _write_scheduler(run: RunDirectory, world: World, now: float) -> None:
     shown = {"job": text, "partition": "PartitionName=train\n   State=UP MaxTime=UNLIMITED MaxNodes=UNLIMITED\n"}
     busy = [f"NodeName=g{item} Arch=x86_64\n   State=ALLOCATED\n   Partitions=train \n" for item in range(4)]
     shown |= {"node": "\n".join(busy), "topology": "", "reservation": ""}
-    for what, printed in shown.items():
-        (folder / f"{what}.txt").write_text(printed, encoding="utf-8")
+    for file_name, printed in shown.items():
+        (folder / f"{file_name}.txt").write_text(printed, encoding="utf-8")
     programs = {"squeue": f'cat "{folder}/squeue.json"', "scontrol": f'cat "{folder}/$2.txt"'}
     for program, command in programs.items():
         path = folder / program

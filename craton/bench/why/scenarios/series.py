@@ -59,8 +59,8 @@ def served(folder: Path, worlds: Mapping[str, tuple[World, float]], moment: floa
         for query in queries():
             rows: dict[str, Rows] = {}
             expression = " ".join(query.expression.split())
-            told = service.ask("/api/v1/query", query=expression, time=f"{moment:.3f}")
-            for row in told["data"]["result"]:
+            answer = service.ask("/api/v1/query", query=expression, time=f"{moment:.3f}")
+            for row in answer["data"]["result"]:
                 rows.setdefault(str(row["metric"].get("node")), []).append(row)
             by_query[query.expression] = rows
 

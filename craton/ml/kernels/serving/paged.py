@@ -248,10 +248,10 @@ def _gather(cache: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dtype) -
     page, longest = cache.shape[3], int(lengths.max())
     pages = torch.arange(-(-longest // page), device=cache.device)
     blocks = torch.where(pages * page < lengths[:, None], table[:, : len(pages)], 0)
-    found = cache[blocks.long()].to(dtype)  # [requests, pages, 2, kv_heads, page, head_dim]
-    found = found.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :longest]
+    gathered = cache[blocks.long()].to(dtype)  # [requests, pages, 2, kv_heads, page, head_dim]
+    gathered = gathered.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :longest]
     live = torch.arange(longest, device=cache.device) < lengths[:, None]
-    key, value = found.masked_fill(~live[:, None, :, None], 0.0)
+    key, value = gathered.masked_fill(~live[:, None, :, None], 0.0)
     return key, value
 
 

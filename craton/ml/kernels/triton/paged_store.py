@@ -124,10 +124,10 @@ def _store(
     slot = tl.load(slots + token)
     target = cache + (slot // PAGE) * block_stride + (slot % PAGE) * place_stride + head * head_stride + column
     stored = cache.dtype.element_ty
-    found = tl.load(key + token * key_token_stride + head * key_head_stride + column, mask=live, other=0.0)
-    tl.store(target, _fit(found, LARGEST).to(stored), mask=live)
-    found = tl.load(value + token * value_token_stride + head * value_head_stride + column, mask=live, other=0.0)
-    tl.store(target + part_stride, _fit(found, LARGEST).to(stored), mask=live)
+    element = tl.load(key + token * key_token_stride + head * key_head_stride + column, mask=live, other=0.0)
+    tl.store(target, _fit(element, LARGEST).to(stored), mask=live)
+    element = tl.load(value + token * value_token_stride + head * value_head_stride + column, mask=live, other=0.0)
+    tl.store(target + part_stride, _fit(element, LARGEST).to(stored), mask=live)
 
 
 def store_rotated(

@@ -91,9 +91,9 @@ def _stop_tokens(folder: Path | None, tokenizer: Path | None) -> tuple[int, ...]
     for place in (folder, tokenizer):
         for file in ("generation_config.json", "config.json"):
             if place is not None and (place / file).is_file():
-                found = json.loads((place / file).read_text(encoding="utf-8")).get("eos_token_id")
-                if found is not None:
-                    return tuple(found) if isinstance(found, list) else (int(found),)
+                eos = json.loads((place / file).read_text(encoding="utf-8")).get("eos_token_id")
+                if eos is not None:
+                    return tuple(eos) if isinstance(eos, list) else (int(eos),)
     if tokenizer is None:
         return ()
     end = end_of_document(tokenizer, load_tokenizer(tokenizer))

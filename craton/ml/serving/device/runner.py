@@ -156,9 +156,9 @@ class RowTable:
     def count(self, rows: Tensor, tokens: Tensor) -> None:
         """Tokens that were chosen count for the next ones."""
         if self.written is not None and self.seen is not None:
-            known = tokens.clamp(min=0)
-            self.written[rows, known] += 1
-            self.seen[rows, known] = True
+            token_ids = tokens.clamp(min=0)
+            self.written[rows, token_ids] += 1
+            self.seen[rows, token_ids] = True
 
     def _count(self, row: int, prompt: tuple[int, ...], written: tuple[int, ...]) -> None:
         if self.written is None or self.seen is None:
@@ -327,12 +327,12 @@ class Runner:
         position = np.arange(tokens + extra) - np.repeat(ends - lengths, counts)
         fields = (rows, lengths, others, sent, np.repeat(rows, counts), position)
         packed = self.upload.send(np.concatenate([entry.astype(np.int32) for entry in fields]))
-        device_rows, device_lengths, offsets, known, token_rows, positions = packed.split(
+        device_rows, device_lengths, offsets, known_tokens, token_rows, positions = packed.split(
             [len(item) for item in fields]
         )
         token_rows, positions = token_rows.long(), positions.long()
         written = self.table.next_token[token_rows[: work.decode]]
-        inputs = torch.cat([written, known.long()])
+        inputs = torch.cat([written, known_tokens.long()])
         batch = AttentionBatch(
             device_rows,
             device_lengths,
@@ -366,8 +366,8 @@ class Runner:
                 counts = np.full(requests, 2, np.int32)
                 counts[0] = min(tokens, self.longest)
                 dummies = np.full(requests, self.rows - 1, np.int32)
-                known, last = np.zeros(counts.sum(), np.int32), np.cumsum(counts, dtype=np.int32) - 1
-                self.execute(StepInput(dummies, counts, counts, 0, known, last, dummies))
+                dummy_tokens, last = np.zeros(counts.sum(), np.int32), np.cumsum(counts, dtype=np.int32) - 1
+                self.execute(StepInput(dummies, counts, counts, 0, dummy_tokens, last, dummies))
 
     def _slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         blocks = self.past.table[rows, positions // self.page].long()
@@ -413,8 +413,8 @@ class Runner:
         alternatives = None
         if chosen.alternatives is not None:
             alternatives = (back(chosen.alternatives[0]), back(chosen.alternatives[1]))
-        found = [(back(first), back(second), back(third)) for first, second, third in prompts]
-        result = StepResult(back(chosen.tokens), back(chosen.logprobs), alternatives, found)
+        prompt_logprobs = [(back(first), back(second), back(third)) for first, second, third in prompts]
+        result = StepResult(back(chosen.tokens), back(chosen.logprobs), alternatives, prompt_logprobs)
         if self.device.type == "cuda":
             result.done = torch.cuda.Event()
             result.done.record()

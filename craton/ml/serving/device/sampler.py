@@ -63,8 +63,8 @@ def sample(
 def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
     """Log-probabilities [rows] of these tokens; of -1 not a number."""
     logits = logits.float()
-    found = logits.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
-    return found.masked_fill(tokens < 0, torch.nan)
+    logprobs = logits.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    return logprobs.masked_fill(tokens < 0, torch.nan)
 
 
 def _choose_tuned(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, tuning: Tuning) -> Tensor:

@@ -146,10 +146,10 @@ def together(rank: EngineRank, method: str, arguments: tuple[Any, ...]) -> Any:
         failed = {number: text for number, text in enumerate(texts) if text is not None}
         if failed and len(failed) < len(texts):
             message = "; ".join(f"rank {number}: {text}" for number, text in failed.items())
-            what = f"{method} went through on some ranks only ({message})"
+            problem = f"{method} went through on some ranks only ({message})"
             if method in WEIGHT_METHODS:
-                raise MixedWeightsError(f"{what}; update the weights")
-            raise RanksDifferError(what)
+                raise MixedWeightsError(f"{problem}; update the weights")
+            raise RanksDifferError(problem)
     if failure is not None:
         raise failure
     return result

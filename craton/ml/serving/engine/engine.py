@@ -457,8 +457,8 @@ class Engine:
         if outside:
             raise ServingError(f"token {outside[0]} is not one of the model's {self.vocabulary}")
         if request.adapter is not None and request.adapter not in self.adapters:
-            known = ", ".join(self.adapters) or "none is loaded"
-            raise ServingError(f"adapter {request.adapter!r} is not loaded; there are: {known}")
+            loaded = ", ".join(self.adapters) or "none is loaded"
+            raise ServingError(f"adapter {request.adapter!r} is not loaded; there are: {loaded}")
         if sampling.grammar is not None and self._grammars is None:
             raise ServingError("this engine has no tokenizer, so answers cannot be held to a grammar")
         if self.refusal:
@@ -491,12 +491,12 @@ class Engine:
 
     def _copy(self, first: Sequence, step: ScheduledStep) -> None:
         """The other copies of a request whose prompt is being computed go on from its blocks."""
-        made = [index for index in range(first.copies) if index not in first.skipped]
-        if made[0] != first.index:
-            first.index, first.seed = made[0], self._seed(first.sampling, made[0])
+        indexes = [index for index in range(first.copies) if index not in first.skipped]
+        if indexes[0] != first.index:
+            first.index, first.seed = indexes[0], self._seed(first.sampling, indexes[0])
             if first not in step.started:  # the device has the seed of the copy that it was
                 step.started.append(first)
-        for index in made[1:]:
+        for index in indexes[1:]:
             child = replace(
                 first,
                 index=index,

@@ -161,8 +161,8 @@ class EngineProcess:
             control = self._later.popleft()
             action = self._controls.get(control.name)
             if action is None:
-                known = ", ".join(self._controls)
-                self._front.send(EngineReply(control.id, error=f"{control.name!r} is not known; there are: {known}"))
+                names = ", ".join(self._controls)
+                self._front.send(EngineReply(control.id, error=f"{control.name!r} is not known; there are: {names}"))
             else:
                 self._advance(Task(control.id, _steps(action, control.arguments)))
 

@@ -94,17 +94,17 @@ class Grammars:
     def cancel(self, future: Future[GrammarState]) -> None:
         """The request that waits for it has ended. A grammar that no request waits for is given up."""
         with self._lock:
-            found = next(
+            matching = next(
                 (compilation for compilation in self._compilations.values() if future in compilation.waiting), None
             )
-            if found is None:
+            if matching is None:
                 return
-            found.waiting.remove(future)
-            if found.waiting or found.check is None:
+            matching.waiting.remove(future)
+            if matching.waiting or matching.check is None:
                 return
-            del self._compilations[found.grammar]
+            del self._compilations[matching.grammar]
         # After its trial was asked for, which may take a while: the process may have to start.
-        self._preparer.submit(self._checker.cancel, found.check)
+        self._preparer.submit(self._checker.cancel, matching.check)
 
     @property
     def kept_bytes(self) -> int:
@@ -170,17 +170,17 @@ class Grammars:
         except Exception as error:  # noqa: BLE001 -- whatever it is, those who wait must hear of it
             self._fail(compilation, GrammarError(f"{type(error).__name__}: {error}"))
 
-    def _checked(self, compilation: _Compilation, source: str, found: GrammarCost | GrammarError) -> None:
-        if isinstance(found, GrammarError):
-            self._fail(compilation, GrammarError(f"the {compilation.grammar.kind} cannot be used: {found}"))
+    def _checked(self, compilation: _Compilation, source: str, outcome: GrammarCost | GrammarError) -> None:
+        if isinstance(outcome, GrammarError):
+            self._fail(compilation, GrammarError(f"the {compilation.grammar.kind} cannot be used: {outcome}"))
             return
         with self._lock:
             if not compilation.waiting:
                 return
             compilation.check = None  # from here on it cannot be stopped
-        pool = self._quick if found.seconds < QUICK_SECONDS else self._slow
+        pool = self._quick if outcome.seconds < QUICK_SECONDS else self._slow
         with contextlib.suppress(RuntimeError):  # closed meanwhile
-            pool.submit(self._compile, compilation, source, found)
+            pool.submit(self._compile, compilation, source, outcome)
 
     def _compile(self, compilation: _Compilation, source: str, cost: GrammarCost) -> None:
         from llguidance import LLMatcher

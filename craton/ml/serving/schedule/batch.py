@@ -73,11 +73,11 @@ def pack(step: ScheduledStep, allowed: Integers | None = None) -> StepInput:
     lengths = np.fromiter((part.begin + part.count for part in parts), np.int32, len(parts))
     tokens: list[int] = []
     for part in parts[decode:]:
-        known = part.sequence.tokens
+        prompt = part.sequence.tokens
         end = part.begin + part.count
-        tokens += known[part.begin : end]
-        if end > len(known):
-            tokens += part.sequence.drafts[: end - len(known)]
+        tokens += prompt[part.begin : end]
+        if end > len(prompt):
+            tokens += part.sequence.drafts[: end - len(prompt)]
     sampled, sampled_rows = _sampled(parts, decode)
     work = StepInput(
         rows,

@@ -139,8 +139,8 @@ class Scheduler:
         """Lets `child`, whose tokens are a beginning of the parent's, run with the parent's blocks. It shares the full
         ones and gets a copy of the last; where there is no row for it, it waits as any other."""
         self._order[child] = next(self._arrivals)
-        known = min(parent.computed, len(child.tokens) - 1)
-        full, rest = divmod(known, self.page)
+        shared_tokens = min(parent.computed, len(child.tokens) - 1)
+        full, rest = divmod(shared_tokens, self.page)
         copied = self._take() if rest and self._rows else None
         if parent.row < 0 or not self._rows or (rest and copied is None):
             self._wait(child)
@@ -155,7 +155,7 @@ class Scheduler:
         if copied is not None:
             self.tree.moves.append(Move("copy", parent.blocks[full], copied))
             child.blocks.append(copied)
-        child.computed = child.cached_tokens = known
+        child.computed = child.cached_tokens = shared_tokens
         self._start(child)
 
     def commit(self, sequence: Sequence) -> None:

@@ -39,7 +39,7 @@ class KeyRing:
         """Whether a header `Bearer KEY` has one of the keys. All are compared: the time taken says nothing."""
         scheme, _, key = authorization.partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1", errors="replace")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        matches = [hmac.compare_digest(digest, known_digest) for known_digest in self._digests]
         return scheme.lower() == "bearer" and any(matches)
 
 
@@ -87,15 +87,15 @@ class AccessCheck:
             )
         if path in FREE_PATHS:
             return
-        given = headers.get("authorization", "")
+        authorization = headers.get("authorization", "")
         if path in self._admin_paths:
-            if not self._admin_keys.opens(given):
+            if not self._admin_keys.opens(authorization):
                 raise KeyRefusedError(
                     "admin endpoints need the admin key, and no API key opens them; send the key in RUN/admin.key (or "
                     "in the variable that serve.admin_key names) as `Authorization: Bearer KEY`",
                     code="invalid_admin_key",
                 )
-        elif self._api_keys and not self._api_keys.opens(given):
+        elif self._api_keys and not self._api_keys.opens(authorization):
             raise KeyRefusedError(
                 "the API key is missing or not known; send it as `Authorization: Bearer KEY`", code="invalid_api_key"
             )
@@ -118,17 +118,17 @@ def read_api_keys(file: Path | None, variable: str | None) -> tuple[str, ...]:
 
 def read_admin_key(file: Path | None, variable: str | None) -> str:
     """The key of a variable, else of a file that only its owner may read; the file is made where there is none."""
-    given = os.environ.get(ADMIN_VARIABLE, "").strip()
-    if variable is None and not given:
+    admin_key = os.environ.get(ADMIN_VARIABLE, "").strip()
+    if variable is None and not admin_key:
         if file is None:
             raise CratonError(f"--admin needs a key: give --admin-key-file, or a key in ${ADMIN_VARIABLE}")
         return read_token(file)
-    if len(given) < MIN_TOKEN_CHARACTERS:
+    if len(admin_key) < MIN_TOKEN_CHARACTERS:
         raise CratonError(
-            f"the admin key in {variable or ADMIN_VARIABLE} has {len(given)} characters and needs "
+            f"the admin key in {variable or ADMIN_VARIABLE} has {len(admin_key)} characters and needs "
             f"{MIN_TOKEN_CHARACTERS}; make one with `openssl rand -hex 24`"
         )
-    return given
+    return admin_key
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -67,8 +67,8 @@ def admin_routes(service: HttpService) -> APIRouter:
     @routes.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: LoadAdapterRequest) -> dict[str, Any]:
         name = request.lora_name
-        known = link.working().adapters
-        if name == service.name or name in known:
+        loaded = link.working().adapters
+        if name == service.name or name in loaded:
             raise BadRequestError(f"there is a model {name!r} already", "lora_name")
         result = await control("load_adapter", {"name": name, "folder": request.lora_path}, BadRequestError)
         link.note_adapters([*link.working().adapters, name])
@@ -80,7 +80,7 @@ def admin_routes(service: HttpService) -> APIRouter:
         if name not in link.working().adapters:
             raise BadRequestError(f"there is no adapter {name!r}", "lora_name")
         result = await control("unload_adapter", {"name": name}, BadRequestError)
-        link.note_adapters(known for known in link.working().adapters if known != name)
+        link.note_adapters(adapter for adapter in link.working().adapters if adapter != name)
         return {"result": result}
 
     @routes.post("/update_weights")

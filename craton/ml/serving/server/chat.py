@@ -106,10 +106,10 @@ class ChatAnswers(Answers[ChatChoice]):
         return {"delta": {"content": text}}
 
     def add(self, choice: ChatChoice, addition: Addition, events: list[str]) -> None:
-        found = [choice.parser.feed(addition.text)] if addition.text else []
+        parsed_pieces = [choice.parser.feed(addition.text)] if addition.text else []
         if addition.finish is not None:
-            found.append(choice.parser.finish())
-        deltas = [delta for parsed in found for delta in self._deltas(choice, parsed)]
+            parsed_pieces.append(choice.parser.finish())
+        deltas = [delta for parsed in parsed_pieces for delta in self._deltas(choice, parsed)]
         if addition.finish == "stop" and choice.calls:
             choice.finish = "tool_calls"
         logprobs = None
@@ -177,8 +177,8 @@ class ChatAnswers(Answers[ChatChoice]):
         fields: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
     ) -> str:
-        known = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
-        return self.event(choice, {**known, **(fields or {})}, extra)
+        fields_before = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return self.event(choice, {**fields_before, **(fields or {})}, extra)
 
     def _deltas(self, choice: ChatChoice, parsed: Parsed) -> list[dict[str, Any]]:
         """What a chunk of text adds to the message, kept for the whole one as well."""
@@ -208,11 +208,11 @@ def _call_delta(choice: ChatChoice, part: CallPart) -> dict[str, Any]:
 
 
 def _tool_choice(request: ChatRequest) -> ToolChoice:
-    given = request.tool_choice
-    if isinstance(given, NamedTool):
-        return ToolChoice("named", given.function.name)
-    if given in (None, "auto", "none"):
-        return ToolChoice("auto" if request.tools and given != "none" else "none")
+    chosen = request.tool_choice
+    if isinstance(chosen, NamedTool):
+        return ToolChoice("named", chosen.function.name)
+    if chosen in (None, "auto", "none"):
+        return ToolChoice("auto" if request.tools and chosen != "none" else "none")
     if not request.tools:
         raise BadRequestError('tool_choice is "required", and there are no tools', "tool_choice")
     return ToolChoice("required")

@@ -55,7 +55,7 @@ logger = logging.getLogger("craton.serving")
 _logged: set[str] = set()
 
 
-def unknown_fields(extra: Mapping[str, Any], known: Mapping[str, Any], n: int = 1) -> list[str]:
+def unknown_fields(extra: Mapping[str, Any], known_fields: Mapping[str, Any], n: int = 1) -> list[str]:
     """The fields to warn of, by name. A BadRequestError for one that must not be ignored."""
     if len(extra) > MAX_UNKNOWN:
         raise BadRequestError(
@@ -70,7 +70,7 @@ def unknown_fields(extra: Mapping[str, Any], known: Mapping[str, Any], n: int = 
                 leave = f"leave it out, or give {allowed}" if neutral else "leave it out"
                 raise BadRequestError(f"{name} is not implemented here; {leave}", name[:64], "unsupported_field")
             continue
-        meant = difflib.get_close_matches(name[:64], known, 1, SIMILARITY)
+        meant = difflib.get_close_matches(name[:64], known_fields, 1, SIMILARITY)
         if meant:
             raise BadRequestError(f"{name!r} is not a field; did you mean {meant[0]!r}?", name, "unknown_field")
         result.append(name)

@@ -143,8 +143,8 @@ class HttpService:
             return None
         if model in adapters:
             return model
-        known = ", ".join(repr(name) for name in (self.name, *adapters))
-        raise NotFoundError(f"the model {model!r} does not exist; there is {known}", "model", "model_not_found")
+        models = ", ".join(repr(name) for name in (self.name, *adapters))
+        raise NotFoundError(f"the model {model!r} does not exist; there is {models}", "model", "model_not_found")
 
     async def encode(self, text: str, with_special_tokens: bool, must_fit: bool = True) -> list[int]:
         """`must_fit`: more tokens than the context has are refused; else they are counted."""

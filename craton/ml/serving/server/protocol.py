@@ -108,40 +108,40 @@ class GenerationRequest(Body):
 
     def grammar(self) -> Grammar | None:
         """The one constraint that is given; more than one cannot be kept."""
-        found: list[tuple[str, Grammar]] = []
+        grammars: list[tuple[str, Grammar]] = []
         if (form := self.response_format) is not None and form.type == "json_object":
-            found.append(("response_format", Grammar("json_object")))
+            grammars.append(("response_format", Grammar("json_object")))
         elif form is not None and form.type == "json_schema":
             if form.json_schema is None or form.json_schema.schema_ is None:
                 raise BadRequestError(
                     "response_format of type json_schema needs json_schema.schema", "response_format.json_schema"
                 )
-            found.append(("response_format", Grammar("json_schema", json.dumps(form.json_schema.schema_))))
+            grammars.append(("response_format", Grammar("json_schema", json.dumps(form.json_schema.schema_))))
         outputs = self.structured_outputs or StructuredOutputs()
         schemas = {"guided_json": self.guided_json, "structured_outputs.json": outputs.json_}
         for name, schema in schemas.items():
             if schema is not None:
-                found.append((name, Grammar("json_schema", _schema_text(schema, name))))
+                grammars.append((name, Grammar("json_schema", _schema_text(schema, name))))
         for name, regex in {"guided_regex": self.guided_regex, "structured_outputs.regex": outputs.regex}.items():
             if regex is not None:
-                found.append((name, Grammar("regex", regex)))
+                grammars.append((name, Grammar("regex", regex)))
         for name, text in {
             "guided_grammar": self.guided_grammar,
             "structured_outputs.grammar": outputs.grammar,
         }.items():
             if text is not None:
-                found.append((name, Grammar("lark", text)))
+                grammars.append((name, Grammar("lark", text)))
         for name, choice in {"guided_choice": self.guided_choice, "structured_outputs.choice": outputs.choice}.items():
             if choice is not None:
-                found.append((name, _one_of(choice, name)))
+                grammars.append((name, _one_of(choice, name)))
         if outputs.json_object:
-            found.append(("structured_outputs.json_object", Grammar("json_object")))
-        if len(found) > 1:
-            names = " and ".join(name for name, _ in found)
-            raise BadRequestError(f"{names} are given; an answer can follow only one of them", found[1][0])
-        if not found:
+            grammars.append(("structured_outputs.json_object", Grammar("json_object")))
+        if len(grammars) > 1:
+            names = " and ".join(name for name, _ in grammars)
+            raise BadRequestError(f"{names} are given; an answer can follow only one of them", grammars[1][0])
+        if not grammars:
             return None
-        name, grammar = found[0]
+        name, grammar = grammars[0]
         check_grammar(grammar, name)
         return grammar
 

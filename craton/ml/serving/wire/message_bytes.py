@@ -132,8 +132,8 @@ def decode(data: bytes) -> Message:
     values = expect(values, *checks)
     if message in _WITH_TUPLES:
         values = [tuple(value) if type(value) is list else value for value in values]
-    made: Message = message(*values)
-    return made
+    decoded: Message = message(*values)
+    return decoded
 
 
 def pack_sampling(sampling: Sampling) -> list[Any]:

@@ -98,8 +98,8 @@ def _bytes_of(file: IO[bytes], entry: zipfile.ZipInfo, length: int) -> bytes:
 
 def _described(data: bytes) -> tuple[torch.dtype, int, int, tuple[int, ...], tuple[int, ...]]:
     """dtype, elements of the storage, offset, sizes and strides of the one tensor that the pickle makes."""
-    made = _made(data)
-    match made:
+    unpickled = _made(data)
+    match unpickled:
         case (
             str(call),
             (("storage", storage, "0", str(), int(count)), int(offset), tuple(sizes), tuple(strides), *rest),

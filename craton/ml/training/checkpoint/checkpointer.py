@@ -245,14 +245,14 @@ class Checkpointer:
             warnings.warn(problem, stacklevel=2)
         began = time.perf_counter()
         tiers = self._tiers_to_read
-        found, passed_over = find_together(self._ranks, self.rank, tiers)
+        steps_on_disk, passed_over = find_together(self._ranks, self.rank, tiers)
         distrusted = self.restored.step if self.restored is not None and not trust_peer else None
         if distrusted is not None:
-            found = [(step, index) for step, index in found if step <= distrusted]
+            steps_on_disk = [(step, index) for step, index in steps_on_disk if step <= distrusted]
         saves, lost = self._find_in_memory(before, trust_peer)
         passed_over += lost
         steps_in_memory = [(save.step, -1) for save in saves]
-        for step, index in sorted(steps_in_memory + found, key=lambda item: (-item[0], item[1])):
+        for step, index in sorted(steps_in_memory + steps_on_disk, key=lambda item: (-item[0], item[1])):
             if index < 0:
                 if counters := self._restore_from_memory(saves.pop(0), tensors, passed_over, began):
                     return counters
@@ -327,9 +327,9 @@ class Checkpointer:
         self._peer.distrusted |= not trust
         if self._peer.distrusted:
             return [], []
-        saves, told, lost = find_saves(self._peer, self._ranks, before)
+        saves, problems, lost = find_saves(self._peer, self._ranks, before)
         if self.rank == 0:
-            for text in (*told, *lost):
+            for text in (*problems, *lost):
                 warnings.warn(text, stacklevel=3)
         return saves, lost
 

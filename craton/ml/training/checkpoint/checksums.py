@@ -34,8 +34,8 @@ class CheckpointError(CratonError):
 class RanksLostError(RuntimeError):
     """Ranks could not talk to each other while one waited for a save: not the job's fault, nor the checkpoint's."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"gloo: {what}")  # as torch begins what it says of a lost connection
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"gloo: {problem}")  # as torch begins what it says of a lost connection
 
 
 class DifferentModelError(CheckpointError):

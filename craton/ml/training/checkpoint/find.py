@@ -104,13 +104,13 @@ def read_tensors(saved: FoundStep, tensors: dict[str, Tensor]) -> None:
 def steps_in_order(tiers: Sequence[Tier]) -> tuple[list[tuple[int, int]], list[str]]:
     """(step, index of the tier), newest first and of equal steps the tier that is named first, which is the fastest;
     and which tiers cannot be looked at."""
-    found, problems = [], []
+    steps, problems = [], []
     for index, tier in enumerate(tiers):
         try:
-            found += [(-step, index) for step in tier.steps()]
+            steps += [(-step, index) for step in tier.steps()]
         except (OSError, CratonError) as error:
             problems.append(f"tier {tier.folder.name} cannot be read: {error}")
-    return [(-negative, index) for negative, index in sorted(found)], problems
+    return [(-negative, index) for negative, index in sorted(steps)], problems
 
 
 def joined_parts(tier: Tier, step: int) -> tuple[list[tuple[StepFiles, Seal]], list[str]]:

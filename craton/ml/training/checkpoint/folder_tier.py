@@ -53,8 +53,8 @@ class FolderTier:
 
     def steps(self) -> list[int]:
         """Links too: whoever opens one is told."""
-        found = {step_of(entry.name) for root in self._roots() for entry in os.scandir(root) if _is_step(entry)}
-        return sorted((step for step in found if step is not None), reverse=True)
+        steps = {step_of(entry.name) for root in self._roots() for entry in os.scandir(root) if _is_step(entry)}
+        return sorted((step for step in steps if step is not None), reverse=True)
 
     def complete_steps(self) -> list[int]:
         return [step for step in self.steps() if any(files.size(COMPLETE) is not None for files in self._parts(step))]
@@ -130,8 +130,8 @@ class FolderFiles:
                 length = (os.fstat(file.fileno()).st_size if end is None else end) - begin
                 view, count = memoryview(torch.empty(length, dtype=torch.uint8).numpy().data), 0  # not zeroed first
                 file.seek(begin)
-                while got := file.readinto(view[count:]):
-                    count += got
+                while num_read := file.readinto(view[count:]):
+                    count += num_read
                 return view[:count]
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read: {error.strerror or error}") from error

@@ -95,13 +95,13 @@ class TierLane:
         """How many saves are being written or wait for it."""
         return sum(not job.done() for job in self._jobs)
 
-    def save(self, save: Save, then: Callable[[], None], tell: Callable[[SaveReport], None]) -> None:
+    def save(self, save: Save, then: Callable[[], None], report: Callable[[SaveReport], None]) -> None:
         """In the background; `then` when the data is needed no more."""
-        self._submit(lambda: self._save_beside(save), then, tell)
+        self._submit(lambda: self._save_beside(save), then, report)
 
-    def move(self, step: int, source: StepFiles, seal: Seal, tell: Callable[[SaveReport], None]) -> None:
+    def move(self, step: int, source: StepFiles, seal: Seal, report: Callable[[SaveReport], None]) -> None:
         """In the background: a step that another tier has, whose `source` is what this rank sees of it."""
-        self._submit(lambda: self._move(step, source, seal), lambda: None, tell)
+        self._submit(lambda: self._move(step, source, seal), lambda: None, report)
 
     def finished(self, wait: bool) -> tuple[list[SaveReport], list[str]]:
         """The reports since the last call, and what went wrong beyond them; with `wait` of all work given so far."""
@@ -137,7 +137,7 @@ class TierLane:
         forget_plan(self._plan_key)
 
     def _submit(
-        self, work: Callable[[], SaveReport], then: Callable[[], None], tell: Callable[[SaveReport], None]
+        self, work: Callable[[], SaveReport], then: Callable[[], None], notify: Callable[[SaveReport], None]
     ) -> None:
         def run() -> SaveReport:
             report = None
@@ -147,7 +147,7 @@ class TierLane:
                 if report is None or report.error:
                     forget_plan(self._plan_key)  # ranks may not all have remembered that of a failed save
                 then()
-            tell(report)
+            notify(report)
             return report
 
         self._jobs.append(self._executor.submit(run))
@@ -279,20 +279,20 @@ class TierLane:
             return Problem(
                 f"step {step} was not saved: {self._full(target, is_short, errors)}{self._kept()}", lacks_room=True
             )
-        told = {
+        messages = {
             rank: str(error) if isinstance(error, CratonError) else f"{type(error).__name__}: {error}"
             for rank, error in sorted(errors.items())
         }
         ranks: dict[str, list[int]] = {}
-        for rank, text in told.items():
+        for rank, text in messages.items():
             ranks.setdefault(text, []).append(rank)
-        what = f"tier {self.name}: step {step} was not saved to {target.where}: "
-        what += "; ".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items())
+        message = f"tier {self.name}: step {step} was not saved to {target.where}: "
+        message += "; ".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items())
         if errno.ENOENT in numbers:
-            what += "; the tier's folder is gone: is its file system mounted?"
+            message += "; the tier's folder is gone: is its file system mounted?"
         elif errno.EROFS in numbers:
-            what += "; make it writable again, or give the tier another folder"
-        return Problem(f"{what}{self._kept()}")
+            message += "; make it writable again, or give the tier another folder"
+        return Problem(f"{message}{self._kept()}")
 
     def _full(self, target: StepWriter, is_short: bool, ranks: Iterable[int]) -> str:
         """Which place is full, what the save needs there and what to do; `is_short`: that was seen before it wrote."""

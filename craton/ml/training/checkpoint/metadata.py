@@ -45,12 +45,12 @@ def _metadata(root: Mapping[str, Any], files: Mapping[str, FileSum]) -> Metadata
     entries, places = root.get("state_dict_metadata"), root.get("storage_data")
     if type(entries) is not dict or type(places) is not dict:
         raise CheckpointError("it has no list of tensors")
-    found = [_place(index, place, files) for index, place in places.items()]
-    lengths = {(index.fqn, index.offset): place.length for index, place in found}
+    located = [_place(index, place, files) for index, place in places.items()]
+    lengths = {(index.fqn, index.offset): place.length for index, place in located}
     if sum(map(_num_chunks, entries.values())) > len(lengths):
         raise CheckpointError("it lists more parts of tensors than there are in files")
     tensors = {name: _tensor(name, entry, lengths) for name, entry in entries.items()}
-    return Metadata(state_dict_metadata=dict(tensors), storage_data=dict(found))
+    return Metadata(state_dict_metadata=dict(tensors), storage_data=dict(located))
 
 
 def _place(index: Any, place: Any, files: Mapping[str, FileSum]) -> tuple[MetadataIndex, _StorageInfo]:

@@ -59,11 +59,11 @@ class ObjectTier:
 
     def _steps(self) -> tuple[list[int], list[int]]:
         """(finished, cut off), newest first."""
-        found = sorted((step for name in self._store.folders() if (step := step_of(name)) is not None), reverse=True)
+        steps = sorted((step for name in self._store.folders() if (step := step_of(name)) is not None), reverse=True)
         with ThreadPoolExecutor(QUESTIONS_IN_FLIGHT) as pool:
-            whole = list(pool.map(lambda step: self._store.exists(f"{step_name(step)}/{COMPLETE}"), found))
-        finished = [step for step, is_whole in zip(found, whole, strict=True) if is_whole]
-        return finished, [step for step in found if step not in finished]
+            whole = list(pool.map(lambda step: self._store.exists(f"{step_name(step)}/{COMPLETE}"), steps))
+        finished = [step for step, is_whole in zip(steps, whole, strict=True) if is_whole]
+        return finished, [step for step in steps if step not in finished]
 
 
 class ObjectFiles:

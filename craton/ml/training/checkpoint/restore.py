@@ -33,12 +33,12 @@ from craton.ml.training.checkpoint.writer import ignore_single_process_warning
 def find_together(ranks: SavingRanks, rank: int, tiers: Sequence[Tier]) -> tuple[list[tuple[int, int]], list[str]]:
     """(step, index of the tier) of everything that any node holds, newest first, then the fastest tier; and which tiers
     cannot be looked at. Rank 0 looks at what all see, every rank at its node's own disk."""
-    seen = [index for index, tier in enumerate(tiers) if rank == 0 or tier.folder.node is not None]
-    found, problems = steps_in_order([tiers[index] for index in seen])
-    answers = ranks.gather(([(-step, seen[index]) for step, index in found], problems))
+    readable = [index for index, tier in enumerate(tiers) if rank == 0 or tier.folder.node is not None]
+    steps, problems = steps_in_order([tiers[index] for index in readable])
+    answers = ranks.gather(([(-step, readable[index]) for step, index in steps], problems))
     everything = sorted({entry for entries, _ in answers for entry in entries})
-    told = list(dict.fromkeys(line for _, lines in answers for line in lines))
-    return [(-negative, index) for negative, index in everything], told
+    messages = list(dict.fromkeys(line for _, lines in answers for line in lines))
+    return [(-negative, index) for negative, index in everything], messages
 
 
 def open_together(ranks: SavingRanks, rank: int, tier: Tier, step: int) -> tuple[FoundStep | None, list[str]]:
@@ -92,11 +92,11 @@ def load_with(ranks: SavingRanks, reader: CheckedReader, tensors: Mapping[str, T
     try:
         dcp.load(dict(tensors), storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
     except CheckpointException as failure:
-        told = {
+        messages = {
             str(error) if isinstance(error, CheckpointError) else f"rank {rank}: {type(error).__name__}: {error}"
             for rank, (error, _) in failure.failures.items()
         }
-        return sorted(told)
+        return sorted(messages)
     return []
 
 

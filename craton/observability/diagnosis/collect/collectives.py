@@ -78,8 +78,8 @@ def read_collectives(
     dumps, failed = read_dumps(_dump_prefixes(run, launch, is_local), since, owners)
     if failed:
         note = f"{len(failed)} flight recorder files could not be read: {failed[0]}" + (f"; {note}" if note else "")
-    seen = set(dumps) if failed else _of_their_nodes(dumps, max(1, ranks_per_node))
-    return Collectives(communicators, stuck_collectives(dumps, seen), asked, len(dumps)), note
+    readable = set(dumps) if failed else _of_their_nodes(dumps, max(1, ranks_per_node))
+    return Collectives(communicators, stuck_collectives(dumps, readable), asked, len(dumps)), note
 
 
 # -- RAS -----------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _received(connection: socket.socket, deadline: float, end: bytes | None = No
 def communicators_of(first: Mapping[str, Any], second: Mapping[str, Any], seconds: float) -> tuple[Communicator, ...]:
     """Communicators of more than one rank, the largest first."""
     before = {_name(item): _counts(item) for item in first.get("communicators") or ()}
-    found = [
+    communicators = [
         Communicator(
             name=_name(communicator),
             size=int(communicator.get("size") or 0),
@@ -148,7 +148,7 @@ def communicators_of(first: Mapping[str, Any], second: Mapping[str, Any], second
         for communicator in second.get("communicators") or ()
         if int(communicator.get("size") or 0) > 1
     ]
-    return tuple(sorted(found, key=lambda entry: -entry.size))
+    return tuple(sorted(communicators, key=lambda entry: -entry.size))
 
 
 def _name(communicator: Mapping[str, Any]) -> str:
@@ -184,7 +184,7 @@ def read_dumps(
 ) -> tuple[dict[int, dict[str, Any]], list[str]]:
     """rank → its recording, and what could not be read; older files are of another run. A run has one place for its
     recordings: the first that holds any."""
-    found: dict[int, dict[str, Any]] = {}
+    dumps: dict[int, dict[str, Any]] = {}
     failed: list[str] = []
     deadline = time.monotonic() + DUMP_SECONDS
     for prefix in prefixes:
@@ -198,10 +198,10 @@ def read_dumps(
                 failed.append(f"{path.name}: {error}")
                 continue
             if recording is not None:
-                found[rank] = recording
-        if found:
+                dumps[rank] = recording
+        if dumps:
             break
-    return found, failed
+    return dumps, failed
 
 
 def _numbered(prefix: Path) -> list[tuple[int, Path]]:
@@ -259,10 +259,10 @@ def _is_entry(entry: Any) -> bool:
     )
 
 
-def stuck_collectives(dumps: Mapping[int, Mapping[str, Any]], seen: Set[int]) -> tuple[StuckCollective, ...]:
-    """Of every process group, the first collective that somebody has entered and that did not end everywhere. `seen`
-    are the ranks of which a recording would have been found."""
-    found = []
+def stuck_collectives(dumps: Mapping[int, Mapping[str, Any]], readable: Set[int]) -> tuple[StuckCollective, ...]:
+    """Of every process group, the first collective that somebody has entered and that did not end everywhere.
+    `readable` are the ranks of which a recording would have been found."""
+    stuck_ones = []
     for group, description, members in _groups(dumps):
         entries = {
             rank: {
@@ -281,7 +281,7 @@ def stuck_collectives(dumps: Mapping[int, Mapping[str, Any]], seen: Set[int]) ->
         if not numbers:
             continue
         # Collectives of a group come in order: one that everybody has entered is over when there is a later one.
-        candidates = (_stuck(group, description, members, entries, number, seen) for number in numbers)
+        candidates = (_stuck(group, description, members, entries, number, readable) for number in numbers)
         apart = next(
             (
                 candidate
@@ -290,10 +290,10 @@ def stuck_collectives(dumps: Mapping[int, Mapping[str, Any]], seen: Set[int]) ->
             ),
             None,
         )
-        stuck = apart or _stuck(group, description, members, entries, numbers[-1], seen)
+        stuck = apart or _stuck(group, description, members, entries, numbers[-1], readable)
         if stuck is not None:
-            found.append(stuck)
-    return tuple(found)
+            stuck_ones.append(stuck)
+    return tuple(stuck_ones)
 
 
 def _stuck(
@@ -302,7 +302,7 @@ def _stuck(
     members: Sequence[int],
     entries: Mapping[int, Mapping[int, Mapping[str, Any]]],
     sequence: int,
-    seen: Set[int],
+    readable: Set[int],
 ) -> StuckCollective | None:
     inside = {rank: element[sequence] for rank, element in entries.items() if sequence in element}
     if not inside:
@@ -329,7 +329,7 @@ def _stuck(
         description=description,
         expected=tuple(members),
         missing=missing,
-        silent=tuple(rank for rank in members if rank in seen and rank not in entries),
+        silent=tuple(rank for rank in members if rank in readable and rank not in entries),
         mismatch=mismatch,
         mismatched=odd,
         stack=tuple(
@@ -341,17 +341,17 @@ def _stuck(
 
 def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, str, list[int]]]:
     """(name, description, members) of every process group that a recording knows."""
-    found: dict[str, tuple[str, list[int]]] = {}
+    groups: dict[str, tuple[str, list[int]]] = {}
     for dump in dumps.values():
         for name, item in (dump.get("pg_config") or {}).items():
             members = _members(item.get("ranks")) if isinstance(item, Mapping) else []
             if members:
-                found.setdefault(str(name), (str(item.get("desc") or ""), members))
+                groups.setdefault(str(name), (str(item.get("desc") or ""), members))
         for entry in dump["entries"]:
             name, description = _group_of(entry) if isinstance(entry, Mapping) else ("", "")
-            if name and name not in found:
-                found[name] = (description, sorted(dumps))
-    return [(name, description, members) for name, (description, members) in found.items()]
+            if name and name not in groups:
+                groups[name] = (description, sorted(dumps))
+    return [(name, description, members) for name, (description, members) in groups.items()]
 
 
 def _members(ranks: Any) -> list[int]:
@@ -366,8 +366,8 @@ def _members(ranks: Any) -> list[int]:
 
 
 def _group_of(entry: Mapping[str, Any]) -> tuple[str, str]:
-    told = entry.get("process_group")
-    return (str(told[0]), str(told[1])) if isinstance(told, list | tuple) and len(told) > 1 else ("", "")
+    group = entry.get("process_group")
+    return (str(group[0]), str(group[1])) if isinstance(group, list | tuple) and len(group) > 1 else ("", "")
 
 
 def _sizes(entry: Mapping[str, Any]) -> str:

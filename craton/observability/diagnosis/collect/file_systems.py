@@ -41,11 +41,11 @@ def paths_of(run: RunDirectory, on: str) -> dict[str, tuple[str, ...]]:
 def with_holders(mounts: Sequence[SnapshotMount], paths: Mapping[str, Sequence[str]]) -> tuple[SnapshotMount, ...]:
     """Mounts with what of the run they hold; what is known already stays."""
     holds: dict[str, list[str]] = {}
-    for what, folders in paths.items():
+    for holder, folders in paths.items():
         for folder in folders:
             points = [mount.path for mount in mounts if is_under(folder, mount.path)]
             if points:
-                holds.setdefault(max(points, key=len), []).append(what)
+                holds.setdefault(max(points, key=len), []).append(holder)
     return tuple(
         replace(mount, holds=tuple(dict.fromkeys((*mount.holds, *holds.get(mount.path, ()))))) for mount in mounts
     )

@@ -151,9 +151,9 @@ def _host(root: str, first: _Reading, second: _Reading) -> SnapshotHost:
     )
 
 
-def _pressure(node: NodeRoot, what: str, kind: str) -> float | None:
+def _pressure(node: NodeRoot, resource: str, kind: str) -> float | None:
     """Share of the last ten seconds (Linux pressure stall information); None where the kernel does not tell."""
-    match = re.search(rf"^{kind} avg10=([\d.]+)", node.read(f"proc/pressure/{what}"), re.MULTILINE)
+    match = re.search(rf"^{kind} avg10=([\d.]+)", node.read(f"proc/pressure/{resource}"), re.MULTILINE)
     return float(match[1]) / 100.0 if match else None
 
 
@@ -207,7 +207,7 @@ def _inodes(path: Path) -> float | None:
 
 def _gpus(report: NodeReport) -> tuple[SnapshotGpu, ...]:
     now = time.time()
-    found = []
+    gpus = []
     for card in report.gpus.cards:
         xids = tuple(
             SnapshotXid(
@@ -222,7 +222,7 @@ def _gpus(report: NodeReport) -> tuple[SnapshotGpu, ...]:
             if not xid.is_switch and card.bus_id.startswith(xid.bus_id)
         )
         width = (card.pcie_width or 0) / card.max_pcie_width if card.pcie_width and card.max_pcie_width else None
-        found.append(
+        gpus.append(
             SnapshotGpu(
                 index=card.index,
                 throttle=card.throttle,
@@ -243,7 +243,7 @@ def _gpus(report: NodeReport) -> tuple[SnapshotGpu, ...]:
                 uuid=card.uuid,
             )
         )
-    return tuple(found)
+    return tuple(gpus)
 
 
 def _fabric_counters(node: NodeRoot) -> dict[str, dict[str, int]]:
@@ -261,21 +261,21 @@ def _fabric_counters(node: NodeRoot) -> dict[str, dict[str, int]]:
 
 def _fabric(report: NodeReport, first: _Reading, second: _Reading) -> tuple[SnapshotFabricDevice, ...]:
     seconds = max(1e-3, second.moment - first.moment)
-    found = []
+    devices = []
     for device in report.fabric.devices:
         before, after = first.fabric.get(device.name, {}), second.fabric.get(device.name, {})
 
         def gained(
             names: Sequence[str], before: Mapping[str, int] = before, after: Mapping[str, int] = after
         ) -> float | None:
-            known = [after[name] - before[name] for name in names if name in after and name in before]
-            return float(sum(known)) if known else None
+            gains = [after[name] - before[name] for name in names if name in after and name in before]
+            return float(sum(gains)) if gains else None
 
         sent, again = gained(("tx_bytes",)), gained(("retrans_bytes",))
         words = gained(("port_xmit_data",))  # InfiniBand counts words of four bytes
         total = sent if sent is not None else None if words is None else 4.0 * words
         drops, errors = gained(("rx_drops",)), gained(ERROR_COUNTERS)
-        found.append(
+        devices.append(
             SnapshotFabricDevice(
                 name=device.name,
                 is_active=device.is_active,
@@ -287,4 +287,4 @@ def _fabric(report: NodeReport, first: _Reading, second: _Reading) -> tuple[Snap
                 link_downs=gained(("link_downed",)),
             )
         )
-    return tuple(found)
+    return tuple(devices)

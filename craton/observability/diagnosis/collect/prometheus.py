@@ -80,25 +80,25 @@ def ask_prometheus(snapshot: Snapshot, address: str, ask: Ask | None = None) -> 
         return snapshot, f"Prometheus at {address} could not be asked: {error}"
     with ThreadPoolExecutor(AT_ONCE) as pool:
         expressions = [*(query.expression for query in queries()), OCCUPANTS]
-        told = list(pool.map(lambda expression: _quietly(put, expression), expressions))
-    *answers, occupants = [[] if isinstance(element, Exception) else element for element in told]
-    failed = [entry for entry in told if isinstance(entry, Exception)]
-    untold = {query.field for query, item in zip(queries(), told, strict=False) if isinstance(item, Exception)}
-    known: dict[str, _Known] = {}
+        results = list(pool.map(lambda expression: _quietly(put, expression), expressions))
+    *answers, occupants = [[] if isinstance(element, Exception) else element for element in results]
+    failed = [entry for entry in results if isinstance(entry, Exception)]
+    untold = {query.field for query, item in zip(queries(), results, strict=False) if isinstance(item, Exception)}
+    known_nodes: dict[str, _Known] = {}
     names = _names(snapshot, [row.get("metric") or {} for rows in answers for row in rows])
     for query, rows in zip(queries(), answers, strict=True):
         for row in rows:
             for node in _nodes_of(row.get("metric") or {}, names):
-                _take(known.setdefault(node, _Known()), query, row)
+                _take(known_nodes.setdefault(node, _Known()), query, row)
     nodes = tuple(
-        _onto(node, known[node.name], snapshot.run.paths, untold) if node.name in known else node
+        _onto(node, known_nodes[node.name], snapshot.run.paths, untold) if node.name in known_nodes else node
         for node in snapshot.nodes
     )
-    note = "" if known else f"Prometheus at {address} knows none of the nodes of this run"
+    note = "" if known_nodes else f"Prometheus at {address} knows none of the nodes of this run"
     if failed:
-        note = f"Prometheus at {address} did not answer {len(failed)} of {len(told)} queries: {failed[0]}"
-    seen = replace(snapshot, nodes=nodes)
-    return with_occupants(seen, _occupants(occupants, names)), note
+        note = f"Prometheus at {address} did not answer {len(failed)} of {len(results)} queries: {failed[0]}"
+    filled = replace(snapshot, nodes=nodes)
+    return with_occupants(filled, _occupants(occupants, names)), note
 
 
 def _occupants(rows: Iterable[Mapping[str, Any]], names: Mapping[str, list[str]]) -> Iterator[CardOccupant]:
@@ -174,7 +174,7 @@ def _nodes_of(labels: Mapping[str, str], names: Mapping[str, list[str]]) -> list
     return []
 
 
-def _take(known: _Known, query: SnapshotQuery, row: Mapping[str, Any]) -> None:
+def _take(known_node: _Known, query: SnapshotQuery, row: Mapping[str, Any]) -> None:
     labels = row.get("metric") or {}
     value = _number((row.get("value") or [None, None])[1])
     if value is None:
@@ -190,15 +190,15 @@ def _take(known: _Known, query: SnapshotQuery, row: Mapping[str, Any]) -> None:
     }[query.of]
     if not key or (query.of == "gpu" and not key.isdecimal()):
         return
-    part: dict[str, Any] = getattr(known, query.of).setdefault(key, {})
+    part: dict[str, Any] = getattr(known_node, query.of).setdefault(key, {})
     if query.label:
-        said = labels.get(query.label, "")
-        if query.field == "xids" and said.isdecimal():
-            part.setdefault("xids", {}).setdefault(int(said), value or None)
-        elif query.field == "throttle" and said:
-            part.setdefault("throttle", []).append(said)
-        elif said:
-            part.setdefault(query.field, said)
+        label = labels.get(query.label, "")
+        if query.field == "xids" and label.isdecimal():
+            part.setdefault("xids", {}).setdefault(int(label), value or None)
+        elif query.field == "throttle" and label:
+            part.setdefault("throttle", []).append(label)
+        elif label:
+            part.setdefault(query.field, label)
     elif query.of == "lustre" and query.field in part:
         # A file system has many targets: the slowest is what a program waits for; rates add up.
         both = (part[query.field], value)
@@ -211,10 +211,10 @@ def _take(known: _Known, query: SnapshotQuery, row: Mapping[str, Any]) -> None:
         part.setdefault("kind", labels.get("fstype", ""))
 
 
-def _onto(node: SnapshotNode, known: _Known, paths: Mapping[str, Sequence[str]], untold: Set[str]) -> SnapshotNode:
+def _onto(node: SnapshotNode, known_node: _Known, paths: Mapping[str, Sequence[str]], untold: Set[str]) -> SnapshotNode:
     """What is known already, from the node itself, is newer and stays; of `untold` fields nothing is known."""
     gpus = {gpu.index: gpu for gpu in node.gpus}
-    for key, part in known.gpu.items():
+    for key, part in known_node.gpu.items():
         values = dict(part)
         xids = tuple(SnapshotXid(code, moment) for code, moment in values.pop("xids", {}).items())
         values = {**values, **({"xids": xids} if xids else {})}
@@ -222,19 +222,19 @@ def _onto(node: SnapshotNode, known: _Known, paths: Mapping[str, Sequence[str]],
             values["throttle"] = tuple(values.get("throttle", ()))
         gpus[int(key)] = _filled(gpus.get(int(key)) or SnapshotGpu(int(key)), values)
     fabric = {device.name: device for device in node.fabric}
-    for name, part in known.fabric.items():
+    for name, part in known_node.fabric.items():
         fabric[name] = _filled(fabric.get(name) or SnapshotFabricDevice(name), part)
     mounts = {mount.path: mount for mount in node.mounts}
-    for path, part in known.filesystem.items():
+    for path, part in known_node.filesystem.items():
         mounts[path] = _filled(mounts.get(path) or SnapshotMount(path, part.get("kind", "")), part)
-    for name, part in known.lustre.items():
+    for name, part in known_node.lustre.items():
         path = next((item.path for item in mounts.values() if item.kind == "lustre"), name)
         mounts[path] = _filled(mounts.get(path) or SnapshotMount(path, "lustre"), part)
-    host = _filled(node.host or SnapshotHost(), known.host["host"]) if known.host else node.host
+    host = _filled(node.host or SnapshotHost(), known_node.host["host"]) if known_node.host else node.host
     return replace(
         node,
         gpus=tuple(gpus[index] for index in sorted(gpus)),
-        gpus_known=node.gpus_known or bool(known.gpu),
+        gpus_known=node.gpus_known or bool(known_node.gpu),
         fabric=tuple(fabric.values()),
         mounts=with_holders(tuple(mounts.values()), paths),
         host=host,

@@ -57,12 +57,12 @@ class Steps:
         """Phase (and "step") → median seconds, and of how many steps."""
         lines = self.lines[WARM_STEPS:] if self.begins_here else self.lines
         chosen = lines[-RECENT_STEPS:] if recent else lines[-RECENT_STEPS - EARLIER_STEPS : -RECENT_STEPS]
-        found = {}
+        medians = {}
         for phase in (*PHASES, "step"):
             values = [value for line in chosen if (value := number(line.get(f"run_{phase}_seconds"))) is not None]
             if values:
-                found[phase] = statistics.median(values)
-        return found, len(chosen)
+                medians[phase] = statistics.median(values)
+        return medians, len(chosen)
 
     def work_deviation(self) -> float | None:
         """How much the work of a step swings."""
@@ -84,34 +84,34 @@ class Steps:
         values = [value for line in self.lines if (value := _told(line, name)) is not None][-NEWEST_STEPS:]
         if len(values) < NEWEST_STEPS:
             return None
-        known = [value for value in values if math.isfinite(value)]
-        return statistics.median(known) if 2 * len(known) > len(values) else math.nan
+        finite = [value for value in values if math.isfinite(value)]
+        return statistics.median(finite) if 2 * len(finite) > len(values) else math.nan
 
     def usual(self, name: str) -> float | None:
         """The same before those."""
-        told = [value for line in self.lines if (value := _told(line, name)) is not None][:-NEWEST_STEPS]
-        values = [value for value in told if math.isfinite(value)]
+        reported = [value for line in self.lines if (value := _told(line, name)) is not None][:-NEWEST_STEPS]
+        values = [value for value in reported if math.isfinite(value)]
         return statistics.median(values) if len(values) >= WARM_STEPS else None
 
 
 def read_steps(run: RunDirectory, nodes: Sequence[str], generation: int) -> dict[int, Steps]:
     """rank → its steps of this generation, or, before it has any, none."""
     size = max(MIN_BYTES, min(MAX_BYTES, ALL_BYTES // max(1, len(nodes))))
-    found: dict[int, Steps] = {}
+    steps_by_rank: dict[int, Steps] = {}
     for node in nodes:
         lines, is_whole = _newest_and_earlier(run.metrics_path(node), size)
         for line in lines:
             rank = line.get("rank")
             if not isinstance(rank, int) or ("run_step_seconds" not in line and "run_loss" not in line):
                 continue
-            steps = found.setdefault(rank, Steps(node, begins_here=is_whole))
+            steps = steps_by_rank.setdefault(rank, Steps(node, begins_here=is_whole))
             if line.get("generation") == generation:
                 steps.lines.append(line)
             else:
                 steps.begins_here = True
-    for steps in found.values():
+    for steps in steps_by_rank.values():
         steps.lines.sort(key=lambda line: float(line.get("time") or 0.0))
-    return {rank: steps for rank, steps in found.items() if steps.lines}
+    return {rank: steps for rank, steps in steps_by_rank.items() if steps.lines}
 
 
 def _newest_and_earlier(path: Path, size: int) -> tuple[list[dict[str, Any]], bool]:
@@ -184,7 +184,7 @@ def read_events(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def notable(lines: Iterable[Mapping[str, Any]]) -> tuple[Event, ...]:
-    found = []
+    events = []
     for line in lines:
         name = str(line["event"])
         if name in ROUTINE or (name == "rank_ended" and line.get("code") == 0):
@@ -197,7 +197,7 @@ def notable(lines: Iterable[Mapping[str, Any]]) -> tuple[Event, ...]:
             if line.get(element) not in (None, "")
         ]
         rank, step, generation = (line.get(entry) for entry in ("rank", "step", "generation"))
-        found.append(
+        events.append(
             Event(
                 name=name,
                 moment=float(line.get("time") or 0.0),
@@ -208,7 +208,7 @@ def notable(lines: Iterable[Mapping[str, Any]]) -> tuple[Event, ...]:
                 text="; ".join(str(item) for item in messages)[:300],
             )
         )
-    return tuple(found[-MAX_EVENTS:])
+    return tuple(events[-MAX_EVENTS:])
 
 
 def read_restarts(run: RunDirectory, first: int, now: float) -> tuple[tuple[Restart, ...], float | None]:
@@ -216,16 +216,16 @@ def read_restarts(run: RunDirectory, first: int, now: float) -> tuple[tuple[Rest
     when the last but one of all began. What each cost is asked of the ledger only where they are many."""
     stems = [path.stem for path in paths_in(run.path / "generations", "[0-9]*.json")]
     numbers = sorted(int(stem) for stem in stems if stem.isdecimal() and int(stem) >= first)
-    made = {each: read_json(run.generation_path(each)) for each in numbers[-MAX_GENERATIONS:]}
-    began = {each: number(document.get("time")) or 0.0 for each, document in made.items()}
-    broke = {element: at for element, document in made.items() if (at := number(document.get("broke_at")))}
+    documents = {generation: read_json(run.generation_path(generation)) for generation in numbers[-MAX_GENERATIONS:]}
+    began = {generation: number(document.get("time")) or 0.0 for generation, document in documents.items()}
+    broke = {element: at for element, document in documents.items() if (at := number(document.get("broke_at")))}
     recent = [entry for entry in broke if began[entry] >= now - RESTART_SECONDS]
     nodes = read_json(run.launch_path).get("nodes") or ()
     books: dict[int, float] = {}
     if len(recent) >= threshold("restarts_per_hour"):
         books = {recovery.generation: sum(recovery.parts.values()) for recovery in read_recoveries(run)}
     restarts = tuple(
-        Restart(began[item], broke[item], _cause(str(made[item].get("reason") or ""), nodes), books.get(item))
+        Restart(began[item], broke[item], _cause(str(documents[item].get("reason") or ""), nodes), books.get(item))
         for item in recent
     )
     return restarts, began[numbers[-2]] if len(numbers) > 1 else None
@@ -243,12 +243,12 @@ def tiers_of(lines: Iterable[Mapping[str, Any]], intervals: Mapping[str, float])
     for line in lines:
         if line["event"] in ("checkpoint_saved", "checkpoint_failed", "checkpoint_skipped") and line.get("tier"):
             saves.setdefault(str(line["tier"]), []).append(line)
-    return tuple(_tier(name, made, intervals.get(name)) for name, made in saves.items())
+    return tuple(_tier(name, tier_lines, intervals.get(name)) for name, tier_lines in saves.items())
 
 
-def _tier(name: str, made: Sequence[Mapping[str, Any]], interval: float | None) -> SnapshotTier:
-    good = [line for line in made if line["event"] == "checkpoint_saved"]
-    after = list(made[made.index(good[-1]) + 1 :]) if good else list(made)
+def _tier(name: str, lines: Sequence[Mapping[str, Any]], interval: float | None) -> SnapshotTier:
+    good = [line for line in lines if line["event"] == "checkpoint_saved"]
+    after = list(lines[lines.index(good[-1]) + 1 :]) if good else list(lines)
     failed = [line for line in after if line["event"] == "checkpoint_failed"]
     seconds = [value for line in good if (value := number(line.get("seconds"))) is not None]
     rates = [
@@ -308,19 +308,19 @@ def _matches(path: Path, since: float, rank: int | None = None, node: str = "") 
 def read_serving(run: RunDirectory, nodes: Sequence[str], now: float) -> Serving | None:
     """What a server has recorded of its queue; None where it has recorded nothing."""
     lines = [line for node in nodes for line in tail_lines(run.metrics_path(node), EVENT_BYTES)]
-    told = sorted(
+    samples = sorted(
         (at, int(running), int(waiting))
         for line in lines
         if (at := number(line.get("time"))) is not None
         and (running := number(line.get("serve_running"))) is not None
         and (waiting := number(line.get("serve_waiting"))) is not None
     )
-    if not told:
+    if not samples:
         return None
     # The newest that is older than a minute tells how it was when that minute began.
-    since = max((at for at, _, _ in told if at <= now - threshold("least_queue_seconds")), default=None)
-    least = None if since is None else min(waiting for at, _, waiting in told if at >= since)
-    return Serving(running=told[-1][1], waiting=told[-1][2], least_waiting=least)
+    since = max((at for at, _, _ in samples if at <= now - threshold("least_queue_seconds")), default=None)
+    least = None if since is None else min(waiting for at, _, waiting in samples if at >= since)
+    return Serving(running=samples[-1][1], waiting=samples[-1][2], least_waiting=least)
 
 
 def number(value: Any) -> float | None:

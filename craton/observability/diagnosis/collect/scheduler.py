@@ -22,8 +22,8 @@ def scheduler_of(standing: Standing, on: str, hosts: Mapping[str, str]) -> Sched
     """`hosts` is node of the run → what the scheduler calls it."""
     words = f"{standing.reason} {standing.sentence}".upper()
     is_memory = standing.condition == "ended" and ("OUT_OF_MEMORY" in words or "OOMKILLED" in words)
-    told = node_words(_sinfo(), hosts) if on == "slurm" and standing.condition != "waiting" else []
-    known = {hosts[word.node] for word in told}
+    node_states = node_words(_sinfo(), hosts) if on == "slurm" and standing.condition != "waiting" else []
+    known_hosts = {hosts[word.node] for word in node_states}
     names = {host: node for node, host in hosts.items()}
     return SchedulerState(
         condition=standing.condition,
@@ -33,14 +33,17 @@ def scheduler_of(standing: Standing, on: str, hosts: Mapping[str, str]) -> Sched
         outcome=standing.outcome,
         expected_start=standing.expected_start,
         restarts=standing.restarts,
-        nodes=(*told, *(NodeWord(names.get(host, host), "ALLOCATED") for host in standing.nodes if host not in known)),
+        nodes=(
+            *node_states,
+            *(NodeWord(names.get(host, host), "ALLOCATED") for host in standing.nodes if host not in known_hosts),
+        ),
         kills=(SchedulerKill("oom", text=standing.reason),) if is_memory else (),
     )
 
 
 def node_words(text: str, hosts: Mapping[str, str]) -> list[NodeWord]:
     """What `sinfo` prints of the hosts of a run's nodes, once each though a host may be in many partitions."""
-    found: dict[str, NodeWord] = {}
+    words: dict[str, NodeWord] = {}
     nodes: dict[str, list[str]] = {}
     for node, host in hosts.items():
         nodes.setdefault(host, []).append(node)
@@ -51,8 +54,8 @@ def node_words(text: str, hosts: Mapping[str, str]) -> list[NodeWord]:
             # A trailing sign is a flag: * does not respond, ~ # ! % are about its power.
             plain = state.rstrip("*~#!%$@^-").lower()
             is_bad = plain in BAD_STATES or state.endswith("*")
-            found[name] = NodeWord(name, state, "" if reason.lower() in NO_REASON else reason, is_bad)
-    return list(found.values())
+            words[name] = NodeWord(name, state, "" if reason.lower() in NO_REASON else reason, is_bad)
+    return list(words.values())
 
 
 def _sinfo() -> str:

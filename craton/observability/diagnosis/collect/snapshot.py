@@ -183,7 +183,7 @@ def _spares(
     alive: Collection[str],
 ) -> tuple[SnapshotNode, ...]:
     """Nodes that wait to take another's place, without those that somebody wants out of the run."""
-    found = []
+    spares = []
     away = {*facts.nodes, *read_avoided(run)}
     for name in (str(item) for item in launch.get("nodes") or () if str(item) not in away):
         beat = read_heartbeat(run, name)
@@ -191,8 +191,8 @@ def _spares(
         if beat is None or node.heartbeat_state != "spare":
             continue
         is_here = beat.host == socket.gethostname() and bool(alive)
-        found.append(replace(node, agent_is_alive=name in alive if is_here else None))
-    return tuple(found)
+        spares.append(replace(node, agent_is_alive=name in alive if is_here else None))
+    return tuple(spares)
 
 
 def _serving(run: RunDirectory, facts: RunFacts, moment: float, asks: bool) -> tuple[Serving | None, str]:
@@ -201,13 +201,15 @@ def _serving(run: RunDirectory, facts: RunFacts, moment: float, asks: bool) -> t
     if not asks or recorded is None:  # before its first request there is nothing to judge
         return recorded, ""
     try:
-        told = ServerWatch(server_of(run)).look()
+        answer = ServerWatch(server_of(run)).look()
     except CratonError as error:
         return recorded, str(error)
-    if told is None:
+    if answer is None:
         return recorded, "its server gives no metrics: room for keys and values, and latencies, are not known"
-    asked = replace(recorded, running=told.running, waiting=told.waiting, first_token_seconds=told.first_token_seconds)
-    return replace(asked, kv_share=told.kv_share, preemptions=told.preemptions), ""
+    asked = replace(
+        recorded, running=answer.running, waiting=answer.waiting, first_token_seconds=answer.first_token_seconds
+    )
+    return replace(asked, kv_share=answer.kv_share, preemptions=answer.preemptions), ""
 
 
 def _closer(run: RunDirectory, snapshot: Snapshot, here: Sequence[str]) -> Snapshot:
@@ -244,11 +246,11 @@ def _hosts(run: RunDirectory, facts: RunFacts, beats: Mapping[str, Heartbeat | N
 
 def _visible(snapshot: Snapshot, launch: Mapping[str, Any], here: Sequence[str]) -> dict[str, str]:
     """Node → its cards, where the launch or the environment of a rank on this machine limits them."""
-    found = {str(node): str(cards) for node, cards in (launch.get("cards") or {}).items()}
+    cards_by_node = {str(node): str(cards) for node, cards in (launch.get("cards") or {}).items()}
     for rank in snapshot.ranks:
-        if rank.node in here and rank.node not in found and rank.pid is not None:
-            found[rank.node] = visible_cards(rank.pid)
-    return {node: cards for node, cards in found.items() if cards}
+        if rank.node in here and rank.node not in cards_by_node and rank.pid is not None:
+            cards_by_node[rank.node] = visible_cards(rank.pid)
+    return {node: cards for node, cards in cards_by_node.items() if cards}
 
 
 def _with_network(run: RunDirectory, node: SnapshotNode, snapshot: Snapshot) -> SnapshotNode:
@@ -343,7 +345,7 @@ def _ranks(
         for line in events
         if line["event"] == "rank_started" and isinstance(line.get("rank"), int)
     }
-    found = []
+    filled = []
     for number in range(facts.world):
         node = facts.nodes[number // facts.ranks_per_node]
         rank = SnapshotRank(number, node, number % facts.ranks_per_node if facts.is_accelerated else None)
@@ -359,8 +361,8 @@ def _ranks(
                 ended_in=str(end.get("during") or ""),
                 is_stopped=None,
             )
-        found.append(rank)
-    return tuple(found)
+        filled.append(rank)
+    return tuple(filled)
 
 
 def _with_steps(rank: SnapshotRank, steps: Steps | None) -> SnapshotRank:
@@ -388,20 +390,20 @@ def _with_steps(rank: SnapshotRank, steps: Steps | None) -> SnapshotRank:
 def _with_status(rank: SnapshotRank, status: NodeStatus | None, facts: RunFacts, moment: float) -> SnapshotRank:
     if status is None or status.generation != facts.generation or facts.has_ended:
         return rank
-    told = next((item for item in status.ranks if item.rank == rank.rank), None)
-    if told is None:
+    rank_status = next((item for item in status.ranks if item.rank == rank.rank), None)
+    if rank_status is None:
         return rank
     return replace(
         rank,
-        pid=told.pid,
-        kind=told.kind,
-        beside=told.beside,
-        step=max(told.step, rank.step or 0) or None,
-        step_seconds=told.step_seconds or rank.step_seconds,
-        progress_age_seconds=told.progress_age_seconds + max(0.0, moment - status.time),
+        pid=rank_status.pid,
+        kind=rank_status.kind,
+        beside=rank_status.beside,
+        step=max(rank_status.step, rank.step or 0) or None,
+        step_seconds=rank_status.step_seconds or rank.step_seconds,
+        progress_age_seconds=rank_status.progress_age_seconds + max(0.0, moment - status.time),
         # Of a rank whose pace its agent does not know, it is what a start may take.
-        progress_limit_seconds=(told.progress_limit_seconds or None) if told.step_seconds else None,
-        is_stopped=told.is_stopped,
+        progress_limit_seconds=(rank_status.progress_limit_seconds or None) if rank_status.step_seconds else None,
+        is_stopped=rank_status.is_stopped,
         is_alive=True,
     )
 

@@ -216,25 +216,28 @@ def _speed(
     if hot or share > threshold("throttled_share"):
         heat = f" at {gpu.temperature_celsius:.0f} °C" if gpu.temperature_celsius else ""
         why = ", ".join(hot) or f"{percent(share)} of the last minutes"
-        cause, told = "gpu_throttled", f"{card} is slowed down ({why}){heat}"
-        evidence = (told, f"it runs{clock}{against}") if clock else (told,)
+        cause, message = "gpu_throttled", f"{card} is slowed down ({why}){heat}"
+        evidence = (message, f"it runs{clock}{against}") if clock else (message,)
         alone = share > threshold("throttled_share")
     elif limit and limit < (gpu.default_power_limit_watts or 0.0) * threshold("power_limit_ratio"):
-        cause, told = "gpu_power_capped", f"{card} may take {limit:.0f} W of its {gpu.default_power_limit_watts:.0f} W"
+        cause, message = (
+            "gpu_power_capped",
+            f"{card} may take {limit:.0f} W of its {gpu.default_power_limit_watts:.0f} W",
+        )
         alone = limit < (peers.power_limit_watts or 0.0) * threshold("power_limit_ratio")
         base = 0.97 if alone else 0.85
     elif _works(gpu) and (gpu.sm_clock_mhz or math.inf) < (peers.clock_mhz or 0.0) * threshold("clock_ratio"):
-        cause, told, base = "gpu_clock_low", f"{card} runs{clock}{against}", 0.93
+        cause, message, base = "gpu_clock_low", f"{card} runs{clock}{against}", 0.93
     elif (_works(gpu) and (gpu.pcie_share or 1.0) < 1.0) or replays > threshold("pcie_replays_per_second"):
         again = f", {replays:.0f} replays a second" if replays else ""
-        cause, told = "pcie_degraded", f"{card} has {percent(gpu.pcie_share or 1.0)} of its PCIe link{again}"
+        cause, message = "pcie_degraded", f"{card} has {percent(gpu.pcie_share or 1.0)} of its PCIe link{again}"
         base, phases, alone = 0.85, (), (gpu.pcie_share or 1.0) < 1.0
     else:
         return []
     return finding(
         symptoms,
         cause,
-        told,
+        message,
         ("slow",),
         evidence=evidence,
         base=base,

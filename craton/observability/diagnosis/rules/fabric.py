@@ -64,10 +64,10 @@ def _devices(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
             is_risk=True,
             health=health,
         )
-    seen = len(node.fabric) if node.fabric else None
+    num_devices = len(node.fabric) if node.fabric else None
     expected = node.expected_fabric
-    if expected and seen is not None and seen < expected:
-        message = f"{node.name} has {seen} of {expected} network devices"
+    if expected and num_devices is not None and num_devices < expected:
+        message = f"{node.name} has {num_devices} of {expected} network devices"
         findings += finding(
             symptoms,
             "fabric_device_missing",
@@ -96,13 +96,13 @@ def _devices(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
 
 def _rails(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
     rates = {device.name: device.sent_bytes_per_second for device in node.fabric if device.is_active is not False}
-    known = {name: rate for name, rate in rates.items() if rate is not None}
-    if len(known) < 2 or max(known.values()) < threshold("rail_bytes_per_second"):
+    known_rates = {name: rate for name, rate in rates.items() if rate is not None}
+    if len(known_rates) < 2 or max(known_rates.values()) < threshold("rail_bytes_per_second"):
         return []
-    least, most = min(known, key=lambda name: known[name]), max(known.values())
-    if known[least] >= threshold("rail_ratio") * most:
+    least, most = min(known_rates, key=lambda name: known_rates[name]), max(known_rates.values())
+    if known_rates[least] >= threshold("rail_ratio") * most:
         return []
-    message = f"{least} of {node.name} sends {bandwidth(known[least])}, another one {bandwidth(most)}"
+    message = f"{least} of {node.name} sends {bandwidth(known_rates[least])}, another one {bandwidth(most)}"
     return finding(symptoms, "rail_imbalance", message, ("slow",), node=node.name, base=0.88, phases=TALKING)
 
 

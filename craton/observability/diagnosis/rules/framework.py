@@ -73,8 +73,8 @@ def _ended(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 def _broke_off(number: int, snapshot: Snapshot) -> bool:
     """Whether all that the log of a rank says is that its connection to another one ended."""
     patterns = [log_pattern(match.pattern) for match in snapshot.logs if match.rank == number]
-    known = [pattern for pattern in patterns if pattern is not None]
-    return bool(known) and all(pattern.is_echo for pattern in known)
+    known_patterns = [pattern for pattern in patterns if pattern is not None]
+    return bool(known_patterns) and all(pattern.is_echo for pattern in known_patterns)
 
 
 def _ended_hanging(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -134,7 +134,7 @@ def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         of = f"rank {match.rank}" if match.rank is not None else match.node or "a node"
         message = f"the log of {of} says that {pattern.meaning}"
         rank = snapshot.rank(match.rank) if match.rank is not None else None
-        made = finding(
+        log_findings = finding(
             symptoms,
             pattern.cause,
             message,
@@ -152,17 +152,20 @@ def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             odd, why = _calls_another(snapshot, matches), "called something else than the others"
         if odd is not None:
             evidence = f"only rank {odd.rank} on {odd.node} {why}"
-            made = [replace(item, node=odd.node, rank=odd.rank, evidence=(*item.evidence, evidence)) for item in made]
-        findings += made
+            log_findings = [
+                replace(item, node=odd.node, rank=odd.rank, evidence=(*item.evidence, evidence))
+                for item in log_findings
+            ]
+        findings += log_findings
     return findings
 
 
 def _calls_another(snapshot: Snapshot, matches: Sequence[LogMatch]) -> SnapshotRank | None:
     """The one rank of several whose own log tells another collective, or another size of it, than those of the rest."""
     calls = {
-        match.rank: told.groups()
+        match.rank: called.groups()
         for match in matches
-        if match.rank is not None and (told := _CALLED.search(match.line)) and int(told["rank"]) == match.rank
+        if match.rank is not None and (called := _CALLED.search(match.line)) and int(called["rank"]) == match.rank
     }
     kinds = Counter(call[1:] for call in calls.values())
     if len(calls) < 3 or len(kinds) != 2 or min(kinds.values()) > 1:
@@ -271,12 +274,12 @@ def _numbers(symptoms: Symptoms) -> list[Finding]:
     findings: list[Finding] = []
     for symptom in symptoms.of("wrong"):
         if symptom.sign in ("not_a_number", "diverged", "loss_spike"):
-            told = {
+            message = {
                 "not_a_number": "the training itself broke: no card or rank stands out",
                 "diverged": "the training left its way: its loss grows",
                 "loss_spike": "the loss jumped and has not come back",
             }[symptom.sign]
-            findings += finding(symptoms, symptom.sign, told, ("wrong",), evidence=symptom.evidence, base=1.05)
+            findings += finding(symptoms, symptom.sign, message, ("wrong",), evidence=symptom.evidence, base=1.05)
     return findings
 
 
@@ -286,7 +289,7 @@ def _overload(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         return []
     preempted = serving.preemptions or 0
     evidence = [f"{preempted} running requests were taken out again for want of room"] if preempted else []
-    cause, told = "server_overloaded", "requests come faster than it can compute them"
+    cause, message = "server_overloaded", "requests come faster than it can compute them"
     if (serving.kv_share or 0.0) > threshold("kv_share"):
-        cause, told = "server_memory_full", f"{percent(serving.kv_share)} of its room for keys and values is in use"
-    return finding(symptoms, cause, told, ("slow",), evidence=[told, *evidence], base=0.95, phases=("queue",))
+        cause, message = "server_memory_full", f"{percent(serving.kv_share)} of its room for keys and values is in use"
+    return finding(symptoms, cause, message, ("slow",), evidence=[message, *evidence], base=0.95, phases=("queue",))

@@ -26,8 +26,8 @@ def examine_storage(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         findings += finding(symptoms, "state_unsaved", snapshot.run.unsaved, ("waiting",))
     used = [(node, mount) for node in snapshot.nodes for mount in node.mounts if is_used(mount, snapshot.run)]
     for path in dict.fromkeys(mount.path for _, mount in used):
-        seen = [(node, mount) for node, mount in used if mount.path == path]
-        findings += _mount(path, seen, snapshot, symptoms)
+        mounts_here = [(node, mount) for node, mount in used if mount.path == path]
+        findings += _mount(path, mounts_here, snapshot, symptoms)
     findings += _run_directory(snapshot, symptoms)
     for tier in snapshot.tiers:
         findings += _tier(tier, snapshot, symptoms)
@@ -40,27 +40,29 @@ def examine_storage(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 
 def _run_directory(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     """What the agents, or a look from here, say of the disk of the run directory."""
-    told = snapshot.run.storage
-    if not told:
+    problem = snapshot.run.storage
+    if not problem:
         return []
-    is_locked = "is read-only" in told
-    cause = "storage_read_only" if is_locked else "storage_stalled" if "cannot be reached" in told else "storage_full"
-    return finding(symptoms, cause, told, ("dead", "hung"), base=0.98, is_risk=True)
+    is_locked = "is read-only" in problem
+    cause = (
+        "storage_read_only" if is_locked else "storage_stalled" if "cannot be reached" in problem else "storage_full"
+    )
+    return finding(symptoms, cause, problem, ("dead", "hung"), base=0.98, is_risk=True)
 
 
 def _mount(
-    path: str, seen: list[tuple[SnapshotNode, SnapshotMount]], snapshot: Snapshot, symptoms: Symptoms
+    path: str, mounts: list[tuple[SnapshotNode, SnapshotMount]], snapshot: Snapshot, symptoms: Symptoms
 ) -> list[Finding]:
     """One file system, as all nodes see it; a fault that only some see is of these nodes."""
     findings: list[Finding] = []
-    kind = seen[0][1].kind
+    kind = mounts[0][1].kind
 
     def where(bad: list[SnapshotNode]) -> tuple[str, str]:
-        if len(bad) == len(seen) and len(seen) > 1:
+        if len(bad) == len(mounts) and len(mounts) > 1:
             return "", f"{path} ({kind})" if kind else path
         return (bad[0].name if len(bad) == 1 and len(snapshot.nodes) > 1 else ""), f"{path} on {bad[0].name}"
 
-    stalled = [node for node, mount in seen if mount.is_stalled]
+    stalled = [node for node, mount in mounts if mount.is_stalled]
     if stalled:
         node, name = where(stalled)
         message = f"{name} does not answer"
@@ -76,18 +78,18 @@ def _mount(
         )
     full = [
         (node, mount)
-        for node, mount in seen
+        for node, mount in mounts
         if max(mount.full_share or 0.0, mount.inodes_full_share or 0.0) >= threshold("full_share")
     ]
     if full:
         node, name = where([entry for entry, _ in full])
         mount = full[0][1]
-        what = "its inodes" if (mount.inodes_full_share or 0.0) > (mount.full_share or 0.0) else "it"
+        part = "its inodes" if (mount.inodes_full_share or 0.0) > (mount.full_share or 0.0) else "it"
         share = max(mount.full_share or 0.0, mount.inodes_full_share or 0.0)
-        message = f"{name} is full: {percent(share)} of {what} {'are' if what != 'it' else 'is'} used"
+        message = f"{name} is full: {percent(share)} of {part} {'are' if part != 'it' else 'is'} used"
         base = 0.9 if share >= 0.995 or _save_failed(snapshot) else 0.75
         findings += finding(symptoms, "storage_full", message, ("dead", "hung"), node=node, base=base, is_risk=True)
-    locked = [node for node, mount in seen if mount.is_read_only and _is_written(mount, snapshot)]
+    locked = [node for node, mount in mounts if mount.is_read_only and _is_written(mount, snapshot)]
     if locked:
         node, name = where(locked)
         message = f"{name} can only be read"
@@ -95,10 +97,10 @@ def _mount(
             symptoms, "storage_read_only", message, ("dead", "hung"), node=node, base=0.93, is_risk=True
         )
     if not stalled:
-        findings += _slow_mount(seen, where, symptoms)
+        findings += _slow_mount(mounts, where, symptoms)
     short = [
         (node, mount)
-        for node, mount in seen
+        for node, mount in mounts
         if mount.interfaces is not None and mount.expected_interfaces and mount.interfaces < mount.expected_interfaces
     ]
     if short:
@@ -119,11 +121,11 @@ def _is_written(mount: SnapshotMount, snapshot: Snapshot) -> bool:
 
 
 def _slow_mount(
-    seen: list[tuple[SnapshotNode, SnapshotMount]],
+    mounts: list[tuple[SnapshotNode, SnapshotMount]],
     where: Callable[[list[SnapshotNode]], tuple[str, str]],
     symptoms: Symptoms,
 ) -> list[Finding]:
-    slow = [(node, mount, text) for node, mount in seen if (text := _slowness(mount))]
+    slow = [(node, mount, text) for node, mount in mounts if (text := _slowness(mount))]
     if not slow:
         return []
     node, name = where([item for item, _, _ in slow])
@@ -133,16 +135,16 @@ def _slow_mount(
 
 
 def _slowness(mount: SnapshotMount) -> str:
-    for what, now, usual, limit in (
+    for operation, now, usual, limit in (
         ("an operation", mount.operation_seconds, mount.usual_operation_seconds, threshold("operation_seconds")),
         ("an open or stat", mount.metadata_seconds, mount.usual_metadata_seconds, threshold("metadata_seconds")),
     ):
         if now is None:
             continue
         if usual and now > usual * threshold("storage_ratio") and now > limit / 10.0:
-            return f"{what} takes {duration(now)}, usually {duration(usual)}"
+            return f"{operation} takes {duration(now)}, usually {duration(usual)}"
         if now > limit:
-            return f"{what} takes {duration(now)}"
+            return f"{operation} takes {duration(now)}"
     if (mount.busy_share or 0.0) > threshold("disk_busy_share"):
         return f"its disk is busy {percent(mount.busy_share)} of the time"
     return ""

@@ -53,13 +53,13 @@ def with_visible_cards(snapshot: Snapshot, visible: Mapping[str, str]) -> Snapsh
 
 def with_occupants(snapshot: Snapshot, occupants: Iterable[CardOccupant]) -> Snapshot:
     """Cards that only others hold are left out; a rank is where its process has memory."""
-    told = list(occupants)
+    listed = list(occupants)
     mine: dict[tuple[str, int], int] = {}  # (node, card) → rank
-    for entry in told:
+    for entry in listed:
         rank = snapshot.rank(entry.rank) if entry.run == snapshot.run.name and entry.rank is not None else None
         if rank is not None and rank.node == entry.node:
             mine[entry.node, entry.card] = rank.rank
-    held = {(item.node, item.card) for item in told}
+    held = {(item.node, item.card) for item in listed}
     card_of = {rank: card for (_, card), rank in mine.items()}
 
     def without_others(node: SnapshotNode) -> SnapshotNode:

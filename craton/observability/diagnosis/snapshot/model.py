@@ -410,15 +410,15 @@ class Snapshot:
                 f"this is no saved snapshot: {error}; `craton why RUN --save FILE` writes one"
             ) from error
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-            found = document.get("schema") if isinstance(document, dict) else None
+            schema = document.get("schema") if isinstance(document, dict) else None
             raise SnapshotError(
-                f"this is no snapshot of schema {SCHEMA} (it says {found!r}); `craton why RUN --save FILE` writes one"
+                f"this is no snapshot of schema {SCHEMA} (it says {schema!r}); `craton why RUN --save FILE` writes one"
             )
         try:
-            made: Snapshot = _made(cls, document)
+            snapshot: Snapshot = _made(cls, document)
         except (TypeError, ValueError, KeyError) as error:
             raise SnapshotError(f"this snapshot cannot be read: {error}") from error
-        return made
+        return snapshot
 
 
 def _plain(value: Any) -> Any:
@@ -438,7 +438,7 @@ def _made(kind: Any, value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise TypeError(f"{kind.__name__} is written as an object, not as {value!r}")
         hints = hints_of(kind)
-        return kind(**{name: _made(hints[name], each) for name, each in value.items() if name in hints})
+        return kind(**{name: _made(hints[name], content) for name, content in value.items() if name in hints})
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if value is None:

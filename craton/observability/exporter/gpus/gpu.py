@@ -64,8 +64,8 @@ class CardLabels:
 
     def at(self, bus_id: str) -> tuple[str, ...]:
         """By the address in the kernel log, 0000:53:00."""
-        found = next((card for card in self.known if card.short_bus_id == bus_id), None)
-        return self.of(found) if found else self.unknown(bus_id)
+        match = next((card for card in self.known if card.short_bus_id == bus_id), None)
+        return self.of(match) if match else self.unknown(bus_id)
 
 
 class CardSource:

@@ -137,10 +137,10 @@ class NvmlCards:
 
     def processes(self, card: Card) -> Sequence[CardProcess]:
         try:
-            found = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handles[card.uuid])
+            processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handles[card.uuid])
         except self._nvml.NVMLError:
             return []
-        return [CardProcess(item.pid, item.usedGpuMemory or 0) for item in found]
+        return [CardProcess(item.pid, item.usedGpuMemory or 0) for item in processes]
 
     def xids(self) -> Sequence[tuple[Card, int]]:
         nvml, result = self._nvml, []

@@ -55,10 +55,10 @@ class Occupants:
             self._is_first = False
         began, parent = self._stat(pid)
         look = self._here.last.number
-        known = self._known.get(pid)
+        entry = self._known.get(pid)
         # A process of no known rank may be told by the next look.
-        if known is not None and known[0] == began and (known[2].rank or known[1] == look):
-            result = known[2]
+        if entry is not None and entry[0] == began and (entry[2].rank or entry[1] == look):
+            result = entry[2]
         else:
             result = self._ask(pid, parent, now)
             if began:
@@ -70,7 +70,7 @@ class Occupants:
     def forget(self, alive: Iterable[int]) -> None:
         """Keeps only these processes."""
         kept = set(alive)
-        self._known = {pid: known for pid, known in self._known.items() if pid in kept}
+        self._known = {pid: entry for pid, entry in self._known.items() if pid in kept}
 
     def _ask(self, pid: int, parent: int, now: float) -> Occupant:
         variables = self._environment(pid)
@@ -87,11 +87,11 @@ class Occupants:
         depth = len(self._numbers(pid))
         ancestor, ancestors_left = pid, MAX_PARENTS if is_believed else 0
         while ancestor > 1 and ancestors_left:
-            told = looked.by_number.get(ancestor)
-            if told is None and name and node and len(numbers := self._numbers(ancestor)) == depth:
-                told = looked.ranks.get((name, node, numbers[-1]))
-            if told is not None:
-                return Occupant(told.run, told.rank, told.run_node, job)
+            owner = looked.by_number.get(ancestor)
+            if owner is None and name and node and len(numbers := self._numbers(ancestor)) == depth:
+                owner = looked.ranks.get((name, node, numbers[-1]))
+            if owner is not None:
+                return Occupant(owner.run, owner.rank, owner.run_node, job)
             ancestor, parent = parent, self._stat(parent)[1]
             ancestors_left -= 1
         return Occupant(name, "", node, job)
@@ -132,8 +132,8 @@ def one_label(occupants: Sequence[Occupant]) -> Occupant:
     served twice. Two ranks of a run leave the run, two runs nothing."""
     named = [occupant for occupant in occupants if occupant != NOBODY]
     # A helper of a rank (its keeper, a server of MPS) is not another rank.
-    ranked = [each for each in named if each.rank] or named
-    run, job = _common([each.run for each in ranked]), _common([element.hpc_job for element in ranked])
+    ranked = [ranked_one for ranked_one in named if ranked_one.rank] or named
+    run, job = _common([ranked_one.run for ranked_one in ranked]), _common([element.hpc_job for element in ranked])
     if not run:
         return Occupant(hpc_job=job)  # rank 3 of two runs is not one rank
     return Occupant(run, _common([entry.rank for entry in ranked]), _common([item.run_node for item in ranked]), job)

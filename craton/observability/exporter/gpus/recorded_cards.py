@@ -42,7 +42,7 @@ class RecordedCards:
         if state.memory_bytes is None:
             raise CardLostError(f"{card.bus_id}: nvidia-smi tells nothing of it")
         mask = sum(REASON_BITS.get(reason, 0) for reason in (*state.throttle, *(["gpu_idle"] if state.is_idle else [])))
-        told = {
+        readings = {
             "memory.total": state.memory_bytes,
             "temperature.gpu": state.temperature_celsius,
             "clock.sm": state.sm_clock_mhz,
@@ -63,7 +63,7 @@ class RecordedCards:
             "field.NVLINK_LINK_COUNT": len(state.nvlinks) or None,
             "links.active": sum(link.is_up for link in state.nvlinks) if state.nvlinks else None,
         }
-        return {name: float(value) for name, value in told.items() if value is not None}
+        return {name: float(value) for name, value in readings.items() if value is not None}
 
     def processes(self, card: Card) -> Sequence[CardProcess]:
         return []
@@ -79,8 +79,8 @@ def _milli(value: float | None) -> float | None:
     return None if value is None else value * 1000
 
 
-def _recovery(said: str) -> int | None:
+def _recovery(answer: str) -> int | None:
     """nvidia-smi's word as NVML's number; what is not in the table is at least a reset."""
-    if not said:
+    if not answer:
         return None
-    return RECOVERY_NUMBERS.get(re.sub(r"\s+", " ", said.lower()), 1)
+    return RECOVERY_NUMBERS.get(re.sub(r"\s+", " ", answer.lower()), 1)

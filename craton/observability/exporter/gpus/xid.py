@@ -75,14 +75,14 @@ class XidCollector(Collector):
         """What the log says the driver wants done, for cards of which NVML said nothing in this scrape (`collected`,
         begun at `now`): it does not know the action, the card is lost to it, or it hangs. What it does tell is better:
         the log has what was wanted last, and a card that wants nothing later on has had it."""
-        told: dict[str, bool] = {}  # place on the bus → whether anything is wanted
+        wishes_by_bus: dict[str, bool] = {}  # place on the bus → whether anything is wanted
         for name, labels, value in collected:
             if name == "craton_gpu_recovery_wanted":
-                told[labels[BUS_LABEL]] = bool(value) or told.get(labels[BUS_LABEL], False)
+                wishes_by_bus[labels[BUS_LABEL]] = bool(value) or wishes_by_bus.get(labels[BUS_LABEL], False)
         samples: list[Sample] = []
         for bus_id, (noted, action) in list(self._wanted.items()):
             labels = self._labels.at(bus_id)
-            is_wanted = told.get(labels[BUS_LABEL])
+            is_wanted = wishes_by_bus.get(labels[BUS_LABEL])
             if is_wanted is None:
                 samples += wanted_samples(action, labels)
             elif not is_wanted and noted < now:

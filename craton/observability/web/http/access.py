@@ -55,8 +55,8 @@ class Access:
             return headers.get("sec-fetch-site", "same-origin") == "same-origin"
         return bool(origin) and not is_foreign(headers)
 
-    def is_token(self, given: str) -> bool:
-        return is_same_key(given, self.token)
+    def is_token(self, token: str) -> bool:
+        return is_same_key(token, self.token)
 
     def new_session(self, secret: str, now: float | None = None) -> str:
         """What a cookie holds beside the secret of a page."""
@@ -96,8 +96,8 @@ class Access:
         return ""
 
     def _has_bearer(self, headers: Mapping[str, str]) -> bool:
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        return kind.lower() == "bearer" and self.is_token(given.strip())
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        return kind.lower() == "bearer" and self.is_token(token.strip())
 
     def _signed(self, purpose: str, text: str) -> str:
         return hmac.new(key_bytes(self.token), key_bytes(f"{purpose} {self.port} {text}"), hashlib.sha256).hexdigest()

@@ -211,13 +211,13 @@ async def _runs_events(request: Request) -> Response:
 
 async def _runs_news(site: PageSite, since: int) -> AsyncIterator[dict[str, Any]]:
     """The rows that changed since the last message, and the order of all of them."""
-    known = await run_in_threadpool(site.summaries.rows)
-    seen = {row.run.name: row.version for row in known if row.version <= since}
-    order = [row.run.name for row in known] if len(seen) == len(known) else []
+    rows_before = await run_in_threadpool(site.summaries.rows)
+    sent = {row.run.name: row.version for row in rows_before if row.version <= since}
+    order = [row.run.name for row in rows_before] if len(sent) == len(rows_before) else []
     trouble = None
     while True:
         rows = await run_in_threadpool(site.summaries.rows)
-        changed = [row for row in rows if seen.get(row.run.name) != row.version]
+        changed = [row for row in rows if sent.get(row.run.name) != row.version]
         names = [row.run.name for row in rows]
         if changed or names != order or trouble != site.summaries.trouble:
             message: dict[str, Any] = {"rows": {row.run.name: site.rows.get(row) for row in changed}}
@@ -225,7 +225,7 @@ async def _runs_news(site: PageSite, since: int) -> AsyncIterator[dict[str, Any]
                 message["trouble"] = trouble = site.summaries.trouble
             if names != order:
                 message["order"] = order = names
-            seen = {row.run.name: row.version for row in rows}
+            sent = {row.run.name: row.version for row in rows}
             yield message
         else:
             yield {}
@@ -284,16 +284,16 @@ async def _run(request: Request) -> Response:
 
 async def _first(site: PageSite, page: RunPage) -> dict[str, Shown]:
     """The parts that are read within FIRST_SECONDS; the others go on being made, and stream when they are."""
-    found: dict[str, Shown] = {}
+    shown: dict[str, Shown] = {}
 
     def collect() -> None:
         for name in page.parts:
-            found[name] = _shown(site, page, name)
+            shown[name] = _shown(site, page, name)
 
     task = asyncio.ensure_future(run_in_threadpool(collect))
     is_wide = await run_in_threadpool(page.num_nodes) > WIDE_NODES
     await asyncio.wait([task], timeout=FIRST_WIDE_SECONDS if is_wide else FIRST_SECONDS)
-    return dict(found)
+    return dict(shown)
 
 
 async def _run_events(request: Request) -> Response:
@@ -307,7 +307,7 @@ async def _run_events(request: Request) -> Response:
 
 async def _run_news(site: PageSite, opened: Opened, held: str) -> AsyncIterator[dict[str, Any]]:
     """What changed in each part, as soon as it is known; or that the page shows a run that is no more."""
-    seen: dict[str, str] = {}
+    sent: dict[str, str] = {}
     page, mark = opened.page, opened.mark
     while True:
         if mark != held:
@@ -321,8 +321,8 @@ async def _run_news(site: PageSite, opened: Opened, held: str) -> AsyncIterator[
             for kind, items in (("fragments", shown.fragments), ("charts", shown.charts)):
                 for key, value in items.items():
                     fingerprint = digest(value if isinstance(value, str) else json.dumps(value))
-                    if seen.get(f"{kind} {key}") != fingerprint:
-                        seen[f"{kind} {key}"] = fingerprint
+                    if sent.get(f"{kind} {key}") != fingerprint:
+                        sent[f"{kind} {key}"] = fingerprint
                         message[kind][key] = value
             if message["fragments"] or message["charts"]:
                 is_silent = False

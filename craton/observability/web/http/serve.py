@@ -30,7 +30,7 @@ def serve_page(
     public_url: str | None = None,
     prometheus: str | None = None,
     opens: bool = False,
-    tell: Callable[[str, str], None],
+    announce: Callable[[str, str], None],
 ) -> None:
     """Serves until it is interrupted. `tell` is told the address, and a link with the token where no file holds it."""
     prometheus = prometheus_address(prometheus)
@@ -55,7 +55,7 @@ def serve_page(
     config = server_config(app)
     # Runs are read by threads that compute; a page that is asked for meanwhile must not wait its turn for long.
     sys.setswitchinterval(SWITCH_SECONDS)
-    tell(address, link)
+    announce(address, link)
     with _openable(link, is_secret=opens and token_file is None) as opened:
         if opens:
             webbrowser.open(opened)

@@ -172,11 +172,11 @@ def on_grid(steps: Iterable[int], most: int) -> list[int]:
     ordered = sorted(steps)
     stride = 1
     while True:
-        found: dict[int, int] = {}
+        first_in_cell: dict[int, int] = {}
         for step in ordered:
-            found.setdefault(step // stride, step)
-        if len(found) <= most:
-            return list(dict.fromkeys([*found.values(), *ordered[-1:]]))
+            first_in_cell.setdefault(step // stride, step)
+        if len(first_in_cell) <= most:
+            return list(dict.fromkeys([*first_in_cell.values(), *ordered[-1:]]))
         stride *= 2
 
 

@@ -56,25 +56,25 @@ class NodeView:
 def read_member(run: RunDirectory) -> NodeMember:
     """From the newest generation, or before there is one from what the agents were told."""
     launch = read_json(run.launch_path)
-    given = launch.get("generation")
-    started = given if isinstance(given, int) else 0
+    first_generation = launch.get("generation")
+    started = first_generation if isinstance(first_generation, int) else 0
     try:
         names = [name for name in names_in(run.path / "generations") if name[:-5].isdecimal()]
     except OSError:
         names = []
     newest = max((int(name[:-5]) for name in names), default=-1)
-    made = read_json(run.generation_path(newest)) if newest >= started else {}
-    nodes = made.get("nodes") or (launch.get("nodes") or [])[: launch.get("num_nodes") or None]
+    document = read_json(run.generation_path(newest)) if newest >= started else {}
+    nodes = document.get("nodes") or (launch.get("nodes") or [])[: launch.get("num_nodes") or None]
     members = {str(node) for node in nodes}
     others = [node for node in launch.get("nodes") or () if isinstance(node, str) and node not in members]
     avoided = read_avoided(run) if others else {}
     leaves = launch.get("leaves")
-    layout = made.get("layout") or read_json(run.plan_path).get("layout")
+    layout = document.get("layout") or read_json(run.plan_path).get("layout")
     stages = layout.get("pp") if isinstance(layout, dict) else None
     return NodeMember(
-        generation=newest if made else started,
+        generation=newest if document else started,
         nodes=[str(node) for node in nodes if isinstance(node, str)],
-        ranks_per_node=int(made.get("ranks_per_node") or launch.get("ranks_per_node") or 1),
+        ranks_per_node=int(document.get("ranks_per_node") or launch.get("ranks_per_node") or 1),
         leaves={str(node): str(leaf) for node, leaf in leaves.items()} if isinstance(leaves, dict) else {},
         spares=tuple(node for node in others if node not in avoided),
         num_stages=stages if isinstance(stages, int) and stages > 0 else 1,
@@ -105,26 +105,26 @@ class Nodes:
 
     def look(self, member: NodeMember, slow_nodes: Collection[str], alerted: Collection[str]) -> list[NodeView]:
         now = time.monotonic()
-        found = []
+        views = []
         for number, node in enumerate(member.nodes):
             beat, age = self._beat(node, now)
-            told = self._tell(node)
-            if told is not None and (told.status is None or told.status.generation != member.generation):
-                told = None
+            tail = self._tell(node)
+            if tail is not None and (tail.status is None or tail.status.generation != member.generation):
+                tail = None
             is_live = beat is not None and beat.state == "running"
-            health, reason = _health(node, beat, age, told.trouble if told and is_live else None, slow_nodes, alerted)
-            found.append(
+            health, reason = _health(node, beat, age, tail.trouble if tail and is_live else None, slow_nodes, alerted)
+            views.append(
                 NodeView(
                     node=node,
                     leaf=member.leaves.get(node, ""),
                     health=health,
                     reason=reason,
-                    ranks=told.letters if told else "?" * member.ranks_per_node,
+                    ranks=tail.letters if tail else "?" * member.ranks_per_node,
                     first_rank=number * member.ranks_per_node,
                     heartbeat_age_seconds=age,
                 )
             )
-        return [*found, *self._spares(member, now, alerted)]
+        return [*views, *self._spares(member, now, alerted)]
 
     def _spares(self, member: NodeMember, now: float, alerted: Collection[str]) -> Iterator[NodeView]:
         """Nodes that wait to take another's place; not those that have left, or have not come yet."""
@@ -138,16 +138,16 @@ class Nodes:
 
     def status(self, node: str) -> NodeStatus | None:
         """What the node's agent had said of its ranks at the last look."""
-        told = self._told.get(node)
-        return told.status if told else None
+        tail = self._told.get(node)
+        return tail.status if tail else None
 
     def _tell(self, node: str) -> _Told | None:
         try:
-            seen = os.stat(self._path(node)[1])
+            file_status = os.stat(self._path(node)[1])
         except OSError:
             self._told.pop(node, None)
             return None
-        key = (seen.st_ino, seen.st_mtime_ns)
+        key = (file_status.st_ino, file_status.st_mtime_ns)
         result = self._told.get(node)
         if result is None or result.key != key:
             status = read_status(self._run, node)
@@ -157,14 +157,14 @@ class Nodes:
 
     def _beat(self, node: str, now: float) -> tuple[Heartbeat | None, float | None]:
         try:
-            seen = os.stat(self._path(node)[0])
+            status = os.stat(self._path(node)[0])
         except OSError:
             return None, None
-        known = self._beats.get(node)
-        if known is None or known[0] != seen.st_ino or now - known[1] >= READ_AGAIN_SECONDS:
-            known = self._beats[node] = (seen.st_ino, now, read_heartbeat(self._run, node))
-        beat = known[2] and replace(known[2], moment=seen.st_mtime)
-        return beat, max(0.0, beat.age_seconds() if beat else time.time() - seen.st_mtime)
+        entry = self._beats.get(node)
+        if entry is None or entry[0] != status.st_ino or now - entry[1] >= READ_AGAIN_SECONDS:
+            entry = self._beats[node] = (status.st_ino, now, read_heartbeat(self._run, node))
+        beat = entry[2] and replace(entry[2], moment=status.st_mtime)
+        return beat, max(0.0, beat.age_seconds() if beat else time.time() - status.st_mtime)
 
     def _path(self, node: str) -> tuple[str, str]:
         if node not in self._paths:

@@ -114,7 +114,7 @@ class RankTails:
         grown = status.st_size - file.end
         if file.depth == KEPT_LINES and 0 <= grown <= self._ranks_per_node * KEPT_LINES * LINE_BYTES:
             data, file.end = _between(file.path, file.end, status.st_size, is_cut=False)
-            self._add(file, [each for line in data.split(b"\n") if (each := self._parsed(line)) is not None])
+            self._add(file, [record for line in data.split(b"\n") if (record := self._parsed(line)) is not None])
         else:
             depth = self._first_depth if file.depth == 0 else KEPT_LINES
             lines, file.end = self._last_lines(file.path, status.st_size, depth)

@@ -45,13 +45,13 @@ class RecordedLooks:
         return self._looks
 
 
-def joined(recorded: Sequence[ServerLook], seen: Sequence[ServerLook]) -> list[ServerLook]:
+def joined(recorded: Sequence[ServerLook], live: Sequence[ServerLook]) -> list[ServerLook]:
     """Looks at a server, with what it recorded before the first and after the last one; of all, the last
     SHOWN_SECONDS."""
-    begin, end = (seen[0].time, seen[-1].time) if seen else (math.inf, math.inf)
+    begin, end = (live[0].time, live[-1].time) if live else (math.inf, math.inf)
     before = [look for look in recorded if look.time < begin]
     after = [look for look in recorded if look.time > end]
-    looks = [*with_idle_times([*before, *seen[:1]]), *seen[1:], *after]
+    looks = [*with_idle_times([*before, *live[:1]]), *live[1:], *after]
     return [look for look in looks if looks[-1].time - look.time <= SHOWN_SECONDS]
 
 
@@ -95,10 +95,10 @@ def with_idle_times(looks: list[ServerLook]) -> list[ServerLook]:
 
 def _version(path: Path) -> tuple[int, int]:
     try:
-        seen = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return 0, 0
-    return seen.st_size, seen.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 def _modified(path: Path) -> int:

@@ -148,20 +148,20 @@ class Records:
         ends = {path: end for path, end in self._begins.items() if end > 0}
         budget = SEARCHED_BYTES
         while tiers and ends and budget > 0:
-            found: list[dict[str, Any]] = []
+            events: list[dict[str, Any]] = []
             for path, end in list(ends.items()):
                 if budget <= 0:
                     break
                 begin = max(0, end - SEARCHED_CHUNK)
                 budget -= end - begin
                 lines, ends[path] = _lines_between(path, begin, end)
-                found += [line for line in lines if _tier_of(line) in tiers]
+                events += [line for line in lines if _tier_of(line) in tiers]
                 if ends[path] <= 0:
                     del ends[path]
-            found.sort(key=_moment)
-            self._tiers |= {event["tier"]: event for event in found if _tier_of(event) != PEER}
-            self._peer = {event["event"]: event for event in found if _tier_of(event) == PEER} | self._peer
-            tiers -= {_tier_of(event) for event in found}
+            events.sort(key=_moment)
+            self._tiers |= {event["tier"]: event for event in events if _tier_of(event) != PEER}
+            self._peer = {event["event"]: event for event in events if _tier_of(event) == PEER} | self._peer
+            tiers -= {_tier_of(event) for event in events}
 
     def _book(self, event: dict[str, Any]) -> None:
         tier, name = event.get("tier"), event.get("event")

@@ -67,10 +67,10 @@ class Prometheus:
     def alerts(self) -> Answered:
         try:
             data = self._get("/api/v1/alerts")
-            found = [_alert(item) for item in data.get("alerts") or () if isinstance(item, dict)]
+            alerts = [_alert(item) for item in data.get("alerts") or () if isinstance(item, dict)]
         except Exception as error:  # noqa: BLE001 - whatever listens there may answer whatever it likes
             return Answered(trouble=f"Prometheus at {self.url} does not answer: {_why(error)}")
-        return Answered(tuple(sorted(found, key=lambda alert: (alert.state != "firing", alert.name, alert.node))))
+        return Answered(tuple(sorted(alerts, key=lambda alert: (alert.state != "firing", alert.name, alert.node))))
 
     @property
     def late(self) -> Answered:
@@ -118,9 +118,9 @@ class Prometheus:
         return data
 
 
-def prometheus_address(given: str | None) -> str | None:
+def prometheus_address(option: str | None) -> str | None:
     """What was given, else $CRATON_PROMETHEUS; None where there is neither. CratonError when it is no address."""
-    address, name = (given, "--prometheus") if given else (os.environ.get(VARIABLE), f"${VARIABLE}")
+    address, name = (option, "--prometheus") if option else (os.environ.get(VARIABLE), f"${VARIABLE}")
     if not address:
         return None
     parts = urllib.parse.urlsplit(address)
@@ -131,7 +131,7 @@ def prometheus_address(given: str | None) -> str | None:
 
 def _alert(document: dict[str, Any]) -> Alert:
     labels = {str(key): str(value) for key, value in (document.get("labels") or {}).items()}
-    told = {str(key): str(value) for key, value in (document.get("annotations") or {}).items()}
+    texts = {str(key): str(value) for key, value in (document.get("annotations") or {}).items()}
     return Alert(
         name=labels.get("alertname", "alert"),
         state=str(document.get("state", "")),
@@ -139,8 +139,8 @@ def _alert(document: dict[str, Any]) -> Alert:
         layer=labels.get("layer", ""),
         run=labels.get("run", ""),
         node=labels.get("node", ""),
-        summary=told.get("summary", ""),
-        action=told.get("action", "") or labels.get("action", ""),
+        summary=texts.get("summary", ""),
+        action=texts.get("action", "") or labels.get("action", ""),
         since=str(document.get("activeAt", "")),
     )
 

@@ -123,12 +123,12 @@ class Summaries:
                 self._changed.wait_for(lambda: not self._num_asides or self._is_closed, timeout=ASIDE_SECONDS)
                 if self._is_closed:
                     return
-            known = self._known.setdefault(row.run.name, _Known())
-            _read(row.run, known)
-            if row.summary is None and known.raw is not None and _is_local(row.run):
-                self._publish(row.run, known, known.raw)
-            elif row.summary is None and known.trouble:
-                self._publish(row.run, known, None)
+            state = self._known.setdefault(row.run.name, _Known())
+            _read(row.run, state)
+            if row.summary is None and state.raw is not None and _is_local(row.run):
+                self._publish(row.run, state, state.raw)
+            elif row.summary is None and state.trouble:
+                self._publish(row.run, state, None)
         raws = [raw for row in rows if (raw := self._known[row.run.name].raw) is not None]
         try:
             settled = {
@@ -139,10 +139,12 @@ class Summaries:
             trouble = trouble or f"what schedulers say of the runs is not known: {_why(error)}"
             settled = {entry.path: entry for entry in raws}
         for row in rows:
-            known = self._known[row.run.name]
-            self._publish(row.run, known, settled.get(known.raw.path) if known.raw else None)
+            state = self._known[row.run.name]
+            self._publish(row.run, state, settled.get(state.raw.path) if state.raw else None)
         self._is_read, self.trouble = True, trouble
-        ended = {name: each for name, known in self._known.items() if (each := _to_remember(known)) is not None}
+        ended = {
+            name: remembered for name, state in self._known.items() if (remembered := _to_remember(state)) is not None
+        }
         keys = {name: item.key for name, item in ended.items()}
         if keys != self._remembered:
             remember(self.root, ended)
@@ -177,10 +179,10 @@ class Summaries:
                 self.version += 1
                 fresh = {name: RunRow(run, version=self.version) for name, run in names.items()}
                 self._rows = {name: self._rows.get(name, row) for name, row in fresh.items()}
-                self._known = {name: known for name, known in self._known.items() if name in names}
+                self._known = {name: state for name, state in self._known.items() if name in names}
         return ""
 
-    def _publish(self, run: RunDirectory, known: _Known, summary: RunSummary | None) -> None:
+    def _publish(self, run: RunDirectory, state: _Known, summary: RunSummary | None) -> None:
         verdict = None
         # Not before all runs were read once: whoever opens the page waits for the list, not for what is wrong in it.
         if self._is_read and summary is not None and summary.state in EXAMINED:
@@ -190,11 +192,11 @@ class Summaries:
             old = self._rows.get(run.name)
             if old is None:
                 return
-            new = RunRow(run, summary, known.kind, known.planned_dollars, known.trouble, verdict, old.version)
+            new = RunRow(run, summary, state.kind, state.planned_dollars, state.trouble, verdict, old.version)
             if new != old:
                 self.version += 1
                 self._rows[run.name] = RunRow(
-                    run, summary, known.kind, known.planned_dollars, known.trouble, verdict, self.version
+                    run, summary, state.kind, state.planned_dollars, state.trouble, verdict, self.version
                 )
 
 
@@ -202,36 +204,36 @@ def _known_from(remembered: Remembered) -> _Known:
     return _Known(remembered.key, None, remembered.summary, remembered.kind, remembered.planned_dollars)
 
 
-def _to_remember(known: _Known) -> Remembered | None:
+def _to_remember(state: _Known) -> Remembered | None:
     """Only of runs that have ended: others are read again anyway."""
-    if known.key is None or known.raw is None or known.raw.state in (*MOVING, "lost"):
+    if state.key is None or state.raw is None or state.raw.state in (*MOVING, "lost"):
         return None
-    return Remembered(known.key, known.raw, known.kind, known.planned_dollars)
+    return Remembered(state.key, state.raw, state.kind, state.planned_dollars)
 
 
-def _read(run: RunDirectory, known: _Known) -> None:
+def _read(run: RunDirectory, state: _Known) -> None:
     """Reads a run that moves, or changed since it was read."""
     key = _key(run)
-    if known.raw is not None and known.raw.state not in MOVING and key == known.key:
-        is_fresh = time.monotonic() - known.read_at < LOST_AGAIN_SECONDS
-        if known.raw.state != "lost" or is_fresh:
+    if state.raw is not None and state.raw.state not in MOVING and key == state.key:
+        is_fresh = time.monotonic() - state.read_at < LOST_AGAIN_SECONDS
+        if state.raw.state != "lost" or is_fresh:
             return
-    known.read_at = time.monotonic()
+    state.read_at = time.monotonic()
     try:
-        if key != known.key:
+        if key != state.key:
             plan = read_json(run.plan_path)
             cost = plan.get("cost") if isinstance(plan.get("cost"), dict) else {}
             assert isinstance(cost, dict)
             dollars = plan.get("cost_dollars") or cost.get("cost_dollars")
-            known.kind = job_kind(plan)
-            known.planned_dollars = float(dollars) if isinstance(dollars, int | float) else None
-        known.summarizer = known.summarizer or Summarizer(run, MAX_NODES)
-        known.raw, known.trouble = known.summarizer.summary(), ""
+            state.kind = job_kind(plan)
+            state.planned_dollars = float(dollars) if isinstance(dollars, int | float) else None
+        state.summarizer = state.summarizer or Summarizer(run, MAX_NODES)
+        state.raw, state.trouble = state.summarizer.summary(), ""
     except Exception as error:  # noqa: BLE001 - one broken folder hides no other run, whatever is wrong with it
-        known.raw, known.trouble = None, f"{run.path} cannot be read: {_why(error)}"
-    known.key = key
-    if known.raw is None or known.raw.state not in MOVING:
-        known.summarizer = None  # it holds a run's books
+        state.raw, state.trouble = None, f"{run.path} cannot be read: {_why(error)}"
+    state.key = key
+    if state.raw is None or state.raw.state not in MOVING:
+        state.summarizer = None  # it holds a run's books
 
 
 def job_kind(plan: Mapping[str, Any]) -> str:

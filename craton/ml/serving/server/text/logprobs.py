@@ -36,7 +36,7 @@ def completion_logprobs(
 
 
 def echoed_logprobs(
-    prompt: Sequence[int], found: Sequence[Alternatives | None], top: int, vocabulary: Vocabulary | None
+    prompt: Sequence[int], alternatives: Sequence[Alternatives | None], top: int, vocabulary: Vocabulary | None
 ) -> dict[str, Any]:
     """A prompt's own log-probs before those of its completion; its first token has none."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -46,21 +46,21 @@ def echoed_logprobs(
         end += 0 if vocabulary is None else len(decoder.decode(vocabulary.token_bytes(token)))
     return {
         "tokens": [_key(token, vocabulary) for token in prompt],
-        "token_logprobs": [None if place is None else _finite(place.logprobs[0]) for place in found],
+        "token_logprobs": [None if place is None else _finite(place.logprobs[0]) for place in alternatives],
         "top_logprobs": [
             None if place is None else {_key(token, vocabulary): value for token, value in _top(place, top)}
-            for place in found
+            for place in alternatives
         ],
         "text_offset": offsets,
     }
 
 
 def prompt_logprobs(
-    found: Sequence[Alternatives | None], top: int, vocabulary: Vocabulary | None
+    alternatives: Sequence[Alternatives | None], top: int, vocabulary: Vocabulary | None
 ) -> list[dict[str, Any] | None]:
     """By token id; the prompt's own token first, also where it is not among the likeliest."""
     places: list[dict[str, Any] | None] = []
-    for place in found:
+    for place in alternatives:
         if place is None:
             places.append(None)
             continue

@@ -62,11 +62,11 @@ def load_template(folder: Path) -> ChatTemplate | None:
     """The template of a model folder; None when it has none."""
     config = _read(folder / _CONFIG)
     file = folder / TEMPLATE
-    found = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    if isinstance(found, str):
-        templates = {"default": found}
-    elif isinstance(found, list):
-        templates = {str(entry["name"]): str(entry["template"]) for entry in found}
+    template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if isinstance(template, str):
+        templates = {"default": template}
+    elif isinstance(template, list):
+        templates = {str(entry["name"]): str(entry["template"]) for entry in template}
         templates.setdefault("default", next(iter(templates.values())))
     else:
         return None

@@ -40,10 +40,10 @@ class Vocabulary:
         """`with_special_tokens`: with those that the tokenizer puts around every text, as the beginning of one. A
         TextTooLongError instead of more than `max_tokens`."""
         # `encode` holds Python's lock for as long as it takes; the call for batches gives it up.
-        (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=with_special_tokens)
-        if max_tokens is not None and len(found) > max_tokens:
-            raise TextTooLongError(len(found))
-        return list(found.ids)
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=with_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TextTooLongError(len(encoding))
+        return list(encoding.ids)
 
     def decode(self, tokens: list[int], keep_special: bool = False) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=not keep_special))

@@ -126,8 +126,8 @@ def _keywords(text: str) -> dict[str, object] | None:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None
-        found = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        json.dumps(found)
+        keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        json.dumps(keywords)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
-    return None if None in found else {str(name): value for name, value in found.items()}
+    return None if None in keywords else {str(name): value for name, value in keywords.items()}

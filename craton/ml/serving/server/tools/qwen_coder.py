@@ -149,8 +149,8 @@ def _types(schema: Any, key: str) -> set[str]:
 def _types_of(described: Any) -> set[str]:
     if not isinstance(described, Mapping):
         return set()
-    given = described.get("type")
-    types = {given} if isinstance(given, str) else {name for name in given or () if isinstance(name, str)}
+    stated = described.get("type")
+    types = {stated} if isinstance(stated, str) else {name for name in stated or () if isinstance(name, str)}
     for union in ("anyOf", "oneOf", "allOf"):
         for part in described.get(union) or ():
             types |= _types_of(part)

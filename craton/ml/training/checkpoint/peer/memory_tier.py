@@ -364,10 +364,10 @@ class PeerMemory:
 
     def _turn_off(self, step: int, problems: Sequence[str | None]) -> bool:
         """Whether a rank has a problem, which ends this tier on all of them."""
-        told = list(dict.fromkeys(text for text in problems if text))
-        if not told:
+        messages = list(dict.fromkeys(text for text in problems if text))
+        if not messages:
             return False
-        self.off = "; ".join(told)
+        self.off = "; ".join(messages)
         with suppress(KeeperError):
             self.client.give_back(self._token)
         self._let_go()

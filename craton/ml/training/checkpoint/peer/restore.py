@@ -91,7 +91,7 @@ def find_saves(
         problem = f"tier {PEER} cannot be read on {setup.node}: {error}"
     leads = list(setup.nodes).index(setup.node) == memory.rank
     answers = ranks.gather(([_about(holding) for holding in holdings] if leads else [], setup.node, problem))
-    told = list(dict.fromkeys(text for _, _, text in answers if text))
+    problems = list(dict.fromkeys(text for _, _, text in answers if text))
     saves: dict[str, PeerSave] = {}
     for abouts, node, _ in answers:
         for about, name, file in abouts:
@@ -110,8 +110,8 @@ def find_saves(
         ranks_text = ", ".join(map(str, newest.missing[:8]))
         text = f"tier {PEER}: step {newest.step} is not whole: nobody holds the state of ranks {ranks_text}"
         had_state = newest.complete is not None or newest.base > 0  # else the first save of all was cut off
-        (lost if had_state and before is None else told).append(text)
-    return sorted(whole, key=lambda save: (save.step, save.course), reverse=True), told, lost
+        (lost if had_state and before is None else problems).append(text)
+    return sorted(whole, key=lambda save: (save.step, save.course), reverse=True), problems, lost
 
 
 def load_save(
@@ -129,11 +129,11 @@ def load_save(
             problems, damaged = _reshard(memory, ranks, save, files, tensors)
         if not problems:
             return True, names
-        found = sorted({(memory.setup.nodes[rank], name) for item in ranks.gather(damaged) for rank, name in item})
+        bad_slots = sorted({(memory.setup.nodes[rank], name) for item in ranks.gather(damaged) for rank, name in item})
         names.append(f"tier {PEER}: step {save.step}: {some(problems)}")
-        if not found:
+        if not bad_slots:
             break
-        for node, name in found:
+        for node, name in bad_slots:
             save.leave_out(node, name, node == memory.setup.node)
     return False, names
 
@@ -211,12 +211,15 @@ def _reshard(
         if nodes.index(first) == memory.rank and name in save.slots:
             holding = save.slots[name]
             mine[name] = (zlib.compress(holding.manifest["tensors"].encode(), 1), _sum_of(holding))
-    known: dict[str, tuple[bytes, FileSum]] = {}
+    layouts_by_name: dict[str, tuple[bytes, FileSum]] = {}
     for answer in ranks.gather(mine):
-        known |= answer
-    layouts = [(name, parse_layout(zlib.decompress(text).decode())) for name, (text, _) in sorted(known.items())]
+        layouts_by_name |= answer
+    layouts = [
+        (name, parse_layout(zlib.decompress(text).decode())) for name, (text, _) in sorted(layouts_by_name.items())
+    ]
     seal = Seal(
-        {"save": save.save, "step": save.step, "counters": save.counters}, {n: s for n, (_, s) in known.items()}
+        {"save": save.save, "step": save.step, "counters": save.counters},
+        {n: s for n, (_, s) in layouts_by_name.items()},
     )
     saved = FoundStep(save.step, PEER, files, seal, metadata_of(layouts))
     check_names(ranks, saved, tensors)
