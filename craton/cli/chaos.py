@@ -45,12 +45,13 @@ def chaos(
     """Break a running run on purpose: at a step, in a phase (@during=restore), or at once."""
     import json
 
+    from craton.api import Run
     from craton.cli.views.live import make_console
-    from craton.orchestration.changes import arm_faults, faults_for, random_faults_for
-    from craton.telemetry import RunError, find_run
+    from craton.telemetry import RunError
 
     console = make_console(as_json)
-    directory = find_run(run)
+    handle = Run(run)
+    directory = handle.directory
     given = {
         "kill": kill,
         "hang": hang,
@@ -59,15 +60,10 @@ def chaos(
         "slow-disk": slow_disk,
         "lose-node": lose_node,
     }
-    faults = faults_for(
-        directory, [f"{kind} {what}" for kind, all_of_kind in given.items() for what in all_of_kind or []]
-    )
-    if random is not None:
-        chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()]
-        faults += (
-            random_faults_for(directory, random, seed, chosen) if chosen else random_faults_for(directory, random, seed)
-        )
-    elif kinds:
+    texts = [f"{kind} {what}" for kind, all_of_kind in given.items() for what in all_of_kind or []]
+    chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()]
+    faults = handle.draft_faults(texts, random=random or 0, seed=seed, kinds=chosen)
+    if kinds and random is None:
         raise RunError("--kinds belongs to --random, which draws faults of these kinds")
     if not faults:
         raise RunError(
@@ -76,7 +72,7 @@ def chaos(
     print_faults(directory, faults, console)
     confirm(directory, yes)
     since = time.time()
-    path = arm_faults(directory, faults)
+    path = handle.inject(faults)
     outcome: dict[str, Any] = {"run": directory.name, "order": str(path), "faults": [fault.text for fault in faults]}
     if wait:
         try:

@@ -113,13 +113,13 @@ def _look(show_all: bool, number: int | None, states: Sequence[str]) -> Listing:
     """The runs that were asked for, newest first."""
     from itertools import islice
 
+    from craton.api import runs
     from craton.orchestration.watching import MOVING, glance, settled_summaries
-    from craton.telemetry import list_runs
 
     summaries, recoveries, unread, unreadable = [], {}, {}, {}
-    for run in list_runs()[: None if states else number]:
+    for run in runs()[: None if states else number]:
         try:
-            seen = glance(run)
+            seen = glance(run.directory)
             _cells(seen.summary)
             recoveries[run.name], unread[run.name] = seen.recoveries, seen.unread
             summaries.append(seen.summary)
